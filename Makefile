@@ -1,0 +1,51 @@
+# Two commands do all the set-up: `make train` and `make test`. Each makes what it needs and is quick the
+# second time. Settings: PYTHON (the interpreter of the virtual environment), TORCH (which torch to install,
+# e.g. TORCH='torch==2.11.*'), WORKERS, RUN and DATA of `make train`.
+PYTHON  ?= python3
+VENV    ?= .venv
+TORCH   ?= torch
+WORKERS ?= 2
+DATA    ?= runs/builtin-text
+RUN     ?= runs/first-light
+BIN     := $(VENV)/bin
+UV      := $(BIN)/uv pip install --quiet --python $(BIN)/python
+EXTRAS  := text,report,dev,bench
+STAMP   := $(VENV)/.installed
+SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h')
+
+.PHONY: help setup train test test-all lint clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup: $(STAMP)  ## make the virtual environment, build the C++ core, install shoal into it
+
+$(BIN)/uv:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
+	  f"shoal needs Python 3.11 or newer, and $(PYTHON) is {v.major}.{v.minor}: make PYTHON=python3.12 …")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet uv
+
+$(STAMP): $(SOURCES) | $(BIN)/uv
+	$(UV) '$(TORCH)'
+	$(UV) --editable '.[$(EXTRAS)]'
+	@touch $@
+
+train: $(STAMP)  ## pretrain the tiny ALBERT on English found in this Python, then write the report
+	$(BIN)/shoal prepare text builtin --out $(DATA)
+	$(BIN)/shoal train albert --preset tiny --data.path $(DATA) --run.dir $(RUN) --workers $(WORKERS)
+	$(BIN)/shoal report $(RUN)
+
+test: $(STAMP)  ## the tests of every change (at most 12 minutes on 2 cores)
+	$(BIN)/pytest -m 'not slow' -n 2
+
+test-all: $(STAMP)  ## all tests, the complete matrices too
+	$(BIN)/pytest
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:  ## remove the virtual environment and the build
+	rm -rf $(VENV) build

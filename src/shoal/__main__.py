@@ -1,0 +1,6 @@
+"""``python -m shoal``: the same as the ``shoal`` command."""
+
+from shoal.cli import main
+
+if __name__ == "__main__":
+    main()

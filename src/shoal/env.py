@@ -1,0 +1,107 @@
+"""The only reader of environment variables.
+
+A worker learns its place from whoever started it: torchrun's names first, then those of Open MPI, MPICH
+and Intel MPI. Nothing else in the package looks at ``os.environ``; a test greps for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.cluster import WorkerPlace
+from shoal.errors import UsageError
+
+LAUNCH_DIR = "SHOAL_LAUNCH_DIR"
+"""Folder that the launcher of this host shares with its workers: process ids, error files."""
+
+TEST_DATA = "SHOAL_TEST_DATA"
+
+# (rank, number of workers, local rank, local number of workers) as each launcher names them
+_MPI_NAMES = {
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+_DEFAULT_PORT = 29_500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """The place of a process that somebody has started as a worker, and where the workers meet."""
+
+    place: WorkerPlace
+    master_addr: str
+    master_port: int
+    launcher: str
+
+
+def joined(environ: Mapping[str, str] | None = None) -> Joined | None:
+    """Return this process's place if a launcher has set one, else ``None``.
+
+    Raises:
+        UsageError: a variable is missing or is not a number in its range.
+    """
+    environ = os.environ if environ is None else environ
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        names, launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "torchrun"
+    else:
+        for launcher, names in _MPI_NAMES.items():
+            if names[0] in environ and names[1] in environ:
+                break
+        else:
+            return None
+    rank, num_workers = (_number(environ, name) for name in names[:2])
+    local_rank = _number(environ, names[2], default=rank)
+    num_local = _number(environ, names[3], default=num_workers)
+    if rank >= num_workers:
+        raise UsageError(f"{names[0]}={rank} must be below {names[1]}={num_workers}; check the launcher")
+    addr = environ.get("MASTER_ADDR", "")
+    if not addr:
+        if num_local != num_workers:
+            raise UsageError(
+                f"{launcher} started {num_workers} workers on several hosts but MASTER_ADDR is not set; "
+                "export the address of the host of rank 0 to all of them"
+            )
+        addr = "127.0.0.1"
+    return Joined(
+        place=WorkerPlace(
+            rank=rank, num_workers=num_workers, local_rank=local_rank, num_local_workers=num_local
+        ),
+        master_addr=addr,
+        master_port=_number(environ, "MASTER_PORT", default=_DEFAULT_PORT),
+        launcher=launcher,
+    )
+
+
+def launch_dir(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Return the folder shared with our own launcher, or ``None`` under another one."""
+    value = (os.environ if environ is None else environ).get(LAUNCH_DIR)
+    return Path(value) if value else None
+
+
+def test_data_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Return where tests look for real data that is not part of the project."""
+    return Path((os.environ if environ is None else environ).get(TEST_DATA, "../shared/data"))
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """Return a copy of this process's environment for a child, with ``changes`` applied."""
+    return {**os.environ, **changes}
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = environ.get(name)
+    if value is None:
+        if default is None:
+            raise UsageError(f"the environment variable {name} is not set; the launcher must set it")
+        return default
+    if not value.isdecimal():
+        raise UsageError(f"the environment variable {name}={value!r} must be a whole number of at least 0")
+    return int(value)

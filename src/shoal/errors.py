@@ -1,0 +1,35 @@
+"""The errors a person is meant to read, and the exit codes of every command. Standard library only.
+
+An error message names the file, field or peer, the value, the rule and the remedy, in that order where
+it reads well. The command line prints it without a traceback; everything else that is raised is a defect
+of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_STOPPED = 75
+"""A signal ended the run after it saved: start the same command again (sysexits.h, EX_TEMPFAIL)."""
+
+
+class ShoalError(RuntimeError):
+    """Something outside our control failed (a damaged file, a full disk, a lost peer): exit code 1."""
+
+    exit_code = EXIT_FAILURE
+
+
+class UsageError(ShoalError, ValueError):
+    """The user asked for something that cannot be: exit code 2."""
+
+    exit_code = EXIT_USAGE
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` for the choice nearest to ``word``, or an empty string."""
+    near = get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,1 @@
+"""Starts workers: ``local`` on this machine or by hand on several. Imports only the nouns."""

@@ -1,0 +1,1 @@
+"""Builders over transformers and torchvision, with what a recipe changes in them."""

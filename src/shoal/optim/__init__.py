@@ -1,0 +1,1 @@
+"""Large-batch optimizers and learning-rate schedules, all in optimizer steps."""

@@ -1,0 +1,192 @@
+"""The record of a run: what ``train`` writes and ``report`` reads. Standard library only.
+
+A record is the file ``record.jsonl`` of a run directory: one JSON object a line, each with ``kind`` and
+``time_s`` (seconds since 1970). Lines are only ever appended. A run that was killed may leave a cut last
+line; a run that went back to a checkpoint has a ``resume`` line, and whatever earlier lines say of later
+steps is superseded by it. :func:`read_record` settles both, so that no reader has to.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, TextIO
+
+from shoal.errors import ShoalError
+
+FILE_NAME = "record.jsonl"
+
+PARTS = ("data", "forward", "backward", "gradient_wait", "optimizer", "other")
+"""Where a step's time goes: reading examples, forward, backward, gradient averaging that backward did not
+hide, optimizer, and the rest (metrics, checkpoint staging)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One process group has begun or taken up the run."""
+
+    kind: ClassVar[str] = "start"
+    run: str
+    recipe: str
+    command: list[str]
+    config: dict[str, Any]
+    num_workers: int
+    num_hosts: int
+    backend: str
+    device: str
+    precision: str
+    versions: dict[str, str]
+    num_parameters: int
+    total_steps: int
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    references: dict[str, float] = field(default_factory=dict)
+    """Lines to draw in the plots of evaluation metrics: metric name -> value."""
+    time_s: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The average over the steps since the last such line; ``step`` counts optimizer steps from 1."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    samples: int
+    """Samples consumed since the beginning of the run."""
+    loss: float
+    metrics: dict[str, float]
+    learning_rate: float
+    loss_scale: float
+    grad_norm: float
+    weight_norm: float
+    samples_per_s: float
+    step_s: float
+    parts_s: dict[str, float]
+    """Seconds a step in each of :data:`PARTS`; they sum up to ``step_s``."""
+    num_skipped: int = 0
+    """Steps skipped since the last line because of an overflow."""
+    peak_memory_bytes: int = 0
+    time_s: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Scores on held-out data."""
+
+    kind: ClassVar[str] = "evaluation"
+    step: int
+    split: str
+    num_samples: int
+    metrics: dict[str, float]
+    seconds: float
+    time_s: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint is complete on disk."""
+
+    kind: ClassVar[str] = "checkpoint"
+    step: int
+    path: str
+    num_bytes: int
+    blocked_s: float
+    """Time that training stood still for it."""
+    written_s: float
+    """Time from the request to the complete file."""
+    time_s: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """The run went on from a checkpoint; earlier lines about later steps no longer count."""
+
+    kind: ClassVar[str] = "resume"
+    step: int
+    path: str
+    damaged: list[str] = field(default_factory=list)
+    """Newer checkpoints that were passed over, with the reason."""
+    time_s: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """The run ended before its last step, of its own accord: a signal or a loss that is not finite."""
+
+    kind: ClassVar[str] = "stop"
+    step: int
+    reason: str
+    exit_code: int
+    time_s: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """The run reached its last step."""
+
+    kind: ClassVar[str] = "end"
+    step: int
+    seconds: float
+    """Time of the training loop in this process group."""
+    metrics: dict[str, float]
+    time_s: float = field(default_factory=time.time)
+
+
+Row = Start | Step | Evaluation | Checkpoint | Resume | Stop | End
+_ROW_OF_KIND: dict[str, type[Row]] = {
+    row.kind: row for row in (Start, Step, Evaluation, Checkpoint, Resume, Stop, End)
+}
+
+
+class RecordWriter:
+    """Appends rows to a run's record; each line reaches the operating system before the call returns."""
+
+    def __init__(self, run_dir: Path) -> None:
+        path = run_dir / FILE_NAME
+        self._file: TextIO = path.open("a+", encoding="utf-8")
+        self._file.seek(0)
+        cut = bool(text := self._file.read()) and not text.endswith("\n")
+        if cut:  # the line that a kill has cut stays alone on its line
+            self._file.write("\n")
+
+    def write(self, row: Row) -> None:
+        self._file.write(json.dumps({"kind": row.kind, **asdict(row)}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_record(run_dir: Path) -> list[Row]:
+    """Return the rows of a run that still count, oldest first.
+
+    Cut lines and kinds of a newer version are passed over; after a ``resume`` at step s, rows of earlier
+    attempts about steps after s are dropped.
+
+    Raises:
+        ShoalError: there is no record, or a whole line does not have the form of its kind.
+    """
+    path = run_dir / FILE_NAME
+    if not path.is_file():
+        raise ShoalError(f"{run_dir} holds no {FILE_NAME}: it is not the directory of a shoal run")
+    rows: list[Row] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        row_type = _ROW_OF_KIND.get(values.pop("kind", ""))
+        if row_type is None:
+            continue
+        known = {f.name for f in fields(row_type)}
+        try:
+            row = row_type(**{name: value for name, value in values.items() if name in known})
+        except TypeError as error:
+            raise ShoalError(f"{path}, line {number}: {error}; the file was changed by hand?") from None
+        if isinstance(row, Resume):
+            rows = [old for old in rows if isinstance(old, Start | Resume) or old.step <= row.step]
+        rows.append(row)
+    return rows
