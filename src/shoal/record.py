@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from io import RawIOBase
+from os import SEEK_END
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from shoal.errors import ShoalError
 
@@ -136,25 +138,41 @@ class End:
 
 
 Row = Start | Step | Evaluation | Checkpoint | Resume | Stop | End
+History = Start | Resume | Stop
+"""Rows about what happened to the run; the others say how far it got."""
 _ROW_OF_KIND: dict[str, type[Row]] = {
     row.kind: row for row in (Start, Step, Evaluation, Checkpoint, Resume, Stop, End)
 }
+_TYPES_OF_KIND = {kind: get_type_hints(row) for kind, row in _ROW_OF_KIND.items()}
 
 
 class RecordWriter:
-    """Appends rows to a run's record; each line reaches the operating system before the call returns."""
+    """Appends rows to a run's record; each line reaches the operating system before the call returns.
+
+    Raises:
+        ShoalError: the file cannot be opened or written (permissions, a full disk); what it holds stays.
+    """
 
     def __init__(self, run_dir: Path) -> None:
-        path = run_dir / FILE_NAME
-        self._file: TextIO = path.open("a+", encoding="utf-8")
-        self._file.seek(0)
-        cut = bool(text := self._file.read()) and not text.endswith("\n")
-        if cut:  # the line that a kill has cut stays alone on its line
-            self._file.write("\n")
+        self._path = run_dir / FILE_NAME
+        try:
+            self._file: RawIOBase = self._path.open("a+b", buffering=0)
+            size = self._file.seek(0, SEEK_END)
+            if size:
+                self._file.seek(size - 1)
+                if self._file.read(1) != b"\n":  # the line that a kill has cut stays alone on its line
+                    self._file.write(b"\n")
+        except OSError as error:
+            raise ShoalError(f"{self._path} cannot be written: {error.strerror}") from None
 
     def write(self, row: Row) -> None:
-        self._file.write(json.dumps({"kind": row.kind, **asdict(row)}) + "\n")
-        self._file.flush()
+        line = (json.dumps({"kind": row.kind, **asdict(row)}) + "\n").encode()
+        try:
+            num_written = self._file.write(line)
+        except OSError as error:
+            raise ShoalError(f"{self._path} cannot be written: {error.strerror}") from None
+        if num_written != len(line):
+            raise ShoalError(f"{self._path} was cut at {num_written} of {len(line)} bytes: the disk is full")
 
     def close(self) -> None:
         self._file.close()
@@ -163,8 +181,9 @@ class RecordWriter:
 def read_record(run_dir: Path) -> list[Row]:
     """Return the rows of a run that still count, oldest first.
 
-    Cut lines and kinds of a newer version are passed over; after a ``resume`` at step s, rows of earlier
-    attempts about steps after s are dropped.
+    Cut lines and kinds of a newer version are passed over. After a ``resume`` at step s, rows of earlier
+    attempts about steps after s are dropped; after a ``start`` without a ``resume``, all of them are.
+    What happened (``start``, ``resume``, ``stop``) is always kept.
 
     Raises:
         ShoalError: there is no record, or a whole line does not have the form of its kind.
@@ -173,20 +192,53 @@ def read_record(run_dir: Path) -> list[Row]:
     if not path.is_file():
         raise ShoalError(f"{run_dir} holds no {FILE_NAME}: it is not the directory of a shoal run")
     rows: list[Row] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    since_progress: set[type[Row]] = set()
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         try:
-            values = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        row_type = _ROW_OF_KIND.get(values.pop("kind", ""))
-        if row_type is None:
-            continue
-        known = {f.name for f in fields(row_type)}
-        try:
-            row = row_type(**{name: value for name, value in values.items() if name in known})
+            row = _row(line)
         except TypeError as error:
             raise ShoalError(f"{path}, line {number}: {error}; the file was changed by hand?") from None
+        if row is None:
+            continue
         if isinstance(row, Resume):
-            rows = [old for old in rows if isinstance(old, Start | Resume) or old.step <= row.step]
+            rows = [old for old in rows if isinstance(old, History) or old.step <= row.step]
+        if isinstance(row, History):
+            since_progress.add(type(row))
+        elif since_progress:
+            if Start in since_progress and Resume not in since_progress:  # it began again from nothing
+                rows = [old for old in rows if isinstance(old, History)]
+            since_progress.clear()
         rows.append(row)
     return rows
+
+
+def _row(line: bytes) -> Row | None:
+    """Parse one line; ``None`` for a cut one and for a kind that this version does not know."""
+    try:
+        values = json.loads(line)
+    except ValueError:  # cut, or bytes that are not text
+        return None
+    if not isinstance(values, dict):
+        raise TypeError(f"a line is an object with a kind, not {line[:40].decode()!r}")
+    row_type = _ROW_OF_KIND.get(str(values.pop("kind", "")))
+    if row_type is None:
+        return None
+    types = _TYPES_OF_KIND[row_type.kind]
+    for name, wanted in types.items():
+        if name in values and not _fits(values[name], wanted):
+            raise TypeError(f"{row_type.kind}.{name} must be {wanted}, not {values[name]!r}")
+    return row_type(**{name: value for name, value in values.items() if name in types})
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether a JSON value fits a row's field (``int`` counts as ``float``, ``bool`` as neither)."""
+    origin = get_origin(wanted)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, get_args(wanted)[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(item, get_args(wanted)[1]) for item in value.values())
+    if wanted is Any:
+        return True
+    if isinstance(value, bool):
+        return wanted is bool
+    return isinstance(value, int | float if wanted is float else wanted)
