@@ -1,0 +1,199 @@
+"""What a prepared directory says about itself: ``manifest.json``.
+
+It is written last, so a directory with a manifest is complete. It holds what a reader must know to use the
+shards without loading the tokenizer: vocabulary size, the ids of the special tokens, and for each token id
+whether it continues the word before it (whole-word masking). Counts, sizes and checksums of every shard
+are here too, so a shard that was cut short or swapped is noticed by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.data.files import sha256_of, write_atomically
+from shoal.errors import ShoalError, UsageError, did_you_mean
+
+MANIFEST = "manifest.json"
+FORMAT = "shoal-text"
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardInfo:
+    """Counts of one shard, and size and SHA-256 of each of its files.
+
+    ``files`` maps the suffix ("tokens", "index") to ``{"bytes": int, "sha256": str}``; the file of a
+    suffix is ``NAME.SUFFIX``.
+    """
+
+    name: str
+    num_documents: int
+    num_sentences: int
+    num_tokens: int
+    files: dict[str, dict[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return this as plain JSON values; ``ShardInfo(**value)`` is the way back."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerInfo:
+    """The tokenizer's file in the directory, its SHA-256, and its kind ("unigram", "wordpiece", …)."""
+
+    file: str
+    sha256: str
+    kind: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The contents of ``manifest.json``.
+
+    ``continues_word`` has one byte for each token id: 1 where the token continues the word of the token
+    before it ("##ing" of WordPiece; a sentencepiece piece without "▁" that is not punctuation), else 0.
+    ``source`` says in words what the text is. ``splits`` maps "train" and "validation" to their shards,
+    in the order in which documents are numbered.
+    """
+
+    vocab_size: int
+    cls_id: int
+    sep_id: int
+    mask_id: int
+    pad_id: int
+    unk_id: int
+    continues_word: bytes
+    tokenizer: TokenizerInfo
+    source: str
+    splits: dict[str, tuple[ShardInfo, ...]]
+
+    def __post_init__(self) -> None:
+        if len(self.continues_word) != self.vocab_size:
+            raise ShoalError(
+                f"manifest: continues_word has {len(self.continues_word)} flags "
+                f"for a vocabulary of {self.vocab_size}; there must be one for each token id"
+            )
+        for name in ("cls_id", "sep_id", "mask_id", "pad_id", "unk_id"):
+            if not 0 <= getattr(self, name) < self.vocab_size:
+                raise ShoalError(
+                    f"manifest: {name}={getattr(self, name)} is not a token id of a vocabulary "
+                    f"of {self.vocab_size}"
+                )
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """The ids that are never masked, never predicted and never drawn as a random replacement."""
+        return (self.cls_id, self.sep_id, self.mask_id, self.pad_id, self.unk_id)
+
+    def shards(self, split: str) -> tuple[ShardInfo, ...]:
+        """Return the shards of a split.
+
+        Raises:
+            UsageError: there is no such split.
+        """
+        if split not in self.splits:
+            raise UsageError(
+                f"there is no split {split!r}; this data has {', '.join(sorted(self.splits)) or 'none'}."
+                + did_you_mean(split, self.splits)
+            )
+        return self.splits[split]
+
+    def save(self, directory: Path) -> None:
+        """Write ``manifest.json``, atomically and last of all files.
+
+        Raises:
+            ShoalError: the disk is full or the folder cannot be written.
+        """
+        value = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        flags = np.frombuffer(self.continues_word, dtype=np.uint8)
+        value["continues_word"] = base64.b64encode(np.packbits(flags, bitorder="little").tobytes()).decode()
+        text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+        write_atomically(directory / MANIFEST, text.encode())
+
+    @classmethod
+    def load(cls, directory: Path) -> Manifest:
+        """Read ``manifest.json``.
+
+        Raises:
+            UsageError: the directory has none.
+            ShoalError: it is damaged, or a newer version wrote it.
+        """
+        path = directory / MANIFEST
+        try:
+            value = json.loads(path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            raise UsageError(
+                f"{directory} has no {MANIFEST}, so it holds no prepared text, or its preparation did not "
+                f"finish; run `shoal prepare text SOURCE... --out {directory}`"
+            ) from None
+        except ValueError as error:
+            raise ShoalError(f"{path} is not valid JSON ({error}); prepare the text again") from None
+        return cls._from_json(value, path)
+
+    @classmethod
+    def _from_json(cls, value: Any, path: Path) -> Manifest:
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            raise ShoalError(f"{path}: its format is not {FORMAT!r}; is this the folder of other data?")
+        version = value.get("version")
+        if not isinstance(version, int) or version > VERSION:
+            raise ShoalError(
+                f"{path} has version {version}; this shoal reads version {VERSION}: "
+                "update shoal, or prepare the text again"
+            )
+        try:
+            vocab_size = int(value["vocab_size"])
+            packed = np.frombuffer(base64.b64decode(value["continues_word"]), dtype=np.uint8)
+            flags = np.unpackbits(packed, count=vocab_size, bitorder="little")
+            splits = {
+                split: tuple(ShardInfo(**shard) for shard in shards)
+                for split, shards in value["splits"].items()
+            }
+            rest = {k: v for k, v in value.items() if k not in ("format", "version")}
+            rest |= {"continues_word": flags.tobytes(), "splits": splits}
+            rest["tokenizer"] = TokenizerInfo(**value["tokenizer"])
+            return cls(**rest)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, ShoalError):
+                raise
+            raise ShoalError(
+                f"{path}: a field is missing or wrong ({error}); prepare the text again"
+            ) from None
+
+    def check_tokenizer(self, path: Path) -> None:
+        """Check that the tokenizer in ``path`` is the one that made the shards.
+
+        Raises:
+            ShoalError: the file is missing.
+            UsageError: it is another tokenizer.
+        """
+        try:
+            found = sha256_of(path)
+        except OSError as error:
+            raise ShoalError(
+                f"{path}: the tokenizer of the shards cannot be read: {error.strerror}"
+            ) from error
+        if found != self.tokenizer.sha256:
+            raise UsageError(
+                f"{path}: this tokenizer (SHA-256 {found[:12]}…) is not the one that made the shards "
+                f"({self.tokenizer.sha256[:12]}…), so token ids would mean other words; "
+                "use the tokenizer beside the shards, or prepare the text with this one"
+            )
+
+    def check_vocabulary(self, model_vocab_size: int) -> None:
+        """Check that a model has a row for each token id.
+
+        Raises:
+            UsageError: the model's vocabulary is smaller than that of the shards.
+        """
+        if model_vocab_size < self.vocab_size:
+            raise UsageError(
+                f"the shards have a vocabulary of {self.vocab_size} tokens, the model one of "
+                f"{model_vocab_size}; set the model's vocabulary to at least {self.vocab_size}"
+            )
