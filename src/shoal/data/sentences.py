@@ -1,0 +1,101 @@
+"""Where English sentences end: rules alone, in one pass of a regular expression. Standard library only.
+
+A *candidate* is a run of ``. ! ? …`` with the quotes and brackets that close behind it, then white space,
+then something that a sentence can begin with. A candidate is refused when the next word is in lower case,
+or when the full stop belongs to a title (``Dr.``), an initial (``J. S. Bach``), a numbered item
+(``No. 5``, ``1. Introduction``) or another short form whose next word rarely begins a sentence
+(``U.S. Army`` against ``the U.S. The``).
+"""
+
+from __future__ import annotations
+
+import re
+
+_JOINING = frozenset(
+    "mr mrs ms messrs mme mlle dr prof rev hon st ste mt ft gen col lt maj capt cmdr adm sgt cpl pvt gov sen"
+    " rep supt insp vs cf viz e.g i.e eg ie fig figs eq eqs approx resp ca".split()
+)
+"""Short forms that ask for what comes next: the sentence goes on whatever follows."""
+
+_JOINING_NUMBERS = frozenset("no nos p pp ch chap vol vols op art arts sec secs ver v c b d".split())
+"""Short forms that join to a number; before a word they are words themselves (``The answer is no.``)."""
+
+_NEXT_DECIDES = frozenset(
+    "inc ltd co corp bros llc plc jr sr esq al dept univ assn ave blvd"
+    " jan feb mar apr jun jul aug sep sept oct nov dec mon tue wed thu fri".split()
+)
+"""Short forms that end a sentence as often as not; so do dotted ones (``U.S``, ``a.m``, ``Ph.D``)."""
+
+_FIRST_WORDS = frozenset(
+    "a an the this that these those it its he she they we you his her their our my your there here in on at"
+    " by for from with as if when while after before during since until although though however but and or so"
+    " then thus hence therefore also note see use to what who why how where which some many most all each"
+    " both one two three no not despite because moreover furthermore instead once only other".split()
+)
+"""Words that begin sentences and rarely names: they settle the doubtful cases."""
+
+# possessive quantifiers and the look-behind keep "......" linear in its length
+_CANDIDATE = re.compile(
+    r"""(?<![.!?…])[.!?…]++
+        (?P<close>[\"'”’»)\]}]*+)
+        (?P<apart>(?:[ ]\")?)               # text in pieces: `on cooking . " Mating occurs`
+        [ ]
+        (?=[\"'“‘«(\[{¿¡`]*+[ ]?(?P<next>[^\W_]))""",
+    re.VERBOSE,
+)
+_LAST_WORD = re.compile(r"[^\s(\[{\"“‘«`]*$")
+_NEXT_WORD = re.compile(r"[^\W\d_]+")
+_DOTTED = re.compile(r"(?:[^\W\d_]{1,2}\.)+[^\W\d_]{1,2}$")
+_LONGEST_SHORT_FORM = 16
+
+
+def normalise(text: str) -> str:
+    """Return ``text`` with each run of white space replaced by one blank, and none at either end."""
+    return " ".join(text.split())
+
+
+def split_sentences(text: str) -> list[str]:
+    """Cut English prose into sentences.
+
+    Only white space is lost: ``" ".join(split_sentences(text)) == normalise(text)``. Text without any
+    sentence end comes back whole; white space alone gives an empty list. Text whose punctuation stands
+    apart (``on cooking . Mating occurs``, as in WikiText) is cut at the same places.
+    """
+    text = normalise(text)
+    sentences: list[str] = []
+    start = 0
+    for match in _CANDIDATE.finditer(text):
+        if _ends_sentence(text, start, match):
+            end = match.end("close")
+            if match["apart"] and text.count('"', start, end) % 2 == 1:  # that quote closes, not opens
+                end = match.end("apart")
+            sentences.append(text[start:end])
+            start = end + 1
+    if start < len(text):
+        sentences.append(text[start:])
+    return sentences
+
+
+def _ends_sentence(text: str, start: int, match: re.Match[str]) -> bool:
+    """Decide on one candidate; ``start`` is where the current sentence begins."""
+    following = match["next"]
+    if following.islower():
+        return False
+    stop = text[match.start() : match.start("close")]
+    if stop != ".":  # "!", "?", "...", "?!": a capital, a digit or a script without case begins anew
+        return True
+    found = _LAST_WORD.search(text, max(start, match.start() - _LONGEST_SHORT_FORM), match.start())
+    word = found.group() if found else ""
+    if match["close"] and len(word) != 1:
+        return True
+    form = word.lower()
+    if form in _JOINING:
+        return False
+    if following.isdigit():
+        return not (form in _JOINING_NUMBERS or form in _NEXT_DECIDES or _DOTTED.match(word))
+    if word.isdigit():  # "1. Introduction", but "It began in 1990. They"
+        return match.start() - len(word) != start
+    if (len(word) == 1 and word.isupper()) or form in _NEXT_DECIDES or _DOTTED.match(word):
+        next_word = _NEXT_WORD.match(text, match.start("next"))
+        return next_word is not None and next_word.group().lower() in _FIRST_WORDS
+    return True
