@@ -1,0 +1,69 @@
+"""The arithmetic of batches: global batch = micro-batch × workers × accumulation steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.errors import UsageError
+
+LARGEST_DEFAULT_MICRO_BATCH = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """How one global batch is computed: each worker runs ``accumulation_steps`` micro-batches."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    num_workers: int
+    accumulation_steps: int
+
+    @property
+    def worker_batch_size(self) -> int:
+        return self.micro_batch_size * self.accumulation_steps
+
+    def __str__(self) -> str:
+        return (
+            f"{self.micro_batch_size} sequences × {self.accumulation_steps} accumulation steps × "
+            f"{self.num_workers} workers = {self.global_batch_size:,} sequences a step"
+        )
+
+
+def plan_batch(*, global_batch_size: int, num_workers: int, micro_batch_size: int | None) -> BatchPlan:
+    """Derive accumulation from what is given; the micro-batch defaults to the largest fitting divisor.
+
+    Raises:
+        UsageError: the sizes do not divide; the message names the nearest sizes that do.
+    """
+    if global_batch_size % num_workers:
+        raise UsageError(
+            f"train.global_batch_size {global_batch_size} does not divide over {num_workers} workers; "
+            f"the nearest sizes that do are {_nearest(global_batch_size, num_workers)}"
+        )
+    share = global_batch_size // num_workers
+    if micro_batch_size is None:
+        micro_batch_size = max(d for d in range(1, LARGEST_DEFAULT_MICRO_BATCH + 1) if share % d == 0)
+    if share % micro_batch_size:
+        raise UsageError(
+            f"train.micro_batch_size {micro_batch_size} does not divide a worker's share of {share} "
+            f"sequences (train.global_batch_size {global_batch_size} / {num_workers} workers); "
+            f"the nearest sizes that do are {_nearest_divisors(share, micro_batch_size)}"
+        )
+    return BatchPlan(
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        num_workers=num_workers,
+        accumulation_steps=share // micro_batch_size,
+    )
+
+
+def _nearest(value: int, divisor: int) -> str:
+    below = value // divisor * divisor
+    return " and ".join(str(v) for v in (below, below + divisor) if v)
+
+
+def _nearest_divisors(value: int, wanted: int) -> str:
+    divisors = [d for d in range(1, value + 1) if value % d == 0]
+    below = [d for d in divisors if d < wanted][-1:]
+    above = [d for d in divisors if d > wanted][:1]
+    return " and ".join(str(d) for d in below + above)

@@ -1,0 +1,153 @@
+"""The settings that every recipe shares. Standard library only.
+
+Defaults live here, presets in the recipe's TOML files; options are named ``--section.field``.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shoal.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The loop: how long, how large a batch, in what precision."""
+
+    total_steps: int = 125_000
+    """Optimizer steps of the whole run."""
+    global_batch_size: int = 4_096
+    """Sequences in one optimizer step, over all workers."""
+    micro_batch_size: int | None = None
+    """Sequences a worker computes at once; default: the largest divisor of its share up to 32."""
+    seed: int = 42
+    """Seed of the initial weights, the data order, masking and dropout."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Autocast type; auto: bf16 where the device computes in it natively, else fp32."""
+    loss_scale: float | None = None
+    """Static loss scale for fp16; default: dynamic."""
+    compile: bool | None = None
+    """torch.compile the model; default: on GPUs."""
+    max_nonfinite_steps: int = 5
+    """Stop after so many steps in a row whose loss is not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer and its schedule, in optimizer steps."""
+
+    optimizer: Literal["lamb", "adamw"] = "lamb"
+    """LAMB for large batches, or torch's AdamW."""
+    learning_rate: float = 1.76e-3
+    """Learning rate at the end of the warm-up."""
+    end_learning_rate: float = 0.0
+    """Learning rate after the last step."""
+    warmup_steps: int = 3_125
+    """Steps of linear warm-up from 0."""
+    power: float = 1.0
+    """Power of the polynomial decay."""
+    weight_decay: float = 0.01
+    """Decay of weights, not of biases and norms."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.999
+    """Decay of the second moment."""
+    eps: float = 1e-6
+    """Added to the root of the second moment."""
+    bias_correction: bool = True
+    """Correct the moments for their start at 0 (paper, apex); the original ALBERT does not."""
+    max_grad_norm: float | None = 1.0
+    """Clip gradients to this norm; none with --optim.max-grad-norm none."""
+    clip: Literal["global", "worker"] = "global"
+    """Clip the averaged gradient, or each worker's own before averaging."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where the run lives and what it writes when."""
+
+    name: str | None = None
+    """Name in reports; default: recipe and preset."""
+    dir: Path | None = None
+    """Run directory; default: runs/NAME. The same directory continues the run."""
+    log_frequency: int = 50
+    """Steps between lines of the record."""
+    validation_frequency: int = 2_000
+    """Steps between evaluations on held-out data."""
+    validation_samples: int = 2_048
+    """Held-out sequences an evaluation reads at most."""
+    checkpoint_frequency: int = 5_000
+    """Steps between checkpoints."""
+    keep_checkpoints: int = 3
+    """How many checkpoints stay on disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """How workers talk and what they run on."""
+
+    backend: str | None = None
+    """torch.distributed backend; default: nccl on GPUs, gloo elsewhere."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: a GPU a worker if there are enough, else the CPU."""
+    timeout_s: float = 600.0
+    """Deadline of every collective."""
+    bucket_mb: float = 25.0
+    """Size of DistributedDataParallel's gradient buckets in MiB."""
+
+
+def require_positive(section: str, config: object, *names: str) -> None:
+    """Raise a :class:`UsageError` for the first of the named settings that is below 1."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise UsageError(f"{section}.{name} {value} must be at least 1")
+
+
+def as_tree(config: object) -> dict[str, Any]:
+    """Return a dataclass as nested dictionaries of JSON values; unset settings are left out."""
+    tree: dict[str, Any] = {}
+    for field in fields(config):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            tree[field.name] = as_tree(value)
+        elif value is not None:
+            tree[field.name] = str(value) if isinstance(value, Path) else value
+    return tree
+
+
+def to_toml(tree: Mapping[str, Any]) -> str:
+    """Return a two-level tree of strings, numbers and booleans as TOML."""
+    lines: list[str] = []
+    for section, values in tree.items():
+        lines.append(f"[{section}]")
+        lines += [f"{name} = {_toml_value(value)}" for name, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        UsageError: the file is missing, not UTF-8, or not TOML (with the line).
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"the config file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"the config file {path} cannot be read: {error}") from None
