@@ -11,26 +11,31 @@ from __future__ import annotations
 
 import re
 
-_JOINING = frozenset(
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_JOINING = _words(
     "mr mrs ms messrs mme mlle dr prof rev hon st ste mt ft gen col lt maj capt cmdr adm sgt cpl pvt gov sen"
-    " rep supt insp vs cf viz e.g i.e eg ie fig figs eq eqs approx resp ca".split()
+    " rep supt insp vs cf viz e.g i.e eg ie fig figs eq eqs approx resp ca"
 )
 """Short forms that ask for what comes next: the sentence goes on whatever follows."""
 
-_JOINING_NUMBERS = frozenset("no nos p pp ch chap vol vols op art arts sec secs ver v c b d".split())
+_JOINING_NUMBERS = _words("no nos p pp ch chap vol vols op art arts sec secs ver v c b d")
 """Short forms that join to a number; before a word they are words themselves (``The answer is no.``)."""
 
-_NEXT_DECIDES = frozenset(
+_NEXT_DECIDES = _words(
     "inc ltd co corp bros llc plc jr sr esq al dept univ assn ave blvd"
-    " jan feb mar apr jun jul aug sep sept oct nov dec mon tue wed thu fri".split()
+    " jan feb mar apr jun jul aug sep sept oct nov dec mon tue wed thu fri"
 )
 """Short forms that end a sentence as often as not; so do dotted ones (``U.S``, ``a.m``, ``Ph.D``)."""
 
-_FIRST_WORDS = frozenset(
+_FIRST_WORDS = _words(
     "a an the this that these those it its he she they we you his her their our my your there here in on at"
     " by for from with as if when while after before during since until although though however but and or so"
     " then thus hence therefore also note see use to what who why how where which some many most all each"
-    " both one two three no not despite because moreover furthermore instead once only other".split()
+    " both one two three no not despite because moreover furthermore instead once only other"
 )
 """Words that begin sentences and rarely names: they settle the doubtful cases."""
 
