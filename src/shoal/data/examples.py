@@ -1,0 +1,232 @@
+"""Masked-LM and sentence-order examples: pure functions of (seed, epoch, index), a batch at a time.
+
+Nothing is stored but tokens; each example's segments, masks and swap are drawn while reading from numbers
+keyed by the seed, the epoch and the example's index. Reading the same example twice, in another batch, by
+another worker or in another process gives the same arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.data.masking import choose_tokens, prediction_budgets, replace_tokens, split_ngrams
+from shoal.data.segments import MIN_TOKENS, Segments, Windows
+from shoal.data.shards import TextShards
+from shoal.decide.draws import Int64Array, UInt64Array, draw, random_keys
+from shoal.errors import ShoalError, UsageError
+
+NUM_SPECIAL = 3
+"""[CLS] A [SEP] B [SEP]."""
+
+_EXAMPLE = 3  # this module's word among the uses of one seed
+_SEGMENTS, _NGRAMS, _CHOICE, _REPLACEMENT = range(4)  # streams of one example
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleConfig:
+    """What an example looks like. The seed also decides the order of examples (``loader``)."""
+
+    max_seq_length: int = 512
+    max_predictions_per_seq: int = 20
+    mask_prob: float = 0.15
+    max_ngram: int = 3
+    short_seq_prob: float = 0.1
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        shortest = 2 * MIN_TOKENS + NUM_SPECIAL
+        if self.max_seq_length < shortest:
+            raise UsageError(f"max_seq_length {self.max_seq_length} must be at least {shortest}")
+        if not 1 <= self.max_predictions_per_seq < self.max_seq_length:
+            raise UsageError(
+                f"max_predictions_per_seq {self.max_predictions_per_seq} must be at least 1 and less than "
+                f"max_seq_length {self.max_seq_length}"
+            )
+        if self.max_ngram < 1:
+            raise UsageError(f"max_ngram {self.max_ngram} must be at least 1")
+        for name in ("mask_prob", "short_seq_prob"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UsageError(f"{name} {getattr(self, name)} must be a probability, from 0 to 1")
+
+
+class ExampleReader:
+    """Makes batches of examples from the shards of a split. Picklable: only paths and numbers travel."""
+
+    def __init__(self, shards: TextShards, config: ExampleConfig) -> None:
+        """Number the examples.
+
+        Raises:
+            UsageError: the split has no document long enough for an example.
+        """
+        self.shards = shards
+        self.config = config
+        self._windows = Windows(
+            shards,
+            num_text_tokens=config.max_seq_length - NUM_SPECIAL,
+            short_seq_prob=config.short_seq_prob,
+            seed=config.seed,
+        )
+        if not self.num_examples:
+            raise UsageError(
+                f"{shards.directory}: the split {shards.split!r} gives no examples: of its "
+                f"{shards.num_documents} documents none has the {MIN_TOKENS} tokens that a pair of segments "
+                "needs; prepare more or longer text"
+            )
+        manifest = shards.manifest
+        self._is_special = np.zeros(manifest.vocab_size, dtype=bool)
+        self._is_special[list(manifest.special_ids)] = True
+        self._ordinary_ids = np.flatnonzero(~self._is_special)
+        self._continues_word = np.frombuffer(manifest.continues_word, dtype=np.bool_)
+
+    def __reduce__(self) -> tuple[type[ExampleReader], tuple[TextShards, ExampleConfig]]:
+        return (ExampleReader, (self.shards, self.config))
+
+    @property
+    def num_examples(self) -> int:
+        """Examples in one epoch."""
+        return self._windows.num_examples
+
+    def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
+        """Return the examples ``indices`` (``[B]``, below ``num_examples``) as they are in ``epochs``.
+
+        With T = max_seq_length and P = max_predictions_per_seq:
+
+        - ``input_ids`` int64 [B, T]: [CLS] first segment [SEP] second segment [SEP], then padding;
+        - ``token_type_ids`` int64 [B, T]: 1 in the second segment and its [SEP];
+        - ``attention_mask`` int64 [B, T]: 0 in the padding;
+        - ``masked_positions`` int64 [B, P]: ascending, then 0;
+        - ``masked_ids`` int64 [B, P]: the tokens that were there, then 0;
+        - ``masked_weights`` float32 [B, P]: 1 for each prediction, then 0;
+        - ``sop_labels`` int64 [B]: 1 where the segments are swapped;
+        - ``epoch``, ``index`` int64 [B]: the names of the examples.
+
+        Raises:
+            ShoalError: a shard holds a token id beyond the vocabulary.
+        """
+        epochs_, indices_ = _int64_vectors(epochs, indices)
+        streams = self._streams(epochs_, indices_)
+        segments = self._windows.segments(epochs_, indices_, streams[:, _SEGMENTS])
+        layout = _Layout(segments, self.config.max_seq_length)
+        ids = self._lay_out(segments, layout)
+        return {
+            "input_ids": ids,
+            "token_type_ids": layout.second.astype(np.int64),
+            "attention_mask": layout.attended.astype(np.int64),
+            **self._mask(ids, layout, streams),
+            "sop_labels": segments.swapped.astype(np.int64),
+            "epoch": epochs_,
+            "index": indices_,
+        }
+
+    def lengths(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> Int64Array:
+        """Return how many tokens of each example are not padding, int64 ``[B]``, without reading tokens."""
+        epochs_, indices_ = _int64_vectors(epochs, indices)
+        streams = self._streams(epochs_, indices_)
+        segments = self._windows.segments(epochs_, indices_, streams[:, _SEGMENTS])
+        return segments.end - segments.start + NUM_SPECIAL
+
+    def _streams(self, epochs: Int64Array, indices: Int64Array) -> UInt64Array:
+        keys = random_keys(self.config.seed, _EXAMPLE, epochs, indices)
+        return draw(keys[:, None], np.arange(4))
+
+    def _lay_out(self, segments: Segments, layout: _Layout) -> Int64Array:
+        manifest = self.shards.manifest
+        ids = self._windows.gather(segments.shard, layout.source)
+        if int(ids.max()) >= manifest.vocab_size:
+            row = int(ids.max(axis=1).argmax())
+            raise ShoalError(
+                f"{self.shards.shards[int(segments.shard[row])].path}.tokens: token id {ids.max()} in a "
+                f"vocabulary of {manifest.vocab_size}; the shard is damaged: prepare the text again"
+            )
+        ids[~layout.text] = manifest.pad_id
+        ids[:, 0] = manifest.cls_id
+        ids[layout.separators] = manifest.sep_id
+        return ids
+
+    def _mask(self, ids: Int64Array, layout: _Layout, streams: UInt64Array) -> dict[str, npt.NDArray[Any]]:
+        """Hide tokens in ``ids``, in place; return what was hidden where."""
+        config = self.config
+        num_rows = len(ids)
+        word_starts = layout.text & ~self._continues_word[ids] | layout.segment_starts
+        ngrams = split_ngrams(streams[:, _NGRAMS], word_starts, layout.segment_starts, config.max_ngram)
+        budgets = prediction_budgets(
+            layout.num_tokens,
+            mask_prob=config.mask_prob,
+            max_predictions=config.max_predictions_per_seq,
+        )
+        maskable = layout.text & ~self._is_special[ids]
+        chosen = choose_tokens(streams[:, _CHOICE], ngrams, maskable, layout.text, budgets)
+
+        rows, columns = np.nonzero(chosen)
+        counts = np.bincount(rows, minlength=num_rows)
+        slots = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
+        hidden = ids[rows, columns]
+        shape = (num_rows, config.max_predictions_per_seq)
+        positions, targets = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        weights = np.zeros(shape, dtype=np.float32)
+        positions[rows, slots], targets[rows, slots], weights[rows, slots] = columns, hidden, 1
+        keys = draw(streams[rows, _REPLACEMENT], columns)
+        ids[rows, columns] = replace_tokens(keys, hidden, self.shards.manifest.mask_id, self._ordinary_ids)
+        return {"masked_positions": positions, "masked_ids": targets, "masked_weights": weights}
+
+
+class _Layout:
+    """Where the parts of [CLS] first [SEP] second [SEP] lie in each row; boolean arrays ``[B, T]``."""
+
+    def __init__(self, segments: Segments, max_seq_length: int) -> None:
+        first_start = np.where(segments.swapped, segments.middle, segments.start)[:, None]
+        first_end = np.where(segments.swapped, segments.end, segments.middle)[:, None]
+        second_start = np.where(segments.swapped, segments.start, segments.middle)[:, None]
+        num_text = (segments.end - segments.start)[:, None]
+        column = np.arange(max_seq_length)
+        separator = 1 + first_end - first_start
+        last = num_text + 2
+        self.num_tokens: Int64Array = num_text[:, 0] + NUM_SPECIAL
+        self.attended = column <= last
+        self.second = (column > separator) & self.attended
+        self.separators = (column == separator) | (column == last)
+        self.text = self.attended & ~self.separators
+        self.text[:, 0] = False
+        self.segment_starts = (column == 1) | (column == separator + 1)
+        # The shard's token for each column; padding and specials read the first one, which is thrown away.
+        in_text = np.where(self.second, second_start - separator - 1, first_start - 1) + column
+        self.source: Int64Array = np.where(self.text, in_text, segments.start[:, None])
+
+
+def _int64_vectors(epochs: npt.ArrayLike, indices: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:
+    epochs_, indices_ = np.broadcast_arrays(
+        np.atleast_1d(np.asarray(epochs, dtype=np.int64)), np.atleast_1d(np.asarray(indices, dtype=np.int64))
+    )
+    return epochs_.copy(), indices_.copy()
+
+
+def evenly_spread(num_examples: int, limit: int | None) -> Int64Array:
+    """Return at most ``limit`` indices spread evenly over all examples: a fixed choice, in order."""
+    count = num_examples if limit is None else min(limit, num_examples)
+    return np.arange(count, dtype=np.int64) * num_examples // max(count, 1)
+
+
+def mean_fill(reader: ExampleReader, *, limit: int = 10_000) -> float:
+    """Return the mean share of a sequence that is not padding, in epoch 0, over evenly spread examples."""
+    lengths = reader.lengths(0, evenly_spread(reader.num_examples, limit))
+    return float(lengths.mean() / reader.config.max_seq_length)
+
+
+def unigram_entropy(target_ids: npt.ArrayLike) -> float:
+    """Return the entropy, in nats, of the distribution of the given token ids.
+
+    It is the loss of a model that knows how often each target occurs and nothing about the context; a
+    model that has learnt something about context is below it.
+
+    Raises:
+        ValueError: there are no ids.
+    """
+    ids = np.asarray(target_ids).ravel()
+    if not ids.size:
+        raise ValueError("the entropy of no tokens is not defined")
+    shares = np.unique(ids, return_counts=True)[1] / ids.size
+    return float(-(shares * np.log(shares)).sum())

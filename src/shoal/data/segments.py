@@ -1,0 +1,146 @@
+"""Which tokens an example is made of: windows over documents, cut into two segments.
+
+A document of ``L`` tokens has ``ceil(L / C)`` windows of ``C`` tokens (the sequence length less its three
+special tokens), or none if it is too short. Their number depends on nothing else, so examples can be
+numbered once for all epochs. The windows' starts are spread evenly from the document's start to ``L - C``;
+they overlap a little instead of leaving a short tail. Each epoch moves all windows of a document by a
+common phase of up to half their distance, so that other tokens and other pairs meet.
+
+A window begins at the start of a sentence: the last one at or before its place, or its place itself in a
+sentence that began more than ``C / 2`` tokens earlier. A window that the phase has pushed to the very end
+of its document (the last one, in half of the epochs) begins at the next sentence start instead if that
+leaves it half full, so that it ends where the document ends and no token stays unread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.data.shards import TextShards
+from shoal.decide.draws import Int64Array, UInt64Array, below, draw, random_keys, uniform
+
+BoolArray = npt.NDArray[np.bool_]
+_Groups = list[tuple[int, Any]]  # (shard number, the rows of a batch that lie in it)
+
+MIN_TOKENS = 8
+"""Documents with fewer tokens give no example, and no segment is shortened below this."""
+
+_PHASE = 2  # this module's word among the uses of one seed
+_IS_SHORT, _SHORT_LENGTH, _BOUNDARY, _SWAPPED = range(4)  # counters of the draws of one example
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """The tokens of a batch of examples, one element an example, each array ``[B]``.
+
+    Segment A is tokens ``start`` to ``middle`` of the shard numbered ``shard``, B is ``middle`` to ``end``;
+    where ``swapped`` is true the model sees B before A.
+    """
+
+    shard: Int64Array
+    start: Int64Array
+    middle: Int64Array
+    end: Int64Array
+    swapped: BoolArray
+
+
+class Windows:
+    """The numbering of all examples of a split, and the segments of each."""
+
+    def __init__(self, shards: TextShards, *, num_text_tokens: int, short_seq_prob: float, seed: int) -> None:
+        """Number the examples; this keeps 8 bytes of memory a document."""
+        self._shards = shards
+        self._capacity = num_text_tokens
+        self._short_seq_prob = short_seq_prob
+        self._seed = seed
+        lengths = shards.document_lengths()
+        counts = np.where(lengths >= MIN_TOKENS, -(-lengths // num_text_tokens), 0)
+        self._first_examples: Int64Array = np.concatenate([[0], np.cumsum(counts)])
+
+    @property
+    def num_examples(self) -> int:
+        return int(self._first_examples[-1])
+
+    def segments(self, epochs: Int64Array, indices: Int64Array, keys: UInt64Array) -> Segments:
+        """Return the segments of examples ``indices`` in ``epochs``; ``keys`` are theirs. All ``[B]``."""
+        capacity = self._capacity
+        documents = np.searchsorted(self._first_examples, indices, side="right") - 1
+        shard = np.searchsorted(self._shards.first_documents, documents, side="right") - 1
+        groups = _rows_by_shard(shard)
+        first, last = self._extents(groups, documents)
+        spare = np.maximum(last - first - capacity, 0)
+        place = self._places(epochs, documents, indices, spare)
+
+        snapped = self._sentence_offset(groups, self._num_starts(groups, first + place, "right") - 1)
+        start = np.where(first + place - snapped <= capacity // 2, snapped, first + place)
+        following = self._sentence_offset(groups, self._num_starts(groups, first + place, "left"))
+        at_end = (spare > 0) & (place == spare) & (2 * (last - following) >= capacity)
+        start = np.where(at_end, following, start)
+
+        bits = draw(keys[:, None], np.arange(4))
+        length = np.minimum(last - start, capacity)
+        is_short = uniform(bits[:, _IS_SHORT]) < self._short_seq_prob
+        short = MIN_TOKENS + below(bits[:, _SHORT_LENGTH], capacity - MIN_TOKENS + 1)
+        length = np.where(is_short, np.minimum(length, short), length)
+        end = start + length
+
+        # Sentence starts strictly inside are those numbered from `lowest` to before `highest`.
+        lowest = self._num_starts(groups, start, "right")
+        highest = self._num_starts(groups, end, "left")
+        number = lowest + below(bits[:, _BOUNDARY], highest - lowest)
+        middle = np.where(highest > lowest, self._sentence_offset(groups, number), start + length // 2)
+        swapped = uniform(bits[:, _SWAPPED]) < 0.5
+        return Segments(shard=shard, start=start, middle=middle, end=end, swapped=swapped)
+
+    def gather(self, shard: Int64Array, positions: Int64Array) -> Int64Array:
+        """Return the token ids at ``positions`` ``[B, T]`` of each row's shard."""
+        ids = np.empty(positions.shape, dtype=np.int64)
+        for number, rows in _rows_by_shard(shard):
+            ids[rows] = self._shards.shards[number].tokens[positions[rows]]
+        return ids
+
+    def _places(
+        self, epochs: Int64Array, documents: Int64Array, indices: Int64Array, spare: Int64Array
+    ) -> Int64Array:
+        """Return each window's place in its document, in [0, spare], before it is moved to a sentence."""
+        before = self._first_examples[documents]
+        num_gaps = np.maximum(self._first_examples[documents + 1] - before - 1, 1)
+        phase = uniform(random_keys(self._seed, _PHASE, epochs, documents)) - 0.5
+        place = np.rint((indices - before + phase) * spare / num_gaps).astype(np.int64)
+        clipped: Int64Array = np.clip(place, 0, spare)
+        return clipped
+
+    def _extents(self, groups: _Groups, documents: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return (first token, last token + 1) of each document."""
+        first, last = np.empty_like(documents), np.empty_like(documents)
+        for number, rows in groups:
+            offsets = self._shards.shards[number].document_token_offsets
+            local = documents[rows] - self._shards.first_documents[number]
+            first[rows], last[rows] = offsets[local], offsets[local + 1]
+        return first, last
+
+    def _num_starts(self, groups: _Groups, positions: Int64Array, side: Any) -> Int64Array:
+        """Return how many sentence starts lie before each position, or up to it if ``side`` is "right"."""
+        numbers = np.empty_like(positions)
+        for number, rows in groups:
+            offsets = self._shards.shards[number].sentence_offsets
+            numbers[rows] = np.searchsorted(offsets, positions[rows], side=side)
+        return numbers
+
+    def _sentence_offset(self, groups: _Groups, sentences: Int64Array) -> Int64Array:
+        """Return where each sentence starts; its number may be one past the last."""
+        starts = np.empty_like(sentences)
+        for number, rows in groups:
+            starts[rows] = self._shards.shards[number].sentence_offsets[sentences[rows]]
+        return starts
+
+
+def _rows_by_shard(shard: Int64Array) -> _Groups:
+    """Return (shard number, its rows) for each shard that occurs; one shard costs one step."""
+    if (shard == shard[0]).all():
+        return [(int(shard[0]), slice(None))]
+    return [(int(number), np.flatnonzero(shard == number)) for number in np.unique(shard)]

@@ -1,0 +1,56 @@
+"""Random numbers without state: a pure function of a key and a counter, over whole arrays at once.
+
+The generator is splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
+OOPSLA 2014), read at any place of its sequence: output ``counter`` of the generator whose state is ``key``.
+An output serves as a bit string or as the key of another generator, so a key for (seed, epoch, example) is
+three draws, and the same numbers come out whatever the batch, the worker or the process that asks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+UInt64Array = npt.NDArray[np.uint64]
+Int64Array = npt.NDArray[np.int64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+_MASK = (1 << 64) - 1
+
+
+def draw(keys: npt.ArrayLike, counters: npt.ArrayLike) -> UInt64Array:
+    """Return 64 random bits for each (key, counter); the two broadcast. At least one dimension comes back.
+
+    ``keys`` are uint64, ``counters`` any whole numbers of at least 0.
+    """
+    x = np.atleast_1d(np.asarray(counters)).astype(np.uint64)
+    x += np.uint64(1)
+    x *= _GOLDEN
+    x = x + np.asarray(keys, dtype=np.uint64)
+    x ^= x >> np.uint64(30)
+    x *= _MULTIPLIER_1
+    x ^= x >> np.uint64(27)
+    x *= _MULTIPLIER_2
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def random_keys(seed: int, *words: npt.ArrayLike) -> UInt64Array:
+    """Return a key for a seed (any whole number) and further words, each at least 0; the words broadcast."""
+    keys = draw(np.uint64(seed & _MASK), 0)
+    for word in words:
+        keys = draw(keys, word)
+    return keys
+
+
+def uniform(bits: UInt64Array) -> npt.NDArray[np.float64]:
+    """Return numbers uniform in [0, 1), multiples of 2**-53."""
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def below(bits: UInt64Array, bounds: npt.ArrayLike) -> Int64Array:
+    """Return whole numbers uniform in [0, bound); bounds are far below 2**53, so the bias is, too."""
+    scaled: npt.NDArray[np.float64] = uniform(bits) * np.asarray(bounds, dtype=np.float64)
+    return scaled.astype(np.int64)
