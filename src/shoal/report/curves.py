@@ -1,0 +1,108 @@
+"""Series made fit to draw: not-finite values apart, long ones thinned and smoothed. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import fsum
+
+MAX_POINTS = 600
+"""Points a curve keeps: more than the pixels of a figure show, and 10 kB of SVG."""
+
+MIN_SMOOTHED = 60
+"""Points from which a moving average says more than the raw curve."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """Points of one curve in the order of ``xs``, all finite, and the places of those that were not."""
+
+    xs: list[float]
+    ys: list[float]
+    not_finite_xs: list[float]
+
+
+def finite(points: Sequence[tuple[float, float]]) -> Series:
+    """Set values that are not finite apart."""
+    good = [(x, y) for x, y in points if math.isfinite(y)]
+    return Series(
+        xs=[x for x, _ in good],
+        ys=[y for _, y in good],
+        not_finite_xs=[x for x, y in points if not math.isfinite(y)],
+    )
+
+
+def thin(series: Series, limit: int = MAX_POINTS) -> Series:
+    """Keep at most ``limit`` points: the smallest and the largest of each group, so that no peak is lost."""
+    num = len(series.xs)
+    if num <= limit:
+        return series
+    num_groups = max(1, limit // 2)
+    keep: list[int] = []
+    for group in range(num_groups):
+        inside = range(group * num // num_groups, (group + 1) * num // num_groups)
+        low = min(inside, key=series.ys.__getitem__)
+        high = max(inside, key=series.ys.__getitem__)
+        keep += sorted({low, high})
+    return Series(
+        xs=[series.xs[i] for i in keep],
+        ys=[series.ys[i] for i in keep],
+        not_finite_xs=series.not_finite_xs,
+    )
+
+
+def smoothing_window(num_points: int) -> int:
+    """Return over how many points to average: about a thirtieth of the curve, odd; 1 for a short curve."""
+    return 1 if num_points < MIN_SMOOTHED else num_points // 60 * 2 + 1
+
+
+def smooth(series: Series, window: int) -> Series:
+    """Return the centred moving average over ``window`` points; at the ends over those that there are."""
+    half = window // 2
+    num = len(series.ys)
+    ys: list[float] = []
+    for i in range(num):
+        reach = min(half, i, num - 1 - i)  # symmetric, or the ends of a falling curve would bend
+        ys.append(fsum(series.ys[i - reach : i + reach + 1]) / (2 * reach + 1))
+    return Series(xs=series.xs, ys=ys, not_finite_xs=series.not_finite_xs)
+
+
+def trend(series: Series) -> Series:
+    """Return the curve that the eye should follow: averaged over groups, then over neighbours."""
+    if len(series.xs) > MAX_POINTS:
+        xs, (ys,) = group_means(series.xs, [series.ys], MAX_POINTS)
+        series = Series(xs=xs, ys=ys, not_finite_xs=series.not_finite_xs)
+    return smooth(series, smoothing_window(len(series.xs)))
+
+
+def group_means(
+    xs: Sequence[float], columns: Sequence[Sequence[float]], limit: int
+) -> tuple[list[float], list[list[float]]]:
+    """Average several columns over the same groups of neighbours, so that they can be stacked."""
+    num = len(xs)
+    num_groups = min(limit, num)
+    bounds = [(g * num // num_groups, (g + 1) * num // num_groups) for g in range(num_groups)]
+    thinned = [[sum(column[a:b]) / (b - a) for a, b in bounds] for column in columns]
+    return [xs[b - 1] for _, b in bounds], thinned
+
+
+def spread_over_decades(values: Sequence[float]) -> bool:
+    """Whether positive values need a logarithmic axis: the middle 96 % spans more than a factor of 30."""
+    if not values or min(values) <= 0:
+        return False
+    ordered = sorted(values)
+    margin = len(ordered) // 50
+    return ordered[-1 - margin] / ordered[margin] > 30
+
+
+def upper_limit(values: Sequence[float]) -> float | None:
+    """Return where to cut the axis if a few peaks would flatten everything else, or ``None``."""
+    if len(values) < 20:
+        return None
+    ordered = sorted(values)
+    usual = ordered[len(ordered) * 97 // 100]
+    low = ordered[0]
+    if ordered[-1] - low <= 20 * (usual - low) or usual <= low:
+        return None
+    return low + 1.5 * (usual - low)

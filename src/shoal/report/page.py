@@ -1,0 +1,84 @@
+"""Writes the page: ``shoal report RUN [RUN…]``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.errors import ShoalError, UsageError
+from shoal.report import charts, plots, tables
+from shoal.report.charts import Chart
+from shoal.report.runs import Run, load_runs
+from shoal.report.timeline import timeline
+
+try:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+except ImportError as error:
+    raise ShoalError(f"a report needs jinja2 ({error}): pip install 'shoal[report]'") from None
+
+FILE_NAME = "report.html"
+
+
+def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
+    """Write one self-contained HTML page about one or several run directories and return its path.
+
+    The page holds its style and its figures; it needs neither a network nor JavaScript. By default it
+    goes into the first run's directory. It replaces an older one only when it is complete.
+
+    Raises:
+        UsageError: no run was named.
+        ShoalError: a directory is not one of a run, its record is damaged, or ``out`` cannot be written.
+    """
+    if not runs:
+        raise UsageError("a report needs at least one run directory: shoal report RUN [RUN…]")
+    target = out if out is not None else runs[0] / FILE_NAME
+    _write(target, render(load_runs(runs)))
+    return target
+
+
+def render(runs: Sequence[Run]) -> str:
+    """Return the page as HTML text."""
+    folder = Path(__file__).parent
+    jinja = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    throughput = charts.throughput_chart(runs)
+    return jinja.get_template("page.html.jinja").render(
+        style=Markup((folder / "page.css").read_text(encoding="utf-8")),
+        tables=tables,
+        runs=runs,
+        run_colours=[plots.css_colour(plots.run_colour(index)) for index in range(len(runs))],
+        curves=_numbered(charts.curve_charts(runs), "curve"),
+        throughput=_numbered([throughput] if throughput else [], "throughput"),
+        parts=_numbered(charts.parts_charts(runs), "part"),
+        timeline=timeline(runs),
+    )
+
+
+def _numbered(drawn: Sequence[Chart], prefix: str) -> list[Chart]:
+    """Make the ids of all figures of the page differ, and tell the template that they are safe markup."""
+    return [
+        replace(chart, svg=Markup(plots.number_ids(chart.svg, f"{prefix}{index}")))
+        for index, chart in enumerate(drawn)
+    ]
+
+
+def _write(target: Path, text: str) -> None:
+    """Put the page in its place in one go, so that a browser never shows half of it."""
+    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(target)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise ShoalError(f"{target} cannot be written: {error.strerror}") from None

@@ -1,0 +1,98 @@
+"""The lives of process groups and what happened in them, laid out along one axis. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.record import Checkpoint, End, Resume, Stop
+from shoal.report import words
+from shoal.report.runs import Run
+
+MAX_CHECKPOINT_MARKS = 150
+"""More than these would be one grey bar; they are thinned evenly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Something that happened: ``what`` is the row's kind, ``left`` its place in percent of the axis."""
+
+    left: float
+    what: str
+    title: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """The life of a process group, in percent of the axis."""
+
+    left: float
+    width: float
+    title: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """One run."""
+
+    name: str
+    spans: Sequence[Span]
+    marks: Sequence[Mark]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """All runs, each from its own first start; ``ticks`` are (place in percent, label)."""
+
+    lanes: Sequence[Lane]
+    ticks: Sequence[tuple[float, str]]
+    unit: str
+
+
+def time_unit(longest_s: float) -> tuple[float, str]:
+    """Return the seconds and the name of the unit in which an axis of this length reads best."""
+    if longest_s < 180:
+        return 1.0, "seconds"
+    return (60.0, "minutes") if longest_s < 3 * 3600 else (3600.0, "hours")
+
+
+def timeline(runs: Sequence[Run]) -> Timeline:
+    """Lay out process groups and events of all runs over the time since each run's first start."""
+    longest = max(max(row.time_s for row in run.rows) - run.groups[0].start.time_s for run in runs)
+    longest = max(longest, 1.0)
+    divisor, unit = time_unit(longest)
+    scale = 100 / longest
+    step = _tick_step(longest / divisor)
+    num_ticks = math.floor(longest / divisor / step + 1e-9) + 1
+    return Timeline(
+        lanes=[_lane(run, scale) for run in runs],
+        ticks=[(i * step * divisor * scale, words.number(i * step)) for i in range(num_ticks)],
+        unit=unit,
+    )
+
+
+def _lane(run: Run, scale: float) -> Lane:
+    origin = run.groups[0].start.time_s
+    spans = [
+        Span(
+            left=scale * (group.start.time_s - origin),
+            width=scale * group.seconds,
+            title=f"{words.moment(group.start.time_s)} UTC, {words.duration(group.seconds)}",
+        )
+        for group in run.groups
+    ]
+    every = math.ceil(len(run.checkpoints) / MAX_CHECKPOINT_MARKS) or 1
+    rows: list[Checkpoint | Resume | Stop | End] = [*run.checkpoints[::every]]
+    rows += [row for row in run.rows if isinstance(row, Resume | Stop | End)]
+    marks = [
+        Mark(left=scale * (row.time_s - origin), what=row.kind, title=f"{row.kind} at step {row.step:,}")
+        for row in rows
+    ]
+    return Lane(name=run.name, spans=spans, marks=marks)
+
+
+def _tick_step(length: float) -> float:
+    """Return 1, 2 or 5 times a power of ten so that 3 to 8 ticks stand on an axis of this length."""
+    power = 10 ** math.floor(math.log10(length / 3))
+    return next(float(m * power) for m in (5, 2, 1) if length / (m * power) >= 3)

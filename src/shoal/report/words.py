@@ -1,0 +1,137 @@
+"""Numbers, units and names as a person reads them. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+SAMPLE = "seq"
+
+_METRICS = {
+    "loss": "Training loss",
+    "mlm_loss": "Masked-LM loss",
+    "mlm_accuracy": "Masked-LM accuracy",
+    "sop_loss": "Sentence-order loss",
+    "sop_accuracy": "Sentence-order accuracy",
+}
+_REFERENCES = {"mlm_loss": "unigram entropy", "sop_accuracy": "chance"}
+_PARTS = {"gradient_wait": "gradient wait"}
+_SPELT_OUT = {"mlm": "masked-LM", "sop": "sentence-order", "lr": "learning rate"}
+
+
+def metric_title(name: str) -> str:
+    """``mlm_accuracy`` -> ``Masked-LM accuracy``; unknown names lose their underscores only."""
+    if name in _METRICS:
+        return _METRICS[name]
+    text = " ".join(_SPELT_OUT.get(word, word) for word in name.split("_") if word)
+    return text[:1].upper() + text[1:]
+
+
+def reference_title(metric: str) -> str:
+    """Name the line that a metric is compared with."""
+    return _REFERENCES.get(metric, "reference")
+
+
+def part_title(part: str) -> str:
+    return _PARTS.get(part, part.replace("_", " "))
+
+
+def is_fraction(metric: str) -> bool:
+    """Whether a metric is a fraction that reads best as a percentage."""
+    return metric.endswith("accuracy")
+
+
+def number(value: float, digits: int = 4) -> str:
+    """Write a number with ``digits`` significant digits: 12,346 · 6.543 · 0.00125 · 1.2e-05 · inf."""
+    if not math.isfinite(value):
+        return "not a number" if math.isnan(value) else ("∞" if value > 0 else "−∞")
+    if value == 0:
+        return "0"
+    size = math.floor(math.log10(abs(value)))
+    if size < -4 or size >= 9:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        text = f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
+    elif size >= digits - 1 or float(value).is_integer():
+        text = f"{value:,.0f}"
+    else:
+        text = f"{value:.{digits - 1 - size}f}".rstrip("0").rstrip(".")
+    return text.replace("-", "−")
+
+
+def score(metric: str, value: float) -> str:
+    """Write a metric: accuracies in percent, everything else with four digits that line up."""
+    if not math.isfinite(value):
+        return number(value)
+    if is_fraction(metric):
+        return f"{100 * value:.1f} %"
+    return f"{value:.3f}".replace("-", "−") if 0.1 <= abs(value) < 1000 else number(value)
+
+
+def count(value: int) -> str:
+    """Write a large count short: 11.8 M, 336 M, 2.85 B; small ones in full."""
+    for limit, unit in ((10**9, "B"), (10**6, "M")):
+        if value >= limit:
+            return f"{number(value / limit, 3)} {unit}"
+    return f"{value:,}"
+
+
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"
+
+
+def size(num_bytes: float) -> str:
+    """Write a size in binary units: 512 B, 47.1 MiB, 1.5 GiB."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = 0
+    while power < len(units) - 1 and abs(num_bytes) >= 1024:
+        num_bytes /= 1024
+        power += 1
+    return f"{number(num_bytes, 3)} {units[power]}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Write a short time, always in ms so that a column compares at a glance."""
+    value = 1000 * seconds
+    if not math.isfinite(value):
+        return number(value)
+    return f"{value:,.0f} ms" if value >= 100 else f"{value:,.1f} ms"
+
+
+def duration(seconds: float) -> str:
+    """Write a long time with two units: 0.8 s, 47 s, 5 min 12 s, 3 h 05 min, 2 d 04 h."""
+    if not math.isfinite(seconds):
+        return number(seconds)
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24:02d} h"
+
+
+def rate(per_second: float) -> str:
+    return f"{number(per_second, 3)} {SAMPLE}/s"
+
+
+def moment(time_s: float) -> str:
+    """Write seconds since 1970 as date and time, UTC."""
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def plural(amount: int, word: str) -> str:
+    return f"{amount:,} {word}" if amount == 1 else f"{amount:,} {word}s"
+
+
+def ranges(numbers: Sequence[int], limit: int = 6) -> str:
+    """List numbers, the middle of a long list left out: 3, 4, 5, … 91 (17 in all)."""
+    if len(numbers) <= limit:
+        return ", ".join(f"{n:,}" for n in numbers)
+    shown = ", ".join(f"{n:,}" for n in numbers[: limit - 1])
+    return f"{shown}, … {numbers[-1]:,} ({len(numbers):,} in all)"
