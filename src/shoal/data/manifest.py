@@ -76,15 +76,14 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if len(self.continues_word) != self.vocab_size:
-            raise ShoalError(
-                f"manifest: continues_word has {len(self.continues_word)} flags "
+            raise ValueError(
+                f"continues_word has {len(self.continues_word)} flags "
                 f"for a vocabulary of {self.vocab_size}; there must be one for each token id"
             )
         for name in ("cls_id", "sep_id", "mask_id", "pad_id", "unk_id"):
             if not 0 <= getattr(self, name) < self.vocab_size:
-                raise ShoalError(
-                    f"manifest: {name}={getattr(self, name)} is not a token id of a vocabulary "
-                    f"of {self.vocab_size}"
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is not a token id of a vocabulary of {self.vocab_size}"
                 )
 
     @property
@@ -150,7 +149,9 @@ class Manifest:
         try:
             vocab_size = int(value["vocab_size"])
             packed = np.frombuffer(base64.b64decode(value["continues_word"]), dtype=np.uint8)
-            flags = np.unpackbits(packed, count=vocab_size, bitorder="little")
+            flags = np.unpackbits(packed, bitorder="little")
+            if len(flags) - vocab_size in range(8):  # what rounds the bits up to bytes
+                flags = flags[:vocab_size]
             splits = {
                 split: tuple(ShardInfo(**shard) for shard in shards)
                 for split, shards in value["splits"].items()
@@ -160,8 +161,6 @@ class Manifest:
             rest["tokenizer"] = TokenizerInfo(**value["tokenizer"])
             return cls(**rest)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, ShoalError):
-                raise
             raise ShoalError(
                 f"{path}: a field is missing or wrong ({error}); prepare the text again"
             ) from None
