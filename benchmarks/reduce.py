@@ -1,0 +1,78 @@
+"""Does one pass over n buffers beat the chain of ``torch.add`` with the same number of threads?
+
+Memory traffic bounds the gain: the chain moves 3 buffers for each of its n - 1 additions, one pass moves
+n + 1, so at n = 8 the bound is 21 / 9 = 2.33. Both sides get warm buffers of 25 MiB, the size of one bucket
+of DistributedDataParallel, and leave their result in the same kind of output buffer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.harness import Benchmark
+from shoal import native
+
+BUFFER_BYTES = 25 * 2**20
+_SETTLE_S = 0.01
+"""The threads of torch's last operation spin for some milliseconds; neither side starts among them."""
+
+
+def chain(out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+    torch.add(inputs[0], inputs[1], out=out)
+    for tensor in inputs[2:]:
+        out.add_(tensor)
+
+
+def settled_ms(call: Callable[[], None]) -> Callable[[], float]:
+    def measure() -> float:
+        time.sleep(_SETTLE_S)
+        begin_s = time.perf_counter()
+        call()
+        return (time.perf_counter() - begin_s) * 1e3
+
+    return measure
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of both sides")
+    bench = Benchmark("reduce", options=options)
+    num_threads: int = bench.args.threads
+    torch.set_num_threads(num_threads)
+    cases = [
+        (8, torch.float32, 1.8),
+        (4, torch.float32, None),
+        (2, torch.float32, None),
+        (8, torch.bfloat16, None),
+        (8, torch.float16, None),
+    ]
+    for num_inputs, dtype, target in cases:
+        if bench.quick and target is None:
+            continue
+        count = BUFFER_BYTES // dtype.itemsize
+        inputs = [torch.randn(count).to(dtype) for _ in range(num_inputs)]
+        ours_out, peer_out = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)
+
+        def ours(out: torch.Tensor = ours_out, inputs: list[torch.Tensor] = inputs) -> None:
+            native.sum_in_rank_order(out, inputs, num_threads=num_threads)
+
+        def peer(out: torch.Tensor = peer_out, inputs: list[torch.Tensor] = inputs) -> None:
+            chain(out, inputs)
+
+        name = str(dtype).removeprefix("torch.")
+        bench.compare(
+            f"{num_inputs} x 25 MiB {name}, {num_threads} threads",
+            ours=settled_ms(ours),
+            peer=settled_ms(peer),
+            peer_name="chain of torch.add",
+            target=target,
+        )
+    return bench.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,50 @@
+#include "base/cpu.h"
+
+namespace shoal {
+
+std::vector<std::pair<std::string_view, bool>> cpu_features() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return {{"avx2", __builtin_cpu_supports("avx2") != 0},
+          {"f16c", __builtin_cpu_supports("f16c") != 0},
+          {"avx512f", __builtin_cpu_supports("avx512f") != 0},
+          {"avx512_bf16", __builtin_cpu_supports("avx512bf16") != 0}};
+#else
+  return {};
+#endif
+}
+
+std::vector<Level> supported_levels() {
+  std::vector<Level> levels{Level::portable};
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+    levels.push_back(Level::avx2);
+    if (__builtin_cpu_supports("avx512f")) levels.push_back(Level::avx512);
+  }
+#endif
+  return levels;
+}
+
+Level best_level() {
+  static const Level best = supported_levels().back();
+  return best;
+}
+
+std::string_view name_of(Level level) {
+  switch (level) {
+    case Level::portable: return "portable";
+    case Level::avx2: return "avx2";
+    case Level::avx512: return "avx512";
+  }
+  return "";
+}
+
+std::optional<Level> level_named(std::string_view name) {
+  for (Level level : {Level::portable, Level::avx2, Level::avx512}) {
+    if (name_of(level) == name) return level;
+  }
+  return std::nullopt;
+}
+
+}  // namespace shoal
