@@ -1,1 +1,151 @@
-def main() -> None: ...
+"""``shoal …``: reads options, calls the package, turns errors into one line and an exit code.
+
+Thin on purpose, and quick to start: each command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import cyclopts
+from cyclopts import App, Parameter
+
+import shoal
+from shoal.errors import EXIT_OK, EXIT_USAGE, ShoalError, UsageError
+from shoal.recipes.albert.config import PRESETS, AlbertPretrainConfig
+from shoal.train.config import load_toml
+
+app = App(
+    name="shoal",
+    version=f"shoal {shoal.__version__}",
+    help="""Train PyTorch models on many machines in the least time.
+
+A first run, from text to a report:
+
+    shoal prepare text builtin --out runs/text
+
+    shoal train albert --preset tiny --data.path runs/text --run.dir runs/first --workers 2
+
+    shoal report runs/first
+    """,
+    help_format="markdown",
+)
+prepare = App(name="prepare", help="Turn raw data into shards that training reads.")
+train = App(name="train", help="Train a recipe; the same command again continues where the run stopped.")
+for group in (prepare, train):
+    app.command(group)
+
+
+def main() -> None:
+    """Run the command line; the only place that turns an error into an exit code."""
+    try:
+        result = app(sys.argv[1:], result_action="return_value", exit_on_error=False, print_error=True)
+    except cyclopts.CycloptsError:
+        sys.exit(EXIT_USAGE)
+    except ShoalError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(result if isinstance(result, int) else EXIT_OK)
+
+
+def _apply_settings(app: App, commands: tuple[str, ...], arguments: Any) -> None:
+    """Fill in what the command line left open: first from ``--config``, then from ``--preset``.
+
+    Keys are checked like options, so that a misspelt one in a file fails with a suggestion too.
+    """
+    given = {argument.name: argument.tokens[0].value for argument in arguments if argument.tokens}
+    trees: list[tuple[str, dict[str, Any]]] = []
+    if path := given.get("--config"):
+        trees.append((path, load_toml(Path(path))))
+    preset = given.get("--preset", "base")
+    folder = resources.files("shoal.recipes") / commands[-1] / "presets"
+    if (file := folder / f"{preset}.toml").is_file():
+        trees.append((f"preset {preset}", tomllib.loads(file.read_text(encoding="utf-8"))))
+    for source, tree in trees:
+        for command in reversed(commands):
+            tree = {command: tree}
+        cyclopts.config.Dict(tree, source=source)(app, commands, arguments)
+
+
+train.config = (_apply_settings,)
+
+
+@train.command(name="albert")
+def train_albert(
+    *,
+    preset: Literal[PRESETS] = "base",  # type: ignore[valid-type]
+    config: Path | None = None,
+    settings: Annotated[AlbertPretrainConfig, Parameter(name="*")] = AlbertPretrainConfig(),
+    workers: int | None = None,
+    nnodes: int = 1,
+    rdzv: str | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Pretrain ALBERT: masked language model and sentence order.
+
+    Started alone, the command starts the workers; started by torchrun, mpirun or anything that sets RANK and
+    WORLD_SIZE, it joins them. Run it again to continue after a stop or a crash.
+
+    Parameters
+    ----------
+    preset
+        Settings to start from.
+    config
+        TOML file with settings that go before the preset's; options go before both.
+    workers
+        Workers on this host; default: one a GPU, or one.
+    nnodes
+        Hosts; start the same command on each, with --rdzv.
+    rdzv
+        HOST:PORT of the first host, where the hosts meet.
+    dry_run
+        Print the resolved settings, the batch arithmetic, parameters and memory, and stop.
+    """
+    from shoal.recipes.albert import start
+
+    return start.run(
+        settings,
+        start.Launch(preset=preset, num_workers=workers, nnodes=nnodes, rdzv=rdzv, dry_run=dry_run),
+        command=[sys.executable, "-m", "shoal", *sys.argv[1:]],
+    )
+
+
+@prepare.command(name="text")
+def prepare_text(*sources: str, settings: Annotated[PrepareConfig, Parameter(name="*")]) -> None:
+    """Turn text into token shards."""
+
+
+@app.command
+def report(*runs: Path, out: Path | None = None) -> None:
+    """Write one HTML page about one run, or several side by side.
+
+    Parameters
+    ----------
+    runs
+        Run directories.
+    out
+        The page; default: report.html in the first run's directory.
+    """
+    from shoal.report.page import write_report
+
+    if not runs:
+        raise UsageError("name at least one run directory: shoal report RUN [RUN…]")
+    print(write_report(runs, out))
+
+
+@app.command
+def doctor() -> int:
+    """Show versions, devices and the native core, what is missing and how to get it."""
+    from shoal.doctor import run_doctor
+
+    return run_doctor()
+
+
+if __name__ == "__main__":
+    main()

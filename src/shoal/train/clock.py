@@ -13,9 +13,8 @@ from shoal.record import PARTS
 class StepClock:
     """Adds up the time between marks, each under the name of the mark that ends it.
 
-    On a GPU the marks are events on the current stream, read in :meth:`end_step`, after the loop's own wait for
-    the device; there the host's time does not matter. Names are those of :data:`shoal.record.PARTS`; time that no
-    mark claims is ``other``.
+    On a GPU the marks are events on the current stream, read in :meth:`end_step`, after the loop's own wait
+    for the device. Names are those of :data:`shoal.record.PARTS`; time that no mark claims is ``other``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,7 +59,7 @@ class StepClock:
     def _now(self) -> float | torch.cuda.Event:
         if not self._on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -70,4 +69,4 @@ def _seconds_between(before: float | torch.cuda.Event, after: float | torch.cuda
         return after - before
     assert isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event)
     after.synchronize()
-    return before.elapsed_time(after) / 1_000
+    return float(before.elapsed_time(after)) / 1_000

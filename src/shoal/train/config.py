@@ -9,9 +9,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from shoal.errors import UsageError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,12 @@ class DistributedConfig:
     """Deadline of every collective."""
     bucket_mb: float = 25.0
     """Size of DistributedDataParallel's gradient buckets in MiB."""
+
+
+def required(value: T | None) -> T:
+    """Return a setting that the command line has made sure of."""
+    assert value is not None, "the command line must fill this setting in"
+    return value
 
 
 def require_positive(section: str, config: object, *names: str) -> None:

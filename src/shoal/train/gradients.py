@@ -7,6 +7,7 @@ of the one big batch however it is divided. DistributedDataParallel averages ove
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,12 +39,15 @@ def data_parallel(
         broadcast_buffers=False,
     )
 
-    def average(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def average(
+        group: dist.ProcessGroup,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[Tensor]:
         if bucket.is_last():
             clock.mark("backward")
-        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+        return default_hooks.allreduce_hook(group, bucket)
 
-    ddp.register_comm_hook(None, average)
+    ddp.register_comm_hook(dist.group.WORLD, average)
     return ddp
 
 
@@ -75,35 +78,50 @@ def accumulate(
         clock.mark("gradient_wait" if averages else "backward")
 
 
-def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients that there are."""
-    return [p.grad for p in parameters if p.grad is not None]
+def average_and_clip(
+    parameters: Iterable[nn.Parameter],
+    world: World,
+    *,
+    max_norm: float | None,
+    per_worker: bool,
+    loss_scale: float,
+    clock: StepClock,
+) -> float:
+    """Finish the gradients for the optimizer: unscaled, averaged, clipped. Return their norm before clipping.
+
+    With ``per_worker``, gradients come in not averaged; each worker clips its own first (as the TensorFlow
+    original of the ALBERT recipe did) and then they are averaged. A norm that is not finite, the same on all
+    workers, says that the step must be skipped; the gradients are then of no use.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if per_worker:
+        norm = norm_of(gradients) / loss_scale
+        _scale(gradients, _clip_factor(norm, max_norm) / loss_scale)
+        _average(gradients, world)
+        clock.mark("gradient_wait")
+        return norm_of(gradients)
+    norm = norm_of(gradients) / loss_scale
+    if math.isfinite(norm):
+        _scale(gradients, _clip_factor(norm, max_norm) / loss_scale)
+    return norm
 
 
-def norm_of(tensors: Sequence[Tensor]) -> float:
-    """Return the Euclidean norm over all ``tensors``: the step's one wait for the device."""
-    return float(torch.nn.utils.get_total_norm(tensors)) if tensors else 0.0
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """Return the Euclidean norm over all ``tensors``; on a GPU this waits for the device."""
+    return float(torch.nn.utils.get_total_norm(list(tensors)))
 
 
-def scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply all ``tensors`` in place; free when ``factor`` is 1."""
-    if factor != 1.0 and tensors:
+def _scale(tensors: list[Tensor], factor: float) -> None:
+    if factor != 1.0:
         torch._foreach_mul_(tensors, factor)
 
 
-def clip_factor(norm: float, max_norm: float | None) -> float:
-    """Return what to multiply gradients of norm ``norm`` with so that it is at most ``max_norm``."""
-    if max_norm is None or norm <= max_norm:
-        return 1.0
-    return max_norm / norm
+def _clip_factor(norm: float, max_norm: float | None) -> float:
+    return 1.0 if max_norm is None or norm <= max_norm else max_norm / norm
 
 
-def average_(tensors: Sequence[Tensor], world: World) -> None:
-    """Average ``tensors`` over all workers in place, in one collective."""
-    if not tensors:
-        return
-    flat = _flatten_dense_tensors(tuple(tensors))
-    flat /= world.num_workers
+def _average(tensors: list[Tensor], world: World) -> None:
+    flat = torch.cat([tensor.flatten() for tensor in tensors]) / world.num_workers
     dist.all_reduce(flat)
-    for tensor, averaged in zip(tensors, _unflatten_dense_tensors(flat, tuple(tensors)), strict=True):
-        tensor.copy_(averaged)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])

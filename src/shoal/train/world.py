@@ -109,7 +109,7 @@ def join_world(joined: Joined, config: DistributedConfig) -> Iterator[World]:
     )
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
-        assert control is not None
+        assert isinstance(control, dist.ProcessGroup)
         yield World(place=place, device=device, backend=backend, control=control, launcher=joined.launcher)
     finally:
         dist.destroy_process_group()

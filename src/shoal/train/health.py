@@ -1,0 +1,55 @@
+"""Stops a run whose loss stays not finite, and turns a lack of memory into advice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from shoal.errors import ShoalError
+
+
+class NonFiniteWatch:
+    """Counts steps in a row whose loss was not finite on some worker.
+
+    Args:
+        most: how many are too many.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._in_a_row = 0
+
+    def note(self, *, bad: bool) -> bool:
+        """Take note of a step; return whether it was one too many."""
+        self._in_a_row = self._in_a_row + 1 if bad else 0
+        return self._in_a_row >= self._most
+
+    def error(self, step: int, sample_ids: Sequence[str]) -> ShoalError:
+        """Return the error that stops the run after ``step``, the last of the bad ones."""
+        shown = ", ".join(sample_ids[:8]) + (" …" if len(sample_ids) > 8 else "")
+        return ShoalError(
+            f"the loss was not finite for {self._in_a_row} steps in a row, up to step {step:,}; samples of "
+            f"that step: {shown}. Lower --optim.learning-rate or lengthen --optim.warmup-steps; the same "
+            "command continues from the last checkpoint"
+        )
+
+
+@contextmanager
+def memory_advice(micro_batch_size: int) -> Iterator[None]:
+    """Turn running out of memory into an error that names the settings to change."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        smaller = f"--train.micro-batch-size {micro_batch_size // 2} or " if micro_batch_size > 1 else ""
+        raise ShoalError(
+            f"out of memory with a micro-batch of {micro_batch_size} sequences: use {smaller}"
+            f"--model.activation-checkpointing; the global batch stays the same ({error})"
+        ) from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,40 @@
+"""Builds the optimizer that the settings name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.optim.lamb import Lamb, parameter_groups
+from shoal.train.config import OptimConfig
+
+
+def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> Optimizer:
+    """Return LAMB or AdamW over the parameters that are trained; biases and norms do not decay.
+
+    Clipping is the loop's, since it clips whatever the optimizer is.
+    """
+    groups = parameter_groups(
+        ((name, p) for name, p in named_parameters if p.requires_grad), config.weight_decay
+    )
+    betas = (config.beta1, config.beta2)
+    if config.optimizer == "lamb":
+        return Lamb(
+            groups,
+            lr=config.learning_rate,
+            betas=betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            bias_correction=config.bias_correction,
+        )
+    plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
+    return torch.optim.AdamW(plain, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
+
+
+def set_learning_rate(optimizer: Optimizer, value: float) -> None:
+    """Set the learning rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = value

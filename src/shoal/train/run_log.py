@@ -1,0 +1,132 @@
+"""What a run tells: its record, TensorBoard events, and the terminal. Only the main worker has one."""
+
+from __future__ import annotations
+
+import math
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from tensorboardX import SummaryWriter
+from tensorboardX.summary import hparams
+
+import shoal
+from shoal.record import Checkpoint, End, Evaluation, RecordWriter, Resume, Start, Step, Stop
+from shoal.train.progress import Progress, duration
+
+
+class RunLog:
+    """Writes every row to ``record.jsonl`` and what belongs there to TensorBoard and the terminal."""
+
+    def __init__(self, run_dir: Path, progress: Progress) -> None:
+        self._record = RecordWriter(run_dir)
+        self._events = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10)
+        self._progress = progress
+        self._hyper_parameters: dict[str, Any] = {}
+        self.last_evaluation: Evaluation | None = None
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.close()
+        self._events.close()
+        self._record.close()
+
+    def start(self, row: Start) -> None:
+        self._record.write(row)
+        self._hyper_parameters = {
+            f"{section}.{name}": value
+            for section, values in row.config.items()
+            for name, value in values.items()
+        }
+
+    def step(self, row: Step) -> None:
+        self._record.write(row)
+        scalars = {
+            "train/loss": row.loss,
+            **{f"train/{name}": value for name, value in row.metrics.items()},
+            "optimizer/learning_rate": row.learning_rate,
+            "optimizer/loss_scale": row.loss_scale,
+            "optimizer/grad_norm": row.grad_norm,
+            "optimizer/weight_norm": row.weight_norm,
+            "speed/samples_per_s": row.samples_per_s,
+            **{f"speed/{part}_ms": 1_000 * seconds for part, seconds in row.parts_s.items()},
+        }
+        self._scalars(scalars, row.step)
+        self._progress.step(row)
+
+    def evaluation(self, row: Evaluation) -> None:
+        self._record.write(row)
+        self.last_evaluation = row
+        self._scalars({f"{row.split}/{name}": value for name, value in row.metrics.items()}, row.step)
+        self._progress.say(
+            f"step {row.step:,} {row.split}: {format_metrics(row.metrics)} ({row.seconds:.1f} s)"
+        )
+
+    def checkpoint(self, row: Checkpoint) -> None:
+        self._record.write(row)
+        self._progress.say(
+            f"step {row.step:,} checkpoint: {row.path} ({row.num_bytes / 2**20:.1f} MiB, "
+            f"training stood still {1_000 * row.blocked_s:.0f} ms)"
+        )
+
+    def resume(self, row: Resume) -> None:
+        self._record.write(row)
+        for damaged in row.damaged:
+            self._progress.say(f"passed over: {damaged}")
+        self._progress.say(f"continuing from {row.path} (step {row.step:,})")
+
+    def stop(self, row: Stop) -> None:
+        self._record.write(row)
+        self._progress.say(f"stopped at step {row.step:,}: {row.reason}")
+
+    def end(self, row: End) -> None:
+        self._record.write(row)
+        metrics = {name: value for name, value in row.metrics.items() if math.isfinite(value)}
+        scalar_types = (bool, int, float, str)
+        parameters = {k: v for k, v in self._hyper_parameters.items() if isinstance(v, scalar_types)}
+        for summary in hparams(parameters, metrics):
+            self._events.file_writer.add_summary(summary)
+        self._progress.say(
+            f"finished {row.step:,} steps in {duration(row.seconds)}: {format_metrics(row.metrics)}"
+        )
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar."""
+        self._progress.advance(step)
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        self._progress.say(text)
+
+    def _scalars(self, scalars: dict[str, float], step: int) -> None:
+        for name, value in scalars.items():
+            self._events.add_scalar(name, value, step)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a run's figures depend on."""
+    return {
+        "shoal": shoal.__version__,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a person calls the device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads a worker"
+
+
+def format_metrics(metrics: dict[str, float]) -> str:
+    """Return ``name value`` pairs for a line of text."""
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items())
