@@ -272,7 +272,7 @@ def load_model(path: Path, model: nn.Module, *, key: str = "model") -> int:
         ShoalError: there is no checkpoint, or it is damaged.
         UsageError: it is of another model.
     """
-    if not (path / files.COMPLETE).is_file():
+    if not files.is_checkpoint(path):
         found = files.list_checkpoints(path)
         if not found:
             raise ShoalError(f"{path} is neither a checkpoint nor the directory of a run that has one")

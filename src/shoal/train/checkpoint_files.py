@@ -72,6 +72,11 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
     return run_dir / FOLDER / f"step-{step:08}"
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Return whether ``path`` is a folder with a checkpoint's name, whole or not."""
+    return path.is_dir() and _NAME.fullmatch(path.name) is not None
+
+
 def step_of(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     if match is None:
@@ -84,7 +89,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     folder = run_dir / FOLDER
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
+    found = [path for path in folder.iterdir() if is_checkpoint(path)]
     return sorted(found, key=step_of)
 
 
