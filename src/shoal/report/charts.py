@@ -26,6 +26,8 @@ _MARKERS = ("o", "s", "^", "D")
 _SYMBOLS = {"o": "○", "s": "□", "^": "△", "D": "◇"}
 MAX_AREAS = 80
 """Groups over which the time of a step is averaged: a stack of raw values is a comb, not a picture."""
+MAX_TICKS = 60
+"""Checkpoints up to which each gets a tick on the curves; more would be one thick line."""
 _OPTIMIZER_STEP = "optimizer step"
 
 
@@ -130,7 +132,7 @@ def _chart(
 ) -> Chart:
     values = [y for line in lines for y in line.series.ys]
     log = title in {"Gradient norm", "Loss scale"} and spread_over_decades(values)
-    top = None if log else upper_limit(values)
+    top = None if log else _common_limit(lines)
     if top is not None:
         notes = [*notes, f"Axis cut at {words.number(top, 3)}; ▲ marks higher values."]
     axes = Axes(
@@ -210,6 +212,17 @@ def parts_charts(runs: Sequence[Run]) -> list[Chart]:
     return charts
 
 
+def _common_limit(lines: Sequence[Line]) -> float | None:
+    """Return where to cut the axis so that every curve keeps what is usual for it."""
+    limits = [upper_limit(line.series.ys) for line in lines if line.series.ys]
+    if all(limit is None for limit in limits):
+        return None
+    return max(
+        limit if limit is not None else max(line.series.ys)
+        for limit, line in zip(limits, [line for line in lines if line.series.ys], strict=True)
+    )
+
+
 def _finite_ms(seconds: float) -> float:
     return 1000 * seconds if math.isfinite(seconds) else 0.0
 
@@ -242,7 +255,8 @@ def _history(run: Run) -> Iterable[Resume | Stop]:
 
 
 def _step_marks(run: Run, index: int) -> list[Mark]:
-    rows = [*run.checkpoints, *_history(run)]
+    ticks = run.checkpoints if len(run.checkpoints) <= MAX_TICKS else []
+    rows = [*ticks, *_history(run)]
     return [Mark(x=row.step, what=row.kind, colour=plots.run_colour(index)) for row in rows]
 
 

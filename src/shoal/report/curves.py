@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum
+from statistics import median
 
 MAX_POINTS = 600
 """Points a curve keeps: more than the pixels of a figure show, and 10 kB of SVG."""
@@ -97,12 +98,15 @@ def spread_over_decades(values: Sequence[float]) -> bool:
 
 
 def upper_limit(values: Sequence[float]) -> float | None:
-    """Return where to cut the axis if a few peaks would flatten everything else, or ``None``."""
+    """Return where to cut the axis if a few peaks would flatten everything else, or ``None``.
+
+    The medians of neighbours say what is usual: a peak does not move them, a high beginning does.
+    """
     if len(values) < 20:
         return None
-    ordered = sorted(values)
-    usual = ordered[len(ordered) * 97 // 100]
-    low = ordered[0]
-    if ordered[-1] - low <= 20 * (usual - low) or usual <= low:
+    width = max(5, len(values) // 40)
+    groups = [values[i : i + width] for i in range(0, len(values) - width + 1, width)]
+    usual, low = max(map(median, groups)), min(values)
+    if usual <= low or max(values) - low <= 6 * (usual - low):
         return None
     return low + 1.5 * (usual - low)

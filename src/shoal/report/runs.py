@@ -105,10 +105,11 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
         if first is None:
             raise ShoalError(f"the record in {path} has no start: nothing has been trained there yet")
         names.append(first.run)
-    for index, (path, _) in enumerate(records):
-        if names.count(names[index]) > 1:
-            names[index] = f"{names[index]} ({path})"
-    return [_run(name, path, rows) for name, (path, rows) in zip(names, records, strict=True)]
+    unique = [
+        f"{name} ({path})" if names.count(name) > 1 else name
+        for name, (path, _) in zip(names, records, strict=True)
+    ]
+    return [_run(name, path, rows) for name, (path, rows) in zip(unique, records, strict=True)]
 
 
 def _run(name: str, path: Path, rows: Sequence[Row]) -> Run:

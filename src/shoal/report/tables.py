@@ -33,7 +33,7 @@ class Tile:
 
     label: str
     value: str
-    note: str = ""
+    notes: Sequence[str] = ()
     tone: str = "plain"
     fraction: float | None = None
     """How much of a bar to fill, 0 to 1; ``None`` for no bar."""
@@ -82,15 +82,14 @@ def tiles(run: Run) -> list[Tile]:
         Tile(
             label="Steps",
             value=f"{done:,}",
-            note=f"of {total:,}"
-            + (f" · {words.plural(run.num_skipped, 'step')} skipped" if run.num_skipped else ""),
+            notes=[f"of {total:,}", *([f"{run.num_skipped:,} skipped"] if run.num_skipped else [])],
             fraction=min(1.0, done / total) if total else None,
         ),
-        Tile(label="Time under way", value=words.duration(run.seconds), note=_time_note(run)),
+        Tile(label="Time under way", value=words.duration(run.seconds), notes=[_time_note(run)]),
         Tile(
             label="Throughput",
             value=words.rate(rate) if rate else _MISSING,
-            note=f"{words.milliseconds(mean_step_s(run))} a step" if run.steps else "no step recorded yet",
+            notes=[f"{words.milliseconds(mean_step_s(run))} a step" if run.steps else "no step recorded yet"],
         ),
     ]
     return made + [_score_tile(score) for score in final_scores(run)]
@@ -104,7 +103,7 @@ def _time_note(run: Run) -> str:
 
 
 def _score_tile(score: Score) -> Tile:
-    note, tone = f"{score.split}, step {score.step:,}", "plain"
+    notes, tone = [f"{score.split}, step {score.step:,}"], "plain"
     if score.reference is not None and math.isfinite(score.value):
         gain = score.value - score.reference
         if not words.is_fraction(score.metric):
@@ -112,14 +111,14 @@ def _score_tile(score: Score) -> Tile:
         away = abs(gain)
         amount = f"{100 * away:.1f} points" if words.is_fraction(score.metric) else f"{away:.2f}"
         side = "below" if score.value < score.reference else "above"
-        note += f" · {amount} {side} {words.reference_title(score.metric)}"
+        notes.append(f"{amount} {side} {words.reference_title(score.metric)}")
         tone = "good" if gain > 0 else "warn"
     elif not math.isfinite(score.value):
         tone = "warn"
     return Tile(
         label=words.metric_title(score.metric),
         value=words.score(score.metric, score.value),
-        note=note,
+        notes=notes,
         tone=tone,
     )
 

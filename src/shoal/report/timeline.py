@@ -11,7 +11,7 @@ from shoal.report import words
 from shoal.report.runs import Run
 
 MAX_CHECKPOINT_MARKS = 150
-"""More than these would be one grey bar; they are thinned evenly."""
+"""More than these would be one thick bar; they are thinned evenly, and the page says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class Lane:
     name: str
     spans: Sequence[Span]
     marks: Sequence[Mark]
+    note: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,8 @@ def _lane(run: Run, scale: float) -> Lane:
         Mark(left=scale * (row.time_s - origin), what=row.kind, title=f"{row.kind} at step {row.step:,}")
         for row in rows
     ]
-    return Lane(name=run.name, spans=spans, marks=marks)
+    note = f"{run.name}: one mark for every {every} checkpoints." if every > 1 else ""
+    return Lane(name=run.name, spans=spans, marks=marks, note=note)
 
 
 def _tick_step(length: float) -> float:

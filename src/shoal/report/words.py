@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 SAMPLE = "seq"
 
 _METRICS = {
-    "loss": "Training loss",
     "mlm_loss": "Masked-LM loss",
     "mlm_accuracy": "Masked-LM accuracy",
     "sop_loss": "Sentence-order loss",
@@ -45,10 +44,11 @@ def is_fraction(metric: str) -> bool:
 def number(value: float, digits: int = 4) -> str:
     """Write a number with ``digits`` significant digits: 12,346 · 6.543 · 0.00125 · 1.2e-05 · inf."""
     if not math.isfinite(value):
-        return "not a number" if math.isnan(value) else ("∞" if value > 0 else "−∞")
+        return "NaN" if math.isnan(value) else ("∞" if value > 0 else "−∞")
     if value == 0:
         return "0"
-    size = math.floor(math.log10(abs(value)))
+    rounded = float(f"{value:.{digits - 1}e}")  # first, or 999.96 would get the size of hundreds
+    size = math.floor(math.log10(abs(rounded)))
     if size < -4 or size >= 9:
         mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
         text = f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
@@ -60,12 +60,14 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def score(metric: str, value: float) -> str:
-    """Write a metric: accuracies in percent, everything else with four digits that line up."""
+    """Write a metric: accuracies in percent, losses with three decimals so that they line up."""
     if not math.isfinite(value):
         return number(value)
     if is_fraction(metric):
         return f"{100 * value:.1f} %"
-    return f"{value:.3f}".replace("-", "−") if 0.1 <= abs(value) < 1000 else number(value)
+    if metric.endswith("loss") and 0.1 <= abs(value) < 1000:
+        return f"{value:.3f}".replace("-", "−")
+    return number(value)
 
 
 def count(value: int) -> str:
@@ -102,7 +104,7 @@ def duration(seconds: float) -> str:
     """Write a long time with two units: 0.8 s, 47 s, 5 min 12 s, 3 h 05 min, 2 d 04 h."""
     if not math.isfinite(seconds):
         return number(seconds)
-    if seconds < 10:
+    if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < 60:

@@ -188,13 +188,13 @@ def diverged_run() -> list[Row]:
 
 
 def long_run() -> list[Row]:
-    """20,000 lines, one single spike, a checkpoint each 100 steps, still running."""
+    """6,000 lines, one single spike, a checkpoint each 30 steps, still running."""
     noise = random.Random(9)
-    rows: list[Row] = [start(run="long", total_steps=25_000)]
-    for number in range(1, 20_001):
-        spike = {"loss": 31.5, "grad_norm": 900.0} if number == 12_345 else {}
+    rows: list[Row] = [start(run="long", total_steps=8_000)]
+    for number in range(1, 6_001):
+        spike = {"loss": 31.5, "grad_norm": 900.0} if number == 4_321 else {}
         rows.append(step(number, BEGIN_S + 0.2 * number, noise, **spike))
-        if number % 100 == 0:
+        if number % 30 == 0:
             rows.append(checkpoint(number, BEGIN_S + 0.2 * number))
     return rows
 

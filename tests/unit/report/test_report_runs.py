@@ -1,0 +1,169 @@
+"""What the report says happened in a run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import report_records as records
+
+from shoal.errors import ShoalError
+from shoal.record import PARTS, End, Evaluation, Resume, Row, Stop
+from shoal.report import runs, tables, timeline
+from shoal.report.runs import Run, load_runs
+
+
+def load(folder: Path, rows: list[Row]) -> Run:
+    return load_runs([records.write_run(folder, rows)])[0]
+
+
+def steps(*numbers: int, **changes: object) -> list[Row]:
+    noise = random.Random(0)
+    return [records.step(number, records.BEGIN_S + number, noise, **changes) for number in numbers]
+
+
+def test_states(tmp_path: Path) -> None:
+    later = records.BEGIN_S + 100
+    stop = Stop(step=2, reason="SIGUSR1", exit_code=75, time_s=later)
+    resume = Resume(step=2, path="c", time_s=later)
+    end = End(step=3, seconds=1.0, metrics={}, time_s=later)
+    cases: list[tuple[list[Row], str, str]] = [
+        ([], "open", "running or killed"),
+        ([stop], "stopped", "stopped: SIGUSR1"),
+        ([stop, records.start(), resume], "open", "running or killed"),
+        ([stop, records.start(), resume, *steps(3), end], "finished", "finished"),
+    ]
+    for index, (more, state, text) in enumerate(cases):
+        run = load(tmp_path / str(index), [records.start(), *steps(1, 2), *more])
+        assert (run.state, tables.state_text(run)) == (state, text)
+
+
+def test_averages_weigh_each_line_by_its_steps(tmp_path: Path) -> None:
+    """Lines at steps 10, 20, then a resume at 25 and lines at 30 and 50: weights 10, 10, 5, 20."""
+    parts = [dict.fromkeys(PARTS, 0.0) | {"forward": seconds} for seconds in (1.0, 1.0, 2.0, 3.0)]
+    made = [
+        records.step(
+            n, records.BEGIN_S + n, random.Random(0), parts_s=p, step_s=p["forward"], samples_per_s=r
+        )
+        for n, p, r in zip((10, 20, 30, 50), parts, (64.0, 64.0, 32.0, 21.0), strict=True)
+    ]
+    rows: list[Row] = [records.start(), *made[:2], records.start(), Resume(step=25, path="c"), *made[2:]]
+    run = load(tmp_path, rows)
+    assert runs.steps_per_row(run) == [10, 10, 5, 20]
+    assert runs.mean_step_s(run) == pytest.approx((20 * 1.0 + 5 * 2.0 + 20 * 3.0) / 45, rel=1e-12)
+    assert runs.mean_parts_s(run)["forward"] == pytest.approx(runs.mean_step_s(run), rel=1e-12)
+    assert runs.mean_rate(run) == pytest.approx((20 * 64 + 10 * 32 + 60 * 21) / 90, rel=1e-12)
+
+
+def test_killed_and_resumed_run(tmp_path: Path) -> None:
+    run = load(tmp_path, records.finished_run())
+    assert [step.step for step in run.steps] == list(range(10, 1001, 10))
+    assert run.last_step == 1000
+    assert [group.resume and group.resume.step for group in run.groups] == [None, 400, 700]
+    assert [group.stop is not None for group in run.groups] == [False, True, False]
+    pauses = run.rows[-1].time_s - run.groups[0].start.time_s - run.seconds
+    assert pauses > 95 + 40 - 6  # what the kill lost is a pause too
+    assert [event.what for event in tables.events(run)].count("checkpoint") == 6
+
+
+def test_last_scores_are_held_out_ones_else_the_last_step(tmp_path: Path) -> None:
+    made = load(tmp_path / "a", records.finished_run())
+    (mlm, _, sop) = runs.final_scores(made)
+    assert (mlm.metric, mlm.split, mlm.step, mlm.reference) == (
+        "mlm_loss",
+        "held-out",
+        1000,
+        records.UNIGRAM_ENTROPY,
+    )
+    assert sop.reference == 0.5
+    without = load(tmp_path / "b", [records.start(), *steps(1, 2)])
+    assert {(score.split, score.step) for score in runs.final_scores(without)} == {("training", 2)}
+    assert runs.final_scores(without)[0].metric == "loss"
+
+
+def test_tiles_compare_with_the_reference_in_the_right_direction(tmp_path: Path) -> None:
+    cases = [
+        (6.12, 0.62, "good", "0.50 below unigram entropy", "12.0 points above chance"),
+        (7.12, 0.45, "warn", "0.50 above unigram entropy", "5.0 points below chance"),
+    ]
+    for index, (mlm, sop, tone, loss, accuracy) in enumerate(cases):
+        metrics = {"mlm_loss": mlm, "sop_accuracy": sop}
+        last = Evaluation(step=2, split="held-out", num_samples=1, metrics=metrics, seconds=0.1)
+        made = tables.tiles(load(tmp_path / str(index), [records.start(), *steps(1, 2), last]))
+        assert [tile.notes[-1] for tile in made[-2:]] == [loss, accuracy]
+        assert [tile.tone for tile in made[-2:]] == [tone, tone]
+
+
+def test_batch_arithmetic() -> None:
+    assert tables.batch_arithmetic(records.start()) == "64 = 16 × 2 workers × 2 accumulation"
+    uneven = records.start(global_batch_size=60)
+    assert tables.batch_arithmetic(uneven) == "60 ≤ 16 × 2 workers × 2 accumulation"
+
+
+def test_skipped_steps_are_counted_with_their_place(tmp_path: Path) -> None:
+    run = load(tmp_path, records.diverged_run())
+    assert tables.skipped(run) == "4 (reported at step 30, 60, 90, 120)"
+
+
+def test_config_is_flat_and_differences_are_marked(tmp_path: Path) -> None:
+    made = load_runs(
+        [
+            records.write_run(tmp_path / "a", records.finished_run()),
+            records.write_run(tmp_path / "b", records.faster_run()),
+        ]
+    )
+    lines = {line.name: line for line in tables.config_lines(made)}
+    assert lines["optimizer.betas"].cells == ["0.9, 0.999", "0.9, 0.999"]
+    assert lines["optimizer.clip"].cells == ["none", "1.0"]
+    assert {name for name, line in lines.items() if line.differs} == {
+        "model.dropout",
+        "optimizer.name",
+        "optimizer.learning_rate",
+        "optimizer.clip",
+    }
+
+
+def test_bars_share_one_scale_and_percents_add_up(tmp_path: Path) -> None:
+    made = load_runs(
+        [
+            records.write_run(tmp_path / "a", records.finished_run()),
+            records.write_run(tmp_path / "b", records.faster_run()),
+        ]
+    )
+    slow, fast = tables.step_shares(made)
+    assert sum(segment.width for segment in slow) == pytest.approx(100)
+    assert sum(segment.width for segment in fast) == pytest.approx(100 / 1.5, rel=0.02)
+    assert sum(float(segment.share.split()[0]) for segment in fast) == pytest.approx(100, abs=0.3)
+    assert [segment.title for segment in slow][3] == "gradient wait"
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    rows = [records.start()]
+    paths = [records.write_run(tmp_path / name, rows) for name in ("a", "b")]
+    assert [run.name for run in load_runs(paths)] == [f"first-light ({path})" for path in paths]
+
+
+def test_record_without_a_start_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(ShoalError, match="has no start: nothing has been trained there yet"):
+        load(tmp_path, steps(1))
+
+
+@pytest.mark.parametrize("name", list(records.RUNS))
+def test_timeline_stays_on_its_axis(tmp_path: Path, name: str) -> None:
+    laid = timeline.timeline([load(tmp_path, records.RUNS[name]())])
+    assert 2 <= len(laid.ticks) <= 9
+    places = [place for place, _ in laid.ticks]
+    places += [mark.left for lane in laid.lanes for mark in lane.marks]
+    places += [span.left + span.width for lane in laid.lanes for span in lane.spans]
+    assert all(-1e-9 <= place <= 100 + 1e-9 for place in places)
+    assert len(laid.lanes[0].marks) <= timeline.MAX_CHECKPOINT_MARKS + 5
+
+
+def test_a_long_list_of_events_is_cut_in_the_middle(tmp_path: Path) -> None:
+    rows: list[Row] = [records.start()]
+    rows += [records.checkpoint(n, records.BEGIN_S + n) for n in range(1, 1001)]
+    made = tables.events(load(tmp_path, rows))
+    assert len(made) == tables.MAX_EVENTS + 1
+    assert made[tables.MAX_EVENTS // 2].detail == "601 rows left out"
+    assert made[-1].step == "1,000"
