@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shoal.data.masking import choose_tokens, prediction_budgets, replace_tokens, split_ngrams
+from shoal.data.masking import MAX_SEQ_LENGTH, choose_tokens, prediction_budgets, replace_tokens, split_ngrams
 from shoal.data.segments import MIN_TOKENS, Segments, Windows
 from shoal.data.shards import TextShards
 from shoal.decide.draws import Int64Array, UInt64Array, draw, random_keys
@@ -39,8 +39,10 @@ class ExampleConfig:
 
     def __post_init__(self) -> None:
         shortest = 2 * MIN_TOKENS + NUM_SPECIAL
-        if self.max_seq_length < shortest:
-            raise UsageError(f"max_seq_length {self.max_seq_length} must be at least {shortest}")
+        if not shortest <= self.max_seq_length <= MAX_SEQ_LENGTH:
+            raise UsageError(
+                f"max_seq_length {self.max_seq_length} must be from {shortest} to {MAX_SEQ_LENGTH}"
+            )
         if not 1 <= self.max_predictions_per_seq < self.max_seq_length:
             raise UsageError(
                 f"max_predictions_per_seq {self.max_predictions_per_seq} must be at least 1 and less than "

@@ -17,6 +17,10 @@ from shoal.decide.draws import Int64Array, UInt64Array, below, draw, uniform
 
 BoolArray = npt.NDArray[np.bool_]
 
+_LOW_BITS = np.uint64(0xFFFF)
+MAX_SEQ_LENGTH = 0xFFFF
+"""The number of an n-gram must fit into 16 bits beside its random rank."""
+
 
 def prediction_budgets(num_tokens: Int64Array, *, mask_prob: float, max_predictions: int) -> Int64Array:
     """Return how many tokens to predict in sequences of ``num_tokens`` ``[B]``, special tokens included.
@@ -69,14 +73,13 @@ def choose_ngrams(keys: UInt64Array, sizes: Int64Array, budgets: Int64Array) -> 
         bool ``[B, K]``.
     """
     num_ngrams = sizes.shape[1]
-    # The n-gram's number rides in the low bits of its random rank: one plain sort, several times faster
-    # than argsort. N-grams that cannot be taken sort to the end.
-    low = np.uint64((1 << max(num_ngrams.bit_length(), 1)) - 1)
+    # The n-gram's number rides in the low bits of its random rank: one plain sort takes a third of an
+    # argsort. N-grams that cannot be taken sort to the end.
     numbers = np.arange(num_ngrams, dtype=np.uint64)
-    ranks = (draw(keys[:, None], numbers) & ~low) | numbers
-    ranks[sizes == 0] |= ~low
+    ranks = (draw(keys[:, None], numbers) & ~_LOW_BITS) | numbers
+    ranks[sizes == 0] |= ~_LOW_BITS
     ranks.sort(axis=1)
-    order = (ranks & low).astype(np.int64)
+    order = (ranks & _LOW_BITS).astype(np.int64)
     sizes = np.take_along_axis(sizes, order, axis=1)
     totals = np.cumsum(sizes, axis=1)
     taken = (totals <= budgets[:, None]) & (sizes > 0)

@@ -1,0 +1,232 @@
+"""The loader: the same global batches whoever reads them, from any sample on."""
+
+import os
+import signal
+import time
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from synthetic_text import prepare, random_documents
+
+from shoal.data.examples import ExampleConfig, ExampleReader
+from shoal.data.loader import LoaderConfig, Share, held_out_batches, training_steps
+from shoal.data.shards import TextShards
+from shoal.errors import ShoalError, UsageError
+
+GLOBAL_BATCH = 24
+NUM_STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """53 examples: five global batches of 24 cross two borders of epochs."""
+    directory = tmp_path_factory.mktemp("prepared")
+    prepare(directory, {"train": random_documents([61 * 25, 61 * 20, 61 * 8 - 3])}, num_shards=2)
+    reader = ExampleReader(
+        TextShards(directory, "train"), ExampleConfig(max_seq_length=64, max_predictions_per_seq=8)
+    )
+    assert reader.num_examples == 53
+    return reader
+
+
+def joined(batches):
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def global_batches(
+    reader, *, num_workers=1, micro_batch_size=GLOBAL_BATCH, num_loader_processes=0, samples_consumed=0,
+    num_steps=NUM_STEPS, global_batch_size=GLOBAL_BATCH,
+):  # fmt: skip
+    """Put the parts of all workers together, in rank order, for each step."""
+    workers = [
+        training_steps(
+            reader,
+            Share(
+                global_batch_size=global_batch_size,
+                micro_batch_size=micro_batch_size,
+                rank=rank,
+                num_workers=num_workers,
+            ),
+            LoaderConfig(num_loader_processes=num_loader_processes),
+            num_steps=num_steps,
+            samples_consumed=samples_consumed,
+        )
+        for rank in range(num_workers)
+    ]
+    return [joined([batch for step in steps for batch in step]) for steps in zip(*workers, strict=True)]
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert a[name].dtype == b[name].dtype
+            assert torch.equal(a[name], b[name]), name
+
+
+@pytest.fixture(scope="module")
+def expected(reader):
+    return global_batches(reader)
+
+
+@pytest.mark.parametrize(("num_workers", "micro_batch_size"), list(product((1, 2, 3, 8), (1, 3, 4, 5, 24))))
+def test_global_batches_do_not_depend_on_workers(reader, expected, num_workers, micro_batch_size):
+    found = global_batches(reader, num_workers=num_workers, micro_batch_size=micro_batch_size)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize(("num_workers", "num_loader_processes"), [(1, 1), (2, 2), (3, 1)])
+def test_nor_on_loader_processes(reader, expected, num_workers, num_loader_processes):
+    found = global_batches(
+        reader, num_workers=num_workers, micro_batch_size=3, num_loader_processes=num_loader_processes
+    )
+    assert_same(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_workers", "micro_batch_size", "num_loader_processes"),
+    list(product((1, 2, 3, 8), (1, 3, 24), (1, 2))),
+)
+def test_the_whole_matrix(reader, expected, num_workers, micro_batch_size, num_loader_processes):
+    found = global_batches(
+        reader,
+        num_workers=num_workers,
+        micro_batch_size=micro_batch_size,
+        num_loader_processes=num_loader_processes,
+    )
+    assert_same(found, expected)
+
+
+def test_micro_batches_have_their_size(reader):
+    steps = training_steps(
+        reader,
+        Share(global_batch_size=GLOBAL_BATCH, micro_batch_size=4, rank=1, num_workers=2),
+        LoaderConfig(),
+        num_steps=2,
+    )
+    assert [[len(batch["index"]) for batch in step] for step in steps] == [[4, 4, 4]] * 2
+
+
+@pytest.mark.parametrize(
+    ("samples_consumed", "num_loader_processes"),
+    [(1, 0), (7, 0), (24, 0), (52, 0), (53, 0), (54, 0), (1000, 0), (7, 1), (54, 2)],
+)
+def test_resuming_at_any_sample_continues_the_stream(reader, samples_consumed, num_loader_processes):
+    whole = joined(global_batches(reader, num_steps=1, global_batch_size=samples_consumed + 2 * GLOBAL_BATCH))
+    resumed = joined(
+        global_batches(
+            reader,
+            samples_consumed=samples_consumed,
+            num_steps=2,
+            num_workers=2,
+            micro_batch_size=6,
+            num_loader_processes=num_loader_processes,
+        )
+    )
+    for name in whole:
+        # Workers' parts were put together step by step, so the order is that of the stream.
+        assert torch.equal(resumed[name], whole[name][samples_consumed:]), name
+
+
+def test_each_epoch_has_each_example_once(reader):
+    n = reader.num_examples
+    stream = joined(global_batches(reader, num_workers=3, micro_batch_size=8, num_steps=14))
+    num_epochs = 14 * GLOBAL_BATCH // n
+    for epoch in range(num_epochs):
+        part = slice(epoch * n, (epoch + 1) * n)
+        assert stream["epoch"][part].tolist() == [epoch] * n
+        assert sorted(stream["index"][part].tolist()) == list(range(n))
+    first, second = stream["index"][:n], stream["index"][n : 2 * n]
+    assert not torch.equal(first, second)
+
+
+def test_a_global_batch_larger_than_the_data(reader):
+    batch = global_batches(reader, num_workers=2, global_batch_size=130, num_steps=1)[0]
+    assert np.bincount(batch["epoch"]).tolist() == [53, 53, 24]
+    same = batch["index"] == batch["index"][0]
+    assert same.sum() >= 2
+    masks = batch["masked_positions"][same]
+    assert not torch.equal(masks[0], masks[1]), "each epoch masks an example anew"
+
+
+@pytest.mark.parametrize("num_loader_processes", [0, 2])
+def test_closing_early_ends_what_was_started(reader, num_loader_processes):
+    steps = training_steps(
+        reader,
+        Share(global_batch_size=GLOBAL_BATCH, micro_batch_size=6),
+        LoaderConfig(num_loader_processes=num_loader_processes, num_prefetched_steps=4),
+        num_steps=10_000,
+    )
+    next(steps)
+    start = time.monotonic()
+    steps.close()
+    assert time.monotonic() - start < 30
+    assert list(steps) == []
+
+
+@pytest.mark.parametrize("num_loader_processes", [0, 1])
+def test_damage_met_while_reading_is_one_clear_error(tmp_path, num_loader_processes):
+    prepare(tmp_path, {"train": random_documents([500])})
+    reader = ExampleReader(TextShards(tmp_path, "train"), ExampleConfig(max_seq_length=64))
+    path = tmp_path / "train-00000.tokens"
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    steps = training_steps(
+        reader,
+        Share(global_batch_size=4, micro_batch_size=4),
+        LoaderConfig(num_loader_processes=num_loader_processes),
+        num_steps=3,
+    )
+    with pytest.raises(ShoalError) as error:
+        next(steps)
+    assert "token id 65535 in a vocabulary of 30000" in str(error.value)
+    assert "\n" not in str(error.value)
+    steps.close()
+
+
+class DyingReader(ExampleReader):
+    """Its process is killed at the first batch, as the kernel does when memory runs out."""
+
+    def __reduce__(self):
+        return (DyingReader, (self.shards, self.config))
+
+    def batch(self, epochs, indices):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_loader_process_is_one_clear_error(reader):
+    steps = training_steps(
+        DyingReader(reader.shards, reader.config),
+        Share(global_batch_size=4, micro_batch_size=4),
+        LoaderConfig(num_loader_processes=1),
+        num_steps=3,
+    )
+    with pytest.raises(ShoalError, match=r"a loader process failed: .*num_loader_processes"):
+        next(steps)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 8])
+@pytest.mark.parametrize("limit", [None, 10, 3, 1000])
+def test_held_out_examples_are_shared_without_padding(reader, num_workers, limit):
+    whole = joined(list(held_out_batches(reader, micro_batch_size=1000, limit=limit)))
+    assert len(whole["index"]) == min(limit or 53, 53)
+    assert whole["index"].tolist() == sorted(set(whole["index"].tolist()))
+    assert not whole["epoch"].any()
+    parts = [
+        batch
+        for rank in range(num_workers)
+        for batch in held_out_batches(
+            reader, micro_batch_size=4, limit=limit, rank=rank, num_workers=num_workers
+        )
+    ]
+    assert max(len(batch["index"]) for batch in parts) <= 4
+    assert_same([joined(parts)], [whole])
+
+
+@pytest.mark.parametrize("setting", [{"num_loader_processes": -1}, {"num_prefetched_steps": 0}])
+def test_wrong_settings(setting):
+    with pytest.raises(UsageError, match=next(iter(setting))):
+        LoaderConfig(**setting)
