@@ -39,10 +39,7 @@ def data_parallel(
         broadcast_buffers=False,
     )
 
-    def average(
-        group: dist.ProcessGroup,
-        bucket: dist.GradBucket,  # type: ignore[name-defined]
-    ) -> torch.futures.Future[Tensor]:
+    def average(group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
         if bucket.is_last():
             clock.mark("backward")
         return default_hooks.allreduce_hook(group, bucket)

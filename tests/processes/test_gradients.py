@@ -1,0 +1,148 @@
+"""The gradient of a global batch is the same however it is divided over workers and micro-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from forked_workers import run_workers
+from torch import Tensor
+
+from shoal.cluster import WorkerPlace
+from shoal.models.albert import AlbertPretraining
+from shoal.models.albert_config import AlbertModelConfig
+from shoal.train.clock import StepClock
+from shoal.train.config import DistributedConfig
+from shoal.train.gradients import accumulate, average_and_clip, data_parallel, loss_weight
+from shoal.train.world import World
+
+CONFIG = AlbertModelConfig(
+    vocab_size=61,
+    embedding_size=16,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=64,
+    max_position_embeddings=16,
+    classifier_dropout_prob=0.0,
+)
+GLOBAL_BATCH, LENGTH, PREDICTIONS = 24, 16, 4
+
+
+def model() -> AlbertPretraining:
+    torch.manual_seed(3)
+    return AlbertPretraining(CONFIG)
+
+
+def global_batch() -> dict[str, Tensor]:
+    """24 sequences of which the first halves have one masked token each and the others up to four."""
+    random = torch.Generator().manual_seed(11)
+    counts = torch.tensor([1] * 12 + [4, 3, 2] * 4)
+    weights = (torch.arange(PREDICTIONS) < counts[:, None]).float()
+    positions = torch.arange(1, PREDICTIONS + 1).expand(GLOBAL_BATCH, -1) * weights.long()
+    return {
+        "input_ids": torch.randint(5, 61, (GLOBAL_BATCH, LENGTH), generator=random),
+        "token_type_ids": (torch.arange(LENGTH) > 7).long().expand(GLOBAL_BATCH, -1),
+        "attention_mask": torch.ones(GLOBAL_BATCH, LENGTH, dtype=torch.long),
+        "masked_positions": positions,
+        "masked_ids": torch.randint(5, 61, (GLOBAL_BATCH, PREDICTIONS), generator=random),
+        "masked_weights": weights,
+        "sop_labels": torch.randint(0, 2, (GLOBAL_BATCH,), generator=random),
+    }
+
+
+def a_world(rank: int, num_workers: int) -> World:
+    control = dist.new_group(backend="gloo")
+    assert isinstance(control, dist.ProcessGroup)
+    place = WorkerPlace(
+        rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers
+    )
+    return World(
+        place=place, device=torch.device("cpu"), backend="gloo", control=control, launcher="test"
+    )
+
+
+def compute(rank: int, num_workers: int, num_steps: int, settings: dict[str, Any], out: Path) -> None:
+    """Compute this worker's part of the global batch in ``num_steps`` micro-batches; rank 0 saves."""
+    world = a_world(rank, num_workers)
+    clock = StepClock(world.device)
+    module = model()
+    ddp = data_parallel(module, world, DistributedConfig(bucket_mb=0.01), clock)
+    whole = global_batch()
+    rows = torch.arange(GLOBAL_BATCH).chunk(num_workers)[rank].chunk(num_steps)
+    batches = [{name: tensor[part] for name, tensor in whole.items()} for part in rows]
+    (num_masked,) = world.sum_counts(sum(int(b["masked_weights"].sum()) for b in batches))
+
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        mlm_loss, _, sop_loss, _ = ddp(**batch)
+        loss = mlm_loss * loss_weight(world, num_masked) + sop_loss * loss_weight(world, GLOBAL_BATCH)
+        return loss * settings["loss_scale"]
+
+    accumulate(ddp, batches, loss_of, clock, average=not settings["per_worker"])
+    norm = average_and_clip(module.parameters(), world, clock=clock, **settings)
+    if rank == 0:
+        grads = {name: p.grad.numpy() for name, p in module.named_parameters()}
+        np.savez(out, norm=norm, **grads)
+
+
+def expected() -> dict[str, Tensor]:
+    """The gradient of the one big batch, without any of the code under test."""
+    module, batch = model(), global_batch()
+    mlm_loss, _, sop_loss, _ = module(**batch)
+    (mlm_loss / batch["masked_weights"].sum() + sop_loss / GLOBAL_BATCH).backward()
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def result(tmp_path: Path, num_workers: int, num_steps: int, **settings: Any) -> dict[str, Any]:
+    settings = {"max_norm": None, "per_worker": False, "loss_scale": 1.0, **settings}
+    out = tmp_path / "grads.npz"
+    codes = run_workers(compute, num_workers, tmp_path / "meet", num_workers, num_steps, settings, out)
+    assert codes == [0] * num_workers
+    with np.load(out) as saved:
+        return dict(saved)
+
+
+def check_equal(found: dict[str, Any], wanted: dict[str, Tensor], factor: float = 1.0) -> None:
+    scale = max(grad.abs().max().item() for grad in wanted.values())
+    for name, grad in wanted.items():
+        own = max(grad.abs().max().item(), 1e-4 * scale)  # the key bias has no gradient but rounding
+        error = np.abs(found[name] - factor * grad.numpy()).max() / own
+        assert error < 1e-6, (name, error)
+
+
+@pytest.mark.parametrize(("num_workers", "num_steps"), [(2, 4), (3, 2), (2, 1)])
+def test_any_division_gives_the_gradient_of_the_big_batch(
+    tmp_path: Path, num_workers: int, num_steps: int
+) -> None:
+    wanted = expected()
+    found = result(tmp_path, num_workers, num_steps)
+    check_equal(found, wanted)
+    norm = torch.cat([grad.flatten() for grad in wanted.values()]).norm().item()
+    assert found["norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_loss_scale_leaves_no_trace_and_the_average_is_clipped(tmp_path: Path) -> None:
+    wanted = expected()
+    norm = torch.cat([grad.flatten() for grad in wanted.values()]).norm().item()
+    found = result(tmp_path, 2, 2, loss_scale=1024.0, max_norm=norm / 3)
+    check_equal(found, wanted, factor=1 / 3)
+    assert found["norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_each_worker_clips_its_own_gradient_before_the_average(tmp_path: Path) -> None:
+    module, batch = model(), global_batch()
+    num_masked = batch["masked_weights"].sum()
+    averaged: dict[str, Tensor] = {}
+    for part in torch.arange(GLOBAL_BATCH).chunk(2):
+        module.zero_grad()
+        mlm_loss, _, sop_loss, _ = module(**{name: tensor[part] for name, tensor in batch.items()})
+        (2 * mlm_loss / num_masked + 2 * sop_loss / GLOBAL_BATCH).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        for name, p in module.named_parameters():
+            averaged[name] = averaged.get(name, 0) + p.grad / 2
+    found = result(tmp_path, 2, 3, per_worker=True, max_norm=0.5)
+    check_equal({**found}, averaged)
