@@ -36,11 +36,11 @@ ALLOWED: dict[str, frozenset[str]] = {
     "native": NOUNS | {"_core"},
     **dict.fromkeys(sorted(DOERS), DECIDERS | NATIVE),
     "train": DECIDERS | NATIVE | DOERS,
-    "recipes": BELOW_RECIPES,
+    "recipes": BELOW_RECIPES | {"launch"},
     "plan": DECIDERS,
     "launch": frozenset({"errors", "cluster", "env"}),
     "report": frozenset({"errors", "record"}),
-    "doctor": BELOW_RECIPES | {"recipes", "plan", "launch", "report"},
+    "doctor": BELOW_RECIPES,
     "cli": BELOW_RECIPES | {"recipes", "plan", "launch", "report", "doctor"},
     "__main__": frozenset({"cli"}),
 }

@@ -14,7 +14,7 @@ _METRICS = {
     "sop_loss": "Sentence-order loss",
     "sop_accuracy": "Sentence-order accuracy",
 }
-_REFERENCES = {"mlm_loss": "unigram entropy", "sop_accuracy": "chance"}
+_REFERENCES = {"mlm_loss": "unigram entropy", "sop_loss": "chance", "sop_accuracy": "chance"}
 _PARTS = {"gradient_wait": "gradient wait"}
 _SPELT_OUT = {"mlm": "masked-LM", "sop": "sentence-order", "lr": "learning rate"}
 

@@ -1,0 +1,154 @@
+"""What ``shoal doctor`` finds, on this machine and on ones where something is missing or broken."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from shoal import doctor
+
+REQUIREMENTS = [
+    "torch>=2.11",
+    "numpy>=1.26",
+    'transformers>=5.0; extra == "text"',
+    'matplotlib>=3.9; extra == "report"',
+    "boto3 (>=1.40) ; extra == 'aws'",
+    'pytest>=8.4; extra == "dev"',
+]
+COMPLETE = {"torch": "2.11.0+cpu", "numpy": "1.26", "transformers": "5.23.0", "matplotlib": "3.11", "boto3": "1.40.2"}  # fmt: skip  # noqa: E501
+
+
+def by_name(checks: list[doctor.Check]) -> dict[str, doctor.Check]:
+    return {check.name: check for check in checks}
+
+
+def examined(prelude: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the examination in a child after ``prelude``."""
+    program = f"import sys\n{prelude}\nfrom shoal.doctor import run_doctor\nsys.exit(run_doctor())"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+
+def test_this_machine_can_train() -> None:
+    child = examined()
+    assert child.returncode == 0, child.stdout
+    assert child.stderr == ""
+    for topic in ("Software", "Machine", "Training"):
+        assert f"\n{topic}\n" in child.stdout
+    for package in ("torch", "numpy", "transformers", "tokenizers", "cyclopts", "safetensors"):
+        assert f"{package} {metadata.version(package)}" in child.stdout
+    assert "native core" in child.stdout
+    assert "gloo" in child.stdout
+    assert child.stdout.endswith("Training can run here.\n")
+
+
+@pytest.mark.parametrize(
+    ("prelude", "said", "remedy"),
+    [
+        ("sys.modules['torch'] = None", "torch         cannot be imported", "reinstall torch"),
+        ("sys.modules['shoal._core'] = None", "native core cannot be loaded", "install a C++20 compiler"),
+    ],
+)
+def test_something_needed_is_missing(prelude: str, said: str, remedy: str) -> None:
+    child = examined(prelude)
+    assert child.returncode == 1
+    assert said in child.stdout
+    assert remedy in child.stdout
+    assert "Training cannot run here until these are put right: " in child.stdout
+    assert "GiB free in" in child.stdout  # everything that can still be looked at is shown
+    assert child.stderr == ""
+
+
+def test_broken_torch_is_told_with_its_reason(tmp_path: Path) -> None:
+    broken = tmp_path / "torch"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')\n")
+    child = examined(f"sys.path.insert(0, {str(tmp_path)!r})")
+    assert child.returncode == 1
+    assert "cannot be imported (OSError: libcudart.so.13: cannot open shared object file)" in child.stdout
+    assert child.stderr == ""
+
+
+def test_command_works_without_torch() -> None:
+    """The command line itself must not need what the doctor is to diagnose."""
+    program = (
+        "import sys; sys.modules['torch'] = None; sys.argv[1:] = ['doctor']; import shoal.cli as c; c.main()"
+    )
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert child.returncode == 1
+    assert "cannot be imported" in child.stdout
+    assert child.stderr == ""
+
+
+def test_no_compiler_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check = by_name(doctor.examine())["C++ compiler"]
+    assert (check.state, check.found) == ("note", "none found")
+    assert "torch.compile on the CPU needs one" in check.remedy
+
+
+def test_launcher_is_recognised_and_its_mistakes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**place, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}.items():
+        monkeypatch.setenv(name, value)
+    check = by_name(doctor.examine())["launcher"]
+    assert (check.state, check.found) == ("ok", "torchrun: worker 1 of 2, meeting at 10.0.0.7:1234")
+    monkeypatch.setenv("RANK", "2")
+    check = by_name(doctor.examine())["launcher"]
+    assert check.state == "missing"
+    assert "RANK=2 must be below WORLD_SIZE=2" in check.found
+
+
+def test_complete_packages() -> None:
+    checks = by_name(doctor.package_checks(REQUIREMENTS, COMPLETE.get))
+    assert list(checks) == ["packages", "[text]", "[report]", "[aws]"]
+    assert {check.state for check in checks.values()} == {"ok"}
+    assert checks["packages"].found == "torch 2.11.0+cpu, numpy 1.26"
+    assert all(check.remedy == "" for check in checks.values())
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "name", "state", "found", "remedy"),
+    [
+        ("torch", "2.10.1+cpu", "packages", "missing", "torch 2.10.1+cpu (too old, needs 2.11), numpy 1.26",
+         "pip install --upgrade 'shoal'"),
+        ("numpy", None, "packages", "missing", "torch 2.11.0+cpu, numpy not installed",
+         "pip install --upgrade 'shoal'"),
+        ("transformers", "4.57.3", "[text]", "missing", "transformers 4.57.3 (too old, needs 5.0)",
+         "to train ALBERT and to prepare text: pip install --upgrade 'shoal[text]'"),
+        ("matplotlib", None, "[report]", "note", "matplotlib not installed",
+         "to write reports: pip install --upgrade 'shoal[report]'"),
+        ("boto3", "1.4.2", "[aws]", "note", "boto3 1.4.2 (too old, needs 1.40)",
+         "to start runs on AWS: pip install --upgrade 'shoal[aws]'"),
+    ],
+)  # fmt: skip
+def test_package_missing_or_too_old(
+    package: str, version: str | None, name: str, state: str, found: str, remedy: str
+) -> None:
+    installed = {**COMPLETE, package: version}
+    checks = by_name(doctor.package_checks(REQUIREMENTS, installed.get))
+    assert (checks[name].state, checks[name].found, checks[name].remedy) == (state, found, remedy)
+    assert {check.state for check in checks.values() if check.name != name} == {"ok"}
+
+
+def test_every_extra_for_users_is_known() -> None:
+    """A new extra needs a word on what it is for, or must be one for developers."""
+    extras = set(metadata.metadata("shoal").get_all("Provides-Extra") or [])
+    assert extras - {"dev", "bench"} == set(doctor.EXTRAS)
+
+
+def test_machine_facts_come_from_files(tmp_path: Path) -> None:
+    cpuinfo, meminfo, limit = tmp_path / "cpuinfo", tmp_path / "meminfo", tmp_path / "memory.max"
+    assert doctor.cpu_name(cpuinfo) != ""
+    assert doctor.memory_bytes(meminfo, limit) == 0
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Fast CPU @ 3 GHz\nmodel name\t: Fast CPU @ 3 GHz\n")
+    meminfo.write_text("MemFree: 1 kB\nMemTotal:       8388608 kB\n")
+    assert doctor.cpu_name(cpuinfo) == "Fast CPU @ 3 GHz"
+    assert doctor.memory_bytes(meminfo, limit) == 8 * 2**30
+    limit.write_text("max\n")
+    assert doctor.memory_bytes(meminfo, limit) == 8 * 2**30
+    limit.write_text(f"{2**30}\n")
+    assert doctor.memory_bytes(meminfo, limit) == 2**30
