@@ -1,0 +1,224 @@
+"""Starts the workers of this host with torchrun's agent, on one host or by hand on several.
+
+1. The agent (``LocalElasticAgent``, which torchrun itself runs) meets the other hosts' launchers, hands out
+   ranks and starts the command once for each worker.
+2. A request to stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C) is passed on to the workers, which save and leave.
+3. When a worker fails, the others get :data:`GRACE_S` to end by themselves; then they are killed.
+4. :func:`shoal.launch.outcome.decide_outcome` finds the failure that caused the others; it is shown once.
+
+``elastic_launch`` wraps the same agent but does not say which processes it has started, ends the workers on
+SIGTERM where ours are to save first, and waits 30 s for workers that hang in a collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from shoal.env import LAUNCH_DIR, child_environment
+from shoal.errors import EXIT_STOPPED, ShoalError, UsageError
+from shoal.launch.outcome import decide_outcome
+from shoal.launch.worker import read_errors
+
+if TYPE_CHECKING:
+    from shoal.launch.agent import WorkerAgent
+
+GRACE_S = 5.0
+"""How long the other workers may go on after one has failed."""
+
+STOP_DEADLINE_S = 120.0
+"""How long the other workers may go on after one has saved and left."""
+
+_RENDEZVOUS_DEADLINE_S = 900.0
+_EXIT_INTERRUPTED = 130
+_POLL_S = 0.1
+_PASSED_ON = {  # what a signal to the launcher becomes for the workers
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,
+    signal.SIGHUP: signal.SIGTERM,
+    signal.SIGINT: signal.SIGTERM,
+}
+
+
+@dataclass(kw_only=True)
+class _Requests:
+    """Requests to stop that this process was sent; the second Ctrl-C is one to end at once."""
+
+    agent: WorkerAgent | None = None
+    num_interrupts: int = 0
+    before_start: bool = False
+
+    @property
+    def to_end_at_once(self) -> bool:
+        return self.num_interrupts > 1
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        received = signal.Signals(number)
+        self.num_interrupts += received == signal.SIGINT
+        # send() waits for a start that is under way, which this handler does not interrupt: it is a thread's
+        if self.agent is None or not self.agent.send(_PASSED_ON[received]):
+            self.before_start = True
+        elif self.to_end_at_once:
+            self.agent.kill_workers()
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    num_workers: int,
+    log_dir: Path,
+    nnodes: int = 1,
+    rdzv: str | None = None,
+    rendezvous_deadline_s: float = _RENDEZVOUS_DEADLINE_S,
+) -> int:
+    """Run ``command`` as ``num_workers`` workers on this host and return the exit code of the job.
+
+    The workers find their place in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT, and should run under :func:`shoal.launch.worker.run_worker`. Worker 0 writes to this
+    process's stdout and stderr, the others to ``log_dir/worker-00001.log`` and so on. To be called in the
+    main thread, which hears the signals.
+
+    Args:
+        command: the program and its arguments.
+        num_workers: workers on this host; the same on every host.
+        log_dir: folder for the other workers' output; made if it is not there.
+        nnodes: number of hosts; the same command is started on each.
+        rdzv: ``host:port`` of one of them, where the launchers meet. Needed for several hosts.
+        rendezvous_deadline_s: how long to wait for the other hosts.
+
+    Returns:
+        0, :data:`~shoal.errors.EXIT_STOPPED` when the workers saved and left, or that of the first failure.
+
+    Raises:
+        UsageError: a number is below 1, or ``rdzv`` is missing or not ``host:port``.
+        ShoalError: the other hosts did not come, or the launcher among them was lost.
+    """
+    if num_workers < 1 or nnodes < 1:
+        raise UsageError(f"--workers {num_workers} and --nnodes {nnodes} must be at least 1")
+    if nnodes > 1 and rdzv is None:
+        raise UsageError(f"--nnodes {nnodes} needs --rdzv HOST:PORT, the same on every host")
+    host, port = _parse_rendezvous(rdzv) if rdzv is not None else ("127.0.0.1", 0)
+    local_addr = _address_towards(host, port)
+    log_dir.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="shoal-launch-"))
+    requests = _Requests()
+    try:
+        with _handlers(requests):
+            from shoal.launch.agent import Deadlines, WorkerLogs, make_agent
+
+            try:
+                requests.agent = agent = make_agent(
+                    list(command),
+                    num_workers=num_workers,
+                    nnodes=nnodes,
+                    endpoint=f"{host}:{port}",
+                    local_addr=local_addr,
+                    run_id="shoal" if rdzv else uuid.uuid4().hex,
+                    rendezvous_deadline_s=rendezvous_deadline_s,
+                    logs=WorkerLogs(log_dir, _worker_env(folder, num_workers), folder),
+                    error_folder=folder,
+                    deadlines=Deadlines(after_failure_s=GRACE_S, after_stop_s=STOP_DEADLINE_S),
+                )
+            except (OSError, RuntimeError) as error:
+                raise _no_rendezvous(nnodes, host, port, error) from error
+            agent.start()
+            while not requests.before_start and not agent.wait(_POLL_S):
+                pass
+        return _finish(agent, requests, folder, lambda error: _no_rendezvous(nnodes, host, port, error))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _finish(
+    agent: WorkerAgent, requests: _Requests, folder: Path, no_rendezvous: Callable[[Exception], ShoalError]
+) -> int:
+    """Show what went wrong, and return the exit code of the job."""
+    if requests.before_start:
+        return EXIT_STOPPED
+    if requests.to_end_at_once:
+        return _EXIT_INTERRUPTED
+    exit_codes = agent.exit_codes
+    if agent.failure is not None and not exit_codes:
+        raise no_rendezvous(agent.failure) from agent.failure
+    outcome = decide_outcome(
+        exit_codes,
+        read_errors(folder),
+        killed=agent.killed,
+        forwarded=[int(number) for number in agent.forwarded],
+        logs=agent.stderr_files,
+    )
+    if outcome.text:
+        print(outcome.text, file=sys.stderr, flush=True)
+    return outcome.exit_code
+
+
+def _no_rendezvous(nnodes: int, host: str, port: int, error: Exception) -> ShoalError:
+    return ShoalError(
+        f"the launchers of {nnodes} hosts did not come together at {host}:{port} ({error}); start the same "
+        "command with the same --nnodes and --rdzv on each, and see that the port can be reached"
+    )
+
+
+def _parse_rendezvous(rdzv: str) -> tuple[str, int]:
+    host, _, port = rdzv.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError(
+            f"--rdzv {rdzv!r} must be HOST:PORT with a port from 1 to 65535, such as node1:29400"
+        )
+    return host, int(port)
+
+
+def _address_towards(host: str, port: int) -> str:
+    """Return this host's address on the way to ``host``: names of cluster nodes often do not resolve."""
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port or 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ShoalError(f"--rdzv: the host {host!r} cannot be found: {error}") from error
+
+
+def _worker_env(folder: Path, num_workers: int) -> dict[str, str]:
+    changes = {LAUNCH_DIR: str(folder)}
+    if "OMP_NUM_THREADS" not in child_environment():  # torchrun would set 1
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        changes["OMP_NUM_THREADS"] = str(max(1, num_cores // num_workers))
+    return changes
+
+
+@contextmanager
+def _handlers(requests: _Requests) -> Iterator[None]:
+    before = {number: signal.signal(number, requests.handle) for number in _PASSED_ON}
+    levels = {name: logging.getLogger(name).level for name in _NOISY_LOGGERS}
+    try:
+        for name in _NOISY_LOGGERS:
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+# What these say of a failure is said better, and once, by the outcome
+_NOISY_LOGGERS = (
+    "torch.distributed.elastic.agent.server.api",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+)

@@ -1,0 +1,153 @@
+"""The worker's side of a launch: run the main function, and tell the launcher how it failed.
+
+Under our launcher a worker writes its error to a file and keeps quiet, so that the terminal shows the one
+failure that caused the others. Under torchrun, mpirun or by hand it prints the error itself.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from shoal.env import joined, launch_dir
+from shoal.errors import EXIT_FAILURE, ShoalError
+
+EXIT_DEADLINE_S = 5.0
+"""A worker that has failed is gone after so long, even if a library's clean-up hangs."""
+
+_PARENT_CHECK_S = 1.0
+_LOST_PEER_SIGNS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "read error",
+    "timed out waiting",
+    "remote process exited",
+    "another worker was lost",
+)
+_LOST_PEER_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerError:
+    """How a worker failed, as it says itself."""
+
+    rank: int
+    time_s: float
+    message: str
+    traceback: str
+    """Empty for an error that a person is meant to read as it is (:class:`ShoalError`)."""
+    exit_code: int
+    lost_peer: bool
+    """It only noticed that another worker was gone."""
+
+
+def run_worker(main: Callable[[], int]) -> NoReturn:
+    """Call ``main`` and leave the process with the exit code that it returns, or with that of its error.
+
+    A :class:`ShoalError` is shown as its message, any other exception with its traceback. A worker whose
+    launcher was killed asks itself to stop (SIGTERM), so that it saves and leaves.
+    """
+    folder = launch_dir()
+    faulthandler.enable()
+    if folder is not None:
+        _stop_without_launcher()
+    try:
+        exit_code = main()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        report = describe_error(error, rank=_rank())
+        if folder is not None:
+            write_error(folder, report)
+        if folder is None or report.rank != 0:  # the others' stderr is a file under our launcher
+            _print(report)
+        _leave_soon(report.exit_code)
+        exit_code = report.exit_code
+    sys.exit(exit_code)
+
+
+def describe_error(error: BaseException, *, rank: int) -> WorkerError:
+    """Return what to report of an exception."""
+    known = isinstance(error, ShoalError)
+    return WorkerError(
+        rank=rank,
+        time_s=time.time(),
+        message=str(error) if known else f"{type(error).__name__}: {error}",
+        traceback="" if known else "".join(traceback.format_exception(error)),
+        exit_code=error.exit_code if isinstance(error, ShoalError) else EXIT_FAILURE,
+        lost_peer=_is_lost_peer(error),
+    )
+
+
+def write_error(folder: Path, error: WorkerError) -> None:
+    path = folder / f"error-{error.rank}.json"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(error)), encoding="utf-8")
+    temporary.rename(path)
+
+
+def read_errors(folder: Path) -> dict[int, WorkerError]:
+    """Return the errors that workers have reported, by rank."""
+    found = (WorkerError(**json.loads(path.read_text("utf-8"))) for path in folder.glob("error-*.json"))
+    return {error.rank: error for error in found}
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether the error, or one that it was raised from, says that another worker has gone."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if type(cause).__name__ in _LOST_PEER_TYPES:
+            return True
+        if isinstance(cause, RuntimeError) and any(sign in str(cause).lower() for sign in _LOST_PEER_SIGNS):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def _rank() -> int:
+    place = joined()
+    return place.place.rank if place is not None else 0
+
+
+def _print(report: WorkerError) -> None:
+    place = joined()
+    who = f"worker {report.rank}: " if place is not None and place.place.num_workers > 1 else ""
+    print(f"{who}{report.traceback or report.message}", file=sys.stderr, flush=True)
+
+
+def _leave_soon(exit_code: int) -> None:
+    """Leave in :data:`EXIT_DEADLINE_S` whatever the interpreter's exit still waits for."""
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+    timer = threading.Timer(EXIT_DEADLINE_S, leave)
+    timer.daemon = True
+    timer.start()
+
+
+def _stop_without_launcher() -> None:
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_CHECK_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
