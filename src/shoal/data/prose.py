@@ -87,7 +87,7 @@ def prose_paragraphs(text: str) -> list[str]:
     """Return the paragraphs of ``text`` (a docstring without its indentation) that are English prose."""
     found = []
     for block in _blocks(text):
-        if block.count(" ") < _MIN_WORDS - 1:
+        if block.count(" ") < _MIN_WORDS - 1 or block[0].islower():  # most of what is left out, cheaply
             continue
         paragraph = clean_markup(block)
         if paragraph.endswith(":"):  # it introduces code or a list, which is gone
