@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +14,23 @@ import torch
 from synthetic_text import prepare, random_documents
 
 from shoal.data.examples import ExampleConfig, ExampleReader
-from shoal.data.loader import LoaderConfig, Share, held_out_batches, training_steps
+from shoal.data.loader import LoaderConfig, held_out_batches, training_steps
 from shoal.data.shards import TextShards
+from shoal.data.steps import Share
 from shoal.errors import ShoalError, UsageError
 
 GLOBAL_BATCH = 24
 NUM_STEPS = 5
+
+
+def descendants(pid):
+    """Process ids of the children of a process and of theirs."""
+    children = [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children + [d for child in children for d in descendants(child)]
+
+
+def loaders_of(pid):
+    return [d for d in descendants(pid) if "spawn_main" in Path(f"/proc/{d}/cmdline").read_text()]
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +180,7 @@ def test_closing_early_ends_what_was_started(reader, num_loader_processes):
     steps.close()
     assert time.monotonic() - start < 30
     assert list(steps) == []
+    assert loaders_of(os.getpid()) == []
 
 
 @pytest.mark.parametrize("num_loader_processes", [0, 1])
@@ -204,8 +219,61 @@ def test_a_killed_loader_process_is_one_clear_error(reader):
         LoaderConfig(num_loader_processes=1),
         num_steps=3,
     )
-    with pytest.raises(ShoalError, match=r"a loader process failed: .*num_loader_processes"):
+    with pytest.raises(ShoalError, match=r"a loader process died, .*num_loader_processes"):
         next(steps)
+
+
+WORKER = """
+import sys
+from pathlib import Path
+from shoal.data.examples import ExampleConfig, ExampleReader
+from shoal.data.loader import LoaderConfig, training_steps
+from shoal.data.shards import TextShards
+from shoal.data.steps import Share
+
+if __name__ == "__main__":
+    reader = ExampleReader(TextShards(Path(sys.argv[1]), "train"), ExampleConfig(max_seq_length=64))
+    share = Share(global_batch_size=4, micro_batch_size=4)
+    for step in training_steps(reader, share, LoaderConfig(num_loader_processes=2), num_steps=10**9):
+        print("step", flush=True)
+        sys.stdin.readline()
+"""
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_loader_processes_outlive_signals_but_not_their_worker(reader):
+    """A job's signal goes to all its processes: loaders leave it to the worker, and end when it ends."""
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(reader.shards.directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with worker:
+        try:
+            assert worker.stdout.readline() == "step\n"
+            loaders = loaders_of(worker.pid)
+            assert len(loaders) >= 1
+            for pid in loaders:
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                    os.kill(pid, number)
+            for _ in range(20):
+                worker.stdin.write("go on\n")
+                worker.stdin.flush()
+                assert worker.stdout.readline() == "step\n"
+            assert all(is_running(pid) for pid in loaders)
+        finally:
+            worker.kill()
+        deadline = time.monotonic() + 60
+        while any(is_running(pid) for pid in loaders):
+            assert time.monotonic() < deadline, "a loader process outlives its worker"
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 8])
