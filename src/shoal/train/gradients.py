@@ -7,6 +7,7 @@ of the one big batch however it is divided. DistributedDataParallel averages ove
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -22,6 +23,13 @@ from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig
 from shoal.train.world import World
 
+# torch renamed it in 2.15 and warns about the old name
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
 
 def data_parallel(
     model: nn.Module, world: World, config: DistributedConfig, clock: StepClock
@@ -36,7 +44,7 @@ def data_parallel(
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         bucket_cap_mb=config.bucket_mb,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,
+        **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
     )
 
     def average(group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
