@@ -10,7 +10,7 @@ from shoal.cluster import Cluster, Host, WorkerPlace
 
 CLUSTER = Cluster(
     hosts=(
-        Host(name="a", num_workers=2, num_servers=1),
+        Host(name="a", num_workers=3, num_servers=1),
         Host(name="helper", num_servers=2),
         Host(name="b", num_workers=3),
     )
@@ -18,7 +18,7 @@ CLUSTER = Cluster(
 
 
 def test_counts() -> None:
-    assert (CLUSTER.num_workers, CLUSTER.num_servers) == (5, 3)
+    assert (CLUSTER.num_workers, CLUSTER.num_servers) == (6, 3)
     assert (Cluster(hosts=()).num_workers, Cluster(hosts=()).num_servers) == (0, 0)
 
 
@@ -28,12 +28,12 @@ def test_a_helper_has_servers_and_no_workers() -> None:
 
 
 def test_workers_fill_hosts_in_rank_order() -> None:
-    assert [CLUSTER.host_of_worker(rank).name for rank in range(5)] == ["a", "a", "b", "b", "b"]
+    assert [CLUSTER.host_of_worker(rank).name for rank in range(6)] == ["a", "a", "a", "b", "b", "b"]
 
 
-@pytest.mark.parametrize("rank", [-1, 5])
+@pytest.mark.parametrize("rank", [-1, 6])
 def test_a_worker_that_does_not_exist(rank: int) -> None:
-    with pytest.raises(IndexError, match=f"worker {rank} does not exist: the cluster has 5 workers"):
+    with pytest.raises(IndexError, match=f"worker {rank} does not exist: the cluster has 6 workers"):
         CLUSTER.host_of_worker(rank)
 
 

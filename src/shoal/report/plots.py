@@ -34,7 +34,6 @@ _FONT_PT = 9.5
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "shoal",
-    "text.parse_math": False,
     "font.family": ["DejaVu Sans"],
     "font.size": _FONT_PT,
     "text.color": MUTED,
