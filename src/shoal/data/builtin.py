@@ -44,16 +44,15 @@ _SEQUENCE = 6
 _MAX_KNOWN = 0.3
 """Share of a paragraph's sequences of six words that may have been seen; 0.5 kept 4 % more, all variants."""
 
-# one alternative each for comments, triple-quoted strings (the only ones of interest) and short strings
-_LITERAL = re.compile(
-    r"""\#[^\n]*+
-    |(?P<doc>[rRuU]?(?:
-        \"\"\"[^"\\]*+(?:(?:\\.|\"(?!\"\"))[^"\\]*+)*+\"\"\"
-       |\'\'\'[^'\\]*+(?:(?:\\.|\'(?!\'\'))[^'\\]*+)*+\'\'\'))
-    |\"(?:\\.|[^"\\\n])*+\"
-    |\'(?:\\.|[^'\\\n])*+\'""",
-    re.VERBOSE | re.DOTALL,
+# what comes before a triple-quoted string: other code, comments, short strings
+_BEFORE = re.compile(
+    r"""(?:[^"'\#]++|\#[^\n]*+|\"(?!\"\")(?:\\.|[^"\\\n])*+\"|\'(?!\'\')(?:\\.|[^'\\\n])*+\')*+""", re.DOTALL
 )
+_TRIPLE_QUOTED = re.compile(
+    r"""\"\"\"[^"\\]*+(?:(?:\\.|\"(?!\"\"))[^"\\]*+)*+\"\"\"|\'\'\'[^'\\]*+(?:(?:\\.|\'(?!\'\'))[^'\\]*+)*+\'\'\'""",
+    re.DOTALL,
+)
+_LINE_START = re.compile(r"\n[ \t]*(?P<prefix>[rRuU]?)\Z")
 
 
 def source_files() -> list[Path]:
@@ -68,18 +67,23 @@ def source_files() -> list[Path]:
     return [file for root in roots for file in _walk(root)]
 
 
-def document(file: Path) -> list[str]:
-    """Return the paragraphs of English prose in ``file``; none if it has none or cannot be read."""
+def documents(file: Path) -> list[list[str]]:
+    """Return the documents in ``file``, each the list of its paragraphs of English prose.
+
+    A file is one document, but for the manual topics of ``pydoc``, which are one each. A file that cannot be
+    read has none.
+    """
     try:
-        data = file.read_bytes()
+        text = file.read_bytes().decode("utf-8", "replace")
     except OSError:
         return []
-    text = data.decode("utf-8", "replace")
-    if file.suffix == ".py":
-        return [paragraph for doc in docstrings(text) for paragraph in prose_paragraphs(doc)]
-    if file.name == "METADATA":
-        text = text.partition("\n\n")[2]
-    return prose_paragraphs(text)
+    if file.suffix != ".py":
+        return [prose_paragraphs(text.partition("\n\n")[2] if file.name == "METADATA" else text)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "\d" in somebody's docstring
+        if file.parts[-2:] == ("pydoc_data", "topics.py"):
+            return [prose_paragraphs(topic) for topic in _topics(text)]
+        return [[paragraph for doc in docstrings(text) for paragraph in prose_paragraphs(doc)]]
 
 
 def docstrings(source: str) -> Iterator[str]:
@@ -87,15 +91,17 @@ def docstrings(source: str) -> Iterator[str]:
 
     These are its docstrings, and the texts that functions like ``add_docstring`` attach to native code.
     """
-    for match in _LITERAL.finditer(source):
-        if match["doc"] is None or source[source.rfind("\n", 0, match.start()) + 1 : match.start()].strip():
+    source = "\n" + source
+    end = 0
+    while literal := _TRIPLE_QUOTED.match(source, start := _BEFORE.match(source, end).end()):  # type: ignore[union-attr]
+        end = literal.end()
+        line_start = _LINE_START.search(source, source.rfind("\n", 0, start), start)
+        if line_start is None:
             continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "\d" in somebody's docstring
-            try:
-                yield inspect.cleandoc(ast.literal_eval(match["doc"]))
-            except (SyntaxError, ValueError):
-                continue
+        try:
+            yield inspect.cleandoc(ast.literal_eval(line_start["prefix"] + literal.group()))
+        except (SyntaxError, ValueError):
+            continue
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -124,8 +130,8 @@ def write_snapshot(path: Path, *, processes: int, progress: Progress) -> None:
     seen: set[bytes] = set()
     lines: list[str] = []
     following = 0
-    for index, documents in run_tasks(_documents, tasks, processes=processes, show=progress.show):
-        found[index] = documents
+    for index, result in run_tasks(_documents, tasks, processes=processes, show=progress.show):
+        found[index] = result
         while following in found:  # in the order of the files, whatever the order of arrival
             for paragraphs in found.pop(following):
                 line = " ".join(paragraph for paragraph in paragraphs if _is_new(paragraph, seen))
@@ -139,12 +145,23 @@ def write_snapshot(path: Path, *, processes: int, progress: Progress) -> None:
     write_atomically(path, ("\n".join(lines) + "\n").encode())
 
 
+def _topics(source: str) -> list[str]:
+    """Return the texts of ``topics = {name: text, ...}``."""
+    dictionaries = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Dict))
+    return [
+        value.value
+        for node in dictionaries
+        for value in node.values
+        if isinstance(value, ast.Constant) and isinstance(value.value, str)
+    ]
+
+
 def _documents(files: list[Path]) -> list[list[str]]:
-    documents = []
+    found = []
     for file in files:
-        documents.append(document(file))
+        found += documents(file)
         advance(_num_bytes(file))
-    return documents
+    return found
 
 
 def _num_bytes(file: Path) -> int:

@@ -58,7 +58,10 @@ class SentenceEncoder:
 
     def _encode(self, sentences: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         plain = [self._by_word and s.isascii() and s.isprintable() for s in sentences]
-        words = [sentence.split(" ") if is_plain else None for sentence, is_plain in zip(sentences, plain, strict=True)]
+        words = [
+            sentence.split(" ") if is_plain else None
+            for sentence, is_plain in zip(sentences, plain, strict=True)
+        ]
         self._learn({word for some in words if some for word in some})
         others = [sentence for sentence, is_plain in zip(sentences, plain, strict=True) if not is_plain]
         rest = iter(self._tokenizer.encode_batch_fast(others, add_special_tokens=False) if others else [])

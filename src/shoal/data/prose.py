@@ -28,12 +28,13 @@ _MIN_SMALL = 0.24
 _MAX_SUSPECT = 0.012
 """Signs of code for each character of the paragraph."""
 
-_FENCE = re.compile(r"\s*(?:```|~~~)")
-_DOCTEST = re.compile(r"\s*(?:>>>|\.\.\.|\$ |In \[|Out\[|%\w)")
+_FENCE = re.compile(r"```|~~~")
+_DOCTEST = re.compile(r">>>|\.\.\.|\$ |In \[|Out\[|%\w")
 _RULE = re.compile(r"\s*([=\-~^\"'`#*+.:_])\1{2,}\s*$")
-_TABLE = re.compile(r"\s*[|+]|.*\S {3,}\S.* {3,}\S|.*\t.*\t|\s*=+ +=+")
-_HEADING = re.compile(r"\s*#{1,6} ")
-_DIRECTIVE = re.compile(r"\s*\.\. (?:(?P<name>[\w-]+)::|\S)|\s*\.\.$")
+_DIRECTIVE = re.compile(r"\.\. (?:(?P<name>[\w-]+)::|\S)|\.\.$")
+# the rows of tables, rules, headings of Markdown
+_LEFT_OUT = re.compile(r"[|+]|.*\S {3,}\S.* {3,}\S|.*\t.*\t|=+ +=+|([=\-~^\"'`#*+.:_])\1{2,}\s*$|\#{1,6} ")
+_ORDINARY = re.compile(r"(?!In \[|Out\[)(?:\S+ {0,2})*+$")
 _PROSE_DIRECTIVES = _words("note warning versionadded versionchanged deprecated tip important caution")
 _ITEM = re.compile(
     r"""(?:[-*+•]|\(?(?:\d{1,2}|[a-z])[.)]|@\w+)\ +   # a bullet, a number, a tag
@@ -85,7 +86,9 @@ _REFUSED = re.compile(
 
 def prose_paragraphs(text: str) -> list[str]:
     """Return the paragraphs of ``text`` (a docstring without its indentation) that are English prose."""
-    found = []
+    found: list[str] = []
+    if text.count(" ") < _MIN_WORDS - 1:
+        return found
     for block in _blocks(text):
         if block.count(" ") < _MIN_WORDS - 1 or block[0].islower():  # most of what is left out, cheaply
             continue
@@ -154,17 +157,18 @@ def _lines_outside_code(text: str) -> Iterator[str]:
             in_doctest = False
             yield ""
             continue
-        if _FENCE.match(line):
+        if _FENCE.match(content):
             fenced = not fenced
         elif not (fenced or in_doctest or (skipped_indent is not None and indent > skipped_indent)):
-            directive = _DIRECTIVE.match(line)
-            skips = line.rstrip().endswith("::")
-            if directive:
-                skips = directive["name"] not in _PROSE_DIRECTIVES
+            skips = content.rstrip().endswith("::")
+            left_out = False
+            if not (content[0].isalpha() and _ORDINARY.match(content)):
+                directive = _DIRECTIVE.match(content)
+                if directive:
+                    skips = directive["name"] not in _PROSE_DIRECTIVES
+                in_doctest = _DOCTEST.match(content) is not None
+                left_out = bool(directive or in_doctest or _LEFT_OUT.match(content))
             skipped_indent = indent if skips else None
-            in_doctest = _DOCTEST.match(line) is not None
-            left_out = directive or in_doctest or _HEADING.match(line) or _TABLE.match(line)
-            is_title = _RULE.match(line) or (following and _RULE.match(following))
-            yield "" if left_out or is_title else line
+            yield "" if left_out or _RULE.match(following) else line
             continue
         yield ""

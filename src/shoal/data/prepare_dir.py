@@ -1,0 +1,104 @@
+"""The directory of a preparation: one process at a time, one plan, and a clean way to begin anew."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shoal.data.files import PARTIAL, write_atomically, write_error
+from shoal.data.manifest import MANIFEST
+from shoal.data.pieces import RECORDS, SPLITS
+from shoal.errors import ShoalError, UsageError
+
+SNAPSHOT = "builtin.txt"
+"""The English of the installation as it was when the preparation began: a source like any other."""
+TOKENIZER = "tokenizer.json"
+PLAN = "prepare.json"
+"""Configuration and state of the source. Shards belong to the plan beside them, finished or not."""
+LOCK = "prepare.lock"
+
+_SHARD = re.compile(rf"(?:{'|'.join(SPLITS)})-\d{{5}}\.(?:tokens|index)")
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Make ``out`` and hold it for this process; the system lets go of it when the process ends.
+
+    Raises:
+        ShoalError: the directory cannot be made or written, or another process prepares into it.
+    """
+    path = out / LOCK
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab")
+    except OSError as error:
+        raise write_error(path, error) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ShoalError(f"{out}: another process is preparing text into it; wait for its end") from None
+        yield
+
+
+def open_plan(out: Path, plan: dict[str, Any]) -> None:
+    """Record ``plan`` in ``out``, or check that what is there was made with the same.
+
+    Raises:
+        UsageError: the plan differs, or the directory holds files of somebody else.
+        ShoalError: the plan's file is damaged.
+    """
+    path = out / PLAN
+    if not path.is_file():
+        foreign = [f.name for f in sorted(out.iterdir()) if f.name != LOCK and f.suffix != PARTIAL]
+        if foreign:
+            raise UsageError(
+                f"{out} holds other files ({', '.join(foreign[:3])}); give a new or empty directory as --out"
+            )
+        write_atomically(path, (json.dumps(plan, indent=1, ensure_ascii=False) + "\n").encode())
+        return
+    try:
+        old = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError):
+        raise ShoalError(f"{path} is damaged; run again with --overwrite to begin anew") from None
+    # through JSON, so that tuples compare as the lists they were written as
+    new = json.loads(json.dumps(plan))
+    changes = [
+        f"{key} was {old.get(key)!r} and is now {new.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+    if changes:
+        raise UsageError(
+            f"{out} was begun with another configuration or source: {'; '.join(changes)}. Give another "
+            "--out, or --overwrite to remove what is there and begin anew"
+        )
+
+
+def clear(out: Path) -> None:
+    """Remove what a preparation wrote to ``out``; files of others stay.
+
+    Raises:
+        ShoalError: a file cannot be removed.
+    """
+    if not (out / PLAN).is_file():
+        return
+    try:
+        (out / MANIFEST).unlink(missing_ok=True)  # first: from here on the directory is unfinished
+        if (out / RECORDS).is_dir():
+            shutil.rmtree(out / RECORDS)
+        for file in out.iterdir():
+            name = file.name.removesuffix(PARTIAL)
+            if _SHARD.fullmatch(name) or name in (MANIFEST, SNAPSHOT, TOKENIZER):
+                file.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            (out / PLAN).unlink()
+    except OSError as error:
+        raise ShoalError(f"{error.filename}: cannot be removed: {error.strerror}") from error
