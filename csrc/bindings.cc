@@ -2,16 +2,19 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/cpu.h"
 #include "engine/reduce.h"
+#include "optim/lamb.h"
 
 namespace nb = nanobind;
 
@@ -94,6 +97,42 @@ void sum_in_rank_order(const OutBuffer& out, const std::vector<InBuffer>& inputs
                            to.num_bytes / shoal::size_of(*dtype), *dtype, num_threads, level);
 }
 
+// Optimizers hand over addresses: to import some hundred tensors through DLPack at every step would take
+// longer than the update of the small ones. shoal.native checks what lies behind them.
+using Addresses = std::vector<std::uintptr_t>;
+using Counts = std::vector<std::size_t>;
+
+float* floats_at(std::uintptr_t address) { return reinterpret_cast<float*>(address); }
+
+std::pair<double, double> lamb_step(const Addresses& weights, const Addresses& grads,
+                                    const Addresses& exp_avgs, const Addresses& exp_avg_sqs,
+                                    const Counts& counts, const std::vector<double>& steps,
+                                    double learning_rate, double beta1, double beta2, double eps,
+                                    double weight_decay, double grad_scale, bool bias_correction,
+                                    bool trust_ratio, int num_threads,
+                                    const std::optional<std::string>& level_name) {
+  std::vector<shoal::LambTensor> tensors;
+  for (std::size_t k = 0; k < counts.size(); ++k) {
+    tensors.push_back({floats_at(weights.at(k)), floats_at(grads.at(k)), floats_at(exp_avgs.at(k)),
+                       floats_at(exp_avg_sqs.at(k)), counts[k], steps.at(k)});
+  }
+  const shoal::LambOptions options{learning_rate, beta1,      beta2,           eps,
+                                   weight_decay,  grad_scale, bias_correction, trust_ratio};
+  const shoal::Level level = level_of(level_name);
+  nb::gil_scoped_release release;
+  const shoal::LambNorms norms = shoal::lamb_step(tensors, options, num_threads, level);
+  return {norms.grad_sq, norms.weight_sq};
+}
+
+double sum_of_squares(const Addresses& values, const Counts& counts, int num_threads,
+                      const std::optional<std::string>& level_name) {
+  std::vector<shoal::ConstTensor> tensors;
+  for (std::size_t k = 0; k < counts.size(); ++k) tensors.push_back({floats_at(values.at(k)), counts[k]});
+  const shoal::Level level = level_of(level_name);
+  nb::gil_scoped_release release;
+  return shoal::sum_of_squares(tensors, num_threads, level);
+}
+
 nb::dict cpu_features() {
   nb::dict features;
   for (const auto& [name, present] : shoal::cpu_features()) {
@@ -117,4 +156,10 @@ NB_MODULE(_core, m) {
   // noconvert: a converted copy of the output would take the sum and be thrown away
   m.def("sum_in_rank_order", &sum_in_rank_order, nb::arg("out").noconvert(), nb::arg("inputs").noconvert(),
         nb::arg("dtype").none(), nb::arg("num_threads"), nb::arg("level").none());
+  m.def("lamb_step", &lamb_step, nb::arg("weights"), nb::arg("grads"), nb::arg("exp_avgs"),
+        nb::arg("exp_avg_sqs"), nb::arg("counts"), nb::arg("steps"), nb::kw_only(), nb::arg("learning_rate"),
+        nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"), nb::arg("weight_decay"), nb::arg("grad_scale"),
+        nb::arg("bias_correction"), nb::arg("trust_ratio"), nb::arg("num_threads"), nb::arg("level").none());
+  m.def("sum_of_squares", &sum_of_squares, nb::arg("values"), nb::arg("counts"), nb::arg("num_threads"),
+        nb::arg("level").none());
 }

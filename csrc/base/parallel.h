@@ -2,22 +2,32 @@
 // fork at any other time, and no thread of ours competes with torch's between two calls.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <functional>
 
 namespace shoal {
 
-// Calls work(part, num_parts) for each part, every one on a thread of its own, part 0 on the caller's. All
-// parts run at the same time, so they may wait for each other at a barrier. num_parts is max_parts, or less
-// where the system refuses another thread. work must not throw.
-void run_parts(int max_parts, const std::function<void(int part, int num_parts)>& work);
+// Runs work() on the caller's thread and on num_threads - 1 others at the same time, fewer where the system
+// refuses another thread. work must not throw.
+void run_on_threads(int num_threads, const std::function<void()>& work);
 
-// The range of `part` when `count` items are dealt out in contiguous ranges whose bounds are multiples of
-// `granule`.
-struct Range {
-  std::size_t begin;
-  std::size_t end;
+// Hands out 0, 1, ... count - 1, each once. Threads that claim their work keep together when one of them
+// loses its processor for a while; with fixed shares the others would wait for it (two threads beside a busy
+// neighbour: 216 ms against 150 ms for a LAMB step).
+class Claims {
+ public:
+  explicit Claims(std::size_t count) : count_(count) {}
+
+  // False when nothing is left.
+  bool next(std::size_t& index) {
+    index = next_.fetch_add(1, std::memory_order_relaxed);
+    return index < count_;
+  }
+
+ private:
+  std::atomic<std::size_t> next_{0};
+  std::size_t count_;
 };
-Range range_of_part(std::size_t count, std::size_t granule, int part, int num_parts);
 
 }  // namespace shoal

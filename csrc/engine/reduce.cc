@@ -17,13 +17,15 @@ namespace {
 constexpr std::size_t kGroup = 8;
 // With more inputs than a group, partial sums of this many elements wait in the L1 cache.
 constexpr std::size_t kBlock = 2048;
+// What a thread claims at a time, in elements.
+constexpr std::size_t kChunk = 65536;
 // Less traffic than this a thread does not repay its start.
 constexpr std::size_t kBytesPerThread = std::size_t{1} << 20;
 // From here on the output is written past the caches: it would push out what is read, and each line would be
 // fetched before it is overwritten (8 inputs of 25 MiB: 10 transfers instead of 9).
 constexpr std::size_t kStreamBytes = std::size_t{4} << 20;
 
-// One range of one call, for one thread. `inputs` may be a group of the call's inputs.
+// One call, as its threads see it.
 template <class T>
 struct Task {
   T* out;
@@ -85,9 +87,11 @@ void sum(void* out, const void* const* inputs, std::size_t num_inputs, std::size
   const std::size_t traffic = count * sizeof(T) * (num_inputs + 1);
   const auto worthwhile = static_cast<int>(std::min<std::size_t>(1 + traffic / kBytesPerThread, 1024));
   const RangeSum<T> range_sum = range_sum_of<T>(level);
-  run_parts(std::min(num_threads, worthwhile), [&](int part, int num_parts) {
-    const Range range = range_of_part(count, kBlock, part, num_parts);
-    range_sum(task, range.begin, range.end);
+  Claims claims((count + kChunk - 1) / kChunk);
+  run_on_threads(std::min(num_threads, worthwhile), [&] {
+    for (std::size_t chunk; claims.next(chunk);) {
+      range_sum(task, chunk * kChunk, std::min(count, (chunk + 1) * kChunk));
+    }
   });
 }
 

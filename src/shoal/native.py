@@ -6,12 +6,16 @@ Buffers are NumPy arrays, torch tensors on the CPU, or anything else with the bu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.errors import ShoalError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DType = Literal["float32", "bfloat16", "float16"]
 Level = Literal["portable", "avx2", "avx512"]
@@ -38,6 +42,11 @@ def core() -> ModuleType:
             "(g++ or clang++) is found, and see `shoal doctor`"
         )
     return _loaded
+
+
+def is_built() -> bool:
+    """Return whether the compiled extension is there."""
+    return _loaded is not None
 
 
 def cpu_features() -> dict[str, bool]:
@@ -96,3 +105,83 @@ def sum_in_rank_order(
         raise UsageError(
             f"sum in rank order: output must be a writable buffer and the inputs readable ones, got {kinds}"
         ) from None
+
+
+def lamb_step(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[float],
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    grad_scale: float = 1.0,
+    bias_correction: bool = True,
+    trust_ratio: bool = True,
+    num_threads: int = 1,
+    level: Level | None = None,
+) -> tuple[float, float]:
+    """Update weights and moments in place by LAMB (:mod:`shoal.optim.lamb` has the formula).
+
+    The bits of the result depend neither on the number of threads nor on the level.
+
+    Args:
+        weights: and ``grads``, ``exp_avgs``, ``exp_avg_sqs``: fp32 tensors of the same shapes on the CPU,
+            contiguous. Gradients are multiplied by ``grad_scale`` on the fly and stay as they are.
+        steps: for each tensor the number of this update, from 1.
+        trust_ratio: whether updates are scaled by the norms; else the ratio is 1.
+
+    Returns:
+        The norms of all scaled gradients and of all weights before the update.
+
+    Raises:
+        UsageError: a tensor is not as said.
+        ShoalError: the native core is missing.
+    """
+    counts = [weight.numel() for weight in weights]
+    addresses = [_addresses(tensors, counts) for tensors in (weights, grads, exp_avgs, exp_avg_sqs)]
+    grad_sq, weight_sq = core().lamb_step(
+        *addresses,
+        counts,
+        list(steps),
+        learning_rate=learning_rate,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        weight_decay=weight_decay,
+        grad_scale=grad_scale,
+        bias_correction=bias_correction,
+        trust_ratio=trust_ratio,
+        num_threads=num_threads,
+        level=level,
+    )
+    return math.sqrt(grad_sq), math.sqrt(weight_sq)
+
+
+def l2_norm(tensors: Sequence[Tensor], *, num_threads: int = 1, level: Level | None = None) -> float:
+    """Return the norm over all elements of contiguous fp32 tensors on the CPU.
+
+    Raises:
+        UsageError: a tensor is not as said.
+        ShoalError: the native core is missing.
+    """
+    counts = [tensor.numel() for tensor in tensors]
+    return math.sqrt(core().sum_of_squares(_addresses(tensors, counts), counts, num_threads, level))
+
+
+def _addresses(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[int]:
+    """Return where the elements lie, after a check that the core may take them as plain floats."""
+    addresses = []
+    for tensor, count in zip(tensors, counts, strict=True):
+        if tensor.itemsize != 4 or not tensor.is_floating_point() or tensor.device.type != "cpu":
+            raise UsageError(f"native kernels take float32 on the CPU, got {tensor.dtype} on {tensor.device}")
+        if tensor.numel() != count or not tensor.is_contiguous():
+            raise UsageError(
+                f"native kernels take contiguous tensors of equal sizes, got {tuple(tensor.shape)} with "
+                f"strides {tensor.stride()} where {count} elements are expected"
+            )
+        addresses.append(tensor.data_ptr())
+    return addresses

@@ -1,0 +1,303 @@
+"""LAMB: Adam's update of each tensor, scaled to the norm of its weights.
+
+    m = beta1 m + (1 - beta1) g          v = beta2 v + (1 - beta2) g^2
+    u = m^ / (sqrt(v^) + eps) + weight_decay w
+    w = w - lr ratio u                   ratio = |w| / |u| where both are above 0, else 1
+
+Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
+(arXiv 1904.00962), algorithm 2. Two variants are in use. The paper and NVIDIA's apex correct the bias,
+m^ = m / (1 - beta1^t) and v^ = v / (1 - beta2^t), and apex clips the global norm of the averaged gradient
+first; the original ALBERT does not correct the bias (``bias_correction=False``). Both leave biases and norms
+out of the decay and of the ratio: :func:`parameter_groups`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from shoal import native
+from shoal.errors import UsageError
+from shoal.optim.lamb_foreach import indices_by_kind, lamb_update
+from shoal.optim.sharded import whole_squares
+
+Implementation = Literal["auto", "foreach", "native"]
+_IMPLEMENTATIONS = ("auto", "foreach", "native")
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Split parameters into those with weight decay and trust ratio, and those without both.
+
+    Without are biases and the parameters of norms: tensors of at most one dimension, or named ``bias``.
+    Parameters that need no gradient are left out.
+
+    Args:
+        named_parameters: as ``model.named_parameters()`` gives them.
+        weight_decay: of the first group.
+    """
+    decayed: list[Tensor] = []
+    plain: list[Tensor] = []
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            excluded = parameter.ndim <= 1 or name.rpartition(".")[2] == "bias"
+            (plain if excluded else decayed).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": weight_decay, "trust_ratio": True},
+        {"params": plain, "weight_decay": 0.0, "trust_ratio": False},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+class Lamb(Optimizer):
+    """LAMB with few passes over memory: one native kernel on the CPU, ``_foreach_`` operations elsewhere.
+
+    The state of each parameter is ``step``, ``exp_avg`` and ``exp_avg_sq``, as in torch's Adam, so that
+    ``torch.distributed.checkpoint`` saves and reshards it. Parameters sharded by FSDP2 get the norms of the
+    whole tensors. On the CPU the bits of the result do not depend on the number of threads. Gradients that
+    are not finite make weights that are not finite: check before the step.
+
+    Args:
+        params: parameters or groups; a group may set ``lr``, ``betas``, ``eps``, ``weight_decay``,
+            ``bias_correction`` and ``trust_ratio`` (whether the ratio is used; default true).
+        lr: learning rate.
+        betas: decay rates of the first and the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decay that takes part in the update whose norm is taken.
+        bias_correction: the variant of the paper and apex, or (false) the original ALBERT's.
+        max_grad_norm: the global norm over all groups to which gradients are clipped first, as in apex;
+            ``None`` clips nothing.
+        implementation: ``native`` for float32 on the CPU, ``foreach`` for any device, ``auto`` takes the
+            native kernel where it can.
+
+    Raises:
+        UsageError: a value is out of its range, or a parameter does not suit the implementation.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        bias_correction: bool = True,
+        max_grad_norm: float | None = None,
+        implementation: Implementation = "auto",
+    ) -> None:
+        if implementation not in _IMPLEMENTATIONS:
+            raise UsageError(
+                f"implementation={implementation!r} must be one of {', '.join(_IMPLEMENTATIONS)}"
+            )
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise UsageError(f"max_grad_norm={max_grad_norm} must be above 0; None clips nothing")
+        self.max_grad_norm = max_grad_norm
+        self.implementation = implementation
+        self._grad_norm: Tensor | float = 0.0
+        self._weight_norm: Tensor | float = 0.0
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "bias_correction": bias_correction,
+                "trust_ratio": True,
+            },
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; what it does not set is as given at construction.
+
+        Raises:
+            UsageError: a value is out of its range.
+        """
+        group = {**self.defaults, **param_group}
+        for name in ("lr", "eps", "weight_decay"):
+            if not 0.0 <= group[name] < math.inf:
+                raise UsageError(f"{name}={group[name]} must be a number of at least 0")
+        if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
+            raise UsageError(f"betas={tuple(group['betas'])} must be at least 0 and below 1")
+        super().add_param_group(param_group)
+
+    def grad_norm(self, *, grad_scale: float = 1.0) -> Tensor | float:
+        """Return the global norm of the present gradients times ``grad_scale``, before any clipping.
+
+        Pass it to :meth:`step` to spare the second look at the gradients. A tensor on the parameters'
+        device, or a float where the native kernel was used.
+        """
+        parts = [self._split(group) for group in self.param_groups]
+        local, spread = [p for n, _ in parts for p in n], [p for _, f in parts for p in f]
+        native_norm = (
+            native.l2_norm([_dense(p.grad) for p in local], num_threads=_threads()) if local else 0.0
+        )
+        if not spread:
+            return native_norm * grad_scale
+        squares: list[Tensor | float] = [native_norm**2]
+        for indices in indices_by_kind(spread):
+            chosen = [spread[k] for k in indices]
+            squares.append(whole_squares(chosen, [p.grad for p in chosen]).sum())
+        return _root_of_sum(squares) * grad_scale
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        grad_scale: float = 1.0,
+        grad_norm: Tensor | float | None = None,
+    ) -> float | None:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+            grad_scale: gradients are multiplied by it on the fly (1 / loss scale, 1 / target tokens); they
+                are not changed.
+            grad_norm: the global norm of the scaled gradients, where the caller knows it: from
+                :meth:`grad_norm`, or over several stages of a pipeline.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            UsageError: a gradient is sparse, or a parameter does not suit the implementation.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale: Tensor | float = grad_scale
+        if self.max_grad_norm is not None:
+            grad_norm = self.grad_norm(grad_scale=grad_scale) if grad_norm is None else grad_norm
+            # as apex: no epsilon, and gradients below the limit stay as they are
+            excess = grad_norm / self.max_grad_norm
+            clip = excess.clamp(min=1.0) if isinstance(excess, Tensor) else max(1.0, excess)
+            scale = grad_scale / clip
+        grad_squares: list[Tensor | float] = []
+        weight_squares: list[Tensor | float] = []
+        for group in self.param_groups:
+            local, spread = self._split(group)
+            for update, params in ((self._native, local), (self._foreach, spread)):
+                if params:
+                    grad_sq, weight_sq = update(group, params, scale)
+                    grad_squares.append(grad_sq)
+                    weight_squares.append(weight_sq)
+        self._grad_norm = _root_of_sum(grad_squares) if grad_norm is None else grad_norm
+        self._weight_norm = _root_of_sum(weight_squares)
+        return loss
+
+    def norms(self) -> tuple[float, float]:
+        """Return the global norms of the last step: of the scaled gradients before clipping, and of the
+        weights that had a gradient, before the update. Waits for the device."""
+        return float(self._grad_norm), float(self._weight_norm)
+
+    def _split(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the group's parameters with a gradient: those for the native kernel, and the others."""
+        local: list[Tensor] = []
+        spread: list[Tensor] = []
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse or parameter.is_complex():
+                raise UsageError("LAMB takes neither sparse gradients nor complex parameters")
+            suits = _suits_native(parameter)
+            if self.implementation == "native" and not suits:
+                raise UsageError(
+                    "implementation='native' takes contiguous float32 parameters on the CPU that are not "
+                    f"sharded, got {type(parameter).__name__} {tuple(parameter.shape)} {parameter.dtype} on "
+                    f"{parameter.device}; use 'auto'"
+                )
+            use_native = self.implementation == "native" or (
+                self.implementation == "auto" and suits and native.is_built()
+            )
+            (local if use_native else spread).append(parameter)
+        return local, spread
+
+    def _states(self, params: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """Return the parameters' states, made where missing, each with its step counted up."""
+        states = []
+        for parameter in params:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state["step"] += 1
+            states.append(state)
+        return states
+
+    def _native(
+        self, group: dict[str, Any], params: list[Tensor], scale: Tensor | float
+    ) -> tuple[float, float]:
+        states = self._states(params)
+        grad_norm, weight_norm = native.lamb_step(
+            params,
+            [_dense(parameter.grad) for parameter in params],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["step"].item() for state in states],
+            learning_rate=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            grad_scale=float(scale),
+            bias_correction=group["bias_correction"],
+            trust_ratio=group["trust_ratio"],
+            num_threads=_threads(),
+        )
+        return grad_norm**2, weight_norm**2
+
+    def _foreach(
+        self, group: dict[str, Any], params: list[Tensor], scale: Tensor | float
+    ) -> tuple[Tensor | float, Tensor | float]:
+        states = self._states(params)
+        grad_squares: list[Tensor | float] = []
+        weight_squares: list[Tensor | float] = []
+        for indices in indices_by_kind(params):
+            chosen = [params[k] for k in indices]
+            here = scale.to(chosen[0].device) if isinstance(scale, Tensor) else scale
+            grad_sq, weight_sq = lamb_update(group, chosen, [states[k] for k in indices], here)
+            grad_squares.append(grad_sq)
+            weight_squares.append(weight_sq)
+        return _sum(grad_squares), _sum(weight_squares)
+
+
+def _suits_native(parameter: Tensor) -> bool:
+    return (
+        parameter.device.type == "cpu"
+        and parameter.dtype == torch.float32
+        and parameter.is_contiguous()
+        and not isinstance(parameter, DTensor)
+    )
+
+
+def _dense(grad: Tensor | None) -> Tensor:
+    assert grad is not None, "parameters without a gradient were left out before"
+    return grad.contiguous()
+
+
+def _sum(values: Sequence[Tensor | float]) -> Tensor | float:
+    """Add numbers and scalar tensors of any devices, on the device of the first tensor."""
+    total: Tensor | float = 0.0
+    for value in values:
+        both = isinstance(total, Tensor) and isinstance(value, Tensor)
+        total = total + (value.to(total.device) if both else value)  # type: ignore[union-attr]
+    return total
+
+
+def _root_of_sum(squares: Sequence[Tensor | float]) -> Tensor | float:
+    total = _sum(squares)
+    return total.sqrt() if isinstance(total, Tensor) else math.sqrt(total)
+
+
+def _threads() -> int:
+    return torch.get_num_threads()
