@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class Manifest:
     mask_id: int
     pad_id: int
     unk_id: int
-    continues_word: bytes
+    continues_word: bytes = field(repr=False)
     tokenizer: TokenizerInfo
     source: str
     splits: dict[str, tuple[ShardInfo, ...]]
