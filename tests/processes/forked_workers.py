@@ -15,7 +15,21 @@ import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
 # torch._dynamo: every optimizer imports it at its first step, seconds in each process otherwise
-_context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "shoal.train.checkpoint"])
+_context.set_forkserver_preload(
+    [
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "shoal.train.checkpoint",
+        "shoal.launch.agent",
+    ]
+)
+
+
+def fork_process(function: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start ``function(*args)`` in a process that has torch loaded already; it may have children."""
+    process = _context.Process(target=function, args=args)
+    process.start()
+    return process
 
 
 def start_workers(

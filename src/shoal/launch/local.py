@@ -3,7 +3,7 @@
 1. The agent (``LocalElasticAgent``, which torchrun itself runs) meets the other hosts' launchers, hands out
    ranks and starts the command once for each worker.
 2. A request to stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C) is passed on to the workers, which save and leave.
-3. When a worker fails, the others get :data:`GRACE_S` to end by themselves; then they are killed.
+3. When a worker fails, the others get a few seconds to end by themselves; then they are killed.
 4. :func:`shoal.launch.outcome.decide_outcome` finds the failure that caused the others; it is shown once.
 
 ``elastic_launch`` wraps the same agent but does not say which processes it has started, ends the workers on
@@ -35,13 +35,9 @@ from shoal.launch.worker import read_errors
 if TYPE_CHECKING:
     from shoal.launch.agent import WorkerAgent
 
-GRACE_S = 5.0
-"""How long the other workers may go on after one has failed."""
-
 STOP_DEADLINE_S = 120.0
 """How long the other workers may go on after one has saved and left."""
 
-_RENDEZVOUS_DEADLINE_S = 900.0
 _EXIT_INTERRUPTED = 130
 _POLL_S = 0.1
 _PASSED_ON = {  # what a signal to the launcher becomes for the workers
@@ -81,7 +77,8 @@ def launch(
     log_dir: Path,
     nnodes: int = 1,
     rdzv: str | None = None,
-    rendezvous_deadline_s: float = _RENDEZVOUS_DEADLINE_S,
+    rendezvous_deadline_s: float = 900.0,
+    grace_s: float = 5.0,
 ) -> int:
     """Run ``command`` as ``num_workers`` workers on this host and return the exit code of the job.
 
@@ -97,6 +94,7 @@ def launch(
         nnodes: number of hosts; the same command is started on each.
         rdzv: ``host:port`` of one of them, where the launchers meet. Needed for several hosts.
         rendezvous_deadline_s: how long to wait for the other hosts.
+        grace_s: how long the other workers may go on after one has failed, before they are killed.
 
     Returns:
         0, :data:`~shoal.errors.EXIT_STOPPED` when the workers saved and left, or that of the first failure.
@@ -129,7 +127,7 @@ def launch(
                     rendezvous_deadline_s=rendezvous_deadline_s,
                     logs=WorkerLogs(log_dir, _worker_env(folder, num_workers), folder),
                     error_folder=folder,
-                    deadlines=Deadlines(after_failure_s=GRACE_S, after_stop_s=STOP_DEADLINE_S),
+                    deadlines=Deadlines(after_failure_s=grace_s, after_stop_s=STOP_DEADLINE_S),
                 )
             except (OSError, RuntimeError) as error:
                 raise _no_rendezvous(nnodes, host, port, error) from error
