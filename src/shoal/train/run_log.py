@@ -40,6 +40,11 @@ class RunLog:
 
     def start(self, row: Start) -> None:
         self._record.write(row)
+        self._progress.say(
+            f"{row.run}: {row.recipe}, {row.num_parameters:,} parameters, {row.total_steps:,} steps\n"
+            f"world: {row.num_workers} workers on {row.num_hosts} hosts, {row.device}, "
+            f"{row.backend}, {row.precision}"
+        )
         self._hyper_parameters = {
             f"{section}.{name}": value
             for section, values in row.config.items()

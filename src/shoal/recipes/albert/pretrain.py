@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from torch.optim import Optimizer
 
 from shoal import record
 from shoal.data.examples import ExampleConfig, ExampleReader
-from shoal.data.loader import Batch, LoaderConfig, Share, held_out_batches, training_steps
+from shoal.data.loader import Batch, LoaderConfig, held_out_batches, training_steps
 from shoal.data.shards import TextShards
+from shoal.data.steps import Share
 from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.decide.draws import random_keys
 from shoal.decide.order import samples
@@ -127,6 +129,7 @@ def open_log(job: Job, restored: Restored | None, command: list[str]) -> RunLog:
     config, world, batch = job.config, job.world, job.batch
     first_step = restored.step if restored else 0
     log = RunLog(required(config.run.dir), Progress(config.train.total_steps, first_step))
+    held_out_whole = list(held_out(job, whole=True))
     log.start(
         record.Start(
             run=required(config.run.name),
@@ -144,10 +147,14 @@ def open_log(job: Job, restored: Restored | None, command: list[str]) -> RunLog:
             global_batch_size=batch.global_batch_size,
             micro_batch_size=batch.micro_batch_size,
             accumulation_steps=batch.accumulation_steps,
-            references=reference_lines(held_out(job, whole=True)),
+            references=reference_lines(iter(held_out_whole)),
         )
     )
     log.say(f"batch: {batch}")
+    log.say(
+        f"data: {job.train_reader.num_examples:,} training examples an epoch, "
+        f"{sum(len(part['sop_labels']) for part in held_out_whole):,} held out"
+    )
     if restored:
         log.resume(record.Resume(step=restored.step, path=str(restored.path), damaged=restored.damaged))
     return log
@@ -445,6 +452,19 @@ def leave(job: Job, step: int, stop: StopRequest, log: RunLog | None) -> int:
     return EXIT_STOPPED
 
 
+def export(job: Job, directory: Path) -> None:
+    """Write the model and its tokenizer as a transformers directory."""
+    shards = job.train_reader.shards
+    manifest = shards.manifest
+    names = ("cls", "sep", "mask", "pad", "unk")
+    export_transformers(
+        job.model,
+        directory,
+        tokenizer_file=shards.directory / manifest.tokenizer.file,
+        special_ids={f"{name}_token": getattr(manifest, f"{name}_id") for name in names},
+    )
+
+
 def finish(job: Job, seconds: float, log: RunLog | None) -> int:
     """Wait for the last checkpoint, export the model, write the summary."""
     job.checkpointer.finish()
@@ -453,7 +473,7 @@ def finish(job: Job, seconds: float, log: RunLog | None) -> int:
     if log:
         run_dir = required(job.config.run.dir)
         if not job.config.model.pre_layer_norm:
-            export_transformers(job.model, run_dir / "transformers")
+            export(job, run_dir / "transformers")
         scores = log.last_evaluation
         assert scores is not None
         log.end(record.End(step=step, seconds=seconds, metrics=scores.metrics))

@@ -1,4 +1,4 @@
-"""From settings to workers: checks what can be checked before any worker starts, then starts or joins them."""
+"""From settings to workers: checks what can be checked before any starts, then starts or joins them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def check_data(config: AlbertPretrainConfig) -> Manifest:
     """
     if config.data.path is None:
         raise UsageError(
-            "data.path is not set: name the directory that `shoal prepare text` wrote, e.g. --data.path runs/text"
+            "data.path is not set: name the directory that `shoal prepare text` wrote, "
+            "e.g. --data.path runs/text"
         )
     manifest = Manifest.load(config.data.path)
     manifest.check_vocabulary(config.model.vocab_size)
@@ -92,17 +93,17 @@ def describe(config: AlbertPretrainConfig, batch: BatchPlan, manifest: Manifest)
     memory = estimate(config, batch)
     steps, sequences = config.train.total_steps, config.train.total_steps * batch.global_batch_size
     tokens = sum(shard.num_tokens for shard in manifest.shards("train"))
-    read = sequences * config.data.max_seq_length
+    epochs = sequences * config.data.max_seq_length / max(tokens, 1)
     return "\n".join(
         [
             to_toml(as_tree(config)),
             f"batch        {batch}",
-            f"run          {steps:,} steps, {sequences:,} sequences, about {read / max(tokens, 1):,.1f} times "
-            f"the {tokens:,} tokens of {config.data.path}",
+            f"run          {steps:,} steps, {sequences:,} sequences, about {epochs:,.1f} times the "
+            f"{tokens:,} tokens of {config.data.path}",
             f"parameters   {num_parameters(config.model):,}",
-            f"memory       about {_size(memory.total_bytes)} a worker: weights {_size(memory.weights_bytes)}, "
-            f"gradients {_size(memory.gradients_bytes)}, optimizer {_size(memory.optimizer_bytes)}, "
-            f"activations {_size(memory.activations_bytes)}",
+            f"memory       about {_size(memory.total_bytes)} a worker: weights "
+            f"{_size(memory.weights_bytes)}, gradients {_size(memory.gradients_bytes)}, optimizer "
+            f"{_size(memory.optimizer_bytes)}, activations {_size(memory.activations_bytes)}",
             "dry run: nothing was started",
         ]
     )

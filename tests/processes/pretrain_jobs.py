@@ -1,0 +1,153 @@
+"""Real pretraining jobs for tests: a small text, small settings, workers forked with torch already loaded."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from shoal.cluster import WorkerPlace
+from shoal.data.prepare import PrepareConfig, prepare_text
+from shoal.env import Joined
+from shoal.launch.worker import run_worker
+from shoal.models.albert_config import AlbertModelConfig
+from shoal.recipes.albert.config import AlbertPretrainConfig, DataConfig
+from shoal.record import Step, read_record
+from shoal.train.config import OptimConfig, RunConfig, TrainConfig
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch._dynamo", "shoal.recipes.albert.pretrain"])
+
+WORDS = "sun moon river stone bird tree wind light road hill rain field cloud leaf song house".split()
+
+
+def small_text(path: Path, num_articles: int = 60) -> None:
+    """Write articles of random sentences, one a line."""
+    draw = random.Random(5)
+    articles = [
+        " ".join(
+            f"The {' '.join(draw.choices(WORDS, k=draw.randint(4, 9)))}." for _ in range(draw.randint(5, 14))
+        )
+        for _ in range(num_articles)
+    ]
+    path.write_text("\n".join(articles) + "\n", encoding="utf-8")
+
+
+def prepare_small(folder: Path) -> Path:
+    """Prepare the small text and return the directory."""
+    small_text(folder / "articles.txt")
+    out = folder / "text"
+    prepare_text(
+        PrepareConfig(
+            sources=(str(folder / "articles.txt"),),
+            out=out,
+            tokenizer="wordpiece",
+            vocab_size=80,
+            validation=0.2,
+            processes=1,
+        ),
+        progress=False,
+    )
+    return out
+
+
+def small_config(data: Path, run_dir: Path, **changes: Any) -> AlbertPretrainConfig:
+    """Return settings for 12 quick steps; ``changes`` are ``section={field: value}``."""
+    config = AlbertPretrainConfig(
+        model=AlbertModelConfig(
+            vocab_size=96,
+            embedding_size=16,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=32,
+        ),
+        data=DataConfig(path=data, max_seq_length=32, max_predictions_per_seq=5),
+        train=TrainConfig(total_steps=12, global_batch_size=12, precision="fp32"),
+        optim=OptimConfig(learning_rate=5e-3, warmup_steps=2),
+        run=RunConfig(
+            name="test",
+            dir=run_dir,
+            log_frequency=1,
+            validation_frequency=6,
+            validation_samples=32,
+            checkpoint_frequency=3,
+        ),
+    )
+    for section, values in changes.items():
+        config = replace(config, **{section: replace(getattr(config, section), **values)})
+    return config
+
+
+def start(config: AlbertPretrainConfig, num_workers: int) -> list[BaseProcess]:
+    """Start the workers of a job."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        _context.Process(target=_work, args=(config, rank, num_workers, port)) for rank in range(num_workers)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def wait(processes: list[BaseProcess], deadline_s: float = 120.0) -> list[int | None]:
+    """Return the exit codes; kill what is still there at the deadline."""
+    end = time.monotonic() + deadline_s
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    kill(processes)
+    return codes
+
+
+def kill(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.join()
+
+
+def run(config: AlbertPretrainConfig, num_workers: int = 2) -> list[int | None]:
+    """Run a job to its end and return the workers' exit codes."""
+    return wait(start(config, num_workers))
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Return the loss of each step in the record."""
+    return {row.step: row.loss for row in read_record(run_dir) if isinstance(row, Step)}
+
+
+def wait_for_step(run_dir: Path, step: int, processes: list[BaseProcess], deadline_s: float = 60.0) -> None:
+    """Return when the record has a line about ``step``, or the workers have ended."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end and any(process.is_alive() for process in processes):
+        if (run_dir / "record.jsonl").is_file() and max(losses(run_dir), default=0) >= step:
+            return
+        time.sleep(0.01)
+
+
+def _work(config: AlbertPretrainConfig, rank: int, num_workers: int, port: int) -> None:
+    import torch
+
+    from shoal.recipes.albert.pretrain import pretrain
+
+    torch.set_num_threads(1)
+    assert config.run.dir is not None
+    config.run.dir.mkdir(parents=True, exist_ok=True)
+    log = (config.run.dir / f"worker-{rank}.log").open("a")
+    os.dup2(log.fileno(), sys.stderr.fileno())
+    place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
+    joined = Joined(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
+    run_worker(lambda: pretrain(config, joined=joined, command=["test"]))
