@@ -52,11 +52,10 @@ def joined(environ: Mapping[str, str] | None = None) -> Joined | None:
     if "RANK" in environ and "WORLD_SIZE" in environ:
         names, launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "torchrun"
     else:
-        for launcher, names in _MPI_NAMES.items():
-            if names[0] in environ and names[1] in environ:
-                break
-        else:
+        mpi = [item for item in _MPI_NAMES.items() if item[1][0] in environ and item[1][1] in environ]
+        if not mpi:
             return None
+        launcher, names = mpi[0]
     rank, num_workers = (_number(environ, name) for name in names[:2])
     local_rank = _number(environ, names[2], default=rank)
     num_local = _number(environ, names[3], default=num_workers)
