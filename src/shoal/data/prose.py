@@ -61,7 +61,7 @@ _MARKUP = (
     (re.compile(r"\|([\w ]+)\|_?"), r"\1"),
     (re.compile(r"</?\w+[^>]{0,80}>"), ""),
     (re.compile(r"\(\s*\)"), ""),
-    (re.compile(r" +([.,;:!?)])"), r"\1"),
+    (re.compile(r" +([.,;:!?)])(?!\w)"), r"\1"),
 )
 _PLAIN = re.compile(
     r"""[\"'(“‘]*(?:[A-Za-z]?[a-z]+(?:[-'’/][A-Za-z]?[a-z]+)*|[AI]|[A-Z]{2,6}s?|\d[\d.,]*%?)
@@ -106,7 +106,8 @@ def clean_markup(text: str) -> str:
     if _MARKED.search(text):
         for pattern, replacement in _MARKUP:
             text = pattern.sub(replacement, text)
-    return text.strip()
+        text = " ".join(text.split())
+    return text
 
 
 def is_prose(paragraph: str) -> bool:
@@ -137,6 +138,9 @@ def _blocks(text: str) -> list[str]:
         moved = not blocks[-1] or indent != last_indent
         if marker is None and (moved or is_item):
             marker = _ARGUMENT.match(content)
+            if marker and marker.group().endswith(" : "):  # numpy's "name : type": the text begins below
+                blocks.append([])
+                continue
         hanging = is_item and len(blocks[-1]) == 1 and indent > last_indent
         if marker or (moved and not hanging):
             blocks.append([])

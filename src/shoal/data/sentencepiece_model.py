@@ -34,7 +34,8 @@ def read_sentencepiece(path: Path, data: bytes) -> SentencepieceModel:
     Raises:
         UsageError: these bytes are no sentencepiece model.
     """
-    pieces, model_type, charsmap = [], UNIGRAM, b""
+    pieces, charsmap = [], b""
+    model_type: int | None = None
     try:
         for number, value in _fields(data):
             if number == 1 and isinstance(value, bytes):
@@ -45,7 +46,7 @@ def read_sentencepiece(path: Path, data: bytes) -> SentencepieceModel:
                 charsmap = next((v for n, v in _fields(value) if n == 2 and isinstance(v, bytes)), b"")
     except (ValueError, IndexError, struct.error):
         pieces = []
-    if not pieces:
+    if not pieces or model_type is None:  # the trainer's part follows the pieces: without it the file is cut
         raise UsageError(f"{path}: is not a sentencepiece model, or it is damaged")
     return SentencepieceModel(pieces=tuple(pieces), model_type=model_type, charsmap=charsmap)
 

@@ -212,7 +212,9 @@ def _train_sentencepiece(
 
 def _unigram(model: SentencepieceModel, normalizer: normalizers.Normalizer) -> Tokenizer:
     unk = next((i for i, (_, _, kind) in enumerate(model.pieces) if kind == UNKNOWN), None)
-    tokenizer = Tokenizer(models.Unigram([(text, score) for text, score, _ in model.pieces], unk_id=unk))
+    # nine digits hold a float32, and unlike seventeen they are read back from JSON as they were written
+    vocabulary = [(text, float(f"{score:.9g}")) for text, score, _ in model.pieces]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=unk))
     tokenizer.normalizer = normalizer
     # sentencepiece never takes "<pad>" in a text for the piece of that name; Unigram of `tokenizers` would,
     # so such text is cut after its first character
