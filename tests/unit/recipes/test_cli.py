@@ -1,0 +1,159 @@
+"""The command line as a user meets it: real processes, what they print, how they exit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from shoal.data.manifest import Manifest, TokenizerInfo
+from shoal.data.shard_writer import ShardWriter
+
+
+def shoal(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shoal", *arguments], capture_output=True, text=True, cwd=cwd, timeout=120
+    )
+
+
+def said(result: subprocess.CompletedProcess[str]) -> str:
+    """Return what was printed, with the frames and line breaks of the boxes taken out."""
+    words = (result.stdout + result.stderr).replace("│", " ").split()
+    return " ".join(words)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared directory of 500 tokens with a vocabulary of 100."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "tokenizer.json").write_text("{}")
+    splits = {}
+    for split in ("train", "validation"):
+        writer = ShardWriter(folder, f"{split}-00000", 100)
+        for _ in range(5):
+            writer.add_document([[10 + i for i in range(10)] for _ in range(10)])
+        splits[split] = (writer.finish(),)
+    from shoal.data.files import sha256_of
+
+    Manifest(
+        vocab_size=100,
+        cls_id=2,
+        sep_id=3,
+        mask_id=4,
+        pad_id=0,
+        unk_id=1,
+        continues_word=bytes(100),
+        tokenizer=TokenizerInfo(
+            file="tokenizer.json", sha256=sha256_of(folder / "tokenizer.json"), kind="wordpiece"
+        ),
+        source="test",
+        splits=splits,
+    ).save(folder)
+    return folder
+
+
+TRAIN = ("train", "albert", "--preset", "tiny")
+
+
+def test_dry_run_prints_settings_arithmetic_and_memory_and_starts_nothing(data: Path, tmp_path: Path) -> None:
+    arguments = ("--data.path", str(data), "--run.dir", str(tmp_path / "run"), "--workers", "2", "--dry-run")
+    result = shoal(*TRAIN, *arguments, "--train.micro-batch-size", "4")
+    assert result.returncode == 0, result.stderr
+    assert "4 sequences × 4 accumulation steps × 2 workers = 32 sequences a step" in result.stdout
+    assert "parameters   1,321,986" in result.stdout
+    assert "memory       about" in result.stdout
+    assert not (tmp_path / "run").exists()
+    toml = result.stdout.partition("\nbatch ")[0]
+    assert tomllib.loads(toml)["train"]["micro_batch_size"] == 4
+
+
+def test_options_go_before_the_file_and_the_file_before_the_preset(data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[train]\ntotal_steps = 900\nseed = 7\n[optim]\nlearning_rate = 1\n")
+    result = shoal(
+        *TRAIN, "--data.path", str(data), "--config", str(file), "--train.total_steps", "800", "--dry-run"
+    )
+    assert result.returncode == 0, result.stderr
+    resolved = tomllib.loads(result.stdout.partition("\nbatch ")[0])
+    assert resolved["train"]["total_steps"] == 800
+    assert resolved["train"]["seed"] == 7
+    assert resolved["optim"]["learning_rate"] == 1.0
+    assert resolved["train"]["global_batch_size"] == 32  # the preset's
+    again = tmp_path / "again.toml"
+    again.write_text(result.stdout.partition("\nbatch ")[0])
+    assert shoal(*TRAIN, "--config", str(again), "--dry-run").stdout == result.stdout
+
+
+@pytest.mark.parametrize("preset", ["tiny", "base", "large", "xlarge"])
+def test_every_preset_resolves(data: Path, preset: str) -> None:
+    result = shoal("train", "albert", "--preset", preset, "--data.path", str(data), "--dry-run")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--train.totl-steps", "5"), "Did you mean --train.total-steps?"),
+        (("--train.total-steps", "many"), 'unable to convert "many" into int'),
+        (("--train.global-batch-size", "33", "--workers", "2"), "does not divide over 2 workers"),
+        (("--train.global-batch-size", "0"), "train.global_batch_size 0 must be at least 1"),
+        (("--model.vocab-size", "90"), "90"),
+        (("--optim.warmup-steps", "4000"), "warmup_steps 4000 must lie between 0 and train.total_steps 3000"),
+        (("--data.max-seq-length", "256"), "max_seq_length 256 is more than model.max_position_embeddings"),
+        (("--config", "nowhere.toml"), "nowhere.toml does not exist"),
+        (("--run.dir", "/dev/null/run"), "run.dir /dev/null/run cannot be written"),
+        (("--nnodes", "2"), "--rdzv HOST:PORT"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_usage_errors_are_one_message_and_exit_code_2(
+    data: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    result = shoal(*TRAIN, "--data.path", str(data), *arguments, cwd=tmp_path)
+    assert result.returncode == 2, said(result)
+    assert message in said(result)
+    assert "Traceback" not in result.stderr
+
+
+def test_an_unknown_preset_is_named() -> None:
+    result = shoal("train", "albert", "--preset", "tinny")
+    assert result.returncode == 2
+    assert 'Did you mean "tiny"?' in said(result)
+
+
+@pytest.mark.parametrize("text", ["[train]\ntotl_steps = 5\n", "[trian]\ntotal_steps = 5\n"])
+def test_a_misspelt_key_in_a_file_is_found(data: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.toml").write_text(text)
+    result = shoal(*TRAIN, "--data.path", str(data), "--config", "mine.toml", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "mine.toml" in said(result) and "Did you mean --train.total-steps?" in said(result)
+
+
+def test_broken_toml_names_file_and_line(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("[train]\ntotal_steps = = 5\n")
+    result = shoal(*TRAIN, "--data.path", str(data), "--config", "mine.toml", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "mine.toml" in said(result) and "line 2" in said(result)
+
+
+def test_data_must_be_named() -> None:
+    result = shoal(*TRAIN)
+    assert result.returncode == 2
+    assert "data.path is not set" in said(result) and "shoal prepare text" in said(result)
+
+
+@pytest.mark.parametrize("arguments", [(), ("train",), ("prepare",), ("train", "albert"), ("report",)])
+def test_help_teaches(arguments: tuple[str, ...]) -> None:
+    result = shoal(*arguments, "--help")
+    assert result.returncode == 0
+    assert "Usage: shoal" in result.stdout
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    run = "app(['train', 'albert', '--help'], result_action='return_value')"
+    check = f"import sys; from shoal.cli import app; {run}; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines()[-1] == "False", result.stderr
