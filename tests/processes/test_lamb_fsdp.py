@@ -1,0 +1,123 @@
+"""LAMB on FSDP2 shards takes the norms of the whole tensors: two gloo processes equal one process."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from shoal.optim.lamb import Lamb, parameter_groups
+
+NUM_STEPS = 3
+MAX_GRAD_NORMS = (None, 0.5)
+
+
+class Model(nn.Module):
+    """Shapes that do not divide by two, and a tensor whose second shard is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, 12)
+        self.dense = nn.Linear(12, 7)
+        self.norm = nn.LayerNorm(7)
+        self.head = nn.Linear(7, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(torch.tanh(self.dense(self.embedding(tokens)))))
+        return out
+
+
+def make_model() -> Model:
+    torch.manual_seed(11)
+    return Model()
+
+
+def make_optimizer(model: nn.Module, max_grad_norm: float | None) -> Lamb:
+    return Lamb(parameter_groups(model.named_parameters(), 0.02), lr=0.05, max_grad_norm=max_grad_norm)
+
+
+def train_step(model: nn.Module, optimizer: Lamb, step: int) -> tuple[float, float]:
+    """Every worker sees the same batch: the mean of the gradients is that of one process."""
+    tokens = torch.randint(0, 17, (6, 5), generator=torch.Generator().manual_seed(step))
+    (model(tokens) - 0.3).pow(2).mean().backward()
+    optimizer.step(grad_scale=4.0)
+    optimizer.zero_grad()
+    return optimizer.norms()
+
+
+def train_alone(max_grad_norm: float | None) -> tuple[list[Tensor], list[tuple[float, float]]]:
+    model = make_model()
+    optimizer = make_optimizer(model, max_grad_norm)
+    norms = [train_step(model, optimizer, step) for step in range(NUM_STEPS)]
+    return [parameter.detach() for parameter in model.parameters()], norms
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def worker(rank: int, folder: str, mesh_shape: tuple[int, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=math.prod(mesh_shape)
+    )
+    axes = ("replicate", "shard") if len(mesh_shape) == 2 else ("shard",)
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=axes)
+    results = {str(norm): train_sharded(mesh, norm) for norm in MAX_GRAD_NORMS}
+    if rank == 0:
+        torch.save(results, Path(folder) / "results.pt")
+    dist.destroy_process_group()
+
+
+def train_sharded(mesh: DeviceMesh, max_grad_norm: float | None) -> dict[str, Any]:
+    model = make_model()
+    fully_shard(model.dense, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = make_optimizer(model, max_grad_norm)
+    norms = [train_step(model, optimizer, step) for step in range(NUM_STEPS)]
+    weights = [whole(parameter.detach()) for parameter in model.parameters()]
+    assert all(isinstance(state["exp_avg"], DTensor) for state in optimizer.state.values())
+
+    # its state goes through torch's distributed state dict into a fresh optimizer, which then continues alike
+    options = StateDictOptions(full_state_dict=True)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    fresh = make_optimizer(model, max_grad_norm)
+    set_optimizer_state_dict(model, fresh, state, options=options)
+    assert all(torch.equal(whole(p.detach()), w) for p, w in zip(model.parameters(), weights, strict=True))
+    for parameter in model.parameters():
+        ours, theirs = optimizer.state[parameter], fresh.state[parameter]
+        assert float(ours["step"]) == float(theirs["step"]) == NUM_STEPS
+        assert torch.equal(whole(ours["exp_avg"]), whole(theirs["exp_avg"]))
+        assert torch.equal(whole(ours["exp_avg_sq"]), whole(theirs["exp_avg_sq"]))
+    return {"weights": weights, "norms": norms}
+
+
+@pytest.mark.parametrize(
+    "mesh_shape",
+    [
+        pytest.param((2,), id="sharded"),
+        pytest.param((2, 2), id="replicated-and-sharded", marks=pytest.mark.slow),
+    ],
+)
+def test_shards_equal_one_process(tmp_path: Path, mesh_shape: tuple[int, ...]) -> None:
+    mp.spawn(worker, args=(str(tmp_path), mesh_shape), nprocs=math.prod(mesh_shape), join=True)
+    results = torch.load(tmp_path / "results.pt", weights_only=True)
+    for max_grad_norm in MAX_GRAD_NORMS:
+        weights, norms = train_alone(max_grad_norm)
+        result = results[str(max_grad_norm)]
+        for sharded, alone in zip(result["weights"], weights, strict=True):
+            assert float((sharded - alone).abs().max()) <= 1e-6 * float(alone.abs().max())
+        for sharded, alone in zip(result["norms"], norms, strict=True):
+            assert sharded == pytest.approx(alone, rel=1e-6)
