@@ -52,6 +52,8 @@ class OptimConfig:
     """Steps of linear warm-up from 0."""
     power: float = 1.0
     """Power of the polynomial decay."""
+    decay_from: Literal["warmup", "start"] = "warmup"
+    """Count the decay from the end of the warm-up, or from step 0 (Google's ALBERT; a jump after warm-up)."""
     weight_decay: float = 0.01
     """Decay of weights, not of biases and norms."""
     beta1: float = 0.9

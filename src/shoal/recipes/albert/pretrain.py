@@ -197,11 +197,12 @@ def build(config: AlbertPretrainConfig, world: World) -> Job:
         ddp=ddp,
         optimizer=build_optimizer(model.named_parameters(), optim),
         schedule=Schedule(
-            peak=optim.learning_rate,
+            base=optim.learning_rate,
             end=optim.end_learning_rate,
             warmup_steps=optim.warmup_steps,
             total_steps=config.train.total_steps,
             power=optim.power,
+            decay_from=optim.decay_from,
         ),
         scale=LossScale(enabled=precision.name == "fp16", static=config.train.loss_scale),
         clock=clock,

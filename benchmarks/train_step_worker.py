@@ -1,0 +1,206 @@
+"""One worker of ``train_step``: a Trainer whose callback takes one of our steps after each of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.models.albert import AlbertForPreTraining
+
+from benchmarks.train_step import GLOBAL_BATCH, SEQUENCE
+from shoal.cluster import WorkerPlace
+from shoal.data.files import sha256_of
+from shoal.data.loader import LoaderConfig, training_steps
+from shoal.data.manifest import Manifest, TokenizerInfo
+from shoal.data.shard_writer import ShardWriter
+from shoal.env import Joined, joined
+from shoal.models.albert import transformers_config
+from shoal.models.albert_config import AlbertModelConfig
+from shoal.recipes.albert.config import AlbertPretrainConfig, DataConfig
+from shoal.recipes.albert.pretrain import Job, build, share_of, take_step, warm_up
+from shoal.recipes.albert.scores import NUM_SUMS
+from shoal.train.config import OptimConfig, RunConfig, TrainConfig
+from shoal.train.world import World, join_world
+
+WARM_UP_STEPS = 3
+MODELS = {
+    "tiny": AlbertModelConfig(
+        vocab_size=8_192,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=512,
+        max_position_embeddings=128,
+    ),
+    "base": AlbertModelConfig(),
+}
+
+
+def write_text(folder: Path, vocab_size: int) -> None:
+    """Write documents of random tokens."""
+    (folder / "tokenizer.json").write_text("{}")
+    draw = random.Random(1)
+    splits = {}
+    for split, num_documents in (("train", 200), ("validation", 5)):
+        writer = ShardWriter(folder, f"{split}-00000", vocab_size)
+        for _ in range(num_documents):
+            writer.add_document([[draw.randrange(5, vocab_size) for _ in range(20)] for _ in range(30)])
+        splits[split] = (writer.finish(),)
+    Manifest(
+        vocab_size=vocab_size,
+        cls_id=2,
+        sep_id=3,
+        mask_id=4,
+        pad_id=0,
+        unk_id=1,
+        continues_word=bytes(vocab_size),
+        tokenizer=TokenizerInfo(
+            file="tokenizer.json", sha256=sha256_of(folder / "tokenizer.json"), kind="wordpiece"
+        ),
+        source="random tokens",
+        splits=splits,
+    ).save(folder)
+
+
+def settings(preset: str, folder: Path, compiled: bool) -> AlbertPretrainConfig:
+    return AlbertPretrainConfig(
+        model=MODELS[preset],
+        data=DataConfig(path=folder, max_seq_length=SEQUENCE[preset]),
+        train=TrainConfig(
+            total_steps=1_000, global_batch_size=GLOBAL_BATCH[preset], precision="fp32", compile=compiled
+        ),
+        optim=OptimConfig(optimizer="adamw", learning_rate=1e-4, warmup_steps=0),
+        run=RunConfig(name="benchmark", dir=folder / "run"),
+    )
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Any]]):
+    """The Trainer's examples, ready in memory, labels over the whole sequence as it wants them."""
+
+    def __init__(self, job: Job, num_rows: int) -> None:
+        batch = job.train_reader.batch(0, range(num_rows))
+        self._rows = []
+        for row in range(num_rows):
+            labels = torch.full((batch["input_ids"].shape[1],), -100)
+            real = batch["masked_weights"][row] > 0
+            labels[batch["masked_positions"][row][real]] = torch.from_numpy(batch["masked_ids"][row][real])
+            self._rows.append(
+                {
+                    "input_ids": batch["input_ids"][row],
+                    "token_type_ids": batch["token_type_ids"][row],
+                    "attention_mask": batch["attention_mask"][row],
+                    "labels": labels,
+                    "sentence_order_label": int(batch["sop_labels"][row]),
+                }
+            )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rows[index]
+
+
+class ByTurns(TrainerCallback):
+    """Times the Trainer's step that has ended, then takes and times one of ours."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._steps = our_steps(job)
+        self.samples: dict[str, list[float]] = {"ours": [], "peer": []}
+        self._begin_s = 0.0
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        end_s = time.perf_counter()
+        if self._begin_s:
+            self.samples["peer"].append(1e3 * (end_s - self._begin_s))
+        self._job.world.barrier()
+        begin_s = time.perf_counter()
+        next(self._steps)
+        self.samples["ours"].append(1e3 * (time.perf_counter() - begin_s))
+        self._job.world.barrier()
+        self._begin_s = time.perf_counter()
+
+
+def our_steps(job: Job) -> Iterator[float]:
+    steps = training_steps(job.train_reader, share_of(job), LoaderConfig(), num_steps=1_000)
+    for step, micro_batches in enumerate(steps, start=1):
+        own_masked = sum(int(batch["masked_weights"].sum()) for batch in micro_batches)
+        (num_masked,) = job.world.sum_counts(own_masked)
+        sums = torch.zeros(NUM_SUMS, dtype=torch.float64)
+        yield take_step(job, step, micro_batches, num_masked, sums)
+        job.clock.reset()
+
+
+def place() -> Joined:
+    """Return this process's place, that of a world of one if nobody gave it any."""
+    given = joined()
+    if given is not None:
+        return given
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    alone = WorkerPlace(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
+    return Joined(place=alone, master_addr="127.0.0.1", master_port=port, launcher="benchmark")
+
+
+def run(world: World, config: AlbertPretrainConfig, num_steps: int, compiled: bool) -> dict[str, list[float]]:
+    job = build(config, world)
+    warm_up(job)
+    turns = ByTurns(job)
+    model = AlbertForPreTraining(transformers_config(config.model))
+    batch_size = GLOBAL_BATCH["tiny" if config.model.hidden_size == 128 else "base"] // world.num_workers
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(config.run.dir) + "-trainer",
+            per_device_train_batch_size=batch_size,
+            max_steps=num_steps + WARM_UP_STEPS + 1,
+            learning_rate=1e-4,
+            optim="adamw_torch_fused",
+            max_grad_norm=1.0,
+            use_cpu=True,
+            ddp_backend="gloo" if world.num_workers > 1 else None,
+            torch_compile=compiled,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=Rows(job, batch_size * world.num_workers * 4),
+        callbacks=[turns],
+    )
+    trainer.train()
+    return {side: times[WARM_UP_STEPS:][:num_steps] for side, times in turns.samples.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("preset", choices=tuple(MODELS))
+    parser.add_argument("num_steps", type=int)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--compiled", action="store_true")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_text(folder, MODELS[args.preset].vocab_size)
+        config = settings(args.preset, folder, args.compiled)
+        with join_world(place(), config.distributed) as world:
+            samples = run(world, config, args.num_steps, args.compiled)
+            if world.is_main:
+                args.out.write_text(json.dumps(samples))
+
+
+if __name__ == "__main__":
+    main()
