@@ -200,10 +200,11 @@ class _Layout:
 
 
 def _int64_vectors(epochs: npt.ArrayLike, indices: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:
-    epochs_, indices_ = np.broadcast_arrays(
-        np.atleast_1d(np.asarray(epochs, dtype=np.int64)), np.atleast_1d(np.asarray(indices, dtype=np.int64))
-    )
-    return epochs_.copy(), indices_.copy()
+    """Return both as vectors of one length, of their own memory: they go into the batch."""
+    indices_ = np.array(indices, dtype=np.int64, ndmin=1)
+    epochs_ = np.empty_like(indices_)
+    epochs_[:] = epochs
+    return epochs_, indices_
 
 
 def evenly_spread(num_examples: int, limit: int | None) -> Int64Array:

@@ -10,6 +10,8 @@ that the border between the segments cuts in two, the last, and the last ones ta
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -46,19 +48,27 @@ def split_ngrams(
         int64 ``[B, T]``, from 0 in each row and -1 before its first word.
     """
     word: Int64Array = np.cumsum(word_starts, axis=1, dtype=np.int64)
-    num_words = int(word.max(initial=1))
+    num_words = int(word[:, -1].max())
+    bits = draw(keys[:, None], np.arange(num_words))
     harmonic = np.cumsum(1 / np.arange(1, max_ngram + 1))
-    u = uniform(draw(keys[:, None], np.arange(num_words)))
-    lengths = np.ones(u.shape, dtype=np.int64)
+    lengths = np.ones(bits.shape, dtype=np.int64)
     for threshold in harmonic[:-1] / harmonic[-1]:
-        lengths += u >= threshold
-    # Words are numbered from 1; the first n-gram begins at word 1, the next where the one before ends.
-    firsts = np.cumsum(lengths, axis=1) + 1
-    begins = np.zeros((len(keys), num_words + 1 + max_ngram), dtype=bool)
-    begins[:, 1] = True
-    np.put_along_axis(begins, np.minimum(firsts, num_words + 1), True, axis=1)
-    starts = word_starts & np.take_along_axis(begins, word, axis=1)
-    return np.cumsum(starts | segment_starts, axis=1) - 1
+        lengths += bits >= np.uint64(math.ceil(threshold * 2**53) << 11)  # uniform(bits) >= threshold
+    # Words are numbered from 1. The first n-gram begins at word 1, the next where the one before ends; those
+    # beyond the last word fall into the column after it.
+    firsts = np.cumsum(lengths, axis=1)
+    firsts += 1
+    np.minimum(firsts, num_words + 1, out=firsts)
+    row = np.arange(len(keys))[:, None] * (num_words + 2)
+    begins = np.zeros(len(keys) * (num_words + 2), dtype=bool)
+    begins[row + 1] = True
+    begins[firsts + row] = True
+    starts = begins[word + row]
+    starts &= word_starts
+    starts |= segment_starts
+    ngrams: Int64Array = np.cumsum(starts, axis=1, dtype=np.int64)
+    ngrams -= 1
+    return ngrams
 
 
 def choose_ngrams(keys: UInt64Array, sizes: Int64Array, budgets: Int64Array) -> BoolArray:
@@ -76,26 +86,36 @@ def choose_ngrams(keys: UInt64Array, sizes: Int64Array, budgets: Int64Array) -> 
     # The n-gram's number rides in the low bits of its random rank: one plain sort takes a third of an
     # argsort. N-grams that cannot be taken sort to the end.
     numbers = np.arange(num_ngrams, dtype=np.uint64)
-    ranks = (draw(keys[:, None], numbers) & ~_LOW_BITS) | numbers
-    ranks[sizes == 0] |= ~_LOW_BITS
+    ranks = draw(keys[:, None], numbers)
+    ranks[sizes == 0] = ~_LOW_BITS
+    ranks &= ~_LOW_BITS
+    ranks |= numbers
     ranks.sort(axis=1)
-    order = (ranks & _LOW_BITS).astype(np.int64)
-    sizes = np.take_along_axis(sizes, order, axis=1)
+    ranks &= _LOW_BITS
+    order = ranks.astype(np.int64)
+    order += np.arange(len(keys))[:, None] * num_ngrams
+    sizes = sizes.ravel()[order]
     totals = np.cumsum(sizes, axis=1)
-    taken = (totals <= budgets[:, None]) & (sizes > 0)
-    left = budgets - np.where(taken, sizes, 0).sum(axis=1)
+    available = sizes > 0
+    taken = totals <= budgets[:, None]
+    taken &= available
+    available ^= taken
+    left = budgets - (sizes * taken).sum(axis=1)
     while True:
         # What did not fit once never fits later, so the first that fits now is the next in order.
-        fits = ~taken & (sizes > 0) & (sizes <= left[:, None])
-        rows = np.flatnonzero(fits.any(axis=1))
+        fits = sizes <= left[:, None]
+        fits &= available
+        columns = fits.argmax(axis=1)
+        rows = np.flatnonzero(fits[np.arange(len(keys)), columns])
         if not rows.size:
             break
-        columns = fits[rows].argmax(axis=1)
+        columns = columns[rows]
         taken[rows, columns] = True
+        available[rows, columns] = False
         left[rows] -= sizes[rows, columns]
-    chosen = np.empty_like(taken)
-    np.put_along_axis(chosen, order, taken, axis=1)
-    return chosen
+    chosen = np.empty(taken.size, dtype=bool)
+    chosen[order] = taken
+    return chosen.reshape(taken.shape)
 
 
 def choose_tokens(
@@ -111,13 +131,14 @@ def choose_tokens(
         budgets: tokens to take ``[B]``.
     """
     num_rows = len(keys)
-    num_ngrams = int(ngrams.max(initial=0)) + 1
+    num_ngrams = int(ngrams[:, -1].max()) + 1
     flat = ngrams + np.arange(num_rows)[:, None] * num_ngrams
     sizes = np.bincount(flat[text], minlength=num_rows * num_ngrams)
     sizes[flat[text & ~maskable]] = 0
     chosen = choose_ngrams(keys, sizes.reshape(num_rows, num_ngrams), budgets)
     # Padding and [CLS] may point beside their row's n-grams; `text` leaves them out.
-    predicted: BoolArray = text & chosen.ravel()[flat]
+    predicted: BoolArray = chosen.ravel()[flat]
+    predicted &= text
     return predicted
 
 

@@ -68,33 +68,27 @@ class Windows:
     def segments(self, epochs: Int64Array, indices: Int64Array, keys: UInt64Array) -> Segments:
         """Return the segments of examples ``indices`` in ``epochs``; ``keys`` are theirs. All ``[B]``."""
         capacity = self._capacity
-        documents = np.searchsorted(self._first_examples, indices, side="right") - 1
-        shard = np.searchsorted(self._shards.first_documents, documents, side="right") - 1
+        documents = self._first_examples.searchsorted(indices, side="right") - 1
+        shard = self._shards.first_documents.searchsorted(documents, side="right") - 1
         groups = _rows_by_shard(shard)
         first, last = self._extents(groups, documents)
         spare = np.maximum(last - first - capacity, 0)
-        place = self._places(epochs, documents, indices, spare)
+        offset = self._places(epochs, documents, indices, spare)
+        place = first + offset
 
-        snapped = self._sentence_offset(groups, self._num_starts(groups, first + place, "right") - 1)
-        start = np.where(first + place - snapped <= capacity // 2, snapped, first + place)
-        following = self._sentence_offset(groups, self._num_starts(groups, first + place, "left"))
-        at_end = (spare > 0) & (place == spare) & (2 * (last - following) >= capacity)
+        snapped, following = self._sentence_starts(groups, place)
+        start = np.where(place - snapped <= capacity // 2, snapped, place)
+        at_end = (spare > 0) & (offset == spare) & (2 * (last - following) >= capacity)
         start = np.where(at_end, following, start)
 
         bits = draw(keys[:, None], np.arange(4))
+        u = uniform(bits)
         length = np.minimum(last - start, capacity)
-        is_short = uniform(bits[:, _IS_SHORT]) < self._short_seq_prob
         short = MIN_TOKENS + below(bits[:, _SHORT_LENGTH], capacity - MIN_TOKENS + 1)
-        length = np.where(is_short, np.minimum(length, short), length)
-        end = start + length
-
-        # Sentence starts strictly inside are those numbered from `lowest` to before `highest`.
-        lowest = self._num_starts(groups, start, "right")
-        highest = self._num_starts(groups, end, "left")
-        number = lowest + below(bits[:, _BOUNDARY], highest - lowest)
-        middle = np.where(highest > lowest, self._sentence_offset(groups, number), start + length // 2)
-        swapped = uniform(bits[:, _SWAPPED]) < 0.5
-        return Segments(shard=shard, start=start, middle=middle, end=end, swapped=swapped)
+        is_short = u[:, _IS_SHORT] < self._short_seq_prob
+        end = start + np.where(is_short, np.minimum(length, short), length)
+        middle = self._boundaries(groups, start, end, u[:, _BOUNDARY])
+        return Segments(shard=shard, start=start, middle=middle, end=end, swapped=u[:, _SWAPPED] < 0.5)
 
     def gather(self, shard: Int64Array, positions: Int64Array) -> Int64Array:
         """Return the token ids at ``positions`` ``[B, T]`` of each row's shard."""
@@ -123,24 +117,31 @@ class Windows:
             first[rows], last[rows] = offsets[local], offsets[local + 1]
         return first, last
 
-    def _num_starts(self, groups: _Groups, positions: Int64Array, side: Any) -> Int64Array:
-        """Return how many sentence starts lie before each position, or up to it if ``side`` is "right"."""
-        numbers = np.empty_like(positions)
+    def _sentence_starts(self, groups: _Groups, places: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the last sentence start at or before each place, and the first one at or after it."""
+        before, after = np.empty_like(places), np.empty_like(places)
         for number, rows in groups:
             offsets = self._shards.shards[number].sentence_offsets
-            numbers[rows] = np.searchsorted(offsets, positions[rows], side=side)
-        return numbers
+            next_sentence = offsets.searchsorted(places[rows], side="right")
+            before[rows], after[rows] = offsets[next_sentence - 1], offsets[next_sentence]
+        return before, np.where(before == places, places, after)
 
-    def _sentence_offset(self, groups: _Groups, sentences: Int64Array) -> Int64Array:
-        """Return where each sentence starts; its number may be one past the last."""
-        starts = np.empty_like(sentences)
+    def _boundaries(
+        self, groups: _Groups, start: Int64Array, end: Int64Array, u: npt.NDArray[np.float64]
+    ) -> Int64Array:
+        """Return where each text is cut in two: at one of the sentence starts inside, else in its middle."""
+        middle = (start + end) // 2
         for number, rows in groups:
-            starts[rows] = self._shards.shards[number].sentence_offsets[sentences[rows]]
-        return starts
+            offsets = self._shards.shards[number].sentence_offsets
+            lowest = offsets.searchsorted(start[rows], side="right")
+            num_inside = offsets.searchsorted(end[rows], side="left") - lowest
+            chosen = offsets[lowest + (u[rows] * num_inside).astype(np.int64)]
+            middle[rows] = np.where(num_inside > 0, chosen, middle[rows])
+        return middle
 
 
 def _rows_by_shard(shard: Int64Array) -> _Groups:
     """Return (shard number, its rows) for each shard that occurs; one shard costs one step."""
     if (shard == shard[0]).all():
         return [(int(shard[0]), slice(None))]
-    return [(int(number), np.flatnonzero(shard == number)) for number in np.unique(shard)]
+    return [(number, np.flatnonzero(shard == number)) for number in sorted(set(shard.tolist()))]

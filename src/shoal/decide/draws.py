@@ -8,39 +8,52 @@ three draws, and the same numbers come out whatever the batch, the worker or the
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import numpy.typing as npt
 
 UInt64Array = npt.NDArray[np.uint64]
 Int64Array = npt.NDArray[np.int64]
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+_GOLDEN = 0x9E3779B97F4A7C15
+_ROUNDS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
+_LAST_SHIFT = 31
 _MASK = (1 << 64) - 1
 
 
-def draw(keys: npt.ArrayLike, counters: npt.ArrayLike) -> UInt64Array:
+def draw(keys: UInt64Array | np.uint64, counters: npt.ArrayLike) -> UInt64Array:
     """Return 64 random bits for each (key, counter); the two broadcast. At least one dimension comes back.
 
     ``keys`` are uint64, ``counters`` any whole numbers of at least 0.
     """
-    x = np.atleast_1d(np.asarray(counters)).astype(np.uint64)
+    x = np.array(counters, dtype=np.uint64, ndmin=1)
     x += np.uint64(1)
-    x *= _GOLDEN
-    x = x + np.asarray(keys, dtype=np.uint64)
-    x ^= x >> np.uint64(30)
-    x *= _MULTIPLIER_1
-    x ^= x >> np.uint64(27)
-    x *= _MULTIPLIER_2
-    x ^= x >> np.uint64(31)
+    x *= np.uint64(_GOLDEN)
+    x = x + keys
+    for shift, multiplier in _ROUNDS:
+        x ^= x >> np.uint64(shift)
+        x *= np.uint64(multiplier)
+    x ^= x >> np.uint64(_LAST_SHIFT)
     return x
+
+
+def _draw_one(key: int, counter: int) -> int:
+    """The same for Python's whole numbers, which for one number is faster than an array."""
+    x = (key + _GOLDEN * (counter + 1)) & _MASK
+    for shift, multiplier in _ROUNDS:
+        x = ((x ^ (x >> shift)) * multiplier) & _MASK
+    return x ^ (x >> _LAST_SHIFT)
 
 
 def random_keys(seed: int, *words: npt.ArrayLike) -> UInt64Array:
     """Return a key for a seed (any whole number) and further words, each at least 0; the words broadcast."""
-    keys = draw(np.uint64(seed & _MASK), 0)
-    for word in words:
+    key = _draw_one(seed & _MASK, 0)
+    num_plain = next((i for i, word in enumerate(words) if not isinstance(word, int)), len(words))
+    for word in words[:num_plain]:
+        key = _draw_one(key, cast(int, word))
+    keys = np.array([key], dtype=np.uint64)
+    for word in words[num_plain:]:
         keys = draw(keys, word)
     return keys
 

@@ -263,7 +263,7 @@ def test_loader_processes_outlive_signals_but_not_their_worker(reader):
             for pid in loaders:
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                     os.kill(pid, number)
-            for _ in range(20):
+            for _ in range(300):  # through several blocks
                 worker.stdin.write("go on\n")
                 worker.stdin.flush()
                 assert worker.stdout.readline() == "step\n"

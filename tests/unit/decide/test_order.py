@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.decide.order import micro_batches, samples, shuffled, worker_part
+from shoal.decide.order import examples_of, micro_batches, samples, shuffled, worker_part
 
 
 @pytest.mark.parametrize("num_examples", [1, 2, 3, 4, 5, 7, 16, 17, 1000, 4095, 4096, 4097, 65_537, 300_007])
@@ -83,7 +83,7 @@ def test_samples_can_start_anywhere(first, count, n):
     epochs, indices = samples(first, count, n, seed=4)
     assert len(epochs) == len(indices) == count
     for i in range(count):
-        epoch, index = samples(first + i, 1, n, seed=4)
+        epoch, index = examples_of([first + i], n, seed=4)
         assert (epochs[i], indices[i]) == (epoch[0], index[0])
 
 
