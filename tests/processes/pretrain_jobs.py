@@ -26,7 +26,7 @@ from shoal.train.config import OptimConfig, RunConfig, TrainConfig
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch._dynamo", "shoal.recipes.albert.pretrain"])
 
-WORDS = "sun moon river stone bird tree wind light road hill rain field cloud leaf song house".split()
+WORDS = ["sun", "moon", "river", "stone", "bird", "tree", "wind", "light", "road", "hill", "rain", "field", "cloud", "leaf", "song", "house"]
 
 
 def small_text(path: Path, num_articles: int = 60) -> None:
@@ -59,7 +59,7 @@ def prepare_small(folder: Path) -> Path:
     return out
 
 
-def small_config(data: Path, run_dir: Path, **changes: Any) -> AlbertPretrainConfig:
+def small_config(text: Path, run_dir: Path, **changes: Any) -> AlbertPretrainConfig:
     """Return settings for 12 quick steps; ``changes`` are ``section={field: value}``."""
     config = AlbertPretrainConfig(
         model=AlbertModelConfig(
@@ -71,7 +71,7 @@ def small_config(data: Path, run_dir: Path, **changes: Any) -> AlbertPretrainCon
             intermediate_size=64,
             max_position_embeddings=32,
         ),
-        data=DataConfig(path=data, max_seq_length=32, max_predictions_per_seq=5),
+        data=DataConfig(path=text, max_seq_length=32, max_predictions_per_seq=5),
         train=TrainConfig(total_steps=12, global_batch_size=12, precision="fp32"),
         optim=OptimConfig(learning_rate=5e-3, warmup_steps=2),
         run=RunConfig(

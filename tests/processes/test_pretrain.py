@@ -119,14 +119,12 @@ def test_ten_kills_at_random_points_leave_no_trace_in_the_losses(
     config = jobs.small_config(data, tmp_path / "run", run={"checkpoint_frequency": 1})
     for attempt in range(10):
         workers = jobs.start(config, 2)
-        jobs.wait_for_step(tmp_path / "run", draw.randint(attempt, attempt + 2), workers)
-        draw_delay = draw.random() * 0.1
-        jobs.wait(workers[:1], deadline_s=draw_delay)
+        jobs.wait_for_step(tmp_path / "run", attempt // 2 + draw.randint(0, 3), workers)
+        workers[0].join(draw.random() * 0.05)
+        assert all(worker.is_alive() for worker in workers)
         jobs.kill(workers)
     assert jobs.run(config) == [EXIT_OK, EXIT_OK]
-    rows = read_record(tmp_path / "run")
-    assert sum(isinstance(row, record.Start) for row in rows) == 11 or isinstance(rows[-1], record.End)
-    assert any(isinstance(row, record.Resume) for row in rows)
+    assert any(isinstance(row, record.Resume) for row in read_record(tmp_path / "run"))
     assert jobs.losses(tmp_path / "run") == jobs.losses(whole_run)
 
 
