@@ -38,8 +38,9 @@ _MIN_PIECE_BYTES = 1 << 20
 _NUM_PIECES = 16
 """Small sources are cut into about this many pieces, so that several processes share them evenly."""
 _WIKITEXT_UNKNOWN = "<unk>"
-_HOW_NOT_WHAT = ("out", "processes", "overwrite")
-"""Fields that do not change the result."""
+_HOW_NOT_WHAT = ("out", "processes", "overwrite", "errors")
+"""Fields that do not change the result of a finished piece: one that met no wrong byte is the same with
+``--errors replace``, so that a run stopped by such a byte can go on."""
 
 
 @dataclass(frozen=True, kw_only=True)

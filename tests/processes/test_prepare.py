@@ -1,0 +1,392 @@
+"""`prepare_text` as real processes: any number of them, killed, out of space, given bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from shoal.data.corpus import find_files
+from shoal.data.manifest import Manifest
+from shoal.data.sentences import split_sentences
+from shoal.data.shards import Shard
+from shoal.env import test_data_dir as data_dir
+
+# what a command line does with the errors of the package
+DRIVER = """
+import json, sys
+from pathlib import Path
+from shoal.data.prepare import PrepareConfig, prepare_text
+from shoal.errors import ShoalError
+if __name__ == "__main__":
+    options = json.loads(sys.argv[1])
+    options |= {"out": Path(options["out"]), "sources": tuple(options["sources"])}
+    try:
+        prepare_text(PrepareConfig(**options))
+    except ShoalError as error:
+        print("error:", error, file=sys.stderr)
+        sys.exit(error.exit_code)
+"""
+# the sample is bounded at 10 million characters; with less, small sources show the same
+SMALL_SAMPLE = "import shoal.data.sample\nshoal.data.sample._SAMPLE_CHARACTERS = 200_000\n"
+DEADLINE_S = 120
+BASE = {"vocab_size": 300, "shard_bytes": 1 << 16, "processes": 2}
+
+
+def command(source: Path | str, out: Path, driver: str = DRIVER, **options: Any) -> list[str]:
+    values = {"sources": [str(source)], "out": str(out), **BASE, **options}
+    return [sys.executable, "-c", driver, json.dumps(values)]
+
+
+def prepare(
+    source: Path | str, out: Path, limit: Callable[[], None] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(source, out, **options), capture_output=True, text=True, timeout=DEADLINE_S, preexec_fn=limit
+    )
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(out.iterdir())}
+
+
+def identities(out: Path) -> dict[str, tuple[int, int]]:
+    """Inode and time of change of the shards whose piece is recorded as finished."""
+    numbers = {record.stem for record in (out / "pieces").glob("0*.json")}
+    return {
+        file.name: (file.stat().st_ino, file.stat().st_mtime_ns)
+        for file in out.glob("*-*.*")
+        if file.suffix != ".partial" and file.stem.rpartition("-")[2] in numbers
+    }
+
+
+def write_corpus(path: Path, num_bytes: int, seed: int = 0) -> Path:
+    """One article a line, of 20 to 60 sentences of made-up words; now and then with accents."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(1, 8))) for _ in range(2000)] + ["été", "Über"]
+    with path.open("w", encoding="utf-8") as file:
+        while file.tell() < num_bytes:
+            sentences = (
+                " ".join(rng.choices(words, k=rng.randint(5, 20))) for _ in range(rng.randint(20, 60))
+            )
+            file.write(" ".join(s.capitalize() + "." for s in sentences) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("source") / "corpus.txt", 1_250_000)
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Path) -> Path:
+    """The corpus, prepared without interruption."""
+    done = prepare(corpus, out := corpus.parent / "whole")
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_the_shards_hold_the_text(corpus: Path, whole: Path) -> None:
+    """Every article of the source, in order, with its sentences, encoded as the stored tokenizer does."""
+    manifest = Manifest.load(whole)
+    tokenizer = Tokenizer.from_file(str(whole / manifest.tokenizer.file))
+    tokenizer.encode_special_tokens = True
+    articles = corpus.read_text(encoding="utf-8").splitlines()
+    found: dict[str, list[list[list[int]]]] = {"train": [], "validation": []}
+    for split, documents in found.items():
+        for info in manifest.shards(split):
+            shard = Shard(whole, info, manifest.vocab_size)
+            for document in range(info.num_documents):
+                begin, end = shard.document_offsets[document : document + 2]
+                edges = shard.sentence_offsets[begin : end + 1]
+                documents.append([shard.tokens[a:b].tolist() for a, b in pairwise(edges)])
+    num_held_out = len(found["validation"])
+    assert abs(num_held_out - 0.05 * len(articles)) < 1
+    for article in articles:
+        encodings = tokenizer.encode_batch(split_sentences(article), add_special_tokens=False)
+        expected = [e.ids for e in encodings]
+        split = next(s for s in found if found[s] and found[s][0] == expected)
+        found[split].pop(0)
+    assert found == {"train": [], "validation": []}
+    assert len(manifest.shards("train")) == 20  # 1.25 MB in pieces of 64 KiB
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_the_number_of_processes_does_not_matter(
+    corpus: Path, whole: Path, tmp_path: Path, processes: int
+) -> None:
+    done = prepare(corpus, tmp_path / "out", processes=processes)
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "out") == contents(whole)
+
+
+def test_killed_again_and_again_it_ends_with_the_same_bytes(
+    corpus: Path, whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    rng = random.Random(3)
+    finished: dict[str, tuple[int, int]] = {}
+    num_kills = 0
+    while True:
+        process = subprocess.Popen(command(corpus, out), start_new_session=True, stderr=subprocess.DEVNULL)
+        # the first kills fall into planning and training, the later ones come after some new pieces
+        limit = len(list((out / "pieces").glob("0*.json"))) + rng.randint(1, 6) if num_kills > 1 else None
+        ends = time.monotonic() + (rng.uniform(0.3, 2) if limit is None else DEADLINE_S)
+        while process.poll() is None and time.monotonic() < ends:
+            if limit is not None and len(list((out / "pieces").glob("0*.json"))) >= limit:
+                time.sleep(rng.uniform(0, 0.1))
+                break
+            time.sleep(0.005)
+        if process.poll() is not None:
+            assert process.returncode == 0
+            break
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        num_kills += 1
+        now = identities(out) if out.exists() else {}
+        assert finished.items() <= now.items(), "a finished shard was written again"
+        finished = now
+        assert num_kills < 40
+    assert num_kills >= 5 and len(finished) > 10
+    after = {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in out.iterdir()}
+    assert finished.items() <= after.items()
+    assert contents(out) == contents(whole)
+
+
+def test_again_changed_and_anew(corpus: Path, whole: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "text.txt", tmp_path / "out"
+    source.write_bytes(corpus.read_bytes()[:300_000] + b"\n")
+    assert prepare(source, out).returncode == 0
+    before = {file.name: file.stat() for file in out.iterdir()}
+    done = prepare(source, out, processes=1)
+    assert done.returncode == 0 and "already prepared" in done.stderr
+    assert {file.name: file.stat().st_mtime_ns for file in out.iterdir()} == {
+        name: status.st_mtime_ns for name, status in before.items()
+    }
+    done = prepare(source, out, validation=0.2, vocab_size=299)
+    assert done.returncode == 2
+    assert "validation was 0.05 and is now 0.2; vocab_size was 300 and is now 299" in done.stderr.replace(
+        "\n", " "
+    )
+    assert "--overwrite" in done.stderr
+    with source.open("a") as file:
+        file.write("One more article. It is short.\n")
+    done = prepare(source, out)
+    assert done.returncode == 2 and "source_state" in done.stderr and "--overwrite" in done.stderr
+    assert {name: status.st_ino for name, status in before.items()} == {
+        f.name: f.stat().st_ino for f in out.iterdir()
+    }
+    assert prepare(corpus, out, overwrite=True).returncode == 0
+    assert contents(out) == contents(whole)
+
+
+def test_somebody_elses_directory_is_left_alone(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    for overwrite in (False, True):
+        done = prepare(corpus, tmp_path, overwrite=overwrite)
+        assert done.returncode == 2 and "thesis.tex" in done.stderr
+    assert (tmp_path / "thesis.tex").read_text() == "x"
+
+
+def test_one_at_a_time(corpus: Path, tmp_path: Path) -> None:
+    first = subprocess.Popen(command(corpus, tmp_path / "out"), stderr=subprocess.DEVNULL)
+    wait_for(lambda: (tmp_path / "out" / "prepare.json").exists())
+    second = prepare(corpus, tmp_path / "out")
+    assert second.returncode == 1 and "another process" in second.stderr
+    assert first.wait(DEADLINE_S) == 0
+
+
+def test_full_disk_keeps_what_is_finished(corpus: Path, whole: Path, tmp_path: Path) -> None:
+    """A limit on file sizes is a disk that is full for every file beyond it: real, and needs no root."""
+    out = tmp_path / "out"
+    sizes = sorted(file.stat().st_size for file in whole.glob("train-*.tokens"))
+    limit = sizes[-1] - 1  # all but the largest shard fit
+    assert limit > (whole / "tokenizer.json").stat().st_size
+    done = prepare(corpus, out, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    assert done.returncode == 1 and "no space left" in done.stderr and ".tokens" in done.stderr
+    assert "Traceback" not in done.stderr and not list(out.glob("*.partial"))
+    kept = identities(out)
+    done = prepare(corpus, out)
+    assert done.returncode == 0 and (not kept or "finished before" in done.stderr)
+    after = {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in out.iterdir()}
+    assert kept.items() <= after.items()
+    assert contents(out) == contents(whole)
+
+
+def test_wrong_bytes_stop_it_and_replace_goes_on(corpus: Path, tmp_path: Path) -> None:
+    lines = corpus.read_bytes().splitlines(keepends=True)
+    lines[-1] = b"Caf\xe9 au lait. " + lines[-1]
+    source = tmp_path / "bad.txt"
+    # the sample reads all of a source as small as this, so the byte is found before there is a shard
+    source.write_bytes(b"".join(lines))
+    done = prepare(source, tmp_path / "out")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"{source}, line {len(lines)}, byte 4 (byte " in done.stderr and "--errors replace" in done.stderr
+    assert prepare(source, tmp_path / "out", errors="replace").returncode == 0
+    assert prepare(source, tmp_path / "new", errors="replace").returncode == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "new")
+
+
+def test_wrong_byte_in_a_worker_keeps_finished_pieces(tmp_path: Path) -> None:
+    """Behind what the sample reads, it is a worker that finds the byte."""
+    source = write_corpus(tmp_path / "large.txt", 1_000_000)
+    with source.open("ab") as file:
+        file.write(b"Good. \xff Bad.\n")
+    options: dict[str, Any] = {"driver": SMALL_SAMPLE + DRIVER, "tokenizer": "wordpiece"}
+    done = prepare(source, tmp_path / "out", **options)
+    assert done.returncode == 2 and "0xff is not UTF-8" in done.stderr and "Traceback" not in done.stderr
+    kept = identities(tmp_path / "out")
+    assert len(kept) > 10
+    done = prepare(source, tmp_path / "out", errors="replace", **options)
+    assert done.returncode == 0 and "finished before" in done.stderr
+    after = {f.name: (f.stat().st_ino, f.stat().st_mtime_ns) for f in (tmp_path / "out").iterdir()}
+    assert kept.items() <= after.items()
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        (None, {}, "there is no such file"),
+        ("", {}, "is empty"),
+        (" \n\n", {}, "no article in the source"),
+        ("Only one article.\n", {}, "only one article"),
+        ("The quick brown fox jumps over it. So.\nOther.\n", {"vocab_size": 17}, "--vocab-size"),
+        ("One. Two.\nOther.\n", {"validation": 1.5}, "validation=1.5 must be"),
+        ("One. Two.\nOther.\n", {"format": "line"}, "Did you mean 'lines'"),
+        ("One. Two.\nOther.\n", {"tokenizer": "unigrm"}, "Did you mean 'unigram'"),
+    ],
+)
+def test_bad_input_is_one_clear_error(
+    tmp_path: Path, text: str | None, options: dict[str, Any], words: str
+) -> None:
+    source = tmp_path / "text.txt"
+    if text is not None:
+        source.write_text(text)
+    done = prepare(source, tmp_path / "out", **options)
+    assert done.returncode == 2 and words in done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("error:") == 1
+
+
+def test_a_directory_that_cannot_be_made(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    done = prepare(corpus, tmp_path / "file" / "out")
+    assert done.returncode == 1 and "cannot be written: Not a directory" in done.stderr
+
+
+def test_without_validation_there_is_one_split(tmp_path: Path) -> None:
+    source = tmp_path / "text.txt"
+    source.write_text("The one article. It has two sentences.\n")
+    assert prepare(source, tmp_path / "out", validation=0.0, vocab_size=60).returncode == 0
+    manifest = Manifest.load(tmp_path / "out")
+    assert list(manifest.splits) == ["train"]
+    assert [(s.num_documents, s.num_sentences) for s in manifest.shards("train")] == [(1, 2)]
+
+
+def test_wikitext_with_albert_tokenizer(tmp_path: Path) -> None:
+    """Real articles; `<unk>` of the data is the tokenizer's own."""
+    source, model = data_dir() / "wikitext2", data_dir() / "tokenizers" / "albert_spiece.model"
+    if not (source.is_dir() and model.is_file()):
+        pytest.skip(f"no WikiText-2 and ALBERT model in {data_dir()}; set SHOAL_TEST_DATA")
+    assert prepare(source, tmp_path / "out", tokenizer=str(model)).returncode == 0
+    manifest = Manifest.load(tmp_path / "out")
+    infos = [info for split in manifest.splits.values() for info in split]
+    assert sum(info.num_documents for info in infos) == 60 + 62
+    shards = [Shard(tmp_path / "out", info, manifest.vocab_size) for info in infos]
+    num_unknown = sum(int(np.count_nonzero(shard.tokens == manifest.unk_id)) for shard in shards)
+    files = find_files([str(source)], "auto")
+    assert {file.format for file in files} == {"wikitext"}
+    num_written = sum(file.path.read_text(encoding="utf-8").count("<unk>") for file in files)
+    assert num_written <= num_unknown < 1.6 * num_written
+    assert (manifest.vocab_size, manifest.tokenizer.kind) == (30_000, "unigram")
+
+
+def test_memory_does_not_grow_with_the_corpus(corpus: Path, whole: Path, tmp_path: Path) -> None:
+    # the parent's ru_maxrss would count what this process had before exec; VmHWM does not
+    measure = (
+        "import resource, re\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\n"
+    )
+    text = corpus.read_bytes()
+    peaks = []
+    for times in (4, 28):  # 5 and 35 MB
+        source = tmp_path / f"{times}.txt"
+        source.write_bytes(text * times)
+        options: dict[str, Any] = {"tokenizer": str(whole / "tokenizer.json"), "shard_bytes": 2 << 20}
+        arguments = command(source, tmp_path / str(times), SMALL_SAMPLE + DRIVER + measure, **options)
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+        peaks.append([int(line) / 1024 for line in done.stdout.split()])  # MiB: parent, largest worker
+    for small, large in zip(*peaks, strict=True):
+        assert large < small + 12, peaks  # the text itself grew by 29 MiB
+
+
+def test_a_killed_worker_is_said_and_a_killed_parent_leaves_no_orphans(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = subprocess.Popen(command(corpus, out), stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: any((out / "pieces").glob("0*.json")) or process.poll() is not None)
+    os.kill(next(workers_of(process.pid)), signal.SIGKILL)
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1 and "a worker process ended" in stderr and "Traceback" not in stderr
+
+    other = tmp_path / "other"
+    process = subprocess.Popen(command(corpus, other), stderr=subprocess.DEVNULL)
+    wait_for(lambda: any((other / "pieces").glob("0*.json")) or process.poll() is not None)
+    orphans = list(workers_of(process.pid))
+    assert len(orphans) == 2
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(is_running(pid) for pid in orphans))
+
+
+def test_it_starts_without_torch() -> None:
+    code = "import sys, shoal.data.prepare; print(*{'torch', 'transformers', 'datasets'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.slow
+def test_builtin_is_large_and_the_same_for_any_number_of_processes(tmp_path: Path) -> None:
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        assert (
+            prepare("builtin", out, processes=processes, vocab_size=8192, shard_bytes=64 << 20).returncode
+            == 0
+        )
+    assert (tmp_path / "1" / "builtin.txt").stat().st_size > 5_000_000
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.005)
+
+
+def workers_of(pid: int) -> Iterator[int]:
+    """Processes that `multiprocessing` spawned for ``pid``, without its resource tracker."""
+    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        with contextlib.suppress(OSError):
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                yield child
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
