@@ -1,0 +1,71 @@
+"""``shoal train`` as a person runs it: the launcher, its workers, signals, torchrun."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pretrain_jobs as jobs
+import pytest
+
+from shoal.errors import EXIT_OK, EXIT_STOPPED
+from shoal.record import Start, read_record
+
+SHOAL = (sys.executable, "-m", "shoal")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jobs.prepare_small(tmp_path_factory.mktemp("data"))
+
+
+def settings(data: Path, run_dir: Path, steps: int) -> list[str]:
+    return [
+        *("train", "albert", "--preset", "tiny", "--data.path", str(data), "--run.dir", str(run_dir)),
+        *("--model.hidden-size", "32", "--model.intermediate-size", "64", "--model.vocab-size", "96"),
+        *("--data.max-seq-length", "32", "--data.max-predictions-per-seq", "5"),
+        *("--train.total-steps", str(steps), "--optim.warmup-steps", "2", "--train.global-batch-size", "8"),
+        *("--run.log-frequency", "1", "--run.validation-frequency", str(steps)),
+    ]
+
+
+def test_sigterm_to_the_launcher_saves_and_the_same_command_continues(data: Path, tmp_path: Path) -> None:
+    command = [*SHOAL, *settings(data, tmp_path / "run", 400), "--workers", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while time.monotonic() < end and not (tmp_path / "run" / "record.jsonl").is_file():
+        time.sleep(0.05)
+    while time.monotonic() < end and max(jobs.losses(tmp_path / "run"), default=0) < 3:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == EXIT_STOPPED, err
+    assert "stopped at step" in err and "the same command continues" in err
+    assert "Traceback" not in err
+    stopped = max(jobs.losses(tmp_path / "run"))
+    assert 3 <= stopped < 400
+
+    shorter = [*SHOAL, *settings(data, tmp_path / "run", stopped + 3), "--workers", "1"]
+    result = subprocess.run(shorter, capture_output=True, text=True, timeout=120)
+    assert result.returncode == EXIT_OK, result.stderr
+    assert f"continuing from {tmp_path / 'run' / 'checkpoints'}" in result.stderr
+    assert sorted(jobs.losses(tmp_path / "run")) == list(range(1, stopped + 4))
+
+    again = subprocess.run(shorter, capture_output=True, text=True, timeout=120)
+    assert again.returncode == EXIT_OK
+    assert "is finished" in again.stdout and "to begin anew, name another --run.dir" in again.stdout
+
+
+def test_under_torchrun_the_same_command_joins(data: Path, tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "shoal", *settings(data, tmp_path / "run", 3)),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == EXIT_OK, result.stderr
+    (start,) = [row for row in read_record(tmp_path / "run") if isinstance(row, Start)]
+    assert start.num_workers == 2
+    assert sorted(jobs.losses(tmp_path / "run")) == [1, 2, 3]

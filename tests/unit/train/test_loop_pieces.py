@@ -1,0 +1,182 @@
+"""The small pieces of the loop: precision, loss scale, health, clock, window, progress, configuration."""
+
+from __future__ import annotations
+
+import math
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.errors import ShoalError, UsageError
+from shoal.recipes.albert.config import FIXED, AlbertPretrainConfig
+from shoal.record import PARTS, Step
+from shoal.train.clock import StepClock
+from shoal.train.config import DistributedConfig, as_tree, to_toml
+from shoal.train.health import NonFiniteWatch, memory_advice
+from shoal.train.precision import LossScale, choose_precision, has_native_bf16
+from shoal.train.progress import Progress, duration
+from shoal.train.run_dir import open_run_dir
+from shoal.train.window import StepWindow, peak_memory_bytes
+from shoal.train.world import choose_backend, choose_device
+
+CPU = torch.device("cpu")
+
+
+def test_auto_precision_is_bf16_only_where_it_is_native() -> None:
+    assert choose_precision("auto", CPU).name == ("bf16" if has_native_bf16(CPU) else "fp32")
+    with pytest.raises(UsageError, match="'fp8' must be one of auto, fp32, bf16, fp16"):
+        choose_precision("fp8", CPU)
+
+
+def test_autocast_computes_in_the_type_that_was_asked_for() -> None:
+    x = torch.ones(2, 2)
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        with choose_precision(name, CPU).autocast():
+            assert (x @ x).dtype == dtype
+
+
+def test_a_dynamic_scale_halves_at_an_overflow_and_doubles_after_the_interval() -> None:
+    scale = LossScale(enabled=True, growth_interval=3)
+    values = []
+    for finite in (False, True, True, True, True, True, False, True):
+        scale.update(finite=finite)
+        values.append(scale.value / 65_536)
+    assert values == [0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 0.5, 0.5]
+    other = LossScale(enabled=True, growth_interval=3)
+    other.load_state_dict(scale.state_dict())
+    for one in (scale, other):
+        one.update(finite=True)
+        one.update(finite=True)
+    assert other.value == scale.value == 65_536
+
+
+def test_a_static_scale_stays_and_without_fp16_there_is_none() -> None:
+    static = LossScale(enabled=True, static=128.0)
+    static.update(finite=False)
+    assert static.value == 128.0
+    assert LossScale(enabled=False, static=128.0).value == 1.0
+    with pytest.raises(UsageError, match=r"train\.loss_scale -1 must be above 0"):
+        LossScale(enabled=True, static=-1)
+
+
+def test_only_steps_in_a_row_count_as_not_finite() -> None:
+    watch = NonFiniteWatch(2)
+    assert [watch.note(bad=bad) for bad in (True, False, True, True)] == [False, False, False, True]
+    assert "not finite for 2 steps in a row, up to step 9; samples of that step: 0:3, 0:5." in str(
+        watch.error(9, ["0:3", "0:5"])
+    )
+
+
+def test_a_real_lack_of_memory_becomes_advice() -> None:
+    with pytest.raises(
+        ShoalError, match=r"--train\.micro-batch-size 16 or --model\.activation-checkpointing"
+    ):
+        with memory_advice(32):
+            torch.empty(1 << 55)
+    with pytest.raises(RuntimeError, match="other"):
+        with memory_advice(32):
+            raise RuntimeError("other")
+
+
+def test_the_parts_of_the_clock_sum_up_to_the_step() -> None:
+    clock = StepClock(CPU)
+    for _ in range(2):
+        clock.begin_step()
+        time.sleep(0.02)
+        clock.mark("forward")
+        clock.mark("backward")
+        time.sleep(0.01)
+        clock.end_step()
+    parts = clock.parts_s()
+    assert tuple(parts) == PARTS
+    assert sum(parts.values()) == pytest.approx(clock.step_s())
+    assert parts["forward"] >= 0.02 and parts["other"] >= 0.01
+    assert parts["backward"] < parts["forward"]
+    clock.reset()
+    assert clock.num_steps == 0
+
+
+def test_the_window_leaves_skipped_steps_out_of_the_norm() -> None:
+    window = StepWindow(2)
+    for norm in (1.0, math.inf, 3.0):
+        window.add(torch.tensor([1.0, 2.0]), 5, norm)
+    assert window.sums.tolist() == [3.0, 6.0]
+    assert (window.count, window.num_skipped(), window.mean_grad_norm()) == (15, 1, 2.0)
+    window.reset()
+    assert window.count == 0 and math.isnan(window.mean_grad_norm())
+
+
+def test_peak_memory_is_that_of_a_real_process() -> None:
+    assert 50e6 < peak_memory_bytes(CPU) < 50e9
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (75.4, "1:15"), (3_725, "1:02:05")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_without_a_terminal_there_is_a_plain_line_with_the_time_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress = Progress(100)
+    for step in (10, 20, 100):
+        progress.step(
+            Step(
+                step=step,
+                samples=step,
+                loss=2.5,
+                metrics={"mlm_accuracy": 0.25},
+                learning_rate=0.0,
+                loss_scale=1.0,
+                grad_norm=1.0,
+                weight_norm=1.0,
+                samples_per_s=64.0,
+                step_s=0.5,
+                parts_s={},
+            )
+        )
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [  # the second line would come too soon, the last always comes
+        "step 10/100  loss 2.500  mlm 25.0 %  64 sequences/s  ETA 0:45",
+        "step 100/100  loss 2.500  mlm 25.0 %  64 sequences/s  ETA 0:00",
+    ]
+
+
+def test_the_resolved_configuration_reads_back() -> None:
+    config = AlbertPretrainConfig()
+    tree = as_tree(config)
+    assert tomllib.loads(to_toml(tree)) == tree
+    odd = {"run": {"name": 'a "quoted" \\ name', "flag": True, "rate": 1e-7}}
+    assert tomllib.loads(to_toml(odd)) == odd
+
+
+def test_a_run_directory_holds_its_settings_and_refuses_others(tmp_path: Path) -> None:
+    tree = as_tree(AlbertPretrainConfig())
+    open_run_dir(tmp_path / "run", tree, FIXED)
+    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text()) == tree
+    longer = {**tree, "train": {**tree["train"], "total_steps": 7}}
+    open_run_dir(tmp_path / "run", longer, FIXED)
+    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text()) == longer
+    other = {**tree, "model": {**tree["model"], "hidden_size": 64}}
+    with pytest.raises(UsageError, match=r"model\.hidden_size = 768, and this command says 64"):
+        open_run_dir(tmp_path / "run", other, FIXED)
+    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text()) == longer
+    with pytest.raises(UsageError, match="cannot be written"):
+        open_run_dir(tmp_path / "run" / "config.toml" / "below", tree, FIXED)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_devices_without_a_gpu() -> None:
+    assert choose_device(DistributedConfig(), 0, 2) == CPU
+    with pytest.raises(UsageError, match="2 workers on this host but 0 GPUs"):
+        choose_device(DistributedConfig(device="cuda"), 0, 2)
+
+
+def test_backends() -> None:
+    assert choose_backend(DistributedConfig(), CPU) == "gloo"
+    assert choose_backend(DistributedConfig(backend="GLOO"), CPU) == "gloo"
+    with pytest.raises(UsageError, match=r"'glo' is not a backend .* Did you mean 'gloo'\?"):
+        choose_backend(DistributedConfig(backend="glo"), CPU)
