@@ -41,7 +41,7 @@ def work(folder: Path, orders: str, gloo: bool) -> int:
         if agree(stop.requested is not None):
             (folder / f"saved-{rank}").write_text(str(stop.requested))
             if mine == "slow-leave":
-                time.sleep(6.5)  # longer than a failure's grace
+                time.sleep(2.5)  # longer than the grace that a failure leaves the others
             return EXIT_STOPPED
         (folder / f"step-{rank}").write_text(str(step))
         time.sleep(0.02)

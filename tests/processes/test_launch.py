@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import signal
@@ -284,11 +285,13 @@ def test_repeated_signals_change_nothing(start: Start) -> None:
         job.signal(signal.SIGUSR1)
         time.sleep(0.005)
     job.await_file("saved-0", "saved-1")
-    for _ in range(40):  # until both are at the end of their interpreters
-        for rank in (0, 1):
-            if is_alive(job.pid_of(rank)):
+    end = time.monotonic() + START_DEADLINE_S
+    while alive := [rank for rank in (0, 1) if is_alive(job.pid_of(rank))]:  # to the interpreters' very end
+        assert time.monotonic() < end
+        for rank in alive:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(job.pid_of(rank), signal.SIGTERM)
-        time.sleep(0.01)
+        time.sleep(0.002)
     assert job.wait() == EXIT_STOPPED
     assert job.text == "worker 0 says hello; terminal: False\n"
 
