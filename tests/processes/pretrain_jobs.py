@@ -26,7 +26,24 @@ from shoal.train.config import OptimConfig, RunConfig, TrainConfig
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch._dynamo", "shoal.recipes.albert.pretrain"])
 
-WORDS = ["sun", "moon", "river", "stone", "bird", "tree", "wind", "light", "road", "hill", "rain", "field", "cloud", "leaf", "song", "house"]
+WORDS = [
+    "sun",
+    "moon",
+    "river",
+    "stone",
+    "bird",
+    "tree",
+    "wind",
+    "light",
+    "road",
+    "hill",
+    "rain",
+    "field",
+    "cloud",
+    "leaf",
+    "song",
+    "house",
+]
 
 
 def small_text(path: Path, num_articles: int = 60) -> None:

@@ -36,8 +36,8 @@ def estimate_memory(
     A layer keeps for the backward pass: input, query, key, value, context, two sums and two norms (9 ×
     hidden) and the feed-forward before and after its activation (2 × intermediate) for each token; fused
     attention keeps no matrix of weights. That is the count of Korthikanti et al. 2022 (arXiv 2205.05198,
-    section 4.1) without dropout masks. With activation checkpointing one layer's input is kept a layer, and one layer is
-    computed again at a time.
+    section 4.1) without dropout masks. With activation checkpointing one layer's input is kept a layer, and
+    one layer is computed again at a time.
 
     Args:
         num_logits: rows of logits times the vocabulary, of one micro-batch; kept in fp32 with their softmax.
