@@ -21,6 +21,7 @@ _LOCAL_NORMALIZERS = frozenset(
     ("Replace", "NFC", "NFD", "NFKC", "NFKD", "StripAccents", "Lowercase", "Precompiled", "BertNormalizer")
 )
 _LOCAL_PRE_TOKENIZERS = frozenset(("BertPreTokenizer", "WhitespaceSplit", "Punctuation", "Digits", "Split"))
+_WORDS_A_TEXT = 128
 _MAX_WORDS = 400_000
 """The dictionary starts anew beyond this: about 100 MB, since large corpora never run out of new words."""
 
@@ -38,7 +39,7 @@ class SentenceEncoder:
         self._unknown_id = unknown_id
         self._unknown_word = unknown_word
         self._by_word = words_stand_alone(tokenizer)
-        self._ids_of: dict[str, list[int]] = {}
+        self._ids_of: dict[str, bytes] = {}
 
     def encode(self, sentences: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         """Return the ids of each sentence (single blanks between words), uint32 ``[num_tokens]``."""
@@ -62,22 +63,35 @@ class SentenceEncoder:
             sentence.split(" ") if is_plain else None
             for sentence, is_plain in zip(sentences, plain, strict=True)
         ]
-        self._learn({word for some in words if some for word in some})
+        self._learn(set(chain.from_iterable(some for some in words if some is not None)))
         others = [sentence for sentence, is_plain in zip(sentences, plain, strict=True) if not is_plain]
         rest = iter(self._tokenizer.encode_batch_fast(others, add_special_tokens=False) if others else [])
-        ids_of = self._ids_of
+        # joining bytes takes half the time of chaining lists of numbers
+        ids_of = self._ids_of.__getitem__
         return [
-            np.array([i for word in some for i in ids_of[word]] if some else next(rest).ids, dtype=np.uint32)
+            np.array(next(rest).ids, dtype=np.uint32)
+            if some is None
+            else np.frombuffer(b"".join(map(ids_of, some)), dtype=np.uint32)
             for some in words
         ]
 
     def _learn(self, words: set[str]) -> None:
+        """Encode the words that are new, many in one text: alone each costs 15 µs, together 2 µs."""
         if len(self._ids_of) > _MAX_WORDS:
             self._ids_of.clear()
         new = sorted(words.difference(self._ids_of))
-        if new:
-            encodings = self._tokenizer.encode_batch_fast(new, add_special_tokens=False)
-            self._ids_of.update((word, encoding.ids) for word, encoding in zip(new, encodings, strict=True))
+        groups = [new[start : start + _WORDS_A_TEXT] for start in range(0, len(new), _WORDS_A_TEXT)]
+        encodings = self._tokenizer.encode_batch(
+            [" ".join(group) for group in groups], add_special_tokens=False
+        )
+        for group, encoding in zip(groups, encodings, strict=True):
+            ids = np.array(encoding.ids, dtype=np.uint32)
+            word_starts = np.cumsum([0] + [len(word) + 1 for word in group])
+            # a token is of the word that it ends in; one that is a blank alone ("▁") is of the next word
+            token_ends = np.array([end for _, end in encoding.offsets], dtype=np.int64)
+            edges = np.searchsorted(token_ends, word_starts, side="left").tolist()
+            for word, begin, end in zip(group, edges[:-1], edges[1:], strict=True):
+                self._ids_of[word] = ids[begin:end].tobytes()
 
 
 def words_stand_alone(tokenizer: Tokenizer) -> bool:

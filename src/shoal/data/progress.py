@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
 
 _LINE_EVERY_S = 10.0
 _MIB = 1 << 20
@@ -23,6 +23,11 @@ class Progress:
         self._bar: RichProgress | None = None
         self._task: TaskID | None = None
         if shown and sys.stderr.isatty():
+            # here, since worker processes import this module too and never show a bar
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as RichProgress
+
             columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
             self._bar = RichProgress(*columns, console=Console(stderr=True))
         self._name, self._total, self._begin_s, self._line_s = "", 0, 0.0, 0.0
