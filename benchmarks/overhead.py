@@ -17,7 +17,8 @@ import torch
 from benchmarks.harness import Benchmark
 from benchmarks.machine import ForeignCores
 from benchmarks.train_step_worker import our_steps, place, settings, write_text
-from shoal.recipes.albert.pretrain import Job, build, warm_up, write_line
+from shoal.recipes.albert.job import Job, build
+from shoal.recipes.albert.pretrain import warm_up, write_line
 from shoal.recipes.albert.scores import NUM_SUMS
 from shoal.train.config import required
 from shoal.train.progress import Progress

@@ -27,7 +27,8 @@ from shoal.env import Joined, joined
 from shoal.models.albert import transformers_config
 from shoal.models.albert_config import AlbertModelConfig
 from shoal.recipes.albert.config import AlbertPretrainConfig, DataConfig
-from shoal.recipes.albert.pretrain import Job, build, share_of, take_step, warm_up
+from shoal.recipes.albert.job import Job, build, share_of
+from shoal.recipes.albert.pretrain import take_step, warm_up
 from shoal.recipes.albert.scores import NUM_SUMS
 from shoal.train.config import OptimConfig, RunConfig, TrainConfig
 from shoal.train.world import World, join_world

@@ -69,7 +69,8 @@ def test_the_exported_model_scores_what_the_run_says(whole_run: Path, data: Path
     from transformers import AlbertForPreTraining
 
     from shoal.data.loader import held_out_batches
-    from shoal.recipes.albert.pretrain import INPUTS, open_data
+    from shoal.recipes.albert.job import open_data
+    from shoal.recipes.albert.pretrain import INPUTS
 
     model = AlbertForPreTraining.from_pretrained(whole_run / "transformers").eval()
     _, reader = open_data(jobs.small_config(data, whole_run))

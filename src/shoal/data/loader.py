@@ -13,7 +13,7 @@ never ends if a process hangs, and its errors come with a traceback in their tex
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def training_steps(
     num_steps: int,
     samples_consumed: int = 0,
     pin_memory: bool = False,
-) -> Iterator[list[Batch]]:
+) -> Generator[list[Batch]]:
     """Yield, for each of ``num_steps`` optimizer steps, this worker's micro-batches.
 
     The first step begins after ``samples_consumed`` samples; after step ``i`` (from 0) the state is
