@@ -1,17 +1,38 @@
-"""Skips are errors where the gate promises what a test needs."""
+"""Skips are listed with their reasons; where the gate promises what a test needs, a skip is a failure."""
 
 from __future__ import annotations
 
+import os
+import re
+
 import pytest
 
+from shoal.env import test_data_dir as data_dir
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List the skips with their reasons, counted."""
-    skipped = terminalreporter.stats.get("skipped", [])
-    reasons: dict[str, int] = {}
-    for report in skipped:
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        reasons[reason] = reasons.get(reason, 0) + 1
-    terminalreporter.write_line(f"{len(skipped)} skipped")
-    for reason, count in sorted(reasons.items()):
-        terminalreporter.write_line(f"  {count} × {reason}")
+MAY_BE_MISSING = [r"CUDA", r"GPU"]
+"""What a machine may lack and ``.ci/run`` cannot install; the real test data only if it is not there."""
+
+
+def _reasons(config: pytest.Config) -> list[str]:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter else []
+    return [r.longrepr[2] if isinstance(r.longrepr, tuple) else str(r.longrepr) for r in skipped]
+
+
+def _not_allowed(reasons: list[str]) -> list[str]:
+    allowed = MAY_BE_MISSING + ([] if data_dir().is_dir() else [r"SHOAL_TEST_DATA"])
+    return [reason for reason in reasons if not any(re.search(pattern, reason) for pattern in allowed)]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if os.environ.get("CI") and _not_allowed(_reasons(session.config)) and not session.exitstatus:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    reasons = _reasons(config)
+    terminalreporter.write_line(f"skipped: {len(reasons)}")
+    for reason in sorted(set(reasons)):
+        terminalreporter.write_line(f"  {reasons.count(reason)} × {reason}")
+    if os.environ.get("CI") and (promised := _not_allowed(reasons)):
+        terminalreporter.write_line(f"FAILED: {len(promised)} skips for what the gate should have provided")
