@@ -21,7 +21,7 @@ from shoal.errors import EXIT_STOPPED, ShoalError, UsageError
 from shoal.launch.local import launch
 
 JOB = Path(__file__).with_name("launch_job.py")
-START_DEADLINE_S = 60.0
+START_DEADLINE_S = 180.0
 GRACE_S = 1.0
 END_DEADLINE_S = 3 * (GRACE_S + 4)
 """A failure ends the job in the grace that the others get; three times that for a busy machine."""
