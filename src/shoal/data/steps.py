@@ -95,7 +95,7 @@ def loader_processes(steps: StepReader, num_processes: int) -> ProcessPoolExecut
 
 def submit_read(processes: ProcessPoolExecutor, steps: range) -> Future[list[list[Arrays]]]:
     """Have one of ``processes`` read steps."""
-    # A process may be started here. It inherits the mask, so no signal ends it before it ignores them.
+    # A process may be started here. It inherits the mask for its whole life.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_WORKER)
     try:
         return processes.submit(_read_in_process, steps)
@@ -112,8 +112,6 @@ _steps: StepReader  # of this loader process
 def _start_process(steps: StepReader) -> None:
     global _steps
     _steps = steps
-    for number in _LEFT_TO_WORKER:
-        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_worker, daemon=True).start()
 
 

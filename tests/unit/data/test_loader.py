@@ -178,7 +178,7 @@ def test_closing_early_ends_what_was_started(reader, num_loader_processes):
     next(steps)
     start = time.monotonic()
     steps.close()
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 120
     assert list(steps) == []
     assert loaders_of(os.getpid()) == []
 
@@ -270,7 +270,7 @@ def test_loader_processes_outlive_signals_but_not_their_worker(reader):
             assert all(is_running(pid) for pid in loaders)
         finally:
             worker.kill()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while any(is_running(pid) for pid in loaders):
             assert time.monotonic() < deadline, "a loader process outlives its worker"
             time.sleep(0.05)

@@ -300,10 +300,10 @@ try:
         manifest.save(directory)
     else:
         sentences = [[5] * 100] if what == "tokens" else [[5]] * 100
-        with ShardWriter(directory, "train-00001", 100) as writer:
-            for _ in range(20_000):
-                writer.add_document(sentences)
-            writer.finish()
+        writer = ShardWriter(directory, "train-00001", 100)
+        for _ in range(20_000):
+            writer.add_document(sentences)
+        writer.finish()
 except ShoalError as error:
     print(error)
     raise SystemExit(error.exit_code)

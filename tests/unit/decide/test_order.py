@@ -75,6 +75,7 @@ def test_samples_run_through_each_epoch_once():
     assert epochs.tolist() == np.repeat(np.arange(5), n).tolist()
     for epoch in range(5):
         assert sorted(indices[epochs == epoch]) == list(range(n))
+    assert len({tuple(indices[epochs == epoch]) for epoch in range(5)}) == 5
 
 
 @given(first=st.integers(0, 10_000), count=st.integers(0, 100), n=st.integers(1, 60))
