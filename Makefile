@@ -32,7 +32,7 @@ $(STAMP): $(SOURCES) | $(BIN)/uv
 	@touch $@
 
 train: $(STAMP)  ## pretrain the tiny ALBERT on English found in this Python, then write the report
-	$(BIN)/shoal prepare text builtin --out $(DATA)
+	$(BIN)/shoal prepare text builtin --out $(DATA) --vocab-size 2048
 	$(BIN)/shoal train albert --preset tiny --data.path $(DATA) --run.dir $(RUN) --workers $(WORKERS)
 	$(BIN)/shoal report $(RUN)
 

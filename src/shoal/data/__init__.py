@@ -1,9 +1,12 @@
 """Text on its way from raw files to batches.
 
-1. ``corpus`` reads articles from files (one a line, one a file, or English found in this Python).
-2. ``tokenizer`` trains a tokenizer on them or takes a given one; ``sentences`` finds sentence ends.
-3. ``prepare`` runs both in several processes and writes token shards through ``shards``.
+1. ``corpus`` reads articles from files: one a line, one a file, WikiText. ``builtin`` and ``prose`` find English
+   in this Python installation.
+2. ``sentences`` finds sentence ends; ``tokenizer`` trains a tokenizer on a ``sample`` or takes a given one.
+3. ``prepare`` cuts the source into ``pieces``, which several processes ``encode`` and write (``shard_writer``),
+   and puts the ``manifest`` together.
 4. ``shards`` maps the files of a split into memory: tokens, sentence and document offsets.
-5. ``examples`` makes masked-LM and sentence-order examples: a pure function of (seed, epoch, index).
-6. ``loader`` hands each worker its part of each global batch; its state is one integer.
+5. ``examples`` makes masked-LM and sentence-order examples, a pure function of (seed, epoch, index):
+   ``segments`` chooses the text, ``masking`` the tokens to predict.
+6. ``steps`` and ``loader`` hand each worker its part of each global batch; the state is one integer.
 """

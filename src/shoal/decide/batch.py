@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shoal.errors import UsageError
 
-LARGEST_DEFAULT_MICRO_BATCH = 32
+LARGEST_DEFAULT_MICRO_BATCH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +23,11 @@ class BatchPlan:
         return self.micro_batch_size * self.accumulation_steps
 
     def __str__(self) -> str:
+        steps = "step" if self.accumulation_steps == 1 else "steps"
+        workers = "worker" if self.num_workers == 1 else "workers"
         return (
-            f"{self.micro_batch_size} sequences × {self.accumulation_steps} accumulation steps × "
-            f"{self.num_workers} workers = {self.global_batch_size:,} sequences a step"
+            f"{self.micro_batch_size} sequences × {self.accumulation_steps} accumulation {steps} × "
+            f"{self.num_workers} {workers} = {self.global_batch_size:,} sequences a step"
         )
 
 

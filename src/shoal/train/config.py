@@ -25,7 +25,7 @@ class TrainConfig:
     global_batch_size: int = 4_096
     """Sequences in one optimizer step, over all workers."""
     micro_batch_size: int | None = None
-    """Sequences a worker computes at once; default: the largest divisor of its share up to 32."""
+    """Sequences a worker computes at once; default: the largest divisor of its share up to 64."""
     seed: int = 42
     """Seed of the initial weights, the data order, masking and dropout."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

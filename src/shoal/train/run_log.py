@@ -27,6 +27,7 @@ class RunLog:
         self._progress = progress
         self._hyper_parameters: dict[str, Any] = {}
         self.last_evaluation: Evaluation | None = None
+        self.references: dict[str, float] = {}
 
     def __enter__(self) -> RunLog:
         return self
@@ -40,9 +41,10 @@ class RunLog:
 
     def start(self, row: Start) -> None:
         self._record.write(row)
+        self.references = row.references
         self._progress.say(
             f"{row.run}: {row.recipe}, {row.num_parameters:,} parameters, {row.total_steps:,} steps\n"
-            f"world: {row.num_workers} workers on {row.num_hosts} hosts, {row.device}, "
+            f"world: {counted(row.num_workers, 'worker')} on {counted(row.num_hosts, 'host')}, {row.device}, "
             f"{row.backend}, {row.precision}"
         )
         self._hyper_parameters = {
@@ -129,7 +131,12 @@ def device_name(device: torch.device) -> str:
     """Return what a person calls the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads a worker"
+    return f"CPU, {counted(torch.get_num_threads(), 'thread')} a worker"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return ``1 host``, ``2 hosts``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def format_metrics(metrics: dict[str, float]) -> str:

@@ -19,10 +19,10 @@ def test_the_product_is_the_global_batch(micro: int, workers: int, accumulation:
 
 
 @given(st.integers(1, 5_000), st.integers(1, 16))
-def test_the_default_micro_batch_is_the_largest_divisor_up_to_32(share: int, workers: int) -> None:
+def test_the_default_micro_batch_is_the_largest_divisor_up_to_64(share: int, workers: int) -> None:
     plan = plan_batch(global_batch_size=share * workers, num_workers=workers, micro_batch_size=None)
     assert share % plan.micro_batch_size == 0
-    assert not any(share % larger == 0 for larger in range(plan.micro_batch_size + 1, 33))
+    assert not any(share % larger == 0 for larger in range(plan.micro_batch_size + 1, 65))
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,11 @@ from shoal.recipes.albert.config import FIXED, AlbertPretrainConfig
 from shoal.recipes.albert.job import Job, build, share_of
 from shoal.recipes.albert.scores import (
     NUM_SUMS,
-    chance_p_value,
     evaluate,
     metrics_of,
     reference_lines,
     total_loss,
+    verdict,
 )
 from shoal.train.checkpoint import Restored
 from shoal.train.config import as_tree, required
@@ -361,6 +361,5 @@ def finish(job: Job, seconds: float, log: RunLog | None) -> int:
         scores = log.last_evaluation
         assert scores is not None
         log.end(record.End(step=step, seconds=seconds, metrics=scores.metrics))
-        p_value = chance_p_value(scores.metrics["sop_accuracy"], scores.num_samples)
-        log.say(f"sentence order against guessing: p = {p_value:.2g} on {scores.num_samples:,} pairs")
+        log.say(verdict(scores, log.references))
     return EXIT_OK

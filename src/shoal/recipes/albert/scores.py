@@ -78,6 +78,19 @@ def reference_lines(batches: Iterator[Batch]) -> dict[str, float]:
     }
 
 
+def verdict(scores: record.Evaluation, references: dict[str, float]) -> str:
+    """Return what the held-out scores say, against knowing how often tokens occur and against guessing."""
+    loss, entropy = scores.metrics["mlm_loss"], references["mlm_loss"]
+    accuracy = scores.metrics["sop_accuracy"]
+    p_value = max(chance_p_value(accuracy, scores.num_samples), 1e-300)
+    return (
+        f"held-out masked-LM loss {loss:.3f}: {abs(entropy - loss):.2f} nats "
+        f"{'below' if loss < entropy else 'above'} the unigram entropy of its targets ({entropy:.3f})\n"
+        f"held-out sentence order {100 * accuracy:.1f} % right on {scores.num_samples:,} pairs "
+        f"(by guessing: p {'<' if p_value <= 1e-300 else '='} {p_value:.1e})"
+    )
+
+
 def chance_p_value(accuracy: float, num_samples: int) -> float:
     """Return the probability of at least this accuracy by guessing, one-sided (normal approximation)."""
     z = (accuracy - 0.5) / (0.5 / math.sqrt(num_samples))
