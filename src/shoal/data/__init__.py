@@ -1,9 +1,9 @@
 """Text on its way from raw files to batches.
 
-1. ``corpus`` reads articles from files: one a line, one a file, WikiText. ``builtin`` and ``prose`` find English
-   in this Python installation.
+1. ``corpus`` reads articles from files: one a line, one a file, WikiText. ``builtin`` and ``prose`` find
+   English in this Python installation.
 2. ``sentences`` finds sentence ends; ``tokenizer`` trains a tokenizer on a ``sample`` or takes a given one.
-3. ``prepare`` cuts the source into ``pieces``, which several processes ``encode`` and write (``shard_writer``),
+3. ``prepare`` cuts the source into ``pieces``, which several processes ``encode`` and ``shard_writer`` stores,
    and puts the ``manifest`` together.
 4. ``shards`` maps the files of a split into memory: tokens, sentence and document offsets.
 5. ``examples`` makes masked-LM and sentence-order examples, a pure function of (seed, epoch, index):

@@ -62,8 +62,8 @@ def test_dry_run_prints_settings_arithmetic_and_memory_and_starts_nothing(data: 
     arguments = ("--data.path", str(data), "--run.dir", str(tmp_path / "run"), "--workers", "2", "--dry-run")
     result = shoal(*TRAIN, *arguments, "--train.micro-batch-size", "4")
     assert result.returncode == 0, result.stderr
-    assert "4 sequences × 4 accumulation steps × 2 workers = 32 sequences a step" in result.stdout
-    assert "parameters   1,321,986" in result.stdout
+    assert "4 sequences × 16 accumulation steps × 2 workers = 128 sequences a step" in result.stdout
+    assert "parameters   529,410" in result.stdout
     assert "memory       about" in result.stdout
     assert not (tmp_path / "run").exists()
     toml = result.stdout.partition("\nbatch ")[0]
@@ -81,7 +81,7 @@ def test_options_go_before_the_file_and_the_file_before_the_preset(data: Path, t
     assert resolved["train"]["total_steps"] == 800
     assert resolved["train"]["seed"] == 7
     assert resolved["optim"]["learning_rate"] == 1.0
-    assert resolved["train"]["global_batch_size"] == 32  # the preset's
+    assert resolved["train"]["global_batch_size"] == 128  # the preset's
     again = tmp_path / "again.toml"
     again.write_text(result.stdout.partition("\nbatch ")[0])
     assert shoal(*TRAIN, "--config", str(again), "--dry-run").stdout == result.stdout
@@ -101,7 +101,7 @@ def test_every_preset_resolves(data: Path, preset: str) -> None:
         (("--train.global-batch-size", "33", "--workers", "2"), "does not divide over 2 workers"),
         (("--train.global-batch-size", "0"), "train.global_batch_size 0 must be at least 1"),
         (("--model.vocab-size", "90"), "90"),
-        (("--optim.warmup-steps", "4000"), "warmup_steps 4000 must lie between 0 and train.total_steps 3000"),
+        (("--optim.warmup-steps", "4000"), "warmup_steps 4000 must lie between 0 and train.total_steps 2400"),
         (("--data.max-seq-length", "256"), "max_seq_length 256 is more than model.max_position_embeddings"),
         (("--config", "nowhere.toml"), "nowhere.toml does not exist"),
         (("--run.dir", "/dev/null/run"), "run.dir /dev/null/run cannot be written"),
