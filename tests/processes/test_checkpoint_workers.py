@@ -215,6 +215,7 @@ def fail_on_one_worker(rank: int, run_dir: Path) -> None:
         checkpointer.save(3, state)
     assert [completed.step for completed in checkpointer.poll()] == [1]
     assert not list(run_dir.glob("checkpoints/*.tmp"))
+    dist.barrier()  # before the next save makes a temporary folder again
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     checkpointer.save(3, state)  # the state is not lost: with room again, it can be saved
     checkpointer.finish()
