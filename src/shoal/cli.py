@@ -181,6 +181,22 @@ def prepare_text(
 
 
 @app.command
+def export(source: Path, *, out: Path | None = None) -> None:
+    """Write a run's model and tokenizer as a directory that transformers loads.
+
+    Parameters
+    ----------
+    source
+        A run directory, whose newest checkpoint is taken, or one of its checkpoints.
+    out
+        What to write; default: transformers-STEP in the run directory.
+    """
+    from shoal.recipes.albert.export import export_run
+
+    print(export_run(source, out))
+
+
+@app.command
 def report(*runs: Path, out: Path | None = None) -> None:
     """Write one HTML page about one run, or several side by side.
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 from shoal import record
-from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED
+from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, UsageError
+from shoal.recipes.albert.export import export_run
 from shoal.record import read_record
 
 
@@ -223,6 +225,53 @@ def test_every_switch_trains(
     assert found[12] < found[1]
     if "loader_processes" in changes.get("data", {}):
         assert found == jobs.losses(whole_run)
+
+
+@pytest.mark.parametrize("load_from", ["transformers", "checkpoint"])
+def test_a_run_starts_from_the_weights_of_another(
+    data: Path, whole_run: Path, tmp_path: Path, load_from: str
+) -> None:
+    source = whole_run / "transformers" if load_from == "transformers" else whole_run
+    config = jobs.small_config(
+        data,
+        tmp_path / "run",
+        model={"load_from": load_from, "checkpoint_path": source},
+        optim={"learning_rate": 0.0},
+        train={"total_steps": 2},
+    )
+    assert jobs.run(config, 1) == [EXIT_OK]
+    ends = [row for run in (whole_run, tmp_path / "run") for row in read_record(run)[-1:]]
+    assert ends[1].metrics == pytest.approx(ends[0].metrics, rel=1e-5)  # type: ignore[union-attr]
+
+
+def test_export_of_any_checkpoint(whole_run: Path, tmp_path: Path) -> None:
+    from transformers import AlbertForPreTraining, AutoTokenizer
+
+    newest = export_run(whole_run)
+    assert newest.name == "transformers-12"
+    final = AlbertForPreTraining.from_pretrained(whole_run / "transformers").state_dict()
+    for name, tensor in AlbertForPreTraining.from_pretrained(newest).state_dict().items():
+        assert torch.equal(tensor, final[name]), name
+    older = export_run(whole_run / "checkpoints" / "step-00000006", tmp_path / "six")
+    other = AlbertForPreTraining.from_pretrained(older).state_dict()
+    assert any(not torch.equal(other[name], tensor) for name, tensor in final.items())
+    tokenizer = AutoTokenizer.from_pretrained(older)
+    ids = tokenizer("the moon [MASK]", add_special_tokens=False)["input_ids"]
+    assert tokenizer.mask_token_id == ids[-1] and tokenizer.unk_token_id not in ids
+    with pytest.raises(UsageError, match=r"it has no config\.toml"):
+        export_run(tmp_path)
+
+
+def test_a_shard_with_a_wrong_byte_is_named(data: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "text"
+    shutil.copytree(data, copy)
+    file = next(copy.glob("train-*.tokens"))
+    content = bytearray(file.read_bytes())
+    content[7] ^= 1
+    file.write_bytes(content)
+    assert jobs.run(jobs.small_config(copy, tmp_path / "run"), 1) == [EXIT_FAILURE]
+    message = (tmp_path / "run" / "worker-0.log").read_text()
+    assert f"{file} has the wrong checksum" in message and "Traceback" not in message
 
 
 def test_settings_that_the_state_depends_on_must_stay(data: Path, whole_run: Path) -> None:

@@ -63,7 +63,7 @@ def build(config: AlbertPretrainConfig, world: World) -> Job:
     )
     precision = choose_precision(config.train.precision, world.device)
     clock = StepClock(world.device)
-    train_reader, held_out_reader = open_data(config)
+    train_reader, held_out_reader = open_data(config, verifies=world.is_main)
     model = build_model(config, world)
     ddp = data_parallel(model, world, config.distributed, clock)
     optim = config.optim
@@ -91,8 +91,8 @@ def build(config: AlbertPretrainConfig, world: World) -> Job:
     )
 
 
-def open_data(config: AlbertPretrainConfig) -> tuple[ExampleReader, ExampleReader]:
-    """Return the readers of the training and the held-out examples."""
+def open_data(config: AlbertPretrainConfig, *, verifies: bool = True) -> tuple[ExampleReader, ExampleReader]:
+    """Return the readers of the training and the held-out examples; ``verifies`` reads every byte once."""
     data = config.data
     examples = ExampleConfig(
         max_seq_length=data.max_seq_length,
@@ -102,7 +102,10 @@ def open_data(config: AlbertPretrainConfig) -> tuple[ExampleReader, ExampleReade
         short_seq_prob=data.short_seq_prob,
         seed=config.train.seed,
     )
-    train, held_out = (TextShards(required(data.path), split) for split in ("train", "validation"))
+    verify = data.verify if verifies else "sizes"
+    train, held_out = (
+        TextShards(required(data.path), split, verify=verify) for split in ("train", "validation")
+    )
     train.manifest.check_vocabulary(config.model.vocab_size)
     return ExampleReader(train, examples), ExampleReader(held_out, examples)
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,10 +23,10 @@ from shoal.decide.draws import random_keys
 from shoal.decide.order import samples
 from shoal.env import Joined
 from shoal.errors import EXIT_OK, EXIT_STOPPED
-from shoal.models.albert import export_transformers
 from shoal.models.albert_config import num_parameters
 from shoal.optim.schedules import learning_rate
 from shoal.recipes.albert.config import FIXED, AlbertPretrainConfig
+from shoal.recipes.albert.export import write_export
 from shoal.recipes.albert.job import Job, build, share_of
 from shoal.recipes.albert.scores import (
     NUM_SUMS,
@@ -336,19 +335,6 @@ def leave(job: Job, step: int, stop: StopRequest, log: RunLog | None) -> int:
     return EXIT_STOPPED
 
 
-def export(job: Job, directory: Path) -> None:
-    """Write the model and its tokenizer as a transformers directory."""
-    shards = job.train_reader.shards
-    manifest = shards.manifest
-    names = ("cls", "sep", "mask", "pad", "unk")
-    export_transformers(
-        job.model,
-        directory,
-        tokenizer_file=shards.directory / manifest.tokenizer.file,
-        special_ids={f"{name}_token": getattr(manifest, f"{name}_id") for name in names},
-    )
-
-
 def finish(job: Job, seconds: float, log: RunLog | None) -> int:
     """Wait for the last checkpoint, export the model, write the summary."""
     job.checkpointer.finish()
@@ -357,7 +343,7 @@ def finish(job: Job, seconds: float, log: RunLog | None) -> int:
     if log:
         run_dir = required(job.config.run.dir)
         if not job.config.model.pre_layer_norm:
-            export(job, run_dir / "transformers")
+            write_export(job.model, job.train_reader.shards.directory, run_dir / "transformers")
         scores = log.last_evaluation
         assert scores is not None
         log.end(record.End(step=step, seconds=seconds, metrics=scores.metrics))

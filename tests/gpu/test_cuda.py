@@ -1,0 +1,65 @@
+"""What differs on a GPU: run on a machine that has one (`pytest -m gpu`)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
+import pretrain_jobs as jobs
+
+from shoal.errors import EXIT_OK
+from shoal.optim.lamb import Lamb
+from shoal.train.clock import StepClock
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_lamb_takes_the_same_steps_as_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    start = [torch.randn(64, 48), torch.randn(48)]
+    grads = [[torch.randn_like(w) for w in start] for _ in range(3)]
+    results = []
+    for device in ("cpu", "cuda"):
+        weights = [torch.nn.Parameter(w.clone().to(device)) for w in start]
+        optimizer = Lamb(weights, lr=0.01)
+        for step in grads:
+            for weight, grad in zip(weights, step, strict=True):
+                weight.grad = grad.to(device)
+            optimizer.step()
+        results.append([weight.detach().cpu() for weight in weights])
+    for cpu, cuda in zip(*results, strict=True):
+        torch.testing.assert_close(cpu, cuda, rtol=2e-6, atol=1e-7)
+
+
+def test_the_clock_reads_events() -> None:
+    clock = StepClock(torch.device("cuda"))
+    x = torch.randn(2_048, 2_048, device="cuda")
+    for _ in range(20):
+        x = torch.nn.functional.normalize(x @ x)
+    clock.mark("forward")
+    clock.mark("backward")
+    torch.cuda.synchronize()
+    clock.end_step()
+    parts = clock.parts_s()
+    assert parts["forward"] > parts["backward"] >= 0
+    assert sum(parts.values()) == pytest.approx(clock.step_s())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_run_on_one_gpu_continues_where_it_was_killed(tmp_path: Path, precision: str) -> None:
+    data = jobs.prepare_small(tmp_path)
+    config = jobs.small_config(data, tmp_path / "run", train={"precision": precision, "compile": False})
+    workers = jobs.start(config, 1)
+    jobs.wait_for_step(tmp_path / "run", 7, workers)
+    jobs.kill(workers)
+    assert jobs.run(config, 1) == [EXIT_OK]
+    found = jobs.losses(tmp_path / "run")
+    assert sorted(found) == list(range(1, 13))
+    assert found[12] < found[1]
