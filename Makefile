@@ -4,6 +4,7 @@
 PYTHON  ?= python3
 VENV    ?= .venv
 TORCH   ?= torch
+OLDEST  := torch==2.11.*
 WORKERS ?= 2
 DATA    ?= runs/builtin-text
 RUN     ?= runs/first-light
@@ -13,7 +14,7 @@ EXTRAS  := text,report,dev,bench
 STAMP   := $(VENV)/.installed
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h')
 
-.PHONY: help setup train test test-all lint clean
+.PHONY: help setup train test test-all bench lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -39,8 +40,14 @@ train: $(STAMP)  ## pretrain the tiny ALBERT on English found in this Python, th
 test: $(STAMP)  ## the tests of every change (at most 12 minutes on 2 cores)
 	$(BIN)/pytest -m 'not slow' -n 2
 
-test-all: $(STAMP)  ## all tests, the complete matrices too
-	$(BIN)/pytest
+test-all: $(STAMP)  ## all tests, the complete matrices too; then the quick ones on the oldest torch
+	$(BIN)/pytest -n 2
+	$(MAKE) VENV=.venv-oldest TORCH='$(OLDEST)' test
+
+bench: $(STAMP)  ## the figures of the README, to benchmarks/results (half an hour on a quiet machine)
+	@for name in reduce optimizers text_reader tokenise overhead train_step; do \
+	  $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json \
+	    --markdown benchmarks/results/$$name.md || true; done
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff format --check .

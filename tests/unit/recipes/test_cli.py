@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.data.manifest import Manifest, TokenizerInfo
-from shoal.data.shard_writer import ShardWriter
+from synthetic_text import prepare, random_documents
 
 
 def shoal(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -27,31 +26,10 @@ def said(result: subprocess.CompletedProcess[str]) -> str:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared directory of 500 tokens with a vocabulary of 100."""
+    """A prepared directory of a few documents with a vocabulary of 100."""
     folder = tmp_path_factory.mktemp("text")
-    (folder / "tokenizer.json").write_text("{}")
-    splits = {}
-    for split in ("train", "validation"):
-        writer = ShardWriter(folder, f"{split}-00000", 100)
-        for _ in range(5):
-            writer.add_document([[10 + i for i in range(10)] for _ in range(10)])
-        splits[split] = (writer.finish(),)
-    from shoal.data.files import sha256_of
-
-    Manifest(
-        vocab_size=100,
-        cls_id=2,
-        sep_id=3,
-        mask_id=4,
-        pad_id=0,
-        unk_id=1,
-        continues_word=bytes(100),
-        tokenizer=TokenizerInfo(
-            file="tokenizer.json", sha256=sha256_of(folder / "tokenizer.json"), kind="wordpiece"
-        ),
-        source="test",
-        splits=splits,
-    ).save(folder)
+    splits = {split: random_documents([100] * 5, vocab_size=100) for split in ("train", "validation")}
+    prepare(folder, splits, vocab_size=100)
     return folder
 
 
