@@ -65,8 +65,13 @@ def contents(out: Path) -> dict[str, bytes]:
 
 
 def identities(out: Path) -> dict[str, tuple[int, int]]:
-    """Inode and time of change of the shards whose piece is recorded as finished."""
+    """Inode and time of change of the shards whose piece is recorded as finished.
+
+    From the manifest on all of them are, and the records of the pieces are being removed.
+    """
     numbers = {record.stem for record in (out / "pieces").glob("0*.json")}
+    if (out / "manifest.json").is_file():
+        numbers = {file.stem.rpartition("-")[2] for file in out.glob("*-*.tokens")}
     return {
         file.name: (file.stat().st_ino, file.stat().st_mtime_ns)
         for file in out.glob("*-*.*")

@@ -123,6 +123,7 @@ def prepare_text(config: PrepareConfig, *, progress: bool = True) -> Manifest:
             clear(config.out)
         open_plan(config.out, _plan(config, files))
         if (config.out / MANIFEST).is_file():
+            shutil.rmtree(config.out / pieces.RECORDS, ignore_errors=True)  # killed while removing them
             shown.say(f"{config.out} is already prepared (--overwrite begins anew)")
             return Manifest.load(config.out)
         if len(others) < len(config.sources):
