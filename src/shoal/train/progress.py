@@ -28,12 +28,11 @@ class Progress:
         self._last_line_s = -SECONDS_BETWEEN_LINES
         if sys.stderr.isatty():
             self._bar = RichProgress(
-                TextColumn("[bold]training"),
-                BarColumn(),
+                BarColumn(bar_width=10),  # with the figures, a line of 80 characters
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
                 TextColumn("ETA"),
-                TimeRemainingColumn(),
+                TimeRemainingColumn(compact=True),
                 TextColumn("{task.fields[text]}"),
                 console=Console(stderr=True),
             )
@@ -53,7 +52,8 @@ class Progress:
         )
         figures += f"  {row.samples_per_s:,.0f} sequences/s"
         if self._bar is not None:
-            self._bar.update(self._task, completed=row.step, text=figures)
+            short = figures.replace("  ", " ").replace(" %", "%").replace("sequences", "seq")
+            self._bar.update(self._task, completed=row.step, text=short)
             return
         now = time.monotonic()
         if now - self._last_line_s >= SECONDS_BETWEEN_LINES or row.step == self._total:
