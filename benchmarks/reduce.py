@@ -16,7 +16,6 @@ import torch
 from benchmarks.harness import Benchmark
 from shoal import native
 
-BUFFER_BYTES = 25 * 2**20
 _SETTLE_S = 0.01
 """The threads of torch's last operation spin for some milliseconds; neither side starts among them."""
 
@@ -44,16 +43,17 @@ def main() -> int:
     num_threads: int = bench.args.threads
     torch.set_num_threads(num_threads)
     cases = [
-        (8, torch.float32, 1.8),
-        (4, torch.float32, None),
-        (2, torch.float32, None),
-        (8, torch.bfloat16, None),
-        (8, torch.float16, None),
+        (8, 25, torch.float32, 1.8),
+        (8, 100, torch.float32, None),  # where the chain's 25 MiB of sums would stay in a large cache
+        (4, 25, torch.float32, None),
+        (2, 25, torch.float32, None),
+        (8, 25, torch.bfloat16, None),
+        (8, 25, torch.float16, None),
     ]
-    for num_inputs, dtype, target in cases:
+    for num_inputs, size_mib, dtype, target in cases:
         if bench.quick and target is None:
             continue
-        count = BUFFER_BYTES // dtype.itemsize
+        count = size_mib * 2**20 // dtype.itemsize
         inputs = [torch.randn(count).to(dtype) for _ in range(num_inputs)]
         ours_out, peer_out = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)
 
@@ -65,7 +65,7 @@ def main() -> int:
 
         name = str(dtype).removeprefix("torch.")
         bench.compare(
-            f"{num_inputs} x 25 MiB {name}, {num_threads} threads",
+            f"{num_inputs} x {size_mib} MiB {name}, {num_threads} threads",
             ours=settled_ms(ours),
             peer=settled_ms(peer),
             peer_name="chain of torch.add",
