@@ -35,8 +35,8 @@ def has_native_bf16(device: torch.device) -> bool:
     """Whether ``device`` has units that multiply bf16 matrices."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    # AMX tiles multiply bf16. Processors that only have AVX-512 BF16's dot products stay with fp32: what those
-    # gain on a small model was not measured; --train.precision bf16 uses them.
+    # AMX tiles multiply bf16. Processors that only have AVX-512 BF16's dot products stay with fp32: what
+    # those gain was not measured; --train.precision bf16 uses them.
     return bool(torch.cpu._is_amx_tile_supported())
 
 
