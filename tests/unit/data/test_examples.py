@@ -6,11 +6,11 @@ import pickle
 import numpy as np
 import plain_examples as plain
 import pytest
-from synthetic_text import CLS, MASK, PAD, SEP, UNK, assert_binomial, prepare, random_documents
 
 from shoal.data.examples import ExampleConfig, ExampleReader, evenly_spread, mean_fill, unigram_entropy
 from shoal.data.shards import TextShards
 from shoal.errors import ShoalError, UsageError
+from synthetic_text import CLS, MASK, PAD, SEP, UNK, assert_binomial, prepare, random_documents
 
 MIXED = [5, 8, 30, 61, 62, 63, 200, 3, 1000, 500, 7, 64, 122, 123, 45]
 

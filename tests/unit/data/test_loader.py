@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from synthetic_text import prepare, random_documents
 
 from shoal.data.examples import ExampleConfig, ExampleReader
 from shoal.data.loader import LoaderConfig, held_out_batches, training_steps
 from shoal.data.shards import TextShards
 from shoal.data.steps import Share
 from shoal.errors import ShoalError, UsageError
+from synthetic_text import prepare, random_documents
 
 GLOBAL_BATCH = 24
 NUM_STEPS = 5

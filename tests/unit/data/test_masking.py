@@ -5,7 +5,6 @@ import plain_examples as plain
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic_text import assert_binomial
 
 from shoal.data.masking import (
     choose_ngrams,
@@ -15,6 +14,7 @@ from shoal.data.masking import (
     split_ngrams,
 )
 from shoal.decide.draws import draw, random_keys
+from synthetic_text import assert_binomial
 
 
 @pytest.mark.parametrize("max_ngram", [1, 2, 3, 5])

@@ -10,13 +10,13 @@ import sys
 
 import numpy as np
 import pytest
-from synthetic_text import TOKENIZER, prepare, random_documents
 
 from shoal.data.files import sha256_of
 from shoal.data.manifest import Manifest
 from shoal.data.shard_writer import ShardWriter
 from shoal.data.shards import TextShards
 from shoal.errors import ShoalError, UsageError
+from synthetic_text import TOKENIZER, prepare, random_documents
 
 LENGTHS = [40, 1, 300, 7, 0, 25, 1000, 3]
 
