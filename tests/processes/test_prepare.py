@@ -153,7 +153,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(
         ends = time.monotonic() + (rng.uniform(0.3, 2) if limit is None else DEADLINE_S)
         while process.poll() is None and time.monotonic() < ends:
             if limit is not None and len(list((out / "pieces").glob("0*.json"))) >= limit:
-                time.sleep(rng.uniform(0, 0.01))
+                time.sleep(rng.uniform(0, 0.002))
                 break
             time.sleep(0.005)
         if process.poll() is not None:
@@ -166,7 +166,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(
         assert finished.items() <= now.items(), "a finished shard was written again"
         finished = now
         assert num_kills < 40
-    assert num_kills >= 3 and finished
+    assert num_kills >= 5 and len(finished) > 10
     after = {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in out.iterdir()}
     assert finished.items() <= after.items()
     assert contents(out) == contents(whole)
