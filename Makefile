@@ -14,7 +14,13 @@ EXTRAS  := text,report,dev,bench
 STAMP   := $(VENV)/.installed
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h')
 
-.PHONY: help setup train test test-all bench lint clean
+comma   := ,
+# $(call core_tests,NAME,SANITIZERS): builds and runs them in build/core-NAME.
+core_tests = $(BIN)/cmake -S . -B build/core-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	  -DSHOAL_BUILD_TESTS=ON -DSHOAL_SANITIZE=$(2) --log-level=WARNING >/dev/null && \
+	$(BIN)/cmake --build build/core-$(1) -- --quiet && build/core-$(1)/shoal_core_tests
+
+.PHONY: help setup train test test-core test-all bench lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -37,8 +43,12 @@ train: $(STAMP)  ## pretrain the tiny ALBERT on English found in this Python, th
 	$(BIN)/shoal train albert --preset tiny --data.path $(DATA) --run.dir $(RUN) --workers $(WORKERS)
 	$(BIN)/shoal report $(RUN)
 
-test: $(STAMP)  ## the tests of every change (at most 12 minutes on 2 cores)
+test: test-core  ## the tests of every change (at most 12 minutes on 2 cores)
 	$(BIN)/pytest -m 'not slow' -n 2
+
+test-core: $(STAMP)  ## the C++ tests under address-, undefined-behaviour and thread sanitizer
+	@$(call core_tests,asan,address$(comma)undefined)
+	@$(call core_tests,tsan,thread)
 
 test-all: $(STAMP)  ## all tests, the complete matrices too; then the quick ones on the oldest torch
 	$(BIN)/pytest -n 2

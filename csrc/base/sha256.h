@@ -1,0 +1,20 @@
+// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104), for proving knowledge of a job's secret: a few hundred
+// bytes a connection, so plain code and no library. Not for bulk data.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+
+namespace shoal {
+
+using Digest = std::array<std::uint8_t, 32>;
+
+Digest sha256(std::span<const std::uint8_t> message);
+
+Digest hmac_sha256(std::span<const std::uint8_t> key, std::span<const std::uint8_t> message);
+
+// False at once when the lengths differ; else the time does not depend on where the bytes differ.
+bool equal_in_constant_time(std::span<const std::uint8_t> a, std::span<const std::uint8_t> b);
+
+}  // namespace shoal
