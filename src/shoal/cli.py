@@ -85,6 +85,11 @@ def train_albert(
     workers: int | None = None,
     nnodes: int = 1,
     rdzv: str | None = None,
+    on: Literal["local", "emulated"] = "local",
+    hosts: int | None = None,
+    nic: str | None = None,
+    helpers: int = 0,
+    helper_nic: str | None = None,
     dry_run: bool = False,
 ) -> int:
     """Pretrain ALBERT: masked language model and sentence order.
@@ -104,6 +109,16 @@ def train_albert(
         Hosts; start the same command on each, with --rdzv.
     rdzv
         HOST:PORT of the first host, where the hosts meet.
+    on
+        local: workers on this host; emulated: on hosts with a network of their own, made on this machine.
+    hosts
+        Emulated hosts, each with --workers workers.
+    nic
+        Rate of each emulated host's link in each direction, such as 200mbit; default: not limited.
+    helpers
+        Emulated helper hosts, which only sum gradients.
+    helper_nic
+        Rate of the helper hosts' links; default: --nic.
     dry_run
         Print the resolved settings, the batch arithmetic, parameters and memory, and stop.
     """
@@ -111,7 +126,18 @@ def train_albert(
 
     return start.run(
         settings,
-        start.Launch(preset=preset, num_workers=workers, nnodes=nnodes, rdzv=rdzv, dry_run=dry_run),
+        start.Launch(
+            preset=preset,
+            num_workers=workers,
+            nnodes=nnodes,
+            rdzv=rdzv,
+            on=on,
+            hosts=hosts,
+            nic=nic,
+            helpers=helpers,
+            helper_nic=helper_nic,
+            dry_run=dry_run,
+        ),
         command=[sys.executable, "-m", "shoal", *sys.argv[1:]],
     )
 
@@ -178,6 +204,52 @@ def prepare_text(
         overwrite=overwrite,
     )
     text.prepare_text(settings)
+
+
+@app.command
+def emulate(
+    *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    hosts: int,
+    nic: str | None = None,
+    helpers: int = 0,
+    helper_nic: str | None = None,
+    workers_per_host: int = 1,
+    log_dir: Path | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Run any command on emulated hosts: `shoal emulate --hosts 8 --nic 1gbit -- python job.py`.
+
+    Each host has a network of its own with a link of the given rate; processor, memory and files are this
+    machine's. The command finds its place in torchrun's variables. Needs Linux, root and iproute2.
+
+    Parameters
+    ----------
+    command
+        The command and its arguments, after `--`.
+    hosts
+        Hosts to make.
+    nic
+        Rate of each host's link in each direction, such as 200mbit; default: not limited.
+    helpers
+        Helper hosts, each with a server that sums gradients for backend shoal.
+    helper_nic
+        Rate of the helper hosts' links; default: --nic.
+    workers_per_host
+        How often the command runs on each host.
+    log_dir
+        Folder for the output of all ranks but the first; default: a temporary one, kept after a failure.
+    dry_run
+        Print the hosts, their addresses and rates, and stop.
+    """
+    from shoal.launch import emulated_job
+
+    where = emulated_job.Hosts(
+        hosts=hosts, nic=nic, helpers=helpers, helper_nic=helper_nic, workers_per_host=workers_per_host
+    )
+    if dry_run:
+        print(where.check())
+        return EXIT_OK
+    return emulated_job.emulate(command, where, log_dir=log_dir)
 
 
 @app.command

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from shoal.data.manifest import Manifest
 from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.decide.memory import MemoryEstimate, estimate_memory
 from shoal.env import joined
 from shoal.errors import EXIT_OK, UsageError
+from shoal.launch.emulated_job import Hosts, launch_emulated
 from shoal.launch.local import launch
 from shoal.models.albert_config import num_parameters
 from shoal.recipes.albert.config import AlbertPretrainConfig
@@ -26,6 +28,38 @@ class Launch:
     nnodes: int
     rdzv: str | None
     dry_run: bool
+    on: Literal["local", "emulated"] = "local"
+    hosts: int | None = None
+    nic: str | None = None
+    helpers: int = 0
+    helper_nic: str | None = None
+
+    def emulated_hosts(self) -> Hosts | None:
+        """Return the emulated hosts to run on, or ``None`` for this host.
+
+        Raises:
+            UsageError: options that do not go together.
+        """
+        if self.on == "local":
+            given = {"--hosts": self.hosts, "--nic": self.nic, "--helper-nic": self.helper_nic}
+            names = [name for name, value in given.items() if value is not None]
+            names += ["--helpers"] if self.helpers else []
+            if names:
+                raise UsageError(f"{', '.join(names)} set up emulated hosts: add --on emulated")
+            return None
+        if self.hosts is None:
+            raise UsageError("--on emulated needs --hosts N, the number of hosts to emulate")
+        if self.nnodes != 1 or self.rdzv is not None:
+            raise UsageError(
+                "--nnodes and --rdzv name real hosts and do not go with --on emulated: use --hosts"
+            )
+        return Hosts(
+            hosts=self.hosts,
+            nic=self.nic,
+            helpers=self.helpers,
+            helper_nic=self.helper_nic,
+            workers_per_host=1 if self.num_workers is None else self.num_workers,
+        )
 
 
 def run(config: AlbertPretrainConfig, how: Launch, *, command: list[str]) -> int:
@@ -42,8 +76,12 @@ def run(config: AlbertPretrainConfig, how: Launch, *, command: list[str]) -> int
         from shoal.recipes.albert.pretrain import pretrain
 
         return run_worker(lambda: pretrain(config, joined=place, command=command))
-    num_local = how.num_workers or default_num_workers()
-    num_workers = num_local * how.nnodes
+    emulated = how.emulated_hosts()
+    if emulated is None:
+        num_local = how.num_workers or default_num_workers()
+        num_workers, hosts = num_local * how.nnodes, ""
+    else:
+        num_workers, hosts = emulated.num_workers, emulated.check()
     batch = plan_batch(
         global_batch_size=config.train.global_batch_size,
         num_workers=num_workers,
@@ -51,10 +89,12 @@ def run(config: AlbertPretrainConfig, how: Launch, *, command: list[str]) -> int
     )
     manifest = check_data(config)
     if how.dry_run:
-        print(describe(config, batch, manifest))
+        print(describe(config, batch, manifest, hosts=hosts))
         return EXIT_OK
     run_dir = required(config.run.dir)
     require_writable(run_dir)
+    if emulated is not None:
+        return launch_emulated(command, emulated, log_dir=run_dir / "logs")
     return launch(command, num_workers=num_local, nnodes=how.nnodes, rdzv=how.rdzv, log_dir=run_dir / "logs")
 
 
@@ -88,8 +128,8 @@ def check_data(config: AlbertPretrainConfig) -> Manifest:
     return manifest
 
 
-def describe(config: AlbertPretrainConfig, batch: BatchPlan, manifest: Manifest) -> str:
-    """Return what a dry run prints: settings, arithmetic, parameters, memory."""
+def describe(config: AlbertPretrainConfig, batch: BatchPlan, manifest: Manifest, *, hosts: str = "") -> str:
+    """Return what a dry run prints: settings, emulated hosts if any, arithmetic, parameters, memory."""
     memory = estimate(config, batch)
     steps, sequences = config.train.total_steps, config.train.total_steps * batch.global_batch_size
     tokens = sum(shard.num_tokens for shard in manifest.shards("train"))
@@ -97,6 +137,7 @@ def describe(config: AlbertPretrainConfig, batch: BatchPlan, manifest: Manifest)
     return "\n".join(
         [
             to_toml(as_tree(config)),
+            *([hosts, ""] if hosts else []),
             f"batch        {batch}",
             f"run          {steps:,} steps, {sequences:,} sequences, about {epochs:,.1f} times the "
             f"{tokens:,} tokens of {config.data.path}",
