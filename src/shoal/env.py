@@ -19,6 +19,15 @@ LAUNCH_DIR = "SHOAL_LAUNCH_DIR"
 
 TEST_DATA = "SHOAL_TEST_DATA"
 
+SECRET = "SHOAL_SECRET"
+"""The job's secret, known to its workers and servers; or ``SHOAL_SECRET_FILE``, a file that holds it."""
+HELPERS = "SHOAL_HELPERS"
+"""Servers on helper hosts: ``10.0.0.7:4400,10.0.0.8:4400*2.0``; the factor is the link's bandwidth over a worker's."""
+INTERFACE = "SHOAL_INTERFACE"
+"""Address or name of the network interface on which the backend listens."""
+HOST_ID = "SHOAL_HOST_ID"
+"""Overrides what tells whether two workers share a host; tests make several hosts of one machine with it."""
+
 # (rank, number of workers, local rank, local number of workers) as each launcher names them
 _MPI_NAMES = {
     "Open MPI": (
@@ -30,6 +39,15 @@ _MPI_NAMES = {
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 _DEFAULT_PORT = 29_500
+
+
+@dataclass(frozen=True, kw_only=True)
+class HelperAddress:
+    """Where a server on a helper host listens, and its bandwidth as a multiple of a worker host's."""
+
+    address: str
+    port: int
+    bandwidth: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +101,61 @@ def launch_dir(environ: Mapping[str, str] | None = None) -> Path | None:
     """Return the folder shared with our own launcher, or ``None`` under another one."""
     value = (os.environ if environ is None else environ).get(LAUNCH_DIR)
     return Path(value) if value else None
+
+
+def secret(environ: Mapping[str, str] | None = None) -> bytes | None:
+    """Return the job's secret from ``SHOAL_SECRET`` or the file ``SHOAL_SECRET_FILE``, or ``None``.
+
+    Raises:
+        UsageError: the file cannot be read, or the secret is empty.
+    """
+    environ = os.environ if environ is None else environ
+    name, value = SECRET, environ.get(SECRET)
+    if value is None:
+        name, path = SECRET + "_FILE", environ.get(SECRET + "_FILE")
+        if path is None:
+            return None
+        try:
+            value = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as problem:
+            raise UsageError(f"{name}={path} cannot be read as text: {problem}") from None
+    if not value.strip():
+        raise UsageError(f"{name} holds no secret; put a long random text there, the same on all hosts")
+    return value.strip().encode()
+
+
+def helpers(environ: Mapping[str, str] | None = None) -> list[HelperAddress]:
+    """Return the servers named in ``SHOAL_HELPERS``.
+
+    Raises:
+        UsageError: an entry is not ``address:port`` or ``address:port*bandwidth``.
+    """
+    value = (os.environ if environ is None else environ).get(HELPERS, "")
+    found = []
+    for entry in filter(None, (part.strip() for part in value.split(","))):
+        place, _, factor = entry.partition("*")
+        address, _, port = place.rpartition(":")
+        try:
+            bandwidth = float(factor) if "*" in entry else 1.0
+        except ValueError:
+            bandwidth = 0.0
+        if not (address and port.isdecimal() and 0 < int(port) < 1 << 16 and 0 < bandwidth < float("inf")):
+            raise UsageError(
+                f"{HELPERS} has the entry {entry!r}; an entry is address:port, or address:port*2.0 for a helper "
+                "with twice the bandwidth of a worker's host"
+            )
+        found.append(HelperAddress(address=address, port=int(port), bandwidth=bandwidth))
+    return found
+
+
+def interface(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the address or interface name in ``SHOAL_INTERFACE``, or ``None``."""
+    return (os.environ if environ is None else environ).get(INTERFACE) or None
+
+
+def host_id(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the host identity that ``SHOAL_HOST_ID`` imposes, or ``None``."""
+    return (os.environ if environ is None else environ).get(HOST_ID) or None
 
 
 def test_data_dir(environ: Mapping[str, str] | None = None) -> Path:

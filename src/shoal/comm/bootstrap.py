@@ -1,0 +1,154 @@
+"""How the ranks of a group find each other: each puts its address into torch's store and reads the others'."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+import struct
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shoal import env
+from shoal.comm.engine import Engine, EngineOptions, Helper, Peer
+from shoal.decide.links import chunk_pattern
+from shoal.errors import UsageError
+
+_LOOPBACK = "127.0.0.1"
+_SECRET_BYTES = 32
+_SIOCGIFADDR = 0x8915
+_INTERFACE_NAME_BYTES = 15
+
+
+def host_identity() -> str:
+    """Return a text that is the same for two processes exactly if they may share memory.
+
+    It holds the boot id, the network namespace (a container or an emulated host has its own), the file system
+    of ``/dev/shm`` and the node's name. ``SHOAL_HOST_ID`` overrides it.
+    """
+    if given := env.host_id():
+        return given
+    parts = [os.uname().nodename]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
+        try:
+            parts.append(str(Path(path).stat().st_ino) if "/ns/" in path else Path(path).read_text().strip())
+        except OSError:
+            parts.append("?")
+    try:
+        parts.append(str(Path("/dev/shm").stat().st_dev))
+    except OSError:
+        parts.append("?")
+    return "/".join(parts)
+
+
+def local_address(store: dist.Store) -> str:
+    """Return the IPv4 address on which this process is to listen.
+
+    That is ``SHOAL_INTERFACE``, or else the address from which this host reaches the store.
+
+    Raises:
+        UsageError: there is no such interface.
+    """
+    if given := env.interface():
+        return interface_address(given)
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    host = store.host if isinstance(store, dist.TCPStore) else socket.gethostname()
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: it only chooses a route
+            return str(probe.getsockname()[0])
+    except OSError:
+        return _LOOPBACK
+
+
+def interface_address(given: str) -> str:
+    """Return the address itself, or that of the interface of this name.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    try:
+        socket.inet_aton(given)
+        return given
+    except OSError:
+        pass
+    request = struct.pack("256s", given.encode()[:_INTERFACE_NAME_BYTES])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+        except OSError as problem:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise UsageError(
+                f"SHOAL_INTERFACE={given}: no such address or interface with an IPv4 address ({problem.strerror}); "
+                f"this host has {names}"
+            ) from None
+
+
+def connect_engine(
+    store: dist.Store, rank: int, size: int, group: str, global_rank: int, timeout: timedelta
+) -> Engine:
+    """Make this rank's engine and connect it to all others. All ranks call it.
+
+    Raises:
+        CommError: a rank did not come in time or refused the secret.
+        UsageError: an environment variable is wrong.
+    """
+    rules = _common_rules(store, rank)
+    address = local_address(store)
+    given = env.secret()
+    engine = Engine(
+        rank=rank,
+        size=size,
+        group=group,
+        secret=given if given is not None else bytes.fromhex(rules["secret"]),
+        address=address,
+        options=EngineOptions(),
+    )
+    me = {
+        "host": host_identity(),
+        "address": address,
+        "port": engine.port,
+        "global_rank": global_rank,
+        "pid": os.getpid(),
+    }
+    store.set(f"peer/{rank}", json.dumps(me))
+    records = [json.loads(store.get(f"peer/{other}")) for other in range(size)]
+    peers = [Peer(**record) for record in records]
+    helpers = [Helper(address=h["address"], port=h["port"], name=h["name"]) for h in rules["helpers"]]
+    pattern = chunk_pattern([peer.host for peer in peers], [h["bandwidth"] for h in rules["helpers"]])
+    engine.connect(peers, helpers, pattern, segment=rules["segment"], timeout_s=timeout.total_seconds())
+    return engine
+
+
+def _common_rules(store: dist.Store, rank: int) -> dict[str, Any]:
+    """Return what rank 0 decides for all.
+
+    Without ``SHOAL_SECRET`` the secret is random and lies in the store: whoever can read the store may join.
+    """
+    if rank == 0:
+        helpers = [
+            {"address": h.address, "port": h.port, "bandwidth": h.bandwidth, "name": f"{h.address}:{h.port}"}
+            for h in env.helpers()
+        ]
+        if helpers and env.secret() is None:
+            raise UsageError(
+                "SHOAL_HELPERS is set but SHOAL_SECRET is not; helper hosts admit only who knows their secret: set "
+                "SHOAL_SECRET or SHOAL_SECRET_FILE on all hosts"
+            )
+        rules = {
+            "helpers": helpers,
+            "segment": f"shoal-{os.getpid()}-{secrets.token_hex(8)}",
+            "secret": "" if env.secret() is not None else secrets.token_hex(_SECRET_BYTES),
+        }
+        store.set("rules", json.dumps(rules))
+        return rules
+    found: dict[str, Any] = json.loads(store.get("rules"))
+    if not found["secret"] and env.secret() is None:
+        raise UsageError("rank 0 has a SHOAL_SECRET and this rank has none; set the same on all hosts")
+    return found

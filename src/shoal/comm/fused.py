@@ -1,0 +1,234 @@
+"""Collectives on several tensors, or on lists: laid out in one block of memory, done in one operation.
+
+One block of n bytes is shared out over the servers evenly, whatever the tensors' sizes are. Below, a row is
+what belongs to one rank; ``all_gather`` fills rows, ``reduce_scatter`` sums them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm import operands
+from shoal.comm.work import EngineWork, JoinedWork
+from shoal.errors import UsageError
+
+
+class Fused:
+    """The collectives of one group that take many tensors. ``submit`` is the group's way to the engine."""
+
+    def __init__(self, submit: Callable[..., EngineWork], rank: int, size: int) -> None:
+        self._submit = submit
+        self._rank = rank
+        self._size = size
+
+    def all_reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        works: list[dist.Work] = []
+        for same in _by_dtype(tensors, tensors):
+            group = [tensors[index] for index in same]
+            op = operands.reduction(opts.reduceOp, group[0])
+            if len(group) == 1 and operands.is_block(group[0]) and op.factor is None:
+                flat, finish = group[0].detach(), None
+            else:
+                flat = torch.cat([operands.block(tensor).view(-1) for tensor in group])
+                flat = flat if op.factor is None else flat * op.factor
+                finish = _copy_back(group, flat)
+            numbers, dtype = operands.numbers(flat)
+            works.append(
+                self._submit(
+                    "all_reduce",
+                    numbers,
+                    numbers,
+                    numbers.numel(),
+                    dtype,
+                    op=op.name,
+                    shape=_shape(group, flat),
+                    timeout=opts.timeout,
+                    result=group,
+                    finish=finish,
+                )  # fmt: skip
+            )
+        return _joined(works, tensors)
+
+    def all_gather(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
+        """Each output has ``size`` rows of its input's elements."""
+        for output, input in zip(outputs, inputs, strict=True):
+            self.check_rows("all_gather_into_tensor", "output", output, "input", input)
+        if len(inputs) == 1:
+            return self._all_gather_one(outputs[0], inputs[0], opts)
+        source = torch.cat([operands.as_bytes(tensor) for tensor in inputs])
+        rows = torch.empty(self._size, source.numel(), dtype=torch.uint8)
+        staged = [operands.destination(output) for output in outputs]
+
+        def finish() -> None:
+            begin = 0
+            for block, copy in staged:
+                mine = block.view(-1).view(torch.uint8).view(self._size, -1)
+                mine.copy_(rows[:, begin : begin + mine.shape[1]])
+                begin += mine.shape[1]
+                if copy is not None:
+                    copy()
+
+        return self._submit(
+            "all_gather", source, rows, source.numel(), "uint8",
+            shape=source.shape, timeout=opts.timeout, result=outputs, finish=finish,
+        )  # fmt: skip
+
+    def _all_gather_one(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
+        source, (target, finish) = operands.block(input), operands.destination(output)
+        place = source.data_ptr() - target.data_ptr()
+        if (
+            operands.shares_memory(source, target)
+            and place != self._rank * source.numel() * source.element_size()
+        ):
+            source = source.clone()
+        flat, dtype = operands.plain(source)
+        return self._submit(
+            "all_gather", flat, operands.plain(target)[0], flat.numel(), dtype,
+            shape=input.shape, timeout=opts.timeout, result=[output], finish=finish,
+        )  # fmt: skip
+
+    def all_gather_list(self, outputs: list[Tensor], input: Tensor, opts: Any) -> dist.Work:
+        """Output r is rank r's tensor; they may differ in size, if every rank gives the same sizes."""
+        if len(outputs) != self._size:
+            raise UsageError(
+                f"all_gather: {len(outputs)} output tensors for {self._size} ranks; give one a rank"
+            )
+        for rank, output in enumerate(outputs):
+            if output.dtype != input.dtype:
+                raise UsageError(
+                    f"all_gather: output tensor {rank} is {output.dtype} and the input {input.dtype}; they must be "
+                    "the same"
+                )
+        if outputs[self._rank].numel() != input.numel():
+            raise UsageError(
+                f"all_gather: this rank's output tensor has shape {tuple(outputs[self._rank].shape)} and its input "
+                f"{tuple(input.shape)}; they must have the same number of elements"
+            )
+        width = max(output.numel() for output in outputs)
+        source = operands.block(input).view(-1)
+        if source.numel() < width:
+            source = torch.cat([source, source.new_zeros(width - source.numel())])
+        rows = torch.empty(self._size, width, dtype=input.dtype)
+
+        def finish() -> None:
+            for row, output in zip(rows, outputs, strict=True):
+                output.detach().copy_(row[: output.numel()].view(output.shape))
+
+        flat, dtype = operands.plain(source)
+        return self._submit(
+            "all_gather", flat, operands.plain(rows)[0], flat.numel(), dtype,
+            shape=input.shape, timeout=opts.timeout, result=[outputs], finish=finish,
+        )  # fmt: skip
+
+    def all_gather_lists(
+        self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any
+    ) -> dist.Work:
+        """``output_lists[i][r]`` is rank r's tensor i."""
+        for outputs, input in zip(output_lists, inputs, strict=True):
+            if len(outputs) != self._size or any(output.numel() != input.numel() for output in outputs):
+                raise UsageError(
+                    f"all_gather_coalesced: a list of {len(outputs)} outputs of {[o.numel() for o in outputs]} "
+                    f"elements for {self._size} ranks with {input.numel()} elements each; give one a rank, as large"
+                )
+        tables = [torch.empty(self._size, input.numel(), dtype=input.dtype) for input in inputs]
+        work = self.all_gather(tables, inputs, opts)
+
+        def finish() -> None:
+            for table, outputs in zip(tables, output_lists, strict=True):
+                for row, output in zip(table, outputs, strict=True):
+                    output.detach().copy_(row.view(output.shape))
+
+        assert isinstance(work, EngineWork)
+        work.finish_also(finish, output_lists)
+        return work
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
+        """Each input has ``size`` rows of its output's elements; row r of the sum goes to rank r."""
+        for output, input in zip(outputs, inputs, strict=True):
+            self.check_rows("reduce_scatter_tensor", "input", input, "output", output)
+        works = []
+        for same in _by_dtype(outputs, inputs):
+            tables = [operands.block(inputs[index]).view(self._size, -1) for index in same]
+            table = tables[0] if len(tables) == 1 else torch.cat(tables, dim=1)
+            works.append(self._reduce_scatter_table([outputs[index] for index in same], table, opts))
+        return _joined(works, outputs)
+
+    def reduce_scatter_list(self, output: Tensor, inputs: list[Tensor], opts: Any) -> dist.Work:
+        """Input r is what this rank adds for rank r; they may differ in size, the same on all ranks."""
+        if len(inputs) != self._size:
+            raise UsageError(
+                f"reduce_scatter: {len(inputs)} input tensors for {self._size} ranks; give one a rank"
+            )
+        if inputs[self._rank].numel() != output.numel() or any(
+            input.dtype != output.dtype for input in inputs
+        ):
+            raise UsageError(
+                f"reduce_scatter: the output is {output.dtype} of shape {tuple(output.shape)}, the inputs are "
+                f"{[(str(i.dtype), tuple(i.shape)) for i in inputs]}; all dtypes must be the same, and this rank's "
+                "input as large as its output"
+            )
+        width = max(input.numel() for input in inputs)
+        table = torch.zeros(self._size, width, dtype=output.dtype)
+        for row, input in zip(table, inputs, strict=True):
+            row[: input.numel()].copy_(operands.block(input).view(-1))
+        return self._reduce_scatter_table([output], table, opts)
+
+    def _reduce_scatter_table(self, outputs: list[Tensor], table: Tensor, opts: Any) -> EngineWork:
+        op = operands.reduction(opts.reduceOp, table)
+        if op.factor is not None:
+            table = table * op.factor
+        target, finish = outputs[0].detach(), None
+        direct = len(outputs) == 1 and operands.is_block(target) and target.numel() == table.shape[1]
+        if not direct or operands.shares_memory(target, table):
+            target = torch.empty(table.shape[1], dtype=table.dtype)
+            finish = _copy_back(outputs, target)
+        input, dtype = operands.numbers(table)
+        output, _ = operands.numbers(target)
+        return self._submit(
+            "reduce_scatter", input, output, output.numel(), dtype,
+            op=op.name, shape=_shape(outputs, target), timeout=opts.timeout, result=outputs, finish=finish,
+        )  # fmt: skip
+
+    def check_rows(self, name: str, large_name: str, large: Tensor, small_name: str, small: Tensor) -> None:
+        if large.dtype != small.dtype:
+            raise UsageError(
+                f"{name}: the input and output tensors are {large.dtype} and {small.dtype}; convert one"
+            )
+        if large.numel() != self._size * small.numel():
+            raise UsageError(
+                f"{name}: the {large_name} tensor has shape {tuple(large.shape)} and the {small_name} tensor "
+                f"{tuple(small.shape)}; the {large_name} must have {self._size} (the ranks of the group) times as "
+                "many elements"
+            )
+
+
+def _by_dtype(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[list[int]]:
+    if not outputs:
+        raise UsageError("a collective of an empty list of tensors: give at least one")
+    groups: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(inputs):
+        groups.setdefault(tensor.dtype, []).append(index)
+    return list(groups.values())
+
+
+def _copy_back(tensors: Sequence[Tensor], flat: Tensor) -> Callable[[], None]:
+    def finish() -> None:
+        begin = 0
+        for tensor in tensors:
+            tensor.detach().copy_(flat[begin : begin + tensor.numel()].view(tensor.shape))
+            begin += tensor.numel()
+
+    return finish
+
+
+def _shape(tensors: Sequence[Tensor], flat: Tensor) -> Sequence[int]:
+    return tensors[0].shape if len(tensors) == 1 else flat.shape
+
+
+def _joined(works: Sequence[dist.Work], result: Any) -> dist.Work:
+    return works[0] if len(works) == 1 else JoinedWork(works, result)

@@ -1,0 +1,255 @@
+"""What an asynchronous collective returns: wait for it, ask it, or have a future of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from shoal.comm.engine import CommError
+
+NO_TIMEOUT = timedelta(0)
+
+# A wait returns to Python this often, for signals and for what others ask of a rank that waits.
+SLICE_S = 1.0
+_IDLE_S = 0.1
+
+
+class Waiting(Protocol):
+    """What works need of their group."""
+
+    def is_done(self, handle: int) -> bool: ...
+    def wait_once(self, handle: int, timeout_s: float) -> bool: ...
+    def forget(self, handle: int) -> None: ...
+    def complete_later(self, work: EngineWork) -> None: ...
+
+
+class EngineWork(dist.Work):
+    """One operation of the engine.
+
+    ``finish`` runs once, after the engine is done and before anybody sees the result. ``operands`` keeps alive
+    the memory that the engine reads and writes.
+    """
+
+    def __init__(
+        self,
+        group: Waiting,
+        handle: int,
+        name: str,
+        result: Any,
+        operands: Sequence[Any],
+        finish: Callable[[], None] | None,
+    ) -> None:
+        super().__init__()
+        self._group = group
+        self.handle = handle
+        self._name = name
+        self._result = result
+        self._operands: Sequence[Any] = operands
+        self._finish = finish
+        self._lock = threading.Lock()
+        self._settled = False
+        self._error: Exception | None = None
+        self._begun: Future[Any] | None = None
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Wait until the result is there.
+
+        Raises:
+            CommError: the group has failed, or ``timeout`` has passed (the operation itself goes on until the
+                deadline it was started with).
+        """
+        if not self._settled:
+            limit_s = timeout.total_seconds()
+            end = time.monotonic() + limit_s if limit_s > 0 else None
+            self._await(end, limit_s)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _await(self, end: float | None, limit_s: float) -> None:
+        try:
+            while not self._group.wait_once(
+                self.handle, SLICE_S if end is None else max(0.0, min(SLICE_S, end - time.monotonic()))
+            ):
+                if end is not None and time.monotonic() >= end:
+                    raise CommError(
+                        f"{self._name}: waited {limit_s:g} s as asked and it is still under way; wait longer, "
+                        "or look which rank is late"
+                    )
+        except CommError as error:
+            if not self._group.is_done(self.handle):
+                raise
+            self.settle(error)
+        else:
+            self.settle(None)
+
+    def finish_also(self, finish: Callable[[], None], result: Any) -> None:
+        """Add a step after the others, which then leaves ``result``; only by who has just made this work."""
+        before = self._finish
+
+        def both() -> None:
+            if before is not None:
+                before()
+            finish()
+
+        with self._lock:
+            if self._settled:
+                finish()
+            else:
+                self._finish = both
+            self._result = result
+
+    def settle(self, error: Exception | None) -> None:
+        """Note that the engine is done with it."""
+        with self._lock:
+            if self._settled:
+                return
+            try:
+                if error is None and self._finish is not None:
+                    self._finish()
+            except Exception as problem:
+                error = problem
+            self._error = error
+            self._finish, self._operands = None, ()
+            self._settled = True
+        self._group.forget(self.handle)
+
+    def settle_now(self) -> None:
+        """Note the outcome of an operation that is done."""
+        try:
+            self._group.wait_once(self.handle, 0.0)
+        except CommError as error:
+            self.settle(error)
+        else:
+            self.settle(None)
+
+    def is_completed(self) -> bool:
+        if not self._settled and self._group.is_done(self.handle):
+            self.settle_now()
+        return self._settled
+
+    def is_success(self) -> bool:
+        return self._settled and self._error is None
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+    def result(self) -> Any:
+        return self._result
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of the output tensors."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            begun: Future[Any] = Future()
+            self._begun = begun
+            # A failure raised by a callback reaches C++ (DDP's reducer) as the error of this second future.
+            self._future = begun.then(self._outcome)
+            future = self._future
+        if self.is_completed():
+            begun.set_result(None)
+        else:
+            self._group.complete_later(self)
+        return future
+
+    def complete_future(self) -> None:
+        """Called by the completer once the engine is done."""
+        if not self._settled:
+            self.settle_now()
+        if self._begun is not None:
+            self._begun.set_result(None)
+
+    def _outcome(self, _: Future[Any]) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class Completer:
+    """A thread that sets the futures of operations as they are done; it starts with the first one."""
+
+    def __init__(self, watch: Callable[[int], None], next_watched: Callable[[float], list[int]]) -> None:
+        self._watch = watch
+        self._next_watched = next_watched
+        self._works: dict[int, EngineWork] = {}
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def add(self, work: EngineWork) -> None:
+        with self._changed:
+            self._works[work.handle] = work
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="shoal-futures", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        self._watch(work.handle)
+
+    def stop(self) -> None:
+        """End the thread; futures that are still open are completed with the group's outcome."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        for work in list(self._works.values()):
+            work.complete_future()
+        self._works.clear()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._works or self._stopping)
+                if self._stopping:
+                    return
+            for handle in self._next_watched(_IDLE_S):
+                with self._changed:
+                    work = self._works.pop(handle, None)
+                if work is not None:
+                    work.complete_future()
+
+
+class JoinedWork(dist.Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[dist.Work], result: Any) -> None:
+        super().__init__()
+        self._works = tuple(works)
+        self._result = result
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def result(self) -> Any:
+        return self._result
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> Future[Any]:
+        def outcome(all_done: Future[Any]) -> Any:
+            for part in all_done.value():
+                part.value()
+            return self._result
+
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(outcome)
