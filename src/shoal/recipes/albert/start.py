@@ -137,7 +137,6 @@ def describe(config: AlbertPretrainConfig, batch: BatchPlan, manifest: Manifest,
     return "\n".join(
         [
             to_toml(as_tree(config)),
-            *([hosts, ""] if hosts else []),
             f"batch        {batch}",
             f"run          {steps:,} steps, {sequences:,} sequences, about {epochs:,.1f} times the "
             f"{tokens:,} tokens of {config.data.path}",
@@ -145,6 +144,7 @@ def describe(config: AlbertPretrainConfig, batch: BatchPlan, manifest: Manifest,
             f"memory       about {_size(memory.total_bytes)} a worker: weights "
             f"{_size(memory.weights_bytes)}, gradients {_size(memory.gradients_bytes)}, optimizer "
             f"{_size(memory.optimizer_bytes)}, activations {_size(memory.activations_bytes)}",
+            *([f"emulated hosts\n{hosts}"] if hosts else []),
             "dry run: nothing was started",
         ]
     )

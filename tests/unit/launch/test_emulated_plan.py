@@ -1,0 +1,133 @@
+"""Emulated clusters on paper: rates, addresses, variables, and what a user can get wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+import pytest
+
+from shoal.env import joined
+from shoal.errors import UsageError
+from shoal.launch.emulated import Cluster
+from shoal.launch.emulated_job import Hosts
+from shoal.launch.emulated_plan import (
+    bridge_links,
+    describe,
+    format_rate,
+    helpers_setting,
+    parse_rate,
+    plan_cluster,
+    shaping,
+    worker_places,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("200mbit", 200e6), ("1gbit", 1e9), ("1.5 Gbit", 1.5e9), ("800kbit", 800e3), ("9600bit", 9600)],
+)
+def test_rates(text: str, rate: float) -> None:
+    assert parse_rate(text, option="--nic") == rate
+    assert parse_rate(format_rate(int(rate)), option="--nic") == rate
+
+
+@pytest.mark.parametrize(
+    "text", ["", "fast", "200", "0mbit", "-1mbit", "200mbps", "1e3mbit", "200mbit/s", "0.1bit"]
+)
+def test_a_rate_that_is_none(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--helper-nic .* such as 200mbit"):
+        parse_rate(text, option="--helper-nic")
+
+
+def test_a_rate_in_bytes_is_named_as_such() -> None:
+    with pytest.raises(UsageError, match="megabytes"):
+        parse_rate("200mbps", option="--nic")
+
+
+def test_hosts_have_addresses_and_names_of_their_own() -> None:
+    plan = plan_cluster(hosts=250, helpers=250, nic="1gbit", prefix="p")
+    for values in (
+        {host.address for host in plan.hosts},
+        {host.name for host in plan.hosts},
+        {host.port for host in plan.hosts},
+    ):
+        assert len(values) == 500
+    assert max(len(host.port) for host in plan.hosts) <= 15  # the kernel's limit
+    assert [host.is_helper for host in plan.hosts] == [False] * 250 + [True] * 250
+    assert (plan.hosts[0].address, plan.hosts[250].address) == ("10.77.0.1", "10.77.1.1")
+
+
+def test_helpers_are_announced_with_their_ratio() -> None:
+    plan = plan_cluster(hosts=2, helpers=2, nic="200mbit", helper_nic="300mbit", prefix="p")
+    assert helpers_setting(plan, announce_rates=True) == "10.77.1.1:7070*1.5,10.77.1.2:7070*1.5"
+    assert helpers_setting(plan, announce_rates=False) == "10.77.1.1:7070,10.77.1.2:7070"
+    plain = plan_cluster(hosts=2, helpers=1, nic="200mbit", prefix="p")
+    assert helpers_setting(plain, announce_rates=True) == "10.77.1.1:7070"
+
+
+def test_workers_find_their_places() -> None:
+    plan = plan_cluster(hosts=2, helpers=1, prefix="p")
+    for rank in range(6):
+        variables = worker_places(plan, rank=rank, workers_per_host=3, master_port=29_501)
+        place = joined(variables)
+        assert place is not None
+        assert (place.place.rank, place.place.num_workers) == (rank, 6)
+        assert (place.place.local_rank, place.place.num_local_workers) == (rank % 3, 3)
+        assert (place.master_addr, place.master_port) == ("10.77.0.1", 29_501)
+        assert variables["GROUP_RANK"] == variables["NODE_RANK"] == str(rank // 3)
+
+
+def test_commands_for_the_kernel() -> None:
+    plan = plan_cluster(hosts=1, nic="200mbit", prefix="p")
+    lines = bridge_links([plan.hosts[0]], ["/proc/7/fd/5"]).splitlines()
+    assert "link add host0 type veth peer name eth0 netns /proc/7/fd/5" in lines
+    assert shaping("host0", 200_000_000) == (
+        "qdisc add dev host0 root tbf rate 200000000bit burst 256k latency 50ms\n"
+    )
+    assert shaping("host0", None) == ""
+
+
+def test_description() -> None:
+    plan = plan_cluster(hosts=2, helpers=1, nic="200mbit", helper_nic="1gbit", prefix="p")
+    assert [line.split() for line in describe(plan, workers_per_host=2).splitlines()] == [
+        ["host0", "10.77.0.1", "200mbit", "rank", "0-1"],
+        ["host1", "10.77.0.2", "200mbit", "rank", "2-3"],
+        ["helper0", "10.77.1.1", "1gbit", "server,", "port", "7070"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        (Hosts(hosts=0), "--hosts 0 must be from 1 to 250"),
+        (Hosts(hosts=251), "--hosts 251"),
+        (Hosts(hosts=1, helpers=-1), "--helpers -1"),
+        (Hosts(hosts=1, helper_nic="1gbit"), "--helper-nic 1gbit needs --helpers"),
+        (Hosts(hosts=1, workers_per_host=0), "0 workers per host must be at least 1"),
+        (Hosts(hosts=1, nic="1"), "--nic '1'"),
+    ],
+)
+def test_what_cannot_be(hosts: Hosts, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        hosts.check()
+
+
+def test_not_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: f"/sbin/{name}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(UsageError, match="need root"):
+        Cluster(hosts=1)
+
+
+def test_no_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None if name in ("ip", "tc") else name)
+    with pytest.raises(UsageError, match=r"need the programs ip, tc, .* apt-get install iproute2"):
+        Cluster(hosts=1)
+
+
+def test_not_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(UsageError, match="this is darwin"):
+        Cluster(hosts=1)
