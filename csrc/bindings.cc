@@ -1,9 +1,11 @@
 // Python's view of the core. The only file that includes nanobind; it releases the GIL while kernels run.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
@@ -13,6 +15,9 @@
 #include <vector>
 
 #include "base/cpu.h"
+#include "engine/combine.h"
+#include "engine/engine.h"
+#include "engine/helper.h"
 #include "engine/reduce.h"
 #include "optim/lamb.h"
 
@@ -147,6 +152,106 @@ std::vector<std::string> simd_levels() {
   return names;
 }
 
+// ---- the two-hop engine ---------------------------------------------------------------------------------
+
+shoal::Bytes secret_of(const nb::bytes& secret) {
+  const auto* data = reinterpret_cast<const std::uint8_t*>(secret.c_str());
+  return {data, data + secret.size()};
+}
+
+using PeerTuple = std::tuple<std::string, std::string, int, int, int>;
+using HelperTuple = std::tuple<std::string, int, std::string>;
+
+void connect(shoal::Engine& engine, const std::vector<PeerTuple>& peers, const std::vector<HelperTuple>& helpers,
+             const std::vector<int>& pattern, const std::string& segment, double timeout_s) {
+  std::vector<shoal::PeerInfo> peer_infos;
+  for (const auto& [host, address, port, global_rank, pid] : peers) {
+    peer_infos.push_back({host, address, port, global_rank, pid});
+  }
+  std::vector<shoal::HelperInfo> helper_infos;
+  for (const auto& [address, port, name] : helpers) helper_infos.push_back({address, port, name});
+  nb::gil_scoped_release release;
+  engine.connect(std::move(peer_infos), std::move(helper_infos), pattern, segment, timeout_s);
+}
+
+std::uint64_t submit(shoal::Engine& engine, const std::string& kind, std::uintptr_t input, std::uintptr_t output,
+                     std::uint64_t count, const std::string& dtype, const std::string& op, int root,
+                     const std::vector<std::int64_t>& shape, double timeout_s) {
+  shoal::OpSpec spec;
+  spec.kind = shoal::kind_named(kind);
+  spec.element = shoal::element_named(dtype);
+  spec.count = count;
+  spec.root = root;
+  spec.input = reinterpret_cast<const std::byte*>(input);
+  spec.output = reinterpret_cast<std::byte*>(output);
+  spec.timeout_s = timeout_s;
+  spec.shape = shape;
+  if (spec.kind == shoal::Kind::delegated) spec.name = op;
+  else spec.combine = shoal::combine_named(op);
+  nb::gil_scoped_release release;
+  return engine.submit(std::move(spec));
+}
+
+std::vector<std::tuple<std::string, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>> take_trace(
+    shoal::Engine& engine) {
+  std::vector<std::tuple<std::string, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>> events;
+  for (const shoal::TraceEvent& each : engine.take_trace()) {
+    events.emplace_back(each.what, each.begin_ns, each.end_ns, each.seq, each.chunk);
+  }
+  return events;
+}
+
+void bind_engine(nb::module_& m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::exception<shoal::GroupError>(m, "GroupError", PyExc_RuntimeError);
+  nb::class_<shoal::EngineOptions>(m, "EngineOptions")
+      .def(nb::init<>())
+      .def_rw("rank", &shoal::EngineOptions::rank)
+      .def_rw("size", &shoal::EngineOptions::size)
+      .def_rw("group", &shoal::EngineOptions::group)
+      .def_rw("address", &shoal::EngineOptions::address)
+      .def_rw("port", &shoal::EngineOptions::port)
+      .def_rw("chunk_bytes", &shoal::EngineOptions::chunk_bytes)
+      .def_rw("shared_chunk_bytes", &shoal::EngineOptions::shared_chunk_bytes)
+      .def_rw("num_slots", &shoal::EngineOptions::num_slots)
+      .def_rw("window_bytes", &shoal::EngineOptions::window_bytes)
+      .def_rw("eager_bytes", &shoal::EngineOptions::eager_bytes)
+      .def_rw("connections_per_peer", &shoal::EngineOptions::connections_per_peer)
+      .def_rw("send_buffer_bytes", &shoal::EngineOptions::send_buffer_bytes)
+      .def_rw("peer_grace_s", &shoal::EngineOptions::peer_grace_s)
+      .def_rw("straggler_s", &shoal::EngineOptions::straggler_s)
+      .def_rw("wide_partials", &shoal::EngineOptions::wide_partials)
+      .def_rw("serve_beside_workers", &shoal::EngineOptions::serve_beside_workers)
+      .def("set_secret", [](shoal::EngineOptions& options, const nb::bytes& secret) { options.secret = secret_of(secret); });
+  nb::class_<shoal::Engine>(m, "Engine")
+      .def(nb::init<shoal::EngineOptions>())
+      .def_prop_ro("port", &shoal::Engine::port)
+      .def("connect", &connect)
+      .def("submit", &submit)
+      .def("finish_delegated", &shoal::Engine::finish_delegated, Release())
+      .def("wait", &shoal::Engine::wait, Release())
+      .def("is_done", &shoal::Engine::is_done, Release())
+      .def("watch", &shoal::Engine::watch, Release())
+      .def("next_watched", &shoal::Engine::next_watched, Release())
+      .def("error", &shoal::Engine::error, Release())
+      .def("abort", &shoal::Engine::abort, Release())
+      .def("close", &shoal::Engine::close, Release())
+      .def("counters", &shoal::Engine::counters, Release())
+      .def("take_events", &shoal::Engine::take_events, Release())
+      .def("trace", &shoal::Engine::trace)
+      .def("take_trace", &take_trace);
+  nb::class_<shoal::HelperServer>(m, "HelperServer")
+      .def("__init__",
+           [](shoal::HelperServer* self, const std::string& address, int port, const nb::bytes& secret,
+              int send_buffer_bytes) {
+             new (self) shoal::HelperServer(address, port, secret_of(secret), send_buffer_bytes);
+           })
+      .def_prop_ro("port", &shoal::HelperServer::port)
+      .def("start", &shoal::HelperServer::start, Release())
+      .def("stop", &shoal::HelperServer::stop, Release())
+      .def("counters", &shoal::HelperServer::counters, Release());
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -162,4 +267,5 @@ NB_MODULE(_core, m) {
         nb::arg("bias_correction"), nb::arg("trust_ratio"), nb::arg("num_threads"), nb::arg("level").none());
   m.def("sum_of_squares", &sum_of_squares, nb::arg("values"), nb::arg("counts"), nb::arg("num_threads"),
         nb::arg("level").none());
+  bind_engine(m);
 }

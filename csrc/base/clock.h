@@ -1,0 +1,14 @@
+// Nanoseconds of the steady clock, the one that Python calls time.monotonic_ns().
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+namespace shoal {
+
+inline std::uint64_t now_ns() {
+  return static_cast<std::uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count());
+}
+
+}  // namespace shoal

@@ -1,0 +1,204 @@
+#include "engine/combine.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "engine/reduce.h"
+
+namespace shoal {
+
+namespace {
+
+struct BFloat16 {
+  std::uint16_t bits;
+};
+struct Float16 {
+  std::uint16_t bits;
+};
+
+float to_float(BFloat16 x) { return std::bit_cast<float>(static_cast<std::uint32_t>(x.bits) << 16); }
+
+float to_float(Float16 x) {
+  const std::uint32_t sign = (x.bits & 0x8000u) << 16;
+  const std::uint32_t exponent = (x.bits >> 10) & 0x1f, fraction = x.bits & 0x3ff;
+  if (exponent == 31) return std::bit_cast<float>(sign | 0x7f800000u | (fraction << 13));
+  if (exponent != 0) return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (fraction << 13));
+  const float tiny = std::ldexp(static_cast<float>(fraction), -24);
+  return sign ? -tiny : tiny;
+}
+
+template <class T>
+float to_float(T x) {
+  return static_cast<float>(x);
+}
+
+BFloat16 to_bfloat16(float x) {
+  if (std::isnan(x)) return {0x7fc0};
+  const auto bits = std::bit_cast<std::uint32_t>(x);
+  return {static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+Float16 to_float16(float x) {
+  if (std::isnan(x)) return {0x7e00};
+  const auto bits = std::bit_cast<std::uint32_t>(x);
+  const auto sign = static_cast<std::uint16_t>((bits >> 16) & 0x8000);
+  const float size = std::fabs(x);
+  if (size >= 65520.0f) return {static_cast<std::uint16_t>(sign | 0x7c00)};
+  // Scaled so that one unit is one step of the result; nearbyint rounds to even like the hardware.
+  const int exponent = size < 6.103515625e-05f ? -14 : std::ilogb(size);
+  const auto steps = static_cast<std::uint32_t>(std::nearbyint(std::ldexp(size, 10 - exponent)));
+  const std::uint32_t base = exponent == -14 && steps < 1024 ? 0 : static_cast<std::uint32_t>(exponent + 14) << 10;
+  return {static_cast<std::uint16_t>(sign | (base + steps))};
+}
+
+template <class T>
+T from_float(float x) {
+  if constexpr (std::is_same_v<T, BFloat16>) return to_bfloat16(x);
+  else if constexpr (std::is_same_v<T, Float16>) return to_float16(x);
+  else return static_cast<T>(x);
+}
+
+template <class T>
+constexpr bool is_half = std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>;
+
+// Integers add and multiply without sign, where overflow is defined.
+template <class T, bool multiply>
+T wrap(T a, T b) {
+  if constexpr (std::is_integral_v<T>) {
+    using U = std::make_unsigned_t<T>;
+    using Wide = std::conditional_t<(sizeof(U) < 4), std::uint32_t, U>;
+    const Wide x = static_cast<U>(a), y = static_cast<U>(b);
+    return static_cast<T>(static_cast<U>(multiply ? x * y : x + y));
+  } else {
+    return multiply ? a * b : a + b;
+  }
+}
+
+template <class T>
+T lesser(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) {
+    if (std::isnan(a)) return a;
+  }
+  return b < a || b != b ? b : a;
+}
+
+template <class T>
+T greater(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) {
+    if (std::isnan(a)) return a;
+  }
+  return b > a || b != b ? b : a;
+}
+
+template <class T>
+T apply(Combine combine, T a, T b) {
+  switch (combine) {
+    case Combine::sum:
+    case Combine::avg: return wrap<T, false>(a, b);
+    case Combine::prod: return wrap<T, true>(a, b);
+    case Combine::min: return lesser(a, b);
+    case Combine::max: return greater(a, b);
+    default: break;
+  }
+  if constexpr (std::is_integral_v<T>) {
+    if (combine == Combine::band) return static_cast<T>(a & b);
+    if (combine == Combine::bor) return static_cast<T>(a | b);
+    return static_cast<T>(a ^ b);
+  }
+  return a;
+}
+
+// One block at a time, so that the running result stays in the first-level cache.
+template <class In, class Out>
+void combine_typed(Out* out, const std::vector<const void*>& inputs, std::size_t count, const CombineSpec& spec) {
+  using Work = std::conditional_t<is_half<In>, float, In>;
+  constexpr std::size_t kBlock = 1024;
+  Work block[kBlock];
+  for (std::size_t begin = 0; begin < count; begin += kBlock) {
+    const std::size_t size = std::min(kBlock, count - begin);
+    for (std::size_t k = 0; k < inputs.size(); ++k) {
+      const In* x = static_cast<const In*>(inputs[k]) + begin;
+      for (std::size_t i = 0; i < size; ++i) {
+        Work value;
+        if constexpr (is_half<In>) value = to_float(x[i]);
+        else value = x[i];
+        block[i] = k == 0 ? value : apply<Work>(spec.combine, block[i], value);
+      }
+    }
+    for (std::size_t i = 0; i < size; ++i) {
+      Work value = block[i];
+      if (spec.combine == Combine::avg) value = static_cast<Work>(value / static_cast<Work>(spec.divisor));
+      if constexpr (std::is_same_v<Work, Out>) out[begin + i] = value;
+      else out[begin + i] = from_float<Out>(static_cast<float>(value));
+    }
+  }
+}
+
+DType fast_type(Element element) {
+  if (element == Element::float32) return DType::float32;
+  return element == Element::float16 ? DType::float16 : DType::bfloat16;
+}
+
+bool is_fast(const CombineSpec& spec) {
+  const bool type = spec.result == Element::float32 || spec.result == Element::float16 || spec.result == Element::bfloat16;
+  return spec.combine == Combine::sum && spec.input == spec.result && type;
+}
+
+void require_possible(const CombineSpec& spec) {
+  const bool bits = spec.combine == Combine::band || spec.combine == Combine::bor || spec.combine == Combine::bxor;
+  const bool integer = spec.result == Element::int8 || spec.result == Element::uint8 ||
+                       spec.result == Element::int32 || spec.result == Element::int64;
+  if (bits && !integer) {
+    throw std::invalid_argument("the operation '" + std::string(name_of(spec.combine)) + "' needs integers, not " +
+                                std::string(name_of(spec.result)));
+  }
+}
+
+}  // namespace
+
+void combine_in_order(void* out, const std::vector<const void*>& inputs, std::size_t count,
+                      const CombineSpec& spec) {
+  require_possible(spec);
+  if (is_fast(spec)) {
+    sum_in_rank_order(out, inputs.data(), inputs.size(), count, fast_type(spec.result), 1);
+    return;
+  }
+  if (spec.result == Element::float32 && spec.input == Element::bfloat16) {  // a partial sum
+    return combine_typed<BFloat16>(static_cast<float*>(out), inputs, count, spec);
+  }
+  if (spec.result == Element::float32 && spec.input == Element::float16) {
+    return combine_typed<Float16>(static_cast<float*>(out), inputs, count, spec);
+  }
+  if (spec.input != spec.result) {  // partial sums in fp32, result in 16 bits
+    if (spec.result == Element::bfloat16) combine_typed<float>(static_cast<BFloat16*>(out), inputs, count, spec);
+    else combine_typed<float>(static_cast<Float16*>(out), inputs, count, spec);
+    return;
+  }
+  switch (spec.result) {
+    case Element::float32: return combine_typed<float>(static_cast<float*>(out), inputs, count, spec);
+    case Element::float64: return combine_typed<double>(static_cast<double*>(out), inputs, count, spec);
+    case Element::float16: return combine_typed<Float16>(static_cast<Float16*>(out), inputs, count, spec);
+    case Element::bfloat16: return combine_typed<BFloat16>(static_cast<BFloat16*>(out), inputs, count, spec);
+    case Element::int8: return combine_typed<std::int8_t>(static_cast<std::int8_t*>(out), inputs, count, spec);
+    case Element::uint8: return combine_typed<std::uint8_t>(static_cast<std::uint8_t*>(out), inputs, count, spec);
+    case Element::int32: return combine_typed<std::int32_t>(static_cast<std::int32_t*>(out), inputs, count, spec);
+    case Element::int64: return combine_typed<std::int64_t>(static_cast<std::int64_t*>(out), inputs, count, spec);
+  }
+}
+
+void widen(float* out, const void* input, std::size_t count, Element element) {
+  if (element == Element::bfloat16) {
+    for (std::size_t i = 0; i < count; ++i) out[i] = to_float(static_cast<const BFloat16*>(input)[i]);
+  } else if (element == Element::float16) {
+    for (std::size_t i = 0; i < count; ++i) out[i] = to_float(static_cast<const Float16*>(input)[i]);
+  } else {
+    std::memcpy(out, input, count * sizeof(float));
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,306 @@
+#include "engine/engine.h"
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+
+#include "base/clock.h"
+#include "engine/combine.h"
+
+namespace shoal {
+
+namespace {
+
+constexpr std::size_t kRecords = 1024;
+constexpr double kFlushS = 1.0;
+
+std::chrono::steady_clock::duration seconds(double value) {
+  return std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(value));
+}
+
+}  // namespace
+
+Engine::Engine(EngineOptions options) : options_(std::move(options)), records_(kRecords) {
+  TcpOptions tcp;
+  tcp.address = options_.address;
+  tcp.port = options_.port;
+  tcp.secret = options_.secret;
+  tcp.send_buffer_bytes = options_.send_buffer_bytes;
+  tcp.grace_s = options_.peer_grace_s;
+  transport_.reset(new TcpTransport(std::move(tcp), *this));
+}
+
+Engine::~Engine() {
+  if (transport_) transport_->stop();
+  stage_.reset();
+  transport_.reset();  // lets go of what its queues hold while the rest of the engine still stands
+}
+
+void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helpers, std::vector<int> pattern,
+                     const std::string& segment, double timeout_s) {
+  std::vector<std::string> hosts;
+  for (const PeerInfo& peer : peers) hosts.push_back(peer.host);
+  const int num_helpers = static_cast<int>(helpers.size());
+  topology_ = std::make_unique<Topology>(options_.rank, std::move(hosts), num_helpers, std::move(pattern));
+  peers_ = std::move(peers);
+  helpers_ = std::move(helpers);
+  const auto num_servers = static_cast<std::size_t>(options_.size + num_helpers);
+  states_.resize(num_servers);
+  outboxes_.resize(num_servers);
+  lost_helpers_.resize(static_cast<std::size_t>(num_helpers));
+  for (PeerState& state : states_) state.heard_ns = now_ns();
+  server_ = std::make_unique<SumServer>(
+      pool_, [this](int peer, const FrameHeader& header, const Payload& payload) { answer(peer, header, payload); },
+      [this](std::uint64_t seq) { disagree(seq); });
+  transport_->start();
+
+  std::size_t num_connections = 0;
+  const auto meet = [&](int index, const std::string& address, int port, int data, bool call) {
+    transport_->set_peer(index, address, port);
+    num_connections += static_cast<std::size_t>(1 + data);
+    if (!call) return;
+    Introduction me{{options_.group, options_.rank, options_.size}, true};
+    for (int k = 0; k < 1 + data; ++k) {
+      me.control = k == 0;
+      transport_->call_peer(index, me, timeout_s);
+    }
+  };
+  for (int rank = 0; rank < options_.size; ++rank) {
+    if (rank == options_.rank) continue;
+    const PeerInfo& peer = peers_[static_cast<std::size_t>(rank)];
+    const bool same_host = topology_->host_of(rank) == topology_->my_host();
+    meet(rank, peer.address, peer.port, same_host ? 0 : options_.connections_per_peer, rank < options_.rank);
+  }
+  for (int k = 0; k < num_helpers; ++k) {
+    const HelperInfo& helper = helpers_[static_cast<std::size_t>(k)];
+    meet(options_.size + k, helper.address, helper.port, options_.connections_per_peer, true);
+  }
+  if (!transport_->wait_for_connections(num_connections, timeout_s)) {
+    throw std::runtime_error("not all ranks of group '" + options_.group + "' have connected to " +
+                             who(options_.rank) + " within " + std::to_string(static_cast<int>(timeout_s)) + " s");
+  }
+  const auto num_locals = topology_->my_locals().size();
+  if (num_locals < 2) return;
+  const bool alone = topology_->num_hosts() == 1;
+  ShmLayout layout;
+  layout.num_ranks = static_cast<int>(num_locals);
+  layout.slot_bytes = alone ? options_.shared_chunk_bytes : options_.chunk_bytes;
+  layout.result_bytes = alone ? layout.slot_bytes : 2 * layout.slot_bytes;
+  layout.num_slots = alone ? options_.num_slots : 4 * options_.num_slots;
+  StageHooks hooks;
+  hooks.push = [this](const OpPtr& op, std::uint64_t index, const std::byte* data, Element input, std::byte* to) {
+    op->pending.fetch_add(1);
+    const std::size_t bytes = op->chunks[index].count * size_of(input);
+    transport_->post([=, this] { push(op, index, {data, bytes, nullptr, 0, false}, input, to); });
+  };
+  hooks.expect = [this](const OpPtr& op, std::uint64_t index, std::byte* to) {
+    op->pending.fetch_add(1);
+    transport_->post([=, this] { expect(op, index, to); });
+  };
+  hooks.done = [this](const OpPtr& op) { finished_one(op); };
+  hooks.disagree = [this](std::uint64_t seq) { transport_->post([=, this] { disagree(seq); }); };
+  hooks.trace = [this](const char* what, std::uint64_t begin, std::uint64_t seq, std::uint64_t chunk) {
+    traced(what, begin, seq, chunk);
+  };
+  stage_ = std::make_unique<HostStage>(*topology_, segment + "-" + std::to_string(topology_->my_host()), layout,
+                                       options_.wide_partials, timeout_s, std::move(hooks));
+}
+
+// ---- callers --------------------------------------------------------------------------------------------
+
+std::uint64_t Engine::submit(OpSpec spec) {
+  const std::lock_guard lock(mutex_);
+  if (!error_.empty()) throw GroupError(error_);
+  if (closed_ || !topology_) throw GroupError("group '" + options_.group + "' is not open");
+  const OpPtr op = make_op(std::move(spec));
+  if (op->spec.kind == Kind::delegated) return op->seq;
+  prepare_own_part(*op);
+  if (stage_) {
+    stage_->submit(op);
+    const bool receives = !op->sums() && topology_->num_hosts() > 1;
+    if (receives) transport_->post([this] { broadcast(FrameType::heartbeat, 0, 0, 0, ""); });
+  } else {
+    transport_->post([this, op] { begin(op); });
+  }
+  return op->seq;
+}
+
+// Numbers the operation, cuts it, and remembers what was asked for. The caller holds the mutex.
+OpPtr Engine::make_op(OpSpec spec) {
+  auto op = std::make_shared<Op>();
+  op->spec = std::move(spec);
+  op->seq = next_seq_++;
+  op->signature = signature_of(op->spec);
+  op->begun = Clock::now();
+  if (op->spec.kind != Kind::delegated) {
+    const std::size_t most = topology_->num_hosts() == 1 ? options_.shared_chunk_bytes : options_.chunk_bytes;
+    op->chunks = topology_->cut(op->spec, most, position_);
+    op->parts.resize(op->chunks.size());
+  }
+  const std::string name(op->spec.kind == Kind::delegated ? op->spec.name : std::string(name_of(op->spec.kind)));
+  counts_["ops_" + name] += 1;
+  counts_["bytes_" + name] += op->spec.count * op->width();
+  records_[op->seq % kRecords] = {op->seq, op->signature, describe(op->spec)};
+  ops_[op->seq] = op;
+  submitted_ = next_seq_;
+  const bool told = told_.erase(op->seq) > 0;
+  if (told || announced_.count(op->seq)) {
+    transport_->post([this, op] {
+      announce(*op);
+      std::vector<Announcement> heard;
+      {
+        const std::lock_guard lock(mutex_);
+        const auto found = announced_.find(op->seq);
+        if (found != announced_.end()) heard = std::move(found->second);
+        announced_.erase(op->seq);
+      }
+      for (const Announcement& each : heard) compare(op->seq, {op->seq, op->signature, describe(op->spec)}, each);
+    });
+  }
+  return op;
+}
+
+// An all_gather's own tensor reaches the output on the caller's thread.
+void Engine::prepare_own_part(Op& op) {
+  if (op.spec.kind != Kind::all_gather) return;
+  const std::size_t bytes = op.spec.count * op.width();
+  std::byte* to = op.spec.output + static_cast<std::size_t>(options_.rank) * bytes;
+  if (bytes && to != op.spec.input) std::memmove(to, op.spec.input, bytes);
+}
+
+void Engine::finish_delegated(std::uint64_t seq) {
+  if (const OpPtr op = find(seq)) finished_one(op);
+}
+
+bool Engine::wait(std::uint64_t seq, double timeout_s) {
+  std::unique_lock lock(mutex_);
+  const auto over = [&] { return !ops_.count(seq); };
+  if (timeout_s < 0) changed_.wait(lock, over);
+  else if (!changed_.wait_for(lock, seconds(timeout_s), over)) return false;
+  if (failed_ops_.count(seq)) throw GroupError(error_);
+  return true;
+}
+
+bool Engine::is_done(std::uint64_t seq) {
+  const std::lock_guard lock(mutex_);
+  return !ops_.count(seq);
+}
+
+void Engine::watch(std::uint64_t seq) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (ops_.count(seq)) watched_.insert(seq);
+    else watched_done_.push_back(seq);
+  }
+  changed_.notify_all();
+}
+
+std::vector<std::uint64_t> Engine::next_watched(double timeout_s) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, seconds(timeout_s), [&] { return !watched_done_.empty(); });
+  std::vector<std::uint64_t> done(watched_done_.begin(), watched_done_.end());
+  watched_done_.clear();
+  return done;
+}
+
+std::string Engine::error() {
+  const std::lock_guard lock(mutex_);
+  return closed_ ? "" : error_;
+}
+
+void Engine::abort(const std::string& reason) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_ || !topology_) return;
+  }
+  auto done = std::make_shared<std::promise<void>>();
+  transport_->post([this, reason, done] {
+    fail(reason);
+    done->set_value();
+  });
+  done->get_future().wait_for(std::chrono::seconds(5));
+}
+
+void Engine::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+  }
+  if (!topology_) return;
+  transport_->post([this] { broadcast(FrameType::goodbye, 0, 0, 0, ""); });
+  transport_->flush(kFlushS);
+  if (stage_) stage_->stop();
+  transport_->stop();
+  const std::lock_guard lock(mutex_);
+  if (error_.empty()) error_ = "group '" + options_.group + "' was closed";
+  for (const auto& [seq, op] : ops_) failed_ops_.insert(seq);
+  ops_.clear();
+  changed_.notify_all();
+}
+
+// ---- the end of an operation ----------------------------------------------------------------------------
+
+void Engine::finished_one(const OpPtr& op) {
+  if (op->pending.fetch_sub(1) == 1) complete(op);
+}
+
+void Engine::complete(const OpPtr& op) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!ops_.erase(op->seq)) return;
+    if (watched_.erase(op->seq)) watched_done_.push_back(op->seq);
+    completed_ = ops_.empty() ? next_seq_ : ops_.begin()->first;
+  }
+  changed_.notify_all();
+}
+
+OpPtr Engine::find(std::uint64_t seq) {
+  const std::lock_guard lock(mutex_);
+  const auto found = ops_.find(seq);
+  return found == ops_.end() ? nullptr : found->second;
+}
+
+std::vector<OpPtr> Engine::pending_ops() {
+  const std::lock_guard lock(mutex_);
+  std::vector<OpPtr> ops;
+  for (const auto& [seq, op] : ops_) ops.push_back(op);
+  return ops;
+}
+
+// ---- what can be seen -----------------------------------------------------------------------------------
+
+std::map<std::string, std::uint64_t> Engine::counters() {
+  auto counts = transport_->counters();
+  const std::lock_guard lock(mutex_);
+  counts.insert(counts_.begin(), counts_.end());
+  return counts;
+}
+
+void Engine::note(const std::string& text) {
+  std::fprintf(stderr, "shoal: %s\n", text.c_str());
+  const std::lock_guard lock(mutex_);
+  events_.push_back(text);
+}
+
+std::vector<std::string> Engine::take_events() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(events_, {});
+}
+
+void Engine::traced(const char* what, std::uint64_t begin_ns, std::uint64_t seq, std::uint64_t chunk) {
+  if (!tracing_) return;
+  const std::lock_guard lock(mutex_);
+  events_trace_.push_back({what, begin_ns, now_ns(), seq, chunk});
+}
+
+std::vector<TraceEvent> Engine::take_trace() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(events_trace_, {});
+}
+
+}  // namespace shoal

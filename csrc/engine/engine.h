@@ -1,0 +1,217 @@
+// A group of ranks that do collectives together, as one of its ranks sees it. Any number of engines live in a
+// process; nothing here is global.
+//
+// Threads: callers submit and wait; the transport's thread carries chunks, sums what this rank serves and
+// watches over the others; where several ranks share the host, the host stage has a thread of its own.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "engine/host_stage.h"
+#include "engine/op.h"
+#include "engine/sum_server.h"
+#include "engine/topology.h"
+#include "transport/tcp.h"
+
+namespace shoal {
+
+struct EngineOptions {
+  int rank = 0;
+  int size = 1;
+  std::string group;
+  Bytes secret;
+  std::string address = "127.0.0.1";
+  int port = 0;
+  std::size_t chunk_bytes = 64 << 10;         // between hosts, at most
+  std::size_t shared_chunk_bytes = 128 << 10;  // inside a host, at most
+  std::size_t num_slots = 16;
+  std::size_t window_bytes = 2 << 20;         // sent to one server and not answered yet
+  std::size_t eager_bytes = 1 << 20;          // sent to a rank that has not begun the operation
+  int connections_per_peer = 1;
+  int send_buffer_bytes = 128 << 10;
+  double peer_grace_s = 2.0;
+  double straggler_s = 1.0;
+  bool wide_partials = true;
+  bool serve_beside_workers = true;  // ranks stand in for lost helpers
+};
+
+struct PeerInfo {
+  std::string host;
+  std::string address;
+  int port = 0;
+  int global_rank = 0;
+  int pid = 0;
+};
+
+struct HelperInfo {
+  std::string address;
+  int port = 0;
+  std::string name;
+};
+
+struct TraceEvent {
+  std::string what;
+  std::uint64_t begin_ns, end_ns, seq, chunk;
+};
+
+// The group has failed. The message is for people.
+class GroupError : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+class Engine : private Sink {
+ public:
+  // Listens at once. Throws std::runtime_error where it cannot.
+  explicit Engine(EngineOptions options);
+  ~Engine() override;
+
+  int port() const { return transport_->port(); }
+
+  // Meets the others. Throws std::runtime_error that names who did not come and why.
+  void connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helpers, std::vector<int> pattern,
+               const std::string& segment, double timeout_s);
+
+  // Begins an operation and returns its number. Never waits for peers. Throws GroupError once the group has
+  // failed, std::invalid_argument for what cannot be.
+  std::uint64_t submit(OpSpec spec);
+  void finish_delegated(std::uint64_t seq);
+
+  // True: it has ended. False: `timeout_s` is over (below 0: no limit). Throws GroupError where it failed.
+  bool wait(std::uint64_t seq, double timeout_s);
+  bool is_done(std::uint64_t seq);
+  void watch(std::uint64_t seq);
+  std::vector<std::uint64_t> next_watched(double timeout_s);
+
+  std::string error();
+  void abort(const std::string& reason);
+  void close();
+
+  std::map<std::string, std::uint64_t> counters();
+  void trace(bool on) { tracing_ = on; }
+  std::vector<TraceEvent> take_trace();
+  std::vector<std::string> take_events();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  struct PeerState {
+    std::uint64_t submitted = 0, completed = 0;
+    std::size_t eager = 0;
+    std::deque<std::pair<FrameHeader, Payload>> deferred;  // results for an operation that it has not begun
+    bool left = false;
+    std::uint64_t heard_ns = 0;
+  };
+  struct Record {  // what this rank asked for lately
+    std::uint64_t seq = ~std::uint64_t{0}, signature = 0;
+    std::string text;
+  };
+  struct Announcement {
+    int rank;
+    std::uint64_t signature;
+    std::string text;
+  };
+  struct Outbox {
+    std::deque<std::pair<OpPtr, std::uint64_t>> waiting;
+    std::size_t outstanding = 0;
+  };
+  struct Early {
+    FrameHeader header;
+    Payload payload;
+  };
+
+  // Sink
+  int on_identity(const Identity& who, std::string& why_not) override;
+  void on_frame(int peer, const FrameHeader& header, Payload payload) override;
+  void on_down(int peer, const std::string& why) override;
+  void on_tick() override;
+
+  // engine.cc: life and callers
+  void begin_alone(Op& op);
+  OpPtr make_op(OpSpec spec);
+  void prepare_own_part(Op& op);
+  void finished_one(const OpPtr& op);
+  void complete(const OpPtr& op);
+  OpPtr find(std::uint64_t seq);
+  std::vector<OpPtr> pending_ops();
+  void note(const std::string& text);
+  void traced(const char* what, std::uint64_t begin_ns, std::uint64_t seq, std::uint64_t chunk);
+
+  // engine_chunks.cc: a chunk's way
+  void begin(const OpPtr& op);
+  void push(const OpPtr& op, std::uint64_t index, Payload data, Element input, std::byte* destination);
+  void expect(const OpPtr& op, std::uint64_t index, std::byte* destination);
+  void pump(int server);
+  void send_contribution(const OpPtr& op, std::uint64_t index);
+  FrameHeader header_of(const Op& op, std::uint64_t index, FrameType type) const;
+  void answer(int peer, const FrameHeader& header, const Payload& payload);
+  void send_result(int peer, FrameHeader header, const Payload& payload);
+  void deliver(const FrameHeader& header, Payload payload);
+  void replay_early(std::uint64_t seq);
+  void send(int peer, FrameHeader header, Payload payload);
+  std::shared_ptr<const void> hold(const OpPtr& op);
+
+  // engine_faults.cc: what goes wrong
+  void fail(const std::string& cause);
+  void broadcast(FrameType type, std::uint64_t seq, std::uint64_t chunk, std::uint64_t signature,
+                 const std::string& text);
+  void announce(const Op& op);
+  void heard_announcement(int rank, const FrameHeader& header, const std::string& text);
+  void compare(std::uint64_t seq, const Record& mine, const Announcement& theirs);
+  void disagree(std::uint64_t seq);
+  void helper_lost(int helper, const std::string& why, bool tell);
+  void move_to_stand_ins(int server, const OpPtr& op);
+  int route(std::uint64_t seq, std::uint64_t index, int server);
+  void heard_progress(int peer, const FrameHeader& header);
+  void check_waiting(const OpPtr& op);
+  void name_stragglers(const Op& op, double age_s);
+  std::string missing_ranks(const Op& op, bool& somebody);
+  void forget_finished();
+  std::string who(int rank) const;
+  std::string with_pending(const std::string& cause);
+
+  EngineOptions options_;
+  std::unique_ptr<Topology> topology_;
+  std::vector<PeerInfo> peers_;
+  std::vector<HelperInfo> helpers_;
+  BufferPool pool_;
+
+  // Callers and all threads
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::uint64_t next_seq_ = 0, position_ = 0;
+  std::map<std::uint64_t, OpPtr> ops_;
+  std::set<std::uint64_t> failed_ops_, watched_;
+  std::deque<std::uint64_t> watched_done_;
+  std::string error_;
+  std::vector<Record> records_;
+  std::map<std::uint64_t, std::vector<Announcement>> announced_;
+  std::set<std::uint64_t> told_;
+  std::map<std::string, std::uint64_t> counts_;
+  std::vector<std::string> events_;
+  std::vector<TraceEvent> events_trace_;
+  std::atomic<bool> tracing_{false};
+  std::atomic<std::uint64_t> submitted_{0}, completed_{0};
+  bool closed_ = false;
+
+  // Transport's thread
+  std::unique_ptr<SumServer> server_;
+  std::vector<PeerState> states_;
+  std::vector<Outbox> outboxes_;
+  std::vector<bool> lost_helpers_;
+  std::map<std::uint64_t, std::vector<Early>> early_;
+  std::map<std::uint64_t, OpPtr> retained_;
+  bool failed_ = false;
+  std::uint64_t last_told_ = ~std::uint64_t{0};
+
+  std::unique_ptr<TcpTransport> transport_;
+  std::unique_ptr<HostStage> stage_;
+};
+
+}  // namespace shoal

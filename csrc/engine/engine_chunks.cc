@@ -1,0 +1,210 @@
+// A chunk's way: from the tensor to its server, and the result back. All on the transport's thread.
+#include <cstring>
+
+#include "base/clock.h"
+#include "engine/combine.h"
+#include "engine/engine.h"
+
+namespace shoal {
+
+namespace {
+
+bool is_half(Element element) { return element == Element::float16 || element == Element::bfloat16; }
+
+// Kinds whose results go to ranks that have not sent a contribution, and so may not have begun.
+bool forwards(Kind kind) { return kind == Kind::broadcast || kind == Kind::all_gather; }
+
+}  // namespace
+
+// Begins an operation where this rank is alone on its host; else the host stage calls push() and expect().
+void Engine::begin(const OpPtr& op) {
+  if (failed_) return;
+  const OpSpec& spec = op->spec;
+  const bool wide = options_.wide_partials && topology_->any_host_shared() && is_half(spec.element) && op->sums();
+  for (std::uint64_t index = 0; index < op->chunks.size(); ++index) {
+    const Chunk& chunk = op->chunks[index];
+    const bool source = spec.kind == Kind::broadcast ? spec.root == options_.rank : chunk.server == options_.rank;
+    op->pending.fetch_add(1);
+    if (!op->sums() && !source) {
+      expect(op, index, op->output_at(index, options_.rank));
+      continue;
+    }
+    std::byte* destination = nullptr;
+    if (spec.kind == Kind::all_reduce || spec.kind == Kind::barrier ||
+        (spec.kind == Kind::reduce && spec.root == options_.rank) || (spec.kind == Kind::reduce_scatter && source)) {
+      destination = op->output_at(index, options_.rank);
+    }
+    Payload data{op->input_at(index, options_.rank), op->bytes_of(index), nullptr, 0, false};
+    if (wide) {
+      const auto buffer = pool_.take(chunk.count * sizeof(float));
+      widen(reinterpret_cast<float*>(buffer.get()), data.data, chunk.count, spec.element);
+      data = {buffer.get(), chunk.count * sizeof(float), buffer, 0, false};
+    }
+    push(op, index, std::move(data), wide ? Element::float32 : spec.element, destination);
+  }
+  if (forwards(spec.kind)) broadcast(FrameType::heartbeat, 0, 0, 0, "");
+  finished_one(op);
+}
+
+// Keeps an operation from ending while a queue still points into the caller's memory.
+std::shared_ptr<const void> Engine::hold(const OpPtr& op) {
+  op->pending.fetch_add(1);
+  return {static_cast<const void*>(op.get()), [this, op](const void*) { finished_one(op); }};
+}
+
+void Engine::push(const OpPtr& op, std::uint64_t index, Payload data, Element input, std::byte* destination) {
+  if (failed_) return;
+  Op::Part& part = op->parts[index];
+  part.step = Op::Step::waiting;
+  part.contributed = true;
+  part.input = input;
+  part.destination = destination;
+  part.server = route(op->seq, index, op->chunks[index].server);
+  if (part.server < 0) return fail("no server is left: the last helper was lost and workers do not serve");
+  if (forwards(op->spec.kind)) data.owner = hold(op);
+  part.contribution = std::move(data);
+  outboxes_[static_cast<std::size_t>(part.server)].waiting.emplace_back(op, index);
+  pump(part.server);
+}
+
+void Engine::expect(const OpPtr& op, std::uint64_t index, std::byte* destination) {
+  if (failed_) return;
+  op->parts[index].step = Op::Step::waiting;
+  op->parts[index].destination = destination;
+  op->parts[index].server = op->chunks[index].server;
+  replay_early(op->seq);
+}
+
+// Sends what waits for a server while the window is open. What goes to ourselves needs no window.
+void Engine::pump(int server) {
+  Outbox& box = outboxes_[static_cast<std::size_t>(server)];
+  while (!box.waiting.empty()) {
+    const auto [op, index] = box.waiting.front();
+    const std::size_t bytes = op->parts[index].contribution.size;
+    const bool open = server == options_.rank || box.outstanding == 0 || box.outstanding + bytes <= options_.window_bytes;
+    if (!open) return;
+    box.waiting.pop_front();
+    box.outstanding += bytes;
+    send_contribution(op, index);
+    if (failed_) return;
+  }
+}
+
+void Engine::send_contribution(const OpPtr& op, std::uint64_t index) {
+  Op::Part& part = op->parts[index];
+  FrameHeader header = header_of(*op, index, FrameType::push);
+  Payload payload = forwards(op->spec.kind) ? std::move(part.contribution) : part.contribution;
+  if (forwards(op->spec.kind)) part.contribution = {nullptr, payload.size, nullptr, 0, false};
+  traced("push", now_ns(), op->seq, index);
+  if (part.server != options_.rank) return send(part.server, header, std::move(payload));
+  const std::string wrong = server_->contribute(options_.rank, header, std::move(payload));
+  if (!wrong.empty()) fail(who(options_.rank) + " made a malformed contribution: " + wrong);
+}
+
+FrameHeader Engine::header_of(const Op& op, std::uint64_t index, FrameType type) const {
+  const Op::Part& part = op.parts[index];
+  FrameHeader header;
+  header.type = type;
+  header.kind = static_cast<std::uint8_t>(op.spec.kind);
+  header.element = static_cast<std::uint8_t>(op.spec.element);
+  header.input = static_cast<std::uint8_t>(part.input);
+  header.combine = static_cast<std::uint8_t>(op.spec.combine);
+  header.redo = part.server != op.chunks[index].server;
+  header.needed = static_cast<std::uint16_t>(op.sums() ? topology_->num_hosts() : 1);
+  header.host = static_cast<std::uint16_t>(op.sums() ? topology_->my_host() : 0);
+  header.divisor = static_cast<std::uint16_t>(options_.size);
+  header.root = op.spec.kind == Kind::all_gather ? options_.rank : op.spec.root;
+  header.seq = op.seq;
+  header.chunk = index;
+  header.signature = op.signature;
+  header.server = static_cast<std::uint32_t>(part.server);
+  return header;
+}
+
+// This rank's server has a result: who gets it, and who only hears that its contribution was used.
+void Engine::answer(int peer, const FrameHeader& header, const Payload& payload) {
+  const auto kind = static_cast<Kind>(header.kind);
+  traced("sum", now_ns(), header.seq, header.chunk);
+  const bool to_peer = kind == Kind::all_reduce || kind == Kind::barrier ||
+                       (kind == Kind::reduce && peer == header.root) ||
+                       (kind == Kind::reduce_scatter && peer == options_.rank);
+  send_result(peer, header, to_peer ? payload : Payload{});
+  if (!forwards(kind)) return;
+  for (int host = 0; host < topology_->num_hosts(); ++host) {
+    if (host == topology_->host_of(peer)) continue;
+    const int root = kind == Kind::broadcast ? header.root : options_.rank;
+    send_result(topology_->owner(host, kind, root, header.chunk, options_.rank), header, payload);
+  }
+}
+
+void Engine::send_result(int peer, FrameHeader header, const Payload& payload) {
+  header.type = FrameType::result;
+  if (peer == options_.rank) return deliver(header, payload);
+  PeerState& state = states_[static_cast<std::size_t>(peer)];
+  const bool unasked = forwards(static_cast<Kind>(header.kind)) && payload.size > 0 && state.submitted <= header.seq;
+  if (unasked) {
+    if (state.eager + payload.size > options_.eager_bytes) {
+      state.deferred.emplace_back(header, payload);
+      return;
+    }
+    state.eager += payload.size;
+  }
+  send(peer, header, payload);
+}
+
+void Engine::send(int peer, FrameHeader header, Payload payload) {
+  header.submitted = submitted_;
+  header.completed = completed_;
+  transport_->send(peer, header, std::move(payload));
+}
+
+// A result has come, or the word that a contribution was used.
+void Engine::deliver(const FrameHeader& header, Payload payload) {
+  if (failed_) return;
+  const std::uint64_t begun = submitted_;  // read first: what begins meanwhile finds its results among the early
+  const OpPtr op = find(header.seq);
+  if (!op) {
+    if (header.seq >= begun) early_[header.seq].push_back({header, std::move(payload)});
+    return;
+  }
+  if (op->signature != header.signature || header.chunk >= op->parts.size()) return disagree(header.seq);
+  const std::uint64_t index = header.chunk;
+  Op::Part& part = op->parts[index];
+  if (part.step == Op::Step::done) return;
+  if (part.step == Op::Step::idle) {
+    early_[header.seq].push_back({header, std::move(payload)});
+    return;
+  }
+  if (part.destination) {
+    if (payload.size != op->bytes_of(index)) {
+      return fail("a result of " + std::to_string(payload.size) + " bytes came where " +
+                  std::to_string(op->bytes_of(index)) + " were expected, from server " + std::to_string(header.server));
+    }
+    if (payload.size) std::memcpy(part.destination, payload.data, payload.size);
+  }
+  traced("pull", now_ns(), op->seq, index);
+  part.step = Op::Step::done;
+  const int server = part.server;
+  if (part.contributed) {
+    Outbox& box = outboxes_[static_cast<std::size_t>(server)];
+    box.outstanding -= std::min(box.outstanding, part.contribution.size);
+    part.contribution = {};
+  }
+  if (topology_->is_helper(server)) {
+    op->retained[index] = std::move(payload);
+    retained_[op->seq] = op;
+  }
+  if (stage_ && (op->sums() || !part.contributed)) stage_->finish(*op, index);
+  finished_one(op);
+  pump(server);
+}
+
+void Engine::replay_early(std::uint64_t seq) {
+  const auto found = early_.find(seq);
+  if (found == early_.end()) return;
+  std::vector<Early> early = std::move(found->second);
+  early_.erase(found);
+  for (Early& each : early) deliver(each.header, std::move(each.payload));
+}
+
+}  // namespace shoal

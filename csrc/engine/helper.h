@@ -1,0 +1,52 @@
+// A helper host: servers for any number of groups, and nothing else.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "engine/sum_server.h"
+#include "transport/tcp.h"
+
+namespace shoal {
+
+class HelperServer : private Sink {
+ public:
+  // Listens at once. Throws std::runtime_error where it cannot.
+  HelperServer(const std::string& address, int port, Bytes secret, int send_buffer_bytes);
+  ~HelperServer() override;
+
+  int port() const { return transport_->port(); }
+  void start() { transport_->start(); }
+  void stop();
+  std::map<std::string, std::uint64_t> counters();
+
+ private:
+  struct Group {
+    std::unique_ptr<SumServer> server;
+    std::map<int, int> peer_of;  // rank -> peer
+    std::map<int, std::uint64_t> completed;
+    int size = 0;
+  };
+  struct Member {
+    std::string group;
+    int rank = 0;
+  };
+
+  int on_identity(const Identity& who, std::string& why_not) override;
+  void on_frame(int peer, const FrameHeader& header, Payload payload) override;
+  void on_down(int peer, const std::string& why) override;
+  void on_tick() override;
+  Group& open_group(const Identity& who);
+
+  BufferPool pool_;
+  std::map<std::string, Group> groups_;
+  std::map<int, Member> members_;
+  int next_peer_ = 0;
+  std::atomic<std::uint64_t> num_groups_{0}, num_summed_{0}, held_bytes_{0};
+  std::unique_ptr<TcpTransport> transport_;
+};
+
+}  // namespace shoal

@@ -1,0 +1,84 @@
+// The ranks of one host meet in shared memory: each copies its contribution into a slot, the owner of a chunk
+// adds them up, and all copy the result out. Between hosts the owner sends the host's sum on and the result
+// comes back into the slot.
+//
+// Chunks of successive operations form one stream with tickets 0, 1, ...; a chunk's slot is its ticket modulo
+// the number of slots, so that the tail of one operation overlaps with the head of the next.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/op.h"
+#include "engine/topology.h"
+#include "transport/shm.h"
+
+namespace shoal {
+
+// What the stage asks of the engine, from the stage's thread.
+struct StageHooks {
+  // The host's contribution to a chunk is ready to travel; the result goes to `destination`.
+  std::function<void(const OpPtr&, std::uint64_t index, const std::byte* data, Element input, std::byte* destination)>
+      push;
+  std::function<void(const OpPtr&, std::uint64_t index, std::byte* destination)> expect;
+  std::function<void(const OpPtr&)> done;  // this rank is through with the operation's last chunk
+  std::function<void(std::uint64_t seq)> disagree;
+  std::function<void(const char* what, std::uint64_t begin_ns, std::uint64_t seq, std::uint64_t chunk)> trace;
+};
+
+class HostStage {
+ public:
+  HostStage(const Topology& topology, const std::string& segment, const ShmLayout& layout, bool wide_partials,
+            double timeout_s, StageHooks hooks);
+  ~HostStage();
+
+  void submit(OpPtr op);
+  // The network has brought (or taken) what the owner waited for. Any thread.
+  void finish(const Op& op, std::uint64_t index);
+  void stop();
+
+ private:
+  struct Entry {
+    OpPtr op;
+    std::uint64_t index;
+    std::uint64_t number;  // of the operation on this host
+  };
+
+  void run();
+  bool take_submissions();
+  bool enter();
+  bool own();
+  bool leave();
+  Entry& entry(std::uint64_t ticket) { return entries_[ticket - first_]; }
+  bool slot_is_free(std::uint64_t ticket);
+  bool contributes(const Entry& entry) const;
+  bool takes_result(const Entry& entry) const;
+  bool contributions_are_in(const Entry& entry, std::uint64_t ticket);
+  bool agreed(const Entry& entry);
+  void act(const Entry& entry, std::uint64_t ticket);
+  void add_up(const Entry& entry, std::uint64_t ticket);
+  void hand_round(const Entry& entry, std::uint64_t ticket);
+  void ring_others();
+
+  const Topology& topology_;
+  SharedSegment shm_;
+  bool wide_partials_;
+  StageHooks hooks_;
+  int me_, num_locals_;
+
+  std::mutex mutex_;
+  std::vector<OpPtr> submitted_;
+  std::atomic<bool> stopping_{false};
+  std::thread thread_;
+
+  std::deque<Entry> entries_;  // tickets first_ .. end_
+  std::uint64_t first_ = 0, end_ = 0, next_number_ = 0;
+  std::uint64_t to_enter_ = 0, to_own_ = 0, to_leave_ = 0;
+};
+
+}  // namespace shoal

@@ -1,0 +1,109 @@
+#include "engine/topology.h"
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+
+namespace shoal {
+
+namespace {
+
+constexpr std::size_t kMinNetworkChunk = 8 << 10;
+constexpr std::size_t kMinSharedChunk = 16 << 10;
+
+std::uint64_t scramble(std::uint64_t x) {  // the finaliser of splitmix64
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
+  return x ^ (x >> 31);
+}
+
+}  // namespace
+
+std::uint64_t range_of(const OpSpec& spec, int size) {
+  const bool many = spec.kind == Kind::all_gather || spec.kind == Kind::reduce_scatter;
+  return many ? spec.count * static_cast<std::uint64_t>(size) : spec.count;
+}
+
+Topology::Topology(int rank, std::vector<std::string> hosts, int num_helpers, std::vector<int> pattern)
+    : rank_(rank), num_helpers_(num_helpers), pattern_(std::move(pattern)) {
+  std::map<std::string, int> index;
+  for (std::size_t r = 0; r < hosts.size(); ++r) {
+    const auto [found, fresh] = index.try_emplace(hosts[r], static_cast<int>(locals_.size()));
+    if (fresh) locals_.emplace_back();
+    auto& locals = locals_[static_cast<std::size_t>(found->second)];
+    if (static_cast<int>(r) == rank) local_index_ = static_cast<int>(locals.size());
+    locals.push_back(static_cast<int>(r));
+    host_of_.push_back(found->second);
+    any_host_shared_ = any_host_shared_ || locals.size() > 1;
+  }
+  if (rank < 0 || rank >= size()) throw std::invalid_argument("the rank is outside the group");
+  if (pattern_.empty()) throw std::invalid_argument("the pattern of servers is empty");
+  for (int server : pattern_) {
+    if (server < 0 || server >= size() + num_helpers) {
+      throw std::invalid_argument("the pattern names server " + std::to_string(server) + " of " +
+                                  std::to_string(size() + num_helpers));
+    }
+  }
+}
+
+int Topology::owner(int host, const OpSpec& spec, std::uint64_t index, const Chunk& chunk) const {
+  return owner(host, spec.kind, spec.root, index, chunk.server);
+}
+
+int Topology::owner(int host, Kind kind, int root, std::uint64_t index, int server) const {
+  if ((kind == Kind::broadcast || kind == Kind::reduce) && host_of(root) == host) return root;
+  if (!is_helper(server) && host_of(server) == host) return server;
+  const std::vector<int>& ranks = locals(host);
+  return ranks[index % ranks.size()];
+}
+
+// A root that shares its host with the server would have to reach it past the shared memory: it serves itself.
+int Topology::server_beside_root(int server, const OpSpec& spec) const {
+  if (is_helper(server)) server = static_cast<int>(static_cast<unsigned>(server) % static_cast<unsigned>(size()));
+  return host_of(server) == host_of(spec.root) ? spec.root : server;
+}
+
+std::vector<Chunk> Topology::cut(const OpSpec& spec, std::size_t max_chunk_bytes, std::uint64_t& position) const {
+  const std::size_t width = size_of(spec.element);
+  const bool fixed = spec.kind == Kind::all_gather || spec.kind == Kind::reduce_scatter;
+  const bool shared_only = num_hosts() == 1;
+  const std::size_t bytes = spec.count * width;
+  const std::size_t servers = shared_only ? static_cast<std::size_t>(size())
+                                          : static_cast<std::size_t>(num_hosts() + num_helpers_);
+  const std::size_t share = fixed ? bytes : bytes / (shared_only ? servers : 4 * servers);
+  const std::size_t least = std::min(max_chunk_bytes, shared_only ? kMinSharedChunk : kMinNetworkChunk);
+  const std::size_t chunk_bytes = std::clamp(share, least, max_chunk_bytes);
+  const std::uint64_t chunk_count = std::max<std::uint64_t>((chunk_bytes / width + 15) / 16 * 16, 16);
+
+  std::vector<Chunk> chunks;
+  const int parts = fixed ? size() : 1;
+  for (int part = 0; part < parts; ++part) {
+    const std::uint64_t base = static_cast<std::uint64_t>(part) * spec.count;
+    std::uint64_t done = 0;
+    do {  // an empty tensor and a barrier have one empty chunk: everybody still meets everybody
+      Chunk chunk{base + done, std::min(chunk_count, spec.count - done), part};
+      if (!fixed) chunk.server = pattern_[position++ % pattern_.size()];
+      if (spec.kind == Kind::broadcast || spec.kind == Kind::reduce) chunk.server = server_beside_root(chunk.server, spec);
+      chunks.push_back(chunk);
+      done += chunk.count;
+    } while (done < spec.count);
+  }
+  return chunks;
+}
+
+int Topology::stand_in(std::uint64_t seq, std::uint64_t chunk, const std::vector<bool>& lost_helpers,
+                       bool use_ranks) const {
+  int best = -1;
+  std::uint64_t best_weight = 0;
+  for (int server = use_ranks ? 0 : size(); server < size() + num_helpers_; ++server) {
+    if (is_helper(server) && lost_helpers[static_cast<std::size_t>(server - size())]) continue;
+    const std::uint64_t weight = scramble(scramble(seq) ^ scramble(chunk + 1) ^ static_cast<std::uint64_t>(server));
+    if (best < 0 || weight > best_weight) {
+      best = server;
+      best_weight = weight;
+    }
+  }
+  return best;
+}
+
+}  // namespace shoal

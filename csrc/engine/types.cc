@@ -1,0 +1,74 @@
+#include "engine/types.h"
+
+#include <array>
+#include <stdexcept>
+
+namespace shoal {
+
+namespace {
+
+constexpr std::array<std::string_view, 7> kKinds = {
+    "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "barrier", "delegated"};
+constexpr std::array<std::string_view, 8> kElements = {"float32", "float64", "float16", "bfloat16",
+                                                       "int8",    "uint8",   "int32",   "int64"};
+constexpr std::array<std::string_view, 8> kCombines = {"sum", "avg",  "prod", "min",
+                                                       "max", "band", "bor",  "bxor"};
+
+template <class Enum, std::size_t N>
+Enum named(const std::array<std::string_view, N>& names, std::string_view name, const char* what) {
+  for (std::size_t k = 0; k < N; ++k) {
+    if (names[k] == name) return static_cast<Enum>(k);
+  }
+  std::string all;
+  for (std::string_view known : names) all += (all.empty() ? "" : ", ") + std::string(known);
+  throw std::invalid_argument(std::string(what) + " '" + std::string(name) + "' must be one of " + all);
+}
+
+std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {  // FNV-1a over the eight bytes
+  for (int k = 0; k < 8; ++k) hash = (hash ^ ((value >> (8 * k)) & 0xff)) * 0x100000001b3ULL;
+  return hash;
+}
+
+}  // namespace
+
+std::size_t size_of(Element element) {
+  constexpr std::array<std::size_t, 8> sizes = {4, 8, 2, 2, 1, 1, 4, 8};
+  return sizes[static_cast<std::size_t>(element)];
+}
+
+std::string_view name_of(Kind kind) { return kKinds[static_cast<std::size_t>(kind)]; }
+std::string_view name_of(Element element) { return kElements[static_cast<std::size_t>(element)]; }
+std::string_view name_of(Combine combine) { return kCombines[static_cast<std::size_t>(combine)]; }
+
+Kind kind_named(std::string_view name) { return named<Kind>(kKinds, name, "the collective"); }
+Element element_named(std::string_view name) { return named<Element>(kElements, name, "the element type"); }
+Combine combine_named(std::string_view name) { return named<Combine>(kCombines, name, "the operation"); }
+
+std::string describe(const OpSpec& spec) {
+  std::string text(spec.kind == Kind::delegated ? std::string_view(spec.name) : name_of(spec.kind));
+  if (spec.kind == Kind::barrier) return text;
+  text += " of " + std::string(name_of(spec.element)) + "[";
+  for (std::size_t k = 0; k < spec.shape.size(); ++k) text += (k ? ", " : "") + std::to_string(spec.shape[k]);
+  text += "]";
+  const bool reduces = spec.kind == Kind::all_reduce || spec.kind == Kind::reduce || spec.kind == Kind::reduce_scatter;
+  if (reduces) text += " (" + std::string(name_of(spec.combine)) + ")";
+  if (spec.kind == Kind::broadcast) text += " from rank " + std::to_string(spec.root);
+  if (spec.kind == Kind::reduce) text += " to rank " + std::to_string(spec.root);
+  return text;
+}
+
+std::uint64_t signature_of(const OpSpec& spec) {
+  std::uint64_t hash = 0xcbf29ce484222325ULL;
+  hash = mix(hash, static_cast<std::uint64_t>(spec.kind));
+  if (spec.kind == Kind::barrier) return hash;
+  hash = mix(hash, static_cast<std::uint64_t>(spec.element));
+  hash = mix(hash, static_cast<std::uint64_t>(spec.combine));
+  hash = mix(hash, static_cast<std::uint64_t>(spec.root));
+  if (spec.kind == Kind::delegated) {  // shapes may differ between ranks there: only the name must agree
+    for (char c : spec.name) hash = mix(hash, static_cast<unsigned char>(c));
+    return hash;
+  }
+  return mix(hash, spec.count);
+}
+
+}  // namespace shoal

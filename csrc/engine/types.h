@@ -1,0 +1,50 @@
+// The words of a collective: what kind, of which elements, combined how.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace shoal {
+
+enum class Kind : std::uint8_t { all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, delegated };
+
+enum class Element : std::uint8_t { float32, float64, float16, bfloat16, int8, uint8, int32, int64 };
+
+enum class Combine : std::uint8_t { sum, avg, prod, min, max, band, bor, bxor };
+
+std::size_t size_of(Element element);
+
+std::string_view name_of(Kind kind);
+std::string_view name_of(Element element);
+std::string_view name_of(Combine combine);
+
+// Throw std::invalid_argument that lists the known names.
+Kind kind_named(std::string_view name);
+Element element_named(std::string_view name);
+Combine combine_named(std::string_view name);
+
+// What one rank asks for. `count` is the number of elements of the tensor; for all_gather of the input, for
+// reduce_scatter of the output. The memory belongs to the caller and must stay until the operation ends.
+struct OpSpec {
+  Kind kind = Kind::barrier;
+  Element element = Element::uint8;
+  Combine combine = Combine::sum;
+  std::uint64_t count = 0;
+  int root = 0;
+  const std::byte* input = nullptr;
+  std::byte* output = nullptr;
+  double timeout_s = 0;
+  std::vector<std::int64_t> shape;
+  std::string name;  // of a delegated operation
+};
+
+// "all_reduce of float32[1024, 30] (sum)": what an error message calls an operation.
+std::string describe(const OpSpec& spec);
+
+// Equal for two ranks exactly when they ask for the same operation (shapes of equal size may differ).
+std::uint64_t signature_of(const OpSpec& spec);
+
+}  // namespace shoal

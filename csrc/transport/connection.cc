@@ -1,0 +1,143 @@
+#include "transport/connection.h"
+
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+
+#include "base/crc32c.h"
+
+namespace shoal {
+
+namespace {
+
+constexpr std::size_t kFairShare = 512 << 10;  // bytes of one connection before the others have their turn
+constexpr std::size_t kMaxPieces = 32;
+
+}  // namespace
+
+Connection::Connection(int fd, int peer, bool control, BufferPool& pool)
+    : fd_(fd), peer_(peer), control_(control), pool_(pool) {}
+
+Connection::~Connection() { close(fd_); }
+
+bool Connection::read(const OnFrame& on_frame) {
+  std::size_t total = 0;
+  while (total < kFairShare) {
+    iovec pieces[2];
+    int count = 0;
+    std::size_t wanted = 0;
+    if (payload_) {
+      wanted = header_.payload_bytes - payload_filled_;
+      pieces[count++] = {payload_.get() + payload_filled_, wanted};
+    }
+    pieces[count++] = {staged_.data(), staged_.size()};
+    const ssize_t got = readv(fd_, pieces, count);
+    if (got == 0) return false;
+    if (got < 0) {
+      if (errno == EAGAIN) return true;
+      if (errno == EINTR) continue;
+      throw std::runtime_error(std::strerror(errno));
+    }
+    const auto size = static_cast<std::size_t>(got);
+    total += size;
+    bytes_in += size;
+    const std::size_t direct = std::min(size, wanted);
+    payload_filled_ += direct;
+    staged_begin_ = 0;
+    staged_end_ = size - direct;
+    if (payload_ && payload_filled_ == header_.payload_bytes) finish_frame(on_frame);
+    while (take_staged(on_frame)) {
+    }
+    if (size < wanted + staged_.size()) return true;  // the socket is empty
+  }
+  return true;
+}
+
+// Moves staged bytes on by one header or payload. False when none are left.
+bool Connection::take_staged(const OnFrame& on_frame) {
+  const std::size_t left = staged_end_ - staged_begin_;
+  if (left == 0) return false;
+  const std::byte* from = staged_.data() + staged_begin_;
+  if (!payload_) {
+    const std::size_t size = std::min(left, sizeof header_ - header_filled_);
+    std::memcpy(reinterpret_cast<std::byte*>(&header_) + header_filled_, from, size);
+    staged_begin_ += size;
+    header_filled_ += size;
+    if (header_filled_ < sizeof header_) return true;
+    if (const std::string wrong = check_header(header_); !wrong.empty()) throw std::runtime_error(wrong);
+    payload_ = pool_.take(header_.payload_bytes);
+    payload_filled_ = 0;
+  } else {
+    const std::size_t size = std::min(left, header_.payload_bytes - payload_filled_);
+    std::memcpy(payload_.get() + payload_filled_, from, size);
+    staged_begin_ += size;
+    payload_filled_ += size;
+  }
+  if (payload_filled_ == header_.payload_bytes) finish_frame(on_frame);
+  return true;
+}
+
+void Connection::finish_frame(const OnFrame& on_frame) {
+  const std::size_t size = header_.payload_bytes;
+  if (size && crc32c(payload_.get(), size) != header_.payload_crc) {
+    throw std::runtime_error("a frame's payload does not match its checksum");
+  }
+  Payload payload{payload_.get(), size, payload_, header_.payload_crc, true};
+  payload_.reset();
+  header_filled_ = 0;
+  on_frame(header_, std::move(payload));
+}
+
+void Connection::enqueue(const FrameHeader& header, Payload payload) {
+  queued_bytes_ += sizeof header + payload.size;
+  out_.push_back({header, std::move(payload)});
+}
+
+bool Connection::write() {
+  while (!out_.empty()) {
+    iovec pieces[kMaxPieces];
+    std::size_t count = 0;
+    for (Outgoing& frame : out_) {
+      if (count + 2 > kMaxPieces) break;
+      const std::size_t header_sent = std::min(frame.sent, sizeof frame.header);
+      if (header_sent < sizeof frame.header) {
+        pieces[count++] = {reinterpret_cast<std::byte*>(&frame.header) + header_sent, sizeof frame.header - header_sent};
+      }
+      const std::size_t payload_sent = frame.sent - header_sent;
+      if (payload_sent < frame.payload.size) {
+        pieces[count++] = {const_cast<std::byte*>(frame.payload.data) + payload_sent, frame.payload.size - payload_sent};
+      }
+    }
+    msghdr message{};
+    message.msg_iov = pieces;
+    message.msg_iovlen = count;
+    const ssize_t sent = sendmsg(fd_, &message, MSG_NOSIGNAL);
+    if (sent < 0) {
+      if (errno == EAGAIN) return false;
+      if (errno == EINTR) continue;
+      throw std::runtime_error(std::strerror(errno));
+    }
+    bytes_out += static_cast<std::uint64_t>(sent);
+    account(static_cast<std::size_t>(sent));
+  }
+  return true;
+}
+
+void Connection::account(std::size_t sent) {
+  queued_bytes_ -= sent;
+  while (sent > 0) {
+    Outgoing& frame = out_.front();
+    const std::size_t whole = sizeof frame.header + frame.payload.size;
+    const std::size_t part = std::min(sent, whole - frame.sent);
+    frame.sent += part;
+    sent -= part;
+    if (frame.sent == whole) out_.pop_front();
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,67 @@
+// One TCP connection after its handshake: frames in, frames out, never blocking.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "transport/frame.h"
+
+namespace shoal {
+
+class Connection {
+ public:
+  using OnFrame = std::function<void(const FrameHeader&, Payload)>;
+
+  Connection(int fd, int peer, bool control, BufferPool& pool);
+  ~Connection();
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+
+  int fd() const { return fd_; }
+  int peer() const { return peer_; }
+  bool control() const { return control_; }
+
+  // Reads what is there, up to a fair share, and hands over each whole frame.
+  // Returns false at the end of the stream. Throws std::runtime_error for a malformed frame, and for a failed
+  // socket.
+  bool read(const OnFrame& on_frame);
+
+  void enqueue(const FrameHeader& header, Payload payload);  // sealed
+  // Writes until the socket takes no more. Returns true when nothing is left.
+  bool write();
+
+  std::size_t queued_bytes() const { return queued_bytes_; }
+  std::uint64_t bytes_in = 0, bytes_out = 0;
+
+ private:
+  struct Outgoing {
+    FrameHeader header;
+    Payload payload;
+    std::size_t sent = 0;  // of header and payload together
+  };
+
+  bool take_staged(const OnFrame& on_frame);
+  void finish_frame(const OnFrame& on_frame);
+  void account(std::size_t sent);
+
+  int fd_;
+  int peer_;
+  bool control_;
+  BufferPool& pool_;
+
+  std::array<std::byte, 16384> staged_;  // a read often brings the next header, or many small frames
+  std::size_t staged_begin_ = 0, staged_end_ = 0;
+  FrameHeader header_;
+  std::size_t header_filled_ = 0;
+  std::shared_ptr<std::byte[]> payload_;
+  std::size_t payload_filled_ = 0;
+
+  std::deque<Outgoing> out_;
+  std::size_t queued_bytes_ = 0;
+};
+
+}  // namespace shoal

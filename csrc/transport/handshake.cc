@@ -1,0 +1,209 @@
+#include "transport/handshake.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+
+#include "base/sha256.h"
+
+namespace shoal {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr char kMark[9] = "SHOAL\0\0\1";
+constexpr std::size_t kNonceBytes = 16, kMacBytes = 32, kGroupBytes = 128;
+constexpr double kAttemptS = 1.0;
+
+Bytes mac(const Bytes& secret, const char* side, const Bytes& caller, const Bytes& listener, const Bytes& more = {}) {
+  Bytes message(side, side + std::strlen(side));
+  for (const Bytes* part : {&caller, &listener, &more}) message.insert(message.end(), part->begin(), part->end());
+  const auto digest = hmac_sha256(secret, message);
+  return {digest.begin(), digest.end()};
+}
+
+bool same(const Bytes& a, const Bytes& b) { return equal_in_constant_time(a, b); }
+
+void put(Bytes& out, std::uint32_t value) {
+  for (int k = 0; k < 4; ++k) out.push_back(static_cast<std::uint8_t>(value >> (8 * k)));
+}
+
+std::uint32_t get(const Bytes& in, std::size_t at) {
+  std::uint32_t value = 0;
+  for (std::size_t k = 0; k < 4; ++k) value |= static_cast<std::uint32_t>(in[at + k]) << (8 * k);
+  return value;
+}
+
+// Waits until the socket can be read or written, or says that time is up.
+void wait_for(int fd, short events, Clock::time_point deadline) {
+  while (true) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    if (left <= 0) throw std::runtime_error("no answer in time");
+    pollfd item{fd, events, 0};
+    const int ready = poll(&item, 1, static_cast<int>(left) + 1);
+    if (ready > 0) return;
+    if (ready < 0 && errno != EINTR) throw std::runtime_error(std::strerror(errno));
+  }
+}
+
+void send_all(int fd, const Bytes& bytes, Clock::time_point deadline) {
+  std::size_t done = 0;
+  while (done < bytes.size()) {
+    const ssize_t sent = ::send(fd, bytes.data() + done, bytes.size() - done, MSG_NOSIGNAL);
+    if (sent > 0) done += static_cast<std::size_t>(sent);
+    else if (errno == EAGAIN || errno == EINTR) wait_for(fd, POLLOUT, deadline);
+    else throw std::runtime_error(std::strerror(errno));
+  }
+}
+
+Bytes receive(int fd, std::size_t count, Clock::time_point deadline) {
+  Bytes bytes(count);
+  std::size_t done = 0;
+  while (done < count) {
+    const ssize_t got = ::recv(fd, bytes.data() + done, count - done, 0);
+    if (got > 0) done += static_cast<std::size_t>(got);
+    else if (got == 0) throw std::runtime_error("it hung up (is its secret the same as ours?)");
+    else if (errno == EAGAIN || errno == EINTR) wait_for(fd, POLLIN, deadline);
+    else throw std::runtime_error(std::strerror(errno));
+  }
+  return bytes;
+}
+
+int connect_once(const sockaddr_in& to, Clock::time_point deadline) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) throw std::runtime_error(std::strerror(errno));
+  try {
+    if (connect(fd, reinterpret_cast<const sockaddr*>(&to), sizeof to) < 0) {
+      if (errno != EINPROGRESS) throw std::runtime_error(std::strerror(errno));
+      wait_for(fd, POLLOUT, deadline);
+      int error = 0;
+      socklen_t size = sizeof error;
+      getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
+      if (error) throw std::runtime_error(std::strerror(error));
+    }
+    return fd;
+  } catch (...) {
+    close(fd);
+    throw;
+  }
+}
+
+void introduce(int fd, const Bytes& secret, const Introduction& intro, Clock::time_point deadline) {
+  const Bytes caller = random_bytes(kNonceBytes);
+  send_all(fd, make_hello(caller), deadline);
+  const Bytes listener = read_challenge(secret, caller, receive(fd, kChallengeBytes, deadline));
+  send_all(fd, make_identity(secret, caller, listener, intro), deadline);
+  if (receive(fd, 1, deadline)[0] != 1) throw std::runtime_error("it refused us");
+}
+
+}  // namespace
+
+Bytes random_bytes(std::size_t count) {
+  Bytes bytes(count);
+  if (getrandom(bytes.data(), count, 0) != static_cast<ssize_t>(count)) {
+    throw std::runtime_error("the system gives no random bytes");
+  }
+  return bytes;
+}
+
+Bytes make_hello(const Bytes& nonce) {
+  Bytes hello(kMark, kMark + 8);
+  hello.insert(hello.end(), nonce.begin(), nonce.end());
+  return hello;
+}
+
+Bytes read_hello(const Bytes& hello) {
+  if (hello.size() != kHelloBytes || !std::equal(kMark, kMark + 8, hello.begin())) {
+    throw std::runtime_error("it does not speak shoal's protocol");
+  }
+  return {hello.begin() + 8, hello.end()};
+}
+
+Bytes make_challenge(const Bytes& secret, const Bytes& caller, const Bytes& listener) {
+  Bytes challenge = listener;
+  const Bytes proof = mac(secret, "listener", caller, listener);
+  challenge.insert(challenge.end(), proof.begin(), proof.end());
+  return challenge;
+}
+
+Bytes read_challenge(const Bytes& secret, const Bytes& caller, const Bytes& challenge) {
+  const Bytes listener(challenge.begin(), challenge.begin() + kNonceBytes);
+  if (!same(Bytes(challenge.begin() + kNonceBytes, challenge.end()), mac(secret, "listener", caller, listener))) {
+    throw std::runtime_error("it does not know the job's secret");
+  }
+  return listener;
+}
+
+Bytes make_identity(const Bytes& secret, const Bytes& caller, const Bytes& listener, const Introduction& intro) {
+  if (intro.who.group.size() > kGroupBytes) throw std::runtime_error("the group's name is too long");
+  Bytes body(kGroupBytes, 0);
+  std::copy(intro.who.group.begin(), intro.who.group.end(), body.begin());
+  put(body, static_cast<std::uint32_t>(intro.who.group.size()));
+  put(body, static_cast<std::uint32_t>(intro.who.rank));
+  put(body, static_cast<std::uint32_t>(intro.who.size));
+  put(body, intro.control ? 1 : 0);
+  const Bytes proof = mac(secret, "caller", caller, listener, body);
+  body.insert(body.end(), proof.begin(), proof.end());
+  return body;
+}
+
+Introduction read_identity(const Bytes& secret, const Bytes& caller, const Bytes& listener, const Bytes& message) {
+  const Bytes body(message.begin(), message.end() - kMacBytes);
+  if (!same(Bytes(message.end() - kMacBytes, message.end()), mac(secret, "caller", caller, listener, body))) {
+    throw std::runtime_error("it does not know the job's secret");
+  }
+  const std::uint32_t length = get(body, kGroupBytes);
+  if (length > kGroupBytes) throw std::runtime_error("the group's name is too long");
+  Introduction intro;
+  intro.who.group.assign(body.begin(), body.begin() + length);
+  intro.who.rank = static_cast<int>(get(body, kGroupBytes + 4));
+  intro.who.size = static_cast<int>(get(body, kGroupBytes + 8));
+  intro.control = get(body, kGroupBytes + 12) != 0;
+  return intro;
+}
+
+int call(const std::string& address, int port, const Bytes& secret, const Introduction& intro, double timeout_s) {
+  sockaddr_in to{};
+  to.sin_family = AF_INET;
+  to.sin_port = htons(static_cast<std::uint16_t>(port));
+  if (inet_pton(AF_INET, address.c_str(), &to.sin_addr) != 1) {
+    throw std::runtime_error("'" + address + "' is not an IPv4 address");
+  }
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+  std::string why;
+  while (Clock::now() < deadline) {
+    // A lost SYN is sent again after a second only: several short attempts get through sooner.
+    const auto attempt = std::min(deadline, Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                                               std::chrono::duration<double>(kAttemptS)));
+    int fd = -1;
+    try {
+      fd = connect_once(to, attempt);
+    } catch (const std::runtime_error& error) {
+      why = error.what();
+      poll(nullptr, 0, 20);
+      continue;
+    }
+    try {
+      introduce(fd, secret, intro, deadline);
+      return fd;
+    } catch (const std::runtime_error& error) {
+      close(fd);
+      throw std::runtime_error(address + ":" + std::to_string(port) + ": " + error.what());
+    }
+  }
+  throw std::runtime_error(address + ":" + std::to_string(port) + " was not reached in " +
+                           std::to_string(static_cast<int>(timeout_s)) + " s: " + why);
+}
+
+}  // namespace shoal

@@ -1,0 +1,121 @@
+// Frames over TCP: a control connection to each peer and, between hosts, several for data.
+//
+// A peer is down when its connections have ended, or when its kernel has acknowledged nothing for `grace_s`.
+// The kernel's word counts, not the process's: heartbeats on the control connection are acknowledged while the
+// process is stopped. When they are not, attempts to connect tell a host that is there from one that is not;
+// TCP itself would try again only after seconds.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <future>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "transport/connection.h"
+#include "transport/handshake.h"
+#include "transport/transport.h"
+
+namespace shoal {
+
+struct TcpOptions {
+  std::string address = "127.0.0.1";
+  int port = 0;
+  Bytes secret;
+  int send_buffer_bytes = 0;  // 0: the system's
+  double grace_s = 2.0;
+  double tick_s = 0.25;
+};
+
+class TcpTransport : public Transport {
+ public:
+  // Listens at once. Throws std::runtime_error that names the address, the port and the reason.
+  TcpTransport(TcpOptions options, Sink& sink);
+  ~TcpTransport() override;
+
+  int port() const { return port_; }
+  void start();
+  void stop();
+
+  // From the thread that sets the group up, before or after start().
+  void set_peer(int peer, const std::string& address, int port);
+  void call_peer(int peer, const Introduction& me, double timeout_s);
+  // Whether `count` connections stand within the time.
+  bool wait_for_connections(std::size_t count, double timeout_s);
+  // Whether everything has been written within the time.
+  bool flush(double timeout_s);
+
+  void post(std::function<void()> task) override;
+  void send(int peer, FrameHeader header, Payload payload) override;
+  void drop(int peer) override;
+  void drop_data() override;
+  std::map<std::string, std::uint64_t> counters() const override;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  struct Peer {
+    std::string address;  // empty: it called us and is not called back
+    int port = 0;
+    bool down = false;
+    std::vector<std::shared_ptr<Connection>> connections;
+    std::shared_ptr<Connection> control;
+    double silent_s = 0;
+    int probe_fd = -1;
+  };
+
+  struct Newcomer {  // an inbound socket that has not proved yet who it is
+    Bytes received, caller, listener;
+    Clock::time_point deadline;
+  };
+
+  void run();
+  void run_tasks();
+  void accept_all();
+  void hear_newcomer(int fd);
+  void forget_newcomer(int fd, const std::string& why);
+  void adopt(int fd, int peer, bool control);
+  void serve(const std::shared_ptr<Connection>& connection, std::uint32_t events);
+  void end_connection(const std::shared_ptr<Connection>& connection, const std::string& why);
+  void declare_down(int peer, const std::string& why);
+  void flush_dirty();
+  void write(const std::shared_ptr<Connection>& connection);
+  void watch(const Connection& connection, bool writable);
+  void tick(double elapsed_s);
+  void check_peer(int index, Peer& peer, double elapsed_s);
+  bool probe_answers(Peer& peer);
+  void stop_probe(Peer& peer);
+  Peer& peer_at(int index);
+
+  TcpOptions options_;
+  Sink& sink_;
+  BufferPool pool_;
+  int port_ = 0;
+  int listen_fd_ = -1, epoll_fd_ = -1, wake_fd_ = -1;
+  std::thread thread_;
+  std::atomic<bool> stopping_{false};
+
+  std::mutex tasks_mutex_;
+  std::vector<std::function<void()>> tasks_;
+
+  std::map<int, Peer> peers_;
+  std::map<int, std::shared_ptr<Connection>> connections_;  // by socket
+  std::map<int, Newcomer> newcomers_;
+  std::vector<std::shared_ptr<Connection>> dirty_;
+
+  std::mutex established_mutex_;
+  std::condition_variable established_changed_;
+  std::size_t num_established_ = 0;
+
+  std::atomic<std::uint64_t> queued_frames_{0}, bytes_sent_{0}, bytes_received_{0}, frames_sent_{0},
+      frames_received_{0}, strangers_{0};
+};
+
+}  // namespace shoal

@@ -1,0 +1,252 @@
+"""The engine of one group, as the torch backend sees it: memory addresses in, sums out, waits with a deadline.
+
+Knows nothing of torch: whoever has an address, a count and an element type can use it. The work is done in
+the C++ core (``csrc/engine``); what is here names things and turns failures into :class:`CommError`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal import native
+from shoal.errors import ShoalError
+
+Event = tuple[str, int, int, int, int]
+"""What happened, from and to in ns of ``time.monotonic_ns``, number of the operation, index of the chunk."""
+
+
+class CommError(ShoalError):
+    """The group has failed: a peer was lost, a deadline passed, or ranks ask for different things."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Where a rank of the group is.
+
+    Attributes:
+        host: ranks with the same text share memory.
+        address: IPv4 address where its engine listens.
+        port: and the port.
+        global_rank: its rank in the whole job, for messages.
+        pid: its process, for messages.
+    """
+
+    host: str
+    address: str
+    port: int
+    global_rank: int
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Helper:
+    """A helper host's server."""
+
+    address: str
+    port: int
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What can be tuned. The defaults suit hosts with 1 to 25 Gbit/s.
+
+    Attributes:
+        chunk_bytes: the most that travels in one message between hosts; a multiple of 128.
+        shared_chunk_bytes: the same inside a host: small enough for the caches.
+        num_slots: chunks of each rank that are under way in shared memory.
+        window_bytes: what may be on its way to one server without an answer; bounds a server's memory.
+        eager_bytes: what may be sent to a rank that has not begun the operation.
+        connections_per_peer: TCP connections for data to each peer; clouds limit what one carries.
+        send_buffer_bytes: the kernel's buffer of each; small ones keep the flows fair, 0 leaves it to the system.
+        peer_grace_s: how long a host may not answer before it is lost.
+        straggler_s: how long an operation waits before the ranks that are missing are named.
+        partial: "float32" sends the sums of a host's 16-bit tensors unrounded, "input" in 16 bits.
+        workers_serve: whether workers carry chunks of a lost helper.
+    """
+
+    chunk_bytes: int = 64 << 10
+    shared_chunk_bytes: int = 128 << 10
+    num_slots: int = 16
+    window_bytes: int = 2 << 20
+    eager_bytes: int = 1 << 20
+    connections_per_peer: int = 1
+    send_buffer_bytes: int = 128 << 10
+    peer_grace_s: float = 2.0
+    straggler_s: float = 1.0
+    partial: str = "float32"
+    workers_serve: bool = True
+
+
+class Engine:
+    """One rank's part in a group of ranks. Listens as soon as it is made; :meth:`connect` meets the others.
+
+    Raises:
+        CommError: the address or the port cannot be had.
+    """
+
+    def __init__(
+        self, *, rank: int, size: int, group: str, secret: bytes, address: str, options: EngineOptions, port: int = 0
+    ) -> None:
+        settings = native.core().EngineOptions()
+        settings.set_secret(secret)
+        settings.rank, settings.size, settings.group = rank, size, group
+        settings.address, settings.port = address, port
+        settings.wide_partials = options.partial == "float32"
+        settings.serve_beside_workers = options.workers_serve
+        for name in _SAME_NAME:
+            setattr(settings, name, getattr(options, name))
+        self._group_error: type[Exception] = native.core().GroupError
+        try:
+            self._engine = native.core().Engine(settings)
+        except RuntimeError as error:
+            raise CommError(f"group {group!r}, rank {rank}: {error}") from error
+        self._group, self._rank, self._pid = group, rank, os.getpid()
+
+    @property
+    def port(self) -> int:
+        return int(self._engine.port)
+
+    def connect(
+        self,
+        peers: Sequence[Peer],
+        helpers: Sequence[Helper],
+        pattern: Sequence[int],
+        *,
+        segment: str,
+        timeout_s: float,
+    ) -> None:
+        """Meet all ranks and helpers of the group.
+
+        Args:
+            peers: one for each rank, in rank order.
+            helpers: the helper hosts, in the same order on all ranks.
+            pattern: the server of each successive chunk, again from the start when it ends; servers 0 to
+                size - 1 are beside the ranks, then come the helpers.
+            segment: name for shared memory, unique to the group and the same on all ranks.
+            timeout_s: how long this may take.
+
+        Raises:
+            CommError: somebody did not come, refused us, or does not know the secret.
+        """
+        try:
+            self._engine.connect(
+                [(peer.host, peer.address, peer.port, peer.global_rank, peer.pid) for peer in peers],
+                [(helper.address, helper.port, helper.name) for helper in helpers],
+                list(pattern),
+                segment,
+                timeout_s,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise CommError(f"group {self._group!r}, rank {self._rank} cannot meet the others: {error}") from error
+
+    def submit(
+        self,
+        kind: str,
+        *,
+        input: int,
+        output: int,
+        count: int,
+        dtype: str,
+        op: str = "sum",
+        root: int = 0,
+        shape: Sequence[int] = (),
+        timeout_s: float,
+    ) -> int:
+        """Begin a collective and return its handle, the group's running number. Never waits for peers.
+
+        Args:
+            kind: all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, or delegated (nothing
+                moves, but the others hear of it; ``op`` is then its name).
+            input: address of the elements; they stay where they are until the operation has ended.
+            output: address for the result; may be ``input``.
+            count: elements of the tensor; of the input for all_gather, of the output for reduce_scatter.
+            dtype: float32, float64, float16, bfloat16, int8, uint8, int32 or int64.
+            op: sum, avg, prod, min, max, band, bor or bxor.
+            root: rank in the group that a broadcast comes from or a reduce goes to.
+            shape: for messages.
+            timeout_s: the operation's deadline; 0 for none.
+
+        Raises:
+            CommError: the group has failed before.
+            ValueError: an unknown word, or an operation that the type does not have.
+        """
+        try:
+            handle: int = self._engine.submit(
+                kind, input, output, count, dtype, op, root, list(shape), timeout_s
+            )
+        except self._group_error as error:
+            raise CommError(str(error)) from None
+        return handle
+
+    def finish_delegated(self, handle: int) -> None:
+        """Say that the delegated operation has ended here."""
+        self._engine.finish_delegated(handle)
+
+    def wait(self, handle: int, timeout_s: float | None = None) -> bool:
+        """Wait for an operation; ``False`` when it is still under way after ``timeout_s``.
+
+        Raises:
+            CommError: the operation failed.
+        """
+        try:
+            ended: bool = self._engine.wait(handle, -1.0 if timeout_s is None else max(timeout_s, 0.0))
+        except self._group_error as error:
+            raise CommError(str(error)) from None
+        return ended
+
+    def is_done(self, handle: int) -> bool:
+        """Whether the operation has ended or failed."""
+        return bool(self._engine.is_done(handle))
+
+    def watch(self, handle: int) -> None:
+        """Have :meth:`next_watched` report the operation's end, at once if it is over."""
+        self._engine.watch(handle)
+
+    def next_watched(self, timeout_s: float) -> list[int]:
+        """Return watched operations that have ended or failed since; waits for the first."""
+        return list(self._engine.next_watched(timeout_s))
+
+    def error(self) -> str | None:
+        """Return why the group has failed, if it has."""
+        return self._engine.error() or None
+
+    def abort(self, reason: str) -> None:
+        """End the group here and on all peers: who waits is freed with this reason."""
+        self._engine.abort(reason)
+
+    def close(self) -> None:
+        """Leave the group in order. Peers that wait for nothing do not mind."""
+        if os.getpid() == self._pid:
+            self._engine.close()
+
+    def counters(self) -> dict[str, int]:
+        """Return bytes, frames and operations by kind since the start."""
+        return dict(self._engine.counters())
+
+    def take_events(self) -> list[str]:
+        """Return what was worth telling a person since the last call: stragglers, lost helpers."""
+        return list(self._engine.take_events())
+
+    def trace(self, on: bool) -> None:
+        """Begin or end to note every chunk's way."""
+        self._engine.trace(on)
+
+    def take_trace(self) -> list[Event]:
+        """Return the events noted since the last call."""
+        return list(self._engine.take_trace())
+
+
+_SAME_NAME = (
+    "chunk_bytes",
+    "shared_chunk_bytes",
+    "num_slots",
+    "window_bytes",
+    "eager_bytes",
+    "connections_per_peer",
+    "send_buffer_bytes",
+    "peer_grace_s",
+    "straggler_s",
+)
