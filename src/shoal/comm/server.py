@@ -1,0 +1,84 @@
+"""The server of a helper host: sums chunks for any number of groups, and does nothing else.
+
+    python -m shoal.comm.server --address 10.0.0.9 --port 7070        (or: shoal serve ...)
+
+It needs neither torch nor NumPy. The job's secret comes from SHOAL_SECRET or SHOAL_SECRET_FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+import time
+
+from shoal import env, native
+from shoal.errors import EXIT_OK, ShoalError, UsageError
+
+DEFAULT_PORT = 7070
+
+
+def serve(*, address: str, port: int = DEFAULT_PORT, report_every_s: float = 0.0) -> int:
+    """Sum until SIGTERM or Ctrl-C; return the exit code.
+
+    Args:
+        address: IPv4 address of the interface to listen on, and of no other.
+        port: port to listen on; 0 takes a free one.
+        report_every_s: print counters so often; 0 for never.
+
+    Raises:
+        UsageError: there is no secret.
+        ShoalError: the address or the port cannot be had.
+    """
+    secret = env.secret()
+    if secret is None:
+        raise UsageError(
+            "a server admits only who knows the job's secret: set SHOAL_SECRET_FILE (a file that only you can "
+            "read) or SHOAL_SECRET, the same here and on the workers"
+        )
+    core = native.core()
+    try:
+        server = core.HelperServer(address, port, secret, 128 << 10)
+    except RuntimeError as error:
+        raise ShoalError(f"shoal serve: {error}; choose another --port or --address") from None
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    server.start()
+    print(f"shoal serve: listening on {address}:{server.port}", flush=True)
+    # Short waits: a signal handler runs between two of them, whichever thread the signal woke.
+    next_report = time.monotonic() + report_every_s
+    while not stop.wait(0.5):
+        if report_every_s and time.monotonic() >= next_report:
+            next_report += report_every_s
+            print(f"shoal serve: {_report(server.counters())}", flush=True)
+    print(f"shoal serve: stopped; {_report(server.counters())}", flush=True)
+    server.stop()
+    return EXIT_OK
+
+
+def _report(counters: dict[str, int]) -> str:
+    return (
+        f"{counters['groups']} groups, {counters['chunks_summed']:,} chunks summed, "
+        f"{counters['bytes_received'] / 2**20:,.1f} MiB in, {counters['bytes_sent'] / 2**20:,.1f} MiB out, "
+        f"{counters['strangers_dropped']} strangers dropped"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line of ``python -m shoal.comm.server``."""
+    parser = argparse.ArgumentParser(prog="shoal serve", description=__doc__.splitlines()[0])
+    parser.add_argument("--address", required=True, help="IPv4 address of the interface to listen on")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="port to listen on (default %(default)s)")
+    parser.add_argument("--report-every-s", type=float, default=0.0, help="print counters so often")
+    given = parser.parse_args(argv)
+    try:
+        return serve(address=given.address, port=given.port, report_every_s=given.report_every_s)
+    except ShoalError as error:
+        print(f"shoal serve: error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
