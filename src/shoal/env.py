@@ -7,7 +7,8 @@ and Intel MPI. Nothing else in the package looks at ``os.environ``; a test greps
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ TEST_DATA = "SHOAL_TEST_DATA"
 SECRET = "SHOAL_SECRET"
 """The job's secret, known to its workers and servers; or ``SHOAL_SECRET_FILE``, a file that holds it."""
 HELPERS = "SHOAL_HELPERS"
-"""Servers on helper hosts: ``10.0.0.7:4400,10.0.0.8:4400*2.0``; the factor is the link's bandwidth over a worker's."""
+"""Servers on helper hosts: ``10.0.0.7:4400,10.0.0.8:4400*2.0``, the second with twice a worker's bandwidth."""
 INTERFACE = "SHOAL_INTERFACE"
 """Address or name of the network interface on which the backend listens."""
 HOST_ID = "SHOAL_HOST_ID"
@@ -141,11 +142,22 @@ def helpers(environ: Mapping[str, str] | None = None) -> list[HelperAddress]:
             bandwidth = 0.0
         if not (address and port.isdecimal() and 0 < int(port) < 1 << 16 and 0 < bandwidth < float("inf")):
             raise UsageError(
-                f"{HELPERS} has the entry {entry!r}; an entry is address:port, or address:port*2.0 for a helper "
-                "with twice the bandwidth of a worker's host"
+                f"{HELPERS} has the entry {entry!r}; an entry is address:port, or address:port*2.0 for a "
+                "helper with twice the bandwidth of a worker's host"
             )
         found.append(HelperAddress(address=address, port=int(port), bandwidth=bandwidth))
     return found
+
+
+@contextmanager
+def without_helpers() -> Iterator[None]:
+    """Make groups in this block without helper hosts."""
+    value = os.environ.pop(HELPERS, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[HELPERS] = value
 
 
 def interface(environ: Mapping[str, str] | None = None) -> str | None:

@@ -5,28 +5,31 @@
 
 The story of one gradient:
 
-1.  ``init_process_group`` finds the name ``"shoal"`` through an entry point and asks ``backend.create_group``
-    for a process group. ``bootstrap`` lets the ranks exchange addresses through torch's store, finds out which
-    of them share a host, reads the helper hosts from the environment and makes the group's ``Engine``.
-2.  ``DistributedDataParallel`` fills a bucket and calls ``all_reduce``: ``backend.ShoalProcessGroup.allreduce``
-    takes the tensor's address, gives it to the engine and returns a ``Work`` at once. What is not one block of
-    memory (``operands``) is copied into one first, and many small tensors are fused into one.
-3.  The engine gives the operation its number in the group and tells it to the others with its name, dtype and
-    shape, so that ranks that do not do the same learn both sides instead of hanging.
+1.  ``init_process_group`` finds the name ``"shoal"`` through an entry point and asks
+    ``backend.create_group`` for a process group. ``bootstrap`` lets the ranks exchange addresses through
+    torch's store, finds out which of them share a host, reads the helper hosts from the environment and
+    makes the group's ``Engine``.
+2.  ``DistributedDataParallel`` fills a bucket and calls ``all_reduce``:
+    ``backend.ShoalProcessGroup.allreduce`` takes the tensor's address, gives it to the engine and returns
+    a ``Work`` at once. What is not one block of memory (``operands``) is copied into one first, and many
+    small tensors are fused into one.
+3.  The engine gives the operation its number in the group and tells it to the others with its name, dtype
+    and shape, so that ranks that do not do the same learn both sides instead of hanging.
 4.  Workers of one host first add up in shared memory, in rank order, so that the network carries a bucket
     once a host.
-5.  The bucket is cut into chunks, and ``decide.links`` says which server sums which: the servers beside the
-    workers, helper hosts (``python -m shoal.comm.server``), or both, each as much as its link carries.
+5.  The bucket is cut into chunks, and ``decide.links`` says which server sums which: the servers beside
+    the workers, helper hosts (``python -m shoal.comm.server``), or both, each as much as its link
+    carries.
 6.  First hop: each host pushes its chunks to their servers, starting at a different server each.
 7.  A server that holds all contributions of a chunk adds them in the order of the hosts' lowest ranks, in
-    fp32, rounds once, and, second hop, sends the sum to every host, while later chunks are still on their way
-    to it.
-8.  The last sum to arrive completes the ``Work``: a waiting thread wakes, or ``work.Completer`` sets the future
-    on which DDP waits. The gradient is where it was, averaged.
+    fp32, rounds once, and, second hop, sends the sum to every host, while later chunks are still on their
+    way to it.
+8.  The last sum to arrive completes the ``Work``: a waiting thread wakes, or ``work.Completer`` sets the
+    future on which DDP waits. The gradient is where it was, averaged.
 
-What does not run on the engine (``scatter``, ``gather``, ``all_to_all``, ``send``, ``recv``, sparse tensors)
-goes to an inner gloo group that is made when it is first needed (``delegate``). The collectives among them
-announce themselves through the engine all the same.
+What does not run on the engine (``scatter``, ``gather``, ``all_to_all``, ``send``, ``recv``, sparse
+tensors) goes to an inner gloo group that is made when it is first needed (``delegate``). The collectives
+among them announce themselves through the engine all the same.
 
 This package itself imports no torch: a helper host runs its server without it.
 """

@@ -1,4 +1,5 @@
-"""How the ranks of a group find each other: each puts its address into torch's store and reads the others'."""
+"""How the ranks of a group find each other: each puts its address into torch's store and reads the "
+"others'."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shoal import env
 from shoal.comm.engine import Engine, EngineOptions, Helper, Peer
@@ -46,7 +47,7 @@ def host_identity() -> str:
     return "/".join(parts)
 
 
-def local_address(store: dist.Store) -> str:
+def local_address(store: Store) -> str:
     """Return the IPv4 address on which this process is to listen.
 
     That is ``SHOAL_INTERFACE``, or else the address from which this host reaches the store.
@@ -56,9 +57,9 @@ def local_address(store: dist.Store) -> str:
     """
     if given := env.interface():
         return interface_address(given)
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    host = store.host if isinstance(store, dist.TCPStore) else socket.gethostname()
+    host = store.host if isinstance(store, TCPStore) else socket.gethostname()
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing: it only chooses a route
@@ -85,13 +86,14 @@ def interface_address(given: str) -> str:
         except OSError as problem:
             names = ", ".join(name for _, name in socket.if_nameindex())
             raise UsageError(
-                f"SHOAL_INTERFACE={given}: no such address or interface with an IPv4 address ({problem.strerror}); "
+                f"SHOAL_INTERFACE={given}: no such address or interface with an IPv4 address "
+                f"({problem.strerror}); "
                 f"this host has {names}"
             ) from None
 
 
 def connect_engine(
-    store: dist.Store, rank: int, size: int, group: str, global_rank: int, timeout: timedelta
+    store: Store, rank: int, size: int, group: str, global_rank: int, timeout: timedelta
 ) -> Engine:
     """Make this rank's engine and connect it to all others. All ranks call it.
 
@@ -126,7 +128,7 @@ def connect_engine(
     return engine
 
 
-def _common_rules(store: dist.Store, rank: int) -> dict[str, Any]:
+def _common_rules(store: Store, rank: int) -> dict[str, Any]:
     """Return what rank 0 decides for all.
 
     Without ``SHOAL_SECRET`` the secret is random and lies in the store: whoever can read the store may join.
@@ -138,7 +140,8 @@ def _common_rules(store: dist.Store, rank: int) -> dict[str, Any]:
         ]
         if helpers and env.secret() is None:
             raise UsageError(
-                "SHOAL_HELPERS is set but SHOAL_SECRET is not; helper hosts admit only who knows their secret: set "
+                "SHOAL_HELPERS is set but SHOAL_SECRET is not; helper hosts admit only who knows their "
+                "secret: set "
                 "SHOAL_SECRET or SHOAL_SECRET_FILE on all hosts"
             )
         rules = {

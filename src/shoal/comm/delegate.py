@@ -1,7 +1,7 @@
 """The inner gloo group: for what the engine does not do itself. It is made when it is first needed.
 
-It is made without waiting for anybody: each rank publishes its address in the store, and gloo connects two ranks
-when they first talk. So two ranks may send to each other while a third is elsewhere.
+It is made without waiting for anybody: each rank publishes its address in the store, and gloo connects two
+ranks when they first talk. So two ranks may send to each other while a third is elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 from torch.futures import Future
 
 from shoal.comm.engine import CommError
@@ -27,7 +27,7 @@ _SLICE_S = 1.0
 _NAMING_S = 3.0
 _ABORT_TAG = 0x7FFF_FFF0
 
-Start = Callable[[dist.ProcessGroupGloo], dist.Work]
+Start = Callable[[Any], Work]
 
 
 class InnerGloo:
@@ -35,7 +35,7 @@ class InnerGloo:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         size: int,
         address: str,
@@ -48,7 +48,7 @@ class InnerGloo:
         self._address = address
         self._timeout = timeout
         self.error = error
-        self._group: dist.ProcessGroupGloo | None = None
+        self._group: Any = None
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._peers: dict[int, _Peer] = {}
@@ -57,26 +57,24 @@ class InnerGloo:
     def exists(self) -> bool:
         return self._group is not None
 
-    def group(self) -> dist.ProcessGroupGloo:
+    def group(self) -> Any:
         """Return the inner group, made now if it has not been."""
         with self._lock:
             if self._stopped.is_set():
                 raise CommError("this process group has been shut down; make a new one")
             if self._group is None:
-                options = dist.ProcessGroupGloo._Options()
-                options._devices = [
-                    dist.ProcessGroupGloo.create_device(hostname=self._address, lazy_init=True)
-                ]
+                gloo: Any = ProcessGroupGloo
+                options = gloo._Options()
+                options._devices = [gloo.create_device(hostname=self._address, lazy_init=True)]
                 options._timeout = self._timeout
-                self._group = dist.ProcessGroupGloo(
-                    dist.PrefixStore("gloo/", self._store), self._rank, self._size, options
-                )
+                self._group = gloo(PrefixStore("gloo/", self._store), self._rank, self._size, options)
                 self._store.set(f"inner/{self._rank}", "1")
                 threading.Thread(target=self._guard, name="shoal-inner-group", daemon=True).start()
             return self._group
 
     def join_if_wanted(self) -> None:
-        """Make the inner group if a rank waits for a message from anybody; called now and then by slow waits."""
+        """Make the inner group if a rank waits for a message from anybody; called now and then by slow "
+        "waits."""
         if self._group is None and self._store.check(["inner/wanted"]):
             self.group()
 
@@ -103,7 +101,8 @@ class InnerGloo:
             except Exception as problem:  # the store's own class of time-outs differs between versions
                 if time.monotonic() >= end:
                     raise CommError(
-                        f"rank {peer} of the group did not send or receive within {timeout.total_seconds():g} s; "
+                        f"rank {peer} of the group did not send or receive within "
+                        f"{timeout.total_seconds():g} s; "
                         "see whether it still runs, or give the group a longer timeout"
                     ) from problem
 
@@ -116,7 +115,8 @@ class InnerGloo:
         return queue.start(self.group(), start, timeout)
 
     def explain(self, problem: Exception) -> Exception:
-        """Return the engine's reason, which names the rank, if the group has failed; else the problem itself."""
+        """Return the engine's reason, which names the rank, if the group has failed; else the problem "
+        "itself."""
         end = time.monotonic() + (_NAMING_S if "imed out" not in str(problem) else 0.0)
         while True:
             if reason := self.error():
@@ -164,7 +164,7 @@ class _Peer:
         self._waiting: deque[tuple[Start, MessageWork]] = deque()
         self._lock = threading.Lock()
 
-    def start(self, group: dist.ProcessGroupGloo, start: Start, timeout: timedelta) -> MessageWork:
+    def start(self, group: Any, start: Start, timeout: timedelta) -> MessageWork:
         work = MessageWork(self._inner, timeout)
         with self._lock:
             self._ready = self._ready or (not self._waiting and self._inner.is_ready(self._rank))
@@ -176,7 +176,7 @@ class _Peer:
                 threading.Thread(target=self._start_waiting, args=(group, timeout), daemon=True).start()
         return work
 
-    def _start_waiting(self, group: dist.ProcessGroupGloo, timeout: timedelta) -> None:
+    def _start_waiting(self, group: Any, timeout: timedelta) -> None:
         problem: Exception | None = None
         try:
             self._inner.until_ready(self._rank, timeout)
@@ -194,7 +194,7 @@ class _Peer:
             self._ready = problem is None
 
 
-class MessageWork(dist.Work):
+class MessageWork(Work):
     """A message under way to or from one rank."""
 
     def __init__(self, inner: InnerGloo, timeout: timedelta) -> None:
@@ -202,11 +202,11 @@ class MessageWork(dist.Work):
         self._inner = inner
         self._timeout = timeout
         self._is_started = threading.Event()
-        self._work: dist.Work | None = None
+        self._work: Work | None = None
         self._error: Exception | None = None
         self._done = False
 
-    def started(self, work: dist.Work) -> None:
+    def started(self, work: Work) -> None:
         self._work = work
         self._is_started.set()
 
@@ -252,11 +252,11 @@ class MessageWork(dist.Work):
         return self._source_rank()
 
 
-class DelegatedWork(dist.Work):
+class DelegatedWork(Work):
     """A collective of the inner group. A failure that the engine finds meanwhile ends the wait."""
 
     def __init__(
-        self, inner: InnerGloo, work: dist.Work, name: str, finish: Callable[[], None], result: Any
+        self, inner: InnerGloo, work: Work, name: str, finish: Callable[[], None], result: Any
     ) -> None:
         super().__init__()
         self._inner = inner
@@ -285,7 +285,8 @@ class DelegatedWork(dist.Work):
                 raise CommError(reason)
             if end is not None and time.monotonic() >= end:
                 raise CommError(
-                    f"{self._name}: waited {timeout.total_seconds():g} s as asked and it is still under way; wait "
+                    f"{self._name}: waited {timeout.total_seconds():g} s as asked and it is still under "
+                    "way; wait "
                     "longer, or look which rank is late"
                 )
         if self._error is not None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Work
 
 from shoal.comm import operands
 from shoal.comm.work import EngineWork, JoinedWork
@@ -26,8 +26,8 @@ class Fused:
         self._rank = rank
         self._size = size
 
-    def all_reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        works: list[dist.Work] = []
+    def all_reduce(self, tensors: list[Tensor], opts: Any) -> Work:
+        works: list[Work] = []
         for same in _by_dtype(tensors, tensors):
             group = [tensors[index] for index in same]
             op = operands.reduction(opts.reduceOp, group[0])
@@ -50,14 +50,14 @@ class Fused:
                     timeout=opts.timeout,
                     result=group,
                     finish=finish,
-                )  # fmt: skip
+                )
             )
         return _joined(works, tensors)
 
-    def all_gather(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
+    def all_gather(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
         """Each output has ``size`` rows of its input's elements."""
         for output, input in zip(outputs, inputs, strict=True):
-            self.check_rows("all_gather_into_tensor", "output", output, "input", input)
+            check_rows(self._size, "all_gather_into_tensor", "output", output, "input", input)
         if len(inputs) == 1:
             return self._all_gather_one(outputs[0], inputs[0], opts)
         source = torch.cat([operands.as_bytes(tensor) for tensor in inputs])
@@ -78,7 +78,7 @@ class Fused:
             shape=source.shape, timeout=opts.timeout, result=outputs, finish=finish,
         )  # fmt: skip
 
-    def _all_gather_one(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
+    def _all_gather_one(self, output: Tensor, input: Tensor, opts: Any) -> Work:
         source, (target, finish) = operands.block(input), operands.destination(output)
         place = source.data_ptr() - target.data_ptr()
         if (
@@ -92,7 +92,7 @@ class Fused:
             shape=input.shape, timeout=opts.timeout, result=[output], finish=finish,
         )  # fmt: skip
 
-    def all_gather_list(self, outputs: list[Tensor], input: Tensor, opts: Any) -> dist.Work:
+    def all_gather_list(self, outputs: list[Tensor], input: Tensor, opts: Any) -> Work:
         """Output r is rank r's tensor; they may differ in size, if every rank gives the same sizes."""
         if len(outputs) != self._size:
             raise UsageError(
@@ -101,12 +101,14 @@ class Fused:
         for rank, output in enumerate(outputs):
             if output.dtype != input.dtype:
                 raise UsageError(
-                    f"all_gather: output tensor {rank} is {output.dtype} and the input {input.dtype}; they must be "
+                    f"all_gather: output tensor {rank} is {output.dtype} and the input {input.dtype}; they "
+                    "must be "
                     "the same"
                 )
         if outputs[self._rank].numel() != input.numel():
             raise UsageError(
-                f"all_gather: this rank's output tensor has shape {tuple(outputs[self._rank].shape)} and its input "
+                f"all_gather: this rank's output tensor has shape {tuple(outputs[self._rank].shape)} and "
+                "its input "
                 f"{tuple(input.shape)}; they must have the same number of elements"
             )
         width = max(output.numel() for output in outputs)
@@ -125,15 +127,13 @@ class Fused:
             shape=input.shape, timeout=opts.timeout, result=[outputs], finish=finish,
         )  # fmt: skip
 
-    def all_gather_lists(
-        self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any
-    ) -> dist.Work:
+    def all_gather_lists(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
         """``output_lists[i][r]`` is rank r's tensor i."""
         for outputs, input in zip(output_lists, inputs, strict=True):
             if len(outputs) != self._size or any(output.numel() != input.numel() for output in outputs):
                 raise UsageError(
-                    f"all_gather_coalesced: a list of {len(outputs)} outputs of {[o.numel() for o in outputs]} "
-                    f"elements for {self._size} ranks with {input.numel()} elements each; give one a rank, as large"
+                    f"all_gather_coalesced: outputs of {[output.numel() for output in outputs]} elements for "
+                    f"{self._size} ranks with {input.numel()} elements each; give one a rank, as large"
                 )
         tables = [torch.empty(self._size, input.numel(), dtype=input.dtype) for input in inputs]
         work = self.all_gather(tables, inputs, opts)
@@ -147,10 +147,10 @@ class Fused:
         work.finish_also(finish, output_lists)
         return work
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
         """Each input has ``size`` rows of its output's elements; row r of the sum goes to rank r."""
         for output, input in zip(outputs, inputs, strict=True):
-            self.check_rows("reduce_scatter_tensor", "input", input, "output", output)
+            check_rows(self._size, "reduce_scatter_tensor", "input", input, "output", output)
         works = []
         for same in _by_dtype(outputs, inputs):
             tables = [operands.block(inputs[index]).view(self._size, -1) for index in same]
@@ -158,7 +158,7 @@ class Fused:
             works.append(self._reduce_scatter_table([outputs[index] for index in same], table, opts))
         return _joined(works, outputs)
 
-    def reduce_scatter_list(self, output: Tensor, inputs: list[Tensor], opts: Any) -> dist.Work:
+    def reduce_scatter_list(self, output: Tensor, inputs: list[Tensor], opts: Any) -> Work:
         """Input r is what this rank adds for rank r; they may differ in size, the same on all ranks."""
         if len(inputs) != self._size:
             raise UsageError(
@@ -168,8 +168,10 @@ class Fused:
             input.dtype != output.dtype for input in inputs
         ):
             raise UsageError(
-                f"reduce_scatter: the output is {output.dtype} of shape {tuple(output.shape)}, the inputs are "
-                f"{[(str(i.dtype), tuple(i.shape)) for i in inputs]}; all dtypes must be the same, and this rank's "
+                f"reduce_scatter: the output is {output.dtype} of shape {tuple(output.shape)}, the inputs "
+                "are "
+                f"{[(str(i.dtype), tuple(i.shape)) for i in inputs]}; all dtypes must be the same, and this "
+                "rank's "
                 "input as large as its output"
             )
         width = max(input.numel() for input in inputs)
@@ -194,17 +196,18 @@ class Fused:
             op=op.name, shape=_shape(outputs, target), timeout=opts.timeout, result=outputs, finish=finish,
         )  # fmt: skip
 
-    def check_rows(self, name: str, large_name: str, large: Tensor, small_name: str, small: Tensor) -> None:
-        if large.dtype != small.dtype:
-            raise UsageError(
-                f"{name}: the input and output tensors are {large.dtype} and {small.dtype}; convert one"
-            )
-        if large.numel() != self._size * small.numel():
-            raise UsageError(
-                f"{name}: the {large_name} tensor has shape {tuple(large.shape)} and the {small_name} tensor "
-                f"{tuple(small.shape)}; the {large_name} must have {self._size} (the ranks of the group) times as "
-                "many elements"
-            )
+
+def check_rows(size: int, name: str, large_name: str, large: Tensor, small_name: str, small: Tensor) -> None:
+    if large.dtype != small.dtype:
+        raise UsageError(
+            f"{name}: the input and output tensors are {large.dtype} and {small.dtype}; convert one"
+        )
+    if large.numel() != size * small.numel():
+        raise UsageError(
+            f"{name}: the {large_name} tensor has shape {tuple(large.shape)} and the {small_name} tensor "
+            f"{tuple(small.shape)}; the {large_name} must have {size} (the ranks of the group) times as "
+            "many elements"
+        )
 
 
 def _by_dtype(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[list[int]]:
@@ -230,5 +233,5 @@ def _shape(tensors: Sequence[Tensor], flat: Tensor) -> Sequence[int]:
     return tensors[0].shape if len(tensors) == 1 else flat.shape
 
 
-def _joined(works: Sequence[dist.Work], result: Any) -> dist.Work:
+def _joined(works: Sequence[Work], result: Any) -> Work:
     return works[0] if len(works) == 1 else JoinedWork(works, result)

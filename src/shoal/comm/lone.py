@@ -79,6 +79,9 @@ class LoneEngine:
     def counters(self) -> dict[str, int]:
         return {"bytes_sent": 0, "bytes_received": 0, **self._counts}
 
+    def take_events(self) -> list[str]:
+        return []
+
     def trace(self, on: bool) -> None:
         pass
 

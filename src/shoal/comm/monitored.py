@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from shoal.comm.engine import CommError
 
@@ -14,12 +14,13 @@ _ANSWER_MARGIN_S = 1.0
 
 
 def monitored_barrier(
-    store: dist.Store, number: int, rank: int, size: int, limit: timedelta, wait_all_ranks: bool
+    store: Store, number: int, rank: int, size: int, limit: timedelta, wait_all_ranks: bool
 ) -> None:
     """Return when all ranks of the group have called it with this ``number``.
 
     Raises:
-        CommError: ranks did not come within ``limit``; rank 0 names the first, or with ``wait_all_ranks`` all.
+        CommError: ranks did not come within ``limit``; rank 0 names the first, or with ``wait_all_ranks``
+        all.
     """
     base = f"monitored/{number}"
     if rank == 0:
@@ -33,17 +34,19 @@ def monitored_barrier(
         store.wait([f"{base}/verdict"], limit + timedelta(seconds=_ANSWER_MARGIN_S))
     except Exception as problem:  # the store's own class of time-outs differs between versions
         raise CommError(
-            f"rank {rank} successfully reached monitoredBarrier, but received errors while waiting for rank 0 to "
+            f"rank {rank} successfully reached monitoredBarrier, but received errors while waiting for rank "
+            "0 to "
             f"answer within {limit.total_seconds():g} s; please check rank 0 logs"
         ) from problem
     if verdict := store.get(f"{base}/verdict").decode():
         raise CommError(
-            f"rank {rank} successfully reached monitoredBarrier, but received errors while waiting: rank 0 says: "
+            f"rank {rank} successfully reached monitoredBarrier, but received errors while waiting: rank 0 "
+            "says: "
             f"{verdict}"
         )
 
 
-def _missing(store: dist.Store, base: str, size: int, limit: timedelta, wait_all_ranks: bool) -> str:
+def _missing(store: Store, base: str, size: int, limit: timedelta, wait_all_ranks: bool) -> str:
     end = time.monotonic() + limit.total_seconds()
     missing = list(range(1, size))
     while missing:

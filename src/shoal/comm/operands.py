@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,12 +58,11 @@ def reduction(op: ReduceOp | ReduceOp.RedOpType, tensor: Tensor) -> Reduction:
     Raises:
         UsageError: this dtype cannot be reduced so.
     """
-    kind = getattr(op, "op", op)
+    kind: Any = getattr(op, "op", op)
+    name, factor = _OPS.get(kind, ""), None
     if kind == ReduceOp.PREMUL_SUM:
-        factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]
-        name, scaled = "sum", factor
-    else:
-        name, scaled = _OPS.get(kind, ""), None
+        given: Any = op
+        name, factor = "sum", given.factor if hasattr(given, "factor") else given.__getstate__()[1]
     dtype = tensor.dtype
     if not name:
         raise UsageError(f"reduce operation {op}: backend shoal has {', '.join(_OPS.values())}, premul_sum")
@@ -72,15 +73,17 @@ def reduction(op: ReduceOp | ReduceOp.RedOpType, tensor: Tensor) -> Reduction:
     elif dtype.is_floating_point:
         allowed = name not in _BITWISE and dtype in ENGINE_DTYPES
     else:
-        allowed = name != "avg" and scaled is None and dtype in ENGINE_DTYPES
+        allowed = name != "avg" and factor is None and dtype in ENGINE_DTYPES
     if not allowed:
         known = ", ".join(ENGINE_DTYPES.values())
         raise UsageError(
-            f"{name} of a {dtype} tensor: backend shoal reduces {known}, bool and complex tensors, with avg and "
-            "premul_sum only floating ones, with band, bor and bxor only whole ones, and complex ones with sum "
+            f"{name} of a {dtype} tensor: backend shoal reduces {known}, bool and complex tensors, with avg "
+            "and "
+            "premul_sum only floating ones, with band, bor and bxor only whole ones, and complex ones with "
+            "sum "
             "and avg; convert the tensor first"
         )
-    return Reduction(name, scaled)
+    return Reduction(name, factor)
 
 
 def block(tensor: Tensor) -> Tensor:
@@ -147,8 +150,32 @@ def check_cpu(tensors: Sequence[Tensor], name: str) -> None:
     for tensor in tensors:
         if tensor.device.type != "cpu":
             raise UsageError(
-                f"{name} of a tensor on {tensor.device}: backend shoal takes CPU tensors; move it with .cpu(), "
+                f"{name} of a tensor on {tensor.device}: backend shoal takes CPU tensors; move it with "
+                ".cpu(), "
                 "or use a group of another backend (nccl) for it"
             )
         if tensor.layout != torch.strided:
             raise UsageError(f"{name} of a {tensor.layout} tensor: make it dense first (.to_dense())")
+
+
+def one(tensors: Any, name: str) -> list[Tensor]:
+    """Return the list of the one tensor that each rank gives."""
+    found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if len(found) != 1:
+        raise UsageError(
+            f"{name}: {len(found)} tensors; one a rank is possible (or the coalesced form, for many)"
+        )
+    return found
+
+
+def options_of(opts: Any, kind: type, timeout: timedelta = timedelta(0)) -> Any:
+    """Return an options object: the given one, or one made from the short forms (an operation, a rank)."""
+    if isinstance(opts, kind):
+        return opts
+    made = kind()
+    if isinstance(opts, int):
+        made.rootRank = opts
+    elif opts is not None and hasattr(made, "reduceOp"):
+        made.reduceOp = opts
+    made.timeout = timeout
+    return made

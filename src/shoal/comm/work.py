@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from shoal.comm.engine import CommError
@@ -30,11 +30,11 @@ class Waiting(Protocol):
     def complete_later(self, work: EngineWork) -> None: ...
 
 
-class EngineWork(dist.Work):
+class EngineWork(Work):
     """One operation of the engine.
 
-    ``finish`` runs once, after the engine is done and before anybody sees the result. ``operands`` keeps alive
-    the memory that the engine reads and writes.
+    ``finish`` runs once, after the engine is done and before anybody sees the result. ``operands`` keeps
+    alive the memory that the engine reads and writes.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class EngineWork(dist.Work):
             ):
                 if end is not None and time.monotonic() >= end:
                     raise CommError(
-                        f"{self._name}: waited {limit_s:g} s as asked and it is still under way; wait longer, "
+                        f"{self._name}: waited {limit_s:g} s as asked and it is still under way; wait "
+                        "longer, "
                         "or look which rank is late"
                     )
         except CommError as error:
@@ -221,10 +222,10 @@ class Completer:
                     work.complete_future()
 
 
-class JoinedWork(dist.Work):
+class JoinedWork(Work):
     """Several works as one."""
 
-    def __init__(self, works: Sequence[dist.Work], result: Any) -> None:
+    def __init__(self, works: Sequence[Work], result: Any) -> None:
         super().__init__()
         self._works = tuple(works)
         self._result = result

@@ -1,0 +1,129 @@
+"""The collectives and messages that go to the inner gloo group."""
+
+# torch's stubs of ProcessGroup differ between its versions and lack what only some have.
+# mypy: disable-error-code="override, assignment, misc"
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from shoal.comm.group import EngineGroup
+from torch import Tensor
+from torch._C._distributed_c10d import AllToAllOptions, GatherOptions, ScatterOptions, Work
+
+from shoal.comm import operands
+from shoal.comm.delegate import DelegatedWork, MessageWork, Start
+from shoal.comm.engine import CommError
+from shoal.comm.fused import check_rows
+from shoal.comm.operands import options_of
+from shoal.comm.work import NO_TIMEOUT
+from shoal.errors import UsageError
+
+
+class DelegatingGroup(EngineGroup):
+    """A group whose rarer collectives run on gloo, announced through the engine."""
+
+    # ---- delegated to the inner group ---------------------------------------------------------------------
+
+    def _delegate(
+        self, name: str, start: Start, tensors: Sequence[Tensor], opts: Any,
+        *, root: int = 0, shape: Sequence[int] = (), result: Any = None,
+    ) -> Work:  # fmt: skip
+        """Announce a collective through the engine and start it on the inner group."""
+        if self._closed:
+            raise CommError(f"{name}: this process group has been shut down; make a new one")
+        if opts.timeout < NO_TIMEOUT or opts.timeout == NO_TIMEOUT:
+            opts.timeout = self._timeout
+        handle = self.engine.submit(
+            "delegated", input=0, output=0, count=0, dtype="uint8", op=name, root=root, shape=shape,
+            timeout_s=opts.timeout.total_seconds(),
+        )  # fmt: skip
+        self._sequence += 1
+        work = start(self.inner.group())
+        return DelegatedWork(self.inner, work, name, lambda: self.engine.finish_delegated(handle), result)
+
+    def gather(
+        self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
+    ) -> Work:
+        opts = options_of(opts, GatherOptions, timeout)
+        operands.check_cpu([*inputs, *itertools.chain(*output_lists)], "gather")
+        return self._delegate(
+            "gather", lambda g: g.gather(output_lists, inputs, opts), inputs, opts,
+            root=opts.rootRank, shape=inputs[0].shape,
+        )  # fmt: skip
+
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        opts = options_of(opts, GatherOptions)
+        rows: list[list[Tensor]] = []
+        if opts.rootRank == self._rank:
+            check_rows(self._size, "gather_into_tensor", "output", output, "input", input)
+            rows = [list(output.view(self._size, *input.shape).unbind())]
+        return self.gather(rows, [input], opts)
+
+    def scatter(
+        self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
+    ) -> Work:
+        opts = options_of(opts, ScatterOptions, timeout)
+        operands.check_cpu([*outputs, *itertools.chain(*input_lists)], "scatter")
+        return self._delegate(
+            "scatter", lambda g: g.scatter(outputs, input_lists, opts), outputs, opts,
+            root=opts.rootRank, shape=outputs[0].shape,
+        )  # fmt: skip
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        opts = options_of(opts, AllToAllOptions)
+        operands.check_cpu([*outputs, *inputs], "all_to_all")
+        outputs, inputs = list(outputs), list(inputs)
+        return self._delegate("all_to_all", lambda g: g.alltoall(outputs, inputs, opts), inputs, opts)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> Work:
+        opts = options_of(opts, AllToAllOptions)
+        operands.check_cpu([output, input], "all_to_all_single")
+        return self._delegate(
+            "all_to_all_single",
+            lambda g: g.alltoall_base(output, input, output_sizes, input_sizes, opts),
+            [input], opts,
+        )  # fmt: skip
+
+    # Messages have no number in the group's sequence: only two ranks know of them.
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> MessageWork:
+        operands.check_cpu(tensors, "send")
+        return self._message(to, lambda g: g.send(tensors, to, tag))
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> MessageWork:
+        operands.check_cpu(tensors, "recv")
+        return self._message(source, lambda g: g.recv(tensors, source, tag))
+
+    def _message(self, peer: int, start: Start) -> MessageWork:
+        if not 0 <= peer < self._size or peer == self._rank:
+            raise UsageError(
+                f"a message between rank {self._rank} and rank {peer} of a group of {self._size}"
+            )
+        work = self.inner.start_when_ready(peer, start, self._timeout)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> MessageWork:
+        """Receive from whoever sends. gloo connects to all ranks for it, so each must have its inner "
+        "group."""
+        operands.check_cpu(tensors, "recv")
+        group = self.inner.group()
+        self.inner.want_all()
+        for peer in range(self._size):
+            if peer != self._rank:
+                self.inner.until_ready(peer, self._timeout)
+        work = MessageWork(self.inner, self._timeout)
+        work.started(group.recv_anysource(tensors, tag))
+        return work
+
+    # other names of the same
+    alltoall_base = all_to_all_single
+    gather_into_tensor = gather_single
+    recvAnysource = recv_anysource

@@ -1,0 +1,242 @@
+"""What a group is, apart from its collectives: its engine, its names, its parts, its end."""
+
+# torch's stubs of ProcessGroup differ between its versions and lack what only some have.
+# mypy: disable-error-code="override, assignment, misc"
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, Work
+
+from shoal.comm import BACKEND_NAME
+from shoal.comm.bootstrap import connect_engine, local_address
+from shoal.comm.delegate import InnerGloo
+from shoal.comm.engine import CommError, Engine
+from shoal.comm.lone import LoneEngine
+from shoal.comm.work import NO_TIMEOUT, Completer, EngineWork, JoinedWork
+from shoal.errors import UsageError
+
+_log = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
+_LOOPBACK = "127.0.0.1"
+
+
+class _Devices(list[torch.device]):
+    """The devices of a group, with which torch's flight recorder leaves the group alone.
+
+    It can only attach to a group with a C++ backend, and would raise. It takes a group for one without when
+    ``not group._device_types``; all other code of torch looks into the list.
+    """
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class EngineGroup(ProcessGroup):
+    """A group of ranks with an engine of its own."""
+
+    supports_splitting = True
+    supports_coalescing = False
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, name: str, global_ranks: list[int]
+    ) -> None:
+        super().__init__(rank, size)
+        self._store = store
+        self._rank, self._size = rank, size
+        self._timeout = timeout
+        self._name, self._description = name, "undefined"
+        self._global_ranks = global_ranks
+        self.engine: Engine | LoneEngine
+        if size == 1:
+            self.engine, address = LoneEngine(), _LOOPBACK
+        else:
+            self.engine = connect_engine(store, rank, size, name, global_ranks[rank], timeout)
+            address = local_address(store)
+        self.inner = InnerGloo(store, rank, size, address, timeout, self.engine.error)
+        self._completer = Completer(self.engine.watch, self.engine.next_watched)
+        self._pending: dict[int, EngineWork] = {}
+        self._sequence = 0
+        self._splits = 0
+        self._closed = False
+        self._coalescing: list[Work] | None = None
+
+    # ---- what works ask of their group --------------------------------------------------------------------
+
+    def is_done(self, handle: int) -> bool:
+        return self.engine.is_done(handle)
+
+    def wait_once(self, handle: int, timeout_s: float) -> bool:
+        if self.engine.wait(handle, timeout_s):
+            return True
+        if timeout_s > 0:
+            self.inner.join_if_wanted()
+            for event in self.engine.take_events():
+                _log.warning("group %s: %s", self._name, event)
+        return False
+
+    def forget(self, handle: int) -> None:
+        self._pending.pop(handle, None)
+
+    def complete_later(self, work: EngineWork) -> None:
+        self._completer.add(work)
+
+    def _submit(
+        self,
+        kind: str,
+        input: Tensor,
+        output: Tensor,
+        count: int,
+        dtype: str,
+        *,
+        op: str = "sum",
+        root: int = 0,
+        shape: Sequence[int] = (),
+        timeout: timedelta,
+        result: Any,
+        finish: Callable[[], None] | None = None,
+    ) -> EngineWork:
+        """Give the engine an operation on two blocks of memory, which stay alive until it is done."""
+        if self._closed:
+            raise CommError(f"{kind}: this process group has been shut down; make a new one")
+        handle = self.engine.submit(
+            kind,
+            input=input.data_ptr(),
+            output=output.data_ptr(),
+            count=count,
+            dtype=dtype,
+            op=op,
+            root=root,
+            shape=shape,
+            timeout_s=self._limit(timeout).total_seconds(),
+        )
+        self._sequence += 1
+        work = EngineWork(self, handle, kind, result, (input, output), finish)
+        self._pending[handle] = work
+        # A work that nobody waits for is settled here, at the latest when the group ends.
+        for oldest in list(itertools.islice(self._pending.values(), 2)):
+            if oldest is not work:
+                oldest.is_completed()
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def _limit(self, timeout: timedelta) -> timedelta:
+        return timeout if timeout > NO_TIMEOUT else self._timeout
+
+    # ---- groups -------------------------------------------------------------------------------------------
+
+    def split_group(
+        self, ranks: Sequence[int], timeout: timedelta | None = None, opts: Any = None,
+        group_name: str | None = None, group_desc: str | None = None, device_types: Any = None,
+    ) -> EngineGroup | None:  # fmt: skip
+        """Return a group of some of this group's ranks, or ``None`` if this rank is not among them."""
+        ranks = list(ranks)
+        if self._rank not in ranks:
+            return None
+        self._splits += 1
+        name = group_name or f"{self._name}:split:{self._splits}:{'-'.join(map(str, ranks))}"
+        part = type(self)(
+            PrefixStore(f"{name}/", self._store), ranks.index(self._rank), len(ranks),
+            timeout or self._timeout, name, [self._global_ranks[rank] for rank in ranks],
+        )  # fmt: skip
+        if group_desc is not None:
+            part.setGroupDesc(group_desc)
+        return part
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Nothing to do: a group is connected when it is made."""
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Nothing to do: ranks outside a subgroup have no part in making it."""
+
+    def start_coalescing(self, device: torch.device | None = None) -> None:
+        self._coalescing = []
+
+    def end_coalescing(self, device: torch.device | None = None) -> Work:
+        works, self._coalescing = self._coalescing or [], None
+        return JoinedWork(works, [])
+
+    _start_coalescing = start_coalescing
+    _end_coalescing = end_coalescing
+
+    def getBackendName(self) -> str:
+        return BACKEND_NAME
+
+    def getRank(self) -> int:
+        return self._rank
+
+    def getSize(self) -> int:
+        return self._size
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return _Devices([_CPU])
+
+    def _get_backend(self, device: torch.device) -> EngineGroup:
+        """
+        Raises:
+            UsageError: a device that this backend does not serve.
+        """
+        if torch.device(device).type != "cpu":
+            raise UsageError(f"backend shoal serves CPU tensors, and {device} was asked for; use nccl for it")
+        return self
+
+    get_backend = _get_backend
+
+    def getSequenceNumberForGroup(self) -> int:
+        return self._sequence
+
+    def setSequenceNumberForGroup(self) -> None:
+        """Nothing to do: every group starts at 0."""
+
+    _get_sequence_number_for_group = getSequenceNumberForGroup
+    _set_sequence_number_for_group = setSequenceNumberForGroup
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the deadline of the operations that start from now on without one of their own."""
+        self._timeout = timeout
+        self.inner.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    # ---- the end ------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Fail everything under way here and on all other ranks of the group."""
+        if not self._closed:
+            self.engine.abort(f"rank {self._rank} of group {self._name} aborted it")
+
+    def shutdown(self) -> None:
+        """Leave the group. The others do not mind, unless they wait for this rank."""
+        if self._closed:
+            return
+        for work in list(self._pending.values()):
+            work.is_completed()
+        self._closed = True
+        self._completer.stop()
+        self.inner.stop()
+        self.engine.close()
+        self._pending.clear()
