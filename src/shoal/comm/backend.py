@@ -15,7 +15,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from shoal.comm.delegating import DelegatingGroup
 from torch import Tensor
 from torch._C._distributed_c10d import (
     AllgatherOptions,
@@ -30,6 +29,7 @@ from torch._C._distributed_c10d import (
 )
 
 from shoal.comm import operands
+from shoal.comm.delegating import DelegatingGroup
 from shoal.comm.fused import Fused
 from shoal.comm.monitored import monitored_barrier
 from shoal.comm.operands import one, options_of

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from shoal.comm.group import EngineGroup
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, GatherOptions, ScatterOptions, Work
 
@@ -18,6 +17,7 @@ from shoal.comm import operands
 from shoal.comm.delegate import DelegatedWork, MessageWork, Start
 from shoal.comm.engine import CommError
 from shoal.comm.fused import check_rows
+from shoal.comm.group import EngineGroup
 from shoal.comm.operands import options_of
 from shoal.comm.work import NO_TIMEOUT
 from shoal.errors import UsageError
