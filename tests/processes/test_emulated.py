@@ -16,7 +16,7 @@ from pathlib import Path
 import pretrain_jobs as jobs
 import pytest
 
-from shoal.errors import EXIT_OK, ShoalError
+from shoal.errors import EXIT_OK, EXIT_STOPPED, ShoalError
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_keeper import Namespace, identity, processes_in
 
@@ -297,7 +297,8 @@ class Running:
         trap = "trap '' TERM; " if stubborn else ""
         job = f"{trap}setsid --fork sleep 300; stat -L -c '%d %i' /proc/self/ns/net > $0/$RANK.tmp; "
         job += "mv $0/$RANK.tmp $0/$RANK; while true; do sleep 0.1; done"
-        command = [*SHOAL, "emulate", "--hosts", "3", "--nic", "1gbit", "--", "bash", "-c", job, str(folder)]
+        where = ("--hosts", "3", "--nic", "1gbit", "--log-dir", str(folder / "logs"))
+        command = [*SHOAL, "emulate", *where, "--", "bash", "-c", job, str(folder)]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE)
         await_true(lambda: len(self._notes(folder)) == 3)
         self.namespaces = {
@@ -308,7 +309,7 @@ class Running:
 
     @staticmethod
     def _notes(folder: Path) -> list[Path]:
-        return [path for path in folder.iterdir() if path.suffix != ".tmp"]
+        return [path for path in folder.iterdir() if path.name.isdecimal()]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -331,23 +332,26 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
     assert links_of_this_machine() == before
 
 
-def test_training_on_emulated_hosts(tmp_path: Path) -> None:
+def test_training_on_emulated_hosts_stops_and_saves(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
-    data = jobs.prepare_small(tmp_path / "text")
+    data, run_dir = jobs.prepare_small(tmp_path / "text"), tmp_path / "run"
     options = [
-        *("--preset", "tiny", "--data.path", str(data), "--run.dir", str(tmp_path / "run")),
+        *("--preset", "tiny", "--data.path", str(data), "--run.dir", str(run_dir)),
         *("--model.hidden-size", "32", "--model.intermediate-size", "64", "--model.vocab-size", "96"),
         *("--data.max-seq-length", "32", "--data.max-predictions-per-seq", "5"),
-        *("--train.total-steps", "3", "--optim.warmup-steps", "1", "--train.global-batch-size", "8"),
-        *("--run.log-frequency", "1"),
+        *("--train.total-steps", "4000", "--optim.warmup-steps", "1", "--train.global-batch-size", "8"),
+        *("--run.log-frequency", "1", "--run.validation-frequency", "4000"),
+        *("--on", "emulated", "--hosts", "2", "--nic", "200mbit"),
     ]
-    where = ("--on", "emulated", "--hosts", "2", "--nic", "200mbit")
-    result = subprocess.run(
-        [*SHOAL, "train", "albert", *options, *where], capture_output=True, text=True, timeout=200
-    )
-    assert result.returncode == EXIT_OK, result.stderr
-    assert sorted(jobs.losses(tmp_path / "run")) == [1, 2, 3]
-    assert (tmp_path / "run" / "logs" / "worker-00001.err").is_file()
+    process = subprocess.Popen([*SHOAL, "train", "albert", *options], stderr=subprocess.PIPE, text=True)
+    record = run_dir / "record.jsonl"
+    await_true(lambda: record.is_file() and max(jobs.losses(run_dir), default=0) >= 3, 2 * DEADLINE_S)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == EXIT_STOPPED, err
+    assert "stopped at step" in err and "Traceback" not in err
+    assert list((run_dir / "checkpoints").iterdir())
+    assert (run_dir / "logs" / "worker-00001.err").is_file()
 
 
 @pytest.mark.parametrize(
