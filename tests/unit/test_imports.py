@@ -40,8 +40,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "plan": DECIDERS,
     "launch": frozenset({"errors", "cluster", "env"}),
     "report": frozenset({"errors", "record"}),
+    "bench": DECIDERS | NATIVE | {"comm", "launch"},
     "doctor": BELOW_RECIPES,
-    "cli": BELOW_RECIPES | {"recipes", "plan", "launch", "report", "doctor"},
+    "cli": BELOW_RECIPES | {"recipes", "plan", "launch", "report", "bench", "doctor"},
     "__main__": frozenset({"cli"}),
 }
 

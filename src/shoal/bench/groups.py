@@ -1,0 +1,77 @@
+"""One process group a backend, over all workers, and what the host knows of them."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.bench.settings import COLOCATED, CommBench
+from shoal.comm.bootstrap import host_identity
+from shoal.env import Joined, helpers, without_helpers
+from shoal.errors import UsageError
+
+
+class Groups:
+    """The group of each backend, and ``control``, a gloo group for what the benchmark itself has to say."""
+
+    def __init__(self, bench: CommBench, place: Joined) -> None:
+        self.rank, self.size = place.place.rank, place.place.num_workers
+        timeout = timedelta(seconds=bench.timeout_s)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{place.master_addr}:{place.master_port}",
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timeout,
+        )
+        world = dist.group.WORLD
+        assert world is not None
+        self.control: dist.ProcessGroup = world
+        ranks = self.gather_json(
+            {"host": host_identity(), "helpers": [helper.bandwidth for helper in helpers()]}
+        )
+        self.hosts: list[str] = [rank["host"] for rank in ranks]
+        self.helper_bandwidths: tuple[float, ...] = tuple(
+            ranks[0]["helpers"]
+        )  # backend shoal asks rank 0 too
+        self.of_backend: dict[str, dist.ProcessGroup] = {}
+        for backend in bench.chosen_backends(has_helpers=bool(self.helper_bandwidths)):
+            if backend == COLOCATED:
+                with without_helpers():
+                    self.of_backend[backend] = _new_group("shoal", timeout)
+            else:
+                self.of_backend[backend] = _new_group(backend, timeout)
+
+    def largest(self, values: list[float]) -> list[float]:
+        """Return each value's maximum over all ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control)
+        return [float(value) for value in tensor]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return the value of every rank, in rank order. JSON, not pickle: what comes by net is only data."""
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(text)]), group=self.control)
+        longest = max(int(length) for length in lengths)
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(text)] = text
+        dist.all_gather(texts, padded, group=self.control)
+        return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, lengths, strict=True)]
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.control)
+
+
+def _new_group(backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    if not hasattr(dist.Backend, backend.upper()) and backend not in dist.Backend.backend_list:
+        known = ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
+        raise UsageError(f"--backends: torch has no backend {backend!r}; it knows {known}, and {COLOCATED}")
+    group = dist.new_group(backend=backend, timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -1,0 +1,48 @@
+"""`shoal bench comm` as a user starts it: real workers, every collective, every file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+COLLECTIVES = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shoal", "bench", "comm", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_every_collective_on_local_workers(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"comm.{name}" for name in ("json", "png", "trace")}
+    result = run(
+        *("--backends", "gloo", "--workers", "3", "--repeats", "2", "--sizes", "4k,100k"),
+        *("--collectives", ",".join([*COLLECTIVES, "barrier"])),
+        *("--json", str(files["json"]), "--plot", str(files["png"]), "--trace", str(files["trace"])),
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("3 workers on 1 host; float32, median of 2\n")
+    rows = json.loads(files["json"].read_text())["rows"]
+    assert [row["collective"] for row in rows] == [c for c in COLLECTIVES for _ in range(2)] + ["barrier"]
+    for row in rows:
+        assert len(row["samples_s"]) == 2
+        assert all(sample > 0 for sample in row["samples_s"])
+        assert row["limit_s"] is None  # no network between workers of one host
+    # 4 KiB is no multiple of 3 elements: what is cut into one part a rank is rounded up.
+    assert rows[0]["num_bytes"] == 4096
+    assert rows[2]["num_bytes"] == 4104
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    events = json.loads(files["trace"].read_text())["traceEvents"]
+    calls = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in calls} == {0, 1, 2}
+    assert len(calls) == 3 * len(rows)
+    assert all(event["ts"] >= 0 for event in calls)
+
+
+def test_a_backend_that_torch_does_not_know() -> None:
+    result = run("--backends", "glo", "--sizes", "4k")
+    assert result.returncode == 2
+    assert "torch has no backend 'glo'; it knows" in result.stderr
+    assert "Traceback" not in result.stderr
