@@ -98,3 +98,14 @@ def test_child_environment_changes_only_the_child() -> None:
     changed = env.child_environment(SHOAL_TEST_DATA="/elsewhere")
     assert changed == {**before, "SHOAL_TEST_DATA": "/elsewhere"}
     assert env.test_data_dir() != Path("/elsewhere")
+
+
+def test_groups_made_without_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.HELPERS, "10.0.0.7:4400")
+    with env.without_helpers():
+        assert env.helpers() == []
+    assert [helper.port for helper in env.helpers()] == [4400]
+    monkeypatch.delenv(env.HELPERS)
+    with env.without_helpers():
+        pass
+    assert env.helpers() == []
