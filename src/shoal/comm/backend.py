@@ -180,7 +180,7 @@ class ShoalProcessGroup(DelegatingGroup):
             CommError: ranks are missing, which rank 0 names; on the others: rank 0 did not answer.
         """
         self._sequence += 1
-        limit = self._timeout if timeout is None else self._limit(timeout)
+        limit = self._timeout if timeout is None else timeout
         monitored_barrier(self._store, self._sequence, self._rank, self._size, limit, wait_all_ranks)
 
     # the names that torch 2.11 to 2.14 call

@@ -128,18 +128,19 @@ class Fused:
         )  # fmt: skip
 
     def all_gather_lists(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
-        """``output_lists[i][r]`` is rank r's tensor i."""
-        for outputs, input in zip(output_lists, inputs, strict=True):
-            if len(outputs) != self._size or any(output.numel() != input.numel() for output in outputs):
-                raise UsageError(
-                    f"all_gather_coalesced: outputs of {[output.numel() for output in outputs]} elements for "
-                    f"{self._size} ranks with {input.numel()} elements each; give one a rank, as large"
-                )
+        """``output_lists[r][i]`` is rank r's tensor i."""
+        wanted = [input.numel() for input in inputs]
+        given = [[output.numel() for output in outputs] for outputs in output_lists]
+        if given != [wanted] * self._size:
+            raise UsageError(
+                f"all_gather_coalesced: output tensors of {given} elements for {self._size} ranks with {wanted} "
+                "elements each; give a list of such tensors a rank"
+            )
         tables = [torch.empty(self._size, input.numel(), dtype=input.dtype) for input in inputs]
         work = self.all_gather(tables, inputs, opts)
 
         def finish() -> None:
-            for table, outputs in zip(tables, output_lists, strict=True):
+            for table, outputs in zip(tables, zip(*output_lists, strict=True), strict=True):
                 for row, output in zip(table, outputs, strict=True):
                     output.detach().copy_(row.view(output.shape))
 

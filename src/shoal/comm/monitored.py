@@ -1,4 +1,7 @@
-"""A barrier that says who is missing, over torch's store: it must work where the group itself does not."""
+"""A barrier that says who is missing, over torch's store: it must work where the group itself does not.
+
+The words of the messages are those of torch's gloo backend, for which programs look.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ def monitored_barrier(
         all.
     """
     base = f"monitored/{number}"
+    if limit <= timedelta(0):
+        raise CommError(f"Rank {rank} timed out in monitoredBarrier: its timeout was {limit.total_seconds():g} s")
     if rank == 0:
         verdict = _missing(store, base, size, limit, wait_all_ranks)
         store.set(f"{base}/verdict", verdict)
@@ -30,20 +35,15 @@ def monitored_barrier(
             raise CommError(verdict)
         return
     store.set(f"{base}/{rank}", "1")
+    passed = f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv"
     try:
         store.wait([f"{base}/verdict"], limit + timedelta(seconds=_ANSWER_MARGIN_S))
     except Exception as problem:  # the store's own class of time-outs differs between versions
         raise CommError(
-            f"rank {rank} successfully reached monitoredBarrier, but received errors while waiting for rank "
-            "0 to "
-            f"answer within {limit.total_seconds():g} s; please check rank 0 logs"
+            f"{passed} from rank 0: it did not answer within {limit.total_seconds():g} s; see its log"
         ) from problem
     if verdict := store.get(f"{base}/verdict").decode():
-        raise CommError(
-            f"rank {rank} successfully reached monitoredBarrier, but received errors while waiting: rank 0 "
-            "says: "
-            f"{verdict}"
-        )
+        raise CommError(f"{passed} from rank 0, which says: {verdict}")
 
 
 def _missing(store: Store, base: str, size: int, limit: timedelta, wait_all_ranks: bool) -> str:

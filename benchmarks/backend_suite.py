@@ -1,0 +1,133 @@
+"""Do PyTorch's own distributed tests pass with our backend wherever they pass with gloo?
+
+The tests are those in the wheel (``torch.testing._internal.distributed.distributed_test``), 4 workers each,
+forked. The conditions that skip tests are evaluated as for gloo, then the tests run with ``"shoal"`` in gloo's
+place. A few of them compare the backend's name; they are listed below with the place, and run once more with the
+name hidden from them. Engines count what passes through them, so that a backend that hands everything to gloo
+would be found out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Benchmark, peer_module
+
+NAME_CHECKS = dict.fromkeys(
+    (
+        "test_accumulate_gradients_no_sync",
+        "test_accumulate_gradients_no_sync_allreduce_hook",
+        "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
+        "test_accumulate_gradients_no_sync_grad_is_view",
+    ),
+    '_test_accumulate_gradients_no_sync makes a model only if BACKEND is "mpi", "gloo" or "nccl"',
+)
+QUICK = (
+    "test_(all_reduce_sum|all_reduce_complex_unsupported_ops|reduce_max|broadcast_group|barrier|all_gather_group|"
+    "all_gather_coalesced_simple|reduce_scatter.*|all_to_all_single_unequal_split|scatter_full_group|"
+    "gather_object|send_recv_any_source|sparse_all_reduce_sum|isend|DistributedDataParallelCPU|"
+    "ddp_hook_parity_allreduce|monitored_barrier_gloo|barrier_timeout_full_group|"
+    "accumulate_gradients_no_sync|batch_isend_irecv_gloo)$"
+)
+ENGINE_KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "barrier", "delegated")
+# Tests of these need nothing but the engine: no inner gloo group may be made in them.
+ENGINE_ONLY = ("test_all_reduce_", "test_reduce_", "test_broadcast", "test_barrier", "test_all_gather_")
+
+Result = dict[str, Any]
+
+
+def run_suite(backend: str, match: str, *options: str) -> Result:
+    """Run the tests whose names match, in a process of its own, and return its result file."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "benchmarks.backend_suite_worker", backend, str(out)]
+        with (Path(folder) / "log").open("w+") as log:
+            status = subprocess.run(
+                [*command, "--match", match, *options],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+                check=False,
+            ).returncode
+            if status:
+                log.seek(0)
+                raise SystemExit(
+                    f"the tests with {backend} ended with status {status}:\n{log.read()[-4000:]}"
+                )
+        found: Result = json.loads(out.read_text())
+        return found
+
+
+def passed(result: Result) -> set[str]:
+    return {name for name, test in result["tests"].items() if test["outcome"] == "passed"}
+
+
+def describe(name: str, result: Result) -> str:
+    outcomes = Counter(test["outcome"] for test in result["tests"].values())
+    counts = ", ".join(f"{outcomes[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
+    seconds = sum(test["seconds"] for test in result["tests"].values())
+    return f"{name:>20}: {counts} ({seconds:.0f} s)"
+
+
+def print_differences(gloo: Result, shoal: Result, hidden: Result | None) -> None:
+    print("\npass with gloo and not with shoal:")
+    for name in sorted(passed(gloo) - passed(shoal)):
+        again = "passes with the name hidden" if hidden and name in passed(hidden) else "FAILS"
+        lines = (shoal["tests"][name]["why"].strip() or "?").splitlines()
+        why = next((line for line in reversed(lines) if "Error" in line), lines[-1])
+        print(f"  {name}: {again}: {NAME_CHECKS.get(name, why[:300])}")
+    print("pass with shoal and not with gloo:")
+    for name in sorted(passed(shoal) - passed(gloo)):
+        print(f"  {name}")
+
+
+def main() -> int:
+    bench = Benchmark("backend_suite")
+    peer_module("expecttest")
+    match = QUICK if bench.quick else ""
+    gloo = run_suite("gloo", match)
+    print(describe("gloo", gloo), flush=True)
+    shoal = run_suite("shoal", match)
+    print(describe("shoal", shoal), flush=True)
+    again = sorted((passed(gloo) - passed(shoal)) & NAME_CHECKS.keys())
+    hidden = run_suite("shoal", f"^({'|'.join(again)})$", "--called-gloo") if again else None
+    if hidden:
+        print(describe("shoal, name hidden", hidden))
+    print_differences(gloo, shoal, hidden)
+
+    totals: Counter[str] = Counter()
+    for counters in shoal["counters"]:
+        totals.update({key: value for key, value in counters.items() if key != "test"})
+    print("\nthrough our engines, all ranks and tests:")
+    for kind in ENGINE_KINDS:
+        print(f"  {kind:>15}: {totals[f'ops_{kind}']:>6} operations, {totals[f'bytes_{kind}']:>12} bytes")
+    print(f"  on the wire: {totals['bytes_sent']} bytes sent\n")
+
+    reached = passed(gloo) & (passed(shoal) | (passed(hidden) if hidden else set()))
+    bench.add(
+        "tests that pass with gloo", ours=[len(reached)], peer=[len(passed(gloo))], peer_name="gloo",
+        unit="tests", target=1.0, better="higher",
+    )  # fmt: skip
+    only = {c["test"] for c in shoal["counters"] if c["test"].startswith(ENGINE_ONLY)}
+    with_inner = {c["test"] for c in shoal["counters"] if c["inner_groups"]} & only
+    bench.limit(
+        "tests of our collectives without gloo", len(only - with_inner), len(only),
+        unit="tests", formula="all of them", better="higher",
+    )  # fmt: skip
+    for kind in ("all_reduce", "reduce", "broadcast", "all_gather"):
+        bench.limit(
+            f"bytes through our {kind}", totals[f"bytes_{kind}"], 1,
+            unit="B", formula="at least something", better="higher",
+        )  # fmt: skip
+    return bench.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

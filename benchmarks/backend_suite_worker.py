@@ -1,0 +1,136 @@
+"""Runs PyTorch's own distributed tests with one backend and writes what came of each: see backend_suite."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import time
+import unittest
+import warnings
+from pathlib import Path
+from typing import Any
+
+WORLD_SIZE = 4
+_DEADLINE_S = 120
+
+
+class _Outcomes(unittest.TestResult):
+    """Notes each test's outcome, and the end of what went wrong, as it comes."""
+
+    def __init__(self, num_tests: int) -> None:
+        super().__init__()
+        self.found: dict[str, dict[str, Any]] = {}
+        self._num_tests = num_tests
+        self._begin_s = 0.0
+
+    def startTest(self, test: unittest.TestCase) -> None:
+        super().startTest(test)
+        self._begin_s = time.monotonic()
+
+    def _note(self, test: unittest.TestCase, outcome: str, why: str = "") -> None:
+        name = test.id().rpartition(".")[2]
+        seconds = round(time.monotonic() - self._begin_s, 2)
+        self.found[name] = {"outcome": outcome, "why": why, "seconds": seconds}
+        if outcome != "skipped":
+            print(f"{len(self.found)}/{self._num_tests} {name}: {outcome} {seconds} s", flush=True)
+
+    def addSuccess(self, test: unittest.TestCase) -> None:
+        self._note(test, "passed")
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
+        self._note(test, "skipped", reason)
+
+    def addFailure(self, test: unittest.TestCase, err: Any) -> None:
+        self._note(test, "failed", self._exc_info_to_string(err, test)[-2000:])
+
+    addError = addFailure
+
+
+def suite_class(backend: str, counters: Path, *, called_gloo: bool) -> type[unittest.TestCase]:
+    """Return the wheel's test case, with workers that are forked and use ``backend``.
+
+    The conditions of the tests are evaluated as for gloo, so that none is skipped for our name. With
+    ``called_gloo`` the tests also believe to run on gloo, and only the groups are made with ``backend``.
+    """
+    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(WORLD_SIZE), TEMP_DIR=tempfile.mkdtemp(prefix="suite-"))
+    import torch
+    from torch.testing._internal import common_distributed
+    from torch.testing._internal.distributed import distributed_test
+
+    common_distributed.TIMEOUT_DEFAULT = _DEADLINE_S
+    common_distributed.TIMEOUT_OVERRIDE.clear()
+    if called_gloo:
+        make = torch.distributed.init_process_group
+        torch.distributed.init_process_group = lambda *args, **kwargs: make(
+            *args, **{**kwargs, "backend": backend}
+        )
+    else:
+        distributed_test.BACKEND = backend
+    torch.set_num_threads(1)
+    if backend == "shoal":
+        _record_counters(counters)
+
+    class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
+        def setUp(self) -> None:
+            super().setUp()
+            self._start_processes(multiprocessing.get_context("fork").Process)
+
+        @classmethod
+        def _run(cls, rank: int, test_name: str, *args: Any, **kwargs: Any) -> None:
+            os.environ["SUITE_TEST"] = test_name
+            super()._run(rank, test_name, *args, **kwargs)
+
+    return Suite
+
+
+def _record_counters(path: Path) -> None:
+    """Let every group append its engine's counters to a file when it ends."""
+    from shoal.comm.backend import ShoalProcessGroup
+
+    original = ShoalProcessGroup.shutdown
+
+    def shutdown(group: ShoalProcessGroup) -> None:
+        if not group._closed:
+            counted = {
+                "test": os.environ["SUITE_TEST"],
+                "inner_groups": int(group.inner.exists),
+                **group.engine.counters(),
+            }
+            with path.open("a") as file:
+                file.write(json.dumps(counted) + "\n")
+        original(group)
+
+    ShoalProcessGroup.shutdown = shutdown  # type: ignore[method-assign]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("backend")
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--match", default="", help="regular expression of the tests' names")
+    parser.add_argument("--called-gloo", action="store_true", help="hide the backend's name from the tests")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    counters = args.result.with_suffix(".counters")
+    counters.unlink(missing_ok=True)
+    tests = unittest.defaultTestLoader.loadTestsFromTestCase(
+        suite_class(args.backend, counters, called_gloo=args.called_gloo)
+    )
+    chosen = [test for test in tests if re.search(args.match, test.id().rpartition(".")[2])]
+    outcomes = _Outcomes(len(chosen))
+    for test in chosen:
+        test.run(outcomes)
+    lines = counters.read_text().splitlines() if counters.exists() else []
+    args.result.write_text(
+        json.dumps({"tests": outcomes.found, "counters": [json.loads(line) for line in lines]})
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
