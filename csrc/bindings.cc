@@ -214,6 +214,8 @@ void bind_engine(nb::module_& m) {
       .def_rw("chunk_bytes", &shoal::EngineOptions::chunk_bytes)
       .def_rw("shared_chunk_bytes", &shoal::EngineOptions::shared_chunk_bytes)
       .def_rw("num_slots", &shoal::EngineOptions::num_slots)
+      .def_rw("least_window_bytes", &shoal::EngineOptions::least_window_bytes)
+      .def_rw("answer_s", &shoal::EngineOptions::answer_s)
       .def_rw("window_bytes", &shoal::EngineOptions::window_bytes)
       .def_rw("eager_bytes", &shoal::EngineOptions::eager_bytes)
       .def_rw("connections_per_peer", &shoal::EngineOptions::connections_per_peer)

@@ -29,10 +29,12 @@ struct EngineOptions {
   Bytes secret;
   std::string address = "127.0.0.1";
   int port = 0;
-  std::size_t chunk_bytes = 64 << 10;         // between hosts, at most
+  std::size_t chunk_bytes = 32 << 10;         // between hosts, at most
   std::size_t shared_chunk_bytes = 128 << 10;  // inside a host, at most
   std::size_t num_slots = 16;
-  std::size_t window_bytes = 2 << 20;         // sent to one server and not answered yet
+  std::size_t least_window_bytes = 64 << 10;  // sent to one server and not answered yet: at least,
+  std::size_t window_bytes = 4 << 20;         // at most,
+  double answer_s = 0.015;                    // and so much that answers take about so long
   std::size_t eager_bytes = 1 << 20;          // sent to a rank that has not begun the operation
   int connections_per_peer = 1;
   int send_buffer_bytes = 128 << 10;
@@ -120,6 +122,8 @@ class Engine : private Sink {
   struct Outbox {
     std::deque<std::pair<OpPtr, std::uint64_t>> waiting;
     std::size_t outstanding = 0;
+    double window = 0;         // bytes; follows how long answers take
+    std::size_t answered = 0;  // bytes since the window was last set
   };
   struct Early {
     FrameHeader header;
@@ -153,6 +157,7 @@ class Engine : private Sink {
   void answer(int peer, const FrameHeader& header, const Payload& payload);
   void send_result(int peer, FrameHeader header, const Payload& payload);
   void deliver(const FrameHeader& header, Payload payload);
+  void answered(int server, const Op::Part& part);
   void replay_early(std::uint64_t seq);
   void send(int peer, FrameHeader header, Payload payload);
   std::shared_ptr<const void> hold(const OpPtr& op);

@@ -1,4 +1,5 @@
 // A chunk's way: from the tensor to its server, and the result back. All on the transport's thread.
+#include <algorithm>
 #include <cstring>
 
 #include "base/clock.h"
@@ -81,7 +82,8 @@ void Engine::pump(int server) {
   while (!box.waiting.empty()) {
     const auto [op, index] = box.waiting.front();
     const std::size_t bytes = op->parts[index].contribution.size;
-    const bool open = server == options_.rank || box.outstanding == 0 || box.outstanding + bytes <= options_.window_bytes;
+    const auto window = static_cast<std::size_t>(std::max(box.window, static_cast<double>(options_.least_window_bytes)));
+    const bool open = server == options_.rank || box.outstanding == 0 || box.outstanding + bytes <= window;
     if (!open) return;
     box.waiting.pop_front();
     box.outstanding += bytes;
@@ -95,7 +97,8 @@ void Engine::send_contribution(const OpPtr& op, std::uint64_t index) {
   FrameHeader header = header_of(*op, index, FrameType::push);
   Payload payload = forwards(op->spec.kind) ? std::move(part.contribution) : part.contribution;
   if (forwards(op->spec.kind)) part.contribution = {nullptr, payload.size, nullptr, 0, false};
-  traced("push", now_ns(), op->seq, index);
+  part.sent_ns = now_ns();
+  traced("push", part.sent_ns, op->seq, index);
   if (part.server != options_.rank) return send(part.server, header, std::move(payload));
   const std::string wrong = server_->contribute(options_.rank, header, std::move(payload));
   if (!wrong.empty()) fail(who(options_.rank) + " made a malformed contribution: " + wrong);
@@ -186,8 +189,7 @@ void Engine::deliver(const FrameHeader& header, Payload payload) {
   part.step = Op::Step::done;
   const int server = part.server;
   if (part.contributed) {
-    Outbox& box = outboxes_[static_cast<std::size_t>(server)];
-    box.outstanding -= std::min(box.outstanding, part.contribution.size);
+    answered(server, part);
     part.contribution = {};
   }
   if (topology_->is_helper(server)) {
@@ -197,6 +199,22 @@ void Engine::deliver(const FrameHeader& header, Payload payload) {
   if (stage_ && (op->sums() || !part.contributed)) stage_->finish(*op, index);
   finished_one(op);
   pump(server);
+}
+
+// Opens or closes the window so that an answer takes about answer_s: more would only fill queues on the way,
+// and there the flows to one server starve those to another, until the last one decides when the sum is there.
+// 8 + 8 hosts at 200 Mbit/s, 16 MiB: 0.96 s with 2 MiB on the way to each server, 0.71 s with 64 KiB.
+void Engine::answered(int server, const Op::Part& part) {
+  Outbox& box = outboxes_[static_cast<std::size_t>(server)];
+  box.outstanding -= std::min(box.outstanding, part.contribution.size);
+  box.answered += part.contribution.size;
+  const auto least = static_cast<double>(options_.least_window_bytes);
+  box.window = std::max(box.window, least);
+  if (server == options_.rank || static_cast<double>(box.answered) < box.window) return;
+  const double took_s = static_cast<double>(now_ns() - part.sent_ns) * 1e-9;
+  box.window *= std::clamp(options_.answer_s / std::max(took_s, 1e-6), 0.5, 2.0);
+  box.window = std::clamp(box.window, least, static_cast<double>(options_.window_bytes));
+  box.answered = 0;
 }
 
 void Engine::replay_early(std::uint64_t seq) {

@@ -25,6 +25,7 @@ struct Op {
     Payload contribution;                 // stays until the result is here: a lost server makes us send it again
     Element input = Element::uint8;       // its type
     std::byte* destination = nullptr;     // where the result goes
+    std::uint64_t sent_ns = 0;
   };
 
   OpSpec spec;

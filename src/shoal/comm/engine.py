@@ -57,7 +57,9 @@ class EngineOptions:
         chunk_bytes: the most that travels in one message between hosts; a multiple of 128.
         shared_chunk_bytes: the same inside a host: small enough for the caches.
         num_slots: chunks of each rank that are under way in shared memory.
-        window_bytes: what may be on its way to one server without an answer; bounds a server's memory.
+        least_window_bytes: what may always be on its way to one server without an answer.
+        window_bytes: and what at most; bounds a server's memory. In between the window follows the answers.
+        answer_s: the time that an answer should take: longer ones mean that queues fill on the way.
         eager_bytes: what may be sent to a rank that has not begun the operation.
         connections_per_peer: TCP connections for data to each peer; clouds limit what one carries.
         send_buffer_bytes: the kernel's buffer of each; small ones keep the flows fair, 0 leaves it to the system.
@@ -67,10 +69,12 @@ class EngineOptions:
         workers_serve: whether workers carry chunks of a lost helper.
     """
 
-    chunk_bytes: int = 64 << 10
+    chunk_bytes: int = 32 << 10
     shared_chunk_bytes: int = 128 << 10
     num_slots: int = 16
-    window_bytes: int = 2 << 20
+    least_window_bytes: int = 64 << 10
+    window_bytes: int = 4 << 20
+    answer_s: float = 0.015
     eager_bytes: int = 1 << 20
     connections_per_peer: int = 1
     send_buffer_bytes: int = 128 << 10
@@ -243,7 +247,9 @@ _SAME_NAME = (
     "chunk_bytes",
     "shared_chunk_bytes",
     "num_slots",
+    "least_window_bytes",
     "window_bytes",
+    "answer_s",
     "eager_bytes",
     "connections_per_peer",
     "send_buffer_bytes",
