@@ -46,3 +46,17 @@ def test_a_backend_that_torch_does_not_know() -> None:
     assert result.returncode == 2
     assert "torch has no backend 'glo'; it knows" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_shoal_beside_gloo_with_what_its_engine_does(tmp_path: Path) -> None:
+    rows, trace = tmp_path / "comm.json", tmp_path / "comm.trace"
+    result = run("--sizes", "64k", "--repeats", "2", "--json", str(rows), "--trace", str(trace))
+    assert result.returncode == 0, result.stderr
+    assert [row["backend"] for row in json.loads(rows.read_text())["rows"]] == ["gloo", "shoal"]
+    assert "×" in next(line for line in result.stdout.splitlines() if " shoal " in line)
+    calls = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    (call,) = (event for event in calls if event["name"].endswith("on shoal") and event["pid"] == 0)
+    inside = [event for event in calls if event["cat"] != "call" and event["pid"] == 0]
+    assert "copy out" in {event["cat"] for event in inside}
+    for event in inside:
+        assert call["ts"] - 1 <= event["ts"] <= call["ts"] + call["dur"]
