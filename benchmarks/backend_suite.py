@@ -1,10 +1,10 @@
 """Do PyTorch's own distributed tests pass with our backend wherever they pass with gloo?
 
 The tests are those in the wheel (``torch.testing._internal.distributed.distributed_test``), 4 workers each,
-forked. The conditions that skip tests are evaluated as for gloo, then the tests run with ``"shoal"`` in gloo's
-place. A few of them compare the backend's name; they are listed below with the place, and run once more with the
-name hidden from them. Engines count what passes through them, so that a backend that hands everything to gloo
-would be found out.
+forked. The conditions that skip tests are evaluated as for gloo, then the tests run with ``"shoal"`` in
+gloo's place. A few of them compare the backend's name; they are listed below with the place, and run once
+more with the name hidden from them. Engines count what passes through them, so that a backend that hands
+everything to gloo would be found out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QUICK = (
     "ddp_hook_parity_allreduce|monitored_barrier_gloo|barrier_timeout_full_group|"
     "accumulate_gradients_no_sync|batch_isend_irecv_gloo)$"
 )
-ENGINE_KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "barrier", "delegated")
+ENGINE_KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "barrier")
 # Tests of these need nothing but the engine: no inner gloo group may be made in them.
 ENGINE_ONLY = ("test_all_reduce_", "test_reduce_", "test_broadcast", "test_barrier", "test_all_gather_")
 
@@ -108,6 +108,8 @@ def main() -> int:
     print("\nthrough our engines, all ranks and tests:")
     for kind in ENGINE_KINDS:
         print(f"  {kind:>15}: {totals[f'ops_{kind}']:>6} operations, {totals[f'bytes_{kind}']:>12} bytes")
+    announced = {k[4:]: n for k, n in totals.items() if k.startswith("ops_") and k[4:] not in ENGINE_KINDS}
+    print(f"  announced and handed to gloo: {announced}")
     print(f"  on the wire: {totals['bytes_sent']} bytes sent\n")
 
     reached = passed(gloo) & (passed(shoal) | (passed(hidden) if hidden else set()))

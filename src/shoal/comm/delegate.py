@@ -22,7 +22,8 @@ from shoal.comm.engine import CommError
 from shoal.comm.work import NO_TIMEOUT
 
 _POLL_S = 0.2
-_SLICE_S = 1.0
+_STORE_POLL_S = 0.01
+_MEETING_LIMIT = timedelta(minutes=30)
 # A rank that dies resets gloo's connections as well as ours. Ours name it, within this time.
 _NAMING_S = 3.0
 _ABORT_TAG = 0x7FFF_FFF0
@@ -51,6 +52,10 @@ class InnerGloo:
         self._group: Any = None
         self._lock = threading.Lock()
         self._stopped = threading.Event()
+        self._broken_off = False
+        self._meeting = _MeetingStore(
+            PrefixStore("gloo/", store), lambda: self._stopped.is_set() or self.error() is not None
+        )
         self._peers: dict[int, _Peer] = {}
 
     @property
@@ -67,7 +72,7 @@ class InnerGloo:
                 options = gloo._Options()
                 options._devices = [gloo.create_device(hostname=self._address, lazy_init=True)]
                 options._timeout = self._timeout
-                self._group = gloo(PrefixStore("gloo/", self._store), self._rank, self._size, options)
+                self._group = gloo(self._meeting, self._rank, self._size, options)
                 self._store.set(f"inner/{self._rank}", "1")
                 threading.Thread(target=self._guard, name="shoal-inner-group", daemon=True).start()
             return self._group
@@ -92,19 +97,15 @@ class InnerGloo:
             CommError: it has not in this time, or the group failed.
         """
         end = time.monotonic() + timeout.total_seconds()
-        while True:
+        while not self.is_ready(peer):
             if reason := self.error():
                 raise CommError(reason)
-            try:
-                self._store.wait([f"inner/{peer}"], timedelta(seconds=min(_SLICE_S, timeout.total_seconds())))
-                return
-            except Exception as problem:  # the store's own class of time-outs differs between versions
-                if time.monotonic() >= end:
-                    raise CommError(
-                        f"rank {peer} of the group did not send or receive within "
-                        f"{timeout.total_seconds():g} s; "
-                        "see whether it still runs, or give the group a longer timeout"
-                    ) from problem
+            if self._stopped.is_set() or time.monotonic() >= end:
+                raise CommError(
+                    f"rank {peer} of the group did not send or receive within {timeout.total_seconds():g} s; "
+                    "see whether it still runs, or give the group a longer timeout"
+                )
+            time.sleep(_STORE_POLL_S)
 
     def start_when_ready(self, peer: int, start: Start, timeout: timedelta) -> MessageWork:
         """Start a message now if ``peer`` has an inner group, else as soon as it has; the order is kept."""
@@ -134,10 +135,12 @@ class InnerGloo:
     def _break_off(self) -> None:
         # gloo closes all connections of a group when an application's wait for a message runs out of time,
         # which ends every operation under way. It has no other way to be told.
-        group = self._group
-        if group is None or self._size == 1:
-            return
-        peer = next((rank for rank in range(self._size) if rank != self._rank and self.is_ready(rank)), None)
+        with self._lock:
+            group, peers = self._group, range(self._size)
+            if group is None or self._broken_off:
+                return
+            self._broken_off = True
+        peer = next((rank for rank in peers if rank != self._rank and self.is_ready(rank)), None)
         if peer is not None:
             with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
@@ -148,10 +151,40 @@ class InnerGloo:
             self._group._set_default_timeout(timeout)
 
     def stop(self) -> None:
+        """End the inner group; what is still under way after a failure is broken off."""
         self._stopped.set()
+        if self.error():
+            self._break_off()
         with self._lock:
             self._group = None
             self._peers.clear()
+
+
+class _MeetingStore(Store):
+    """The store as gloo sees it. Its threads wait here for ranks that may never come, but no longer than the
+    group lives: a group whose threads wait cannot be ended."""
+
+    def __init__(self, store: Store, must_end: Callable[[], bool]) -> None:
+        super().__init__()
+        self._store = store
+        self._must_end = must_end
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta = _MEETING_LIMIT) -> None:
+        end = time.monotonic() + timeout.total_seconds()
+        while not self._store.check(keys):
+            if self._must_end() or time.monotonic() >= end:
+                raise RuntimeError(f"nobody came to meet at {', '.join(keys)}")
+            time.sleep(_STORE_POLL_S)
 
 
 class _Peer:

@@ -133,8 +133,8 @@ class Fused:
         given = [[output.numel() for output in outputs] for outputs in output_lists]
         if given != [wanted] * self._size:
             raise UsageError(
-                f"all_gather_coalesced: output tensors of {given} elements for {self._size} ranks with {wanted} "
-                "elements each; give a list of such tensors a rank"
+                f"all_gather_coalesced: output tensors of {given} elements for {self._size} ranks with "
+                f"{wanted} elements each; give a list of such tensors a rank"
             )
         tables = [torch.empty(self._size, input.numel(), dtype=input.dtype) for input in inputs]
         work = self.all_gather(tables, inputs, opts)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -120,10 +119,10 @@ class EngineGroup(ProcessGroup):
         self._sequence += 1
         work = EngineWork(self, handle, kind, result, (input, output), finish)
         self._pending[handle] = work
-        # A work that nobody waits for is settled here, at the latest when the group ends.
-        for oldest in list(itertools.islice(self._pending.values(), 2)):
-            if oldest is not work:
-                oldest.is_completed()
+        # What nobody waits for is settled here, at the latest when the group ends.
+        for oldest in list(self._pending.values()):
+            if oldest is work or not oldest.is_completed():
+                break
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work

@@ -44,8 +44,9 @@ class LoneEngine:
         num_bytes = count * ITEM_BYTES[dtype]
         if num_bytes and input != output and kind not in ("barrier", "delegated"):
             ctypes.memmove(output, input, num_bytes)
-        self._counts[f"ops_{kind}"] += 1
-        self._counts[f"bytes_{kind}"] += num_bytes
+        name = op if kind == "delegated" else kind
+        self._counts[f"ops_{name}"] += 1
+        self._counts[f"bytes_{name}"] += num_bytes
         self._next += 1
         return self._next
 

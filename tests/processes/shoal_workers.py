@@ -1,0 +1,81 @@
+"""Workers of one group of backend ``"shoal"`` (or gloo, to compare), forked; several hosts on one machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from forked_workers import fork_process, wait_for
+
+import shoal.comm  # registers the backend where the installed package is older than its entry point
+
+
+def run_group(
+    function: Callable[..., None],
+    size: int,
+    folder: Path,
+    *args: Any,
+    backend: str = "shoal",
+    hosts: Sequence[str] | None = None,
+    deadline_s: float = 120,
+) -> None:
+    """Run ``function(rank, *args)`` on ``size`` workers; all must succeed."""
+    codes = exit_codes(function, size, folder, *args, backend=backend, hosts=hosts, deadline_s=deadline_s)
+    assert codes == [0] * size, codes
+
+
+def exit_codes(
+    function: Callable[..., None],
+    size: int,
+    folder: Path,
+    *args: Any,
+    backend: str = "shoal",
+    hosts: Sequence[str] | None = None,
+    deadline_s: float = 120,
+) -> list[int | None]:
+    folder.mkdir(exist_ok=True)
+    meeting = folder / f"meeting-{backend.replace(':', '-')}-{len(list(folder.iterdir()))}"
+    processes = [
+        fork_process(_worker, function, rank, size, meeting, backend, hosts[rank] if hosts else None, args)
+        for rank in range(size)
+    ]
+    return wait_for(processes, deadline_s)
+
+
+def _worker(
+    function: Callable[..., None],
+    rank: int,
+    size: int,
+    meeting: Path,
+    backend: str,
+    host: str | None,
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    if host is not None:
+        os.environ["SHOAL_HOST_ID"] = host
+    shoal.comm.register()
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=size)
+    function(rank, *args)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def group_counters() -> dict[str, int]:
+    """Return the counters of this worker's default group."""
+    group: Any = dist.group.WORLD
+    counters: dict[str, int] = group.engine.counters()
+    return counters
+
+
+def ops(kind: str) -> int:
+    return group_counters().get(f"ops_{kind}", 0)
+
+
+def has_inner_group(group: Any = None) -> bool:
+    group = group or dist.group.WORLD
+    return bool(group.inner.exists)

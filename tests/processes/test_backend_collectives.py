@@ -1,0 +1,227 @@
+"""Every collective of torch.distributed on CPU tensors, against exact results; ours without a gloo group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shoal_workers import group_counters, has_inner_group, ops, run_group
+from torch import Tensor
+
+SIZE = 3
+HOSTS = ("a", "a", "b")
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+WHOLE = (torch.int8, torch.uint8, torch.int32, torch.int64)
+REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+def part(rank: int, dtype: torch.dtype, count: int = 1001) -> Tensor:
+    """What ``rank`` brings: float values whose sum depends on the order of addition."""
+    random = torch.Generator().manual_seed(rank)
+    if dtype.is_floating_point:
+        return (torch.randn(count, generator=random) * 10 ** (rank % 3)).to(dtype)
+    return torch.randint(0, 5, (count,), generator=random).to(dtype)
+
+
+def in_rank_order(op: str, dtype: torch.dtype, count: int = 1001) -> Tensor:
+    """The exact result: in rank order, 16-bit elements in fp32 and rounded once."""
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = part(0, dtype, count).to(wide)
+    for rank in range(1, SIZE):
+        total = REDUCTIONS["SUM" if op == "AVG" else op](total, part(rank, dtype, count).to(wide))
+    return (total / SIZE if op == "AVG" else total).to(dtype)
+
+
+def check_reductions(rank: int) -> None:
+    for dtype in FLOATS + WHOLE:
+        names = ["SUM", "PRODUCT", "MIN", "MAX"] + (["AVG"] if dtype in FLOATS else ["BAND", "BOR", "BXOR"])
+        for name in names:
+            op, wanted = getattr(dist.ReduceOp, name), in_rank_order(name, dtype)
+            tensor = part(rank, dtype)
+            dist.all_reduce(tensor, op)
+            if name == "AVG":
+                torch.testing.assert_close(tensor, wanted, rtol=2 * torch.finfo(dtype).eps, atol=0)
+            else:
+                assert torch.equal(tensor, wanted), (dtype, name)
+            tensor = part(rank, dtype)
+            dist.reduce(tensor, 1, op)
+            if rank == 1 and name != "AVG":
+                assert torch.equal(tensor, wanted), (dtype, name)
+            if rank != 1:
+                assert torch.equal(tensor, part(rank, dtype)), "only the root's tensor changes"
+            rows = part(rank, dtype, 3 * 50)
+            mine = torch.empty(50, dtype=dtype)
+            dist.reduce_scatter_tensor(mine, rows, op)
+            whole = in_rank_order(name, dtype, 3 * 50).view(3, 50)[rank]
+            if name != "AVG":
+                assert torch.equal(mine, whole), (dtype, name)
+            assert torch.equal(rows, part(rank, dtype, 150)), "the input stays as it was"
+    assert not has_inner_group()
+    assert not any(ops(kind) for kind in ("scatter", "gather", "all_to_all", "all_to_all_single"))
+    assert min(ops("all_reduce"), ops("reduce"), ops("reduce_scatter")) == 4 * 5 + 4 * 7
+
+
+@pytest.mark.parametrize("hosts", [("a", "a", "a"), HOSTS, ("a", "b", "c")], ids="".join)
+def test_reductions_are_exact_in_rank_order(tmp_path: Path, hosts: tuple[str, ...]) -> None:
+    run_group(check_reductions, SIZE, tmp_path, hosts=hosts)
+
+
+def check_moves(rank: int) -> None:
+    every = (*FLOATS, *WHOLE, torch.bool, torch.complex64, torch.int16, torch.float8_e4m3fn)
+    for dtype in every:
+        sources = [part(r, torch.float32, 64).mul(3).to(dtype) for r in range(SIZE)]
+
+        def same(one: Tensor, other: Tensor) -> bool:
+            return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+        tensor = sources[rank].clone()
+        dist.broadcast(tensor, 2)
+        assert same(tensor, sources[2]), dtype
+        outputs = [torch.empty_like(tensor) for _ in range(SIZE)]
+        dist.all_gather(outputs, sources[rank])
+        assert all(map(same, outputs, sources)), dtype
+        flat = torch.empty(3 * 64, dtype=dtype)
+        dist.all_gather_into_tensor(flat, sources[rank])
+        assert same(flat, torch.cat(sources)), dtype
+        rows = torch.empty(3, 64, dtype=dtype)
+        rows[rank] = sources[rank]
+        dist.all_gather_into_tensor(rows, rows[rank])  # in place, as FSDP does
+        assert same(rows.view(-1), torch.cat(sources)), dtype
+    objects: list[Any] = [None] * SIZE
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": r} for r in range(SIZE)]
+    objects = [rank, "from", rank]
+    dist.broadcast_object_list(objects, 1)
+    assert objects == [1, "from", 1]
+    dist.barrier()
+    assert not has_inner_group()
+    assert ops("broadcast") == len(every) + 2
+
+
+def test_broadcast_and_all_gather_take_every_dtype(tmp_path: Path) -> None:
+    run_group(check_moves, SIZE, tmp_path, hosts=HOSTS)
+
+
+def check_layouts(rank: int) -> None:
+    table = torch.arange(12.0).view(3, 4)
+    strided = (table + rank).t()
+    dist.all_reduce(strided)
+    assert torch.equal(strided, (3 * table + 3).t())
+    assert not strided.is_contiguous()
+    empty = torch.empty(0, 5)
+    dist.all_reduce(empty)
+    dist.broadcast(empty, 0)
+    dist.all_gather([torch.empty(0) for _ in range(SIZE)], torch.empty(0))
+    dist.reduce_scatter_tensor(torch.empty(0), torch.empty(0))
+    scalar = torch.tensor(float(rank))
+    dist.all_reduce(scalar)
+    assert scalar.item() == 3
+    turned = torch.complex(torch.ones(4), torch.full((4,), float(rank)))
+    dist.all_reduce(turned)
+    assert torch.equal(turned, torch.complex(torch.full((4,), 3.0), torch.full((4,), 3.0)))
+    conjugate = torch.complex(torch.ones(4), torch.full((4,), float(rank))).conj()
+    group: Any = dist.group.WORLD
+    group.allreduce([conjugate]).wait()
+    assert torch.equal(conjugate.resolve_conj(), torch.complex(torch.full((4,), 3.0), torch.full((4,), -3.0)))
+    truth = torch.tensor([rank == 0, False, True])
+    dist.all_reduce(truth)
+    assert truth.tolist() == [True, False, True]
+    dist.all_reduce(truth, dist.ReduceOp.PRODUCT)
+    assert truth.tolist() == [True, False, True]
+    leaf = torch.full((3,), float(rank), requires_grad=True)
+    dist.broadcast(leaf, 2)
+    assert leaf.tolist() == [2, 2, 2]
+    scaled = torch.full((3,), 2.0)
+    dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5))
+    assert scaled.tolist() == [3, 3, 3]
+    overlap = torch.arange(6.0)
+    dist.reduce_scatter_tensor(overlap[:2], overlap)
+    assert overlap[:2].tolist() == [3 * (2 * rank), 3 * (2 * rank + 1)]
+    # lists whose tensors differ in size
+    outputs = [torch.empty(r + 1, 2) for r in range(SIZE)]
+    dist.all_gather(outputs, torch.full((rank + 1, 2), float(rank)))
+    assert all(torch.equal(out, torch.full((r + 1, 2), float(r))) for r, out in enumerate(outputs))
+    mine = torch.empty(rank + 1)
+    dist.reduce_scatter(mine, [torch.full((r + 1,), float(r + rank)) for r in range(SIZE)])
+    assert torch.equal(mine, torch.full((rank + 1,), 3.0 * rank + 3))
+    assert not has_inner_group()
+
+
+def test_any_layout_of_memory(tmp_path: Path) -> None:
+    run_group(check_layouts, SIZE, tmp_path, hosts=HOSTS)
+
+
+def check_fusion(rank: int) -> None:
+    world: Any = dist.group.WORLD
+    tensors = [torch.full((size,), float(rank)) for size in (5, 1, 0, 8)]
+    tensors[3] = torch.full((8, 2), float(rank)).t()
+    dist.all_reduce_coalesced(tensors)
+    assert all((tensor == 3).all() for tensor in tensors)
+    assert ops("all_reduce") == 1, "fused into one operation"
+    mixed = [torch.ones(3), torch.ones(2, dtype=torch.int64), torch.ones(2)]
+    world.allreduce_coalesced(mixed).wait()
+    assert [tensor.tolist() for tensor in mixed] == [[3, 3, 3], [3, 3], [3, 3]]
+    assert ops("all_reduce") == 3, "one operation a dtype"
+    inputs = [torch.full((2, 3), rank), torch.full((4,), rank + 10.0)]
+    outputs = [torch.empty(6, 3, dtype=torch.int64), torch.empty(3, 4)]
+    world.all_gather_single_coalesced(outputs, inputs).wait()
+    assert torch.equal(outputs[0], torch.arange(3).repeat_interleave(2).view(6, 1).expand(6, 3))
+    assert torch.equal(outputs[1], torch.arange(10.0, 13).view(3, 1).expand(3, 4))
+    assert ops("all_gather") == 1
+    inputs = [torch.arange(6.0), torch.arange(3.0) + rank]
+    outputs = [torch.empty(2), torch.empty(1)]
+    world.reduce_scatter_single_coalesced(outputs, inputs).wait()
+    assert outputs[0].tolist() == [6 * rank, 6 * rank + 3]
+    assert outputs[1].tolist() == [3 * rank + 3]
+    assert ops("reduce_scatter") == 1
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        first, second = torch.ones(4), torch.ones(2)
+        dist.all_reduce(first)
+        dist.all_reduce(second)
+    manager.wait()
+    assert (first.sum(), second.sum()) == (12, 6)
+    assert not has_inner_group()
+
+
+def test_coalesced_collectives_are_fused(tmp_path: Path) -> None:
+    run_group(check_fusion, SIZE, tmp_path, hosts=HOSTS)
+
+
+def check_alone(rank: int) -> None:
+    import socket
+
+    def no_network(*_: Any, **__: Any) -> None:
+        raise AssertionError("a group of one needs no socket")
+
+    socket.socket = no_network  # type: ignore[assignment,misc]
+    dist.destroy_process_group()
+    dist.init_process_group("shoal", store=dist.HashStore(), rank=0, world_size=1)
+    tensor = torch.arange(3.0)
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT):
+        dist.all_reduce(tensor, op)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    assert torch.equal(work.get_future().wait()[0], torch.arange(3.0))
+    out = torch.empty(3)
+    dist.all_gather_into_tensor(out, tensor)
+    assert torch.equal(out, tensor)
+    dist.reduce_scatter_tensor(out.zero_(), tensor)
+    assert torch.equal(out, tensor)
+    dist.barrier()
+    assert group_counters()["ops_all_reduce"] == 4
+
+
+def test_world_of_one_needs_no_network(tmp_path: Path) -> None:
+    run_group(check_alone, 1, tmp_path)

@@ -1,0 +1,364 @@
+"""Asynchronous work and futures, groups and their parts, messages, what goes to gloo, and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shoal_workers import exit_codes, group_counters, has_inner_group, run_group
+from torch.distributed.device_mesh import init_device_mesh
+
+from shoal.comm.engine import CommError
+
+
+def _serves_monitored_barrier() -> bool:
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return (major, minor) >= (2, 15)
+
+
+@contextlib.contextmanager
+def raises(kind: type[Exception], *words: str) -> Any:
+    with pytest.raises(kind) as caught:
+        yield
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, (missing, str(caught.value))
+
+
+# ---- asynchronous work --------------------------------------------------------------------------------
+
+
+def check_async(rank: int) -> None:
+    tensors = [torch.full((1000,), float(rank + i)) for i in range(50)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for i, work in reversed(list(enumerate(works))):
+        assert work is not None
+        assert work.wait()
+        assert (tensors[i] == 3 + 3 * i).all()
+        assert work.is_completed()
+        assert work.is_success()
+    # a future, and a chain of callbacks behind it
+    tensor = torch.full((10,), float(rank))
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    future = work.get_future()
+    halved = future.then(lambda done: done.value()[0] / 2)
+    assert halved.then(lambda done: done.value().sum().item()).wait() == 15
+    assert future.wait()[0] is tensor or torch.equal(future.wait()[0], tensor)
+    assert work.get_future() is future
+    assert work.wait(timedelta(seconds=5))
+    # without any wait: also a result that must be copied back arrives
+    strided = torch.full((4, 4), float(rank)).t()[1:]
+    work = dist.all_reduce(strided, async_op=True)
+    assert work is not None
+    while not work.is_completed():
+        time.sleep(0.001)
+    assert (strided == 3).all()
+    # whoever drops work and tensors disturbs nothing
+    for _ in range(20):
+        dist.all_reduce(torch.full((5000,), 1.0), async_op=True)
+    gc.collect()
+    dist.barrier()
+    dist.barrier()
+    world: Any = dist.group.WORLD
+    assert len(world._pending) <= 1, "what is done is let go"
+    objects: Any = dist.barrier(async_op=True)
+    objects.get_future().wait()
+
+
+def test_async_works_and_futures(tmp_path: Path) -> None:
+    run_group(check_async, 3, tmp_path)
+
+
+def check_wait_timeout(rank: int) -> None:
+    tensor = torch.full((3,), float(rank))
+    if rank == 0:
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        with raises(CommError, "all_reduce", "0.2 s"):
+            work.wait(timedelta(seconds=0.2))
+        assert not work.is_completed()
+        work.wait()
+    else:
+        time.sleep(0.6)
+        dist.all_reduce(tensor)
+    assert tensor.tolist() == [1, 1, 1]
+
+
+def test_a_wait_may_end_before_its_operation(tmp_path: Path) -> None:
+    run_group(check_wait_timeout, 2, tmp_path)
+
+
+# ---- groups -------------------------------------------------------------------------------------------
+
+
+def check_groups(rank: int) -> None:
+    world: Any = dist.group.WORLD
+    assert dist.get_backend() == "shoal"
+    assert world.name() == "shoal"
+    assert world.group_name == dist.distributed_c10d._world.pg_names[world]
+    before = world._get_sequence_number_for_group()
+    dist.barrier()
+    assert world._get_sequence_number_for_group() == before + 1
+    odd, even = dist.new_group([1, 3]), dist.new_group([0, 2])
+    mine: Any = odd if rank % 2 else even
+    tensor = torch.tensor([float(rank)])
+    dist.all_reduce(tensor, group=mine)
+    assert tensor.item() == (4 if rank % 2 else 2)
+    assert world._get_sequence_number_for_group() == before + 1, "each group has its own numbers"
+    subgroup, _ = dist.new_subgroups(2)
+    tensor = torch.tensor([float(rank)])
+    dist.broadcast(tensor, rank // 2 * 2 + 1, group=subgroup)
+    assert tensor.item() == rank // 2 * 2 + 1
+    part: Any = dist.split_group(split_ranks=[[0, 1, 2], [3]])
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=part)
+    assert tensor.item() == (1 if rank == 3 else 3)
+    dist.destroy_process_group(part)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    tensor = torch.tensor([float(rank)])
+    dist.all_reduce(tensor, group=mesh.get_group("columns"))
+    assert tensor.item() == [1, 5][rank // 2]
+    dist.all_reduce(tensor, group=mesh.get_group("rows"))
+    assert tensor.item() == 6
+    gloo = dist.new_group(backend="gloo")
+    dist.all_reduce(tensor, group=gloo)
+    assert tensor.item() == 24
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77), world)
+    assert world._timeout == timedelta(seconds=77)
+    assert not has_inner_group()
+
+
+def test_groups_and_meshes(tmp_path: Path) -> None:
+    run_group(check_groups, 4, tmp_path)
+
+
+def check_again(rank: int, folder: Path) -> None:
+    for attempt in range(3):
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == 2
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "cpu:shoal", init_method=f"file://{folder}/again{attempt}", rank=rank, world_size=2
+        )
+        assert type(dist.group.WORLD).__name__ == "ShoalProcessGroup"
+
+
+def test_groups_end_and_begin_again_in_one_process(tmp_path: Path) -> None:
+    run_group(check_again, 2, tmp_path, tmp_path)
+
+
+def test_name_is_known_without_an_import() -> None:
+    """Neither ``import torch`` nor the entry point loads the backend itself; the first group does."""
+    program = """
+import sys, torch, torch.distributed as dist
+assert "shoal.comm.backend" not in sys.modules, "import torch must not load it"
+dist.init_process_group("shoal", store=dist.HashStore(), rank=0, world_size=1)
+assert "shoal.comm.backend" in sys.modules
+dist.barrier()
+dist.destroy_process_group()
+"""
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+
+
+def test_package_without_torch() -> None:
+    program = "import sys; sys.modules['torch'] = None; import shoal.comm; assert 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# ---- gloo's part --------------------------------------------------------------------------------------
+
+
+def check_delegated(rank: int) -> None:
+    size = 3
+    rows = [torch.full((2,), float(i)) for i in range(size)]
+    mine = torch.empty(2)
+    dist.scatter(mine, rows if rank == 1 else None, src=1)
+    assert mine.tolist() == [rank, rank]
+    gathered = [torch.empty(2) for _ in range(size)] if rank == 2 else None
+    dist.gather(mine, gathered, dst=2)
+    assert gathered is None or all(map(torch.equal, gathered, rows))
+    objects: list[Any] | None = [None] * size if rank == 0 else None
+    dist.gather_object(rank * 10, objects)
+    assert objects in (None, [0, 10, 20])
+    out = torch.empty(size)
+    dist.all_to_all_single(out, torch.full((size,), float(rank)))
+    assert out.tolist() == [0, 1, 2]
+    sizes = [rank + 1] * size
+    uneven = torch.empty(6)
+    work: Any = dist.all_to_all_single(
+        uneven, torch.full((size * (rank + 1),), float(rank)), [1, 2, 3], sizes, async_op=True
+    )
+    work.wait()
+    assert uneven.tolist() == [0, 1, 1, 2, 2, 2]
+    lists = [torch.empty(1) for _ in range(size)]
+    dist.all_to_all(lists, [torch.tensor([10.0 * rank + i]) for i in range(size)])
+    assert [tensor.item() for tensor in lists] == [10 * r + rank for r in range(size)]
+    sparse = torch.sparse_coo_tensor([[rank]], [1.0], (size,))
+    dist.all_reduce(sparse)
+    assert sparse.to_dense().tolist() == [1, 1, 1]
+    assert has_inner_group()
+    world: Any = dist.group.WORLD
+    sequence = world._get_sequence_number_for_group()
+    counted = {kind: number for kind, number in group_counters().items() if kind.startswith("ops_")}
+    assert counted == {
+        **dict.fromkeys(("ops_scatter", "ops_all_to_all", "ops_sparse_all_reduce"), 1),
+        **{"ops_gather": 2, "ops_all_to_all_single": 2, "ops_all_gather": 1},
+    }
+    assert sum(counted.values()) == sequence
+    # a ring in which everybody sends first, and a message that is taken only after a barrier
+    received = torch.empty(1)
+    send: Any = dist.isend(torch.tensor([float(rank)]), (rank + 1) % size)
+    receive: Any = dist.irecv(received, (rank - 1) % size)
+    receive.wait()
+    send.wait()
+    assert received.item() == (rank - 1) % size
+    assert world._get_sequence_number_for_group() == sequence, "messages have no number"
+
+
+def test_the_rest_runs_on_gloo(tmp_path: Path) -> None:
+    run_group(check_delegated, 3, tmp_path)
+
+
+def check_messages(rank: int) -> None:
+    if rank == 0:
+        send: Any = dist.isend(torch.tensor([5.0]), 1)  # nobody is there to take it yet
+        dist.barrier()
+        send.wait()
+        found = torch.empty(1)
+        assert dist.recv(found) == 1
+        assert found.item() == 7
+    elif rank == 1:
+        dist.barrier()
+        found = torch.empty(1)
+        dist.recv(found, 0)
+        assert found.item() == 5
+        dist.send(torch.tensor([7.0]), 0)
+    else:
+        dist.barrier()
+        assert not has_inner_group(), "ranks 0 and 1 talk without rank 2"
+    dist.barrier()  # a slow wait answers rank 0, which takes from anybody
+
+
+def test_two_ranks_talk_while_others_are_elsewhere(tmp_path: Path) -> None:
+    run_group(check_messages, 3, tmp_path)
+
+
+def check_monitored(rank: int) -> None:
+    dist.monitored_barrier()
+    if rank == 0:
+        with raises(CommError, "Ranks 1, 2 failed to pass monitoredBarrier"):
+            dist.monitored_barrier(timeout=timedelta(seconds=0.3), wait_all_ranks=True)
+
+
+def test_monitored_barrier_names_who_is_missing(tmp_path: Path) -> None:
+    if not _serves_monitored_barrier():
+        pytest.skip("torch locks monitored_barrier to the name gloo before 2.15")
+    run_group(check_monitored, 3, tmp_path)
+
+
+# ---- errors -------------------------------------------------------------------------------------------
+
+
+def check_refused(rank: int) -> None:
+    world: Any = dist.group.WORLD
+    tensor = torch.ones(2)
+    with raises(ValueError, "band of a torch.float32 tensor"):
+        dist.all_reduce(tensor, dist.ReduceOp.BAND)
+    with raises(ValueError, "int16"):
+        dist.all_reduce(tensor.short())
+    with raises(ValueError, "avg of a torch.int64"):
+        dist.all_reduce(tensor.long(), dist.ReduceOp.AVG)
+    with raises(ValueError, "meta", "CPU tensors"):
+        dist.all_reduce(tensor.to("meta"))
+    with raises(ValueError, "share memory"):
+        dist.all_reduce(torch.ones(1).expand(5))
+    with raises(ValueError, "(5,)", "(2,)", "2 (the ranks of the group) times"):
+        world.all_gather_single(torch.empty(5), tensor).wait()
+    with raises(ValueError, "3 output tensors for 2 ranks"):
+        dist.all_gather([tensor.clone() for _ in range(3)], tensor)
+    with raises(ValueError, "pg_options"):
+        dist.new_group(pg_options=dist.ProcessGroupGloo._Options())
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2, 2], "nothing of this has harmed the group"
+
+
+def test_what_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
+    run_group(check_refused, 2, tmp_path)
+
+
+def check_mismatch(rank: int, case: str) -> None:
+    tensor, words = torch.ones(3), ["all_reduce"]
+    with raises(CommError) as _:
+        if case == "shape":
+            dist.all_reduce(torch.ones(3 + rank))
+        elif case == "dtype":
+            dist.all_reduce(tensor if rank else tensor.int())
+        elif case == "order":
+            dist.all_reduce(tensor) if rank else dist.broadcast(tensor, 0)
+        elif case == "op":
+            dist.all_reduce(tensor, dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
+        elif case == "delegated":
+            dist.all_reduce(tensor) if rank else dist.scatter(tensor, [tensor, tensor], src=0)
+    with raises(CommError, *words):
+        dist.barrier()  # a group that has failed stays so
+
+
+@pytest.mark.parametrize("case", ["shape", "dtype", "order", "op", "delegated"])
+def test_ranks_that_do_not_do_the_same_are_told(tmp_path: Path, case: str) -> None:
+    run_group(check_mismatch, 2, tmp_path, case)
+
+
+def check_death(rank: int, kind: str, folder: Path) -> None:
+    dist.barrier()
+    if kind != "engine":
+        dist.scatter(torch.empty(1), [torch.ones(1)] * 3 if rank == 0 else None, src=0)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with raises(CommError, "rank 2"):
+        if kind == "engine":
+            dist.all_reduce(torch.ones(1000))
+        elif kind == "delegated":
+            dist.all_to_all_single(torch.empty(3), torch.ones(3))
+        elif rank == 0:
+            dist.recv(torch.empty(1), 2)
+        else:
+            dist.barrier()
+    assert time.monotonic() - begin < 9, "3 times the 3 s in which a death is named"
+    (folder / f"survived{rank}").touch()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("kind", ["engine", "delegated", "message"])
+def test_a_dead_rank_is_named(tmp_path: Path, kind: str) -> None:
+    codes = exit_codes(check_death, 3, tmp_path, kind, tmp_path)
+    assert codes == [0, 0, -signal.SIGKILL]
+    assert (tmp_path / "survived0").exists()
+    assert (tmp_path / "survived1").exists()
+
+
+def check_abort(rank: int) -> None:
+    world: Any = dist.group.WORLD
+    if rank == 0:
+        time.sleep(0.3)
+        world.abort()
+    else:
+        with raises(CommError, "rank 0", "aborted"):
+            dist.all_reduce(torch.ones(1))
+
+
+def test_abort_frees_all_waiters(tmp_path: Path) -> None:
+    run_group(check_abort, 3, tmp_path)
