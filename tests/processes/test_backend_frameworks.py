@@ -1,0 +1,166 @@
+"""transformers' Trainer, Accelerate and Lightning train on our backend, to the same weights as on gloo.
+
+What a user does: Lightning takes the name (``DDPStrategy(process_group_backend="shoal")``). Accelerate, and
+with it the Trainer, knows only gloo for training on CPUs and refuses another ``ddp_backend``, but it keeps a
+group that exists: call ``dist.init_process_group("shoal")`` before them and leave ``ddp_backend`` out.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked_workers import fork_process, wait_for
+from shoal_workers import has_inner_group, ops
+from torch import Tensor, nn
+
+import shoal.comm
+
+SIZE = 2
+STEPS = 3
+
+
+def rows() -> list[dict[str, Tensor]]:
+    random = torch.Generator().manual_seed(3)
+    return [
+        {"x": torch.randn(10, generator=random), "labels": torch.randn(2, generator=random)}
+        for _ in range(4 * SIZE * STEPS)
+    ]
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 2))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found = self.layers(x)
+        return {"loss": nn.functional.mse_loss(found, labels), "logits": found}
+
+
+def transformers_trainer(backend: str, meeting: str, rank: int, folder: Path) -> nn.Module:
+    from transformers import Trainer, TrainingArguments
+
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=SIZE)
+    arguments = TrainingArguments(
+        output_dir=str(folder / backend),
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        max_steps=STEPS,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        learning_rate=0.01,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(model=Regression(), args=arguments, train_dataset=rows())
+    assert trainer.args.world_size == SIZE
+    trainer.train()
+    return trainer.model
+
+
+def accelerate_loop(backend: str, meeting: str, rank: int, folder: Path) -> nn.Module:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=SIZE)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == SIZE
+    model = Regression()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader(rows(), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(**batch)["loss"])
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    seen = accelerator.gather_for_metrics(torch.tensor([float(rank)]))
+    assert seen.tolist() == [0, 1]
+    return accelerator.unwrap_model(model)
+
+
+def lightning_trainer(backend: str, meeting: str, rank: int, folder: Path) -> nn.Module:
+    import lightning
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Regression()
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            loss = self.model(**batch)["loss"]
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=SIZE,
+        strategy=DDPStrategy(process_group_backend=backend),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    module = Module()
+    trainer.fit(module, torch.utils.data.DataLoader(rows(), batch_size=4))
+    assert trainer.world_size == SIZE
+    return module.model
+
+
+Train = Callable[[str, str, int, Path], nn.Module]
+
+
+def _worker(train: Train, rank: int, port: int, folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    shoal.comm.register()
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(SIZE),
+        LOCAL_WORLD_SIZE=str(SIZE),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+        TORCHELASTIC_RUN_ID="test",  # how Lightning knows that its workers have been started for it
+        ACCELERATE_USE_CPU="true",
+    )
+    found = {}
+    for backend in ("gloo", "shoal"):
+        model = train(backend, f"file://{folder}/{backend}-meeting", rank, folder)
+        assert dist.get_backend() == backend
+        if backend == "shoal":
+            assert ops("all_reduce") >= STEPS
+            assert not has_inner_group()
+        found[backend] = {name: value.clone() for name, value in model.state_dict().items()}
+        dist.destroy_process_group()
+    fresh = Regression().state_dict()
+    for name, value in found["gloo"].items():
+        assert torch.equal(found["shoal"][name], value), name
+        assert not torch.equal(fresh[name], value), f"{name} was not trained"
+    (folder / f"done{rank}").touch()
+
+
+@pytest.mark.parametrize("train", [transformers_trainer, accelerate_loop, lightning_trainer])
+def test_frameworks_train_as_on_gloo(tmp_path: Path, train: Train) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    processes = [fork_process(_worker, train, rank, port, tmp_path) for rank in range(SIZE)]
+    assert wait_for(processes, 150) == [0, 0]
+    assert all((tmp_path / f"done{rank}").exists() for rank in range(SIZE))
