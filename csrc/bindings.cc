@@ -229,6 +229,7 @@ void bind_engine(nb::module_& m) {
       .def(nb::init<shoal::EngineOptions>())
       .def_prop_ro("port", &shoal::Engine::port)
       .def("connect", &connect)
+      .def("set_pattern", &shoal::Engine::set_pattern, Release())
       .def("submit", &submit)
       .def("finish_delegated", &shoal::Engine::finish_delegated, Release())
       .def("wait", &shoal::Engine::wait, Release())

@@ -50,7 +50,6 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
   helpers_ = std::move(helpers);
   const auto num_servers = static_cast<std::size_t>(options_.size + num_helpers);
   states_.resize(num_servers);
-  outboxes_.resize(num_servers);
   lost_helpers_.resize(static_cast<std::size_t>(num_helpers));
   for (PeerState& state : states_) state.heard_ns = now_ns();
   server_ = std::make_unique<SumServer>(
@@ -111,6 +110,12 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
 }
 
 // ---- callers --------------------------------------------------------------------------------------------
+
+void Engine::set_pattern(std::vector<int> pattern) {
+  const std::lock_guard lock(mutex_);
+  topology_->set_pattern(std::move(pattern));
+  position_ = 0;
+}
 
 std::uint64_t Engine::submit(OpSpec spec) {
   const std::lock_guard lock(mutex_);

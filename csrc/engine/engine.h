@@ -32,8 +32,8 @@ struct EngineOptions {
   std::size_t chunk_bytes = 32 << 10;         // between hosts, at most
   std::size_t shared_chunk_bytes = 128 << 10;  // inside a host, at most
   std::size_t num_slots = 16;
-  std::size_t least_window_bytes = 64 << 10;  // sent to one server and not answered yet: at least,
-  std::size_t window_bytes = 4 << 20;         // at most,
+  std::size_t least_window_bytes = 32 << 10;  // sent and not answered yet: at least, for each server,
+  std::size_t window_bytes = 8 << 20;         // at most, in all,
   double answer_s = 0.015;                    // and so much that answers take about so long
   std::size_t eager_bytes = 1 << 20;          // sent to a rank that has not begun the operation
   int connections_per_peer = 1;
@@ -80,6 +80,9 @@ class Engine : private Sink {
   void connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helpers, std::vector<int> pattern,
                const std::string& segment, double timeout_s);
 
+  // Assigns the chunks of later operations to servers. All ranks call it between the same two operations.
+  void set_pattern(std::vector<int> pattern);
+
   // Begins an operation and returns its number. Never waits for peers. Throws GroupError once the group has
   // failed, std::invalid_argument for what cannot be.
   std::uint64_t submit(OpSpec spec);
@@ -119,9 +122,12 @@ class Engine : private Sink {
     std::uint64_t signature;
     std::string text;
   };
+  // Chunks leave in the order of the pattern under one window: so the servers' shares are right at every moment,
+  // not only at the end.
   struct Outbox {
     std::deque<std::pair<OpPtr, std::uint64_t>> waiting;
     std::size_t outstanding = 0;
+    bool busy = false;
     double window = 0;         // bytes; follows how long answers take
     std::size_t answered = 0;  // bytes since the window was last set
   };
@@ -151,13 +157,14 @@ class Engine : private Sink {
   void begin(const OpPtr& op);
   void push(const OpPtr& op, std::uint64_t index, Payload data, Element input, std::byte* destination);
   void expect(const OpPtr& op, std::uint64_t index, std::byte* destination);
-  void pump(int server);
+  void pump();
+  double least_window() const;
   void send_contribution(const OpPtr& op, std::uint64_t index);
   FrameHeader header_of(const Op& op, std::uint64_t index, FrameType type) const;
   void answer(int peer, const FrameHeader& header, const Payload& payload);
   void send_result(int peer, FrameHeader header, const Payload& payload);
   void deliver(const FrameHeader& header, Payload payload);
-  void answered(int server, const Op::Part& part);
+  void answered(const Op::Part& part);
   void replay_early(std::uint64_t seq);
   void send(int peer, FrameHeader header, Payload payload);
   std::shared_ptr<const void> hold(const OpPtr& op);
@@ -170,13 +177,17 @@ class Engine : private Sink {
   void heard_announcement(int rank, const FrameHeader& header, const std::string& text);
   void compare(std::uint64_t seq, const Record& mine, const Announcement& theirs);
   void disagree(std::uint64_t seq);
+  bool differs(const FrameHeader& header);
   void helper_lost(int helper, const std::string& why, bool tell);
   void move_to_stand_ins(int server, const OpPtr& op);
   int route(std::uint64_t seq, std::uint64_t index, int server);
   void heard_progress(int peer, const FrameHeader& header);
   void check_waiting(const OpPtr& op);
-  void name_stragglers(const Op& op, double age_s);
+  bool name_stragglers(const Op& op, double age_s);
   std::string missing_ranks(const Op& op, bool& somebody);
+  double silent_s(int peer) const;
+  std::string check_push(int peer, const FrameHeader& header) const;
+  void malformed(int peer, const std::string& what);
   void forget_finished();
   std::string who(int rank) const;
   std::string with_pending(const std::string& cause);
@@ -208,7 +219,7 @@ class Engine : private Sink {
   // Transport's thread
   std::unique_ptr<SumServer> server_;
   std::vector<PeerState> states_;
-  std::vector<Outbox> outboxes_;
+  Outbox outbox_;
   std::vector<bool> lost_helpers_;
   std::map<std::uint64_t, std::vector<Early>> early_;
   std::map<std::uint64_t, OpPtr> retained_;

@@ -37,7 +37,7 @@ void Engine::fail(const std::string& cause) {
   const std::string message = with_pending(cause);
   broadcast(FrameType::fail, 0, 0, 0, cause);
   transport_->drop_data();
-  for (Outbox& box : outboxes_) box = {};
+  outbox_ = {};
   for (PeerState& state : states_) state.deferred.clear();
   if (server_) server_->clear();
   early_.clear();
@@ -94,12 +94,16 @@ void Engine::on_frame(int peer, const FrameHeader& header, Payload payload) {
   if (failed_) return;
   switch (header.type) {
     case FrameType::push: {
-      const std::string wrong = server_->contribute(peer, header, std::move(payload));
-      if (!wrong.empty()) fail("a frame of " + (topology_->is_helper(peer) ? "a helper" : who(peer)) + " is malformed: " + wrong);
+      std::string wrong = check_push(peer, header);
+      if (wrong.empty()) wrong = server_->contribute(peer, header, std::move(payload));
+      if (!wrong.empty()) malformed(peer, wrong);
       return;
     }
     case FrameType::result: return deliver(header, std::move(payload));
-    case FrameType::supply: return server_->supply(header, std::move(payload));
+    case FrameType::supply: {
+      const std::string wrong = check_push(peer, header);
+      return wrong.empty() ? server_->supply(header, std::move(payload)) : malformed(peer, wrong);
+    }
     case FrameType::heartbeat: return;
     case FrameType::server_down:
       return helper_lost(static_cast<int>(header.chunk), text_of(payload), false);
@@ -110,6 +114,26 @@ void Engine::on_frame(int peer, const FrameHeader& header, Payload payload) {
       if (!topology_->is_helper(peer)) states_[static_cast<std::size_t>(peer)].left = true;
       return;
   }
+}
+
+// What a frame says about itself decides who gets the answer: it must fit the group.
+std::string Engine::check_push(int peer, const FrameHeader& header) const {
+  if (topology_->is_helper(peer)) return "a helper contributes nothing";
+  const auto kind = static_cast<Kind>(header.kind);
+  const bool sums = kind != Kind::broadcast && kind != Kind::all_gather;
+  const int needed = sums ? topology_->num_hosts() : 1, host = sums ? topology_->host_of(peer) : 0;
+  if (header.needed != needed || header.host != host) {
+    return "a contribution of host " + std::to_string(header.host) + " of " + std::to_string(header.needed) +
+           " where host " + std::to_string(host) + " of " + std::to_string(needed) + " was expected";
+  }
+  const bool rooted = kind == Kind::broadcast || kind == Kind::reduce;
+  if (rooted && (header.root < 0 || header.root >= options_.size)) return "there is no rank " + std::to_string(header.root);
+  return "";
+}
+
+void Engine::malformed(int peer, const std::string& what) {
+  transport_->drop(peer);
+  on_down(peer, "it sent a malformed frame: " + what);
 }
 
 void Engine::on_down(int peer, const std::string& why) {
@@ -137,10 +161,15 @@ void Engine::heard_progress(int peer, const FrameHeader& header) {
 void Engine::on_tick() {
   if (!topology_) return;
   broadcast(FrameType::heartbeat, 0, 0, 0, "");
-  for (const OpPtr& op : pending_ops()) {
+  const std::vector<OpPtr> pending = pending_ops();
+  for (const OpPtr& op : pending) {
     if (!failed_) check_waiting(op);
   }
   forget_finished();
+  if (failed_ || pending.empty()) return;
+  Op& first = *pending.front();  // what comes after waits for the same ranks
+  const double age_s = std::chrono::duration<double>(Clock::now() - first.begun).count();
+  if (age_s > options_.straggler_s && !first.named) first.named = name_stragglers(first, age_s);
 }
 
 void Engine::check_waiting(const OpPtr& op) {
@@ -154,7 +183,6 @@ void Engine::check_waiting(const OpPtr& op) {
   if (age_s > options_.straggler_s && !op->announced) {
     op->announced = true;
     announce(*op);
-    name_stragglers(*op, age_s);
   }
   if (op->spec.timeout_s <= 0 || age_s <= op->spec.timeout_s) return;
   bool somebody = false;
@@ -163,32 +191,37 @@ void Engine::check_waiting(const OpPtr& op) {
        describe(op->spec) + ": " + missing);
 }
 
-// The lowest rank that waits speaks for all.
-void Engine::name_stragglers(const Op& op, double age_s) {
+double Engine::silent_s(int peer) const {
+  return static_cast<double>(now_ns() - states_[static_cast<std::size_t>(peer)].heard_ns) * 1e-9;
+}
+
+// The lowest rank that waits speaks for all. Returns whether there is a straggler: one that fell silent after it
+// had begun shows only some time later.
+bool Engine::name_stragglers(const Op& op, double age_s) {
   bool somebody = false;
   const std::string missing = missing_ranks(op, somebody);
-  if (!somebody) return;
+  if (!somebody) return false;
   for (int rank = 0; rank < options_.rank; ++rank) {
-    if (states_[static_cast<std::size_t>(rank)].submitted > op.seq) return;
+    if (states_[static_cast<std::size_t>(rank)].submitted > op.seq && silent_s(rank) < options_.straggler_s) return true;
   }
   note("straggler: " + number(op.seq) + ", " + describe(op.spec) + ", has waited " + tenths(age_s) + " s: " + missing);
+  return true;
 }
 
 std::string Engine::missing_ranks(const Op& op, bool& somebody) {
   std::string text;
   std::size_t count = 0;
-  const std::uint64_t now = now_ns();
   for (int rank = 0; rank < options_.size + topology_->num_helpers(); ++rank) {
     if (rank == options_.rank) continue;
     const PeerState& state = states_[static_cast<std::size_t>(rank)];
-    const double silent_s = static_cast<double>(now - state.heard_ns) * 1e-9;
+    const bool silent = silent_s(rank) > options_.straggler_s, begun = state.submitted > op.seq;
     const bool helper = topology_->is_helper(rank);
     if (helper && lost_helpers_[static_cast<std::size_t>(rank - options_.size)]) continue;
-    const bool late = helper ? silent_s > options_.straggler_s : state.submitted <= op.seq;
+    const bool late = silent || (!helper && !begun);
     if (!late || ++count > kNamedRanks) continue;
     const std::string name = helper ? "helper " + helpers_[static_cast<std::size_t>(rank - options_.size)].name : who(rank);
-    text += (text.empty() ? "" : "; ") + name + (helper ? "" : " has not begun it") +
-            (silent_s > 2 * options_.straggler_s || helper ? " and has been silent for " + tenths(silent_s) + " s" : "");
+    text += (text.empty() ? "" : "; ") + name + (helper || begun ? "" : " has not begun it") +
+            (silent ? std::string(helper || begun ? "" : " and") + " has been silent for " + tenths(silent_s(rank)) + " s" : "");
   }
   somebody = count > 0;
   if (count > kNamedRanks) text += "; and " + std::to_string(count - kNamedRanks) + " more";
@@ -234,6 +267,13 @@ void Engine::compare(std::uint64_t seq, const Record& mine, const Announcement& 
   fail("the ranks do not agree about " + number(seq) + ": " + (first ? a : b) + ", " + (first ? b : a));
 }
 
+// Whether a frame belongs to another operation than this rank's of that number, which may have ended.
+bool Engine::differs(const FrameHeader& header) {
+  const std::lock_guard lock(mutex_);
+  const Record& mine = records_[header.seq % kRecords];
+  return mine.seq == header.seq && mine.signature != header.signature;
+}
+
 // Two contributions to one chunk do not match: everybody says what it asks for.
 void Engine::disagree(std::uint64_t seq) {
   Record mine;
@@ -269,12 +309,12 @@ void Engine::helper_lost(int helper, const std::string& why, bool tell) {
   const std::string& name = helpers_[static_cast<std::size_t>(helper)].name;
   if (tell) broadcast(FrameType::server_down, 0, static_cast<std::uint64_t>(helper), 0, why);
   note("helper " + name + " was lost (" + why + "); the others take over its chunks");
-  outboxes_[static_cast<std::size_t>(server)] = {};
   std::map<std::uint64_t, OpPtr> affected = retained_;
   for (const OpPtr& op : pending_ops()) affected[op->seq] = op;
   for (const auto& [seq, op] : affected) {
     if (!failed_) move_to_stand_ins(server, op);
   }
+  if (!failed_) pump();
 }
 
 void Engine::move_to_stand_ins(int server, const OpPtr& op) {
@@ -287,8 +327,10 @@ void Engine::move_to_stand_ins(int server, const OpPtr& op) {
                   " was the last one and workers do not serve");
     }
     if (part.step == Op::Step::waiting) {
-      outboxes_[static_cast<std::size_t>(part.server)].waiting.emplace_back(op, index);
-      pump(part.server);
+      if (part.sent_ns == 0) continue;  // still in the outbox, and goes to the stand-in from there
+      outbox_.outstanding -= std::min(outbox_.outstanding, part.contribution.size);
+      part.sent_ns = 0;
+      outbox_.waiting.emplace_back(op, index);
       continue;
     }
     const auto held = op->retained.find(index);

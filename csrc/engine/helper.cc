@@ -26,7 +26,7 @@ std::map<std::string, std::uint64_t> HelperServer::counters() {
   auto counts = transport_->counters();
   counts["groups"] = num_groups_;
   counts["chunks_summed"] = num_summed_;
-  counts["held_bytes"] = held_bytes_;
+  counts["held_bytes"] = held_bytes_;  // as of the last tick
   return counts;
 }
 
@@ -74,19 +74,21 @@ void HelperServer::on_frame(int peer, const FrameHeader& header, Payload payload
     wrong = error.what();
   }
   num_summed_ = group.server->num_summed();
-  held_bytes_ = group.server->held_bytes();
   if (!wrong.empty()) {
-    std::fprintf(stderr, "shoal serve: a malformed frame of rank %d in group '%s': %s\n", member->second.rank,
-                 member->second.group.c_str(), wrong.c_str());
     transport_->drop(peer);
-    return on_down(peer, wrong);
+    return on_down(peer, "a malformed frame: " + wrong);
   }
+  if (header.type == FrameType::goodbye) member->second.left = true;
   group.completed[member->second.rank] = std::max(group.completed[member->second.rank], header.completed);
 }
 
-void HelperServer::on_down(int peer, const std::string&) {
+void HelperServer::on_down(int peer, const std::string& why) {
   const auto member = members_.find(peer);
   if (member == members_.end()) return;
+  if (!member->second.left) {
+    std::fprintf(stderr, "shoal serve: rank %d of group '%s' is gone: %s\n", member->second.rank,
+                 member->second.group.c_str(), why.c_str());
+  }
   const auto group = groups_.find(member->second.group);
   group->second.peer_of.erase(member->second.rank);
   members_.erase(member);
@@ -99,6 +101,9 @@ void HelperServer::on_tick() {
   FrameHeader beat;
   beat.type = FrameType::heartbeat;
   for (const auto& [peer, member] : members_) transport_->send(peer, beat, {});
+  std::size_t held = 0;
+  for (const auto& [name, group] : groups_) held += group.server->held_bytes();
+  held_bytes_ = held;
   for (auto& [name, group] : groups_) {
     if (static_cast<int>(group.completed.size()) < group.size) continue;
     std::uint64_t everywhere = ~std::uint64_t{0};

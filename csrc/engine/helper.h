@@ -33,6 +33,7 @@ class HelperServer : private Sink {
   struct Member {
     std::string group;
     int rank = 0;
+    bool left = false;  // it has said goodbye
   };
 
   int on_identity(const Identity& who, std::string& why_not) override;

@@ -9,12 +9,26 @@ namespace {
 
 constexpr std::size_t kMaxHosts = 16384;
 
-}  // namespace
+bool is_half(Element element) { return element == Element::float16 || element == Element::bfloat16; }
 
-std::string SumServer::contribute(int peer, const FrameHeader& header, Payload payload) {
+// Whether a header's words fit each other: an empty string, or what is wrong.
+std::string check_words(const FrameHeader& header, std::size_t payload_bytes) {
+  const auto result = static_cast<Element>(header.element), input = static_cast<Element>(header.input);
   if (header.needed == 0 || header.needed > kMaxHosts || header.host >= header.needed) {
     return "a contribution of host " + std::to_string(header.host) + " of " + std::to_string(header.needed);
   }
+  if (input != result && !(input == Element::float32 && is_half(result))) {
+    return "a contribution of " + std::string(name_of(input)) + " to a result of " + std::string(name_of(result));
+  }
+  if (payload_bytes % size_of(input) != 0) return "a contribution that is not a whole number of elements";
+  if (header.divisor == 0) return "an average over no ranks";
+  return "";
+}
+
+}  // namespace
+
+std::string SumServer::contribute(int peer, const FrameHeader& header, Payload payload) {
+  if (const std::string wrong = check_words(header, payload.size); !wrong.empty()) return wrong;
   State& state = chunks_[{header.seq, header.chunk}];
   if (state.contributions.empty()) {
     state.contributions.resize(header.needed);
@@ -95,6 +109,11 @@ void SumServer::supply(const FrameHeader& header, Payload payload) {
     answer.host = static_cast<std::uint16_t>(host);
     answer_to(waiting.peer, answer, state);
   }
+}
+
+void SumServer::clear() {
+  chunks_.clear();
+  held_bytes_ = 0;
 }
 
 void SumServer::forget_below(std::uint64_t seq) {

@@ -2,6 +2,7 @@
 // The same code serves a colocated server and a helper host; it knows nothing of sockets.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -30,8 +31,9 @@ class SumServer {
 
   // All ranks have ended the operations below `seq`: what was kept for late contributors may go.
   void forget_below(std::uint64_t seq);
-  void clear() { chunks_.clear(); }
+  void clear();
 
+  // Of contributions that wait for others. Any thread.
   std::size_t held_bytes() const { return held_bytes_; }
   std::uint64_t num_summed() const { return num_summed_; }
 
@@ -64,7 +66,7 @@ class SumServer {
   Answer answer_;
   Disagree disagree_;
   std::unordered_map<Key, State, Hash> chunks_;
-  std::size_t held_bytes_ = 0;
+  std::atomic<std::size_t> held_bytes_{0};
   std::uint64_t num_summed_ = 0;
 };
 

@@ -25,7 +25,7 @@ std::uint64_t range_of(const OpSpec& spec, int size) {
 }
 
 Topology::Topology(int rank, std::vector<std::string> hosts, int num_helpers, std::vector<int> pattern)
-    : rank_(rank), num_helpers_(num_helpers), pattern_(std::move(pattern)) {
+    : rank_(rank), num_helpers_(num_helpers) {
   std::map<std::string, int> index;
   for (std::size_t r = 0; r < hosts.size(); ++r) {
     const auto [found, fresh] = index.try_emplace(hosts[r], static_cast<int>(locals_.size()));
@@ -37,13 +37,18 @@ Topology::Topology(int rank, std::vector<std::string> hosts, int num_helpers, st
     any_host_shared_ = any_host_shared_ || locals.size() > 1;
   }
   if (rank < 0 || rank >= size()) throw std::invalid_argument("the rank is outside the group");
-  if (pattern_.empty()) throw std::invalid_argument("the pattern of servers is empty");
-  for (int server : pattern_) {
-    if (server < 0 || server >= size() + num_helpers) {
+  set_pattern(std::move(pattern));
+}
+
+void Topology::set_pattern(std::vector<int> pattern) {
+  if (pattern.empty()) throw std::invalid_argument("the pattern of servers is empty");
+  for (int server : pattern) {
+    if (server < 0 || server >= size() + num_helpers_) {
       throw std::invalid_argument("the pattern names server " + std::to_string(server) + " of " +
-                                  std::to_string(size() + num_helpers));
+                                  std::to_string(size() + num_helpers_));
     }
   }
+  pattern_ = std::move(pattern);
 }
 
 int Topology::owner(int host, const OpSpec& spec, std::uint64_t index, const Chunk& chunk) const {
@@ -75,19 +80,21 @@ std::vector<Chunk> Topology::cut(const OpSpec& spec, std::size_t max_chunk_bytes
   const std::size_t chunk_bytes = std::clamp(share, least, max_chunk_bytes);
   const std::uint64_t chunk_count = std::max<std::uint64_t>((chunk_bytes / width + 15) / 16 * 16, 16);
 
+  // Parts take turns, so that their servers are busy at the same time. An empty tensor and a barrier have one
+  // empty chunk: everybody still meets everybody.
   std::vector<Chunk> chunks;
   const int parts = fixed ? size() : 1;
-  for (int part = 0; part < parts; ++part) {
-    const std::uint64_t base = static_cast<std::uint64_t>(part) * spec.count;
-    std::uint64_t done = 0;
-    do {  // an empty tensor and a barrier have one empty chunk: everybody still meets everybody
-      Chunk chunk{base + done, std::min(chunk_count, spec.count - done), part};
+  std::uint64_t done = 0;
+  do {
+    const std::uint64_t count = std::min(chunk_count, spec.count - done);
+    for (int part = 0; part < parts; ++part) {
+      Chunk chunk{static_cast<std::uint64_t>(part) * spec.count + done, count, part};
       if (!fixed) chunk.server = pattern_[position++ % pattern_.size()];
       if (spec.kind == Kind::broadcast || spec.kind == Kind::reduce) chunk.server = server_beside_root(chunk.server, spec);
       chunks.push_back(chunk);
-      done += chunk.count;
-    } while (done < spec.count);
-  }
+    }
+    done += count;
+  } while (done < spec.count);
   return chunks;
 }
 

@@ -23,6 +23,9 @@ class Topology {
   // `hosts[r]` is the host of rank r; `pattern` the servers of a group's successive chunks.
   Topology(int rank, std::vector<std::string> hosts, int num_helpers, std::vector<int> pattern);
 
+  // Throws std::invalid_argument for a server that does not exist.
+  void set_pattern(std::vector<int> pattern);
+
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(host_of_.size()); }
   int num_hosts() const { return static_cast<int>(locals_.size()); }

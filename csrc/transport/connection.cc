@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
+#include <system_error>
 
 #include "base/crc32c.h"
 
@@ -41,7 +42,7 @@ bool Connection::read(const OnFrame& on_frame) {
     if (got < 0) {
       if (errno == EAGAIN) return true;
       if (errno == EINTR) continue;
-      throw std::runtime_error(std::strerror(errno));
+      throw std::system_error(errno, std::generic_category());
     }
     const auto size = static_cast<std::size_t>(got);
     total += size;
@@ -120,7 +121,7 @@ bool Connection::write() {
     if (sent < 0) {
       if (errno == EAGAIN) return false;
       if (errno == EINTR) continue;
-      throw std::runtime_error(std::strerror(errno));
+      throw std::system_error(errno, std::generic_category());
     }
     bytes_out += static_cast<std::uint64_t>(sent);
     account(static_cast<std::size_t>(sent));

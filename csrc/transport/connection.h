@@ -26,12 +26,12 @@ class Connection {
   bool control() const { return control_; }
 
   // Reads what is there, up to a fair share, and hands over each whole frame.
-  // Returns false at the end of the stream. Throws std::runtime_error for a malformed frame, and for a failed
-  // socket.
+  // Returns false at the end of the stream. Throws std::system_error for a failed socket and std::runtime_error
+  // for a malformed frame.
   bool read(const OnFrame& on_frame);
 
   void enqueue(const FrameHeader& header, Payload payload);  // sealed
-  // Writes until the socket takes no more. Returns true when nothing is left.
+  // Writes until the socket takes no more. Returns true when nothing is left. Throws std::system_error.
   bool write();
 
   std::size_t queued_bytes() const { return queued_bytes_; }

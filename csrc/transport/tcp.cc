@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstring>
 #include <stdexcept>
+#include <system_error>
 
 namespace shoal {
 
@@ -192,7 +193,12 @@ void TcpTransport::accept_all() {
   while (true) {
     const int fd = accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) return;
-    if (newcomers_.size() >= kMaxNewcomers) forget_newcomer(newcomers_.begin()->first, "too many at once");
+    if (newcomers_.size() >= kMaxNewcomers) {
+      const auto oldest = std::min_element(newcomers_.begin(), newcomers_.end(), [](const auto& a, const auto& b) {
+        return a.second.deadline < b.second.deadline;
+      });
+      forget_newcomer(oldest->first, "too many others came after it");
+    }
     newcomers_[fd] = {{}, {}, {}, Clock::now() + seconds(kHandshakeS)};
     epoll_event event{EPOLLIN, {.fd = fd}};
     epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event);
@@ -330,19 +336,23 @@ void TcpTransport::serve(const std::shared_ptr<Connection>& connection, std::uin
     });
     bytes_received_ += connection->bytes_in - before;
     if (!open) end_connection(connection, "it closed the connection");
-  } catch (const std::runtime_error& error) {
-    end_connection(connection, error.what());
+  } catch (const std::system_error& error) {
+    end_connection(connection, error.code().message());
+  } catch (const std::exception& error) {  // a frame that cannot be: what else it may have sent is lost
+    declare_down(connection->peer(), error.what());
   }
 }
 
-// A peer's connections end one after the other; what the last ones still hold is read first.
+// A peer's connections end one after the other; what the last ones still hold is read first. If the others do
+// not follow within the grace, frames may be missing for ever and the peer is down all the same.
 void TcpTransport::end_connection(const std::shared_ptr<Connection>& connection, const std::string& why) {
   if (!connections_.erase(connection->fd())) return;
   epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, connection->fd(), nullptr);
   Peer& peer = peer_at(connection->peer());
   std::erase(peer.connections, connection);
   if (peer.control == connection) peer.control.reset();
-  if (peer.connections.empty()) declare_down(connection->peer(), why);
+  if (peer.connections.empty()) return declare_down(connection->peer(), peer.ended.empty() ? why : peer.ended);
+  if (peer.ended.empty()) peer.ended = why;
 }
 
 void TcpTransport::declare_down(int index, const std::string& why) {
@@ -389,9 +399,18 @@ void TcpTransport::tick(double elapsed_s) {
   for (const auto& [index, peer] : peers_) indices.push_back(index);
   for (int index : indices) {
     Peer& peer = peer_at(index);
-    if (!peer.down && peer.control && !peer.address.empty()) check_peer(index, peer, elapsed_s);
+    if (peer.down || check_ended(index, peer, elapsed_s)) continue;
+    if (peer.control && !peer.address.empty()) check_peer(index, peer, elapsed_s);
   }
   sink_.on_tick();
+}
+
+bool TcpTransport::check_ended(int index, Peer& peer, double elapsed_s) {
+  if (peer.ended.empty()) return false;
+  peer.ended_s += std::min(elapsed_s, 2 * options_.tick_s);
+  if (peer.ended_s <= options_.grace_s) return false;
+  declare_down(index, "one of its connections ended: " + std::string(peer.ended));
+  return true;
 }
 
 void TcpTransport::check_peer(int index, Peer& peer, double elapsed_s) {

@@ -68,6 +68,8 @@ class TcpTransport : public Transport {
     std::vector<std::shared_ptr<Connection>> connections;
     std::shared_ptr<Connection> control;
     double silent_s = 0;
+    std::string ended;  // why one of the connections has ended while others stand
+    double ended_s = 0;
     int probe_fd = -1;
   };
 
@@ -90,6 +92,7 @@ class TcpTransport : public Transport {
   void watch(const Connection& connection, bool writable);
   void tick(double elapsed_s);
   void check_peer(int index, Peer& peer, double elapsed_s);
+  bool check_ended(int index, Peer& peer, double elapsed_s);
   bool probe_answers(Peer& peer);
   void stop_probe(Peer& peer);
   Peer& peer_at(int index);

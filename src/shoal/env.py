@@ -44,11 +44,14 @@ _DEFAULT_PORT = 29_500
 
 @dataclass(frozen=True, kw_only=True)
 class HelperAddress:
-    """Where a server on a helper host listens, and its bandwidth as a multiple of a worker host's."""
+    """Where a server on a helper host listens, and its bandwidth as a multiple of a worker host's.
+
+    A bandwidth of ``None`` is to be measured.
+    """
 
     address: str
     port: int
-    bandwidth: float = 1.0
+    bandwidth: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +140,11 @@ def helpers(environ: Mapping[str, str] | None = None) -> list[HelperAddress]:
         place, _, factor = entry.partition("*")
         address, _, port = place.rpartition(":")
         try:
-            bandwidth = float(factor) if "*" in entry else 1.0
+            bandwidth = float(factor) if "*" in entry else None
         except ValueError:
             bandwidth = 0.0
-        if not (address and port.isdecimal() and 0 < int(port) < 1 << 16 and 0 < bandwidth < float("inf")):
+        usable = bandwidth is None or 0 < bandwidth < float("inf")
+        if not (address and port.isdecimal() and 0 < int(port) < 1 << 16 and usable):
             raise UsageError(
                 f"{HELPERS} has the entry {entry!r}; an entry is address:port, or address:port*2.0 for a "
                 "helper with twice the bandwidth of a worker's host"

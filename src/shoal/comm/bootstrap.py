@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import struct
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shoal import env
 from shoal.comm.engine import Engine, EngineOptions, Helper, Peer
-from shoal.decide.links import chunk_pattern
+from shoal.comm.probe import measure_helpers
+from shoal.decide.links import MIB, chunk_pattern, recommended_bucket_bytes
 from shoal.errors import UsageError
 
 _LOOPBACK = "127.0.0.1"
@@ -122,10 +124,37 @@ def connect_engine(
     store.set(f"peer/{rank}", json.dumps(me))
     records = [json.loads(store.get(f"peer/{other}")) for other in range(size)]
     peers = [Peer(**record) for record in records]
+    hosts = [peer.host for peer in peers]
+    num_hosts = len(set(hosts))
+    if num_hosts == 1:  # shared memory does it all
+        rules["helpers"] = []
     helpers = [Helper(address=h["address"], port=h["port"], name=h["name"]) for h in rules["helpers"]]
-    pattern = chunk_pattern([peer.host for peer in peers], [h["bandwidth"] for h in rules["helpers"]])
-    engine.connect(peers, helpers, pattern, segment=rules["segment"], timeout_s=timeout.total_seconds())
+    bandwidths = [h["bandwidth"] for h in rules["helpers"]]
+    start = chunk_pattern(hosts, [bandwidth or 1.0 for bandwidth in bandwidths])
+    engine.connect(peers, helpers, start, segment=rules["segment"], timeout_s=timeout.total_seconds())
+    if None in bandwidths:
+        rate, measured = measure_helpers(
+            engine, store, rank=rank, size=size, num_hosts=num_hosts, num_helpers=len(helpers)
+        )
+        _measured.update(zip((helper.name for helper in helpers), measured, strict=True))
+        engine.set_pattern(chunk_pattern(hosts, measured))
+        if rank == 0:
+            _tell(num_hosts, size, rate, measured)
     return engine
+
+
+# By name of the helper; a job's further groups need not measure again.
+_measured: dict[str, float] = {}
+
+
+def _tell(num_hosts: int, size: int, rate: float, helpers: list[float]) -> None:
+    bucket = recommended_bucket_bytes(num_hosts, ranks_per_host=-(-size // num_hosts))
+    links = ", ".join(f"{ratio:g}" for ratio in helpers)
+    print(
+        f"shoal: {num_hosts} hosts over TCP, {rate * 8e-6:,.0f} Mbit/s each; {len(helpers)} helpers with "
+        f"{links} times that; bucket_cap_mb={bucket // MIB} suits",
+        file=sys.stderr,
+    )
 
 
 def _common_rules(store: Store, rank: int) -> dict[str, Any]:
@@ -138,6 +167,8 @@ def _common_rules(store: Store, rank: int) -> dict[str, Any]:
             {"address": h.address, "port": h.port, "bandwidth": h.bandwidth, "name": f"{h.address}:{h.port}"}
             for h in env.helpers()
         ]
+        for helper in helpers:
+            helper["bandwidth"] = helper["bandwidth"] or _measured.get(str(helper["name"]))
         if helpers and env.secret() is None:
             raise UsageError(
                 "SHOAL_HELPERS is set but SHOAL_SECRET is not; helper hosts admit only who knows their "

@@ -1,4 +1,4 @@
-"""The engine of one group, as the torch backend sees it: memory addresses in, sums out, waits with a deadline.
+"""The engine of one group, as the torch backend sees it: addresses in, sums out, waits with a deadline.
 
 Knows nothing of torch: whoever has an address, a count and an element type can use it. The work is done in
 the C++ core (``csrc/engine``); what is here names things and turns failures into :class:`CommError`.
@@ -57,12 +57,12 @@ class EngineOptions:
         chunk_bytes: the most that travels in one message between hosts; a multiple of 128.
         shared_chunk_bytes: the same inside a host: small enough for the caches.
         num_slots: chunks of each rank that are under way in shared memory.
-        least_window_bytes: what may always be on its way to one server without an answer.
-        window_bytes: and what at most; bounds a server's memory. In between the window follows the answers.
+        least_window_bytes: what may always be on its way without an answer, for each server.
+        window_bytes: and what at most, in all; bounds a server's memory. In between it follows the answers.
         answer_s: the time that an answer should take: longer ones mean that queues fill on the way.
         eager_bytes: what may be sent to a rank that has not begun the operation.
         connections_per_peer: TCP connections for data to each peer; clouds limit what one carries.
-        send_buffer_bytes: the kernel's buffer of each; small ones keep the flows fair, 0 leaves it to the system.
+        send_buffer_bytes: the kernel's buffer of each; small ones keep the flows fair, 0: the system's.
         peer_grace_s: how long a host may not answer before it is lost.
         straggler_s: how long an operation waits before the ranks that are missing are named.
         partial: "float32" sends the sums of a host's 16-bit tensors unrounded, "input" in 16 bits.
@@ -72,8 +72,8 @@ class EngineOptions:
     chunk_bytes: int = 32 << 10
     shared_chunk_bytes: int = 128 << 10
     num_slots: int = 16
-    least_window_bytes: int = 64 << 10
-    window_bytes: int = 4 << 20
+    least_window_bytes: int = 32 << 10
+    window_bytes: int = 8 << 20
     answer_s: float = 0.015
     eager_bytes: int = 1 << 20
     connections_per_peer: int = 1
@@ -92,7 +92,15 @@ class Engine:
     """
 
     def __init__(
-        self, *, rank: int, size: int, group: str, secret: bytes, address: str, options: EngineOptions, port: int = 0
+        self,
+        *,
+        rank: int,
+        size: int,
+        group: str,
+        secret: bytes,
+        address: str,
+        options: EngineOptions,
+        port: int = 0,
     ) -> None:
         settings = native.core().EngineOptions()
         settings.set_secret(secret)
@@ -144,7 +152,13 @@ class Engine:
                 timeout_s,
             )
         except (RuntimeError, ValueError) as error:
-            raise CommError(f"group {self._group!r}, rank {self._rank} cannot meet the others: {error}") from error
+            raise CommError(
+                f"group {self._group!r}, rank {self._rank} cannot meet the others: {error}"
+            ) from error
+
+    def set_pattern(self, pattern: Sequence[int]) -> None:
+        """Assign later chunks to servers. All ranks call it between the same two operations."""
+        self._engine.set_pattern(list(pattern))
 
     def submit(
         self,

@@ -34,8 +34,8 @@ def serve(*, address: str, port: int = DEFAULT_PORT, report_every_s: float = 0.0
     secret = env.secret()
     if secret is None:
         raise UsageError(
-            "a server admits only who knows the job's secret: set SHOAL_SECRET_FILE (a file that only you can "
-            "read) or SHOAL_SECRET, the same here and on the workers"
+            "a server admits only who knows the job's secret: set SHOAL_SECRET_FILE (a file that only you "
+            "can read) or SHOAL_SECRET, the same here and on the workers"
         )
     core = native.core()
     try:
@@ -70,7 +70,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line of ``python -m shoal.comm.server``."""
     parser = argparse.ArgumentParser(prog="shoal serve", description=__doc__.splitlines()[0])
     parser.add_argument("--address", required=True, help="IPv4 address of the interface to listen on")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="port to listen on (default %(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help="port to listen on (default %(default)s)"
+    )
     parser.add_argument("--report-every-s", type=float, default=0.0, help="print counters so often")
     given = parser.parse_args(argv)
     try:
