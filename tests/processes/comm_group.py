@@ -1,0 +1,345 @@
+"""Groups of real engines, one process a rank, that tests stop, kill and cut off; and their helpers' servers."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from forked_workers import fork_process
+
+from shoal.comm.engine import CommError, Engine, EngineOptions, Helper, Peer
+from shoal.launch.emulated import Cluster
+from shoal.launch.emulated_plan import HELPER_PORT
+
+SECRET = "the secret of these tests"
+DEADLINE_S = 60.0
+BOUND_S = 3 * 2.0
+"""A loss is named within 2 s; tests allow three times that."""
+_CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker said: a word, when (``time.monotonic``, the same clock in all processes), and what goes with it."""
+
+    what: str
+    at: float
+    value: Any
+
+
+@dataclass
+class Member:
+    """A rank inside its process."""
+
+    engine: Engine
+    rank: int
+    size: int
+    pipe: Connection
+
+    def report(self, what: str, value: Any = None) -> None:
+        self.pipe.send(Report(what, time.monotonic(), value))
+
+    def told(self, timeout_s: float = 0.0) -> bool:
+        """Whether the test has said something (:meth:`Group.tell`) within the time."""
+        return self.pipe.poll(timeout_s) and bool(self.pipe.recv())
+
+    def begin(self, kind: str, data: np.ndarray, output: np.ndarray | None = None, **given: Any) -> int:
+        """Submit a collective of ``data``, by default in place; the caller keeps both alive."""
+        settings = {
+            "dtype": str(data.dtype),
+            "shape": data.shape,
+            "timeout_s": DEADLINE_S,
+            "count": data.size,
+            **given,
+        }
+        to = data if output is None else output
+        return self.engine.submit(kind, input=data.ctypes.data, output=to.ctypes.data, **settings)
+
+    def end(self, handle: int) -> None:
+        if not self.engine.wait(handle, DEADLINE_S):
+            raise TimeoutError(f"operation {handle} has no end")
+
+
+class Group:
+    """``len(hosts)`` workers that run ``function(member, *args)``; ranks with the same host share memory.
+
+    With a ``cluster`` the hosts are its hosts' numbers, and its helpers serve. A worker reports ``"error"`` with
+    the text of a :class:`CommError` that ends its function, ``"crash"`` for any other exception, or ``"done"``.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., None],
+        hosts: Sequence[str | int],
+        *args: Any,
+        helpers: Sequence[HelperProcess] = (),
+        pattern: Sequence[int] | None = None,
+        options: Sequence[EngineOptions] | EngineOptions = EngineOptions(),
+        secrets: Sequence[str] | None = None,
+        cluster: Cluster | None = None,
+        connect_s: float = 30.0,
+    ) -> None:
+        self.hosts, self.cluster, self.helpers = hosts, cluster, helpers
+        self.size = len(hosts)
+        self.reports: list[list[Report]] = [[] for _ in hosts]
+        self._function, self._args = function, args
+        self._options = options if isinstance(options, Sequence) else [options] * self.size
+        self._secrets = secrets or [SECRET] * self.size
+        self._pattern = pattern
+        self._connect_s = connect_s
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self.peers: list[Peer] = []
+
+    def address(self, rank: int) -> str:
+        if self.cluster is not None:
+            return self.cluster.address(int(self.hosts[rank]))
+        return f"127.0.0.{1 + self.hosts.index(self.hosts[rank])}"
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._kill()
+
+    def _start(self) -> None:
+        for rank in range(self.size):
+            ours, theirs = Pipe()
+            network = self._network(rank)
+            start = (rank, self.size, self.address(rank), self._secrets[rank], self._options[rank], network)
+            self._processes.append(fork_process(_worker, theirs, start, self._function, self._args))
+            theirs.close()
+            self._pipes.append(ours)
+        ports = [self.expect(rank, "port").value for rank in range(self.size)]
+        self.peers = [
+            Peer(host=str(host), address=self.address(rank), port=port, global_rank=rank, pid=self.pid(rank))
+            for rank, (host, port) in enumerate(zip(self.hosts, ports, strict=True))
+        ]
+        helpers = [Helper(address=each.address, port=each.port, name=each.name) for each in self.helpers]
+        if self.cluster is not None:
+            helpers = [
+                Helper(address=host.address, port=HELPER_PORT, name=f"h{index}")
+                for index, host in enumerate(self.cluster.plan.helpers)
+            ]
+        servers = range(self.size, self.size + len(helpers)) if helpers else range(self.size)
+        pattern = list(self._pattern if self._pattern is not None else servers)
+        segment = f"test-{os.getpid()}-{time.time_ns()}"
+        for pipe in self._pipes:
+            pipe.send((self.peers, helpers, pattern, segment, self._connect_s))
+
+    def _network(self, rank: int) -> str | None:
+        if self.cluster is None:
+            return None
+        (option,) = (word for word in self.cluster.enter(int(self.hosts[rank])) if word.startswith("--net="))
+        return option.removeprefix("--net=")
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+    # ---- what tests do -----------------------------------------------------------------------------------
+
+    def pid(self, rank: int) -> int:
+        pid = self._processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def signal(self, rank: int, number: signal.Signals) -> float:
+        """Send a signal to a rank's process and return when."""
+        os.kill(self.pid(rank), number)
+        return time.monotonic()
+
+    def tell(self, rank: int) -> None:
+        with suppress(BrokenPipeError):
+            self._pipes[rank].send(True)
+
+    def expect(self, rank: int, what: str, *, count: int = 1, deadline_s: float = DEADLINE_S) -> Report:
+        """Return the ``count``-th report of this kind; fails where the worker ends or crashes before it."""
+        until = time.monotonic() + deadline_s
+        while len(found := [each for each in self.reports[rank] if each.what == what]) < count:
+            ended = [each for each in self.reports[rank] if each.what in ("error", "crash", "done")]
+            assert not ended, (
+                f"rank {rank} ended before {count} x {what!r}: {ended[0].what}: {ended[0].value}"
+            )
+            left = until - time.monotonic()
+            assert left > 0, f"rank {rank} has not said {what!r} {count} times in {deadline_s} s"
+            if wait([self._pipes[rank]], left):
+                try:
+                    self.reports[rank].append(self._pipes[rank].recv())
+                except (EOFError, ConnectionResetError):
+                    raise AssertionError(f"rank {rank} is gone before it said {what!r}") from None
+        return found[count - 1]
+
+    def values(self, rank: int, what: str) -> list[Any]:
+        return [each.value for each in self.reports[rank] if each.what == what]
+
+    def errors(self, ranks: Sequence[int], since: float, bound_s: float = BOUND_S) -> list[str]:
+        """Return the error of each rank; all must come within ``bound_s`` after ``since``."""
+        found = [self.expect(rank, "error", deadline_s=3 * bound_s) for rank in ranks]
+        for rank, error in zip(ranks, found, strict=True):
+            assert error.at - since < bound_s, (
+                f"rank {rank} raised only after {error.at - since:.1f} s: {error.value}"
+            )
+        return [error.value for error in found]
+
+
+def _worker(
+    pipe: Connection,
+    start: tuple[int, int, str, str, EngineOptions, str | None],
+    function: Callable[..., None],
+    args: tuple[Any, ...],
+) -> None:
+    rank, size, address, secret, options, network = start
+    if network is not None:
+        _enter(network)
+    engine = Engine(
+        rank=rank, size=size, group="faults", secret=secret.encode(), address=address, options=options
+    )
+    member = Member(engine, rank, size, pipe)
+    member.report("port", engine.port)
+    try:
+        peers, helpers, pattern, segment, connect_s = pipe.recv()
+        engine.connect(peers, helpers, pattern, segment=segment, timeout_s=connect_s)
+        function(member, *args)
+        engine.close()
+        member.report("done", engine.counters())
+    except CommError as error:
+        member.report("error", str(error))
+    except BaseException:
+        member.report("crash", traceback.format_exc())
+    pipe.poll(DEADLINE_S)  # until the test has heard all
+
+
+def _enter(network: str) -> None:
+    """Move this process, which has one thread yet, into a network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path(network).open() as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+# ---- a stream of sums and what it must give -----------------------------------------------------------------
+
+
+def base(rank: int, count: int) -> np.ndarray:
+    return np.random.default_rng(rank).standard_normal(count).astype(np.float32)
+
+
+def scale(step: int) -> np.float32:
+    return np.float32(1 + step / 7)
+
+
+def stream(member: Member, steps: int, count: int, pause_s: float = 0.0) -> None:
+    """All-reduce ``steps`` tensors, two at a time under way; report each sum's digest as ``"sum"``."""
+    mine = base(member.rank, count)
+    under_way: list[tuple[int, np.ndarray]] = []
+    for step in range(steps + 1):
+        if step < steps:
+            data = mine * scale(step)
+            under_way.append((member.begin("all_reduce", data), data))
+        if step > 0:
+            handle, data = under_way.pop(0)
+            member.end(handle)
+            member.report("sum", digest(data))
+            time.sleep(pause_s)
+    member.report("events", member.engine.take_events())
+
+
+def expected(hosts: Sequence[str | int], steps: int, count: int) -> list[str]:
+    """The digests of the stream's sums: ranks of a host in order, then hosts by their lowest rank."""
+    bases = [base(rank, count) for rank in range(len(hosts))]
+    digests = []
+    for step in range(steps):
+        partial: dict[str | int, np.ndarray] = {}
+        for rank, host in enumerate(hosts):
+            data = bases[rank] * scale(step)
+            partial[host] = partial[host] + data if host in partial else data
+        total, *others = partial.values()
+        for other in others:
+            total = total + other
+        digests.append(digest(total))
+    return digests
+
+
+def digest(data: np.ndarray) -> str:
+    return hashlib.sha256(data.tobytes()).hexdigest()[:16]
+
+
+# ---- helper hosts -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class HelperProcess:
+    """``python -m shoal.comm.server``; a context manager."""
+
+    name: str
+    address: str = "127.0.0.100"
+    port: int = 0
+    secret: str = SECRET
+    arguments: tuple[str, ...] = ()
+    lines: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-u",
+                "-m",
+                "shoal.comm.server",
+                "--address",
+                self.address,
+                "--port",
+                str(self.port),
+            ]
+            + list(self.arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "SHOAL_SECRET": self.secret},
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert "listening on" in line, line + self.process.stdout.read()
+        self.port = int(line.rsplit(":", 1)[1])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def stop(self) -> str:
+        """End it in order and return what it said; fails if it had crashed."""
+        self.process.send_signal(signal.SIGTERM)
+        said, _ = self.process.communicate(timeout=DEADLINE_S)
+        assert self.process.returncode == 0, (self.process.returncode, said)
+        return said
