@@ -1,5 +1,4 @@
-"""How the ranks of a group find each other: each puts its address into torch's store and reads the "
-"others'."""
+"""How the ranks of a group find each other: each puts its address into torch's store and reads all."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shoal import env
-from shoal.comm.engine import Engine, EngineOptions, Helper, Peer
+from shoal.comm.engine import CommError, Engine, EngineOptions, Helper, Peer
 from shoal.comm.probe import measure_helpers
 from shoal.decide.links import MIB, chunk_pattern, recommended_bucket_bytes
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
 
 _LOOPBACK = "127.0.0.1"
 _SECRET_BYTES = 32
@@ -89,8 +88,7 @@ def interface_address(given: str) -> str:
             names = ", ".join(name for _, name in socket.if_nameindex())
             raise UsageError(
                 f"SHOAL_INTERFACE={given}: no such address or interface with an IPv4 address "
-                f"({problem.strerror}); "
-                f"this host has {names}"
+                f"({problem.strerror}); this host has {names}"
             ) from None
 
 
@@ -103,17 +101,13 @@ def connect_engine(
         CommError: a rank did not come in time or refused the secret.
         UsageError: an environment variable is wrong.
     """
-    rules = _common_rules(store, rank)
-    address = local_address(store)
-    given = env.secret()
-    engine = Engine(
-        rank=rank,
-        size=size,
-        group=group,
-        secret=given if given is not None else bytes.fromhex(rules["secret"]),
-        address=address,
-        options=EngineOptions(),
-    )
+    try:
+        rules = _common_rules(store, rank, timeout)
+        engine, address = _listen(store, rules, rank, size, group)
+    except ShoalError as problem:
+        for key in ("rules", f"peer/{rank}") if rank == 0 else (f"peer/{rank}",):
+            store.set(key, json.dumps({"error": f"rank {rank}: {problem}"}))
+        raise
     me = {
         "host": host_identity(),
         "address": address,
@@ -122,7 +116,7 @@ def connect_engine(
         "pid": os.getpid(),
     }
     store.set(f"peer/{rank}", json.dumps(me))
-    records = [json.loads(store.get(f"peer/{other}")) for other in range(size)]
+    records = [_read(store, f"peer/{other}", other, timeout) for other in range(size)]
     peers = [Peer(**record) for record in records]
     hosts = [peer.host for peer in peers]
     num_hosts = len(set(hosts))
@@ -143,6 +137,33 @@ def connect_engine(
     return engine
 
 
+def _listen(store: Store, rules: dict[str, Any], rank: int, size: int, group: str) -> tuple[Engine, str]:
+    address = local_address(store)
+    given = env.secret()
+    secret = given if given is not None else bytes.fromhex(rules["secret"])
+    options = EngineOptions()
+    return Engine(rank=rank, size=size, group=group, secret=secret, address=address, options=options), address
+
+
+def _read(store: Store, key: str, rank: int, timeout: timedelta) -> dict[str, Any]:
+    """Return what ``rank`` has put into the store.
+
+    Raises:
+        CommError: it has not within ``timeout``, or could not take part and says why.
+    """
+    try:
+        store.wait([key], timeout)
+    except Exception as problem:  # the store's own class of time-outs differs between versions
+        raise CommError(
+            f"rank {rank} of the group did not come within {timeout.total_seconds():g} s; see whether it was "
+            "started and what it printed"
+        ) from problem
+    found: dict[str, Any] = json.loads(store.get(key))
+    if "error" in found:
+        raise CommError(f"the group cannot be made: {found['error']}")
+    return found
+
+
 # By name of the helper; a job's further groups need not measure again.
 _measured: dict[str, float] = {}
 
@@ -157,7 +178,7 @@ def _tell(num_hosts: int, size: int, rate: float, helpers: list[float]) -> None:
     )
 
 
-def _common_rules(store: Store, rank: int) -> dict[str, Any]:
+def _common_rules(store: Store, rank: int, timeout: timedelta) -> dict[str, Any]:
     """Return what rank 0 decides for all.
 
     Without ``SHOAL_SECRET`` the secret is random and lies in the store: whoever can read the store may join.
@@ -172,8 +193,7 @@ def _common_rules(store: Store, rank: int) -> dict[str, Any]:
         if helpers and env.secret() is None:
             raise UsageError(
                 "SHOAL_HELPERS is set but SHOAL_SECRET is not; helper hosts admit only who knows their "
-                "secret: set "
-                "SHOAL_SECRET or SHOAL_SECRET_FILE on all hosts"
+                "secret: set SHOAL_SECRET or SHOAL_SECRET_FILE on all hosts"
             )
         rules = {
             "helpers": helpers,
@@ -182,7 +202,7 @@ def _common_rules(store: Store, rank: int) -> dict[str, Any]:
         }
         store.set("rules", json.dumps(rules))
         return rules
-    found: dict[str, Any] = json.loads(store.get("rules"))
+    found = _read(store, "rules", 0, timeout)
     if not found["secret"] and env.secret() is None:
         raise UsageError("rank 0 has a SHOAL_SECRET and this rank has none; set the same on all hosts")
     return found

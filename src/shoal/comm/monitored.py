@@ -27,7 +27,9 @@ def monitored_barrier(
     """
     base = f"monitored/{number}"
     if limit <= timedelta(0):
-        raise CommError(f"Rank {rank} timed out in monitoredBarrier: its timeout was {limit.total_seconds():g} s")
+        raise CommError(
+            f"Rank {rank} timed out in monitoredBarrier: its timeout was {limit.total_seconds():g} s"
+        )
     if rank == 0:
         verdict = _missing(store, base, size, limit, wait_all_ranks)
         store.set(f"{base}/verdict", verdict)
@@ -35,7 +37,9 @@ def monitored_barrier(
             raise CommError(verdict)
         return
     store.set(f"{base}/{rank}", "1")
-    passed = f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv"
+    passed = (
+        f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv"
+    )
     try:
         store.wait([f"{base}/verdict"], limit + timedelta(seconds=_ANSWER_MARGIN_S))
     except Exception as problem:  # the store's own class of time-outs differs between versions
