@@ -1,4 +1,4 @@
-"""Groups of real engines, one process a rank, that tests stop, kill and cut off; and their helpers' servers."""
+"""Groups of real engines, one process a rank, that tests stop, kill and cut off; and helpers' servers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ SECRET = "the secret of these tests"
 DEADLINE_S = 60.0
 BOUND_S = 3 * 2.0
 """A loss is named within 2 s; tests allow three times that."""
+DEFAULTS = EngineOptions()
 _CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker said: a word, when (``time.monotonic``, the same clock in all processes), and what goes with it."""
+    """What a worker said: a word, when (``time.monotonic``: one clock for all processes), and its value."""
 
     what: str
     at: float
@@ -78,8 +79,9 @@ class Member:
 class Group:
     """``len(hosts)`` workers that run ``function(member, *args)``; ranks with the same host share memory.
 
-    With a ``cluster`` the hosts are its hosts' numbers, and its helpers serve. A worker reports ``"error"`` with
-    the text of a :class:`CommError` that ends its function, ``"crash"`` for any other exception, or ``"done"``.
+    With a ``cluster`` the hosts are its hosts' numbers, and its helpers serve. A worker reports ``"error"``
+    with the text of a :class:`CommError` that ends its function, ``"crash"`` for any other exception, or
+    ``"done"`` with the engine's counters.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Group:
         *args: Any,
         helpers: Sequence[HelperProcess] = (),
         pattern: Sequence[int] | None = None,
-        options: Sequence[EngineOptions] | EngineOptions = EngineOptions(),
+        options: Sequence[EngineOptions] | EngineOptions = DEFAULTS,
         secrets: Sequence[str] | None = None,
         cluster: Cluster | None = None,
         connect_s: float = 30.0,
@@ -243,7 +245,7 @@ def _enter(network: str) -> None:
             raise OSError(ctypes.get_errno(), "setns")
 
 
-# ---- a stream of sums and what it must give -----------------------------------------------------------------
+# ---- a stream of sums and what it must give --------------------------------------------------------------
 
 
 def base(rank: int, count: int) -> np.ndarray:
