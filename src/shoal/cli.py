@@ -254,6 +254,31 @@ def emulate(
 
 
 @app.command
+def serve(
+    *, address: str, port: int = 7070, secret_file: Path | None = None, report_every_s: float = 0.0
+) -> int:
+    """Sum gradients on a helper host for workers whose backend is shoal, until SIGTERM or Ctrl-C.
+
+    Start it on each helper host, then the workers with SHOAL_HELPERS=ADDRESS:PORT,... and the same secret. It
+    needs neither torch nor a GPU.
+
+    Parameters
+    ----------
+    address
+        IPv4 address of the interface to listen on, and on no other.
+    port
+        Port to listen on; 0 takes a free one.
+    secret_file
+        File with the job's secret; default: SHOAL_SECRET_FILE or SHOAL_SECRET.
+    report_every_s
+        Print counters so often; 0 for never.
+    """
+    from shoal.comm import server
+
+    return server.serve(address=address, port=port, secret_file=secret_file, report_every_s=report_every_s)
+
+
+@app.command
 def export(source: Path, *, out: Path | None = None) -> None:
     """Write a run's model and tokenizer as a directory that transformers loads.
 

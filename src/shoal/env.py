@@ -21,7 +21,9 @@ LAUNCH_DIR = "SHOAL_LAUNCH_DIR"
 TEST_DATA = "SHOAL_TEST_DATA"
 
 SECRET = "SHOAL_SECRET"
-"""The job's secret, known to its workers and servers; or ``SHOAL_SECRET_FILE``, a file that holds it."""
+"""The job's secret, known to its workers and servers."""
+SECRET_FILE = "SHOAL_SECRET_FILE"
+"""A file that holds it."""
 HELPERS = "SHOAL_HELPERS"
 """Servers on helper hosts: ``10.0.0.7:4400,10.0.0.8:4400*2.0``, the second with twice the bandwidth."""
 INTERFACE = "SHOAL_INTERFACE"
@@ -116,7 +118,7 @@ def secret(environ: Mapping[str, str] | None = None) -> bytes | None:
     environ = os.environ if environ is None else environ
     name, value = SECRET, environ.get(SECRET)
     if value is None:
-        name, path = SECRET + "_FILE", environ.get(SECRET + "_FILE")
+        name, path = SECRET_FILE, environ.get(SECRET_FILE)
         if path is None:
             return None
         try:

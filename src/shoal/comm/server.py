@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 from shoal import env, native
 from shoal.errors import EXIT_OK, ShoalError, UsageError
@@ -19,19 +20,22 @@ from shoal.errors import EXIT_OK, ShoalError, UsageError
 DEFAULT_PORT = 7070
 
 
-def serve(*, address: str, port: int = DEFAULT_PORT, report_every_s: float = 0.0) -> int:
+def serve(
+    *, address: str, port: int = DEFAULT_PORT, secret_file: Path | None = None, report_every_s: float = 0.0
+) -> int:
     """Sum until SIGTERM or Ctrl-C; return the exit code.
 
     Args:
         address: IPv4 address of the interface to listen on, and of no other.
         port: port to listen on; 0 takes a free one.
+        secret_file: file with the job's secret; default: what the environment says.
         report_every_s: print counters so often; 0 for never.
 
     Raises:
         UsageError: there is no secret.
         ShoalError: the address or the port cannot be had.
     """
-    secret = env.secret()
+    secret = env.secret({env.SECRET_FILE: str(secret_file)} if secret_file else None)
     if secret is None:
         raise UsageError(
             "a server admits only who knows the job's secret: set SHOAL_SECRET_FILE (a file that only you "
@@ -73,10 +77,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help="port to listen on (default %(default)s)"
     )
+    parser.add_argument("--secret-file", type=Path, help="file with the job's secret")
     parser.add_argument("--report-every-s", type=float, default=0.0, help="print counters so often")
     given = parser.parse_args(argv)
     try:
-        return serve(address=given.address, port=given.port, report_every_s=given.report_every_s)
+        return serve(**vars(given))
     except ShoalError as error:
         print(f"shoal serve: error: {error}", file=sys.stderr)
         return error.exit_code

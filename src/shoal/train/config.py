@@ -95,7 +95,7 @@ class DistributedConfig:
     """How workers talk and what they run on."""
 
     backend: str | None = None
-    """torch.distributed backend; default: nccl on GPUs, gloo elsewhere."""
+    """torch.distributed backend; default: nccl on GPUs, shoal where there are helper hosts, else gloo."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto: a GPU a worker if there are enough, else the CPU."""
     timeout_s: float = 600.0

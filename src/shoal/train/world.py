@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.cluster import WorkerPlace
-from shoal.env import Joined
+from shoal.env import Joined, helpers
 from shoal.errors import UsageError, did_you_mean
 from shoal.train.config import DistributedConfig
 
@@ -75,13 +75,13 @@ def choose_device(config: DistributedConfig, local_rank: int, num_local_workers:
 
 
 def choose_backend(config: DistributedConfig, device: torch.device) -> str:
-    """Return the torch.distributed backend, the default one for the device if none was chosen.
+    """Return the torch.distributed backend, or where none was chosen the default: helper hosts mean shoal.
 
     Raises:
         UsageError: torch knows no backend of that name.
     """
     if config.backend is None:
-        return "nccl" if device.type == "cuda" else "gloo"
+        return "nccl" if device.type == "cuda" else "shoal" if helpers() else "gloo"
     known = list(dist.Backend.backend_list)
     if config.backend.lower() not in known:
         raise UsageError(
