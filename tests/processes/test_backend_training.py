@@ -5,6 +5,8 @@ Two workers: a sum of two numbers has one value in any order, so the weights mus
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
-from shoal_workers import has_inner_group, ops, run_group
+from shoal_workers import exit_codes, has_inner_group, ops, run_group
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
@@ -221,3 +223,22 @@ def _grid(rank: int) -> None:
 
 def test_hybrid_sharding_on_a_mesh(tmp_path: Path) -> None:
     run_group(_grid, 4, tmp_path, hosts=("a", "a", "b", "b"))
+
+
+def _lose_a_worker(rank: int, folder: Path) -> None:
+    module = DistributedDataParallel(model(), broadcast_buffers=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    train(module, optimizer, rank, range(2))
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="rank 2"):
+        train(module, optimizer, rank, range(2, 4))
+    (folder / f"told{rank}").touch()
+    os._exit(0)
+
+
+def test_ddp_raises_the_named_error_when_a_worker_dies(tmp_path: Path) -> None:
+    codes = exit_codes(_lose_a_worker, 3, tmp_path, tmp_path)
+    assert codes == [0, 0, -signal.SIGKILL]
+    assert (tmp_path / "told0").exists()
+    assert (tmp_path / "told1").exists()
