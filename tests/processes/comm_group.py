@@ -171,6 +171,10 @@ class Group:
         assert pid is not None
         return pid
 
+    def name(self, rank: int) -> str:
+        """What messages call a rank."""
+        return f"rank {rank} ({self.address(rank)}, pid {self.pid(rank)})"
+
     def signal(self, rank: int, number: signal.Signals) -> float:
         """Send a signal to a rank's process and return when."""
         os.kill(self.pid(rank), number)

@@ -1,0 +1,183 @@
+"""A client of the engine's protocol, written from its description: strangers, and peers that send rubbish."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import random
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+MARK = b"SHOAL\0\0\1"
+FRAME_MAGIC = 0x314C4853
+TIMEOUT_S = 10.0
+PUSH, RESULT, SUPPLY, HEARTBEAT, SERVER_DOWN, ANNOUNCE, TELL, FAIL, GOODBYE = range(9)
+
+
+def proof(secret: str, side: bytes, caller: bytes, listener: bytes, body: bytes = b"") -> bytes:
+    return hmac.new(secret.encode(), side + caller + listener + body, hashlib.sha256).digest()
+
+
+def identity(secret: str, caller: bytes, listener: bytes, *, group: str, rank: int, size: int) -> bytes:
+    name = group.encode()
+    body = name.ljust(128, b"\0") + struct.pack("<4I", len(name), rank, size, 0)
+    return body + proof(secret, b"caller", caller, listener, body)
+
+
+def dial(address: str, port: int) -> socket.socket:
+    return socket.create_connection((address, port), timeout=TIMEOUT_S)
+
+
+def join(address: str, port: int, secret: str, *, group: str, rank: int, size: int) -> socket.socket:
+    """Return a connection that has proved itself as one of the rank's for data."""
+    connection = dial(address, port)
+    caller = os.urandom(16)
+    connection.sendall(MARK + caller)
+    challenge = receive(connection, 48)
+    listener, answer = challenge[:16], challenge[16:]
+    assert answer == proof(secret, b"listener", caller, listener)
+    connection.sendall(identity(secret, caller, listener, group=group, rank=rank, size=size))
+    assert receive(connection, 1) == b"\1"
+    return connection
+
+
+def receive(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = connection.recv(count - len(data))
+        if not more:
+            raise EOFError(f"{len(data)} of {count} bytes")
+        data += more
+    return data
+
+
+def hears_the_end(connection: socket.socket) -> bool:
+    """Whether the other side hangs up within the time limit."""
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+# ---- frames -----------------------------------------------------------------------------------------------
+
+
+def _table() -> list[int]:
+    table = []
+    for value in range(256):
+        for _ in range(8):
+            value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
+        table.append(value)
+    return table
+
+
+_TABLE = _table()
+
+
+def crc32c(data: bytes) -> int:
+    value = 0xFFFFFFFF
+    for byte in data:
+        value = (value >> 8) ^ _TABLE[(value ^ byte) & 0xFF]
+    return value ^ 0xFFFFFFFF
+
+
+@dataclass
+class Frame:
+    """The words of a frame's header; ``payload_bytes`` and the checksums are right unless they are given."""
+
+    type: int = PUSH
+    kind: int = 0
+    element: int = 0
+    input: int = 0
+    combine: int = 0
+    redo: int = 0
+    host: int = 0
+    needed: int = 2
+    divisor: int = 2
+    root: int = 0
+    seq: int = 1 << 40
+    chunk: int = 0
+    signature: int = 1
+    submitted: int = 0
+    completed: int = 0
+    payload: bytes = bytes(64)
+    payload_bytes: int | None = None
+    payload_crc: int | None = None
+    server: int = 0
+    header_crc: int | None = None
+    magic: int = FRAME_MAGIC
+
+    def encode(self) -> bytes:
+        size = len(self.payload) if self.payload_bytes is None else self.payload_bytes
+        crc = crc32c(self.payload) if self.payload_crc is None else self.payload_crc
+        head = struct.pack(
+            "<I6B3Hi4x5Q3I",
+            self.magic,
+            *(self.type, self.kind, self.element, self.input, self.combine, self.redo),
+            *(self.host, self.needed, self.divisor, self.root),
+            *(self.seq, self.chunk, self.signature, self.submitted, self.completed),
+            *(size, crc, self.server),
+        )
+        return (
+            head
+            + struct.pack("<I", crc32c(head) if self.header_crc is None else self.header_crc)
+            + self.payload
+        )
+
+
+_BITS = {
+    **dict.fromkeys(("type", "kind", "element", "input", "combine", "redo"), 8),
+    **dict.fromkeys(("host", "needed", "divisor"), 16),
+    **dict.fromkeys(("seq", "chunk", "signature"), 64),
+    **dict.fromkeys(("payload_bytes", "payload_crc", "header_crc", "magic"), 32),
+}
+
+
+def mutated(chance: random.Random, original: Frame) -> Frame:
+    """Return a frame with some words changed, mostly to small values; its checksums fit, as a rule."""
+    words = asdict(original)
+    for word in chance.sample(sorted(_BITS), chance.randint(1, 3)):
+        if word in ("payload_bytes", "payload_crc", "header_crc", "magic") and chance.random() < 0.7:
+            continue
+        bits = _BITS[word] if chance.random() < 0.3 else 3
+        words[word] = chance.getrandbits(bits)
+    words["payload"] = chance.randbytes(chance.choice([0, 1, 64, 100, 4096]))
+    return Frame(**words)
+
+
+# ---- strangers -------------------------------------------------------------------------------------------
+
+
+def intrude(chance: random.Random, address: str, port: int, *, group: str, secret: str) -> bool:
+    """Try to get in without knowing the secret; return whether anything was sent. Fails if it is let in."""
+    kind = chance.choice(["silent", "noise", "frame", "half", "long", "wrong secret", "flipped"])
+    with suppress(ConnectionError), dial(address, port) as connection:
+        if kind == "silent":
+            return False
+        if kind == "noise":
+            connection.sendall(chance.randbytes(chance.randint(1, 2000)))
+        elif kind == "frame":
+            connection.sendall(mutated(chance, Frame()).encode())
+        elif kind == "half":
+            connection.sendall((MARK + os.urandom(16))[: chance.randint(1, 24)])
+        elif kind == "long":
+            connection.sendall(MARK + os.urandom(16) + chance.randbytes(1 << 18))
+            assert hears_the_end(connection)
+        else:
+            caller = os.urandom(16)
+            connection.sendall(MARK + caller)
+            listener = receive(connection, 48)[:16]
+            given = "a guess" if kind == "wrong secret" else secret
+            who = bytearray(identity(given, caller, listener, group=group, rank=1, size=2))
+            if kind == "flipped":
+                who[chance.randrange(len(who))] ^= 1 << chance.randrange(8)
+            connection.sendall(who)
+            assert hears_the_end(connection), f"a stranger was let in: {kind}"
+    return True

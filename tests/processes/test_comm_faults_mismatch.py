@@ -1,0 +1,166 @@
+"""Ranks that ask for different things, that never come, and a user who gives up: errors, never a hang."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from comm_group import BOUND_S, Group, Member
+
+from shoal.comm.engine import EngineOptions
+from shoal.errors import ShoalError
+
+HOSTS = [pytest.param("aa", marks=pytest.mark.slow), "ab", pytest.param("aba", marks=pytest.mark.slow), "aab"]
+QUICK = EngineOptions(straggler_s=0.4)
+Request = tuple[str, str, tuple[int, ...], dict[str, Any]]
+"""Kind, dtype, shape and what else a rank asks for."""
+
+
+def reduction(shape: tuple[int, ...], dtype: str = "float32", op: str = "sum") -> Request:
+    return "all_reduce", dtype, shape, {"op": op}
+
+
+def delegated(name: str, shape: tuple[int, ...]) -> Request:
+    return "delegated", "float32", shape, {"op": name}
+
+
+BARRIER: Request = ("barrier", "uint8", (), {"count": 0})
+SIX: Request = reduction((6,))
+
+
+def ask(member: Member, requests: dict[int, list[Request]]) -> None:
+    """Agree once, then submit what ``requests`` gives this rank, and wait for it."""
+    agreed = np.ones(100_000, np.float32)
+    member.end(member.begin("all_reduce", agreed))
+    assert (agreed == member.size).all()
+    held, handles = [], []
+    member.report("asks")
+    for kind, dtype, shape, given in requests[member.rank]:
+        data = np.ones(shape, dtype)
+        output = np.zeros((member.size, *shape), dtype)
+        held.append((data, output))
+        handles.append(member.begin(kind, data, output, **given))
+    for handle in handles:
+        member.end(handle)
+
+
+def run(hosts: str, one: list[Request], others: list[Request]) -> tuple[Group, list[str]]:
+    """Rank 1 asks for ``one`` and the others for ``others``; return the group and each rank's error."""
+    requests = {rank: one if rank == 1 else others for rank in range(len(hosts))}
+    with Group(ask, hosts, requests, options=QUICK) as group:
+        since = max(group.expect(rank, "asks").at for rank in range(group.size))
+        return group, group.errors(range(group.size), since)
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize(
+    ("one", "others", "words"),
+    [
+        ([reduction((11, 3))], [reduction((10, 3))], ("float32[11, 3]", "float32[10, 3]")),
+        ([reduction((500_000,))], [SIX], ("float32[500000]", "float32[6]")),
+        ([reduction((6,), "float64")], [SIX], ("float64[6]", "float32[6]")),
+        ([reduction((6,), "int32")], [SIX], ("int32[6]", "float32[6]")),
+        ([reduction((6,), op="max")], [SIX], ("float32[6] (max)", "float32[6] (sum)")),
+        ([BARRIER, SIX], [SIX, BARRIER], ("asks for barrier", "all_reduce of float32[6]")),
+        ([("all_gather", "float32", (6,), {})], [SIX], ("all_gather of float32[6]", "all_reduce of")),
+        (
+            [("broadcast", "float32", (6,), {"root": 1}), BARRIER],
+            [("broadcast", "float32", (6,), {"root": 0}), BARRIER],
+            ("float32[6] from rank 1", "float32[6] from rank 0"),
+        ),
+        (
+            [("reduce", "float32", (6,), {"root": 1}), BARRIER],
+            [("reduce", "float32", (6,), {"root": 0}), BARRIER],
+            ("to rank 1", "to rank 0"),
+        ),
+        ([delegated("scatter", (6,))], [SIX], ("scatter of float32[6]", "all_reduce of float32[6]")),
+        ([delegated("scatter", (6,))], [delegated("gather", (6,))], ("scatter of float32[6]", "gather of")),
+    ],
+    ids=[
+        "shape",
+        "chunks",
+        "width",
+        "dtype",
+        "op",
+        "order",
+        "kind",
+        "root",
+        "target",
+        "delegated",
+        "both delegated",
+    ],
+)
+def test_a_disagreement_names_both_ranks_and_what_they_ask_for(
+    hosts: str, one: list[Request], others: list[Request], words: tuple[str, str]
+) -> None:
+    group, errors = run(hosts, one, others)
+    for text in errors:
+        assert "the ranks do not agree about operation #1" in text
+        named = [rank for rank in range(group.size) if f"{group.name(rank)} asks for" in text]
+        assert len(named) == 2 and 1 in named, text
+        for word in words:
+            assert word in text
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_shapes_of_equal_size_agree(hosts: str) -> None:
+    requests = {rank: [reduction((2, 3) if rank == 1 else (6,))] for rank in range(len(hosts))}
+    with Group(ask, hosts, requests, options=QUICK) as group:
+        for rank in range(group.size):
+            group.expect(rank, "done")
+
+
+# ---- deadlines and giving up -----------------------------------------------------------------------------
+
+
+def come_late(member: Member, absent: int, timeout_s: float) -> None:
+    data = np.ones((50, 2), np.float32)
+    if member.rank != absent:
+        member.report("asks")
+        member.end(member.begin("all_reduce", data, timeout_s=timeout_s))
+        return
+    while member.engine.error() is None:
+        time.sleep(0.01)
+    member.end(member.begin("barrier", data, count=0))  # raises: the group has failed while it was away
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aba", "abc"])
+def test_a_rank_that_never_comes_is_named_at_the_deadline(hosts: str) -> None:
+    timeout_s = 1.5
+    with Group(come_late, hosts, 1, timeout_s) as group:
+        since = min(group.expect(rank, "asks").at for rank in (0, 2))
+        errors = group.errors(range(3), since, bound_s=3 * timeout_s)
+        for rank in (0, 2):
+            assert group.expect(rank, "error").at - since >= timeout_s
+        for text in errors:
+            assert (
+                f"the deadline of {timeout_s} s passed for operation #0, all_reduce of float32[50, 2]" in text
+            )
+            assert f"{group.name(1)} has not begun it" in text
+
+
+def give_up(member: Member) -> None:
+    data = np.ones(1000, np.float32)
+    member.end(member.begin("all_reduce", data))
+    if member.rank == 1:
+        member.told(60)
+        member.report("aborts")
+        member.engine.abort("the user has given up")
+        raise ShoalError(member.engine.error())
+    handles = [member.begin("all_reduce", data) for _ in range(3)] + [member.begin("barrier", data, count=0)]
+    member.report("waits")
+    member.end(handles[-1])
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aba", "abc"])
+def test_abort_frees_the_waiters_everywhere(hosts: str) -> None:
+    with Group(give_up, hosts) as group:
+        for rank in (0, 2):
+            group.expect(rank, "waits")
+        group.tell(1)
+        since = group.expect(1, "aborts").at
+        for text in group.errors([0, 2], since, bound_s=BOUND_S / 2):
+            assert "the user has given up" in text and "under way here: operation #1" in text
+        assert "the user has given up" in group.expect(1, "crash").value
