@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import (
 
 from shoal.comm import operands
 from shoal.comm.delegating import DelegatingGroup
+from shoal.comm.engine import EngineOptions
 from shoal.comm.fused import Fused
 from shoal.comm.monitored import monitored_barrier
 from shoal.comm.operands import one, options_of
@@ -42,17 +43,22 @@ def create_group(meeting: Any, options: Any) -> ShoalProcessGroup:
 
     Raises:
         CommError: a rank did not come in time.
-        UsageError: options were given (there are none), or an environment variable is wrong.
+        UsageError: the options are not ours, or an environment variable is wrong.
     """
-    if options is not None:
+    if not isinstance(options, EngineOptions | None):
         raise UsageError(
-            f"pg_options is {type(options).__name__}; backend shoal has no options: leave it out (the "
-            "environment "
-            "variables SHOAL_HELPERS, SHOAL_INTERFACE and SHOAL_SECRET configure it)"
+            f"pg_options is {type(options).__name__}; backend shoal takes shoal.comm.engine.EngineOptions, "
+            "the same on all ranks, or nothing"
         )
     ranks = list(meeting.global_ranks_in_group) or list(range(meeting.group_size))
     return ShoalProcessGroup(
-        meeting.store, meeting.group_rank, meeting.group_size, meeting.timeout, meeting.group_id, ranks
+        meeting.store,
+        meeting.group_rank,
+        meeting.group_size,
+        meeting.timeout,
+        meeting.group_id,
+        ranks,
+        options,
     )
 
 
@@ -60,9 +66,16 @@ class ShoalProcessGroup(DelegatingGroup):
     """A group whose collectives run on the engine. They return at once, with a ``Work``."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: timedelta, name: str, global_ranks: list[int]
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        global_ranks: list[int],
+        options: EngineOptions | None = None,
     ) -> None:
-        super().__init__(store, rank, size, timeout, name, global_ranks)
+        super().__init__(store, rank, size, timeout, name, global_ranks, options)
         self._fused = Fused(self._submit, rank, size)
 
     # ---- collectives of the engine ------------------------------------------------------------------------

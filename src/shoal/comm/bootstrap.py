@@ -9,6 +9,7 @@ import secrets
 import socket
 import struct
 import sys
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -93,17 +94,24 @@ def interface_address(given: str) -> str:
 
 
 def connect_engine(
-    store: Store, rank: int, size: int, group: str, global_rank: int, timeout: timedelta
+    store: Store,
+    rank: int,
+    size: int,
+    group: str,
+    global_rank: int,
+    timeout: timedelta,
+    options: EngineOptions | None = None,
 ) -> Engine:
-    """Make this rank's engine and connect it to all others. All ranks call it.
+    """Make this rank's engine and connect it to all others. All ranks call it, with the same ``options``.
 
     Raises:
         CommError: a rank did not come in time or refused the secret.
         UsageError: an environment variable is wrong.
     """
     try:
-        rules = _common_rules(store, rank, timeout)
-        engine, address = _listen(store, rules, rank, size, group)
+        options = options or EngineOptions()
+        rules = _common_rules(store, rank, timeout, options)
+        engine, address = _listen(store, rules, rank, size, group, options)
     except ShoalError as problem:
         for key in ("rules", f"peer/{rank}") if rank == 0 else (f"peer/{rank}",):
             store.set(key, json.dumps({"error": f"rank {rank}: {problem}"}))
@@ -122,6 +130,11 @@ def connect_engine(
     num_hosts = len(set(hosts))
     if num_hosts == 1:  # shared memory does it all
         rules["helpers"] = []
+    elif (
+        options.order == "rank"
+    ):  # each rank's tensor travels by itself, and servers add them up in rank order
+        peers = [replace(peer, host=f"{peer.host}/{number}") for number, peer in enumerate(peers)]
+        hosts = [peer.host for peer in peers]
     helpers = [Helper(address=h["address"], port=h["port"], name=h["name"]) for h in rules["helpers"]]
     bandwidths = [h["bandwidth"] for h in rules["helpers"]]
     start = chunk_pattern(hosts, [bandwidth or 1.0 for bandwidth in bandwidths])
@@ -133,15 +146,18 @@ def connect_engine(
         _measured.update(zip((helper.name for helper in helpers), measured, strict=True))
         engine.set_pattern(chunk_pattern(hosts, measured))
         if rank == 0:
-            _tell(num_hosts, size, rate, measured)
+            _tell(num_hosts, size, f", {rate * 8e-6:,.0f} Mbit/s each", measured)
+    elif rank == 0 and num_hosts > 1:
+        _tell(num_hosts, size, "", bandwidths)
     return engine
 
 
-def _listen(store: Store, rules: dict[str, Any], rank: int, size: int, group: str) -> tuple[Engine, str]:
+def _listen(
+    store: Store, rules: dict[str, Any], rank: int, size: int, group: str, options: EngineOptions
+) -> tuple[Engine, str]:
     address = local_address(store)
     given = env.secret()
     secret = given if given is not None else bytes.fromhex(rules["secret"])
-    options = EngineOptions()
     return Engine(rank=rank, size=size, group=group, secret=secret, address=address, options=options), address
 
 
@@ -168,17 +184,24 @@ def _read(store: Store, key: str, rank: int, timeout: timedelta) -> dict[str, An
 _measured: dict[str, float] = {}
 
 
-def _tell(num_hosts: int, size: int, rate: float, helpers: list[float]) -> None:
+# What has been told: further groups of the same shape are not worth a line.
+_told: set[str] = set()
+
+
+def _tell(num_hosts: int, size: int, rate: str, helpers: list[float]) -> None:
     bucket = recommended_bucket_bytes(num_hosts, ranks_per_host=-(-size // num_hosts))
-    links = ", ".join(f"{ratio:g}" for ratio in helpers)
-    print(
-        f"shoal: {num_hosts} hosts over TCP, {rate * 8e-6:,.0f} Mbit/s each; {len(helpers)} helpers with "
-        f"{links} times that; bucket_cap_mb={bucket // MIB} suits",
-        file=sys.stderr,
+    links = (
+        f"; {len(helpers)} helpers with {', '.join(f'{ratio:g}' for ratio in helpers)} times that"
+        if helpers
+        else ""
     )
+    line = f"shoal: {num_hosts} hosts over TCP{rate}{links}; bucket_cap_mb={bucket // MIB} suits"
+    if line not in _told:
+        _told.add(line)
+        print(line, file=sys.stderr)
 
 
-def _common_rules(store: Store, rank: int, timeout: timedelta) -> dict[str, Any]:
+def _common_rules(store: Store, rank: int, timeout: timedelta, options: EngineOptions) -> dict[str, Any]:
     """Return what rank 0 decides for all.
 
     Without ``SHOAL_SECRET`` the secret is random and lies in the store: whoever can read the store may join.
@@ -197,6 +220,7 @@ def _common_rules(store: Store, rank: int, timeout: timedelta) -> dict[str, Any]
             )
         rules = {
             "helpers": helpers,
+            "options": asdict(options),
             "segment": f"shoal-{os.getpid()}-{secrets.token_hex(8)}",
             "secret": "" if env.secret() is not None else secrets.token_hex(_SECRET_BYTES),
         }
@@ -205,4 +229,6 @@ def _common_rules(store: Store, rank: int, timeout: timedelta) -> dict[str, Any]
     found = _read(store, "rules", 0, timeout)
     if not found["secret"] and env.secret() is None:
         raise UsageError("rank 0 has a SHOAL_SECRET and this rank has none; set the same on all hosts")
+    if found["options"] != asdict(options):
+        raise UsageError(f"rank {rank} has other pg_options than rank 0: {options}; give all ranks the same")
     return found

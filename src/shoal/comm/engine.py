@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal import native
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UsageError
 
 Event = tuple[str, int, int, int, int]
 """What happened, from and to in ns of ``time.monotonic_ns``, number of the operation, index of the chunk."""
@@ -67,6 +67,8 @@ class EngineOptions:
         straggler_s: how long an operation waits before the ranks that are missing are named.
         partial: "float32" sends the sums of a host's 16-bit tensors unrounded, "input" in 16 bits.
         workers_serve: whether workers carry chunks of a lost helper.
+        order: "host" adds up inside each host first; "rank" adds in plain rank order for any placement, and
+            sends each rank's tensor over the network for it.
     """
 
     chunk_bytes: int = 32 << 10
@@ -82,6 +84,20 @@ class EngineOptions:
     straggler_s: float = 1.0
     partial: str = "float32"
     workers_serve: bool = True
+    order: str = "host"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("partial", self.partial, ("float32", "input")),
+            ("order", self.order, ("host", "rank")),
+        ):
+            if value not in known:
+                raise UsageError(f"EngineOptions.{name} is {value!r}; it is {known[0]!r} or {known[1]!r}")
+        if self.chunk_bytes < 128 or self.chunk_bytes % 128 or self.shared_chunk_bytes < 128:
+            raise UsageError(
+                f"EngineOptions.chunk_bytes is {self.chunk_bytes} and shared_chunk_bytes "
+                f"{self.shared_chunk_bytes}; they are multiples of 128"
+            )
 
 
 class Engine:

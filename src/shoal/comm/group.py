@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, Work
 from shoal.comm import BACKEND_NAME
 from shoal.comm.bootstrap import connect_engine, local_address
 from shoal.comm.delegate import InnerGloo
-from shoal.comm.engine import CommError, Engine
+from shoal.comm.engine import CommError, Engine, EngineOptions
 from shoal.comm.lone import LoneEngine
 from shoal.comm.work import NO_TIMEOUT, Completer, EngineWork, JoinedWork
 from shoal.errors import UsageError
@@ -45,7 +45,14 @@ class EngineGroup(ProcessGroup):
     supports_coalescing = False
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: timedelta, name: str, global_ranks: list[int]
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        global_ranks: list[int],
+        options: EngineOptions | None = None,
     ) -> None:
         super().__init__(rank, size)
         self._store = store
@@ -57,7 +64,7 @@ class EngineGroup(ProcessGroup):
         if size == 1:
             self.engine, address = LoneEngine(), _LOOPBACK
         else:
-            self.engine = connect_engine(store, rank, size, name, global_ranks[rank], timeout)
+            self.engine = connect_engine(store, rank, size, name, global_ranks[rank], timeout, options)
             address = local_address(store)
         self.inner = InnerGloo(store, rank, size, address, timeout, self.engine.error)
         self._completer = Completer(self.engine.watch, self.engine.next_watched)

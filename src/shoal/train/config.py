@@ -100,8 +100,8 @@ class DistributedConfig:
     """Where to compute; auto: a GPU a worker if there are enough, else the CPU."""
     timeout_s: float = 600.0
     """Deadline of every collective."""
-    bucket_mb: float = 25.0
-    """Size of DistributedDataParallel's gradient buckets in MiB."""
+    bucket_mb: float | None = None
+    """Size of DistributedDataParallel's buckets in MiB; default: 25, more from about 100 workers on."""
 
 
 def required(value: T | None) -> T:

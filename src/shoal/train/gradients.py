@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.decide.links import MIB, recommended_bucket_bytes
 from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig
 from shoal.train.world import World
@@ -39,10 +40,12 @@ def data_parallel(
     The communication hook is the default one; it tells ``clock`` when the last gradient of the backward pass
     is ready: what backward takes from there on is waiting for other workers.
     """
+    per_host = world.place.num_local_workers
+    bucket_mb = config.bucket_mb or recommended_bucket_bytes(world.num_hosts, ranks_per_host=per_host) / MIB
     ddp = DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        bucket_cap_mb=config.bucket_mb,
+        bucket_cap_mb=bucket_mb,
         gradient_as_bucket_view=True,
         **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
     )

@@ -1,0 +1,50 @@
+"""``pg_options`` of backend ``"shoal"``: the order of addition, and options that differ between ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from shoal_workers import run_group
+
+from shoal.comm.engine import EngineOptions
+from shoal.errors import UsageError
+
+HOSTS = ("a", "b", "a", "b")  # so that plain rank order differs from host order
+
+
+def contribution(rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(100_003, generator=generator) * 10.0 ** (rank % 3)
+
+
+def check_order(rank: int, order: str) -> None:
+    group = dist.new_group(backend="shoal", pg_options=EngineOptions(order=order))
+    tensor = contribution(rank)
+    dist.all_reduce(tensor, group=group)
+    x = [contribution(other) for other in range(4)]
+    by_host, by_rank = (x[0] + x[2]) + (x[1] + x[3]), ((x[0] + x[1]) + x[2]) + x[3]
+    assert not torch.equal(by_host, by_rank), "the two orders must differ for the test to tell them apart"
+    assert torch.equal(tensor, by_host if order == "host" else by_rank)
+
+
+@pytest.mark.parametrize("order", ["host", "rank"])
+def test_order_of_addition(tmp_path: Path, order: str) -> None:
+    run_group(check_order, 4, tmp_path, order, hosts=HOSTS)
+
+
+def check_different_options(rank: int) -> None:
+    with pytest.raises(Exception, match="other pg_options than rank 0"):
+        dist.new_group(backend="shoal", pg_options=EngineOptions(chunk_bytes=(1 + rank) << 14))
+
+
+def test_options_that_differ_are_an_error_on_all_ranks(tmp_path: Path) -> None:
+    run_group(check_different_options, 2, tmp_path)
+
+
+@pytest.mark.parametrize("given", [{"order": "size"}, {"partial": "bf16"}, {"chunk_bytes": 100}])
+def test_impossible_options_are_refused(given: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=f"EngineOptions.{next(iter(given))} is"):
+        EngineOptions(**given)  # type: ignore[arg-type]
