@@ -101,7 +101,8 @@ class Group:
         self.reports: list[list[Report]] = [[] for _ in hosts]
         self._function, self._args = function, args
         self._options = options if isinstance(options, Sequence) else [options] * self.size
-        self._secrets = secrets or [SECRET] * self.size
+        secret = SECRET if cluster is None else cluster.environment()["SHOAL_SECRET"]
+        self._secrets = secrets or [secret] * self.size
         self._pattern = pattern
         self._connect_s = connect_s
         self._processes: list[BaseProcess] = []

@@ -1,0 +1,109 @@
+"""Emulated hosts whose cables are pulled in the middle of a stream of sums, and put back in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import pytest
+from comm_group import BOUND_S, Group, expected, stream
+
+from shoal.launch.emulated import Cluster
+
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("tc"), reason="emulated hosts need root and iproute2"
+)
+
+COUNT = 200_000
+HOSTS, HELPERS = 3, 2
+GRACE_S = 2.0
+PLACES = [0, 1, 1, 2]  # a worker alone on its host, two that share one, another one alone
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(hosts=HOSTS, helpers=HELPERS, nic="1gbit") as cluster:
+        cluster.start_helpers()
+        yield cluster
+
+
+def assert_sums(group: Group, steps: int, ranks: Sequence[int]) -> None:
+    want = expected(group.hosts, steps, COUNT)
+    for rank in ranks:
+        sums = group.values(rank, "sum")
+        assert sums == want[: len(sums)]
+
+
+def longest_gap_s(group: Group, rank: int) -> float:
+    times = [each.at for each in group.reports[rank] if each.what == "sum"]
+    return max(later - earlier for earlier, later in pairwise(times))
+
+
+def test_a_helper_host_that_is_cut_off_is_lost_and_the_steps_complete(cluster: Cluster) -> None:
+    steps = 60
+    try:
+        with Group(stream, PLACES, steps, COUNT, cluster=cluster) as group:
+            group.expect(1, "sum", count=10)
+            cluster.link(HOSTS + 1, up=False)
+            for rank in range(group.size):
+                group.expect(rank, "done")
+                assert group.values(rank, "sum") == expected(PLACES, steps, COUNT)
+                assert "helper h1 was lost" in "\n".join(group.values(rank, "events")[0])
+                assert GRACE_S / 2 < longest_gap_s(group, rank) < BOUND_S
+    finally:
+        cluster.link(HOSTS + 1, up=True)
+
+
+def test_a_worker_host_that_is_cut_off_ends_the_job_and_is_named(cluster: Cluster) -> None:
+    cut = 2
+    try:
+        with Group(stream, PLACES, 100_000, COUNT, cluster=cluster) as group:
+            group.expect(0, "sum", count=5)
+            since = time.monotonic()
+            cluster.link(cut, up=False)
+            for text in group.errors([0, 1, 2], since):
+                assert f"{group.name(3)} was lost: its host has not answered" in text
+                assert "operation #" in text and f"all_reduce of float32[{COUNT}] (sum)" in text
+            (text,) = group.errors([3], since)  # and the lone one knows that it is cut off
+            assert "was lost" in text and any(group.name(rank) in text for rank in (0, 1, 2))
+            assert_sums(group, max(len(group.values(rank, "sum")) for rank in range(4)), range(4))
+    finally:
+        cluster.link(cut, up=True)
+
+
+@pytest.mark.parametrize("host", [0, HOSTS], ids=["worker", "helper"])
+def test_a_cut_that_is_mended_within_the_grace_heals(cluster: Cluster, host: int) -> None:
+    steps = 60
+    try:
+        with Group(stream, PLACES, steps, COUNT, cluster=cluster) as group:
+            for moment in (10, 25):
+                group.expect(0, "sum", count=moment)
+                cluster.link(host, up=False)
+                time.sleep(GRACE_S / 2)
+                cluster.link(host, up=True)
+            for rank in range(group.size):
+                group.expect(rank, "done")
+                assert group.values(rank, "sum") == expected(PLACES, steps, COUNT)
+                assert "was lost" not in "\n".join(group.values(rank, "events")[0])
+            assert longest_gap_s(group, 0) > GRACE_S / 4  # the cut was felt
+    finally:
+        cluster.link(host, up=True)
+
+
+def test_a_cut_that_is_mended_after_the_grace_was_a_death(cluster: Cluster) -> None:
+    cut = 0
+    try:
+        with Group(stream, PLACES, 100_000, COUNT, cluster=cluster) as group:
+            group.expect(1, "sum", count=5)
+            since = time.monotonic()
+            cluster.link(cut, up=False)
+            time.sleep(2.5 * GRACE_S)
+            cluster.link(cut, up=True)
+            for text in group.errors([1, 2, 3], since):
+                assert f"{group.name(0)} was lost" in text
+            group.errors([0], since, bound_s=BOUND_S)
+    finally:
+        cluster.link(cut, up=True)
