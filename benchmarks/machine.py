@@ -21,13 +21,18 @@ class ForeignCores:
     The busy time of all processors, stolen time included, less that of this process and its descendants.
     ``/proc/stat`` counts in ticks of 10 ms, so a block should last at least a quarter of a second.
     ``cores`` is ``None`` where the operating system does not tell (anything but Linux).
+
+    Args:
+        own_network: count the kernel's work for network packets as ours: emulated hosts send and receive
+            everything on this machine, and the kernel charges that to nobody.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, own_network: bool = False) -> None:
         self.cores: float | None = None
+        self._own_network = own_network
 
     def __enter__(self) -> Self:
-        self._begin = _busy_and_own_s()
+        self._begin = _busy_and_own_s(self._own_network)
         self._begin_s = time.perf_counter()
         return self
 
@@ -35,7 +40,7 @@ class ForeignCores:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         seconds = time.perf_counter() - self._begin_s
-        end = _busy_and_own_s()
+        end = _busy_and_own_s(self._own_network)
         if self._begin is None or end is None:
             return
         foreign_s = (end[0] - self._begin[0]) - (end[1] - self._begin[1])
@@ -93,11 +98,12 @@ def _processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _busy_and_own_s() -> tuple[float, float] | None:
+def _busy_and_own_s(own_network: bool = False) -> tuple[float, float] | None:
     """Return the busy seconds of all processors, and those of this process and its descendants."""
     try:
         ticks = [int(word) for word in (_PROC / "stat").read_text().splitlines()[0].split()[1:]]
-        own_ticks = _ticks_of_tree(os.getpid())
+        own_ticks = _ticks_of_tree(os.getpid(), "ksoftirqd/" if own_network else None)
+        own_ticks += ticks[6] if own_network else 0
     except (OSError, IndexError):
         return None
     user, nice, system, _idle, _iowait, irq, softirq, steal = ticks[:8]
@@ -105,8 +111,11 @@ def _busy_and_own_s() -> tuple[float, float] | None:
     return (user + nice + system + irq + softirq + steal) * tick_s, own_ticks * tick_s
 
 
-def _ticks_of_tree(root: int) -> int:
-    """Sum the processor time of a process, of its living descendants and of those it has waited for."""
+def _ticks_of_tree(root: int, also: str | None = None) -> int:
+    """Sum the processor time of a process, of its living descendants and of those it has waited for.
+
+    ``also``: and of all processes whose name begins like this.
+    """
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
     for folder in _PROC.iterdir():
@@ -114,11 +123,12 @@ def _ticks_of_tree(root: int) -> int:
             continue
         try:
             # the name in parentheses may hold spaces; what follows it is state, parent, ...
-            after_name = (folder / "stat").read_text().rpartition(")")[2].split()
+            before, _, after = (folder / "stat").read_text().rpartition(")")
         except OSError:  # it has ended meanwhile
             continue
-        pid = int(folder.name)
-        children.setdefault(int(after_name[1]), []).append(pid)
+        pid, after_name = int(folder.name), after.split()
+        named = also is not None and before.partition("(")[2].startswith(also)
+        children.setdefault(root if named else int(after_name[1]), []).append(pid)
         ticks[pid] = sum(int(word) for word in after_name[11:15])
     total, waiting = 0, [root]
     while waiting:

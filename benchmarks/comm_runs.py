@@ -1,0 +1,186 @@
+"""Starts the workers of ``comm``: on emulated hosts, on this host, or by mpirun on emulated hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import ForeignCores
+from shoal.launch.emulated import Cluster
+from shoal.launch.emulated_plan import MASTER_PORT
+
+MAX_FOREIGN = 0.3
+TIMEOUT_S = 540.0
+_WIRE_PORT = 9_000
+_MPI_PORT = MASTER_PORT + 2_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one run of the workers gave. ``samples`` are seconds, by case and backend."""
+
+    samples: dict[str, dict[str, list[float]]]
+    foreign: float
+    num_retaken: int
+
+
+def watched(run: Callable[[], Any], *, most_retaken: int) -> tuple[Any, float, int]:
+    """Run; again while others used the processors, at most so often. Also return foreign cores, retakes."""
+    num_retaken = 0
+    while True:
+        with ForeignCores(own_network=True) as watch:
+            result = run()
+        foreign = watch.cores or 0.0
+        if foreign <= MAX_FOREIGN or num_retaken >= most_retaken:
+            return result, foreign, num_retaken
+        num_retaken += 1
+
+
+def spec_of(backends: dict[str, int | None], cases: list[tuple[str, int]], repeats: int) -> str:
+    return json.dumps({"backends": backends, "cases": cases, "repeats": repeats})
+
+
+def on_cluster(cluster: Cluster, spec: str, *, most_retaken: int) -> Measured:
+    """Run the workers, one on each worker host."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "samples.json"
+        argv = [sys.executable, "-m", "benchmarks.comm_worker", spec, str(out)]
+
+        def run() -> None:
+            run_on(cluster, argv)
+
+        _, foreign, num_retaken = watched(run, most_retaken=most_retaken)
+        return Measured(samples=json.loads(out.read_text()), foreign=foreign, num_retaken=num_retaken)
+
+
+def run_on(cluster: Cluster, argv: list[str]) -> None:
+    """Run one worker a host to its end.
+
+    Raises:
+        SystemExit: one failed; the message is what the first of them said.
+    """
+    results = cluster.run(argv, timeout_s=TIMEOUT_S)
+    failed = [result for result in results if result.exit_code]
+    if failed:
+        texts = [result.stderr for result in failed if "Error" in result.stderr] or [failed[0].stderr]
+        raise SystemExit(f"{len(failed)} workers failed; one said:\n{texts[0][-4000:]}")
+
+
+def on_this_host(num_workers: int, spec: str, *, most_retaken: int) -> Measured:
+    """Run the workers as processes of this host, which meet on its loopback."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "samples.json"
+
+        def run() -> None:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = str(free.getsockname()[1])
+            workers = []
+            for rank in range(num_workers):
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
+                place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_workers))
+                place |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+                argv = [sys.executable, "-m", "benchmarks.comm_worker", spec, str(out)]
+                workers.append(subprocess.Popen(argv, env={**os.environ, **place}))
+            codes = [worker.wait() for worker in workers]
+            if any(codes):
+                raise SystemExit(f"workers failed with {codes}")
+
+        _, foreign, num_retaken = watched(run, most_retaken=most_retaken)
+        return Measured(samples=json.loads(out.read_text()), foreign=foreign, num_retaken=num_retaken)
+
+
+def wire_bytes_per_s(cluster: Cluster, *, repeats: int) -> list[float]:
+    """Return payload bytes a second of plain TCP transfers from worker host 0 to worker host 1."""
+    rates = []
+    for turn in range(repeats):
+        where = [cluster.address(1), str(_WIRE_PORT + turn)]
+        command = [sys.executable, "-m", "benchmarks.comm_wire"]
+        receiver = cluster.start(1, [*command, "receive", *where], stdout=subprocess.PIPE)
+        sender = cluster.start(0, [*command, "send", *where])
+        text, _ = receiver.communicate(timeout=TIMEOUT_S)
+        if receiver.returncode or sender.wait():
+            raise SystemExit("the plain TCP transfer failed")
+        rates.append(float(text))
+    return rates
+
+
+# ---- OpenMPI ----------------------------------------------------------------------------------------------
+
+
+def by_mpirun(cluster: Cluster, spec: str, *, most_retaken: int) -> Measured:
+    """Run the workers, started by mpirun on the first worker host, one on each.
+
+    Each emulated host has a host name of its own already; it also gets a TMPDIR of its own, or the daemons
+    would take each other for one host. In the place of ssh stands a script that enters the host's namespaces.
+    """
+    cluster.start_helpers()
+    with tempfile.TemporaryDirectory(prefix="mpi") as name:
+        folder = Path(name)
+        out = folder / "samples.json"
+        agent = folder / "agent"
+        agent.write_text(_agent(cluster, folder))
+        agent.chmod(0o755)
+        command = _mpirun(cluster, agent, [sys.executable, "-m", "benchmarks.comm_worker", spec, str(out)])
+        log = folder / "log"
+
+        def run() -> None:
+            with log.open("w") as file:
+                process = cluster.start(
+                    0, command, env=_mpi_environment(cluster, folder), stdout=file, stderr=subprocess.STDOUT
+                )
+                until = time.monotonic() + TIMEOUT_S
+                while process.poll() is None and time.monotonic() < until:
+                    time.sleep(0.05)
+            if process.poll() != 0:
+                raise SystemExit(f"mpirun failed ({process.poll()}):\n{log.read_text()[-4000:]}")
+
+        _, foreign, num_retaken = watched(run, most_retaken=most_retaken)
+        return Measured(samples=json.loads(out.read_text()), foreign=foreign, num_retaken=num_retaken)
+
+
+def _agent(cluster: Cluster, folder: Path) -> str:
+    """Return the script that mpirun calls with an address and a command."""
+    lines = ["#!/bin/sh", "address=$1; shift", 'case "$address" in']
+    for host in range(cluster.num_hosts):
+        scratch = folder / f"host{host}"
+        scratch.mkdir()
+        enter = shlex.join([*cluster.enter(host), "env", f"TMPDIR={scratch}", "sh", "-c"])
+        lines.append(f'{cluster.address(host)}) exec {enter} "$*" ;;')
+    lines += ["*) exit 255 ;;", "esac"]
+    return "\n".join(lines) + "\n"
+
+
+def _mpi_environment(cluster: Cluster, folder: Path) -> dict[str, str]:
+    return {
+        "TMPDIR": str(folder / "host0"),
+        "MASTER_ADDR": cluster.address(0),
+        "MASTER_PORT": str(_MPI_PORT),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+
+
+def _mpirun(cluster: Cluster, agent: Path, argv: list[str]) -> list[str]:
+    """Return mpirun's command line; its components are named, so that it uses TCP and nothing else."""
+    places = ",".join(f"{cluster.address(host)}:1" for host in range(cluster.num_hosts))
+    exported = [*cluster.environment(), "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"]
+    return [
+        *(str(Path(sys.executable).with_name("mpirun")), "--prtemca", "plm_ssh_agent", str(agent)),
+        *("--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "eth0"),
+        *("--host", places, "-n", str(cluster.num_hosts), "--map-by", "node", "--bind-to", "none"),
+        *(word for name in exported if name in os.environ or name != "PYTHONPATH" for word in ("-x", name)),
+        *argv,
+    ]

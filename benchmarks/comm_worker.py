@@ -1,0 +1,110 @@
+"""One worker of ``comm``: runs collectives on several backends by turns; rank 0 writes the samples.
+
+    python -m benchmarks.comm_worker SPEC OUT
+
+SPEC is JSON: ``{"backends": {"gloo": null, "shoal": 8, "openmpi": null}, "cases": [["all_reduce", 16777216]],
+"repeats": 7}``. A number says how many of the helper hosts a shoal group uses. ``openmpi`` needs mpirun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.bench.groups import Groups
+from shoal.bench.measure import Case, prepare
+from shoal.bench.settings import CommBench
+from shoal.env import HELPERS, joined
+
+WARM_UPS = 2
+MIN_SAMPLE_S = 0.02
+"""A sample of a short collective is the mean of so many calls that it takes about this long."""
+
+Call = Callable[[], object]
+
+
+def shoal_group(num_helpers: int) -> dist.ProcessGroup:
+    """Make a group of all workers that uses the first ``num_helpers`` helper hosts."""
+    given = os.environ.get(HELPERS, "")
+    os.environ[HELPERS] = ",".join(given.split(",")[:num_helpers])
+    group = dist.new_group(backend="shoal")
+    os.environ[HELPERS] = given
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def mpi_call(case: Case) -> Call:
+    """Return an all-reduce by OpenMPI whose result has been looked at."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    values = torch.full((case.num_elements,), float(world.rank + 1)).numpy()
+    world.Allreduce(MPI.IN_PLACE, values)
+    if not (values == world.size * (world.size + 1) / 2).all():
+        raise SystemExit("OpenMPI gave a wrong sum")
+    values[:] = 0
+    return lambda: world.Allreduce(MPI.IN_PLACE, values)
+
+
+def seconds_of(call: Call, num_calls: int, groups: Groups) -> float:
+    groups.barrier()
+    begin = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    return (time.perf_counter() - begin) / num_calls
+
+
+def samples_of(calls: dict[str, Call], groups: Groups, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of the slowest rank, ``repeats`` times for each backend by turns."""
+    num_calls = {}
+    for name, call in calls.items():
+        (once,) = groups.largest([min(seconds_of(call, 1, groups) for _ in range(WARM_UPS))])
+        num_calls[name] = min(max(round(MIN_SAMPLE_S / once), 1), 1000)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(repeats):
+        for name in list(calls) if turn % 2 == 0 else reversed(list(calls)):
+            samples[name].append(seconds_of(calls[name], num_calls[name], groups))
+    return {name: groups.largest(seconds) for name, seconds in samples.items()}
+
+
+def cases_of(spec: dict[str, Any], num_ranks: int) -> Iterator[Case]:
+    for collective, num_bytes in spec["cases"]:
+        num_elements = -(-num_bytes // (4 * num_ranks)) * num_ranks
+        yield Case(collective=collective, num_elements=num_elements, num_bytes=num_elements * 4)
+
+
+def main() -> None:
+    spec, out = json.loads(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    place = joined()
+    assert place is not None
+    groups = Groups(CommBench(sizes=(), collectives=(), backends=("gloo",)), place)
+    backends = dict(groups.of_backend)
+    for name, num_helpers in spec["backends"].items():
+        if num_helpers is not None:
+            backends[name] = shoal_group(num_helpers)
+    result: dict[str, dict[str, list[float]]] = {}
+    for case, (collective, num_bytes) in zip(cases_of(spec, groups.size), spec["cases"], strict=True):
+        calls: dict[str, Call] = {}
+        for name in spec["backends"]:
+            if name == "openmpi":
+                calls[name] = mpi_call(case)
+            else:
+                calls[name] = prepare(case, backends[name], torch.float32, name)
+        result[f"{collective} {num_bytes}"] = samples_of(calls, groups, spec["repeats"])
+    groups.barrier()
+    if groups.rank == 0:
+        out.write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
