@@ -114,15 +114,17 @@ T apply(Combine combine, T a, T b) {
 }
 
 // One block at a time, so that the running result stays in the first-level cache.
-template <class In, class Out>
-void combine_typed(Out* out, const std::vector<const void*>& inputs, std::size_t count, const CombineSpec& spec) {
+template <class In, class Out = In>
+void combine_typed(void* out, const std::vector<const void*>& inputs, std::size_t count, const CombineSpec& spec) {
   using Work = std::conditional_t<is_half<In>, float, In>;
   constexpr std::size_t kBlock = 1024;
   Work block[kBlock];
+  In x[kBlock];  // copied: contributions may lie at any address
+  Out rounded[kBlock];
   for (std::size_t begin = 0; begin < count; begin += kBlock) {
     const std::size_t size = std::min(kBlock, count - begin);
     for (std::size_t k = 0; k < inputs.size(); ++k) {
-      const In* x = static_cast<const In*>(inputs[k]) + begin;
+      std::memcpy(x, static_cast<const std::byte*>(inputs[k]) + begin * sizeof(In), size * sizeof(In));
       for (std::size_t i = 0; i < size; ++i) {
         Work value;
         if constexpr (is_half<In>) value = to_float(x[i]);
@@ -133,9 +135,10 @@ void combine_typed(Out* out, const std::vector<const void*>& inputs, std::size_t
     for (std::size_t i = 0; i < size; ++i) {
       Work value = block[i];
       if (spec.combine == Combine::avg) value = static_cast<Work>(value / static_cast<Work>(spec.divisor));
-      if constexpr (std::is_same_v<Work, Out>) out[begin + i] = value;
-      else out[begin + i] = from_float<Out>(static_cast<float>(value));
+      if constexpr (std::is_same_v<Work, Out>) rounded[i] = value;
+      else rounded[i] = from_float<Out>(static_cast<float>(value));
     }
+    std::memcpy(static_cast<std::byte*>(out) + begin * sizeof(Out), rounded, size * sizeof(Out));
   }
 }
 
@@ -149,7 +152,18 @@ bool is_fast(const CombineSpec& spec) {
   return spec.combine == Combine::sum && spec.input == spec.result && type;
 }
 
+bool is_half_type(Element element) { return element == Element::float16 || element == Element::bfloat16; }
+
+}  // namespace
+
 void require_possible(const CombineSpec& spec) {
+  const bool partial = (spec.input == Element::float32 && is_half_type(spec.result)) ||
+                       (spec.result == Element::float32 && is_half_type(spec.input));
+  if (spec.input != spec.result && !partial) {
+    throw std::invalid_argument("contributions of " + std::string(name_of(spec.input)) + " do not make a result of " +
+                                std::string(name_of(spec.result)));
+  }
+  if (spec.divisor < 1) throw std::invalid_argument("the divisor of an average is " + std::to_string(spec.divisor));
   const bool bits = spec.combine == Combine::band || spec.combine == Combine::bor || spec.combine == Combine::bxor;
   const bool integer = spec.result == Element::int8 || spec.result == Element::uint8 ||
                        spec.result == Element::int32 || spec.result == Element::int64;
@@ -159,8 +173,6 @@ void require_possible(const CombineSpec& spec) {
   }
 }
 
-}  // namespace
-
 void combine_in_order(void* out, const std::vector<const void*>& inputs, std::size_t count,
                       const CombineSpec& spec) {
   require_possible(spec);
@@ -169,36 +181,30 @@ void combine_in_order(void* out, const std::vector<const void*>& inputs, std::si
     return;
   }
   if (spec.result == Element::float32 && spec.input == Element::bfloat16) {  // a partial sum
-    return combine_typed<BFloat16>(static_cast<float*>(out), inputs, count, spec);
+    return combine_typed<BFloat16, float>(out, inputs, count, spec);
   }
   if (spec.result == Element::float32 && spec.input == Element::float16) {
-    return combine_typed<Float16>(static_cast<float*>(out), inputs, count, spec);
+    return combine_typed<Float16, float>(out, inputs, count, spec);
   }
   if (spec.input != spec.result) {  // partial sums in fp32, result in 16 bits
-    if (spec.result == Element::bfloat16) combine_typed<float>(static_cast<BFloat16*>(out), inputs, count, spec);
-    else combine_typed<float>(static_cast<Float16*>(out), inputs, count, spec);
+    if (spec.result == Element::bfloat16) combine_typed<float, BFloat16>(out, inputs, count, spec);
+    else combine_typed<float, Float16>(out, inputs, count, spec);
     return;
   }
   switch (spec.result) {
-    case Element::float32: return combine_typed<float>(static_cast<float*>(out), inputs, count, spec);
-    case Element::float64: return combine_typed<double>(static_cast<double*>(out), inputs, count, spec);
-    case Element::float16: return combine_typed<Float16>(static_cast<Float16*>(out), inputs, count, spec);
-    case Element::bfloat16: return combine_typed<BFloat16>(static_cast<BFloat16*>(out), inputs, count, spec);
-    case Element::int8: return combine_typed<std::int8_t>(static_cast<std::int8_t*>(out), inputs, count, spec);
-    case Element::uint8: return combine_typed<std::uint8_t>(static_cast<std::uint8_t*>(out), inputs, count, spec);
-    case Element::int32: return combine_typed<std::int32_t>(static_cast<std::int32_t*>(out), inputs, count, spec);
-    case Element::int64: return combine_typed<std::int64_t>(static_cast<std::int64_t*>(out), inputs, count, spec);
+    case Element::float32: return combine_typed<float>(out, inputs, count, spec);
+    case Element::float64: return combine_typed<double>(out, inputs, count, spec);
+    case Element::float16: return combine_typed<Float16>(out, inputs, count, spec);
+    case Element::bfloat16: return combine_typed<BFloat16>(out, inputs, count, spec);
+    case Element::int8: return combine_typed<std::int8_t>(out, inputs, count, spec);
+    case Element::uint8: return combine_typed<std::uint8_t>(out, inputs, count, spec);
+    case Element::int32: return combine_typed<std::int32_t>(out, inputs, count, spec);
+    case Element::int64: return combine_typed<std::int64_t>(out, inputs, count, spec);
   }
 }
 
 void widen(float* out, const void* input, std::size_t count, Element element) {
-  if (element == Element::bfloat16) {
-    for (std::size_t i = 0; i < count; ++i) out[i] = to_float(static_cast<const BFloat16*>(input)[i]);
-  } else if (element == Element::float16) {
-    for (std::size_t i = 0; i < count; ++i) out[i] = to_float(static_cast<const Float16*>(input)[i]);
-  } else {
-    std::memcpy(out, input, count * sizeof(float));
-  }
+  combine_in_order(out, {input}, count, {Combine::sum, Element::float32, element, 1});
 }
 
 }  // namespace shoal

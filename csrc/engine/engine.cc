@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 
 #include "base/clock.h"
@@ -17,6 +18,7 @@ namespace {
 
 constexpr std::size_t kRecords = 1024;
 constexpr double kFlushS = 1.0;
+constexpr double kSliceS = 0.25;
 
 std::chrono::steady_clock::duration seconds(double value) {
   return std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(value));
@@ -57,15 +59,20 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
       [this](std::uint64_t seq) { disagree(seq); });
   transport_->start();
 
-  std::size_t num_connections = 0;
+  const auto until = Clock::now() + seconds(timeout_s);
+  std::vector<std::size_t> wanted(num_servers);
   const auto meet = [&](int index, const std::string& address, int port, int data, bool call) {
     transport_->set_peer(index, address, port);
-    num_connections += static_cast<std::size_t>(1 + data);
+    wanted[static_cast<std::size_t>(index)] = static_cast<std::size_t>(1 + data);
     if (!call) return;
     Introduction me{{options_.group, options_.rank, options_.size}, true};
     for (int k = 0; k < 1 + data; ++k) {
       me.control = k == 0;
-      transport_->call_peer(index, me, timeout_s);
+      try {
+        transport_->call_peer(index, me, timeout_s);
+      } catch (const std::runtime_error& error) {
+        throw std::runtime_error(server_name(index) + ": " + error.what());
+      }
     }
   };
   for (int rank = 0; rank < options_.size; ++rank) {
@@ -78,10 +85,7 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
     const HelperInfo& helper = helpers_[static_cast<std::size_t>(k)];
     meet(options_.size + k, helper.address, helper.port, options_.connections_per_peer, true);
   }
-  if (!transport_->wait_for_connections(num_connections, timeout_s)) {
-    throw std::runtime_error("not all ranks of group '" + options_.group + "' have connected to " +
-                             who(options_.rank) + " within " + std::to_string(static_cast<int>(timeout_s)) + " s");
-  }
+  await_all(wanted, until, timeout_s);
   const auto num_locals = topology_->my_locals().size();
   if (num_locals < 2) return;
   const bool alone = topology_->num_hosts() == 1;
@@ -105,8 +109,30 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
   hooks.trace = [this](const char* what, std::uint64_t begin, std::uint64_t seq, std::uint64_t chunk) {
     traced(what, begin, seq, chunk);
   };
-  stage_ = std::make_unique<HostStage>(*topology_, segment + "-" + std::to_string(topology_->my_host()), layout,
+  auto stage = std::make_unique<HostStage>(*topology_, segment + "-" + std::to_string(topology_->my_host()), layout,
                                        options_.wide_partials, timeout_s, std::move(hooks));
+  const std::lock_guard lock(mutex_);  // the transport's thread may be at work: a peer may have failed already
+  stage_ = std::move(stage);
+}
+
+// Waits for the connections of each peer. Throws std::runtime_error that names who has not come.
+void Engine::await_all(const std::vector<std::size_t>& wanted, Clock::time_point until, double timeout_s) {
+  const std::size_t all = std::accumulate(wanted.begin(), wanted.end(), std::size_t{0});
+  while (!transport_->wait_for_connections(all, kSliceS)) {
+    if (const std::string why = error(); !why.empty()) throw std::runtime_error(why);
+    if (Clock::now() < until) continue;
+    std::string missing;
+    for (std::size_t peer = 0; peer < wanted.size(); ++peer) {
+      if (transport_->connections_of(static_cast<int>(peer)) >= wanted[peer]) continue;
+      missing += (missing.empty() ? "" : ", ") + server_name(static_cast<int>(peer));
+    }
+    const auto strangers = transport_->counters().at("strangers_dropped");
+    throw std::runtime_error(missing + " did not connect to " + who(options_.rank) + " within " +
+                             std::to_string(static_cast<int>(timeout_s)) + " s" +
+                             (strangers ? "; connections that were turned away: " + std::to_string(strangers) +
+                                              " (have all ranks the same secret?)"
+                                        : ""));
+  }
 }
 
 // ---- callers --------------------------------------------------------------------------------------------
@@ -121,6 +147,7 @@ std::uint64_t Engine::submit(OpSpec spec) {
   const std::lock_guard lock(mutex_);
   if (!error_.empty()) throw GroupError(error_);
   if (closed_ || !topology_) throw GroupError("group '" + options_.group + "' is not open");
+  require_possible(spec);
   const OpPtr op = make_op(std::move(spec));
   if (op->spec.kind == Kind::delegated) return op->seq;
   prepare_own_part(*op);
@@ -132,6 +159,17 @@ std::uint64_t Engine::submit(OpSpec spec) {
     transport_->post([this, op] { begin(op); });
   }
   return op->seq;
+}
+
+// What would only be found out by the thread that combines is refused here.
+void Engine::require_possible(const OpSpec& spec) const {
+  const bool rooted = spec.kind == Kind::broadcast || spec.kind == Kind::reduce;
+  if (rooted && (spec.root < 0 || spec.root >= options_.size)) {
+    throw std::invalid_argument("the root of a " + std::string(name_of(spec.kind)) + " is rank " +
+                                std::to_string(spec.root) + " of " + std::to_string(options_.size));
+  }
+  const bool reduces = spec.kind == Kind::all_reduce || spec.kind == Kind::reduce || spec.kind == Kind::reduce_scatter;
+  if (reduces) shoal::require_possible({spec.combine, spec.element, spec.element, options_.size});
 }
 
 // Numbers the operation, cuts it, and remembers what was asked for. The caller holds the mutex.
@@ -237,13 +275,19 @@ void Engine::close() {
     closed_ = true;
   }
   if (!topology_) return;
-  transport_->post([this] { broadcast(FrameType::goodbye, 0, 0, 0, ""); });
+  transport_->post([this] {
+    send_deferred();
+    broadcast(FrameType::goodbye, 0, 0, 0, "");
+  });
   transport_->flush(kFlushS);
   if (stage_) stage_->stop();
   transport_->stop();
   const std::lock_guard lock(mutex_);
   if (error_.empty()) error_ = "group '" + options_.group + "' was closed";
-  for (const auto& [seq, op] : ops_) failed_ops_.insert(seq);
+  for (const auto& [seq, op] : ops_) {
+    failed_ops_.insert(seq);
+    if (watched_.erase(seq)) watched_done_.push_back(seq);
+  }
   ops_.clear();
   changed_.notify_all();
 }
@@ -270,6 +314,11 @@ OpPtr Engine::find(std::uint64_t seq) {
   return found == ops_.end() ? nullptr : found->second;
 }
 
+HostStage* Engine::stage() {
+  const std::lock_guard lock(mutex_);
+  return stage_.get();
+}
+
 std::vector<OpPtr> Engine::pending_ops() {
   const std::lock_guard lock(mutex_);
   std::vector<OpPtr> ops;
@@ -283,6 +332,7 @@ std::map<std::string, std::uint64_t> Engine::counters() {
   auto counts = transport_->counters();
   const std::lock_guard lock(mutex_);
   counts.insert(counts_.begin(), counts_.end());
+  counts["held_bytes"] = server_ ? server_->held_bytes() : 0;
   return counts;
 }
 

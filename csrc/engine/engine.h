@@ -144,11 +144,14 @@ class Engine : private Sink {
 
   // engine.cc: life and callers
   void begin_alone(Op& op);
+  void require_possible(const OpSpec& spec) const;
+  void await_all(const std::vector<std::size_t>& wanted, Clock::time_point until, double timeout_s);
   OpPtr make_op(OpSpec spec);
   void prepare_own_part(Op& op);
   void finished_one(const OpPtr& op);
   void complete(const OpPtr& op);
   OpPtr find(std::uint64_t seq);
+  HostStage* stage();
   std::vector<OpPtr> pending_ops();
   void note(const std::string& text);
   void traced(const char* what, std::uint64_t begin_ns, std::uint64_t seq, std::uint64_t chunk);
@@ -163,6 +166,7 @@ class Engine : private Sink {
   FrameHeader header_of(const Op& op, std::uint64_t index, FrameType type) const;
   void answer(int peer, const FrameHeader& header, const Payload& payload);
   void send_result(int peer, FrameHeader header, const Payload& payload);
+  void send_deferred();
   void deliver(const FrameHeader& header, Payload payload);
   void answered(const Op::Part& part);
   void replay_early(std::uint64_t seq);
@@ -190,6 +194,7 @@ class Engine : private Sink {
   void malformed(int peer, const std::string& what);
   void forget_finished();
   std::string who(int rank) const;
+  std::string server_name(int server) const;
   std::string with_pending(const std::string& cause);
 
   EngineOptions options_;

@@ -161,6 +161,15 @@ void Engine::send_result(int peer, FrameHeader header, const Payload& payload) {
   send(peer, header, payload);
 }
 
+// This rank leaves: what it has kept back for ranks that have not begun goes to them now.
+void Engine::send_deferred() {
+  for (std::size_t peer = 0; peer < states_.size(); ++peer) {
+    std::deque<std::pair<FrameHeader, Payload>> deferred;
+    deferred.swap(states_[peer].deferred);
+    for (auto& [header, payload] : deferred) send(static_cast<int>(peer), header, std::move(payload));
+  }
+}
+
 void Engine::send(int peer, FrameHeader header, Payload payload) {
   header.submitted = submitted_;
   header.completed = completed_;

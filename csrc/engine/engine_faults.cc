@@ -27,6 +27,12 @@ std::string Engine::who(int rank) const {
   return "rank " + std::to_string(peer.global_rank) + " (" + peer.address + ", pid " + std::to_string(peer.pid) + ")";
 }
 
+std::string Engine::server_name(int server) const {
+  if (!topology_->is_helper(server)) return who(server);
+  const HelperInfo& helper = helpers_[static_cast<std::size_t>(server - options_.size)];
+  return "helper " + helper.name + " (" + helper.address + ":" + std::to_string(helper.port) + ")";
+}
+
 // ---- the group fails ------------------------------------------------------------------------------------
 
 // Ends every operation with an error and tells the others why; the first cause wins. Nothing of ours touches
@@ -42,7 +48,7 @@ void Engine::fail(const std::string& cause) {
   if (server_) server_->clear();
   early_.clear();
   retained_.clear();
-  if (stage_) stage_->stop();
+  if (HostStage* stage = this->stage()) stage->stop();
   {
     const std::lock_guard lock(mutex_);
     error_ = message;
@@ -290,6 +296,10 @@ void Engine::disagree(std::uint64_t seq) {
   last_told_ = seq;
   if (!fresh) return;
   broadcast(FrameType::tell, seq, 0, 0, "");
+  std::size_t count = 0;
+  for (const OpPtr& op : pending_ops()) {  // the ranks may have parted earlier than here
+    if (op->seq < seq && ++count <= kNamedRanks) announce(*op);
+  }
   broadcast(FrameType::announce, seq, 0, mine.signature, mine.text);
 }
 

@@ -11,6 +11,11 @@ namespace {
 
 constexpr int kNapMs = 200;
 
+// An empty tensor may have no address.
+void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
+  if (bytes) std::memcpy(to, from, bytes);
+}
+
 bool is_half(Element element) { return element == Element::float16 || element == Element::bfloat16; }
 
 }  // namespace
@@ -29,6 +34,7 @@ HostStage::HostStage(const Topology& topology, const std::string& segment, const
 HostStage::~HostStage() { stop(); }
 
 void HostStage::stop() {
+  const std::lock_guard lock(stop_mutex_);  // a failure and the caller's close may meet here
   if (!thread_.joinable()) return;
   stopping_ = true;
   shm_.ring(me_);
@@ -109,8 +115,8 @@ bool HostStage::enter() {
     }
     if (contributes(each)) {
       const std::uint64_t begin = now_ns();
-      std::memcpy(shm_.contribution(me_, to_enter_), each.op->input_at(each.index, topology_.rank()),
-                  each.op->bytes_of(each.index));
+      copy_bytes(shm_.contribution(me_, to_enter_), each.op->input_at(each.index, topology_.rank()),
+           each.op->bytes_of(each.index));
       hooks_.trace("copy in", begin, each.op->seq, each.index);
     }
     shm_.entered(me_, to_enter_).store(to_enter_ + 1, std::memory_order_release);
@@ -200,7 +206,7 @@ void HostStage::hand_round(const Entry& each, std::uint64_t ticket) {
     return;
   }
   const std::byte* data = op.input_at(each.index, topology_.rank());
-  std::memcpy(shm_.result(ticket), data, op.bytes_of(each.index));
+  copy_bytes(shm_.result(ticket), data, op.bytes_of(each.index));
   shm_.ready(ticket).store(ticket + 1, std::memory_order_release);
   if (topology_.num_hosts() > 1) hooks_.push(each.op, each.index, data, op.spec.element, nullptr);
 }
@@ -224,7 +230,7 @@ bool HostStage::leave() {
     const Entry each = entry(to_leave_);
     if (takes_result(each)) {
       const std::uint64_t begin = now_ns();
-      std::memcpy(each.op->output_at(each.index, topology_.rank()), shm_.result(to_leave_), each.op->bytes_of(each.index));
+      copy_bytes(each.op->output_at(each.index, topology_.rank()), shm_.result(to_leave_), each.op->bytes_of(each.index));
       hooks_.trace("copy out", begin, each.op->seq, each.index);
     }
     shm_.left(me_, to_leave_).store(to_leave_ + 1, std::memory_order_release);

@@ -40,7 +40,7 @@ class HostStage {
   void submit(OpPtr op);
   // The network has brought (or taken) what the owner waited for. Any thread.
   void finish(const Op& op, std::uint64_t index);
-  void stop();
+  void stop();  // any thread but its own
 
  private:
   struct Entry {
@@ -71,7 +71,7 @@ class HostStage {
   StageHooks hooks_;
   int me_, num_locals_;
 
-  std::mutex mutex_;
+  std::mutex mutex_, stop_mutex_;
   std::vector<OpPtr> submitted_;
   std::atomic<bool> stopping_{false};
   std::thread thread_;

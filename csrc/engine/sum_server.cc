@@ -1,5 +1,7 @@
 #include "engine/sum_server.h"
 
+#include <stdexcept>
+
 #include "engine/combine.h"
 #include "engine/types.h"
 
@@ -21,8 +23,16 @@ std::string check_words(const FrameHeader& header, std::size_t payload_bytes) {
     return "a contribution of " + std::string(name_of(input)) + " to a result of " + std::string(name_of(result));
   }
   if (payload_bytes % size_of(input) != 0) return "a contribution that is not a whole number of elements";
-  if (header.divisor == 0) return "an average over no ranks";
+  try {
+    require_possible({static_cast<Combine>(header.combine), result, input, header.divisor});
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
   return "";
+}
+
+bool same_words(const FrameHeader& a, const FrameHeader& b) {
+  return a.kind == b.kind && a.element == b.element && a.input == b.input && a.combine == b.combine && a.divisor == b.divisor;
 }
 
 }  // namespace
@@ -40,9 +50,12 @@ std::string SumServer::contribute(int peer, const FrameHeader& header, Payload p
     return "";
   }
   if (state.summed) {
-    answer_to(peer, header, state);
+    const State done = state;  // an answer that fails the group clears all chunks
+    answer_to(peer, header, done);
     return "";
   }
+  if (state.num_present == 0) state.first = header;
+  if (!same_words(state.first, header)) return "contributions of different types to one chunk";
   Contribution& mine = state.contributions[header.host];
   if (mine.present) return "";
   for (const Contribution& other : state.contributions) {
@@ -100,14 +113,15 @@ void SumServer::supply(const FrameHeader& header, Payload payload) {
   if (state.summed) return;
   state.summed = true;
   state.result = std::move(payload);
-  for (std::size_t host = 0; host < state.contributions.size(); ++host) {
-    Contribution& waiting = state.contributions[host];
-    if (!waiting.present) continue;
-    held_bytes_ -= waiting.payload.size;
-    waiting.payload = {};
+  std::vector<Contribution> contributions(state.contributions.size());
+  contributions.swap(state.contributions);
+  for (const Contribution& waiting : contributions) held_bytes_ -= waiting.payload.size;
+  const State done = state;  // an answer that fails the group clears all chunks
+  for (std::size_t host = 0; host < contributions.size(); ++host) {
+    if (!contributions[host].present) continue;
     FrameHeader answer = header;
     answer.host = static_cast<std::uint16_t>(host);
-    answer_to(waiting.peer, answer, state);
+    answer_to(contributions[host].peer, answer, done);
   }
 }
 

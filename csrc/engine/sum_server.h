@@ -47,6 +47,7 @@ class SumServer {
     std::vector<Contribution> contributions;
     std::size_t num_present = 0;
     std::uint64_t signature = 0;
+    FrameHeader first;  // of the first contribution: the others' words must be the same
     bool summed = false;
     bool kept = false;  // answers late contributors until forget_below()
     Payload result;

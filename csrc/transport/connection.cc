@@ -129,6 +129,24 @@ bool Connection::write() {
   return true;
 }
 
+void Connection::drop_data() {
+  std::deque<Outgoing> kept;
+  for (Outgoing& frame : out_) {
+    if (carries_data(frame.header.type)) {
+      if (frame.sent == 0) {
+        queued_bytes_ -= sizeof frame.header + frame.payload.size;
+        continue;
+      }
+      const auto copy = pool_.take(frame.payload.size);
+      if (frame.payload.size) std::memcpy(copy.get(), frame.payload.data, frame.payload.size);
+      frame.payload.data = copy.get();
+      frame.payload.owner = copy;
+    }
+    kept.push_back(std::move(frame));
+  }
+  out_.swap(kept);
+}
+
 void Connection::account(std::size_t sent) {
   queued_bytes_ -= sent;
   while (sent > 0) {

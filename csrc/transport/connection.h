@@ -34,6 +34,9 @@ class Connection {
   // Writes until the socket takes no more. Returns true when nothing is left. Throws std::system_error.
   bool write();
 
+  // Lets go of memory that is not ours: whole frames with data are dropped, what has begun to travel is copied.
+  void drop_data();
+
   std::size_t queued_bytes() const { return queued_bytes_; }
   std::uint64_t bytes_in = 0, bytes_out = 0;
 

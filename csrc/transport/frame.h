@@ -57,6 +57,11 @@ struct Payload {
   bool has_crc = false;
 };
 
+// Whether the payload holds elements; the other frames are small and hold text.
+inline bool carries_data(FrameType type) {
+  return type == FrameType::push || type == FrameType::result || type == FrameType::supply;
+}
+
 void seal(FrameHeader& header, Payload& payload);
 
 // An empty string, or what is wrong with the header.

@@ -118,8 +118,9 @@ Bytes random_bytes(std::size_t count) {
 }
 
 Bytes make_hello(const Bytes& nonce) {
-  Bytes hello(kMark, kMark + 8);
-  hello.insert(hello.end(), nonce.begin(), nonce.end());
+  Bytes hello(kHelloBytes);
+  std::copy_n(kMark, 8, hello.begin());
+  std::copy_n(nonce.begin(), kNonceBytes, hello.begin() + 8);
   return hello;
 }
 
@@ -138,6 +139,7 @@ Bytes make_challenge(const Bytes& secret, const Bytes& caller, const Bytes& list
 }
 
 Bytes read_challenge(const Bytes& secret, const Bytes& caller, const Bytes& challenge) {
+  if (challenge.size() != kChallengeBytes) throw std::runtime_error("it does not speak shoal's protocol");
   const Bytes listener(challenge.begin(), challenge.begin() + kNonceBytes);
   if (!same(Bytes(challenge.begin() + kNonceBytes, challenge.end()), mac(secret, "listener", caller, listener))) {
     throw std::runtime_error("it does not know the job's secret");
@@ -159,6 +161,7 @@ Bytes make_identity(const Bytes& secret, const Bytes& caller, const Bytes& liste
 }
 
 Introduction read_identity(const Bytes& secret, const Bytes& caller, const Bytes& listener, const Bytes& message) {
+  if (message.size() != kIdentityBytes) throw std::runtime_error("it does not speak shoal's protocol");
   const Bytes body(message.begin(), message.end() - kMacBytes);
   if (!same(Bytes(message.end() - kMacBytes, message.end()), mac(secret, "caller", caller, listener, body))) {
     throw std::runtime_error("it does not know the job's secret");

@@ -2,9 +2,11 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <linux/sockios.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -21,10 +23,6 @@ namespace {
 
 constexpr double kHandshakeS = 5.0;
 constexpr std::size_t kMaxNewcomers = 256;
-
-bool is_control(FrameType type) {
-  return type != FrameType::push && type != FrameType::result && type != FrameType::supply;
-}
 
 void set_option(int fd, int level, int name, int value) { setsockopt(fd, level, name, &value, sizeof value); }
 
@@ -69,7 +67,9 @@ TcpTransport::~TcpTransport() {
   stop();
   for (auto& [index, peer] : peers_) stop_probe(peer);
   for (auto& [fd, newcomer] : newcomers_) close(fd);
-  for (int fd : {listen_fd_, epoll_fd_, wake_fd_}) close(fd);
+  for (int fd : {listen_fd_, epoll_fd_, wake_fd_}) {
+    if (fd >= 0) close(fd);
+  }
 }
 
 void TcpTransport::start() {
@@ -81,6 +81,14 @@ void TcpTransport::stop() {
   stopping_ = true;
   post([] {});
   thread_.join();
+  // Peers notice at once, also where this process goes on.
+  dirty_.clear();
+  for (auto& [index, peer] : peers_) {
+    peer.connections.clear();
+    peer.control.reset();
+  }
+  connections_.clear();
+  close(std::exchange(listen_fd_, -1));
 }
 
 // ---- other threads --------------------------------------------------------------------------------------
@@ -108,9 +116,9 @@ void TcpTransport::set_peer(int peer, const std::string& address, int port) {
 void TcpTransport::call_peer(int peer, const Introduction& me, double timeout_s) {
   Peer to;
   const int fd = [&] {
-    std::promise<std::pair<std::string, int>> known;
-    post([&] { known.set_value({peer_at(peer).address, peer_at(peer).port}); });
-    const auto [address, port] = known.get_future().get();
+    const auto known = std::make_shared<std::promise<std::pair<std::string, int>>>();
+    post([this, peer, known] { known->set_value({peer_at(peer).address, peer_at(peer).port}); });
+    const auto [address, port] = known->get_future().get();
     return call(address, port, options_.secret, me, timeout_s);
   }();
   post([this, fd, peer, control = me.control] { adopt(fd, peer, control); });
@@ -121,16 +129,30 @@ bool TcpTransport::wait_for_connections(std::size_t count, double timeout_s) {
   return established_changed_.wait_for(lock, seconds(timeout_s), [&] { return num_established_ >= count; });
 }
 
+std::size_t TcpTransport::connections_of(int peer) {
+  const std::lock_guard lock(established_mutex_);
+  return established_[peer];
+}
+
 bool TcpTransport::flush(double timeout_s) {
-  const auto deadline = Clock::now() + seconds(timeout_s);
+  auto deadline = Clock::now() + seconds(timeout_s);
+  std::size_t least = ~std::size_t{0};
   while (Clock::now() < deadline) {
-    std::promise<bool> empty;
-    post([&] {
+    const auto left = std::make_shared<std::promise<std::size_t>>();
+    post([this, left] {
       flush_dirty();
-      empty.set_value(std::all_of(connections_.begin(), connections_.end(),
-                                  [](const auto& item) { return item.second->queued_bytes() == 0; }));
+      std::size_t bytes = 0;
+      for (const auto& [fd, connection] : connections_) {
+        int unacknowledged = 0;
+        ioctl(fd, SIOCOUTQ, &unacknowledged);
+        bytes += connection->queued_bytes() + static_cast<std::size_t>(unacknowledged);
+      }
+      left->set_value(bytes);
     });
-    if (empty.get_future().get()) return true;
+    const std::size_t bytes = left->get_future().get();
+    if (bytes == 0) return true;
+    if (bytes < least) deadline = Clock::now() + seconds(timeout_s);
+    least = std::min(least, bytes);
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
   return false;
@@ -275,6 +297,7 @@ void TcpTransport::adopt(int fd, int index, bool control) {
   {
     const std::lock_guard lock(established_mutex_);
     ++num_established_;
+    ++established_[index];
   }
   established_changed_.notify_all();
 }
@@ -286,7 +309,7 @@ void TcpTransport::send(int index, FrameHeader header, Payload payload) {
   if (found == peers_.end() || found->second.down || found->second.connections.empty()) return;
   Peer& peer = found->second;
   std::shared_ptr<Connection> best;
-  if (is_control(header.type) && peer.control) {
+  if (!carries_data(header.type) && peer.control) {
     best = peer.control;
   } else {
     for (const auto& connection : peer.connections) {
@@ -377,7 +400,10 @@ void TcpTransport::drop(int index) {
 void TcpTransport::drop_data() {
   for (auto& [index, peer] : peers_) {
     for (const auto& connection : std::vector(peer.connections)) {
-      if (connection->control()) continue;
+      if (connection->control()) {
+        connection->drop_data();
+        continue;
+      }
       connections_.erase(connection->fd());
       epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, connection->fd(), nullptr);
       std::erase(peer.connections, connection);

@@ -49,7 +49,8 @@ class TcpTransport : public Transport {
   void call_peer(int peer, const Introduction& me, double timeout_s);
   // Whether `count` connections stand within the time.
   bool wait_for_connections(std::size_t count, double timeout_s);
-  // Whether everything has been written within the time.
+  std::size_t connections_of(int peer);  // made so far
+  // Sends what waits until the peers' kernels have acknowledged it; false when nothing moves for so long.
   bool flush(double timeout_s);
 
   void post(std::function<void()> task) override;
@@ -116,6 +117,7 @@ class TcpTransport : public Transport {
   std::mutex established_mutex_;
   std::condition_variable established_changed_;
   std::size_t num_established_ = 0;
+  std::map<int, std::size_t> established_;  // by peer
 
   std::atomic<std::uint64_t> queued_frames_{0}, bytes_sent_{0}, bytes_received_{0}, frames_sent_{0},
       frames_received_{0}, strangers_{0};

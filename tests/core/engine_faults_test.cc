@@ -1,0 +1,303 @@
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include "check.h"
+#include "engine_group.h"
+
+namespace {
+
+using namespace shoal_test;
+using shoal::Engine;
+using shoal::GroupError;
+using shoal::Kind;
+
+bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+// The message of the failure of an operation that one rank has begun.
+std::string why_it_fails(Engine& engine, std::uint64_t handle) {
+  try {
+    CHECK(engine.wait(handle, kDeadlineS));
+    return "it did not fail";
+  } catch (const GroupError& error) {
+    return error.what();
+  }
+}
+
+TEST(engine_abort_frees_all_waiters_everywhere) {
+  for (const Placement& placement : placements()) {
+    Group group(placement);
+    const int last = group.size() - 1;
+    group.each([&](int rank, Engine& engine) {
+      if (rank == last) {  // it never begins the operation
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        engine.abort("the reason");
+        CHECK(contains(engine.error(), "the reason"));
+        return;
+      }
+      std::vector<float> x(50'000, 1.0f);
+      const std::uint64_t first = submit(engine, Kind::all_reduce, x.data(), x.data(), x.size());
+      const std::uint64_t second = submit(engine, Kind::broadcast, x.data(), x.data(), x.size(), shoal::Combine::sum, last);
+      engine.watch(second);
+      std::thread other([&] { CHECK(contains(why_it_fails(engine, second), "the reason")); });
+      CHECK(contains(why_it_fails(engine, first), "the reason"));
+      other.join();
+      CHECK_EQ(engine.next_watched(kDeadlineS).size(), 1u);
+      CHECK(contains(CHECK_THROWS(GroupError, submit(engine, Kind::all_reduce, x.data(), x.data(), x.size())), "the reason"));
+    });
+  }
+}
+
+TEST(engine_all_ranks_abort_and_close_at_once) {
+  for (int round = 0; round < 3; ++round) {
+    for (const Placement& placement : placements()) {
+      Group group(placement);
+      group.each([&](int rank, Engine& engine) {
+        std::vector<float> x(20'000, 1.0f);
+        try {
+          const std::uint64_t handle = submit(engine, Kind::all_reduce, x.data(), x.data(), x.size());
+          if (rank % 2) engine.abort("each for itself");
+          std::thread closing([&] { engine.close(); });
+          try {
+            engine.wait(handle, kDeadlineS);
+          } catch (const GroupError&) {
+          }
+          closing.join();
+        } catch (const GroupError&) {
+          engine.close();
+        }
+      });
+    }
+  }
+}
+
+// A helper goes while sums are under way: the same bits come out, and no exception.
+TEST(engine_a_helper_is_lost_in_the_middle) {
+  for (const auto& [hosts, num_helpers] : {std::pair{std::vector<std::string>{"a", "b", "c"}, 2},
+                                           {{"a", "b", "c"}, 1},
+                                           {{"a", "a", "b", "b"}, 2}}) {
+    const Placement placement{"", hosts, num_helpers};
+    Group group(placement, [](shoal::EngineOptions& options) { options.least_window_bytes = options.window_bytes = 32 << 10; });
+    constexpr std::size_t kCount = 60'000;
+    constexpr int kOps = 30;
+    std::vector<std::vector<float>> inputs;
+    for (int rank = 0; rank < group.size(); ++rank) inputs.push_back(values<float>(kCount, static_cast<std::uint64_t>(rank)));
+    const auto sum = in_promised_order(hosts, inputs, [](float a, float b) { return a + b; });
+    std::atomic<int> ended{0};
+    std::thread killer([&] {
+      while (ended < 3) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      group.helpers.back()->stop();
+      group.helpers.back().reset();
+    });
+    group.each([&](int rank, Engine& engine) {
+      for (int k = 0; k < kOps; ++k) {
+        auto x = inputs[static_cast<std::size_t>(rank)];
+        run(engine, Kind::all_reduce, x.data(), x.data(), kCount);
+        ended.fetch_add(1);
+        CHECK(x == sum);
+      }
+    });
+    killer.join();
+    int lost = 0;
+    group.each([&](int, Engine& engine) {
+      CHECK_EQ(engine.error(), "");
+      for (const std::string& event : engine.take_events()) {
+        if (contains(event, "helper")) __atomic_fetch_add(&lost, 1, __ATOMIC_RELAXED);
+      }
+    });
+    CHECK(lost > 0);
+  }
+}
+
+TEST(engine_all_helpers_are_lost_and_workers_do_not_serve) {
+  Group group({"", {"a", "b"}, 1}, [](shoal::EngineOptions& options) { options.serve_beside_workers = false; });
+  group.each([&](int, Engine& engine) {
+    std::vector<float> x(50'000, 1.0f);
+    run(engine, Kind::all_reduce, x.data(), x.data(), x.size());
+  });
+  group.helpers[0].reset();
+  group.each([&](int, Engine& engine) {
+    std::vector<float> x(50'000, 1.0f);
+    std::string why;
+    try {
+      why = why_it_fails(engine, submit(engine, Kind::all_reduce, x.data(), x.data(), x.size()));
+    } catch (const GroupError& error) {
+      why = error.what();
+    }
+    CHECK(contains(why, "no server is left"));
+  });
+}
+
+// Who leaves early does no harm to those who want nothing more of it.
+TEST(engine_one_rank_closes_early) {
+  for (const Placement& placement : placements()) {
+    Group group(placement);
+    group.each([&](int rank, Engine& engine) {
+      std::vector<float> x(30'000, 1.0f);
+      run(engine, Kind::all_reduce, x.data(), x.data(), x.size());
+      CHECK_EQ(x[0], static_cast<float>(group.size()));
+      if (rank == 0) engine.close();
+      else std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      CHECK_EQ(engine.error(), "");
+    });
+    group.each([&](int rank, Engine& engine) {
+      if (rank == 0) return;
+      std::vector<float> x(10, 1.0f);
+      std::string why;
+      try {
+        why = why_it_fails(engine, submit(engine, Kind::all_reduce, x.data(), x.data(), x.size()));
+      } catch (const GroupError& error) {
+        why = error.what();
+      }
+      CHECK(contains(why, "rank 0 (127.0.0.1, pid 1000) has left the group"));
+    });
+  }
+}
+
+// Servers close as soon as their own part has ended, with results kept back for a rank that has not begun.
+TEST(engine_results_kept_back_survive_the_servers_close) {
+  for (const auto& hosts : {std::vector<std::string>{"a", "b", "c"}, {"a", "b", "b", "c"}}) {
+    const int n = static_cast<int>(hosts.size());
+    Group group({"", hosts}, [](shoal::EngineOptions& options) { options.eager_bytes = 16 << 10; });
+    constexpr std::size_t kCount = 300'000;
+    const auto sent = values<float>(kCount, 5);
+    group.each([&](int rank, Engine& engine) {
+      if (rank == n - 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      auto x = rank == 0 ? sent : std::vector<float>(kCount);
+      run(engine, Kind::broadcast, x.data(), x.data(), kCount);
+      CHECK(x == sent);
+      engine.close();
+    });
+  }
+}
+
+TEST(engine_destroyed_with_operations_under_way) {
+  for (const Placement& placement : placements()) {
+    const std::size_t n = placement.hosts.size();
+    std::vector<float> x(100'000, 1.0f);
+    std::vector<std::vector<float>> gathered(n, std::vector<float>(n * x.size())), sums(n, x);
+    Group group(placement);
+    const int last = group.size() - 1;
+    for (int rank = 0; rank < last; ++rank) {
+      const auto r = static_cast<std::size_t>(rank);
+      submit(group.engine(rank), Kind::all_gather, x.data(), gathered[r].data(), x.size());
+      submit(group.engine(rank), Kind::all_reduce, x.data(), sums[r].data(), x.size());
+    }
+    for (auto& engine : group.engines) engine.reset();
+  }
+}
+
+TEST(engine_a_passed_deadline_names_who_is_missing) {
+  Group group({"", {"a", "b"}});
+  group.each([&](int rank, Engine& engine) {
+    if (rank == 1) return;
+    std::vector<float> x(10, 1.0f);
+    const std::uint64_t handle = submit(engine, Kind::all_reduce, x.data(), x.data(), x.size(), shoal::Combine::sum, 0, 0.5);
+    CHECK(!engine.wait(handle, 0.0));
+    const std::string why = why_it_fails(engine, handle);
+    CHECK(contains(why, "all_reduce of float32[10] (sum)"));
+    CHECK(contains(why, "rank 1 (127.0.0.1, pid 1001) has not begun it"));
+  });
+}
+
+TEST(engine_ranks_that_ask_for_different_things_are_named) {
+  for (const Placement& placement : placements()) {
+    Group group(placement);
+    group.each([&](int rank, Engine& engine) {
+      std::vector<float> x(200, 1.0f);
+      const std::size_t count = rank + 1 == group.size() ? 200 : 100;
+      std::string why;
+      try {
+        why = why_it_fails(engine, submit(engine, Kind::all_reduce, x.data(), x.data(), count));
+      } catch (const GroupError& error) {
+        why = error.what();
+      }
+      CHECK(contains(why, "float32[100]"));
+      CHECK(contains(why, "float32[200]"));
+    });
+  }
+}
+
+TEST(engine_what_cannot_be_is_refused_at_once) {
+  Group group({"", {"a", "b"}});
+  std::vector<float> x(10, 1.0f);
+  for (auto combine : {shoal::Combine::band, shoal::Combine::bor, shoal::Combine::bxor}) {
+    const std::string why = CHECK_THROWS(std::invalid_argument, submit(group.engine(0), Kind::all_reduce, x.data(), x.data(), x.size(), combine));
+    CHECK(contains(why, "needs integers"));
+  }
+  for (int root : {-1, 2}) {
+    for (Kind kind : {Kind::broadcast, Kind::reduce}) {
+      CHECK(contains(CHECK_THROWS(std::invalid_argument, submit(group.engine(0), kind, x.data(), x.data(), x.size(), shoal::Combine::sum, root)), "root"));
+    }
+  }
+  group.each([&](int, Engine& engine) {  // the group is none the worse for it
+    std::vector<float> y(10, 1.0f);
+    run(engine, Kind::all_reduce, y.data(), y.data(), y.size());
+    CHECK_EQ(y[9], 2.0f);
+  });
+}
+
+// ---- strangers ------------------------------------------------------------------------------------------
+
+int knock(int port) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in to{};
+  to.sin_family = AF_INET;
+  to.sin_port = htons(static_cast<std::uint16_t>(port));
+  to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  CHECK_EQ(connect(fd, reinterpret_cast<sockaddr*>(&to), sizeof to), 0);
+  return fd;
+}
+
+TEST(engine_strangers_do_no_harm_while_it_runs) {
+  Group group({"", {"a", "b"}, 1});
+  std::atomic<bool> over{false};
+  const std::vector<int> ports{group.engine(0).port(), group.engine(1).port(), group.helpers[0]->port()};
+  std::thread stranger([&] {
+    std::mt19937_64 random(1);
+    for (int k = 0; k < 60 || !over; ++k) {
+      const int fd = knock(ports[static_cast<std::size_t>(k) % ports.size()]);
+      shoal::Bytes bytes = shoal::random_bytes(1 + random() % 300);
+      if (k % 2) {  // half of them begin well
+        const shoal::Bytes hello = shoal::make_hello(shoal::random_bytes(16));
+        std::copy_n(hello.begin(), std::min(hello.size(), bytes.size()), bytes.begin());
+      }
+      [[maybe_unused]] const ssize_t sent = send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+      close(fd);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+  group.each([&](int, Engine& engine) {
+    for (int k = 0; k < 50; ++k) {
+      std::vector<float> x(10'000, 1.0f);
+      run(engine, Kind::all_reduce, x.data(), x.data(), x.size());
+      CHECK_EQ(x[0], 2.0f);
+    }
+  });
+  over = true;
+  stranger.join();
+  CHECK(group.engine(0).counters().at("strangers_dropped") > 0);
+}
+
+TEST(engine_a_wrong_secret_is_refused_and_said) {
+  shoal::EngineOptions options;
+  options.size = 2;
+  options.group = "g";
+  options.secret = kSecret;
+  Engine first(options);
+  options.rank = 1;
+  options.secret = {'o', 't', 'h', 'e', 'r'};
+  Engine second(options);
+  const std::vector<shoal::PeerInfo> peers{{"a", "127.0.0.1", first.port(), 0, 1}, {"b", "127.0.0.1", second.port(), 1, 2}};
+  on_threads(2, [&](int rank) {
+    const std::string why = CHECK_THROWS(std::runtime_error, (rank ? second : first).connect(peers, {}, {0, 1}, "unused", 1.0));
+    CHECK(contains(why, rank ? "does not know the job's secret" : "rank 1 (127.0.0.1, pid 2) did not connect"));
+  });
+}
+
+}  // namespace

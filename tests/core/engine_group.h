@@ -1,0 +1,181 @@
+// A whole group in one process: engines as threads, over loopback and shared memory, helper hosts too.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include <unistd.h>
+
+#include "check.h"
+#include "engine/engine.h"
+#include "engine/helper.h"
+
+namespace shoal_test {
+
+inline constexpr double kDeadlineS = 30;  // nothing here takes a second; reached only by a hang
+
+inline const shoal::Bytes kSecret = {'s', 'e', 'c', 'r', 'e', 't'};
+
+// Runs call(0) ... call(n - 1), each on a thread of its own. The first exception comes out.
+inline void on_threads(int n, const std::function<void(int)>& call) {
+  std::vector<std::exception_ptr> errors(static_cast<std::size_t>(n));
+  std::vector<std::thread> threads;
+  for (int k = 0; k < n; ++k) {
+    threads.emplace_back([&, k] {
+      try {
+        call(k);
+      } catch (...) {
+        errors[static_cast<std::size_t>(k)] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const auto& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
+}
+
+template <class T>
+constexpr shoal::Element element_of() {
+  if constexpr (std::is_same_v<T, float>) return shoal::Element::float32;
+  else if constexpr (std::is_same_v<T, double>) return shoal::Element::float64;
+  else if constexpr (std::is_same_v<T, std::int32_t>) return shoal::Element::int32;
+  else if constexpr (std::is_same_v<T, std::int64_t>) return shoal::Element::int64;
+  else return shoal::Element::uint8;
+}
+
+struct Placement {
+  std::string name;
+  std::vector<std::string> hosts;  // of each rank
+  int num_helpers = 0;
+};
+
+inline std::vector<Placement> placements() {
+  return {{"two hosts", {"a", "b"}},
+          {"one host", {"a", "a"}},
+          {"two hosts of two", {"a", "a", "b", "b"}},
+          {"three and one", {"a", "a", "a", "b"}},
+          {"a host with a gap", {"a", "b", "a"}},
+          {"three hosts, two helpers", {"a", "b", "c"}, 2},
+          {"a host of two, a helper", {"a", "a", "b"}, 1},
+          {"eight ranks", {"a", "a", "b", "c", "c", "c", "b", "d"}}};
+}
+
+class Group {
+ public:
+  using Tweak = std::function<void(shoal::EngineOptions&)>;
+
+  explicit Group(const Placement& placement, const Tweak& tweak = {}, const std::string& name = "g") {
+    static std::atomic<int> number{0};
+    const std::string segment = "test-" + std::to_string(getpid()) + "-" + std::to_string(number++);
+    const int n = static_cast<int>(placement.hosts.size());
+    std::vector<shoal::HelperInfo> helper_infos;
+    for (int k = 0; k < placement.num_helpers; ++k) {
+      helpers.push_back(std::make_unique<shoal::HelperServer>("127.0.0.1", 0, kSecret, 0));
+      helpers.back()->start();
+      helper_infos.push_back({"127.0.0.1", helpers.back()->port(), "helper" + std::to_string(k)});
+    }
+    std::vector<shoal::PeerInfo> peers;
+    for (int rank = 0; rank < n; ++rank) {
+      shoal::EngineOptions options;
+      options.rank = rank;
+      options.size = n;
+      options.group = name;
+      options.secret = kSecret;
+      if (tweak) tweak(options);
+      engines.push_back(std::make_unique<shoal::Engine>(options));
+      peers.push_back({placement.hosts[static_cast<std::size_t>(rank)], "127.0.0.1", engines.back()->port(), rank, 1000 + rank});
+    }
+    std::vector<int> pattern;
+    for (int server = 0; server < n + placement.num_helpers; ++server) pattern.push_back(server);
+    each([&](int, shoal::Engine& engine) { engine.connect(peers, helper_infos, pattern, segment, kDeadlineS); });
+  }
+
+  int size() const { return static_cast<int>(engines.size()); }
+  shoal::Engine& engine(int rank) { return *engines[static_cast<std::size_t>(rank)]; }
+
+  // Every rank's part, each on a thread of its own.
+  void each(const std::function<void(int, shoal::Engine&)>& call) {
+    on_threads(size(), [&](int rank) { call(rank, engine(rank)); });
+  }
+
+  void close() {
+    each([](int, shoal::Engine& engine) { engine.close(); });
+  }
+
+  std::vector<std::unique_ptr<shoal::HelperServer>> helpers;
+  std::vector<std::unique_ptr<shoal::Engine>> engines;
+};
+
+template <class T>
+std::uint64_t submit(shoal::Engine& engine, shoal::Kind kind, const T* input, T* output, std::size_t count,
+                     shoal::Combine combine = shoal::Combine::sum, int root = 0, double timeout_s = kDeadlineS) {
+  shoal::OpSpec spec;
+  spec.kind = kind;
+  spec.element = element_of<T>();
+  spec.combine = combine;
+  spec.count = count;
+  spec.root = root;
+  spec.input = reinterpret_cast<const std::byte*>(input);
+  spec.output = reinterpret_cast<std::byte*>(output);
+  spec.timeout_s = timeout_s;
+  spec.shape = {static_cast<std::int64_t>(count)};
+  return engine.submit(spec);
+}
+
+inline void must_end(shoal::Engine& engine, std::uint64_t handle) {
+  if (!engine.wait(handle, 2 * kDeadlineS)) throw std::runtime_error("an operation hangs");
+}
+
+template <class T>
+void run(shoal::Engine& engine, shoal::Kind kind, const T* input, T* output, std::size_t count,
+         shoal::Combine combine = shoal::Combine::sum, int root = 0) {
+  must_end(engine, submit(engine, kind, input, output, count, combine, root));
+}
+
+// Values over many powers of two: another order of addition gives other bits.
+template <class T>
+std::vector<T> values(std::size_t count, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<T> out(count);
+  for (T& x : out) {
+    if constexpr (std::is_floating_point_v<T>) {
+      x = std::ldexp(static_cast<T>(static_cast<std::int64_t>(random() >> 32) - (1LL << 31)), static_cast<int>(random() % 24) - 40);
+    } else {
+      x = static_cast<T>(random());
+    }
+  }
+  return out;
+}
+
+// The promised order: the ranks of a host one after the other, then the hosts by their lowest rank.
+template <class T, class Op>
+std::vector<T> in_promised_order(const std::vector<std::string>& hosts, const std::vector<std::vector<T>>& inputs, Op op) {
+  std::vector<std::string> names;
+  std::vector<std::vector<T>> partial;
+  for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
+    const auto at = static_cast<std::size_t>(std::find(names.begin(), names.end(), hosts[rank]) - names.begin());
+    if (at == names.size()) {
+      names.push_back(hosts[rank]);
+      partial.push_back(inputs[rank]);
+      continue;
+    }
+    for (std::size_t i = 0; i < inputs[rank].size(); ++i) partial[at][i] = op(partial[at][i], inputs[rank][i]);
+  }
+  std::vector<T> total = partial[0];
+  for (std::size_t host = 1; host < partial.size(); ++host) {
+    for (std::size_t i = 0; i < total.size(); ++i) total[i] = op(total[i], partial[host][i]);
+  }
+  return total;
+}
+
+}  // namespace shoal_test

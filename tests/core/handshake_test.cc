@@ -1,0 +1,109 @@
+#include "transport/handshake.h"
+
+#include <cstdint>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "check.h"
+
+namespace {
+
+using shoal::Bytes;
+using shoal::Introduction;
+
+const Bytes kSecret{'k', 'e', 'y'}, kOther{'k', 'e', 'z'};
+
+Introduction some_introduction() { return {{"group", 3, 8}, true}; }
+
+// Every byte changed in turn, in several ways, and every wrong length.
+void mutate(const Bytes& message, const std::function<void(const Bytes&)>& see) {
+  for (std::size_t at = 0; at < message.size(); ++at) {
+    for (int change : {1, 0x80, 0xff}) {
+      Bytes other = message;
+      other[at] ^= static_cast<std::uint8_t>(change);
+      see(other);
+    }
+  }
+}
+
+TEST(handshake_both_sides_understand_each_other) {
+  const Bytes caller = shoal::random_bytes(16), listener = shoal::random_bytes(16);
+  const Bytes hello = shoal::make_hello(caller);
+  CHECK_EQ(hello.size(), shoal::kHelloBytes);
+  CHECK(shoal::read_hello(hello) == caller);
+  const Bytes challenge = shoal::make_challenge(kSecret, caller, listener);
+  CHECK_EQ(challenge.size(), shoal::kChallengeBytes);
+  CHECK(shoal::read_challenge(kSecret, caller, challenge) == listener);
+  const Bytes identity = shoal::make_identity(kSecret, caller, listener, some_introduction());
+  CHECK_EQ(identity.size(), shoal::kIdentityBytes);
+  const Introduction read = shoal::read_identity(kSecret, caller, listener, identity);
+  CHECK(read.who.group == "group" && read.who.rank == 3 && read.who.size == 8 && read.control);
+}
+
+TEST(handshake_another_secret_or_nonce_is_refused) {
+  const Bytes caller = shoal::random_bytes(16), listener = shoal::random_bytes(16), fresh = shoal::random_bytes(16);
+  const Bytes challenge = shoal::make_challenge(kSecret, caller, listener);
+  const Bytes identity = shoal::make_identity(kSecret, caller, listener, some_introduction());
+  CHECK_THROWS(std::runtime_error, shoal::read_challenge(kOther, caller, challenge));
+  CHECK_THROWS(std::runtime_error, shoal::read_challenge(kSecret, fresh, challenge));
+  CHECK_THROWS(std::runtime_error, shoal::read_identity(kOther, caller, listener, identity));
+  CHECK_THROWS(std::runtime_error, shoal::read_identity(kSecret, caller, fresh, identity));  // a replay
+  CHECK_THROWS(std::runtime_error, shoal::read_identity(kSecret, fresh, listener, identity));
+  // The listener's proof is not one of the caller's: it cannot be reflected.
+  const Bytes reflected = shoal::make_challenge(kSecret, listener, caller);
+  CHECK_THROWS(std::runtime_error, shoal::read_challenge(kSecret, caller, reflected));
+}
+
+TEST(handshake_every_changed_byte_is_refused) {
+  const Bytes caller = shoal::random_bytes(16), listener = shoal::random_bytes(16);
+  mutate(shoal::make_challenge(kSecret, caller, listener), [&](const Bytes& changed) {
+    CHECK_THROWS(std::runtime_error, shoal::read_challenge(kSecret, caller, changed));
+  });
+  mutate(shoal::make_identity(kSecret, caller, listener, some_introduction()), [&](const Bytes& changed) {
+    CHECK_THROWS(std::runtime_error, shoal::read_identity(kSecret, caller, listener, changed));
+  });
+  int refused = 0;
+  mutate(shoal::make_hello(caller), [&](const Bytes& changed) {
+    try {
+      CHECK(shoal::read_hello(changed) != caller);  // another nonce: its challenge will not fit
+    } catch (const std::runtime_error&) {
+      ++refused;
+    }
+  });
+  CHECK_EQ(refused, 3 * 8);  // the mark
+}
+
+TEST(handshake_messages_of_another_length_are_refused) {
+  const Bytes caller = shoal::random_bytes(16), listener = shoal::random_bytes(16);
+  const Bytes challenge = shoal::make_challenge(kSecret, caller, listener);
+  const Bytes identity = shoal::make_identity(kSecret, caller, listener, some_introduction());
+  for (std::size_t size = 0; size < 200; ++size) {
+    Bytes bytes(size, 1);
+    if (size != shoal::kHelloBytes) CHECK_THROWS(std::runtime_error, shoal::read_hello(bytes));
+    Bytes part = challenge;
+    part.resize(size);
+    if (size != challenge.size()) CHECK_THROWS(std::runtime_error, shoal::read_challenge(kSecret, caller, part));
+    part = identity;
+    part.resize(size);
+    if (size != identity.size()) CHECK_THROWS(std::runtime_error, shoal::read_identity(kSecret, caller, listener, part));
+  }
+}
+
+TEST(handshake_long_names_are_refused_and_the_longest_goes_through) {
+  const Bytes caller = shoal::random_bytes(16), listener = shoal::random_bytes(16);
+  Introduction intro = some_introduction();
+  intro.who.group = std::string(128, 'g');
+  CHECK_EQ(shoal::read_identity(kSecret, caller, listener, shoal::make_identity(kSecret, caller, listener, intro)).who.group, intro.who.group);
+  intro.who.group += "g";
+  CHECK_THROWS(std::runtime_error, shoal::make_identity(kSecret, caller, listener, intro));
+}
+
+TEST(handshake_call_names_the_address_and_the_reason) {
+  const std::string nobody = CHECK_THROWS(std::runtime_error, shoal::call("127.0.0.1", 1, kSecret, some_introduction(), 0.1));
+  CHECK(nobody.find("127.0.0.1:1 was not reached") == 0);
+  CHECK_EQ(CHECK_THROWS(std::runtime_error, shoal::call("nowhere", 1, kSecret, some_introduction(), 0.1)), "'nowhere' is not an IPv4 address");
+}
+
+}  // namespace

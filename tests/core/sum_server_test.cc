@@ -1,0 +1,200 @@
+#include "engine/sum_server.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "check.h"
+#include "engine/types.h"
+
+namespace {
+
+using shoal::BufferPool;
+using shoal::FrameHeader;
+using shoal::FrameType;
+using shoal::Payload;
+using shoal::SumServer;
+
+struct Answered {
+  int peer;
+  FrameHeader header;
+  std::vector<float> values;
+};
+
+struct Fixture {
+  BufferPool pool;
+  std::vector<Answered> answers;
+  std::vector<std::uint64_t> disagreements;
+  SumServer server{pool,
+                   [this](int peer, const FrameHeader& header, const Payload& payload) {
+                     std::vector<float> values(payload.size / sizeof(float));
+                     if (!values.empty()) std::memcpy(values.data(), payload.data, values.size() * sizeof(float));
+                     answers.push_back({peer, header, std::move(values)});
+                   },
+                   [this](std::uint64_t seq) { disagreements.push_back(seq); }};
+};
+
+FrameHeader header_of(int host, int needed, std::uint64_t seq = 3, std::uint64_t chunk = 4) {
+  FrameHeader header;
+  header.type = FrameType::push;
+  header.host = static_cast<std::uint16_t>(host);
+  header.needed = static_cast<std::uint16_t>(needed);
+  header.seq = seq;
+  header.chunk = chunk;
+  header.signature = 99;
+  return header;
+}
+
+Payload payload_of(std::vector<float> values) {
+  const auto owner = std::make_shared<std::vector<float>>(std::move(values));
+  return {reinterpret_cast<const std::byte*>(owner->data()), owner->size() * sizeof(float), owner, 0, false};
+}
+
+// 1e8 + 1 - 1e8 is 0 in fp32, any order that adds the large ones first gives 1.
+TEST(sum_server_adds_in_host_order_whatever_arrives_first) {
+  const std::vector<float> values{1e8f, 1.0f, -1e8f, 3.0f};
+  const float expected = ((values[0] + values[1]) + values[2]) + values[3];
+  std::vector<int> order{0, 1, 2, 3};
+  do {
+    Fixture f;
+    for (int host : order) {
+      CHECK(f.answers.empty());
+      CHECK_EQ(f.server.contribute(10 + host, header_of(host, 4), payload_of({values[static_cast<std::size_t>(host)]})), "");
+    }
+    CHECK_EQ(f.answers.size(), 4u);
+    for (const Answered& each : f.answers) {
+      CHECK(each.values == std::vector<float>{expected});
+      CHECK(each.header.type == FrameType::result);
+      CHECK_EQ(static_cast<int>(each.header.host), each.peer - 10);
+    }
+    CHECK_EQ(f.server.held_bytes(), 0u);
+    CHECK_EQ(f.server.num_summed(), 1u);
+  } while (std::next_permutation(order.begin(), order.end()));
+}
+
+TEST(sum_server_a_duplicate_counts_once) {
+  Fixture f;
+  for (int k = 0; k < 3; ++k) CHECK_EQ(f.server.contribute(0, header_of(0, 2), payload_of({5.0f})), "");
+  CHECK(f.answers.empty());
+  CHECK_EQ(f.server.held_bytes(), sizeof(float));
+  f.server.contribute(1, header_of(1, 2), payload_of({2.0f}));
+  CHECK_EQ(f.answers.size(), 2u);
+  CHECK(f.answers[1].values == std::vector<float>{7.0f});
+}
+
+TEST(sum_server_late_contributors_are_answered_after_a_redo) {
+  Fixture f;
+  FrameHeader again = header_of(0, 2);
+  again.redo = 1;
+  f.server.contribute(0, again, payload_of({1.0f}));
+  f.server.contribute(1, header_of(1, 2), payload_of({2.0f}));
+  CHECK_EQ(f.answers.size(), 2u);
+  f.server.contribute(1, header_of(1, 2), payload_of({2.0f}));
+  CHECK_EQ(f.answers.size(), 3u);
+  CHECK(f.answers[2].peer == 1 && f.answers[2].values == std::vector<float>{3.0f});
+  f.server.forget_below(3);
+  f.server.contribute(0, again, payload_of({1.0f}));
+  CHECK_EQ(f.answers.size(), 4u);
+  f.server.forget_below(4);  // now it begins anew
+  f.server.contribute(0, again, payload_of({1.0f}));
+  CHECK_EQ(f.answers.size(), 4u);
+}
+
+// A worker that has the sum supplies it: those who wait and those who come later have the same bits.
+TEST(sum_server_supplied_results_go_to_waiting_and_late_contributors) {
+  Fixture f;
+  f.server.contribute(2, header_of(2, 3), payload_of({1.0f, 1.0f}));
+  FrameHeader supply = header_of(0, 3);
+  supply.type = FrameType::supply;
+  f.server.supply(supply, payload_of({7.0f, 8.0f}));
+  f.server.supply(supply, payload_of({7.0f, 8.0f}));
+  CHECK_EQ(f.answers.size(), 1u);
+  CHECK_EQ(f.answers[0].peer, 2);
+  CHECK_EQ(static_cast<int>(f.answers[0].header.host), 2);
+  f.server.contribute(1, header_of(1, 3), payload_of({1.0f, 1.0f}));
+  CHECK_EQ(f.answers.size(), 2u);
+  CHECK_EQ(f.answers[1].peer, 1);
+  for (const Answered& each : f.answers) {
+    CHECK(each.header.type == FrameType::result);
+    CHECK((each.values == std::vector<float>{7.0f, 8.0f}));
+  }
+  CHECK_EQ(f.server.held_bytes(), 0u);
+}
+
+TEST(sum_server_a_supply_before_any_contribution) {
+  Fixture f;
+  f.server.supply(header_of(0, 2), payload_of({4.0f}));
+  CHECK(f.answers.empty());
+  f.server.contribute(0, header_of(0, 2), payload_of({1.0f}));
+  f.server.contribute(1, header_of(1, 2), payload_of({1.0f}));
+  CHECK_EQ(f.answers.size(), 2u);
+}
+
+TEST(sum_server_disagreement_is_told) {
+  Fixture f;
+  f.server.contribute(0, header_of(0, 2), payload_of({1.0f}));
+  FrameHeader other = header_of(1, 2);
+  other.signature = 100;
+  CHECK_EQ(f.server.contribute(1, other, payload_of({1.0f})), "");
+  CHECK_EQ(f.server.contribute(1, header_of(1, 3), payload_of({1.0f})), "");
+  CHECK((f.disagreements == std::vector<std::uint64_t>{3, 3}));
+  CHECK(f.answers.empty());
+}
+
+TEST(sum_server_malformed_contributions) {
+  Fixture f;
+  CHECK(!f.server.contribute(0, header_of(0, 0), payload_of({1.0f})).empty());
+  CHECK(!f.server.contribute(0, header_of(2, 2), payload_of({1.0f})).empty());
+  CHECK(!f.server.contribute(0, header_of(0, 60'000), payload_of({1.0f})).empty());
+  CHECK_EQ(f.server.contribute(0, header_of(0, 2), payload_of({1.0f})), "");
+  CHECK(!f.server.contribute(1, header_of(1, 2), payload_of({1.0f, 2.0f})).empty());
+  CHECK(f.answers.empty());
+}
+
+// Any bytes with good checksums may come from a peer whose memory is bad: every pair of types, any operation, any
+// length is answered or refused, never read or written outside its memory (the address sanitizer watches).
+TEST(sum_server_survives_every_combination_of_codes) {
+  int refused = 0, summed = 0;
+  for (int element = 0; element < 8; ++element) {
+    for (int input = 0; input < 8; ++input) {
+      for (int combine = 0; combine < 8; ++combine) {
+        for (std::size_t bytes : {0, 1, 7, 24, 4096}) {
+          Fixture f;
+          bool bad = false;
+          for (int host = 0; host < 2; ++host) {
+            FrameHeader header = header_of(host, 2);
+            header.element = static_cast<std::uint8_t>(element);
+            header.input = static_cast<std::uint8_t>(input);
+            header.combine = static_cast<std::uint8_t>(combine);
+            header.divisor = static_cast<std::uint16_t>(combine % 2);
+            const auto owner = std::make_shared<std::vector<std::byte>>(bytes);
+            bad = bad || !f.server.contribute(host, header, {owner->data(), bytes, owner, 0, false}).empty();
+          }
+          CHECK_EQ(f.answers.size(), bad ? 0u : 2u);
+          ++(bad ? refused : summed);
+        }
+      }
+    }
+  }
+  CHECK(refused > 0 && summed > 0);
+}
+
+TEST(sum_server_contributions_of_another_type_are_refused) {
+  Fixture f;
+  CHECK_EQ(f.server.contribute(0, header_of(0, 2), payload_of({1.0f})), "");
+  FrameHeader other = header_of(1, 2);
+  other.input = static_cast<std::uint8_t>(shoal::Element::int32);
+  CHECK(!f.server.contribute(1, other, payload_of({1.0f})).empty());
+  CHECK(f.answers.empty());
+}
+
+TEST(sum_server_chunks_do_not_mix) {
+  Fixture f;
+  for (std::uint64_t chunk = 0; chunk < 50; ++chunk) f.server.contribute(0, header_of(0, 2, 1, chunk), payload_of({static_cast<float>(chunk)}));
+  for (std::uint64_t chunk = 50; chunk-- > 0;) f.server.contribute(1, header_of(1, 2, 1, chunk), payload_of({0.5f}));
+  CHECK_EQ(f.answers.size(), 100u);
+  for (const Answered& each : f.answers) CHECK(each.values == std::vector<float>{static_cast<float>(each.header.chunk) + 0.5f});
+}
+
+}  // namespace

@@ -1,0 +1,173 @@
+#include "engine/topology.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "check.h"
+
+namespace {
+
+using shoal::Chunk;
+using shoal::Kind;
+using shoal::OpSpec;
+using shoal::Topology;
+
+const std::vector<std::vector<std::string>> kHosts = {
+    {"a"}, {"a", "a"}, {"a", "b"}, {"a", "a", "b", "b"}, {"a", "b", "a"}, {"b", "a", "a", "a", "c", "b", "d"}};
+
+std::vector<int> all_servers(std::size_t ranks, int num_helpers) {
+  std::vector<int> pattern;
+  for (int k = 0; k < static_cast<int>(ranks) + num_helpers; ++k) pattern.push_back(k);
+  return pattern;
+}
+
+OpSpec spec_of(Kind kind, shoal::Element element, std::uint64_t count, int root) {
+  OpSpec spec;
+  spec.kind = kind;
+  spec.element = element;
+  spec.count = count;
+  spec.root = root;
+  return spec;
+}
+
+// Calls see(spec, max_chunk_bytes) for many operations that `size` ranks could do.
+template <class See>
+void for_each_spec(int size, See see) {
+  for (Kind kind : {Kind::all_reduce, Kind::reduce, Kind::broadcast, Kind::all_gather, Kind::reduce_scatter}) {
+    for (auto element : {shoal::Element::float32, shoal::Element::bfloat16, shoal::Element::uint8, shoal::Element::int64}) {
+      for (std::uint64_t count : {0, 1, 15, 16, 17, 4097, 100'003}) {
+        for (std::size_t bytes : {std::size_t{8} << 10, std::size_t{32} << 10, std::size_t{1} << 20}) {
+          see(spec_of(kind, element, count, static_cast<int>(count) % size), bytes);
+        }
+      }
+    }
+  }
+}
+
+TEST(topology_cut_covers_every_element_once) {
+  for (const auto& hosts : kHosts) {
+    for (int helpers : {0, 2}) {
+      const Topology topology(0, hosts, helpers, all_servers(hosts.size(), helpers));
+      std::uint64_t position = 0;
+      for_each_spec(topology.size(), [&](const OpSpec& spec, std::size_t most) {
+        std::vector<Chunk> chunks = topology.cut(spec, most, position);
+        // Parts take turns in the order of sending.
+        std::stable_sort(chunks.begin(), chunks.end(), [](const Chunk& a, const Chunk& b) { return a.begin < b.begin; });
+        std::uint64_t at = 0;
+        for (const Chunk& chunk : chunks) {
+          CHECK_EQ(chunk.begin, at);
+          CHECK(chunk.count > 0 || spec.count == 0);
+          CHECK(chunk.count * size_of(spec.element) <= most);
+          CHECK(chunk.server >= 0 && chunk.server < topology.size() + helpers);
+          at += chunk.count;
+        }
+        CHECK_EQ(at, range_of(spec, topology.size()));
+        CHECK(!chunks.empty());
+      });
+    }
+  }
+}
+
+// What each rank of a reduce_scatter or all_gather owns is cut at its edges and served by that rank: one hop.
+TEST(topology_fixed_parts_are_served_by_their_rank) {
+  for (const auto& hosts : kHosts) {
+    const Topology topology(0, hosts, 1, all_servers(hosts.size(), 1));
+    std::uint64_t position = 5;
+    for (Kind kind : {Kind::all_gather, Kind::reduce_scatter}) {
+      const OpSpec spec = spec_of(kind, shoal::Element::float32, 10'001, 0);
+      for (const Chunk& chunk : topology.cut(spec, 8 << 10, position)) {
+        const auto begin = static_cast<std::uint64_t>(chunk.server) * spec.count;
+        CHECK(chunk.begin >= begin && chunk.begin + chunk.count <= begin + spec.count);
+      }
+      CHECK_EQ(position, 5u);  // they take no place in the pattern
+    }
+  }
+}
+
+TEST(topology_chunks_follow_the_pattern_across_operations) {
+  const std::vector<int> pattern{2, 0, 1, 2};
+  const Topology topology(1, {"a", "b"}, 1, pattern);
+  std::uint64_t position = 0;
+  std::vector<int> servers;
+  for (std::uint64_t count : {10, 0, 100'000, 3'000}) {
+    const auto chunks = topology.cut(spec_of(Kind::all_reduce, shoal::Element::float32, count, 0), 8 << 10, position);
+    for (const Chunk& chunk : chunks) servers.push_back(chunk.server);
+  }
+  CHECK_EQ(position, servers.size());
+  for (std::size_t k = 0; k < servers.size(); ++k) CHECK_EQ(servers[k], pattern[k % pattern.size()]);
+}
+
+TEST(topology_all_ranks_cut_and_own_alike) {
+  for (const auto& hosts : kHosts) {
+    const auto pattern = all_servers(hosts.size(), 2);
+    std::vector<Topology> views;
+    for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) views.emplace_back(rank, hosts, 2, pattern);
+    std::vector<std::uint64_t> positions(views.size(), 0);
+    for_each_spec(views[0].size(), [&](const OpSpec& spec, std::size_t most) {
+      const auto chunks = views[0].cut(spec, most, positions[0]);
+      for (std::size_t rank = 1; rank < views.size(); ++rank) {
+        const auto theirs = views[rank].cut(spec, most, positions[rank]);
+        CHECK_EQ(theirs.size(), chunks.size());
+        for (std::size_t k = 0; k < std::min(chunks.size(), theirs.size()); ++k) {
+          CHECK(theirs[k].begin == chunks[k].begin && theirs[k].count == chunks[k].count && theirs[k].server == chunks[k].server);
+        }
+      }
+      for (std::size_t k = 0; k < std::min<std::size_t>(chunks.size(), 9); ++k) {
+        for (int host = 0; host < views[0].num_hosts(); ++host) {
+          const int owner = views[0].owner(host, spec, k, chunks[k]);
+          CHECK_EQ(views[0].host_of(owner), host);
+          for (const Topology& view : views) CHECK_EQ(view.owner(host, spec, k, chunks[k]), owner);
+          // Who serves a chunk speaks for its own host about it, and so does a root: neither is passed by.
+          if (!views[0].is_helper(chunks[k].server) && views[0].host_of(chunks[k].server) == host) CHECK_EQ(owner, chunks[k].server);
+          const bool rooted = spec.kind == Kind::broadcast || spec.kind == Kind::reduce;
+          if (rooted && views[0].host_of(spec.root) == host) CHECK_EQ(owner, spec.root);
+          if (rooted) CHECK(!views[0].is_helper(chunks[k].server));
+        }
+      }
+    });
+  }
+}
+
+TEST(topology_places) {
+  const Topology topology(3, {"b", "a", "b", "a", "c"}, 1, {0});
+  CHECK_EQ(topology.num_hosts(), 3);
+  CHECK_EQ(topology.my_host(), 1);  // hosts count by their lowest rank
+  CHECK_EQ(topology.local_index(), 1);
+  CHECK((topology.my_locals() == std::vector<int>{1, 3}));
+  CHECK((topology.locals(0) == std::vector<int>{0, 2}));
+  CHECK(topology.any_host_shared());
+  CHECK(topology.is_helper(5) && !topology.is_helper(4));
+  CHECK_THROWS(std::invalid_argument, Topology(2, {"a", "b"}, 0, {0}));
+  CHECK_THROWS(std::invalid_argument, Topology(0, {"a", "b"}, 0, {}));
+  CHECK_THROWS(std::invalid_argument, Topology(0, {"a", "b"}, 1, {0, 3}));
+}
+
+// Losing a server that does not stand in for a chunk leaves that chunk where it is.
+TEST(topology_stand_ins_stay_when_others_are_lost) {
+  const Topology topology(0, {"a", "b", "c"}, 5, all_servers(3, 5));
+  std::vector<int> times(8, 0);
+  for (bool ranks : {true, false}) {
+    for (std::uint64_t seq = 0; seq < 40; ++seq) {
+      for (std::uint64_t chunk = 0; chunk < 40; ++chunk) {
+        std::vector<bool> lost(5, false);
+        lost[(seq + chunk) % 5] = true;
+        int winner = topology.stand_in(seq, chunk, lost, ranks);
+        times[static_cast<std::size_t>(winner)] += ranks;
+        for (std::size_t next = 0; next < 5; ++next) {
+          lost[next] = true;
+          const int then = topology.stand_in(seq, chunk, lost, ranks);
+          CHECK(then < 0 || then < 3 || !lost[static_cast<std::size_t>(then) - 3]);
+          CHECK(ranks || then < 0 || then >= 3);
+          if (winner != static_cast<int>(next) + 3) CHECK_EQ(then, winner);
+          winner = then;
+        }
+        CHECK_EQ(winner < 0, !ranks);  // only ranks are left, or nobody
+      }
+    }
+  }
+  for (int server = 0; server < 8; ++server) CHECK(times[static_cast<std::size_t>(server)] > 100);  // 200 on average
+}
+
+}  // namespace
