@@ -42,7 +42,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps:
     for step in steps:
         inputs, targets = batch(rank, step)
         optimizer.zero_grad()
-        nn.functional.mse_loss(module(inputs), targets).backward()
+        nn.functional.mse_loss(module(inputs).to(targets.dtype), targets).backward()
         optimizer.step()
 
 

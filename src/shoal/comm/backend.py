@@ -83,7 +83,7 @@ class ShoalProcessGroup(DelegatingGroup):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
         (tensor,), opts = one(tensors, "all_reduce"), options_of(opts, AllreduceOptions, timeout)
         if tensor.layout == torch.sparse_coo and tensor.device.type == "cpu":
-            return self._delegate("sparse_all_reduce", lambda g: g.allreduce([tensor], opts), [tensor], opts)
+            return self._delegate("sparse_all_reduce", lambda g: g.allreduce([tensor], opts), opts)
         return self._reduce("all_reduce", tensor, opts, 0)
 
     def reduce(self, tensors: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:

@@ -289,7 +289,13 @@ class DelegatedWork(Work):
     """A collective of the inner group. A failure that the engine finds meanwhile ends the wait."""
 
     def __init__(
-        self, inner: InnerGloo, work: Work, name: str, finish: Callable[[], None], result: Any
+        self,
+        inner: InnerGloo,
+        work: Work,
+        name: str,
+        end: Callable[[], None],
+        result: Any,
+        finish: Callable[[], None] | None,
     ) -> None:
         super().__init__()
         self._inner = inner
@@ -298,14 +304,16 @@ class DelegatedWork(Work):
         self._result = result
         self._done = threading.Event()
         self._error: Exception | None = None
-        self._finish = finish
+        self._end, self._finish = end, finish
         self._future: Future[Any] = work.get_future().then(self._outcome)
         self._future.add_done_callback(lambda _: self._done.set())
 
     def _outcome(self, future: Future[Any]) -> Any:
-        self._finish()
+        self._end()
         try:
             value = future.value()
+            if self._finish is not None:
+                self._finish()
         except Exception as problem:
             self._error = self._inner.explain(problem)
             raise self._error from problem
@@ -319,8 +327,7 @@ class DelegatedWork(Work):
             if end is not None and time.monotonic() >= end:
                 raise CommError(
                     f"{self._name}: waited {timeout.total_seconds():g} s as asked and it is still under "
-                    "way; wait "
-                    "longer, or look which rank is late"
+                    "way; wait longer, or look which rank is late"
                 )
         if self._error is not None:
             raise self._error

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, GatherOptions, ScatterOptions, Work
 
@@ -18,7 +19,7 @@ from shoal.comm.delegate import DelegatedWork, MessageWork, Start
 from shoal.comm.engine import CommError
 from shoal.comm.fused import check_rows
 from shoal.comm.group import EngineGroup
-from shoal.comm.operands import options_of
+from shoal.comm.operands import Finish, options_of
 from shoal.comm.work import NO_TIMEOUT
 from shoal.errors import UsageError
 
@@ -29,8 +30,8 @@ class DelegatingGroup(EngineGroup):
     # ---- delegated to the inner group ---------------------------------------------------------------------
 
     def _delegate(
-        self, name: str, start: Start, tensors: Sequence[Tensor], opts: Any,
-        *, root: int = 0, shape: Sequence[int] = (), result: Any = None,
+        self, name: str, start: Start, opts: Any,
+        *, root: int = 0, shape: Sequence[int] = (), result: Any = None, finish: Finish | None = None,
     ) -> Work:  # fmt: skip
         """Announce a collective through the engine and start it on the inner group."""
         if self._closed:
@@ -42,8 +43,16 @@ class DelegatingGroup(EngineGroup):
             timeout_s=opts.timeout.total_seconds(),
         )  # fmt: skip
         self._sequence += 1
-        work = start(self.inner.group())
-        return DelegatedWork(self.inner, work, name, lambda: self.engine.finish_delegated(handle), result)
+
+        def end() -> None:
+            self.engine.finish_delegated(handle)
+
+        try:
+            work = start(self.inner.group())
+        except Exception:
+            end()
+            raise
+        return DelegatedWork(self.inner, work, name, end, result, finish)
 
     def gather(
         self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
@@ -51,7 +60,7 @@ class DelegatingGroup(EngineGroup):
         opts = options_of(opts, GatherOptions, timeout)
         operands.check_cpu([*inputs, *itertools.chain(*output_lists)], "gather")
         return self._delegate(
-            "gather", lambda g: g.gather(output_lists, inputs, opts), inputs, opts,
+            "gather", lambda g: g.gather(output_lists, inputs, opts), opts,
             root=opts.rootRank, shape=inputs[0].shape,
         )  # fmt: skip
 
@@ -69,15 +78,21 @@ class DelegatingGroup(EngineGroup):
         opts = options_of(opts, ScatterOptions, timeout)
         operands.check_cpu([*outputs, *itertools.chain(*input_lists)], "scatter")
         return self._delegate(
-            "scatter", lambda g: g.scatter(outputs, input_lists, opts), outputs, opts,
+            "scatter", lambda g: g.scatter(outputs, input_lists, opts), opts,
             root=opts.rootRank, shape=outputs[0].shape,
         )  # fmt: skip
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         opts = options_of(opts, AllToAllOptions)
         operands.check_cpu([*outputs, *inputs], "all_to_all")
-        outputs, inputs = list(outputs), list(inputs)
-        return self._delegate("all_to_all", lambda g: g.alltoall(outputs, inputs, opts), inputs, opts)
+        outputs, sizes = list(outputs), [output.numel() for output in outputs]
+        source = torch.cat([operands.block(tensor).view(-1) for tensor in inputs])  # gloo takes no lists
+        target = torch.empty(sum(sizes), dtype=source.dtype)
+        return self._delegate(
+            "all_to_all",
+            lambda g: g.alltoall_base(target, source, sizes, [tensor.numel() for tensor in inputs], opts),
+            opts, result=outputs, finish=operands.copy_back(outputs, target),
+        )  # fmt: skip
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
@@ -87,7 +102,7 @@ class DelegatingGroup(EngineGroup):
         return self._delegate(
             "all_to_all_single",
             lambda g: g.alltoall_base(output, input, output_sizes, input_sizes, opts),
-            [input], opts,
+            opts,
         )  # fmt: skip
 
     # Messages have no number in the group's sequence: only two ranks know of them.

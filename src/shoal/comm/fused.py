@@ -36,7 +36,7 @@ class Fused:
             else:
                 flat = torch.cat([operands.block(tensor).view(-1) for tensor in group])
                 flat = flat if op.factor is None else flat * op.factor
-                finish = _copy_back(group, flat)
+                finish = operands.copy_back(group, flat)
             numbers, dtype = operands.numbers(flat)
             works.append(
                 self._submit(
@@ -189,7 +189,7 @@ class Fused:
         direct = len(outputs) == 1 and operands.is_block(target) and target.numel() == table.shape[1]
         if not direct or operands.shares_memory(target, table):
             target = torch.empty(table.shape[1], dtype=table.dtype)
-            finish = _copy_back(outputs, target)
+            finish = operands.copy_back(outputs, target)
         input, dtype = operands.numbers(table)
         output, _ = operands.numbers(target)
         return self._submit(
@@ -218,16 +218,6 @@ def _by_dtype(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[list[
     for index, tensor in enumerate(inputs):
         groups.setdefault(tensor.dtype, []).append(index)
     return list(groups.values())
-
-
-def _copy_back(tensors: Sequence[Tensor], flat: Tensor) -> Callable[[], None]:
-    def finish() -> None:
-        begin = 0
-        for tensor in tensors:
-            tensor.detach().copy_(flat[begin : begin + tensor.numel()].view(tensor.shape))
-            begin += tensor.numel()
-
-    return finish
 
 
 def _shape(tensors: Sequence[Tensor], flat: Tensor) -> Sequence[int]:

@@ -115,6 +115,18 @@ def _copy(tensor: Tensor, value: Tensor) -> None:
     tensor.detach().copy_(value)
 
 
+def copy_back(tensors: Sequence[Tensor], flat: Tensor) -> Finish:
+    """Return what brings the elements of one block into tensors that share it, one after the other."""
+
+    def finish() -> None:
+        begin = 0
+        for tensor in tensors:
+            tensor.detach().copy_(flat[begin : begin + tensor.numel()].view(tensor.shape))
+            begin += tensor.numel()
+
+    return finish
+
+
 def numbers(tensor: Tensor) -> tuple[Tensor, str]:
     """Return a block of memory as the numbers that the engine reduces, flat, and the name of their dtype."""
     if tensor.dtype == torch.bool:
