@@ -95,6 +95,7 @@ class Group:
         secrets: Sequence[str] | None = None,
         cluster: Cluster | None = None,
         connect_s: float = 30.0,
+        absent: Sequence[int] = (),
     ) -> None:
         self.hosts, self.cluster, self.helpers = hosts, cluster, helpers
         self.size = len(hosts)
@@ -104,7 +105,7 @@ class Group:
         secret = SECRET if cluster is None else cluster.environment()["SHOAL_SECRET"]
         self._secrets = secrets or [secret] * self.size
         self._pattern = pattern
-        self._connect_s = connect_s
+        self._connect_s, self._absent = connect_s, absent
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self.peers: list[Peer] = []
@@ -149,8 +150,9 @@ class Group:
         servers = range(self.size, self.size + len(helpers)) if helpers else range(self.size)
         pattern = list(self._pattern if self._pattern is not None else servers)
         segment = f"test-{os.getpid()}-{time.time_ns()}"
-        for pipe in self._pipes:
-            pipe.send((self.peers, helpers, pattern, segment, self._connect_s))
+        for rank, pipe in enumerate(self._pipes):
+            if rank not in self._absent:  # these listen, and never go on
+                pipe.send((self.peers, helpers, pattern, segment, self._connect_s))
 
     def _network(self, rank: int) -> str | None:
         if self.cluster is None:

@@ -90,7 +90,7 @@ IMPOSSIBLE = {
     "host": (Frame(host=5), "host 5 of 2"),
     "needed": (Frame(needed=0), "of 0"),
     "words": (Frame(host=1, element=3, input=5), "uint8"),
-    "divisor": (Frame(host=1, divisor=0, combine=1, element=6, input=6), "average over no ranks"),
+    "divisor": (Frame(host=1, divisor=0, combine=1, element=6, input=6), "average"),
     "odd size": (Frame(host=1, payload=bytes(63)), "whole number of elements"),
     "root": (Frame(kind=2, host=0, needed=1, root=1 << 20), "no rank 1048576"),
     "supply": (Frame(type=stranger.SUPPLY, needed=9), "of 9"),

@@ -1,0 +1,96 @@
+"""Groups that cannot begin: one clear error that says who or what is in the way."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from comm_group import SECRET, Group, HelperProcess, Member
+
+from shoal.comm.engine import CommError, Engine, EngineOptions
+
+CONNECT_S = 2.0
+
+
+def do_nothing(member: Member) -> None:
+    member.report("connected")
+
+
+def unused_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def errors(group: Group, *ranks: int) -> list[str]:
+    return group.errors(ranks, time.monotonic(), bound_s=3 * CONNECT_S)
+
+
+def test_a_taken_port_is_one_clear_error_for_workers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CommError, match=rf"cannot listen at 127\.0\.0\.1:{port}: Address already in use"):
+            _engine(port=port)
+
+
+def test_an_address_of_another_machine_is_one_clear_error() -> None:
+    with pytest.raises(CommError, match=r"cannot listen at 192\.0\.2\.1:0: Cannot assign requested address"):
+        _engine(address="192.0.2.1")
+    with pytest.raises(CommError, match="not an IPv4 address"):
+        _engine(address="somewhere")
+
+
+def _engine(address: str = "127.0.0.1", port: int = 0) -> Engine:
+    options = EngineOptions()
+    return Engine(rank=0, size=2, group="g", secret=b"s", address=address, options=options, port=port)
+
+
+def test_a_taken_port_is_one_line_and_exit_code_1_for_a_helper() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "shoal.comm.server", "--address", "127.0.0.1", "--port", str(port)]
+        ended = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "SHOAL_SECRET": SECRET}, timeout=60
+        )
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in line and "--port" in line
+
+
+def test_a_helper_that_is_not_there_is_named() -> None:
+    gone = HelperProcess("the-missing-one", port=unused_port("127.0.0.100"))
+    with Group(do_nothing, "ab", helpers=[gone], connect_s=CONNECT_S) as group:
+        for text in errors(group, 0, 1):
+            assert f"helper the-missing-one (127.0.0.100:{gone.port})" in text
+            assert "was not reached in 2 s: Connection refused" in text
+
+
+def test_a_helper_with_another_secret_is_named() -> None:
+    with HelperProcess("h0", secret="another one") as helper:
+        with Group(do_nothing, "ab", helpers=[helper], connect_s=CONNECT_S) as group:
+            for text in errors(group, 0, 1):
+                assert (
+                    f"helper h0 (127.0.0.100:{helper.port})" in text
+                    and "does not know the job's secret" in text
+                )
+
+
+def test_a_rank_with_another_secret_is_named_and_told() -> None:
+    with Group(do_nothing, "abc", secrets=[SECRET, "another one", SECRET], connect_s=CONNECT_S) as group:
+        first, second, third = errors(group, 0, 1, 2)
+        assert f"{group.name(1)} did not connect to {group.name(0)} within 2 s" in first
+        assert "have all ranks the same secret?" in first
+        assert f"{group.name(0)}: " in second and "it does not know the job's secret" in second
+        assert f"{group.name(1)}: " in third and "it does not know the job's secret" in third
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_never_comes_is_named(absent: int) -> None:
+    with Group(do_nothing, "abc", absent=[absent], connect_s=CONNECT_S) as group:
+        for text in errors(group, *({0, 1, 2} - {absent})):
+            assert f"{group.name(absent)}" in text
+            assert "did not connect" in text or "no answer in time" in text
