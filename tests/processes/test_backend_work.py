@@ -135,7 +135,7 @@ def check_groups(rank: int) -> None:
     gloo = dist.new_group(backend="gloo")
     dist.all_reduce(tensor, group=gloo)
     assert tensor.item() == 24
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77), world)
+    world.set_timeout(timedelta(seconds=77))
     assert world._timeout == timedelta(seconds=77)
     assert not has_inner_group()
 
