@@ -19,7 +19,9 @@ _DEADLINE_S = 120.0
 def cancelling_inputs(seed: int, *, cancelling: bool) -> list[torch.Tensor]:
     """Return each rank's bf16 values. Cancelling: pairs of ranks nearly undo each other."""
     draw = torch.Generator().manual_seed(seed)
-    values = torch.randn(NUM_RANKS, COUNT, generator=draw) * 10.0 ** torch.randint(-3, 3, (COUNT,), generator=draw)
+    values = torch.randn(NUM_RANKS, COUNT, generator=draw) * 10.0 ** torch.randint(
+        -3, 3, (COUNT,), generator=draw
+    )
     if cancelling:
         values[1::2] = -values[::2] * (1 + 2.0**-7 * torch.randn(NUM_RANKS // 2, COUNT, generator=draw))
         values = values[torch.randperm(NUM_RANKS, generator=draw)]

@@ -180,6 +180,7 @@ def _mpirun(cluster: Cluster, agent: Path, argv: list[str]) -> list[str]:
     return [
         *(str(Path(sys.executable).with_name("mpirun")), "--prtemca", "plm_ssh_agent", str(agent)),
         *("--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "eth0"),
+        *("--mca", "mpi_yield_when_idle", "1"),  # 8 processes share few cores
         *("--host", places, "-n", str(cluster.num_hosts), "--map-by", "node", "--bind-to", "none"),
         *(word for name in exported if name in os.environ or name != "PYTHONPATH" for word in ("-x", name)),
         *argv,

