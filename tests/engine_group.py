@@ -1,4 +1,4 @@
-"""Engines as threads of one process, over loopback and shared memory, and what their sums must be, in NumPy."""
+"""Engines as threads of one process, over loopback and shared memory; what their sums must be, in NumPy."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Group:
         return on_threads(self.size, lambda rank: call(rank, self.engines[rank]))
 
     def run(self, kind: str, inputs: Sequence[Array], outputs: Sequence[Array], **words: Any) -> None:
-        """Do one collective on all ranks. ``count`` is the size of the input, or of reduce_scatter's output."""
+        """Do one collective on all ranks."""
         self.each(
             lambda rank, engine: wait(engine, submit(engine, kind, inputs[rank], outputs[rank], **words))
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from engine_group import (
     FLOATS,
     INTEGERS,
@@ -18,7 +19,6 @@ from engine_group import (
     submit,
     wait,
 )
-
 from shoal.comm.engine import Engine
 
 REDUCING = [(dtype, op) for dtype in FLOATS + INTEGERS for op in operations_of(dtype)]
