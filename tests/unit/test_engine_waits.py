@@ -217,5 +217,5 @@ def test_after_close_the_engine_is_closed() -> None:
             engine.close()
             engine.close()
             assert engine.error() is None
-            with pytest.raises(CommError, match="closed|not open"):
+            with pytest.raises(CommError, match=r"closed|not open"):
                 submit(engine, "all_reduce", x, x)
