@@ -1,4 +1,4 @@
-"""LAMB on FSDP2 shards takes the norms of the whole tensors: two gloo processes equal one process."""
+"""LAMB and LANS on FSDP2 shards take the norms of whole tensors: two gloo processes equal one process."""
 
 import math
 from pathlib import Path
@@ -19,9 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shoal.optim.lamb import Lamb, parameter_groups
+from shoal.optim.lans import Lans
 
 NUM_STEPS = 3
-MAX_GRAD_NORMS = (None, 0.5)
+OPTIMIZERS = ("lamb", "lamb clipped", "lans")
 
 
 class Model(nn.Module):
@@ -44,11 +45,14 @@ def make_model() -> Model:
     return Model()
 
 
-def make_optimizer(model: nn.Module, max_grad_norm: float | None) -> Lamb:
-    return Lamb(parameter_groups(model.named_parameters(), 0.02), lr=0.05, max_grad_norm=max_grad_norm)
+def make_optimizer(model: nn.Module, name: str) -> Lamb | Lans:
+    groups = parameter_groups(model.named_parameters(), 0.02)
+    if name == "lans":
+        return Lans([{k: group[k] for k in ("params", "weight_decay")} for group in groups], lr=0.05)
+    return Lamb(groups, lr=0.05, max_grad_norm=0.5 if name == "lamb clipped" else None)
 
 
-def train_step(model: nn.Module, optimizer: Lamb, step: int) -> tuple[float, float]:
+def train_step(model: nn.Module, optimizer: Lamb | Lans, step: int) -> tuple[float, float]:
     """Every worker sees the same batch: the mean of the gradients is that of one process."""
     tokens = torch.randint(0, 17, (6, 5), generator=torch.Generator().manual_seed(step))
     (model(tokens) - 0.3).pow(2).mean().backward()
@@ -57,9 +61,9 @@ def train_step(model: nn.Module, optimizer: Lamb, step: int) -> tuple[float, flo
     return optimizer.norms()
 
 
-def train_alone(max_grad_norm: float | None) -> tuple[list[Tensor], list[tuple[float, float]]]:
+def train_alone(name: str) -> tuple[list[Tensor], list[tuple[float, float]]]:
     model = make_model()
-    optimizer = make_optimizer(model, max_grad_norm)
+    optimizer = make_optimizer(model, name)
     norms = [train_step(model, optimizer, step) for step in range(NUM_STEPS)]
     return [parameter.detach() for parameter in model.parameters()], norms
 
@@ -75,17 +79,17 @@ def worker(rank: int, folder: str, mesh_shape: tuple[int, ...]) -> None:
     )
     axes = ("replicate", "shard") if len(mesh_shape) == 2 else ("shard",)
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=axes)
-    results = {str(norm): train_sharded(mesh, norm) for norm in MAX_GRAD_NORMS}
+    results = {name: train_sharded(mesh, name) for name in OPTIMIZERS}
     if rank == 0:
         torch.save(results, Path(folder) / "results.pt")
     dist.destroy_process_group()
 
 
-def train_sharded(mesh: DeviceMesh, max_grad_norm: float | None) -> dict[str, Any]:
+def train_sharded(mesh: DeviceMesh, name: str) -> dict[str, Any]:
     model = make_model()
     fully_shard(model.dense, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = make_optimizer(model, max_grad_norm)
+    optimizer = make_optimizer(model, name)
     norms = [train_step(model, optimizer, step) for step in range(NUM_STEPS)]
     weights = [whole(parameter.detach()) for parameter in model.parameters()]
     assert all(isinstance(state["exp_avg"], DTensor) for state in optimizer.state.values())
@@ -93,7 +97,7 @@ def train_sharded(mesh: DeviceMesh, max_grad_norm: float | None) -> dict[str, An
     # its state goes through torch's distributed state dict into a fresh optimizer, which then continues alike
     options = StateDictOptions(full_state_dict=True)
     state = get_optimizer_state_dict(model, optimizer, options=options)
-    fresh = make_optimizer(model, max_grad_norm)
+    fresh = make_optimizer(model, name)
     set_optimizer_state_dict(model, fresh, state, options=options)
     assert all(torch.equal(whole(p.detach()), w) for p, w in zip(model.parameters(), weights, strict=True))
     for parameter in model.parameters():
@@ -114,9 +118,9 @@ def train_sharded(mesh: DeviceMesh, max_grad_norm: float | None) -> dict[str, An
 def test_shards_equal_one_process(tmp_path: Path, mesh_shape: tuple[int, ...]) -> None:
     mp.spawn(worker, args=(str(tmp_path), mesh_shape), nprocs=math.prod(mesh_shape), join=True)
     results = torch.load(tmp_path / "results.pt", weights_only=True)
-    for max_grad_norm in MAX_GRAD_NORMS:
-        weights, norms = train_alone(max_grad_norm)
-        result = results[str(max_grad_norm)]
+    for name in OPTIMIZERS:
+        weights, norms = train_alone(name)
+        result = results[name]
         for sharded, alone in zip(result["weights"], weights, strict=True):
             assert float((sharded - alone).abs().max()) <= 1e-6 * float(alone.abs().max())
         for sharded, alone in zip(result["norms"], norms, strict=True):

@@ -13,8 +13,7 @@ out of the decay and of the ratio: :func:`parameter_groups`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -24,7 +23,15 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from shoal import native
 from shoal.errors import UsageError
-from shoal.optim.lamb_foreach import indices_by_kind, lamb_update
+from shoal.optim.lamb_foreach import lamb_update
+from shoal.optim.moments import (
+    check_options,
+    check_parameter,
+    indices_by_kind,
+    next_states,
+    root_of_sum,
+    sum_of,
+)
 from shoal.optim.sharded import whole_squares
 
 Implementation = Literal["auto", "foreach", "native"]
@@ -121,12 +128,7 @@ class Lamb(Optimizer):
         Raises:
             UsageError: a value is out of its range.
         """
-        group = {**self.defaults, **param_group}
-        for name in ("lr", "eps", "weight_decay"):
-            if not 0.0 <= group[name] < math.inf:
-                raise UsageError(f"{name}={group[name]} must be a number of at least 0")
-        if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
-            raise UsageError(f"betas={tuple(group['betas'])} must be at least 0 and below 1")
+        check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def grad_norm(self, *, grad_scale: float = 1.0) -> Tensor | float:
@@ -146,7 +148,7 @@ class Lamb(Optimizer):
         for indices in indices_by_kind(spread):
             chosen = [spread[k] for k in indices]
             squares.append(whole_squares(chosen, [p.grad for p in chosen]).sum())
-        return _root_of_sum(squares) * grad_scale
+        return root_of_sum(squares) * grad_scale
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -191,8 +193,8 @@ class Lamb(Optimizer):
                     grad_sq, weight_sq = update(group, params, scale)
                     grad_squares.append(grad_sq)
                     weight_squares.append(weight_sq)
-        self._grad_norm = _root_of_sum(grad_squares) if grad_norm is None else grad_norm
-        self._weight_norm = _root_of_sum(weight_squares)
+        self._grad_norm = root_of_sum(grad_squares) if grad_norm is None else grad_norm
+        self._weight_norm = root_of_sum(weight_squares)
         return loss
 
     def norms(self) -> tuple[float, float]:
@@ -207,8 +209,7 @@ class Lamb(Optimizer):
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            if parameter.grad.is_sparse or parameter.is_complex():
-                raise UsageError("LAMB takes neither sparse gradients nor complex parameters")
+            check_parameter("LAMB", parameter)
             suits = _suits_native(parameter)
             if self.implementation == "native" and not suits:
                 raise UsageError(
@@ -222,23 +223,10 @@ class Lamb(Optimizer):
             (local if use_native else spread).append(parameter)
         return local, spread
 
-    def _states(self, params: Sequence[Tensor]) -> list[dict[str, Any]]:
-        """Return the parameters' states, made where missing, each with its step counted up."""
-        states = []
-        for parameter in params:
-            state = self.state[parameter]
-            if not state:
-                state["step"] = torch.tensor(0.0)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-            state["step"] += 1
-            states.append(state)
-        return states
-
     def _native(
         self, group: dict[str, Any], params: list[Tensor], scale: Tensor | float
     ) -> tuple[float, float]:
-        states = self._states(params)
+        states = next_states(self.state, params)
         grad_norm, weight_norm = native.lamb_step(
             params,
             [_dense(parameter.grad) for parameter in params],
@@ -259,7 +247,7 @@ class Lamb(Optimizer):
     def _foreach(
         self, group: dict[str, Any], params: list[Tensor], scale: Tensor | float
     ) -> tuple[Tensor | float, Tensor | float]:
-        states = self._states(params)
+        states = next_states(self.state, params)
         grad_squares: list[Tensor | float] = []
         weight_squares: list[Tensor | float] = []
         for indices in indices_by_kind(params):
@@ -268,7 +256,7 @@ class Lamb(Optimizer):
             grad_sq, weight_sq = lamb_update(group, chosen, [states[k] for k in indices], here)
             grad_squares.append(grad_sq)
             weight_squares.append(weight_sq)
-        return _sum(grad_squares), _sum(weight_squares)
+        return sum_of(grad_squares), sum_of(weight_squares)
 
 
 def _suits_native(parameter: Tensor) -> bool:
@@ -283,20 +271,6 @@ def _suits_native(parameter: Tensor) -> bool:
 def _dense(grad: Tensor | None) -> Tensor:
     assert grad is not None, "parameters without a gradient were left out before"
     return grad.contiguous()
-
-
-def _sum(values: Sequence[Tensor | float]) -> Tensor | float:
-    """Add numbers and scalar tensors of any devices, on the device of the first tensor."""
-    total: Tensor | float = 0.0
-    for value in values:
-        both = isinstance(total, Tensor) and isinstance(value, Tensor)
-        total = total + (value.to(total.device) if both else value)  # type: ignore[union-attr]
-    return total
-
-
-def _root_of_sum(squares: Sequence[Tensor | float]) -> Tensor | float:
-    total = _sum(squares)
-    return total.sqrt() if isinstance(total, Tensor) else math.sqrt(total)
 
 
 def _threads() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,11 +59,3 @@ def lamb_update(
         torch._foreach_mul_(updates, list(ratios.unbind()))
     torch._foreach_add_(weights, updates, alpha=-float(group["lr"]))
     return grad_sq, weight_squares.sum()
-
-
-def indices_by_kind(params: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of parameters by device and type, as ``_foreach_`` operations want them."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, parameter in enumerate(params):
-        kinds.setdefault((parameter.device, parameter.dtype), []).append(index)
-    return list(kinds.values())

@@ -42,8 +42,8 @@ class TrainConfig:
 class OptimConfig:
     """The optimizer and its schedule, in optimizer steps."""
 
-    optimizer: Literal["lamb", "adamw"] = "lamb"
-    """LAMB for large batches, or torch's AdamW."""
+    optimizer: Literal["lamb", "lans", "adamw"] = "lamb"
+    """LAMB or LANS for large batches, or torch's AdamW."""
     learning_rate: float = 1.76e-3
     """Learning rate at the end of the warm-up."""
     end_learning_rate: float = 0.0
@@ -68,6 +68,13 @@ class OptimConfig:
     """Clip gradients to this norm; none with --optim.max-grad-norm none."""
     clip: Literal["global", "worker"] = "global"
     """Clip the averaged gradient, or each worker's own before averaging."""
+
+    def __post_init__(self) -> None:
+        if self.optimizer != "lamb" and not self.bias_correction:
+            raise UsageError(
+                f"optim.bias_correction false is a variant of LAMB; {self.optimizer} always corrects: leave "
+                "it out or choose --optim.optimizer lamb"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

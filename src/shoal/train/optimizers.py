@@ -9,11 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.optim.lamb import Lamb, parameter_groups
+from shoal.optim.lans import Lans
 from shoal.train.config import OptimConfig
 
 
 def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> Optimizer:
-    """Return LAMB or AdamW over the parameters that are trained; biases and norms do not decay.
+    """Return LAMB, LANS or AdamW over the parameters that are trained; biases and norms do not decay.
 
     Clipping is the loop's, since it clips whatever the optimizer is.
     """
@@ -31,6 +32,10 @@ def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], config
             bias_correction=config.bias_correction,
         )
     plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
+    if config.optimizer == "lans":
+        return Lans(
+            plain, lr=config.learning_rate, betas=betas, eps=config.eps, weight_decay=config.weight_decay
+        )
     return torch.optim.AdamW(plain, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
 
 

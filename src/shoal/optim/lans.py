@@ -1,0 +1,168 @@
+"""LANS: LAMB with the gradient of each tensor normalised first, and with Nesterov's momentum.
+
+    g = g / (|g| + eps)                    of each tensor, so that no global clip is needed
+    m = beta1 m + (1 - beta1) g            v = beta2 v + (1 - beta2) g^2
+    u_m = m^ / (sqrt(v^) + eps) + weight_decay w
+    u_g = g / (sqrt(v^) + eps) + weight_decay w
+    w = w - lr (beta1 |w| / |u_m| u_m + (1 - beta1) |w| / |u_g| u_g)
+
+with m^ = m / (1 - beta1^t) and v^ = v / (1 - beta2^t); a ratio with a norm of 0 is 1. Unlike in LAMB, tensors
+without weight decay get the ratios too.
+
+Source: Zheng et al., "Accelerated Large Batch Optimization of BERT Pretraining in 54 minutes"
+(arXiv 2006.13484), algorithm 2, with the constants where its authors' kernel has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from shoal.errors import UsageError
+from shoal.optim.moments import (
+    check_options,
+    check_parameter,
+    indices_by_kind,
+    next_states,
+    root_of_sum,
+)
+from shoal.optim.sharded import local_part, whole_squares
+
+
+class Lans(Optimizer):
+    """LANS on ``_foreach_`` operations: any device, any floating type, FSDP2's shards.
+
+    The state of each parameter is ``step``, ``exp_avg`` and ``exp_avg_sq``, as in torch's Adam, so that
+    ``torch.distributed.checkpoint`` saves and reshards it. Parameters sharded by FSDP2 get the norms of the
+    whole tensors. Gradients that are not finite make weights that are not finite: check before the step.
+
+    Args:
+        params: parameters or groups; a group may set ``lr``, ``betas``, ``eps`` and ``weight_decay`` (0 for
+            biases and norms).
+        lr: learning rate.
+        betas: decay rates of the first and the second moment; the first also weighs the two updates.
+        eps: added to the norm of a gradient and to the root of the second moment.
+        weight_decay: decay that takes part in the updates whose norms are taken.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+    ) -> None:
+        self._grad_norm: Tensor | float = 0.0
+        self._weight_norm: Tensor | float = 0.0
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; what it does not set is as given at construction.
+
+        Raises:
+            UsageError: a value is out of its range, or the group is LAMB's, without a ratio.
+        """
+        check_options({**self.defaults, **param_group})
+        if "trust_ratio" in param_group:
+            raise UsageError("a group sets trust_ratio, but LANS scales every tensor; leave it out")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
+    ) -> float | None:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+            grad_scale: gradients are multiplied by it on the fly (1 / loss scale, 1 / target tokens); they
+                are not changed. Each is normalised, so it only tells what is small beside ``eps``.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            UsageError: a gradient is sparse, or a parameter is complex.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_squares: list[Tensor | float] = []
+        weight_squares: list[Tensor | float] = []
+        for group in self.param_groups:
+            params = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in params:
+                check_parameter("LANS", parameter)
+            states = next_states(self.state, params)
+            for indices in indices_by_kind(params):
+                grad_sq, weight_sq = _update(
+                    group, [params[k] for k in indices], [states[k] for k in indices], grad_scale
+                )
+                grad_squares.append(grad_sq)
+                weight_squares.append(weight_sq)
+        self._grad_norm = root_of_sum(grad_squares)
+        self._weight_norm = root_of_sum(weight_squares)
+        return loss
+
+    def norms(self) -> tuple[float, float]:
+        """Return the global norms of the last step: of the scaled gradients before they were normalised, and
+        of the weights that had a gradient, before the update. Waits for the device."""
+        return float(self._grad_norm), float(self._weight_norm)
+
+
+def _update(
+    group: dict[str, Any], params: list[Tensor], states: list[dict[str, Any]], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Update parameters of one device and type in place.
+
+    Returns:
+        The sums of squares of the scaled gradients, and of the weights before the update.
+    """
+    beta1, beta2 = group["betas"]
+    eps, lr = group["eps"], float(group["lr"])
+    weights = [local_part(parameter) for parameter in params]
+    exp_avgs = [local_part(state["exp_avg"]) for state in states]
+    exp_avg_sqs = [local_part(state["exp_avg_sq"]) for state in states]
+    steps = [state["step"].item() for state in states]
+
+    raw = [local_part(parameter.grad) for parameter in params]
+    grad_squares = whole_squares(params, raw) * scale**2
+    inverse = (scale / (grad_squares.sqrt() + eps)).to(weights[0].dtype)
+    grads = list(torch._foreach_mul(raw, list(inverse.unbind())))
+
+    torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - beta2)
+
+    denominators = torch._foreach_sqrt(exp_avg_sqs)
+    torch._foreach_div_(denominators, [math.sqrt(1.0 - beta2**step) for step in steps])
+    torch._foreach_add_(denominators, eps)
+    from_gradient = grads
+    torch._foreach_div_(from_gradient, denominators)
+    torch._foreach_mul_(denominators, [1.0 - beta1**step for step in steps])
+    from_momentum = list(torch._foreach_div(exp_avgs, denominators))
+    del denominators
+
+    weight_squares = whole_squares(params, weights)
+    weight_norms = weight_squares.sqrt()
+    parts = ((from_momentum, beta1), (from_gradient, 1.0 - beta1))
+    for updates, share in parts:  # both before the weights move
+        if group["weight_decay"] != 0.0:
+            torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+        update_norms = whole_squares(params, updates).sqrt()
+        both = (weight_norms > 0) & (update_norms > 0)
+        ratios = torch.where(both, weight_norms / update_norms, 1.0) * share
+        torch._foreach_mul_(updates, list(ratios.to(weights[0].dtype).unbind()))
+    for updates, _ in parts:
+        torch._foreach_add_(weights, updates, alpha=-lr)
+    return grad_squares.sum(), weight_squares.sum()

@@ -1,0 +1,77 @@
+"""What optimizers with Adam's two moments share: their state, the checks of their options, sums of norms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import UsageError
+
+
+def check_options(group: Mapping[str, Any]) -> None:
+    """Check ``lr``, ``eps``, ``weight_decay`` and ``betas`` of a parameter group.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0.0 <= group[name] < math.inf:
+            raise UsageError(f"{name}={group[name]} must be a number of at least 0")
+    if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
+        raise UsageError(f"betas={tuple(group['betas'])} must be at least 0 and below 1")
+
+
+def check_parameter(optimizer: str, parameter: Tensor) -> None:
+    """Check a parameter that has a gradient; ``optimizer`` is the name in the message.
+
+    Raises:
+        UsageError: its gradient is sparse, or it is complex.
+    """
+    assert parameter.grad is not None, "parameters without a gradient are left out before"
+    if parameter.grad.is_sparse or parameter.is_complex():
+        raise UsageError(f"{optimizer} takes neither sparse gradients nor complex parameters")
+
+
+def next_states(state: Mapping[Tensor, dict[str, Any]], params: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """Return the parameters' states, made where missing, each with its step counted up.
+
+    Args:
+        state: ``optimizer.state``, which makes an empty entry for a new parameter.
+    """
+    states = []
+    for parameter in params:
+        entry = state[parameter]
+        if not entry:
+            entry["step"] = torch.tensor(0.0)
+            entry["exp_avg"] = torch.zeros_like(parameter)
+            entry["exp_avg_sq"] = torch.zeros_like(parameter)
+        entry["step"] += 1
+        states.append(entry)
+    return states
+
+
+def indices_by_kind(params: Sequence[Tensor]) -> list[list[int]]:
+    """Return the indices of parameters by device and type, as ``_foreach_`` operations want them."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, parameter in enumerate(params):
+        kinds.setdefault((parameter.device, parameter.dtype), []).append(index)
+    return list(kinds.values())
+
+
+def sum_of(values: Sequence[Tensor | float]) -> Tensor | float:
+    """Add numbers and scalar tensors of any devices, on the device of the first tensor."""
+    total: Tensor | float = 0.0
+    for value in values:
+        both = isinstance(total, Tensor) and isinstance(value, Tensor)
+        total = total + (value.to(total.device) if both else value)  # type: ignore[union-attr]
+    return total
+
+
+def root_of_sum(squares: Sequence[Tensor | float]) -> Tensor | float:
+    """Return the root of :func:`sum_of`."""
+    total = sum_of(squares)
+    return total.sqrt() if isinstance(total, Tensor) else math.sqrt(total)
