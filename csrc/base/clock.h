@@ -1,4 +1,4 @@
-// Nanoseconds of the steady clock, the one that Python calls time.monotonic_ns().
+// The steady clock, the one that Python calls time.monotonic_ns().
 #pragma once
 
 #include <chrono>
@@ -9,6 +9,10 @@ namespace shoal {
 inline std::uint64_t now_ns() {
   return static_cast<std::uint64_t>(
       std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count());
+}
+
+inline std::chrono::steady_clock::duration seconds(double value) {
+  return std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(value));
 }
 
 }  // namespace shoal

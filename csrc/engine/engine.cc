@@ -16,13 +16,9 @@ namespace shoal {
 
 namespace {
 
-constexpr std::size_t kRecords = 1024;
 constexpr double kFlushS = 1.0;
 constexpr double kSliceS = 0.25;
-
-std::chrono::steady_clock::duration seconds(double value) {
-  return std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(value));
-}
+constexpr double kHelperS = 30.0;  // helpers are started before the workers
 
 }  // namespace
 
@@ -37,6 +33,11 @@ Engine::Engine(EngineOptions options) : options_(std::move(options)), records_(k
 }
 
 Engine::~Engine() {
+  if (getpid() != pid_) {  // threads do not survive a fork: in the child there is nothing to end
+    static_cast<void>(stage_.release());
+    static_cast<void>(transport_.release());
+    return;
+  }
   if (transport_) transport_->stop();
   stage_.reset();
   transport_.reset();  // lets go of what its queues hold while the rest of the engine still stands
@@ -69,7 +70,7 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
     for (int k = 0; k < 1 + data; ++k) {
       me.control = k == 0;
       try {
-        transport_->call_peer(index, me, timeout_s);
+        transport_->call_peer(index, me, topology_->is_helper(index) ? std::min(timeout_s, kHelperS) : timeout_s);
       } catch (const std::runtime_error& error) {
         throw std::runtime_error(server_name(index) + ": " + error.what());
       }

@@ -5,6 +5,8 @@
 // watches over the others; where several ranks share the host, the host stage has a thread of its own.
 #pragma once
 
+#include <unistd.h>
+
 #include <condition_variable>
 #include <deque>
 #include <map>
@@ -197,6 +199,9 @@ class Engine : private Sink {
   std::string server_name(int server) const;
   std::string with_pending(const std::string& cause);
 
+  static constexpr std::size_t kRecords = 1024;
+
+  const int pid_ = static_cast<int>(getpid());
   EngineOptions options_;
   std::unique_ptr<Topology> topology_;
   std::vector<PeerInfo> peers_;

@@ -44,6 +44,9 @@ struct OpSpec {
 // "all_reduce of float32[1024, 30] (sum)": what an error message calls an operation.
 std::string describe(const OpSpec& spec);
 
+// "operation #17"
+inline std::string numbered(std::uint64_t seq) { return "operation #" + std::to_string(seq); }
+
 // Equal for two ranks exactly when they ask for the same operation (shapes of equal size may differ).
 std::uint64_t signature_of(const OpSpec& spec);
 

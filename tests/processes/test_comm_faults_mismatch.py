@@ -30,12 +30,13 @@ BARRIER: Request = ("barrier", "uint8", (), {"count": 0})
 SIX: Request = reduction((6,))
 
 
-def ask(member: Member, requests: dict[int, list[Request]]) -> None:
-    """Agree once, then submit what ``requests`` gives this rank, and wait for it."""
+def ask(member: Member, requests: dict[int, list[Request]], late_s: float = 0.0) -> None:
+    """Agree once, then submit what ``requests`` gives this rank, rank 1 so much later, and wait for it."""
     agreed = np.ones(100_000, np.float32)
     member.end(member.begin("all_reduce", agreed))
     assert (agreed == member.size).all()
     held, handles = [], []
+    time.sleep(late_s if member.rank == 1 else 0)
     member.report("asks")
     for kind, dtype, shape, given in requests[member.rank]:
         data = np.ones(shape, dtype)
@@ -104,6 +105,14 @@ def test_a_disagreement_names_both_ranks_and_what_they_ask_for(
             assert word in text
 
 
+def test_a_disagreement_is_found_when_it_comes_after_the_end_on_one_rank() -> None:
+    requests = {root: [("broadcast", "float32", (6,), {"root": root}), BARRIER] for root in range(2)}
+    with Group(ask, "ab", requests, 0.3, options=QUICK) as group:  # a root does not wait for the others
+        for text in group.errors(range(2), group.expect(1, "asks").at):
+            assert "the ranks do not agree about operation #1" in text
+            assert "from rank 0" in text and "from rank 1" in text
+
+
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_shapes_of_equal_size_agree(hosts: str) -> None:
     requests = {rank: [reduction((2, 3) if rank == 1 else (6,))] for rank in range(len(hosts))}
@@ -136,7 +145,7 @@ def test_a_rank_that_never_comes_is_named_at_the_deadline(hosts: str) -> None:
             assert group.expect(rank, "error").at - since >= timeout_s
         for text in errors:
             assert (
-                f"the deadline of {timeout_s} s passed for operation #0, all_reduce of float32[50, 2]" in text
+                f"the timeout of {timeout_s} s passed for operation #0, all_reduce of float32[50, 2]" in text
             )
             assert f"{group.name(1)} has not begun it" in text
 
