@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 import re
+import socket
 from concurrent.futures import ThreadPoolExecutor
-from time import monotonic
+from contextlib import suppress
+from threading import Event
+from time import monotonic, sleep
 
 import comm_stranger as stranger
 import numpy as np
@@ -67,18 +70,37 @@ def test_a_thousand_strangers_change_no_sum_and_are_counted() -> None:
 
 
 def test_half_open_connections_keep_nobody_out() -> None:
-    with HelperProcess("h0") as helper:
-        waiting = [stranger.dial(helper.address, helper.port) for _ in range(400)]
-        for connection in waiting:
-            connection.sendall(stranger.MARK)
-        with Group(stream_until_told, "ab", helpers=[helper], pattern=HELPER_TAKES_PART) as group:
-            group.expect(0, "sum", count=2)
-            group.tell(0)
-            for rank in range(2):
-                group.expect(rank, "done")
-            assert_sums(group)
-        for connection in waiting:
-            connection.close()
+    with HelperProcess("h0") as helper, ThreadPoolExecutor(1) as pool:
+        joined = Event()
+
+        def crowd() -> int:
+            """Begin one handshake after the other until the group has met: more than can wait at once."""
+            waiting: list[socket.socket] = []
+            number = 0
+            while not joined.is_set():
+                waiting.append(stranger.dial(helper.address, helper.port))
+                with suppress(ConnectionError):  # it was dropped at once
+                    waiting[-1].sendall(stranger.MARK)
+                number += 1
+                if len(waiting) > 600:
+                    waiting.pop(300).close()
+            for connection in waiting:
+                connection.close()
+            return number
+
+        crowding = pool.submit(crowd)
+        try:
+            sleep(0.5)
+            with Group(stream_until_told, "abcd", helpers=[helper], pattern=[0, 4, 1, 4]) as group:
+                group.expect(0, "sum", count=2)
+                joined.set()
+                assert crowding.result() > 300
+                group.tell(0)
+                for rank in range(4):
+                    group.expect(rank, "done")
+                assert_sums(group)
+        finally:
+            joined.set()
 
 
 IMPOSSIBLE = {
