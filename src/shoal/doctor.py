@@ -27,6 +27,7 @@ State = Literal["ok", "note", "missing"]
 OLDEST_PYTHON = (3, 11)
 LITTLE_DISK_BYTES = 5 * 2**30
 """Below this a few checkpoints of a large model fill the disk."""
+LITTLE_SHARED_BYTES = 128 * 2**20
 
 # What each extra is for; those that every recipe of today needs count as missing when they are not there.
 EXTRAS = {
@@ -76,7 +77,7 @@ def examine() -> list[Check]:
     checks += _machine()
     if torch is not None:
         checks += [_gpus(torch), _precision(torch), _backends(torch)]
-    return [*checks, _launcher(), _disk(Path.cwd())]
+    return [*checks, _transports(), _launcher(), _disk(Path.cwd())]
 
 
 # ---- software -------------------------------------------------------------------------------------------
@@ -296,12 +297,15 @@ def _precision(torch: Any) -> Check:
 
 
 def _backends(torch: Any) -> Check:
+    from shoal import native
+
     dist = torch.distributed
     known: Mapping[str, Callable[[], bool]] = (
         {
             "gloo": dist.is_gloo_available,
             "nccl": dist.is_nccl_available,
             "mpi": dist.is_mpi_available,
+            "shoal": lambda: "shoal" in dist.Backend.backend_list and native.is_built(),
         }
         if dist.is_available()
         else {}
@@ -313,6 +317,22 @@ def _backends(torch: Any) -> Check:
         state="ok" if "gloo" in found else "missing",
         found=", ".join(found) or "none",
         remedy="" if "gloo" in found else "shoal needs gloo: install a torch built with it",
+    )
+
+
+def _transports() -> Check:
+    """What backend "shoal" sends its chunks over."""
+    shared = Path("/dev/shm")
+    room = shutil.disk_usage(shared).free if shared.is_dir() else 0
+    little = room < LITTLE_SHARED_BYTES
+    return Check(
+        topic="Training",
+        name="transports",
+        state="note" if little else "ok",
+        found=f"shared memory in a host ({gibibytes(room)} free in {shared}), TCP between hosts",
+        remedy="backend shoal needs about 3 MiB a worker and group there: docker run --shm-size 1g"
+        if little
+        else "",
     )
 
 
