@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,9 @@ def main() -> None:
     samples: list[list[float]] = [[] for _ in spec["bucket_bytes"]]
     for _ in range(spec["repeats"]):
         for which, bucket_bytes in enumerate(spec["bucket_bytes"]):
-            seconds = on_all(workers, lambda worker, size=bucket_bytes: worker.seconds(grads, sums, size))
+            seconds = on_all(
+                workers, partial(Worker.seconds, grads=grads, sums=sums, bucket_bytes=bucket_bytes)
+            )
             samples[which].append(seconds[0])
     if not (sums == len(records)).all():
         raise SystemExit("wrong sums")
