@@ -36,8 +36,9 @@ A first run, from text to a report:
 )
 prepare = App(name="prepare", help="Turn raw data into shards that training reads.")
 train = App(name="train", help="Train a recipe; the same command again continues where the run stopped.")
+evaluate = App(name="evaluate", help="Score predictions by the official rules.")
 bench = App(name="bench", help="Measure this machine or cluster.")
-for group in (prepare, train, bench):
+for group in (prepare, train, evaluate, bench):
     app.command(group)
 
 
@@ -205,6 +206,44 @@ def prepare_text(
         overwrite=overwrite,
     )
     text.prepare_text(settings)
+
+
+@evaluate.command(name="squad")
+def evaluate_squad(
+    *,
+    data: Path,
+    predictions: Path,
+    null_odds: Path | None = None,
+    null_threshold: float = 1.0,
+    rules: Literal["auto", "1.1", "2.0"] = "auto",
+    json: Path | None = None,
+) -> None:
+    """Score answers to SQuAD 1.1 or 2.0: exact match and F1, as the official scripts print them.
+
+    A question without a prediction counts as wrong.
+
+    Parameters
+    ----------
+    data
+        The official JSON file of questions and answers.
+    predictions
+        JSON object: question id to answer, empty for "no answer".
+    null_odds
+        2.0 only. JSON object: question id to the odds that there is no answer; gives the best thresholds.
+    null_threshold
+        Odds above which a question counts as not answered.
+    rules
+        Those of 1.1 or 2.0; auto: 2.0 if questions are marked as impossible or have no answer.
+    json
+        File for the scores as well.
+    """
+    from shoal.data.squad import evaluate as squad
+
+    version = None if rules == "auto" else rules
+    lines = squad.evaluate(
+        data, predictions, null_odds=null_odds, null_threshold=null_threshold, version=version, out=json
+    )
+    print(lines)
 
 
 @app.command

@@ -1,0 +1,214 @@
+"""Exact match and F1 of SQuAD by the official rules. Standard library only.
+
+The rules are those of the organisers' evaluate-v1.1.py and evaluate-v2.0.py (Rajpurkar et al., arXiv
+1606.05250 and 1806.03822). They differ: 2.0 leaves out gold answers that are empty once normalised and takes
+"" as the only gold where none is left; its F1 of two empty texts is 1 (in 1.1 it is 0). A question without a
+prediction counts as wrong, as in 1.1; the script of 2.0 ends with an error there.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.data.squad.files import Question, SquadData, Version, shorten
+from shoal.errors import UsageError
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Scores over some questions, in percent."""
+
+    exact: float
+    f1: float
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best that a threshold on the null odds could give, in percent, and the threshold."""
+
+    exact: float
+    exact_threshold: float
+    f1: float
+    f1_threshold: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What a file of predictions is worth."""
+
+    version: Version
+    all: Part
+    answerable: Part | None = None
+    unanswerable: Part | None = None
+    best: Best | None = None
+    missing: tuple[str, ...] = ()
+    """Questions without a prediction; they count as wrong."""
+    unknown: tuple[str, ...] = ()
+    """Predictions for questions that the data does not have; they do not count."""
+
+    def official(self) -> dict[str, Any]:
+        """Return the object that the official script prints, with its keys."""
+        if self.version == "1.1":
+            return {"exact_match": self.all.exact, "f1": self.all.f1}
+        tree: dict[str, Any] = {"exact": self.all.exact, "f1": self.all.f1, "total": self.all.total}
+        for name, part in (("HasAns", self.answerable), ("NoAns", self.unanswerable)):
+            if part is not None:
+                tree |= {f"{name}_exact": part.exact, f"{name}_f1": part.f1, f"{name}_total": part.total}
+        if self.best is not None:
+            tree |= {
+                "best_exact": self.best.exact,
+                "best_exact_thresh": self.best.exact_threshold,
+                "best_f1": self.best.f1,
+                "best_f1_thresh": self.best.f1_threshold,
+            }
+        return tree
+
+
+def score_squad(
+    data: SquadData,
+    predictions: Mapping[str, str],
+    *,
+    null_odds: Mapping[str, float] | None = None,
+    null_threshold: float = 1.0,
+    version: Version | None = None,
+) -> Scores:
+    """Score predictions.
+
+    Args:
+        null_odds: for each question, how sure the system is of no answer; gives the best thresholds.
+        null_threshold: questions with higher odds count as unanswered, as in the official script; 2.0 only.
+        version: the rules; default: those of the data.
+
+    Raises:
+        UsageError: the predictions are for other data, null odds are missing or come with the rules of 1.1,
+            or these rules meet a question without an answer.
+    """
+    version = version or data.version
+    known = {question.id for question in data.questions}
+    missing = tuple(q.id for q in data.questions if q.id not in predictions)
+    if len(missing) == len(data.questions):
+        raise UsageError(
+            f"{data.path}: none of its {len(data.questions)} questions is among the {len(predictions)} "
+            "predictions; their ids must be those of the data"
+        )
+    unknown = tuple(name for name in predictions if name not in known)
+    if version == "1.1":
+        if null_odds is not None:
+            raise UsageError("null odds count by the rules of 2.0 only; leave them out")
+        part = _score_1_1(data, predictions)
+        return Scores(version=version, all=part, missing=missing, unknown=unknown)
+    if null_odds is not None and (absent := [n for n in known & predictions.keys() if n not in null_odds]):
+        raise UsageError(f"the null odds lack questions that have a prediction: {shorten(sorted(absent))}")
+    return _score_2_0(data.questions, predictions, null_odds, null_threshold, missing, unknown)
+
+
+def normalise_answer(text: str) -> str:
+    """Return the text in lower case, without ASCII punctuation, articles and superfluous white space."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def token_f1(prediction: Sequence[str], gold: Sequence[str]) -> float:
+    """Return the F1 of two bags of words; 0 if they share none."""
+    num_same = sum((Counter(prediction) & Counter(gold)).values())
+    if num_same == 0:
+        return 0.0
+    precision, recall = num_same / len(prediction), num_same / len(gold)
+    return 2 * precision * recall / (precision + recall)
+
+
+def _score_1_1(data: SquadData, predictions: Mapping[str, str]) -> Part:
+    exact = f1 = 0.0
+    for question in data.questions:
+        if not question.answers:
+            raise UsageError(
+                f"{data.path}: question {question.id!r} has no answer, which the rules of 1.1 do not know; "
+                "score by those of 2.0"
+            )
+        if question.id in predictions:
+            prediction = normalise_answer(predictions[question.id])
+            golds = [normalise_answer(answer.text) for answer in question.answers]
+            exact += prediction in golds
+            f1 += max(token_f1(prediction.split(), gold.split()) for gold in golds)
+    total = len(data.questions)
+    return Part(exact=100.0 * exact / total, f1=100.0 * f1 / total, total=total)
+
+
+def _score_2_0(
+    questions: Sequence[Question],
+    predictions: Mapping[str, str],
+    null_odds: Mapping[str, float] | None,
+    null_threshold: float,
+    missing: tuple[str, ...],
+    unknown: tuple[str, ...],
+) -> Scores:
+    raw = {question.id: _compare(question, predictions.get(question.id)) for question in questions}
+    final = dict(raw)
+    if null_odds is not None:
+        for question in questions:
+            if question.id in predictions and null_odds[question.id] > null_threshold:
+                final[question.id] = (float(not question.answers),) * 2
+    answerable = [question.id for question in questions if question.answers]
+    unanswerable = [question.id for question in questions if not question.answers]
+    best = None
+    if null_odds is not None:
+        exact, exact_threshold = _best_threshold(questions, predictions, null_odds, raw, 0)
+        f1, f1_threshold = _best_threshold(questions, predictions, null_odds, raw, 1)
+        best = Best(exact=exact, exact_threshold=exact_threshold, f1=f1, f1_threshold=f1_threshold)
+    return Scores(
+        version="2.0",
+        all=_part(final, list(final)),
+        answerable=_part(final, answerable) if answerable else None,
+        unanswerable=_part(final, unanswerable) if unanswerable else None,
+        best=best,
+        missing=missing,
+        unknown=unknown,
+    )
+
+
+def _compare(question: Question, prediction: str | None) -> tuple[float, float]:
+    """Return exact match and F1 of one prediction by the rules of 2.0."""
+    if prediction is None:
+        return 0.0, 0.0
+    ours = normalise_answer(prediction)
+    golds = [gold for answer in question.answers if (gold := normalise_answer(answer.text))] or [""]
+    f1 = max(token_f1(ours.split(), gold.split()) if ours and gold else float(ours == gold) for gold in golds)
+    return float(ours in golds), f1
+
+
+def _part(scores: Mapping[str, tuple[float, float]], names: Sequence[str]) -> Part:
+    total = len(names)
+    exact, f1 = (100.0 * sum(scores[name][k] for name in names) / total for k in (0, 1))
+    return Part(exact=exact, f1=f1, total=total)
+
+
+def _best_threshold(
+    questions: Sequence[Question],
+    predictions: Mapping[str, str],
+    null_odds: Mapping[str, float],
+    scores: Mapping[str, tuple[float, float]],
+    which: int,
+) -> tuple[float, float]:
+    """Return the best score of any threshold and that threshold: all unanswered, then ever more answered."""
+    # questions of equal odds stand in the order of their file, as in the official script
+    place = {name: k for k, name in enumerate(null_odds)}
+    answered = [question for question in questions if question.id in predictions]
+    answered.sort(key=lambda question: (null_odds[question.id], place[question.id]))
+    score = best = float(sum(not question.answers for question in answered))
+    threshold = 0.0
+    for question in answered:
+        if question.answers:
+            score += scores[question.id][which]
+        elif predictions[question.id]:
+            score -= 1
+        if score > best:
+            best, threshold = score, null_odds[question.id]
+    return 100.0 * best / len(questions), threshold
