@@ -33,9 +33,10 @@ TEST(engine_abort_frees_all_waiters_everywhere) {
   for (const Placement& placement : placements()) {
     Group group(placement);
     const int last = group.size() - 1;
+    std::atomic<int> waiting{0};
     group.each([&](int rank, Engine& engine) {
       if (rank == last) {  // it never begins the operation
-        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        while (waiting < last) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         engine.abort("the reason");
         CHECK(contains(engine.error(), "the reason"));
         return;
@@ -44,6 +45,7 @@ TEST(engine_abort_frees_all_waiters_everywhere) {
       const std::uint64_t first = submit(engine, Kind::all_reduce, x.data(), x.data(), x.size());
       const std::uint64_t second = submit(engine, Kind::broadcast, x.data(), x.data(), x.size(), shoal::Combine::sum, last);
       engine.watch(second);
+      waiting.fetch_add(1);
       std::thread other([&] { CHECK(contains(why_it_fails(engine, second), "the reason")); });
       CHECK(contains(why_it_fails(engine, first), "the reason"));
       other.join();
