@@ -1,0 +1,300 @@
+"""Questions and paragraphs to windows that fit a model: token ids, and the answer as token positions.
+
+A paragraph is tokenised once, not once for each of its questions, and everything after the tokenizer is
+arithmetic on whole arrays. Windows stand one after the other without padding. How a window looks (which
+special tokens, which types) is read off the tokenizer, so BERT, ALBERT, RoBERTa and DistilBERT all do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from shoal.data.squad.files import SquadData, stands_at
+from shoal.errors import UsageError
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SPACE = np.array([chr(code).isspace() for code in range(0x3001)])  # up to the last that is
+_QUESTION, _CONTEXT = 0, 1
+_TEXTS_AT_ONCE = 512
+"""The tokenizer's own objects of more texts would need far more memory than their ids."""
+_NO_TOKENS = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowConfig:
+    """How paragraphs are cut.
+
+    Raises:
+        UsageError: no room is left for the paragraph, or windows would not advance.
+    """
+
+    max_seq_length: int = 384
+    """Tokens in a window at most, the special ones included."""
+    doc_stride: int = 128
+    """Tokens from the begin of a window to that of the next, as in Google's BERT."""
+    overlap: int | None = None
+    """Instead of ``doc_stride``: tokens that two windows share. It is what transformers' ``run_qa`` calls
+    ``doc_stride``."""
+    max_question_length: int = 64
+    """Tokens of a question; what is longer is cut off at the end."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_seq_length", "doc_stride", "max_question_length"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} {getattr(self, name)} must be at least 1")
+        if self.overlap is not None and self.overlap < 0:
+            raise UsageError(f"overlap {self.overlap} must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquadFeatures:
+    """Windows ``[num_windows]``, one question's after the other's, and the paragraphs' tokens.
+
+    Tokens of window ``w`` are ``bounds[w]`` to ``bounds[w + 1]`` of ``tokens`` and ``types``; of these the
+    paragraph's begin at ``context_begin[w]`` and are ``context_length[w]``.
+    """
+
+    data: SquadData
+    tokens: Int32Array
+    """Token ids of all windows, flat."""
+    types: npt.NDArray[np.uint8]
+    """Segment ids of all windows, flat."""
+    bounds: Int64Array
+    """Where windows begin, and where the last one ends: ``[num_windows + 1]``."""
+    question: Int32Array
+    """Index of the window's question in ``data.questions``."""
+    context_begin: Int32Array
+    """Position in the window of its first token of the paragraph."""
+    context_length: Int32Array
+    context_first: Int32Array
+    """Which token of the paragraph that is."""
+    start: Int32Array
+    """Position in the window of the answer's first token; 0 (CLS) where the answer is not all inside."""
+    end: Int32Array
+    """Position of its last token."""
+    paragraph_bounds: Int64Array
+    """Where the tokens of paragraphs begin in ``offsets``: ``[num_paragraphs + 1]``."""
+    offsets: Int32Array
+    """Begin and end of each token of each paragraph in its characters, blanks left out: ``[tokens, 2]``."""
+
+    def __len__(self) -> int:
+        return len(self.question)
+
+
+def make_features(data: SquadData, tokenizer: Tokenizer, config: WindowConfig) -> SquadFeatures:
+    """Cut every question's paragraph into windows.
+
+    Where a question has several answers, the first one gives the positions. An answer that does not stand at
+    ``answer_start``, or of blanks alone, is in no window.
+
+    Args:
+        tokenizer: with a post-processor for pairs; its padding and truncation do not count. Names of special
+            tokens in a text are ordinary characters.
+
+    Raises:
+        UsageError: the tokenizer puts no special tokens around pairs, or no room is left for the paragraph.
+    """
+    frame = _Frame(tokenizer)
+    with _plain(tokenizer):
+        questions = [q.text.strip() for q in data.questions]
+        question_ids, question_bounds, _ = _encode(tokenizer, questions, with_offsets=False)
+        context_ids, context_bounds, offsets = _encode(tokenizer, data.paragraphs, with_offsets=True)
+    characters = _Characters(data.paragraphs)
+    offsets = characters.without_blanks(offsets, context_bounds)
+    # windows of each question: how much of the paragraph fits, and how far the next one is
+    question_lengths = np.minimum(np.diff(question_bounds), config.max_question_length)
+    room = config.max_seq_length - frame.num_special - question_lengths
+    step = np.minimum(room, config.doc_stride) if config.overlap is None else room - config.overlap
+    if step.min() < 1:
+        raise UsageError(_no_room(config, frame.num_special, int(question_lengths.max())))
+    paragraph = np.array([q.paragraph for q in data.questions], dtype=np.int64)
+    lengths = np.diff(context_bounds)[paragraph]
+    num_windows = 1 + np.maximum(0, -(-(lengths - room) // step))
+
+    question = np.repeat(np.arange(len(data.questions)), num_windows)
+    number = _ranges(np.zeros_like(num_windows), num_windows)
+    first = number * step[question]
+    count = np.minimum(room[question], lengths[question] - first)
+    tokens, types, bounds, begin = frame.fill(
+        (question_ids, question_bounds[question], question_lengths[question]),
+        (context_ids, context_bounds[paragraph[question]] + first, count),
+    )
+    answer_first, answer_last = _answer_tokens(data, characters, offsets, context_bounds)
+    answer_first, answer_last = answer_first[question], answer_last[question]
+    inside = (answer_first >= first) & (answer_last >= answer_first) & (answer_last < first + count)
+    return SquadFeatures(
+        data=data,
+        tokens=tokens,
+        types=types,
+        bounds=bounds,
+        question=question.astype(np.int32),
+        context_begin=begin.astype(np.int32),
+        context_length=count.astype(np.int32),
+        context_first=first.astype(np.int32),
+        start=np.where(inside, begin + answer_first - first, 0).astype(np.int32),
+        end=np.where(inside, begin + answer_last - first, 0).astype(np.int32),
+        paragraph_bounds=context_bounds,
+        offsets=offsets,
+    )
+
+
+class _Frame:
+    """The special tokens around and between question and paragraph, as the tokenizer's template has them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        with _plain(tokenizer):
+            pair = tokenizer.encode("a", "a")
+        roles = pair.sequence_ids
+        if _QUESTION not in roles or _CONTEXT not in roles or roles[0] is not None or roles[-1] is not None:
+            raise UsageError(
+                "the tokenizer puts no special tokens before, between and after a pair of texts; choose one "
+                "with a post-processor for pairs, such as those of BERT, ALBERT or RoBERTa"
+            )
+        question = [k for k, role in enumerate(roles) if role == _QUESTION]
+        context = [k for k, role in enumerate(roles) if role == _CONTEXT]
+        cuts = [(0, question[0]), (question[-1] + 1, context[0]), (context[-1] + 1, len(roles))]
+        ids, types = np.array(pair.ids, dtype=np.int32), np.array(pair.type_ids, dtype=np.uint8)
+        self._special = [(ids[a:b], types[a:b]) for a, b in cuts]
+        self._type_of = types[question[0]], types[context[0]]
+        self.num_special = sum(b - a for a, b in cuts)
+
+    def fill(
+        self,
+        question: tuple[Int32Array, Int64Array, Int64Array],
+        context: tuple[Int32Array, Int64Array, Int64Array],
+    ) -> tuple[Int32Array, npt.NDArray[np.uint8], Int64Array, Int64Array]:
+        """Lay out all windows.
+
+        Args:
+            question, context: flat ids, and for each window where its part begins and its length.
+
+        Returns:
+            Flat ids, flat types, the bounds of windows, and where in each window the context begins.
+        """
+        before, between, after = (len(ids) for ids, _ in self._special)
+        context_begin = before + question[2] + between
+        lengths = context_begin + context[2] + after
+        bounds = np.concatenate([[0], np.cumsum(lengths)])
+        tokens = np.empty(bounds[-1], dtype=np.int32)
+        types = np.empty(bounds[-1], dtype=np.uint8)
+        at = bounds[:-1]
+        begins = (at, at + before + question[2], at + context_begin + context[2])
+        for begin, (ids, kinds) in zip(begins, self._special, strict=True):
+            for k, (token, kind) in enumerate(zip(ids, kinds, strict=True)):
+                tokens[begin + k], types[begin + k] = token, kind
+        parts = ((at + before, question), (at + context_begin, context))
+        for (begin, (ids, source, count)), kind in zip(parts, self._type_of, strict=True):
+            where = _ranges(begin, count)
+            tokens[where], types[where] = ids[_ranges(source, count)], kind
+        return tokens, types, bounds, context_begin
+
+
+class _Characters:
+    """All paragraphs as one row of characters: where each begins, which are blank."""
+
+    def __init__(self, paragraphs: Sequence[str]) -> None:
+        lengths = np.array([len(text) for text in paragraphs], dtype=np.int64)
+        self.bounds = np.concatenate([[0], np.cumsum(lengths)])
+        codes = np.frombuffer("".join(map(_encodable, paragraphs)).encode("utf-32-le"), dtype=np.uint32)
+        blank = np.append(_SPACE[np.minimum(codes, len(_SPACE) - 1)], False)
+        # for each character: the first at or after it that is not blank, and the end of the last before it
+        here = np.arange(len(blank))
+        self._next = np.minimum.accumulate(np.where(blank, len(blank), here)[::-1])[::-1]
+        self._last_end = np.maximum.accumulate(np.where(np.append(True, blank[:-1]), 0, here))
+
+    def without_blanks(self, offsets: Int32Array, bounds: Int64Array) -> Int32Array:
+        """Return the offsets of tokens with blanks at both ends left out; a token of blanks alone is empty.
+
+        Sentencepiece's tokens include the blank before a word.
+        """
+        base = np.repeat(self.bounds[:-1], np.diff(bounds))
+        begin, end = offsets[:, 0] + base, offsets[:, 1] + base
+        new_begin = np.minimum(self._next[begin], end)
+        new_end = np.maximum(self._last_end[end], new_begin)
+        return np.stack([new_begin - base, new_end - base], axis=1).astype(np.int32)
+
+
+def _answer_tokens(
+    data: SquadData, characters: _Characters, offsets: Int32Array, bounds: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """Return the first and the last token of the paragraph that each question's answer touches.
+
+    As in transformers' ``run_qa``, these are the last token that begins at or before the answer and the first
+    that ends at or after its end. Without an answer the first one is -1.
+    """
+    begins, ends = (np.full(len(data.questions), -1, dtype=np.int64) for _ in range(2))
+    for k, question in enumerate(data.questions):
+        if question.answers and not question.is_impossible:
+            text, start = question.answers[0].text, question.answers[0].start
+            if text.strip() and stands_at(data.paragraphs[question.paragraph], text, start):
+                begins[k] = start + len(text) - len(text.lstrip())
+                ends[k] = start + len(text.rstrip())
+    paragraph = np.array([q.paragraph for q in data.questions], dtype=np.int64)
+    base = characters.bounds[paragraph]
+    token_base = np.repeat(characters.bounds[:-1], np.diff(bounds))
+    first = np.searchsorted(offsets[:, 0] + token_base, begins + base, side="right") - 1 - bounds[paragraph]
+    last = np.searchsorted(offsets[:, 1] + token_base, ends + base, side="left") - bounds[paragraph]
+    return np.where(begins < 0, -1, first), last
+
+
+@contextmanager
+def _plain(tokenizer: Tokenizer) -> Iterator[None]:
+    """Let the tokenizer neither cut nor pad nor find special tokens in texts, and put it back afterwards."""
+    truncation, padding, names = tokenizer.truncation, tokenizer.padding, tokenizer.encode_special_tokens
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    try:
+        yield
+    finally:
+        tokenizer.encode_special_tokens = names
+        if truncation is not None:
+            tokenizer.enable_truncation(**truncation)
+        if padding is not None:
+            tokenizer.enable_padding(**padding)
+
+
+def _encode(
+    tokenizer: Tokenizer, texts: Sequence[str], *, with_offsets: bool
+) -> tuple[Int32Array, Int64Array, Int32Array]:
+    """Return flat ids, the bounds of texts, and (or none) the characters of each token, ``[tokens, 2]``."""
+    encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
+    ids, offsets = [_NO_TOKENS], [_NO_TOKENS.reshape(0, 2)]
+    for begin in range(0, len(texts), _TEXTS_AT_ONCE):
+        block = list(map(_encodable, texts[begin : begin + _TEXTS_AT_ONCE]))
+        for encoding in encode(block, add_special_tokens=False):
+            ids.append(np.array(encoding.ids, dtype=np.int32))
+            if with_offsets:
+                offsets.append(np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2))
+    bounds = np.cumsum([len(row) for row in ids], dtype=np.int64)
+    return np.concatenate(ids), bounds, np.concatenate(offsets)
+
+
+def _encodable(text: str) -> str:
+    """Return the text with half surrogate pairs, which no encoding has, replaced one by one."""
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
+
+
+def _ranges(begins: Int64Array, counts: Int64Array) -> Int64Array:
+    """Return ``begin, begin + 1, …`` of ``count`` numbers for each pair, one after the other."""
+    ends = np.cumsum(counts)
+    numbers: Int64Array = np.arange(ends[-1]) + np.repeat(begins - (ends - counts), counts)
+    return numbers
+
+
+def _no_room(config: WindowConfig, num_special: int, longest: int) -> str:
+    shared = f", {config.overlap} tokens of overlap" if config.overlap is not None else ""
+    return (
+        f"max_seq_length {config.max_seq_length} has no room for the paragraph beside {num_special} special "
+        f"tokens, a question of {longest}{shared} and one new token; raise it or lower the others"
+    )
