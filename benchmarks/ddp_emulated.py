@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comm_runs import run_on, watched
-from benchmarks.ddp_emulated_worker import BATCH, SEQUENCE, peak_bytes
+from benchmarks.ddp_emulated_worker import BATCH, SEQUENCE, memory_of
 from benchmarks.harness import Benchmark
 from shoal.launch.emulated import Cluster
 
@@ -43,7 +43,7 @@ def measure(model: str, repeats: int) -> dict[str, Any]:
         spec = json.dumps({"model": model, "backends": BACKENDS, "repeats": repeats})
         run_on(cluster, [sys.executable, "-m", "benchmarks.ddp_emulated_worker", spec, str(out)])
         result: dict[str, Any] = json.loads(out.read_text())
-        result["memory_bytes"] += sum(peak_bytes(helper.pid) for helper in cluster.helpers)
+        result["memory"] += [memory_of(helper.pid) for helper in cluster.helpers]
     return result
 
 
@@ -70,12 +70,13 @@ def main() -> int:
                 foreign_cores=[foreign],
                 num_retaken=num_retaken,
             )
+        own, shared = zip(*result["memory"], strict=True)
         bench.limit(
             f"{model}, peak memory of all processes",
-            result["memory_bytes"] / 2**30,
+            (sum(own) + max(shared)) / 2**30,
             MOST_MEMORY_GIB,
             unit="GiB",
-            formula="20 GiB for 8 workers and 8 helpers",
+            formula="20 GiB for 8 workers and 8 helpers; the libraries that they share are counted once",
             foreign_cores=[foreign],
         )
     return bench.finish()

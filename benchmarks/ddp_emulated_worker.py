@@ -93,12 +93,12 @@ class Training:
             raise SystemExit("the weights of the ranks differ")
 
 
-def peak_bytes(pid: int | str = "self") -> int:
-    """Return the most memory that a process has held, pages that it shares with others included."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def memory_of(pid: int | str = "self") -> tuple[int, int]:
+    """Return the most bytes that a process has held of its own, and those of libraries and shared memory."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    peak, *shared = (int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "RssFile", "RssShmem"))
+    return peak - sum(shared), sum(shared)
 
 
 def main() -> None:
@@ -121,10 +121,10 @@ def main() -> None:
             samples[name].append(training.step())
     training.check()
     samples = {name: groups.largest(seconds) for name, seconds in samples.items()}
-    memory = sum(groups.gather_json(peak_bytes()))
+    memory = groups.gather_json(memory_of())
     num_bytes = sum(p.numel() * 4 for p in training.ddp.parameters())
     if groups.rank == 0:
-        result = {"samples": samples, "memory_bytes": memory, "gradient_bytes": num_bytes}
+        result = {"samples": samples, "memory": memory, "gradient_bytes": num_bytes}
         Path(sys.argv[2]).write_text(json.dumps(result))
     groups.barrier()
     dist.destroy_process_group()
