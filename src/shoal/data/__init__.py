@@ -9,4 +9,7 @@
 5. ``examples`` makes masked-LM and sentence-order examples, a pure function of (seed, epoch, index):
    ``segments`` chooses the text, ``masking`` the tokens to predict.
 6. ``steps`` and ``loader`` hand each worker its part of each global batch; the state is one integer.
+
+Tasks to finetune on: ``squad`` reads, cuts, answers and scores SQuAD; ``classify`` reads MNLI and other files
+of labelled texts, and scores them.
 """
