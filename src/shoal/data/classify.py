@@ -158,7 +158,8 @@ def _tsv_rows(path: Path, columns: Columns) -> Iterator[_Row]:
                 f"{path}, line {number}: has {len(cells)} columns, but the first line names {len(names)}"
             )
         first, second, label = chosen
-        yield number, cells[where[first]], second and cells[where[second]], cells[where[label]]
+        other = None if second is None else cells[where[second]]
+        yield number, cells[where[first]], other, cells[where[label]]
 
 
 def _jsonl_rows(path: Path, columns: Columns) -> Iterator[_Row]:
@@ -169,10 +170,10 @@ def _jsonl_rows(path: Path, columns: Columns) -> Iterator[_Row]:
             raise UsageError(f"{path}, line {number}: is not JSON: {error}") from None
         if not isinstance(entry, dict):
             raise UsageError(f"{path}, line {number}: must be a JSON object with a key for each column")
-        first, second, label = (
-            None if name is None else entry[name] for name in _chosen(path, number, columns, entry)
-        )
-        texts = [first] if columns.second is None else [first, second]
+        names = _chosen(path, number, columns, entry)
+        first, label = entry[names[0]], entry[names[2]]
+        second = None if names[1] is None else entry[names[1]]
+        texts = [first] if names[1] is None else [first, second]
         is_label = isinstance(label, str | int) and not isinstance(label, bool)
         if not is_label or not all(isinstance(text, str) for text in texts):
             raise UsageError(f"{path}, line {number}: texts must be strings, labels strings or whole numbers")
