@@ -23,7 +23,7 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_SPACE = np.array([chr(code).isspace() for code in range(0x3001)])  # up to the last that is
+_SPACE = np.array([chr(code).isspace() for code in range(0x3002)])  # the last one stands for all beyond
 _QUESTION, _CONTEXT = 0, 1
 _TEXTS_AT_ONCE = 512
 """The tokenizer's own objects of more texts would need far more memory than their ids."""
@@ -102,7 +102,7 @@ def make_features(data: SquadData, tokenizer: Tokenizer, config: WindowConfig) -
             tokens in a text are ordinary characters.
 
     Raises:
-        UsageError: the tokenizer puts no special tokens around pairs, or no room is left for the paragraph.
+        UsageError: the tokenizer puts no special tokens around pairs, or paragraphs have no room.
     """
     frame = _Frame(tokenizer)
     with _plain(tokenizer):
@@ -131,7 +131,7 @@ def make_features(data: SquadData, tokenizer: Tokenizer, config: WindowConfig) -
     )
     answer_first, answer_last = _answer_tokens(data, characters, offsets, context_bounds)
     answer_first, answer_last = answer_first[question], answer_last[question]
-    inside = (answer_first >= first) & (answer_last >= answer_first) & (answer_last < first + count)
+    inside = (answer_first >= first) & (answer_last < first + count)
     return SquadFeatures(
         data=data,
         tokens=tokens,
@@ -229,8 +229,7 @@ def _answer_tokens(
 ) -> tuple[Int64Array, Int64Array]:
     """Return the first and the last token of the paragraph that each question's answer touches.
 
-    As in transformers' ``run_qa``, these are the last token that begins at or before the answer and the first
-    that ends at or after its end. Without an answer the first one is -1.
+    The first is -1 without an answer, and where the tokenizer has left out all characters of the answer.
     """
     begins, ends = (np.full(len(data.questions), -1, dtype=np.int64) for _ in range(2))
     for k, question in enumerate(data.questions):
@@ -242,9 +241,9 @@ def _answer_tokens(
     paragraph = np.array([q.paragraph for q in data.questions], dtype=np.int64)
     base = characters.bounds[paragraph]
     token_base = np.repeat(characters.bounds[:-1], np.diff(bounds))
-    first = np.searchsorted(offsets[:, 0] + token_base, begins + base, side="right") - 1 - bounds[paragraph]
-    last = np.searchsorted(offsets[:, 1] + token_base, ends + base, side="left") - bounds[paragraph]
-    return np.where(begins < 0, -1, first), last
+    first = np.searchsorted(offsets[:, 1] + token_base, begins + base, side="right") - bounds[paragraph]
+    last = np.searchsorted(offsets[:, 0] + token_base, ends + base, side="left") - 1 - bounds[paragraph]
+    return np.where((begins < 0) | (last < first), -1, first), last
 
 
 @contextmanager

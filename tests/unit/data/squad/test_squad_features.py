@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from squad_cases import make_data, words_tokenizer
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from shoal.data.squad.features import SquadFeatures, WindowConfig, make_features
 from shoal.data.squad.files import Answer, Question, SquadData, read_squad
@@ -100,14 +100,38 @@ def test_answers_are_found_again_in_odd_text(name: str) -> None:
         ("北京 is 😀 far\u00a0 away,  really\tfar.", "far\u00a0 away"),
         ("ALL CAPS and [MASK] [SEP] words: $5.50!", "[SEP] words"),
         ("cafe\u0301 noir", "cafe\u0301 noir"),
+        ("東京\u3000北京 x", "北京"),
         ("one two", " two"),  # the blank before an answer does not count
     ]
     data = make_data(*((context, "What, [CLS]?", answer) for context, answer in contexts))
     features = make_features(data, tokenizer, WindowConfig())
     assert features.start.all()
-    assert [span_text(features, w) for w in range(5)] == [answer.strip() for _, answer in contexts]
+    assert [span_text(features, w) for w in range(len(contexts))] == [
+        answer.strip() for _, answer in contexts
+    ]
     special = {tokenizer.token_to_id(token) for token in ("[MASK]", "[CLS]", "[SEP]")}
-    assert [sum(token in special for token in row) for row in rows(features.tokens, features)] == [3] * 5
+    assert [sum(token in special for token in row) for row in rows(features.tokens, features)] == [3] * len(
+        contexts
+    )
+
+
+def test_a_character_of_several_tokens_is_found_as_a_whole() -> None:
+    alphabet = ["[UNK]", "[CLS]", "[SEP]", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: k for k, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = words_tokenizer().post_processor
+    cases = [("ab 😀 c", "😀"), ("é", "é"), ("x 北京y", "北京y"), ("ab", "b")]
+    features = make_features(make_data(*((c, "z", a) for c, a in cases)), tokenizer, WindowConfig())
+    assert [span_text(features, w) for w in range(4)] == [answer for _, answer in cases]
+    assert (features.end - features.start + 1).tolist() == [4, 2, 7, 1]
+
+
+def test_an_answer_that_the_tokenizer_leaves_out_is_in_no_window() -> None:
+    tokenizer = words_tokenizer()
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    data = make_data(("a \u200b\u0007 b", "z", "\u0007"), ("a \u0007b", "z", "\u0007b"))
+    features = make_features(data, tokenizer, WindowConfig())
+    assert features.start.tolist() == features.end.tolist() == [0, 4]
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram"])

@@ -138,6 +138,8 @@ def test_thresholds() -> None:
     assert (tree["best_f1"], tree["best_f1_thresh"]) == (pytest.approx(100 * (2 + 1 + 2 / 3) / 5), 0.5)
     strict = score_squad(data, predictions, null_odds=odds, null_threshold=0.6)
     assert strict.all.f1 == pytest.approx(100 * (1 + 2 / 3 + 1 + 1) / 5)
+    reached = score_squad(data, predictions, null_odds=odds, null_threshold=3.0)
+    assert reached.all.exact == pytest.approx(100 * 3 / 5)  # odds equal to the threshold: answered
     best = score_squad(data, predictions, null_odds={**odds, "b": 0.6}).best
     assert best is not None and (best.f1_threshold, best.exact_threshold) == (0.6, 0.6)
 
