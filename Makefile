@@ -54,8 +54,8 @@ test-all: $(STAMP)  ## all tests, the complete matrices too; then the quick ones
 	$(BIN)/pytest -n 2
 	$(MAKE) VENV=.venv-oldest TORCH='$(OLDEST)' test
 
-bench: $(STAMP)  ## the figures of the README, to benchmarks/results (half an hour on a quiet machine)
-	@for name in reduce optimizers text_reader tokenise overhead train_step; do \
+bench: $(STAMP)  ## the figures of the README, to benchmarks/results (an hour on a quiet machine; root)
+	@for name in reduce optimizers text_reader tokenise overhead train_step comm backend_suite ddp_emulated; do \
 	  $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json \
 	    --markdown benchmarks/results/$$name.md || true; done
 

@@ -40,6 +40,7 @@ Engine::~Engine() {
   }
   if (transport_) transport_->stop();
   stage_.reset();
+  for (PeerState& state : states_) state.deferred.clear();
   transport_.reset();  // lets go of what its queues hold while the rest of the engine still stands
 }
 
@@ -70,7 +71,8 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
     for (int k = 0; k < 1 + data; ++k) {
       me.control = k == 0;
       try {
-        transport_->call_peer(index, me, topology_->is_helper(index) ? std::min(timeout_s, kHelperS) : timeout_s);
+        const double left_s = std::chrono::duration<double>(until - Clock::now()).count();
+        transport_->call_peer(index, me, topology_->is_helper(index) ? std::min(left_s, kHelperS) : left_s);
       } catch (const std::runtime_error& error) {
         throw std::runtime_error(server_name(index) + ": " + error.what());
       }

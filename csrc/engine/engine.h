@@ -179,6 +179,7 @@ class Engine : private Sink {
   void fail(const std::string& cause);
   void broadcast(FrameType type, std::uint64_t seq, std::uint64_t chunk, std::uint64_t signature,
                  const std::string& text);
+  void beat();
   void announce(const Op& op);
   void heard_announcement(int rank, const FrameHeader& header, const std::string& text);
   void compare(std::uint64_t seq, const Record& mine, const Announcement& theirs);
@@ -234,6 +235,8 @@ class Engine : private Sink {
   std::map<std::uint64_t, std::vector<Early>> early_;
   std::map<std::uint64_t, OpPtr> retained_;
   bool failed_ = false;
+  bool parted_ = false;  // the ranks do not ask for the same: nothing more may end, until it is known who asks what
+  std::uint64_t num_ticks_ = 0;
   std::uint64_t last_told_ = ~std::uint64_t{0};
 
   std::unique_ptr<TcpTransport> transport_;

@@ -59,6 +59,7 @@ void Engine::disagree(std::uint64_t seq) {
     }
   }
   if (mine.seq != seq) return;
+  parted_ = true;
   const bool fresh = last_told_ != seq;
   last_told_ = seq;
   if (!fresh) return;

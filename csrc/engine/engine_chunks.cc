@@ -62,7 +62,13 @@ void Engine::push(const OpPtr& op, std::uint64_t index, Payload data, Element in
   part.destination = destination;
   part.server = route(op->seq, index, op->chunks[index].server);
   if (part.server < 0) return fail("no server is left: the last helper was lost and workers do not serve");
-  if (forwards(op->spec.kind)) data.owner = hold(op);
+  if (forwards(op->spec.kind)) {
+    data.owner = hold(op);
+    const auto early = early_.find(op->seq);  // a source expects nothing: what came is of another operation
+    if (index == 0 && early != early_.end() && early->second.front().header.signature != op->signature) {
+      return disagree(op->seq);
+    }
+  }
   part.contribution = std::move(data);
   outbox_.waiting.emplace_back(op, index);
   pump();
@@ -84,7 +90,7 @@ double Engine::least_window() const {
 void Engine::pump() {
   if (outbox_.busy) return;  // an answer of our own server came while we were at it
   outbox_.busy = true;
-  while (!outbox_.waiting.empty()) {
+  while (!outbox_.waiting.empty() && !parted_) {
     const auto [op, index] = outbox_.waiting.front();
     const Op::Part& part = op->parts[index];
     const std::size_t bytes = part.server == options_.rank ? 0 : part.contribution.size;
@@ -137,12 +143,22 @@ void Engine::answer(int peer, const FrameHeader& header, const Payload& payload)
   const bool to_peer = kind == Kind::all_reduce || kind == Kind::barrier ||
                        (kind == Kind::reduce && peer == header.root) ||
                        (kind == Kind::reduce_scatter && peer == options_.rank);
-  send_result(peer, header, to_peer ? payload : Payload{});
-  if (!forwards(kind)) return;
+  if (!forwards(kind)) return send_result(peer, header, to_peer ? payload : Payload{});
+  // The contributor hears of it when the last one has been sent on: its window then bounds what waits here for
+  // a rank that does not read.
+  Payload forwarded = payload;
+  if (peer == options_.rank) {
+    send_result(peer, header, {});
+  } else {
+    const auto confirm = [this, peer, header](const void*) {
+      transport_->post([this, peer, header] { send_result(peer, header, {}); });
+    };
+    forwarded.owner = {payload.data, [confirm, owner = payload.owner](const void* data) { confirm(data); }};
+  }
   for (int host = 0; host < topology_->num_hosts(); ++host) {
     if (host == topology_->host_of(peer)) continue;
     const int root = kind == Kind::broadcast ? header.root : options_.rank;
-    send_result(topology_->owner(host, kind, root, header.chunk, options_.rank), header, payload);
+    send_result(topology_->owner(host, kind, root, header.chunk, options_.rank), header, forwarded);
   }
 }
 
@@ -178,7 +194,7 @@ void Engine::send(int peer, FrameHeader header, Payload payload) {
 
 // A result has come, or the word that a contribution was used.
 void Engine::deliver(const FrameHeader& header, Payload payload) {
-  if (failed_) return;
+  if (failed_ || parted_) return;
   const std::uint64_t begun = submitted_;  // read first: what begins meanwhile finds its results among the early
   const OpPtr op = find(header.seq);
   if (!op) {
@@ -186,7 +202,10 @@ void Engine::deliver(const FrameHeader& header, Payload payload) {
     else if (differs(header)) disagree(header.seq);
     return;
   }
-  if (op->signature != header.signature || header.chunk >= op->parts.size()) return disagree(header.seq);
+  if (op->signature != header.signature) return disagree(header.seq);
+  if (header.chunk >= op->parts.size()) {
+    return fail("the ranks cut " + numbered(header.seq) + " differently; give all of them the same options");
+  }
   const std::uint64_t index = header.chunk;
   Op::Part& part = op->parts[index];
   if (part.step == Op::Step::done) return;

@@ -212,6 +212,7 @@ void TcpTransport::send(int index, FrameHeader header, Payload payload) {
   std::shared_ptr<Connection> best;
   if (!carries_data(header.type) && peer.control) {
     best = peer.control;
+    peer.sent_control = true;
   } else {
     for (const auto& connection : peer.connections) {
       if (connection->control() && peer.connections.size() > 1) continue;

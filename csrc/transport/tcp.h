@@ -69,6 +69,7 @@ class TcpTransport : public Transport {
     std::vector<std::shared_ptr<Connection>> connections;
     std::shared_ptr<Connection> control;
     double silent_s = 0;
+    bool sent_control = false;  // and not seen acknowledged yet
     std::string ended;  // why one of the connections has ended while others stand
     double ended_s = 0;
     int probe_fd = -1;

@@ -104,6 +104,7 @@ void TcpTransport::adopt(int fd, int index, bool control) {
   set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
   set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 10);
   set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 10);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
   if (!control && options_.send_buffer_bytes > 0) set_option(fd, SOL_SOCKET, SO_SNDBUF, options_.send_buffer_bytes);
   auto connection = std::make_shared<Connection>(fd, index, control, pool_);
   connections_[fd] = connection;
@@ -148,7 +149,9 @@ bool TcpTransport::check_ended(int index, Peer& peer, double elapsed_s) {
 void TcpTransport::check_peer(int index, Peer& peer, double elapsed_s) {
   tcp_info info{};
   socklen_t size = sizeof info;
+  if (!peer.sent_control && peer.silent_s == 0) return;  // nothing was asked
   getsockopt(peer.control->fd(), IPPROTO_TCP, TCP_INFO, &info, &size);
+  peer.sent_control = info.tcpi_unacked > 0;
   const bool answers = info.tcpi_unacked == 0 || info.tcpi_last_ack_recv < 2.5e3 * options_.tick_s;
   if (answers || probe_answers(peer)) {
     peer.silent_s = 0;
