@@ -50,6 +50,8 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
   for (const PeerInfo& peer : peers) hosts.push_back(peer.host);
   const int num_helpers = static_cast<int>(helpers.size());
   topology_ = std::make_unique<Topology>(options_.rank, std::move(hosts), num_helpers, std::move(pattern));
+  // A helper may still hold the connections of an earlier job whose group had the same name.
+  identity_ = (segment + " " + options_.group).substr(0, kMaxGroupName);
   peers_ = std::move(peers);
   helpers_ = std::move(helpers);
   const auto num_servers = static_cast<std::size_t>(options_.size + num_helpers);
@@ -67,7 +69,7 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
     transport_->set_peer(index, address, port);
     wanted[static_cast<std::size_t>(index)] = static_cast<std::size_t>(1 + data);
     if (!call) return;
-    Introduction me{{options_.group, options_.rank, options_.size}, true};
+    Introduction me{{identity_, options_.rank, options_.size}, true};
     for (int k = 0; k < 1 + data; ++k) {
       me.control = k == 0;
       try {

@@ -205,6 +205,7 @@ class Engine : private Sink {
   const int pid_ = static_cast<int>(getpid());
   EngineOptions options_;
   std::unique_ptr<Topology> topology_;
+  std::string identity_;  // the group's name and what tells it from others of that name
   std::vector<PeerInfo> peers_;
   std::vector<HelperInfo> helpers_;
   BufferPool pool_;

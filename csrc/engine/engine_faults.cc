@@ -87,7 +87,7 @@ void Engine::broadcast(FrameType type, std::uint64_t seq, std::uint64_t chunk, s
 // ---- frames and peers -----------------------------------------------------------------------------------
 
 int Engine::on_identity(const Identity& who, std::string& why_not) {
-  if (who.group == options_.group && who.size == options_.size && who.rank > options_.rank && who.rank < who.size) {
+  if (who.group == identity_ && who.size == options_.size && who.rank > options_.rank && who.rank < who.size) {
     return who.rank;
   }
   why_not = "it is rank " + std::to_string(who.rank) + " of group '" + who.group + "', not of '" + options_.group + "'";

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 
@@ -23,7 +24,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr char kMark[9] = "SHOAL\0\0\1";
-constexpr std::size_t kNonceBytes = 16, kMacBytes = 32, kGroupBytes = 128;
+constexpr std::size_t kNonceBytes = 16, kMacBytes = 32;
 constexpr double kAttemptS = 1.0;
 
 Bytes mac(const Bytes& secret, const char* side, const Bytes& caller, const Bytes& listener, const Bytes& more = {}) {
@@ -148,8 +149,8 @@ Bytes read_challenge(const Bytes& secret, const Bytes& caller, const Bytes& chal
 }
 
 Bytes make_identity(const Bytes& secret, const Bytes& caller, const Bytes& listener, const Introduction& intro) {
-  if (intro.who.group.size() > kGroupBytes) throw std::runtime_error("the group's name is too long");
-  Bytes body(kGroupBytes, 0);
+  if (intro.who.group.size() > kMaxGroupName) throw std::runtime_error("the group's name is too long");
+  Bytes body(kMaxGroupName, 0);
   std::copy(intro.who.group.begin(), intro.who.group.end(), body.begin());
   put(body, static_cast<std::uint32_t>(intro.who.group.size()));
   put(body, static_cast<std::uint32_t>(intro.who.rank));
@@ -166,13 +167,13 @@ Introduction read_identity(const Bytes& secret, const Bytes& caller, const Bytes
   if (!same(Bytes(message.end() - kMacBytes, message.end()), mac(secret, "caller", caller, listener, body))) {
     throw std::runtime_error("it does not know the job's secret");
   }
-  const std::uint32_t length = get(body, kGroupBytes);
-  if (length > kGroupBytes) throw std::runtime_error("the group's name is too long");
+  const std::uint32_t length = get(body, kMaxGroupName);
+  if (length > kMaxGroupName) throw std::runtime_error("the group's name is too long");
   Introduction intro;
   intro.who.group.assign(body.begin(), body.begin() + length);
-  intro.who.rank = static_cast<int>(get(body, kGroupBytes + 4));
-  intro.who.size = static_cast<int>(get(body, kGroupBytes + 8));
-  intro.control = get(body, kGroupBytes + 12) != 0;
+  intro.who.rank = static_cast<int>(get(body, kMaxGroupName + 4));
+  intro.who.size = static_cast<int>(get(body, kMaxGroupName + 8));
+  intro.control = get(body, kMaxGroupName + 12) != 0;
   return intro;
 }
 
@@ -206,7 +207,7 @@ int call(const std::string& address, int port, const Bytes& secret, const Introd
     }
   }
   throw std::runtime_error(address + ":" + std::to_string(port) + " was not reached in " +
-                           std::to_string(static_cast<int>(timeout_s)) + " s: " + why);
+                           std::to_string(std::lround(timeout_s)) + " s: " + why);
 }
 
 }  // namespace shoal

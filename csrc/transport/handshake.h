@@ -18,6 +18,7 @@ namespace shoal {
 
 using Bytes = std::vector<std::uint8_t>;
 
+inline constexpr std::size_t kMaxGroupName = 128;
 inline constexpr std::size_t kHelloBytes = 24;
 inline constexpr std::size_t kChallengeBytes = 48;
 inline constexpr std::size_t kIdentityBytes = 176;

@@ -150,6 +150,7 @@ class Group:
         servers = range(self.size, self.size + len(helpers)) if helpers else range(self.size)
         pattern = list(self._pattern if self._pattern is not None else servers)
         segment = f"test-{os.getpid()}-{time.time_ns()}"
+        self.identity = f"{segment} faults"  # how the group's connections introduce themselves
         for rank, pipe in enumerate(self._pipes):
             if rank not in self._absent:  # these listen, and never go on
                 pipe.send((self.peers, helpers, pattern, segment, self._connect_s))

@@ -16,7 +16,6 @@ import pytest
 from comm_group import SECRET, Group, HelperProcess, Member, base, digest, expected, scale
 from comm_stranger import Frame
 
-GROUP = "faults"
 COUNT = 100_000
 NUM_STRANGERS = 1000
 HELPER_TAKES_PART = [0, 1, 2]
@@ -53,7 +52,7 @@ def test_a_thousand_strangers_change_no_sum_and_are_counted() -> None:
 
             def intrude(number: int) -> bool:
                 chance = random.Random(number)
-                return stranger.intrude(chance, *places[number % 3], group=GROUP, secret=SECRET)
+                return stranger.intrude(chance, *places[number % 3], group=group.identity, secret=SECRET)
 
             with ThreadPoolExecutor(16) as pool:
                 spoke = list(pool.map(intrude, range(NUM_STRANGERS)))
@@ -126,7 +125,9 @@ def test_an_impossible_frame_of_a_peer_ends_the_job_and_names_it(name: str) -> N
         group.expect(0, "sum", count=2)
         peer = group.peers[0]
         since = monotonic()
-        with stranger.join(peer.address, peer.port, SECRET, group=GROUP, rank=1, size=2) as connection:
+        with stranger.join(
+            peer.address, peer.port, SECRET, group=group.identity, rank=1, size=2
+        ) as connection:
             connection.sendall(frame.encode())
             for text in group.errors(range(2), since):
                 assert group.name(1) in text, text
@@ -161,7 +162,7 @@ def test_a_helper_drops_the_rank_that_sends_an_impossible_frame_and_the_job_goes
         with Group(stream_until_told, "ab", helpers=[helper], pattern=HELPER_TAKES_PART) as group:
             group.expect(0, "sum", count=2)
             with stranger.join(
-                helper.address, helper.port, SECRET, group=GROUP, rank=1, size=2
+                helper.address, helper.port, SECRET, group=group.identity, rank=1, size=2
             ) as connection:
                 connection.sendall(Frame(payload_crc=7).encode())
                 assert stranger.hears_the_end(connection)
@@ -172,4 +173,6 @@ def test_a_helper_drops_the_rank_that_sends_an_impossible_frame_and_the_job_goes
                 assert "helper h0 was lost" in group.values(rank, "events")[0][0]
             assert_sums(group)
         said = helper.stop()
-    assert "rank 1 of group 'faults' is gone: a frame's payload does not match its checksum" in said
+    assert (
+        f"rank 1 of group '{group.identity}' is gone: a frame's payload does not match its checksum" in said
+    )
