@@ -100,6 +100,7 @@ class Group:
         self.hosts, self.cluster, self.helpers = hosts, cluster, helpers
         self.size = len(hosts)
         self.reports: list[list[Report]] = [[] for _ in hosts]
+        self._gone: set[int] = set()
         self._function, self._args = function, args
         self._options = options if isinstance(options, Sequence) else [options] * self.size
         secret = SECRET if cluster is None else cluster.environment()["SHOAL_SECRET"]
@@ -198,12 +199,19 @@ class Group:
             )
             left = until - time.monotonic()
             assert left > 0, f"rank {rank} has not said {what!r} {count} times in {deadline_s} s"
-            if wait([self._pipes[rank]], left):
-                try:
-                    self.reports[rank].append(self._pipes[rank].recv())
-                except (EOFError, ConnectionResetError):
-                    raise AssertionError(f"rank {rank} is gone before it said {what!r}") from None
+            self._hear(left)
+            assert rank not in self._gone, f"rank {rank} is gone before it said {what!r}"
         return found[count - 1]
+
+    def _hear(self, timeout_s: float) -> None:
+        """Take a report of each worker that has one: nobody is to block on a full pipe."""
+        pipes = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in self._gone}
+        for pipe in wait(list(pipes), timeout_s):
+            assert isinstance(pipe, Connection)
+            try:
+                self.reports[pipes[pipe]].append(pipe.recv())
+            except (EOFError, ConnectionResetError):
+                self._gone.add(pipes[pipe])
 
     def values(self, rank: int, what: str) -> list[Any]:
         return [each.value for each in self.reports[rank] if each.what == what]
