@@ -193,7 +193,9 @@ def test_same_weights_as_with_gloo(tmp_path: Path, case: Callable[..., dict[str,
     for backend in ("gloo", "shoal"):
         run_group(_run, SIZE, tmp_path, case, tmp_path, args, backend=backend)
     for rank in range(SIZE):
-        wanted, found = (torch.load(tmp_path / f"{b}-{rank}.pt") for b in ("gloo", "shoal"))
+        wanted, found = (
+            torch.load(tmp_path / f"{b}-{rank}.pt", weights_only=True) for b in ("gloo", "shoal")
+        )
         assert found.keys() == wanted.keys()
         for name in wanted:
             assert torch.equal(found[name], wanted[name]), name
