@@ -132,6 +132,6 @@ def test_help_teaches(arguments: tuple[str, ...]) -> None:
 
 def test_help_does_not_wait_for_torch() -> None:
     run = "app(['train', 'albert', '--help'], result_action='return_value')"
-    check = f"import sys; from shoal.cli import app; {run}; print('torch' in sys.modules)"
+    check = f"import sys; from shoal.cli.app import app; {run}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
     assert result.stdout.splitlines()[-1] == "False", result.stderr

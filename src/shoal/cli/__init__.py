@@ -1,0 +1,1 @@
+"""The command line: ``app`` puts together the commands of the other modules."""

@@ -1,0 +1,48 @@
+"""``shoal evaluate …``: scores by official rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from cyclopts import App
+
+evaluate = App(name="evaluate", help="Score predictions by the official rules.")
+
+
+@evaluate.command(name="squad")
+def evaluate_squad(
+    *,
+    data: Path,
+    predictions: Path,
+    null_odds: Path | None = None,
+    null_threshold: float = 1.0,
+    rules: Literal["auto", "1.1", "2.0"] = "auto",
+    json: Path | None = None,
+) -> None:
+    """Score answers to SQuAD 1.1 or 2.0: exact match and F1, as the official scripts print them.
+
+    A question without a prediction counts as wrong.
+
+    Parameters
+    ----------
+    data
+        The official JSON file of questions and answers.
+    predictions
+        JSON object: question id to answer, empty for "no answer".
+    null_odds
+        2.0 only. JSON object: question id to the odds that there is no answer; gives the best thresholds.
+    null_threshold
+        Odds above which a question counts as not answered.
+    rules
+        Those of 1.1 or 2.0; auto: 2.0 if questions are marked as impossible or have no answer.
+    json
+        File for the scores as well.
+    """
+    from shoal.data.squad import evaluate as squad
+
+    version = None if rules == "auto" else rules
+    lines = squad.evaluate(
+        data, predictions, null_odds=null_odds, null_threshold=null_threshold, version=version, out=json
+    )
+    print(lines)

@@ -1,0 +1,79 @@
+"""``shoal emulate`` and ``shoal serve``: hosts that are emulated, and hosts that help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from shoal.errors import EXIT_OK
+
+
+def emulate(
+    *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    hosts: int,
+    nic: str | None = None,
+    helpers: int = 0,
+    helper_nic: str | None = None,
+    workers_per_host: int = 1,
+    log_dir: Path | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Run any command on emulated hosts: `shoal emulate --hosts 8 --nic 1gbit -- python job.py`.
+
+    Each host has a network of its own with a link of the given rate; processor, memory and files are this
+    machine's. The command finds its place in torchrun's variables. Needs Linux, root and iproute2.
+
+    Parameters
+    ----------
+    command
+        The command and its arguments, after `--`.
+    hosts
+        Hosts to make.
+    nic
+        Rate of each host's link in each direction, such as 200mbit; default: not limited.
+    helpers
+        Helper hosts, each with a server that sums gradients for backend shoal.
+    helper_nic
+        Rate of the helper hosts' links; default: --nic.
+    workers_per_host
+        How often the command runs on each host.
+    log_dir
+        Folder for the output of all ranks but the first; default: a temporary one, kept after a failure.
+    dry_run
+        Print the hosts, their addresses and rates, and stop.
+    """
+    from shoal.launch import emulated_job
+
+    where = emulated_job.Hosts(
+        hosts=hosts, nic=nic, helpers=helpers, helper_nic=helper_nic, workers_per_host=workers_per_host
+    )
+    if dry_run:
+        print(where.check())
+        return EXIT_OK
+    return emulated_job.emulate(command, where, log_dir=log_dir)
+
+
+def serve(
+    *, address: str, port: int = 7070, secret_file: Path | None = None, report_every_s: float = 0.0
+) -> int:
+    """Sum gradients on a helper host for workers whose backend is shoal, until SIGTERM or Ctrl-C.
+
+    Start it on each helper host, then the workers with SHOAL_HELPERS=ADDRESS:PORT,... and the same secret. It
+    needs neither torch nor a GPU.
+
+    Parameters
+    ----------
+    address
+        IPv4 address of the interface to listen on, and on no other.
+    port
+        Port to listen on; 0 takes a free one.
+    secret_file
+        File with the job's secret; default: SHOAL_SECRET_FILE or SHOAL_SECRET.
+    report_every_s
+        Print counters so often; 0 for never.
+    """
+    from shoal.comm import server
+
+    return server.serve(address=address, port=port, secret_file=secret_file, report_every_s=report_every_s)
