@@ -74,7 +74,10 @@ def test_broken_torch_is_told_with_its_reason(tmp_path: Path) -> None:
 
 def test_command_works_without_torch() -> None:
     """The command line itself must not need what the doctor is to diagnose."""
-    program = "import sys; sys.modules['torch'] = None; sys.argv[1:] = ['doctor']; import shoal.cli.app as c; c.main()"
+    program = (
+        "import sys; sys.modules['torch'] = None; sys.argv[1:] = ['doctor']; "
+        "from shoal.cli.app import main; main()"
+    )
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert child.returncode == 1
     assert "cannot be imported" in child.stdout
