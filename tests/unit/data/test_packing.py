@@ -1,0 +1,56 @@
+"""Packed batches against loops that place one token at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.data.packing import pack, pack_padded
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_every_array_by_its_definition(lengths: list[int]) -> None:
+    total, longest = sum(lengths), max(lengths)
+    tokens, types = np.arange(100, 100 + total), np.arange(total) % 2
+    packed = pack(tokens, types, np.array(lengths))
+    assert all(array.dtype == np.int64 for array in packed.values())
+    assert packed["tokens"].tolist() == tokens.tolist()
+    assert packed["types"].tolist() == types.tolist()
+    assert packed["lengths"].tolist() == lengths
+    grid = [[0] * longest for _ in lengths]
+    token = 0
+    for row, length in enumerate(lengths):
+        for position in range(length):
+            assert packed["positions"][token] == position
+            assert packed["places"][token] == row * longest + position
+            grid[row][position] = token
+            token += 1
+    assert packed["grid"].tolist() == grid
+
+
+def test_padded_batch_loses_only_its_padding() -> None:
+    ids = np.array([[7, 8, 9, 0], [5, 0, 0, 0], [1, 2, 0, 0]], dtype=np.int32)
+    types = np.array([[0, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]], dtype=np.uint8)
+    packed = pack_padded(ids, types, np.array([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]]))
+    expected = pack(np.array([7, 8, 9, 5, 1, 2]), np.array([0, 0, 1, 0, 0, 1]), np.array([3, 1, 2]))
+    assert packed.keys() == expected.keys()
+    for name, array in expected.items():
+        assert packed[name].tolist() == array.tolist(), name
+    assert packed["grid"].shape == (3, 3)  # the longest sequence, not the padded width
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [([], "at least one sequence"), ([3, 0], "none of them empty"), ([2, 2], "lengths add up to 4")],
+)
+def test_lengths_that_cannot_be(lengths: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack(np.zeros(3, dtype=np.int64), np.zeros(3, dtype=np.int64), np.array(lengths, dtype=np.int64))
+
+
+def test_padding_before_a_token_is_refused() -> None:
+    ids = np.ones((2, 3), dtype=np.int64)
+    with pytest.raises(ValueError, match="row 1: a token stands after padding"):
+        pack_padded(ids, ids, np.array([[1, 1, 0], [1, 0, 1]]))
