@@ -1,33 +1,23 @@
 """Questions and paragraphs to windows that fit a model: token ids, and the answer as token positions.
 
 A paragraph is tokenised once, not once for each of its questions, and everything after the tokenizer is
-arithmetic on whole arrays. Windows stand one after the other without padding. How a window looks (which
-special tokens, which types) is read off the tokenizer, so BERT, ALBERT, RoBERTa and DistilBERT all do.
+arithmetic on whole arrays. Windows stand one after the other without padding.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from shoal.data.frame import Frame, Int32Array, Int64Array, encodable, encode_texts, plain, ranges
 from shoal.data.squad.files import SquadData, stands_at
 from shoal.errors import UsageError
 
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _SPACE = np.array([chr(code).isspace() for code in range(0x3002)])  # the last one stands for all beyond
-_QUESTION, _CONTEXT = 0, 1
-_TEXTS_AT_ONCE = 512
-"""The tokenizer's own objects of more texts would need far more memory than their ids."""
-_NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +94,11 @@ def make_features(data: SquadData, tokenizer: Tokenizer, config: WindowConfig) -
     Raises:
         UsageError: the tokenizer puts no special tokens around pairs, or paragraphs have no room.
     """
-    frame = _Frame(tokenizer)
-    with _plain(tokenizer):
+    frame = Frame(tokenizer, num_texts=2)
+    with plain(tokenizer):
         questions = [q.text.strip() for q in data.questions]
-        question_ids, question_bounds, _ = _encode(tokenizer, questions, with_offsets=False)
-        context_ids, context_bounds, offsets = _encode(tokenizer, data.paragraphs, with_offsets=True)
+        question_ids, question_bounds, _ = encode_texts(tokenizer, questions, with_offsets=False)
+        context_ids, context_bounds, offsets = encode_texts(tokenizer, data.paragraphs, with_offsets=True)
     characters = _Characters(data.paragraphs)
     offsets = characters.without_blanks(offsets, context_bounds)
     # windows of each question: how much of the paragraph fits, and how far the next one is
@@ -122,10 +112,10 @@ def make_features(data: SquadData, tokenizer: Tokenizer, config: WindowConfig) -
     num_windows = 1 + np.maximum(0, -(-(lengths - room) // step))
 
     question = np.repeat(np.arange(len(data.questions)), num_windows)
-    number = _ranges(np.zeros_like(num_windows), num_windows)
+    number = ranges(np.zeros_like(num_windows), num_windows)
     first = number * step[question]
     count = np.minimum(room[question], lengths[question] - first)
-    tokens, types, bounds, begin = frame.fill(
+    tokens, types, bounds, (_, begin) = frame.fill(
         (question_ids, question_bounds[question], question_lengths[question]),
         (context_ids, context_bounds[paragraph[question]] + first, count),
     )
@@ -148,64 +138,13 @@ def make_features(data: SquadData, tokenizer: Tokenizer, config: WindowConfig) -
     )
 
 
-class _Frame:
-    """The special tokens around and between question and paragraph, as the tokenizer's template has them."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        with _plain(tokenizer):
-            pair = tokenizer.encode("a", "a")
-        roles = pair.sequence_ids
-        if _QUESTION not in roles or _CONTEXT not in roles or roles[0] is not None or roles[-1] is not None:
-            raise UsageError(
-                "the tokenizer puts no special tokens before, between and after a pair of texts; choose one "
-                "with a post-processor for pairs, such as those of BERT, ALBERT or RoBERTa"
-            )
-        question = [k for k, role in enumerate(roles) if role == _QUESTION]
-        context = [k for k, role in enumerate(roles) if role == _CONTEXT]
-        cuts = [(0, question[0]), (question[-1] + 1, context[0]), (context[-1] + 1, len(roles))]
-        ids, types = np.array(pair.ids, dtype=np.int32), np.array(pair.type_ids, dtype=np.uint8)
-        self._special = [(ids[a:b], types[a:b]) for a, b in cuts]
-        self._type_of = types[question[0]], types[context[0]]
-        self.num_special = sum(b - a for a, b in cuts)
-
-    def fill(
-        self,
-        question: tuple[Int32Array, Int64Array, Int64Array],
-        context: tuple[Int32Array, Int64Array, Int64Array],
-    ) -> tuple[Int32Array, npt.NDArray[np.uint8], Int64Array, Int64Array]:
-        """Lay out all windows.
-
-        Args:
-            question, context: flat ids, and for each window where its part begins and its length.
-
-        Returns:
-            Flat ids, flat types, the bounds of windows, and where in each window the context begins.
-        """
-        before, between, after = (len(ids) for ids, _ in self._special)
-        context_begin = before + question[2] + between
-        lengths = context_begin + context[2] + after
-        bounds = np.concatenate([[0], np.cumsum(lengths)])
-        tokens = np.empty(bounds[-1], dtype=np.int32)
-        types = np.empty(bounds[-1], dtype=np.uint8)
-        at = bounds[:-1]
-        begins = (at, at + before + question[2], at + context_begin + context[2])
-        for begin, (ids, kinds) in zip(begins, self._special, strict=True):
-            for k, (token, kind) in enumerate(zip(ids, kinds, strict=True)):
-                tokens[begin + k], types[begin + k] = token, kind
-        parts = ((at + before, question), (at + context_begin, context))
-        for (begin, (ids, source, count)), kind in zip(parts, self._type_of, strict=True):
-            where = _ranges(begin, count)
-            tokens[where], types[where] = ids[_ranges(source, count)], kind
-        return tokens, types, bounds, context_begin
-
-
 class _Characters:
     """All paragraphs as one row of characters: where each begins, which are blank."""
 
     def __init__(self, paragraphs: Sequence[str]) -> None:
         lengths = np.array([len(text) for text in paragraphs], dtype=np.int64)
         self.bounds = np.concatenate([[0], np.cumsum(lengths)])
-        codes = np.frombuffer("".join(map(_encodable, paragraphs)).encode("utf-32-le"), dtype=np.uint32)
+        codes = np.frombuffer("".join(map(encodable, paragraphs)).encode("utf-32-le"), dtype=np.uint32)
         blank = np.append(_SPACE[np.minimum(codes, len(_SPACE) - 1)], False)
         # for each character: the first at or after it that is not blank, and the end of the last before it
         here = np.arange(len(blank))
@@ -244,51 +183,6 @@ def _answer_tokens(
     first = np.searchsorted(offsets[:, 1] + token_base, begins + base, side="right") - bounds[paragraph]
     last = np.searchsorted(offsets[:, 0] + token_base, ends + base, side="left") - 1 - bounds[paragraph]
     return np.where((begins < 0) | (last < first), -1, first), last
-
-
-@contextmanager
-def _plain(tokenizer: Tokenizer) -> Iterator[None]:
-    """Let the tokenizer neither cut nor pad nor find special tokens in texts, and put it back afterwards."""
-    truncation, padding, names = tokenizer.truncation, tokenizer.padding, tokenizer.encode_special_tokens
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    try:
-        yield
-    finally:
-        tokenizer.encode_special_tokens = names
-        if truncation is not None:
-            tokenizer.enable_truncation(**truncation)
-        if padding is not None:
-            tokenizer.enable_padding(**padding)
-
-
-def _encode(
-    tokenizer: Tokenizer, texts: Sequence[str], *, with_offsets: bool
-) -> tuple[Int32Array, Int64Array, Int32Array]:
-    """Return flat ids, the bounds of texts, and (or none) the characters of each token, ``[tokens, 2]``."""
-    encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
-    ids, offsets = [_NO_TOKENS], [_NO_TOKENS.reshape(0, 2)]
-    for begin in range(0, len(texts), _TEXTS_AT_ONCE):
-        block = list(map(_encodable, texts[begin : begin + _TEXTS_AT_ONCE]))
-        for encoding in encode(block, add_special_tokens=False):
-            ids.append(np.array(encoding.ids, dtype=np.int32))
-            if with_offsets:
-                offsets.append(np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2))
-    bounds = np.cumsum([len(row) for row in ids], dtype=np.int64)
-    return np.concatenate(ids), bounds, np.concatenate(offsets)
-
-
-def _encodable(text: str) -> str:
-    """Return the text with half surrogate pairs, which no encoding has, replaced one by one."""
-    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
-
-
-def _ranges(begins: Int64Array, counts: Int64Array) -> Int64Array:
-    """Return ``begin, begin + 1, …`` of ``count`` numbers for each pair, one after the other."""
-    ends = np.cumsum(counts)
-    numbers: Int64Array = np.arange(ends[-1]) + np.repeat(begins - (ends - counts), counts)
-    return numbers
 
 
 def _no_room(config: WindowConfig, num_special: int, longest: int) -> str:
