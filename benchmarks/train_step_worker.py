@@ -101,7 +101,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
                     "token_type_ids": batch["token_type_ids"][row],
                     "attention_mask": batch["attention_mask"][row],
                     "labels": labels,
-                    "sentence_order_label": int(batch["sop_labels"][row]),
+                    "sentence_order_label": int(batch["labels"][row]),
                 }
             )
 

@@ -1,6 +1,6 @@
-"""Masked-LM and sentence-order examples: pure functions of (seed, epoch, index), a batch at a time.
+"""Masked-LM examples of two segments: pure functions of (seed, epoch, index), a batch at a time.
 
-Nothing is stored but tokens; each example's segments, masks and swap are drawn while reading from numbers
+Nothing is stored but tokens; each example's segments, masks and label are drawn while reading from numbers
 keyed by the seed, the epoch and the example's index. Reading the same example twice, in another batch, by
 another worker or in another process gives the same arrays.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.data.masking import MAX_SEQ_LENGTH, choose_tokens, prediction_budgets, replace_tokens, split_ngrams
-from shoal.data.segments import MIN_TOKENS, Segments, Windows
+from shoal.data.segments import MIN_TOKENS, PairTask, Segments, Windows
 from shoal.data.shards import TextShards
 from shoal.decide.draws import Int64Array, UInt64Array, draw, random_keys
 from shoal.errors import ShoalError, UsageError
@@ -34,6 +34,8 @@ class ExampleConfig:
     max_predictions_per_seq: int = 20
     mask_prob: float = 0.15
     max_ngram: int = 3
+    whole_words: bool = True
+    pairs: PairTask = "order"
     short_seq_prob: float = 0.1
     seed: int = 42
 
@@ -71,6 +73,7 @@ class ExampleReader:
             num_text_tokens=config.max_seq_length - NUM_SPECIAL,
             short_seq_prob=config.short_seq_prob,
             seed=config.seed,
+            pairs=config.pairs,
         )
         if not self.num_examples:
             raise UsageError(
@@ -103,7 +106,7 @@ class ExampleReader:
         - ``masked_positions`` int64 [B, P]: ascending, then 0;
         - ``masked_ids`` int64 [B, P]: the tokens that were there, then 0;
         - ``masked_weights`` float32 [B, P]: 1 for each prediction, then 0;
-        - ``sop_labels`` int64 [B]: 1 where the segments are swapped;
+        - ``labels`` int64 [B]: 1 where the segments are swapped, or the second is of another document;
         - ``epoch``, ``index`` int64 [B]: the names of the examples.
 
         Raises:
@@ -119,7 +122,7 @@ class ExampleReader:
             "token_type_ids": layout.second.astype(np.int64),
             "attention_mask": layout.attended.astype(np.int64),
             **self._mask(ids, layout, streams),
-            "sop_labels": segments.swapped.astype(np.int64),
+            "labels": segments.labels.astype(np.int64),
             "epoch": epochs_,
             "index": indices_,
         }
@@ -129,7 +132,7 @@ class ExampleReader:
         epochs_, indices_ = _int64_vectors(epochs, indices)
         streams = self._streams(epochs_, indices_)
         segments = self._windows.segments(epochs_, indices_, streams[:, _SEGMENTS])
-        return segments.end - segments.start + NUM_SPECIAL
+        return segments.num_tokens + NUM_SPECIAL
 
     def _streams(self, epochs: Int64Array, indices: Int64Array) -> UInt64Array:
         keys = random_keys(self.config.seed, _EXAMPLE, epochs, indices)
@@ -137,11 +140,12 @@ class ExampleReader:
 
     def _lay_out(self, segments: Segments, layout: _Layout) -> Int64Array:
         manifest = self.shards.manifest
-        ids = self._windows.gather(segments.shard, layout.source)
+        ids = self._gather(segments, layout)
         if int(ids.max()) >= manifest.vocab_size:
-            row = int(ids.max(axis=1).argmax())
+            row, column = divmod(int(ids.argmax()), ids.shape[1])
+            span = segments.second if layout.second[row, column] else segments.first
             raise ShoalError(
-                f"{self.shards.shards[int(segments.shard[row])].path}.tokens: token id {ids.max()} in a "
+                f"{self.shards.shards[int(span.shard[row])].path}.tokens: token id {ids.max()} in a "
                 f"vocabulary of {manifest.vocab_size}; the shard is damaged: prepare the text again"
             )
         ids[~layout.text] = manifest.pad_id
@@ -149,11 +153,27 @@ class ExampleReader:
         ids[layout.separators] = manifest.sep_id
         return ids
 
+    def _gather(self, segments: Segments, layout: _Layout) -> Int64Array:
+        """Read the text of both segments; only where they lie in two shards this takes two looks."""
+        apart = segments.first.shard != segments.second.shard
+        rows = np.flatnonzero(apart)
+        if not rows.size:
+            return self._windows.gather(segments.first.shard, layout.source)
+        elsewhere = layout.second & apart[:, None]
+        ids = self._windows.gather(
+            segments.first.shard, np.where(elsewhere, segments.first.start[:, None], layout.source)
+        )
+        own, start = elsewhere[rows], segments.second.start[rows, None]
+        second = self._windows.gather(segments.second.shard[rows], np.where(own, layout.source[rows], start))
+        ids[rows] = np.where(own, second, ids[rows])
+        return ids
+
     def _mask(self, ids: Int64Array, layout: _Layout, streams: UInt64Array) -> dict[str, npt.NDArray[Any]]:
         """Hide tokens in ``ids``, in place; return what was hidden where."""
         config = self.config
         num_rows = len(ids)
-        word_starts = layout.text & ~self._continues_word[ids] | layout.segment_starts
+        continues_word = self._continues_word[ids] & config.whole_words
+        word_starts = layout.text & ~continues_word | layout.segment_starts
         ngrams = split_ngrams(streams[:, _NGRAMS], word_starts, layout.segment_starts, config.max_ngram)
         budgets = prediction_budgets(
             layout.num_tokens,
@@ -180,12 +200,10 @@ class _Layout:
     """Where the parts of [CLS] first [SEP] second [SEP] lie in each row; boolean arrays ``[B, T]``."""
 
     def __init__(self, segments: Segments, max_seq_length: int) -> None:
-        first_start = np.where(segments.swapped, segments.middle, segments.start)[:, None]
-        first_end = np.where(segments.swapped, segments.end, segments.middle)[:, None]
-        second_start = np.where(segments.swapped, segments.start, segments.middle)[:, None]
-        num_text = (segments.end - segments.start)[:, None]
+        first, second = segments.first, segments.second
+        num_first, num_text = (first.end - first.start)[:, None], segments.num_tokens[:, None]
         column = np.arange(max_seq_length)
-        separator = 1 + first_end - first_start
+        separator = 1 + num_first
         last = num_text + 2
         self.num_tokens: Int64Array = num_text[:, 0] + NUM_SPECIAL
         self.attended = column <= last
@@ -195,8 +213,10 @@ class _Layout:
         self.text[:, 0] = False
         self.segment_starts = (column == 1) | (column == separator + 1)
         # The shard's token for each column; padding and specials read the first one, which is thrown away.
+        first_start, second_start = first.start[:, None], second.start[:, None]
         in_text = np.where(self.second, second_start - separator - 1, first_start - 1) + column
-        self.source: Int64Array = np.where(self.text, in_text, segments.start[:, None])
+        begin = np.where(self.second, second_start, first_start)
+        self.source: Int64Array = np.where(self.text, in_text, begin)
 
 
 def _int64_vectors(epochs: npt.ArrayLike, indices: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:

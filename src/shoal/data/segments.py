@@ -1,5 +1,11 @@
 """Which tokens an example is made of: windows over documents, cut into two segments.
 
+A pair of segments poses one of two questions. *Order* (ALBERT): the two halves of a window, in half of the
+examples swapped. *Next* (BERT): in half of the examples the second segment is text of another document,
+drawn with equal chance from all others, that begins at a sentence anywhere in it. It is as long as the half
+that it replaces, if its document is, so that lengths do not give the answer away. (google-research/bert
+also draws the place; there the second segment is shorter wherever a document's end is near.)
+
 A document of ``L`` tokens has ``ceil(L / C)`` windows of ``C`` tokens (the sequence length less its three
 special tokens), or none if it is too short. Their number depends on nothing else, so examples can be
 numbered once for all epochs. The windows' starts are spread evenly from the document's start to ``L - C``;
@@ -15,51 +21,88 @@ leaves it half full, so that it ends where the document ends and no token stays 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from shoal.data.shards import TextShards
 from shoal.decide.draws import Int64Array, UInt64Array, below, draw, random_keys, uniform
+from shoal.errors import UsageError
 
 BoolArray = npt.NDArray[np.bool_]
+PairTask = Literal["order", "next"]
+"""The question about two segments: sentence order, or next sentence."""
+
 _Groups = list[tuple[int, Any]]  # (shard number, the rows of a batch that lie in it)
 
 MIN_TOKENS = 8
 """Documents with fewer tokens give no example, and no segment is shortened below this."""
 
 _PHASE = 2  # this module's word among the uses of one seed
-_IS_SHORT, _SHORT_LENGTH, _BOUNDARY, _SWAPPED = range(4)  # counters of the draws of one example
+_IS_SHORT, _SHORT_LENGTH, _BOUNDARY, _LABEL, _OTHER, _PLACE = range(6)  # counters of one example's draws
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One segment of each example: tokens ``start`` to ``end`` of shard ``shard``, each array ``[B]``."""
+
+    shard: Int64Array
+    start: Int64Array
+    end: Int64Array
+
+    def where(self, condition: BoolArray, other: Span) -> Span:
+        """Return this span where ``condition [B]`` holds and ``other`` elsewhere."""
+        return Span(
+            shard=np.where(condition, self.shard, other.shard),
+            start=np.where(condition, self.start, other.start),
+            end=np.where(condition, self.end, other.end),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """The tokens of a batch of examples, one element an example, each array ``[B]``.
+    """The two segments of each example as the model sees them.
 
-    Segment A is tokens ``start`` to ``middle`` of the shard numbered ``shard``, B is ``middle`` to ``end``;
-    where ``swapped`` is true the model sees B before A.
+    ``labels`` (``[B]``) is true where they are swapped, or where the second is of another document.
     """
 
-    shard: Int64Array
-    start: Int64Array
-    middle: Int64Array
-    end: Int64Array
-    swapped: BoolArray
+    first: Span
+    second: Span
+    labels: BoolArray
+
+    @property
+    def num_tokens(self) -> Int64Array:
+        return self.first.end - self.first.start + self.second.end - self.second.start
 
 
 class Windows:
     """The numbering of all examples of a split, and the segments of each."""
 
-    def __init__(self, shards: TextShards, *, num_text_tokens: int, short_seq_prob: float, seed: int) -> None:
-        """Number the examples; this keeps 8 bytes of memory a document."""
+    def __init__(
+        self,
+        shards: TextShards,
+        *,
+        num_text_tokens: int,
+        short_seq_prob: float,
+        seed: int,
+        pairs: PairTask = "order",
+    ) -> None:
+        """Number the examples; this keeps 8 bytes of memory a document (16 for the task ``next``)."""
         self._shards = shards
+        self._pairs = pairs
         self._capacity = num_text_tokens
         self._short_seq_prob = short_seq_prob
         self._seed = seed
         lengths = shards.document_lengths()
         counts = np.where(lengths >= MIN_TOKENS, -(-lengths // num_text_tokens), 0)
         self._first_examples: Int64Array = np.concatenate([[0], np.cumsum(counts)])
+        self._usable: Int64Array = np.flatnonzero(counts) if pairs == "next" else np.zeros(0, np.int64)
+        if pairs == "next" and len(self._usable) == 1:
+            raise UsageError(
+                f"{shards.directory}: the split {shards.split!r} has one document of at least {MIN_TOKENS} "
+                "tokens, and next-sentence prediction takes segments of another one; prepare more documents"
+            )
 
     @property
     def num_examples(self) -> int:
@@ -81,14 +124,33 @@ class Windows:
         at_end = (spare > 0) & (offset == spare) & (2 * (last - following) >= capacity)
         start = np.where(at_end, following, start)
 
-        bits = draw(keys[:, None], np.arange(4))
+        bits = draw(keys[:, None], np.arange(6 if self._pairs == "next" else 4))
         u = uniform(bits)
         length = np.minimum(last - start, capacity)
         short = MIN_TOKENS + below(bits[:, _SHORT_LENGTH], capacity - MIN_TOKENS + 1)
         is_short = u[:, _IS_SHORT] < self._short_seq_prob
         end = start + np.where(is_short, np.minimum(length, short), length)
         middle = self._boundaries(groups, start, end, u[:, _BOUNDARY])
-        return Segments(shard=shard, start=start, middle=middle, end=end, swapped=u[:, _SWAPPED] < 0.5)
+        before = Span(shard=shard, start=start, end=middle)
+        after = Span(shard=shard, start=middle, end=end)
+        labels = u[:, _LABEL] < 0.5
+        if self._pairs == "next":
+            elsewhere = self._elsewhere(documents, end - middle, bits)
+            return Segments(first=before, second=elsewhere.where(labels, after), labels=labels)
+        return Segments(first=after.where(labels, before), second=before.where(labels, after), labels=labels)
+
+    def _elsewhere(self, documents: Int64Array, lengths: Int64Array, bits: UInt64Array) -> Span:
+        """Return text of up to ``lengths [B]`` tokens of any document but ``documents [B]``."""
+        number = below(bits[:, _OTHER], len(self._usable) - 1)
+        number += number >= self._usable.searchsorted(documents)
+        other = self._usable[number]
+        shard = self._shards.first_documents.searchsorted(other, side="right") - 1
+        groups = _rows_by_shard(shard)
+        first, last = self._extents(groups, other)
+        place = first + below(bits[:, _PLACE], np.maximum(last - first - lengths, 0) + 1)
+        snapped, _ = self._sentence_starts(groups, place)
+        start = np.where(place - snapped <= self._capacity // 2, snapped, place)
+        return Span(shard=shard, start=start, end=np.minimum(start + lengths, last))
 
     def gather(self, shard: Int64Array, positions: Int64Array) -> Int64Array:
         """Return the token ids at ``positions`` ``[B, T]`` of each row's shard."""

@@ -46,7 +46,7 @@ def find_window(documents, capacity, index):
 
 
 def segments(documents, config, epoch, index):
-    """Return (tokens of A, tokens of B, swapped)."""
+    """Return (first tokens, second tokens, label)."""
     capacity = config.max_seq_length - 3
     number, window, num_windows = find_window(documents, capacity, index)
     document = documents[number]
@@ -72,8 +72,28 @@ def segments(documents, config, epoch, index):
     end = start + length
     inside = [s for s in starts if start < s < end]
     middle = inside[below(draw(shape, 2), len(inside))] if inside else start + length // 2
-    swapped = uniform(draw(shape, 3)) < 0.5
-    return tokens[start:middle], tokens[middle:end], swapped
+    label = uniform(draw(shape, 3)) < 0.5
+    a, b = tokens[start:middle], tokens[middle:end]
+    if config.pairs == "order":
+        return (b, a, label) if label else (a, b, label)
+    return a, elsewhere(documents, capacity, number, len(b), shape) if label else b, label
+
+
+def elsewhere(documents, capacity, number, length, shape):
+    """Return up to ``length`` tokens of a document other than ``number``."""
+    others = [
+        document
+        for i, document in enumerate(documents)
+        if i != number and sum(map(len, document)) >= MIN_TOKENS
+    ]
+    document = others[below(draw(shape, 4), len(others))]
+    tokens = [token for sentence in document for token in sentence]
+    starts = list(accumulate(map(len, document), initial=0))[:-1]
+    place = below(draw(shape, 5), max(len(tokens) - length, 0) + 1)
+    start = starts[bisect_right(starts, place) - 1]
+    if place - start > capacity // 2:
+        start = place
+    return tokens[start : start + length]
 
 
 def split_ngrams(key, num_words, segment_firsts, max_ngram):
@@ -105,8 +125,7 @@ def choose(key, sizes, budget):
 
 def example(documents, manifest, config, epoch, index):
     """Return the arrays of one example as lists."""
-    a, b, swapped = segments(documents, config, epoch, index)
-    first, second = (b, a) if swapped else (a, b)
+    first, second, label = segments(documents, config, epoch, index)
     ids = [manifest.cls_id, *first, manifest.sep_id, *second, manifest.sep_id]
     types = [0] * (len(first) + 2) + [1] * (len(second) + 1)
     num_tokens = len(ids)
@@ -116,7 +135,7 @@ def example(documents, manifest, config, epoch, index):
     for offset, segment in ((1, first), (len(first) + 2, second)):
         segment_firsts.append(len(words))
         for i, token in enumerate(segment):
-            if i and manifest.continues_word[token]:
+            if i and config.whole_words and manifest.continues_word[token]:
                 words[-1].append(offset + i)
             else:
                 words.append([offset + i])
@@ -146,7 +165,7 @@ def example(documents, manifest, config, epoch, index):
         "masked_positions": masked + empty,
         "masked_ids": targets + empty,
         "masked_weights": [1.0] * len(masked) + [0.0] * len(empty),
-        "sop_labels": int(swapped),
+        "labels": int(label),
         "epoch": epoch,
         "index": index,
     }

@@ -33,7 +33,7 @@ def original_text(batch, row):
     border = batch["token_type_ids"][row].tolist().index(1)
     first, second = ids[1 : border - 1], ids[border:-1]
     assert (ids[0], ids[border - 1], ids[-1]) == (CLS, SEP, SEP)
-    return (second, first) if batch["sop_labels"][row] else (first, second)
+    return (second, first) if batch["labels"][row] else (first, second)
 
 
 def whole_text(batch, row):
@@ -52,7 +52,8 @@ def all_batches(reader, epochs=(0,), size=64):
 
 @pytest.mark.parametrize("sentence_tokens", [4, 20, 10_000])
 @pytest.mark.parametrize("num_shards", [1, 4])
-def test_examples_are_those_of_the_plain_rules(tmp_path, sentence_tokens, num_shards):
+@pytest.mark.parametrize("pairs", ["order", "next"])
+def test_examples_are_those_of_the_plain_rules(tmp_path, sentence_tokens, num_shards, pairs):
     documents = random_documents(MIXED, vocab_size=300, sentence_tokens=sentence_tokens, unknown_share=0.02)
     reader = reader_of(
         tmp_path,
@@ -62,6 +63,7 @@ def test_examples_are_those_of_the_plain_rules(tmp_path, sentence_tokens, num_sh
         max_seq_length=64,
         max_predictions_per_seq=8,
         short_seq_prob=0.3,
+        pairs=pairs,
         seed=5,
     )
     manifest = reader.shards.manifest
@@ -73,8 +75,8 @@ def test_examples_are_those_of_the_plain_rules(tmp_path, sentence_tokens, num_sh
                 assert batch[name][row].tolist() == value, (name, epoch, index)
 
 
-@pytest.mark.parametrize("max_ngram", [1, 2, 5])
-def test_other_settings_follow_the_plain_rules(tmp_path, max_ngram):
+@pytest.mark.parametrize(("max_ngram", "whole_words"), [(1, True), (1, False), (2, True), (5, True)])
+def test_other_settings_follow_the_plain_rules(tmp_path, max_ngram, whole_words):
     documents = random_documents([150, 90], vocab_size=300)
     reader = reader_of(
         tmp_path,
@@ -83,6 +85,7 @@ def test_other_settings_follow_the_plain_rules(tmp_path, max_ngram):
         max_seq_length=40,
         max_predictions_per_seq=39,
         max_ngram=max_ngram,
+        whole_words=whole_words,
         mask_prob=0.6,
         seed=-3,
     )
@@ -117,7 +120,7 @@ def test_shapes_and_types(tmp_path):
         "masked_positions": ((3, 9), "int64"),
         "masked_ids": ((3, 9), "int64"),
         "masked_weights": ((3, 9), "float32"),
-        "sop_labels": ((3,), "int64"),
+        "labels": ((3,), "int64"),
         "epoch": ((3,), "int64"),
         "index": ((3,), "int64"),
     }
@@ -195,6 +198,95 @@ def test_the_number_of_examples_follows_from_lengths(tmp_path):
     assert reader.num_examples == sum(math.ceil(length / 61) for length in MIXED if length >= 8)
 
 
+# Next sentence
+
+
+def unmasked(batch, row):
+    """Undo masks: (first segment, second segment) as the model sees them."""
+    plain_batch = {**batch, "labels": np.zeros_like(batch["labels"])}
+    return original_text(plain_batch, row)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """The documents, and (first segment, second segment, label) of each example of 60 epochs.
+
+    Every token occurs once, so that a segment's document and place are known from its tokens.
+    """
+    documents = random_documents([900, 61, 8, 300, 5, 130, 12], sentence_tokens=9, vocab_size=60_000)
+    unused = iter(range(5, 60_000))
+    documents = [[[next(unused) for _ in sentence] for sentence in document] for document in documents]
+    reader = reader_of(
+        tmp_path_factory.mktemp("pairs"),
+        documents,
+        num_shards=3,
+        vocab_size=60_000,
+        max_seq_length=64,
+        pairs="next",
+    )
+    found = [
+        (*unmasked(batch, row), int(batch["labels"][row]))
+        for batch in all_batches(reader, epochs=range(60))
+        for row in range(len(batch["index"]))
+    ]
+    return documents, found
+
+
+def test_a_second_segment_follows_or_is_of_another_document(pairs):
+    documents, found = pairs
+    texts = [flat(document) for document in documents]
+    place = {token: (number, i) for number, text in enumerate(texts) for i, token in enumerate(text)}
+    for first, second, label in found:
+        (a, start), (b, begin) = place[first[0]], place[second[0]]
+        assert first == texts[a][start : start + len(first)]
+        assert second == texts[b][begin : begin + len(second)]
+        assert (a != b) == bool(label)
+        if not label:
+            assert begin == start + len(first)
+        else:
+            sentence_starts = np.cumsum([0] + [len(s) for s in documents[b]]).tolist()
+            longest = max(len(s) for s in documents[b])
+            assert begin in sentence_starts or longest > 30
+
+
+def test_half_of_the_second_segments_are_of_another_document(pairs):
+    _, found = pairs
+    assert_binomial(sum(label for _, _, label in found), len(found), 0.5)
+
+
+def test_other_documents_come_with_equal_chance_and_short_ones_never(pairs):
+    documents, found = pairs
+    of_token = {token: i for i, document in enumerate(documents) for token in flat(document)}
+    others = [of_token[second[0]] for first, second, label in found if label and of_token[first[0]] == 0]
+    for number, document in enumerate(documents):
+        if number and len(flat(document)) >= 8:
+            assert_binomial(others.count(number), len(others), 1 / 5)
+        else:
+            assert number not in others
+
+
+def test_lengths_do_not_tell_the_label(many_pairs):
+    """All documents have 125 tokens: the second segment is as long as the one that it replaces."""
+    batch = many_pairs
+    lengths = batch["attention_mask"].sum(axis=1)
+    full = lengths == 128
+    assert_binomial(int(full[batch["labels"] == 1].sum()), int(batch["labels"].sum()), full.mean())
+    assert full.mean() > 0.85
+
+
+@pytest.fixture(scope="module")
+def many_pairs(tmp_path_factory):
+    documents = random_documents([125] * 2000, sentence_tokens=25, seed=3)
+    reader = reader_of(tmp_path_factory.mktemp("many"), documents, max_seq_length=128, pairs="next")
+    batches = list(all_batches(reader, size=500))
+    return {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
+
+
+def test_one_document_gives_no_next_sentences(tmp_path):
+    with pytest.raises(UsageError, match=r"'train' has one document of at least 8 tokens, .*prepare more"):
+        reader_of(tmp_path, random_documents([200, 7]), pairs="next")
+
+
 # Statistics
 
 
@@ -209,7 +301,7 @@ def many(tmp_path_factory):
 
 def test_half_of_the_pairs_are_swapped(many):
     _, batch = many
-    assert_binomial(int(batch["sop_labels"].sum()), len(batch["sop_labels"]), 0.5)
+    assert_binomial(int(batch["labels"].sum()), len(batch["labels"]), 0.5)
 
 
 def test_a_tenth_of_the_segments_is_short(many):
@@ -267,7 +359,7 @@ def test_words_are_never_split(many):
     num_long_words = 0
     for row in range(0, len(batch["index"]), 3):
         a, b = original_text(batch, row)
-        first, second = (b, a) if batch["sop_labels"][row] else (a, b)
+        first, second = (b, a) if batch["labels"][row] else (a, b)
         real = batch["masked_weights"][row] == 1
         masked = set(batch["masked_positions"][row][real].tolist())
         for offset, segment in ((1, first), (len(first) + 2, second)):

@@ -56,7 +56,7 @@ INPUTS = (
     "masked_positions",
     "masked_ids",
     "masked_weights",
-    "sop_labels",
+    "labels",
 )
 
 
@@ -114,7 +114,7 @@ def open_log(job: Job, restored: Restored | None, command: list[str]) -> RunLog:
     log.say(f"batch: {batch}")
     log.say(
         f"data: {job.train_reader.num_examples:,} training examples an epoch, "
-        f"{sum(len(part['sop_labels']) for part in held_out_whole):,} held out"
+        f"{sum(len(part['labels']) for part in held_out_whole):,} held out"
     )
     if restored:
         log.resume(record.Resume(step=restored.step, path=str(restored.path), damaged=restored.damaged))

@@ -54,7 +54,7 @@ def evaluate(
         for batch in batches():
             add_sums(batch, sums)
             num_masked += int(batch["masked_weights"].sum())
-            num_sequences += len(batch["sop_labels"])
+            num_sequences += len(batch["labels"])
     num_masked, num_sequences = world.sum_counts(num_masked, num_sequences)
     return record.Evaluation(
         step=step,
