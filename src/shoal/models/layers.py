@@ -1,0 +1,146 @@
+"""One view of the layers of BERT, RoBERTa, ALBERT and DistilBERT.
+
+transformers' modules hold the weights, under transformers' names, so that weights travel both ways. The four
+architectures are the same computation with the parts in other places; a :class:`Layer` names the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import NewGELUActivation
+from transformers.models.albert.modeling_albert import AlbertLayer
+from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.distilbert.modeling_distilbert import TransformerBlock
+from transformers.models.roberta.modeling_roberta import RobertaLayer
+
+MODEL_TYPES = ("bert", "albert", "roberta", "distilbert")
+"""What transformers writes as ``model_type`` for the architectures known here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The parts of a transformer layer in the order of use, normalised after each half as they come."""
+
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+    dense: nn.Linear
+    attention_norm: nn.LayerNorm
+    up: nn.Linear
+    activation: nn.Module
+    down: nn.Linear
+    output_norm: nn.LayerNorm
+    num_heads: int
+    attention_dropout: float
+    """Of attention weights."""
+    dense_dropout: float
+    """Of what attention adds."""
+    output_dropout: float
+    """Of what the feed-forward half adds."""
+
+
+def layers_of(base: PreTrainedModel) -> list[Layer]:
+    """Return the layers of a base model (``BertModel`` …) in the order of use, shared ones repeatedly."""
+    if base.config.model_type == "albert":
+        return _albert_layers(base)
+    if base.config.model_type == "distilbert":
+        return [_distilbert_layer(layer) for layer in base.transformer.layer]
+    return [_bert_layer(layer) for layer in base.encoder.layer]
+
+
+def embed(base: PreTrainedModel, tokens: Tensor, types: Tensor, positions: Tensor) -> Tensor:
+    """Return what enters the first layer, ``[T, hidden]``, of ``[T]`` ids, segments and positions."""
+    config = base.config
+    hidden: Tensor
+    if config.model_type == "distilbert":
+        hidden = base.embeddings(tokens[None], position_ids=positions[None])[0]
+    else:
+        if config.type_vocab_size == 1:  # RoBERTa tells its segments apart by separators alone
+            types = torch.zeros_like(types)
+        if config.model_type == "roberta":  # counts from behind the row that it keeps for padding
+            positions = positions + (base.embeddings.padding_idx + 1)
+        hidden = base.embeddings(tokens[None], token_type_ids=types[None], position_ids=positions[None])[0]
+    if config.model_type == "albert":
+        hidden = base.encoder.embedding_hidden_mapping_in(hidden)
+    return hidden
+
+
+def fused_activation(module: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return the same function in one operation where torch has it.
+
+    transformers writes ``gelu_new`` out as seven elementwise operations; torch's tanh-GELU is the same.
+    """
+    if isinstance(module, NewGELUActivation):
+        return nn.GELU(approximate="tanh")
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def _bert_layer(layer: BertLayer | RobertaLayer) -> Layer:
+    attention, output = layer.attention, layer.output
+    return Layer(
+        query=attention.self.query,
+        key=attention.self.key,
+        value=attention.self.value,
+        dense=attention.output.dense,
+        attention_norm=attention.output.LayerNorm,
+        up=layer.intermediate.dense,
+        activation=fused_activation(layer.intermediate.intermediate_act_fn),
+        down=output.dense,
+        output_norm=output.LayerNorm,
+        num_heads=attention.self.num_attention_heads,
+        attention_dropout=attention.self.dropout.p,
+        dense_dropout=attention.output.dropout.p,
+        output_dropout=output.dropout.p,
+    )
+
+
+def _albert_layers(base: PreTrainedModel) -> list[Layer]:
+    groups = base.encoder.albert_layer_groups
+    views = [[_albert_layer(layer) for layer in group.albert_layers] for group in groups]
+    count = base.config.num_hidden_layers
+    # as transformers divides, rounding included
+    return [layer for number in range(count) for layer in views[int(number / (count / len(views)))]]
+
+
+def _albert_layer(layer: AlbertLayer) -> Layer:
+    attention = layer.attention
+    return Layer(
+        query=attention.query,
+        key=attention.key,
+        value=attention.value,
+        dense=attention.dense,
+        attention_norm=attention.LayerNorm,
+        up=layer.ffn,
+        activation=fused_activation(layer.activation),
+        down=layer.ffn_output,
+        output_norm=layer.full_layer_layer_norm,
+        num_heads=attention.num_attention_heads,
+        attention_dropout=attention.attention_dropout.p,
+        dense_dropout=attention.output_dropout.p,
+        output_dropout=0.0,  # transformers has a module for it and does not call it
+    )
+
+
+def _distilbert_layer(layer: TransformerBlock) -> Layer:
+    attention = layer.attention
+    return Layer(
+        query=attention.q_lin,
+        key=attention.k_lin,
+        value=attention.v_lin,
+        dense=attention.out_lin,
+        attention_norm=layer.sa_layer_norm,
+        up=layer.ffn.lin1,
+        activation=fused_activation(layer.ffn.activation),
+        down=layer.ffn.lin2,
+        output_norm=layer.output_layer_norm,
+        num_heads=attention.n_heads,
+        attention_dropout=attention.dropout.p,
+        dense_dropout=0.0,
+        output_dropout=layer.ffn.dropout.p,
+    )
