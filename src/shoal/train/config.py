@@ -133,12 +133,18 @@ def as_tree(config: object) -> dict[str, Any]:
         if is_dataclass(value):
             tree[field.name] = as_tree(value)
         elif value is not None:
-            tree[field.name] = str(value) if isinstance(value, Path) else value
+            tree[field.name] = _plain(value)
     return tree
 
 
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
 def to_toml(tree: Mapping[str, Any]) -> str:
-    """Return a two-level tree of strings, numbers and booleans as TOML."""
+    """Return a two-level tree of strings, numbers, booleans and lists of these as TOML."""
     lines: list[str] = []
     for section, values in tree.items():
         lines.append(f"[{section}]")
@@ -152,6 +158,8 @@ def _toml_value(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, int | float):
         return repr(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
     escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shoal.data.squad.config import AnswerConfig
 from shoal.data.squad.features import SquadFeatures
 from shoal.errors import ShoalError, UsageError
 
@@ -24,31 +25,6 @@ FloatArray = npt.NDArray[np.floating[Any]]
 
 _LENGTH_COUNTS = 0.01
 """How much a token of a window's length counts beside one of context, in Google's rule."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswerConfig:
-    """How answers are chosen.
-
-    Raises:
-        UsageError: a value is out of its range.
-    """
-
-    n_best: int = 20
-    """Starts and ends looked at in each window, and answers listed for each question."""
-    max_answer_length: int = 30
-    """Tokens of an answer at most."""
-    null_threshold: float = 2.0
-    """SQuAD 2.0: no answer if its score is above the best answer's by more than this."""
-    max_context: bool = True
-    """Take a span only from the window with the most context around its start."""
-
-    def __post_init__(self) -> None:
-        for name in ("n_best", "max_answer_length"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} {getattr(self, name)} must be at least 1")
-        if math.isnan(self.null_threshold):
-            raise UsageError("null_threshold must be a number")
 
 
 @dataclass(frozen=True, kw_only=True)

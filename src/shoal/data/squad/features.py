@@ -14,36 +14,11 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from shoal.data.frame import Frame, Int32Array, Int64Array, encodable, encode_texts, plain, ranges
+from shoal.data.squad.config import WindowConfig
 from shoal.data.squad.files import SquadData, stands_at
 from shoal.errors import UsageError
 
 _SPACE = np.array([chr(code).isspace() for code in range(0x3002)])  # the last one stands for all beyond
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowConfig:
-    """How paragraphs are cut.
-
-    Raises:
-        UsageError: no room is left for the paragraph, or windows would not advance.
-    """
-
-    max_seq_length: int = 384
-    """Tokens in a window at most, the special ones included."""
-    doc_stride: int = 128
-    """Tokens from the begin of a window to that of the next, as in Google's BERT."""
-    overlap: int | None = None
-    """Instead of ``doc_stride``: tokens that two windows share. It is what transformers' ``run_qa`` calls
-    ``doc_stride``."""
-    max_question_length: int = 64
-    """Tokens of a question; what is longer is cut off at the end."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_seq_length", "doc_stride", "max_question_length"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} {getattr(self, name)} must be at least 1")
-        if self.overlap is not None and self.overlap < 0:
-            raise UsageError(f"overlap {self.overlap} must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)

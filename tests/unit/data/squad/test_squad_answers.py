@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from squad_cases import make_data, words_tokenizer
 
-from shoal.data.squad.answers import AnswerConfig, choose_answers
-from shoal.data.squad.features import SquadFeatures, WindowConfig, make_features
+from shoal.data.squad.answers import choose_answers
+from shoal.data.squad.config import AnswerConfig, WindowConfig
+from shoal.data.squad.features import SquadFeatures, make_features
 from shoal.data.squad.score import score_squad
 from shoal.errors import ShoalError, UsageError
 

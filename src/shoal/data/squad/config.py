@@ -1,0 +1,59 @@
+"""Settings of windows and of answers. Standard library only, so that a command line can show them at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shoal.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowConfig:
+    """How paragraphs are cut.
+
+    Raises:
+        UsageError: no room is left for the paragraph, or windows would not advance.
+    """
+
+    max_seq_length: int = 384
+    """Tokens in a window at most, the special ones included."""
+    doc_stride: int = 128
+    """Tokens from the begin of a window to that of the next, as in Google's BERT."""
+    overlap: int | None = None
+    """Instead of ``doc_stride``: tokens that two windows share. It is what transformers' ``run_qa`` calls
+    ``doc_stride``."""
+    max_question_length: int = 64
+    """Tokens of a question; what is longer is cut off at the end."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_seq_length", "doc_stride", "max_question_length"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} {getattr(self, name)} must be at least 1")
+        if self.overlap is not None and self.overlap < 0:
+            raise UsageError(f"overlap {self.overlap} must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerConfig:
+    """How answers are chosen.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+
+    n_best: int = 20
+    """Starts and ends looked at in each window, and answers listed for each question."""
+    max_answer_length: int = 30
+    """Tokens of an answer at most."""
+    null_threshold: float = 2.0
+    """SQuAD 2.0: no answer if its score is above the best answer's by more than this."""
+    max_context: bool = True
+    """Take a span only from the window with the most context around its start."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_best", "max_answer_length"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} {getattr(self, name)} must be at least 1")
+        if math.isnan(self.null_threshold):
+            raise UsageError("null_threshold must be a number")
