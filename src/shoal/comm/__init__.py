@@ -28,7 +28,7 @@ The story of one gradient:
     future on which DDP waits. The gradient is where it was, averaged.
 
 What does not run on the engine (``scatter``, ``gather``, ``all_to_all``, ``send``, ``recv``, sparse
-tensors) goes to an inner gloo group that is made when it is first needed (``delegate``). The collectives
+tensors) goes to an inner gloo group that is made when it is first needed (``inner``). The collectives
 among them announce themselves through the engine all the same.
 
 This package itself imports no torch: a helper host runs its server without it.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from torch._C._distributed_c10d import (
     BroadcastOptions,
     ReduceOptions,
     ReduceScatterOptions,
-    Store,
     Work,
 )
 
@@ -65,18 +65,9 @@ def create_group(meeting: Any, options: Any) -> ShoalProcessGroup:
 class ShoalProcessGroup(DelegatingGroup):
     """A group whose collectives run on the engine. They return at once, with a ``Work``."""
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        name: str,
-        global_ranks: list[int],
-        options: EngineOptions | None = None,
-    ) -> None:
-        super().__init__(store, rank, size, timeout, name, global_ranks, options)
-        self._fused = Fused(self._submit, rank, size)
+    @cached_property
+    def _fused(self) -> Fused:
+        return Fused(self._submit, self._rank, self._size)
 
     # ---- collectives of the engine ------------------------------------------------------------------------
 
@@ -130,10 +121,7 @@ class ShoalProcessGroup(DelegatingGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
         if outputs and isinstance(outputs[0], Tensor):  # all_gather(list, tensor)
             outputs = [outputs]
-        (tensor,), opts = (
-            one(inputs, "all_gather"),
-            options_of(opts, AllgatherOptions, timeout),
-        )
+        (tensor,), opts = one(inputs, "all_gather"), options_of(opts, AllgatherOptions, timeout)
         operands.check_cpu([tensor, *outputs[0]], "all_gather")
         return self._fused.all_gather_list(list(outputs[0]), tensor, opts)
 

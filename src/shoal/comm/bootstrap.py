@@ -130,9 +130,7 @@ def connect_engine(
     num_hosts = len(set(hosts))
     if num_hosts == 1:  # shared memory does it all
         rules["helpers"] = []
-    elif (
-        options.order == "rank"
-    ):  # each rank's tensor travels by itself, and servers add them up in rank order
+    elif options.order == "rank":  # each rank's tensor travels by itself; servers add in rank order
         peers = [replace(peer, host=f"{peer.host}/{number}") for number, peer in enumerate(peers)]
         hosts = [peer.host for peer in peers]
     helpers = [Helper(address=h["address"], port=h["port"], name=h["name"]) for h in rules["helpers"]]

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, GatherOptions, ScatterOptions, Work
 
 from shoal.comm import operands
-from shoal.comm.delegate import DelegatedWork, MessageWork, Start
-from shoal.comm.engine import CommError
+from shoal.comm.delegated import DelegatedWork
 from shoal.comm.fused import check_rows
 from shoal.comm.group import EngineGroup
+from shoal.comm.inner import Start
+from shoal.comm.messages import MessageWork
 from shoal.comm.operands import Finish, options_of
 from shoal.comm.work import NO_TIMEOUT
 from shoal.errors import UsageError
@@ -34,15 +35,11 @@ class DelegatingGroup(EngineGroup):
         *, root: int = 0, shape: Sequence[int] = (), result: Any = None, finish: Finish | None = None,
     ) -> Work:  # fmt: skip
         """Announce a collective through the engine and start it on the inner group."""
-        if self._closed:
-            raise CommError(f"{name}: this process group has been shut down; make a new one")
-        if opts.timeout < NO_TIMEOUT or opts.timeout == NO_TIMEOUT:
-            opts.timeout = self._timeout
-        handle = self.engine.submit(
-            "delegated", input=0, output=0, count=0, dtype="uint8", op=name, root=root, shape=shape,
+        opts.timeout = self._limit(opts.timeout)
+        handle = self._begin(
+            name, "delegated", input=0, output=0, count=0, dtype="uint8", op=name, root=root, shape=shape,
             timeout_s=opts.timeout.total_seconds(),
         )  # fmt: skip
-        self._sequence += 1
 
         def end() -> None:
             self.engine.finish_delegated(handle)
@@ -54,15 +51,20 @@ class DelegatingGroup(EngineGroup):
             raise
         return DelegatedWork(self.inner, work, name, end, result, finish)
 
+    def _delegate_rooted(
+        self, name: str, start: Start, opts: Any, mine: Sequence[Tensor], lists: Sequence[Sequence[Tensor]]
+    ) -> Work:
+        """Delegate what moves each rank's tensor ``mine`` to or from a row of ``lists`` at the root."""
+        operands.check_cpu([*mine, *itertools.chain(*lists)], name)
+        return self._delegate(name, start, opts, root=opts.rootRank, shape=mine[0].shape)
+
     def gather(
         self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
     ) -> Work:
         opts = options_of(opts, GatherOptions, timeout)
-        operands.check_cpu([*inputs, *itertools.chain(*output_lists)], "gather")
-        return self._delegate(
-            "gather", lambda g: g.gather(output_lists, inputs, opts), opts,
-            root=opts.rootRank, shape=inputs[0].shape,
-        )  # fmt: skip
+        return self._delegate_rooted(
+            "gather", lambda g: g.gather(output_lists, inputs, opts), opts, inputs, output_lists
+        )
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         opts = options_of(opts, GatherOptions)
@@ -76,11 +78,9 @@ class DelegatingGroup(EngineGroup):
         self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
     ) -> Work:
         opts = options_of(opts, ScatterOptions, timeout)
-        operands.check_cpu([*outputs, *itertools.chain(*input_lists)], "scatter")
-        return self._delegate(
-            "scatter", lambda g: g.scatter(outputs, input_lists, opts), opts,
-            root=opts.rootRank, shape=outputs[0].shape,
-        )  # fmt: skip
+        return self._delegate_rooted(
+            "scatter", lambda g: g.scatter(outputs, input_lists, opts), opts, outputs, input_lists
+        )
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         opts = options_of(opts, AllToAllOptions)
@@ -120,14 +120,13 @@ class DelegatingGroup(EngineGroup):
             raise UsageError(
                 f"a message between rank {self._rank} and rank {peer} of a group of {self._size}"
             )
-        work = self.inner.start_when_ready(peer, start, self._timeout)
+        work = self._messages.start(peer, start, self._timeout)
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> MessageWork:
-        """Receive from whoever sends. gloo connects to all ranks for it, so each must have its inner "
-        "group."""
+        """Receive from whoever sends. gloo connects to all ranks for it: each must have its inner group."""
         operands.check_cpu(tensors, "recv")
         group = self.inner.group()
         self.inner.want_all()

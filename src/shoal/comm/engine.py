@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import NotRequired, TypedDict, Unpack
 
 from shoal import native
 from shoal.errors import ShoalError, UsageError
@@ -100,6 +101,30 @@ class EngineOptions:
             )
 
 
+class Operation(TypedDict):
+    """What a collective works on.
+
+    Attributes:
+        input: address of the elements; they stay where they are until the operation has ended.
+        output: address for the result; may be ``input``.
+        count: elements of the tensor; of the input for all_gather, of the output for reduce_scatter.
+        dtype: float32, float64, float16, bfloat16, int8, uint8, int32 or int64.
+        op: sum (default), avg, prod, min, max, band, bor or bxor; the name of a delegated operation.
+        root: rank in the group that a broadcast comes from or a reduce goes to; default 0.
+        shape: for messages.
+        timeout_s: the operation's deadline; 0 for none.
+    """
+
+    input: int
+    output: int
+    count: int
+    dtype: str
+    op: NotRequired[str]
+    root: NotRequired[int]
+    shape: NotRequired[Sequence[int]]
+    timeout_s: float
+
+
 class Engine:
     """One rank's part in a group of ranks. Listens as soon as it is made; :meth:`connect` meets the others.
 
@@ -176,32 +201,13 @@ class Engine:
         """Assign later chunks to servers. All ranks call it between the same two operations."""
         self._engine.set_pattern(list(pattern))
 
-    def submit(
-        self,
-        kind: str,
-        *,
-        input: int,
-        output: int,
-        count: int,
-        dtype: str,
-        op: str = "sum",
-        root: int = 0,
-        shape: Sequence[int] = (),
-        timeout_s: float,
-    ) -> int:
+    def submit(self, kind: str, **given: Unpack[Operation]) -> int:
         """Begin a collective and return its handle, the group's running number. Never waits for peers.
 
         Args:
             kind: all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, or delegated (nothing
-                moves, but the others hear of it; ``op`` is then its name).
-            input: address of the elements; they stay where they are until the operation has ended.
-            output: address for the result; may be ``input``.
-            count: elements of the tensor; of the input for all_gather, of the output for reduce_scatter.
-            dtype: float32, float64, float16, bfloat16, int8, uint8, int32 or int64.
-            op: sum, avg, prod, min, max, band, bor or bxor.
-            root: rank in the group that a broadcast comes from or a reduce goes to.
-            shape: for messages.
-            timeout_s: the operation's deadline; 0 for none.
+                moves, but the others hear of it).
+            given: see :class:`Operation`.
 
         Raises:
             CommError: the group has failed before.
@@ -209,8 +215,9 @@ class Engine:
         """
         try:
             handle: int = self._engine.submit(
-                kind, input, output, count, dtype, op, root, list(shape), timeout_s
-            )
+                kind, given["input"], given["output"], given["count"], given["dtype"], given.get("op", "sum"),
+                given.get("root", 0), list(given.get("shape", ())), given["timeout_s"],
+            )  # fmt: skip
         except self._group_error as error:
             raise CommError(str(error)) from None
         return handle
@@ -273,16 +280,5 @@ class Engine:
         return list(self._engine.take_trace())
 
 
-_SAME_NAME = (
-    "chunk_bytes",
-    "shared_chunk_bytes",
-    "num_slots",
-    "least_window_bytes",
-    "window_bytes",
-    "answer_s",
-    "eager_bytes",
-    "connections_per_peer",
-    "send_buffer_bytes",
-    "peer_grace_s",
-    "straggler_s",
-)
+_SAME_NAME = tuple({each.name for each in fields(EngineOptions)} - {"partial", "workers_serve", "order"})
+"""Options that the core has under the same name."""

@@ -38,20 +38,11 @@ class Fused:
                 flat = flat if op.factor is None else flat * op.factor
                 finish = operands.copy_back(group, flat)
             numbers, dtype = operands.numbers(flat)
-            works.append(
-                self._submit(
-                    "all_reduce",
-                    numbers,
-                    numbers,
-                    numbers.numel(),
-                    dtype,
-                    op=op.name,
-                    shape=_shape(group, flat),
-                    timeout=opts.timeout,
-                    result=group,
-                    finish=finish,
-                )
-            )
+            work = self._submit(
+                "all_reduce", numbers, numbers, numbers.numel(), dtype,
+                op=op.name, shape=_shape(group, flat), timeout=opts.timeout, result=group, finish=finish,
+            )  # fmt: skip
+            works.append(work)
         return _joined(works, tensors)
 
     def all_gather(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
@@ -101,15 +92,13 @@ class Fused:
         for rank, output in enumerate(outputs):
             if output.dtype != input.dtype:
                 raise UsageError(
-                    f"all_gather: output tensor {rank} is {output.dtype} and the input {input.dtype}; they "
-                    "must be "
-                    "the same"
+                    f"all_gather: output tensor {rank} is {output.dtype} and the input {input.dtype}; "
+                    "they must be the same"
                 )
         if outputs[self._rank].numel() != input.numel():
             raise UsageError(
                 f"all_gather: this rank's output tensor has shape {tuple(outputs[self._rank].shape)} and "
-                "its input "
-                f"{tuple(input.shape)}; they must have the same number of elements"
+                f"its input {tuple(input.shape)}; they must have the same number of elements"
             )
         width = max(output.numel() for output in outputs)
         source = operands.block(input).view(-1)
@@ -170,10 +159,8 @@ class Fused:
         ):
             raise UsageError(
                 f"reduce_scatter: the output is {output.dtype} of shape {tuple(output.shape)}, the inputs "
-                "are "
-                f"{[(str(i.dtype), tuple(i.shape)) for i in inputs]}; all dtypes must be the same, and this "
-                "rank's "
-                "input as large as its output"
+                f"are {[(str(i.dtype), tuple(i.shape)) for i in inputs]}; all dtypes must be the same, and "
+                "this rank's input as large as its output"
             )
         width = max(input.numel() for input in inputs)
         table = torch.zeros(self._size, width, dtype=output.dtype)

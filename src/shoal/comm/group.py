@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, Work
 
 from shoal.comm import BACKEND_NAME
 from shoal.comm.bootstrap import connect_engine, local_address
-from shoal.comm.delegate import InnerGloo
-from shoal.comm.engine import CommError, Engine, EngineOptions
+from shoal.comm.engine import CommError, Engine, EngineOptions, Operation
+from shoal.comm.inner import InnerGloo
 from shoal.comm.lone import LoneEngine
+from shoal.comm.messages import Messages
 from shoal.comm.work import NO_TIMEOUT, Completer, EngineWork, JoinedWork
 from shoal.errors import UsageError
 
@@ -67,6 +68,7 @@ class EngineGroup(ProcessGroup):
             self.engine = connect_engine(store, rank, size, name, global_ranks[rank], timeout, options)
             address = local_address(store)
         self.inner = InnerGloo(store, rank, size, address, timeout, self.engine.error)
+        self._messages = Messages(self.inner)
         self._completer = Completer(self.engine.watch, self.engine.next_watched)
         self._pending: dict[int, EngineWork] = {}
         self._sequence = 0
@@ -110,20 +112,10 @@ class EngineGroup(ProcessGroup):
         finish: Callable[[], None] | None = None,
     ) -> EngineWork:
         """Give the engine an operation on two blocks of memory, which stay alive until it is done."""
-        if self._closed:
-            raise CommError(f"{kind}: this process group has been shut down; make a new one")
-        handle = self.engine.submit(
-            kind,
-            input=input.data_ptr(),
-            output=output.data_ptr(),
-            count=count,
-            dtype=dtype,
-            op=op,
-            root=root,
-            shape=shape,
-            timeout_s=self._limit(timeout).total_seconds(),
-        )
-        self._sequence += 1
+        handle = self._begin(
+            kind, kind, input=input.data_ptr(), output=output.data_ptr(), count=count, dtype=dtype,
+            op=op, root=root, shape=shape, timeout_s=self._limit(timeout).total_seconds(),
+        )  # fmt: skip
         work = EngineWork(self, handle, kind, result, (input, output), finish)
         self._pending[handle] = work
         # What nobody waits for is settled here, at the latest when the group ends.
@@ -134,7 +126,16 @@ class EngineGroup(ProcessGroup):
             self._coalescing.append(work)
         return work
 
+    def _begin(self, name: str, kind: str, **given: Unpack[Operation]) -> int:
+        """Give the engine an operation and count it; ``name`` is what messages call it."""
+        if self._closed:
+            raise CommError(f"{name}: this process group has been shut down; make a new one")
+        handle = self.engine.submit(kind, **given)
+        self._sequence += 1
+        return handle
+
     def _limit(self, timeout: timedelta) -> timedelta:
+        """Return the time that an operation may take: as asked, or else as this group's operations may."""
         return timeout if timeout > NO_TIMEOUT else self._timeout
 
     # ---- groups -------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import queue
 from collections import Counter
-from collections.abc import Sequence
+from typing import Unpack
+
+from shoal.comm.engine import Event, Operation
 
 ITEM_BYTES = {
     "float32": 4,
@@ -28,23 +30,11 @@ class LoneEngine:
         self._counts: Counter[str] = Counter()
         self._error: str | None = None
 
-    def submit(
-        self,
-        kind: str,
-        *,
-        input: int,
-        output: int,
-        count: int,
-        dtype: str,
-        op: str = "sum",
-        root: int = 0,
-        shape: Sequence[int] = (),
-        timeout_s: float,
-    ) -> int:
-        num_bytes = count * ITEM_BYTES[dtype]
-        if num_bytes and input != output and kind not in ("barrier", "delegated"):
-            ctypes.memmove(output, input, num_bytes)
-        name = op if kind == "delegated" else kind
+    def submit(self, kind: str, **given: Unpack[Operation]) -> int:
+        num_bytes = given["count"] * ITEM_BYTES[given["dtype"]]
+        if num_bytes and given["input"] != given["output"] and kind not in ("barrier", "delegated"):
+            ctypes.memmove(given["output"], given["input"], num_bytes)
+        name = given.get("op", "sum") if kind == "delegated" else kind
         self._counts[f"ops_{name}"] += 1
         self._counts[f"bytes_{name}"] += num_bytes
         self._next += 1
@@ -86,5 +76,5 @@ class LoneEngine:
     def trace(self, on: bool) -> None:
         pass
 
-    def take_trace(self) -> list[tuple[str, int, int, int, int]]:
+    def take_trace(self) -> list[Event]:
         return []

@@ -22,8 +22,7 @@ def monitored_barrier(
     """Return when all ranks of the group have called it with this ``number``.
 
     Raises:
-        CommError: ranks did not come within ``limit``; rank 0 names the first, or with ``wait_all_ranks``
-        all.
+        CommError: ranks did not come within ``limit``; rank 0 names the first, or all (``wait_all_ranks``).
     """
     base = f"monitored/{number}"
     if limit <= timedelta(0):

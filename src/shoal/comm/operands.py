@@ -78,10 +78,8 @@ def reduction(op: ReduceOp | ReduceOp.RedOpType, tensor: Tensor) -> Reduction:
         known = ", ".join(ENGINE_DTYPES.values())
         raise UsageError(
             f"{name} of a {dtype} tensor: backend shoal reduces {known}, bool and complex tensors, with avg "
-            "and "
-            "premul_sum only floating ones, with band, bor and bxor only whole ones, and complex ones with "
-            "sum "
-            "and avg; convert the tensor first"
+            "and premul_sum only floating ones, with band, bor and bxor only whole ones, and complex ones "
+            "with sum and avg; convert the tensor first"
         )
     return Reduction(name, factor)
 
@@ -163,8 +161,7 @@ def check_cpu(tensors: Sequence[Tensor], name: str) -> None:
         if tensor.device.type != "cpu":
             raise UsageError(
                 f"{name} of a tensor on {tensor.device}: backend shoal takes CPU tensors; move it with "
-                ".cpu(), "
-                "or use a group of another backend (nccl) for it"
+                ".cpu(), or use a group of another backend (nccl) for it"
             )
         if tensor.layout != torch.strided:
             raise UsageError(f"{name} of a {tensor.layout} tensor: make it dense first (.to_dense())")

@@ -30,7 +30,35 @@ class Waiting(Protocol):
     def complete_later(self, work: EngineWork) -> None: ...
 
 
-class EngineWork(Work):
+class SingleWork(Work):
+    """What the works of a single operation share: it ends once, well or with an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._error: Exception | None = None
+
+    def _has_ended(self) -> bool:
+        raise NotImplementedError
+
+    def is_success(self) -> bool:
+        return self._has_ended() and self._error is None
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+def still_under_way(name: str, limit: timedelta) -> CommError:
+    """Return the error of a wait that ends before its operation."""
+    return CommError(
+        f"{name}: waited {limit.total_seconds():g} s as asked and it is still under way; wait longer, or "
+        "look which rank is late"
+    )
+
+
+class EngineWork(SingleWork):
     """One operation of the engine.
 
     ``finish`` runs once, after the engine is done and before anybody sees the result. ``operands`` keeps
@@ -55,7 +83,6 @@ class EngineWork(Work):
         self._finish = finish
         self._lock = threading.Lock()
         self._settled = False
-        self._error: Exception | None = None
         self._begun: Future[Any] | None = None
         self._future: Future[Any] | None = None
 
@@ -67,24 +94,19 @@ class EngineWork(Work):
                 deadline it was started with).
         """
         if not self._settled:
-            limit_s = timeout.total_seconds()
-            end = time.monotonic() + limit_s if limit_s > 0 else None
-            self._await(end, limit_s)
+            self._await(timeout)
         if self._error is not None:
             raise self._error
         return True
 
-    def _await(self, end: float | None, limit_s: float) -> None:
+    def _await(self, limit: timedelta) -> None:
+        end = time.monotonic() + limit.total_seconds() if limit > NO_TIMEOUT else None
         try:
             while not self._group.wait_once(
                 self.handle, SLICE_S if end is None else max(0.0, min(SLICE_S, end - time.monotonic()))
             ):
                 if end is not None and time.monotonic() >= end:
-                    raise CommError(
-                        f"{self._name}: waited {limit_s:g} s as asked and it is still under way; wait "
-                        "longer, "
-                        "or look which rank is late"
-                    )
+                    raise still_under_way(self._name, limit)
         except CommError as error:
             if not self._group.is_done(self.handle):
                 raise
@@ -137,17 +159,11 @@ class EngineWork(Work):
             self.settle_now()
         return self._settled
 
-    def is_success(self) -> bool:
-        return self._settled and self._error is None
-
-    def exception(self) -> Exception | None:
-        return self._error
+    def _has_ended(self) -> bool:
+        return self._settled
 
     def result(self) -> Any:
         return self._result
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def get_future(self) -> Future[Any]:
         """Return a future of the output tensors."""
