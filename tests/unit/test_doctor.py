@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from shoal import doctor
+from shoal.doctor import machine, software
+from shoal.doctor.check import Check
+from shoal.doctor.examination import examine
 
 REQUIREMENTS = [
     "torch>=2.11",
@@ -22,13 +26,19 @@ REQUIREMENTS = [
 COMPLETE = {"torch": "2.11.0+cpu", "numpy": "1.26", "transformers": "5.23.0", "matplotlib": "3.11", "boto3": "1.40.2"}  # fmt: skip  # noqa: E501
 
 
-def by_name(checks: list[doctor.Check]) -> dict[str, doctor.Check]:
+def by_name(checks: Iterable[Check]) -> dict[str, Check]:
     return {check.name: check for check in checks}
+
+
+def examined_here() -> dict[str, Check]:
+    return by_name(chain(*examine().values()))
 
 
 def examined(prelude: str = "") -> subprocess.CompletedProcess[str]:
     """Run the examination in a child after ``prelude``."""
-    program = f"import sys\n{prelude}\nfrom shoal.doctor import run_doctor\nsys.exit(run_doctor())"
+    program = (
+        f"import sys\n{prelude}\nfrom shoal.doctor.examination import run_doctor\nsys.exit(run_doctor())"
+    )
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
 
@@ -86,7 +96,7 @@ def test_command_works_without_torch() -> None:
 
 def test_no_compiler_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    check = by_name(doctor.examine())["C++ compiler"]
+    check = examined_here()["C++ compiler"]
     assert (check.state, check.found) == ("note", "none found")
     assert "torch.compile on the CPU needs one" in check.remedy
 
@@ -95,16 +105,16 @@ def test_launcher_is_recognised_and_its_mistakes_are_told(monkeypatch: pytest.Mo
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**place, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}.items():
         monkeypatch.setenv(name, value)
-    check = by_name(doctor.examine())["launcher"]
+    check = examined_here()["launcher"]
     assert (check.state, check.found) == ("ok", "torchrun: worker 1 of 2, meeting at 10.0.0.7:1234")
     monkeypatch.setenv("RANK", "2")
-    check = by_name(doctor.examine())["launcher"]
+    check = examined_here()["launcher"]
     assert check.state == "missing"
     assert "RANK=2 must be below WORLD_SIZE=2" in check.found
 
 
 def test_complete_packages() -> None:
-    checks = by_name(doctor.package_checks(REQUIREMENTS, COMPLETE.get))
+    checks = by_name(software.package_checks(REQUIREMENTS, COMPLETE.get))
     assert list(checks) == ["packages", "[text]", "[report]", "[aws]"]
     assert {check.state for check in checks.values()} == {"ok"}
     assert checks["packages"].found == "torch 2.11.0+cpu, numpy 1.26"
@@ -130,7 +140,7 @@ def test_package_missing_or_too_old(
     package: str, version: str | None, name: str, state: str, found: str, remedy: str
 ) -> None:
     installed = {**COMPLETE, package: version}
-    checks = by_name(doctor.package_checks(REQUIREMENTS, installed.get))
+    checks = by_name(software.package_checks(REQUIREMENTS, installed.get))
     assert (checks[name].state, checks[name].found, checks[name].remedy) == (state, found, remedy)
     assert {check.state for check in checks.values() if check.name != name} == {"ok"}
 
@@ -138,18 +148,18 @@ def test_package_missing_or_too_old(
 def test_every_extra_for_users_is_known() -> None:
     """A new extra needs a word on what it is for, or must be one for developers."""
     extras = set(metadata.metadata("shoal").get_all("Provides-Extra") or [])
-    assert extras - {"dev", "bench"} == set(doctor.EXTRAS)
+    assert extras - {"dev", "bench"} == set(software.EXTRAS)
 
 
 def test_machine_facts_come_from_files(tmp_path: Path) -> None:
     cpuinfo, meminfo, limit = tmp_path / "cpuinfo", tmp_path / "meminfo", tmp_path / "memory.max"
-    assert doctor.cpu_name(cpuinfo) != ""
-    assert doctor.memory_bytes(meminfo, limit) == 0
+    assert machine.cpu_name(cpuinfo) != ""
+    assert machine.memory_bytes(meminfo, limit) == 0
     cpuinfo.write_text("processor\t: 0\nmodel name\t: Fast CPU @ 3 GHz\nmodel name\t: Fast CPU @ 3 GHz\n")
     meminfo.write_text("MemFree: 1 kB\nMemTotal:       8388608 kB\n")
-    assert doctor.cpu_name(cpuinfo) == "Fast CPU @ 3 GHz"
-    assert doctor.memory_bytes(meminfo, limit) == 8 * 2**30
+    assert machine.cpu_name(cpuinfo) == "Fast CPU @ 3 GHz"
+    assert machine.memory_bytes(meminfo, limit) == 8 * 2**30
     limit.write_text("max\n")
-    assert doctor.memory_bytes(meminfo, limit) == 8 * 2**30
+    assert machine.memory_bytes(meminfo, limit) == 8 * 2**30
     limit.write_text(f"{2**30}\n")
-    assert doctor.memory_bytes(meminfo, limit) == 2**30
+    assert machine.memory_bytes(meminfo, limit) == 2**30

@@ -37,6 +37,6 @@ def report(*runs: Path, out: Path | None = None) -> None:
 
 def doctor() -> int:
     """Show versions, devices and the native core, what is missing and how to get it."""
-    from shoal.doctor import run_doctor
+    from shoal.doctor.examination import run_doctor
 
     return run_doctor()

@@ -1,0 +1,95 @@
+"""What training would use here: precision, backends, transports, launcher and disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal import env
+from shoal.doctor.check import Check, gibibytes, judged
+from shoal.errors import ShoalError
+
+LITTLE_DISK_BYTES = 5 * 2**30
+"""Below this a few checkpoints of a large model fill the disk."""
+LITTLE_SHARED_BYTES = 128 * 2**20
+
+
+def checks(torch: Any, folder: Path) -> list[Check]:
+    """Look at what training uses; ``torch`` may be ``None``, ``folder`` is where runs would lie."""
+    of_torch = [] if torch is None else [_precision(torch), _backends(torch)]
+    return [*of_torch, _transports(), _launcher(), _disk(folder)]
+
+
+def _precision(torch: Any) -> Check:
+    from shoal.train.precision import choose_precision
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = choose_precision("auto", device).name
+    why = {"cuda": "this GPU", "cpu": "this processor"}[device.type]
+    return Check(name="precision", found=f"auto is {chosen} on {why}")
+
+
+def _backends(torch: Any) -> Check:
+    from shoal import native
+
+    dist = torch.distributed
+    known: Mapping[str, Callable[[], bool]] = (
+        {
+            "gloo": dist.is_gloo_available,
+            "nccl": dist.is_nccl_available,
+            "mpi": dist.is_mpi_available,
+            "shoal": lambda: "shoal" in dist.Backend.backend_list and native.is_built(),
+        }
+        if dist.is_available()
+        else {}
+    )
+    found = [name for name, there in known.items() if there()]
+    return judged(
+        "backends",
+        ", ".join(found) or "none",
+        well="gloo" in found,
+        otherwise="missing",
+        remedy="shoal needs gloo: install a torch built with it",
+    )
+
+
+def _transports() -> Check:
+    """What backend "shoal" sends its chunks over."""
+    shared = Path("/dev/shm")
+    room = shutil.disk_usage(shared).free if shared.is_dir() else 0
+    return judged(
+        "transports",
+        f"shared memory in a host ({gibibytes(room)} free in {shared}), TCP between hosts",
+        well=room >= LITTLE_SHARED_BYTES,
+        otherwise="note",
+        remedy="backend shoal needs about 3 MiB a worker and group there: docker run --shm-size 1g",
+    )
+
+
+def _launcher() -> Check:
+    try:
+        joined = env.joined()
+    except ShoalError as error:
+        remedy = "set the variable rightly, or unset RANK and WORLD_SIZE to let shoal start the workers"
+        return Check(name="launcher", state="missing", found=str(error), remedy=remedy)
+    if joined is None:
+        return Check(name="launcher", found="none: shoal starts the workers itself")
+    place = joined.place
+    return Check(
+        name="launcher",
+        found=f"{joined.launcher}: worker {place.rank} of {place.num_workers}, meeting at "
+        f"{joined.master_addr}:{joined.master_port}",
+    )
+
+
+def _disk(folder: Path) -> Check:
+    free = shutil.disk_usage(folder).free
+    return judged(
+        "disk",
+        f"{gibibytes(free)} free in {folder}",
+        well=free >= LITTLE_DISK_BYTES,
+        otherwise="note",
+        remedy="checkpoints need room: free some, or keep the run on another disk with --run.dir",
+    )
