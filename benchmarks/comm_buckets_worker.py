@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.comm.engine import Engine, EngineOptions, Peer
+from shoal.comm.engine import Engine, EngineOptions, Operation, Peer
 from shoal.decide.links import chunk_pattern
 
 DEADLINE_S = 300.0
@@ -52,8 +52,8 @@ class Worker:
         )
 
     def submit(self, kind: str, input: Any, output: Any, *, op: str = "sum") -> int:
-        return self.engine.submit(
-            kind,
+        asked = Operation(
+            kind=kind,
             input=input.ctypes.data,
             output=output.ctypes.data,
             count=len(input),
@@ -61,6 +61,7 @@ class Worker:
             op=op,
             timeout_s=DEADLINE_S,
         )
+        return self.engine.submit(asked)
 
     def seconds(self, grads: Any, sums: Any, bucket_bytes: int) -> float:
         """Return the slowest rank's time from a common start until all buckets are summed."""

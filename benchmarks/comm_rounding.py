@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm.engine import Engine, EngineOptions, Peer
+from shoal.comm.engine import Engine, EngineOptions, Operation, Peer
 
 NUM_RANKS = 64
 COUNT = 65_536
@@ -52,15 +52,15 @@ def engine_sum(inputs: list[torch.Tensor]) -> torch.Tensor:
         engines[rank].connect(peers, [], range(NUM_RANKS), segment=segment, timeout_s=_DEADLINE_S)
 
     def add(rank: int) -> None:
-        handle = engines[rank].submit(
-            "all_reduce",
+        asked = Operation(
+            kind="all_reduce",
             input=inputs[rank].data_ptr(),
             output=outputs[rank].data_ptr(),
             count=COUNT,
             dtype="bfloat16",
             timeout_s=_DEADLINE_S,
         )
-        engines[rank].wait(handle)
+        engines[rank].wait(engines[rank].submit(asked))
 
     for what in (connect, add, lambda rank: engines[rank].close()):
         _on_all(what)

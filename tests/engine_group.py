@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shoal import native
-from shoal.comm.engine import Engine, EngineOptions, Helper, Peer
+from shoal.comm.engine import Engine, EngineOptions, Helper, Operation, Peer
 from shoal.decide.links import chunk_pattern
 
 SECRET = b"secret of the tests"
@@ -138,8 +138,8 @@ def submit(
     timeout_s: float = DEADLINE_S,
 ) -> int:
     count = output.size if kind == "reduce_scatter" else input.size
-    return engine.submit(
-        kind,
+    asked = Operation(
+        kind=kind,
         input=input.ctypes.data,
         output=output.ctypes.data,
         count=count,
@@ -149,6 +149,7 @@ def submit(
         shape=(count,),
         timeout_s=timeout_s,
     )
+    return engine.submit(asked)
 
 
 def wait(engine: Engine, handle: int) -> None:

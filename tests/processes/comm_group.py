@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any, Self
 import numpy as np
 from forked_workers import fork_process
 
-from shoal.comm.engine import CommError, Engine, EngineOptions, Helper, Peer
+from shoal.comm.engine import CommError, Engine, EngineOptions, Helper, Operation, Peer
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_plan import HELPER_PORT
 
@@ -61,15 +61,12 @@ class Member:
 
     def begin(self, kind: str, data: np.ndarray, output: np.ndarray | None = None, **given: Any) -> int:
         """Submit a collective of ``data``, by default in place; the caller keeps both alive."""
-        settings = {
-            "dtype": str(data.dtype),
-            "shape": data.shape,
-            "timeout_s": DEADLINE_S,
-            "count": data.size,
-            **given,
-        }
         to = data if output is None else output
-        return self.engine.submit(kind, input=data.ctypes.data, output=to.ctypes.data, **settings)
+        asked = Operation(
+            kind=kind, input=data.ctypes.data, output=to.ctypes.data, count=data.size, dtype=str(data.dtype),
+            shape=data.shape, timeout_s=DEADLINE_S,
+        )  # fmt: skip
+        return self.engine.submit(replace(asked, **given))
 
     def end(self, handle: int) -> None:
         if not self.engine.wait(handle, DEADLINE_S):
@@ -323,18 +320,9 @@ class HelperProcess:
     lines: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Self:
+        place = ("--address", self.address, "--port", str(self.port))
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-u",
-                "-m",
-                "shoal.comm.server",
-                "--address",
-                self.address,
-                "--port",
-                str(self.port),
-            ]
-            + list(self.arguments),
+            [sys.executable, "-u", "-m", "shoal.comm.server", *place, *self.arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -35,7 +35,7 @@ def assert_sums(group: Group, steps: int, ranks: Sequence[int]) -> None:
     want = expected(group.hosts, steps, COUNT)
     for rank in ranks:
         sums = group.values(rank, "sum")
-        assert sums == want[: len(sums)]
+        assert sums and sums == want[: len(sums)]
 
 
 def longest_gap_s(group: Group, rank: int) -> float:

@@ -89,3 +89,7 @@ def test_without_servers_the_job_ends_and_names_the_last_one() -> None:
             second.process.send_signal(signal.SIGKILL)
             for text in group.errors(range(3), time.monotonic()):
                 assert "no server is left" in text and "helper second" in text
+            steps = [len(group.values(rank, "sum")) for rank in range(3)]
+            want = expected("abc", max(steps), COUNT)
+            for rank, done in enumerate(steps):
+                assert done >= 28 and group.values(rank, "sum") == want[:done]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -30,8 +31,17 @@ BARRIER: Request = ("barrier", "uint8", (), {"count": 0})
 SIX: Request = reduction((6,))
 
 
+def brings(rank: int, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
+    """What a rank asks to have added up: small whole numbers, other ones on each rank and in each place."""
+    numbers = (rank + 1) * (1 + np.arange(math.prod(shape)) % 11)
+    return numbers.astype(dtype).reshape(shape)
+
+
 def ask(member: Member, requests: dict[int, list[Request]], late_s: float = 0.0) -> None:
-    """Agree once, then submit what ``requests`` gives this rank, rank 1 so much later, and wait for it."""
+    """Agree once, then submit what ``requests`` gives this rank, rank 1 so much later, and wait for it.
+
+    Reports as ``"outputs"`` what each request has left in ``size`` times the memory that was given.
+    """
     agreed = np.ones(100_000, np.float32)
     member.end(member.begin("all_reduce", agreed))
     assert (agreed == member.size).all()
@@ -39,12 +49,13 @@ def ask(member: Member, requests: dict[int, list[Request]], late_s: float = 0.0)
     time.sleep(late_s if member.rank == 1 else 0)
     member.report("asks")
     for kind, dtype, shape, given in requests[member.rank]:
-        data = np.ones(shape, dtype)
+        data = brings(member.rank, shape, dtype)
         output = np.zeros((member.size, *shape), dtype)
         held.append((data, output))
         handles.append(member.begin(kind, data, output, **given))
     for handle in handles:
         member.end(handle)
+    member.report("outputs", [output for _, output in held])
     time.sleep(0.5)  # a root does not wait for the others: what it hears too late ends the operation after
     member.end(member.begin("barrier", np.zeros(0, np.uint8)))
 
@@ -119,7 +130,11 @@ def test_a_disagreement_is_found_when_it_comes_after_the_end_on_one_rank() -> No
 def test_shapes_of_equal_size_agree(hosts: str) -> None:
     requests = {rank: [reduction((2, 3) if rank == 1 else (6,))] for rank in range(len(hosts))}
     with Group(ask, hosts, requests, options=QUICK) as group:
+        total = sum(brings(rank, (6,)) for rank in range(group.size))
         for rank in range(group.size):
+            (output,) = group.expect(rank, "outputs").value
+            sums, rest = output.reshape(group.size, 6)[0], output.reshape(group.size, 6)[1:]
+            assert (sums == total).all() and not rest.any(), (rank, output)
             group.expect(rank, "done")
 
 

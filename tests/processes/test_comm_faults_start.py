@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def test_a_helper_that_is_not_there_is_named() -> None:
     with Group(do_nothing, "ab", helpers=[gone], connect_s=CONNECT_S) as group:
         for text in errors(group, 0, 1):
             assert f"helper the-missing-one (127.0.0.100:{gone.port})" in text
-            assert "was not reached in 2 s: Connection refused" in text
+            assert re.search(r"was not reached in 2 s: (Connection refused|no answer in time)", text)
 
 
 def test_a_helper_with_another_secret_is_named() -> None:
@@ -92,5 +93,5 @@ def test_a_rank_with_another_secret_is_named_and_told() -> None:
 def test_a_rank_that_never_comes_is_named(absent: int) -> None:
     with Group(do_nothing, "abc", absent=[absent], connect_s=CONNECT_S) as group:
         for text in errors(group, *({0, 1, 2} - {absent})):
-            assert f"{group.name(absent)}" in text
+            assert group.name(absent) in text
             assert "did not connect" in text or "no answer in time" in text

@@ -41,7 +41,7 @@ def assert_sums(group: Group) -> None:
     period = expected(group.hosts, 50, COUNT)
     for rank in range(group.size):
         sums = group.values(rank, "sum")
-        assert sums == (period * (len(sums) // 50 + 1))[: len(sums)]
+        assert sums and sums == (period * (len(sums) // 50 + 1))[: len(sums)]
 
 
 def test_a_thousand_strangers_change_no_sum_and_are_counted() -> None:

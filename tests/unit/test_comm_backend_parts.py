@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 
 from shoal import env
 from shoal.comm import bootstrap, operands
-from shoal.comm.engine import CommError
+from shoal.comm.engine import CommError, Operation
 from shoal.comm.lone import LoneEngine
 from shoal.comm.monitored import monitored_barrier
 from shoal.errors import UsageError
@@ -155,9 +155,11 @@ def test_what_moves_keeps_its_bits() -> None:
 def test_the_engine_of_one() -> None:
     engine = LoneEngine()
     source, target = torch.arange(4.0), torch.zeros(4)
-    handle = engine.submit(
-        "all_gather", input=source.data_ptr(), output=target.data_ptr(), count=4, dtype="float32", timeout_s=1
-    )
+    asked = Operation(
+        kind="all_gather", input=source.data_ptr(), output=target.data_ptr(), count=4, dtype="float32",
+        timeout_s=1,
+    )  # fmt: skip
+    handle = engine.submit(asked)
     assert engine.wait(handle)
     assert torch.equal(source, target)
     assert engine.next_watched(0.0) == []

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import AllToAllOptions, GatherOptions, ScatterOp
 
 from shoal.comm import operands
 from shoal.comm.delegated import DelegatedWork
+from shoal.comm.engine import Operation
 from shoal.comm.fused import check_rows
 from shoal.comm.group import EngineGroup
 from shoal.comm.inner import Start
@@ -36,10 +37,10 @@ class DelegatingGroup(EngineGroup):
     ) -> Work:  # fmt: skip
         """Announce a collective through the engine and start it on the inner group."""
         opts.timeout = self._limit(opts.timeout)
+        timeout_s = opts.timeout.total_seconds()
         handle = self._begin(
-            name, "delegated", input=0, output=0, count=0, dtype="uint8", op=name, root=root, shape=shape,
-            timeout_s=opts.timeout.total_seconds(),
-        )  # fmt: skip
+            Operation(kind="delegated", op=name, root=root, shape=shape, timeout_s=timeout_s)
+        )
 
         def end() -> None:
             self.engine.finish_delegated(handle)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NotRequired, TypedDict, Unpack
 
 from shoal import native
 from shoal.errors import ShoalError, UsageError
@@ -101,28 +100,37 @@ class EngineOptions:
             )
 
 
-class Operation(TypedDict):
-    """What a collective works on.
+@dataclass(kw_only=True, slots=True)
+class Operation:
+    """A collective, as one rank asks for it.
 
     Attributes:
+        kind: all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, or delegated (nothing moves,
+            but the others hear of it).
         input: address of the elements; they stay where they are until the operation has ended.
         output: address for the result; may be ``input``.
         count: elements of the tensor; of the input for all_gather, of the output for reduce_scatter.
         dtype: float32, float64, float16, bfloat16, int8, uint8, int32 or int64.
-        op: sum (default), avg, prod, min, max, band, bor or bxor; the name of a delegated operation.
-        root: rank in the group that a broadcast comes from or a reduce goes to; default 0.
+        op: sum, avg, prod, min, max, band, bor or bxor; of a delegated operation its name.
+        root: rank in the group that a broadcast comes from or a reduce goes to.
         shape: for messages.
         timeout_s: the operation's deadline; 0 for none.
     """
 
-    input: int
-    output: int
-    count: int
-    dtype: str
-    op: NotRequired[str]
-    root: NotRequired[int]
-    shape: NotRequired[Sequence[int]]
+    kind: str
+    input: int = 0
+    output: int = 0
+    count: int = 0
+    dtype: str = "uint8"
+    op: str = "sum"
+    root: int = 0
+    shape: Sequence[int] = ()
     timeout_s: float
+
+    @property
+    def name(self) -> str:
+        """What counters and messages call it."""
+        return self.op if self.kind == "delegated" else self.kind
 
 
 class Engine:
@@ -201,13 +209,8 @@ class Engine:
         """Assign later chunks to servers. All ranks call it between the same two operations."""
         self._engine.set_pattern(list(pattern))
 
-    def submit(self, kind: str, **given: Unpack[Operation]) -> int:
+    def submit(self, asked: Operation) -> int:
         """Begin a collective and return its handle, the group's running number. Never waits for peers.
-
-        Args:
-            kind: all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, or delegated (nothing
-                moves, but the others hear of it).
-            given: see :class:`Operation`.
 
         Raises:
             CommError: the group has failed before.
@@ -215,8 +218,8 @@ class Engine:
         """
         try:
             handle: int = self._engine.submit(
-                kind, given["input"], given["output"], given["count"], given["dtype"], given.get("op", "sum"),
-                given.get("root", 0), list(given.get("shape", ())), given["timeout_s"],
+                asked.kind, asked.input, asked.output, asked.count, asked.dtype, asked.op, asked.root,
+                list(asked.shape), asked.timeout_s,
             )  # fmt: skip
         except self._group_error as error:
             raise CommError(str(error)) from None

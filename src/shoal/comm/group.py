@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,10 +112,11 @@ class EngineGroup(ProcessGroup):
         finish: Callable[[], None] | None = None,
     ) -> EngineWork:
         """Give the engine an operation on two blocks of memory, which stay alive until it is done."""
-        handle = self._begin(
-            kind, kind, input=input.data_ptr(), output=output.data_ptr(), count=count, dtype=dtype,
+        asked = Operation(
+            kind=kind, input=input.data_ptr(), output=output.data_ptr(), count=count, dtype=dtype,
             op=op, root=root, shape=shape, timeout_s=self._limit(timeout).total_seconds(),
         )  # fmt: skip
+        handle = self._begin(asked)
         work = EngineWork(self, handle, kind, result, (input, output), finish)
         self._pending[handle] = work
         # What nobody waits for is settled here, at the latest when the group ends.
@@ -126,11 +127,11 @@ class EngineGroup(ProcessGroup):
             self._coalescing.append(work)
         return work
 
-    def _begin(self, name: str, kind: str, **given: Unpack[Operation]) -> int:
-        """Give the engine an operation and count it; ``name`` is what messages call it."""
+    def _begin(self, asked: Operation) -> int:
+        """Give the engine an operation and count it."""
         if self._closed:
-            raise CommError(f"{name}: this process group has been shut down; make a new one")
-        handle = self.engine.submit(kind, **given)
+            raise CommError(f"{asked.name}: this process group has been shut down; make a new one")
+        handle = self.engine.submit(asked)
         self._sequence += 1
         return handle
 

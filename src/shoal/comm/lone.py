@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import queue
 from collections import Counter
-from typing import Unpack
 
 from shoal.comm.engine import Event, Operation
 
@@ -30,13 +29,12 @@ class LoneEngine:
         self._counts: Counter[str] = Counter()
         self._error: str | None = None
 
-    def submit(self, kind: str, **given: Unpack[Operation]) -> int:
-        num_bytes = given["count"] * ITEM_BYTES[given["dtype"]]
-        if num_bytes and given["input"] != given["output"] and kind not in ("barrier", "delegated"):
-            ctypes.memmove(given["output"], given["input"], num_bytes)
-        name = given.get("op", "sum") if kind == "delegated" else kind
-        self._counts[f"ops_{name}"] += 1
-        self._counts[f"bytes_{name}"] += num_bytes
+    def submit(self, asked: Operation) -> int:
+        num_bytes = asked.count * ITEM_BYTES[asked.dtype]
+        if num_bytes and asked.input != asked.output and asked.kind not in ("barrier", "delegated"):
+            ctypes.memmove(asked.output, asked.input, num_bytes)
+        self._counts[f"ops_{asked.name}"] += 1
+        self._counts[f"bytes_{asked.name}"] += num_bytes
         self._next += 1
         return self._next
 

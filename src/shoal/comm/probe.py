@@ -11,7 +11,7 @@ import time
 import torch
 from torch._C._distributed_c10d import Store
 
-from shoal.comm.engine import Engine
+from shoal.comm.engine import Engine, Operation
 from shoal.decide.links import assign_chunks
 
 _HOST_S = 0.15
@@ -85,19 +85,14 @@ def multiples(weights: list[float], together: float, num_hosts: int) -> list[flo
 def _timed(engine: Engine, num_bytes: int) -> float:
     """Return the seconds of an all-reduce that everybody begins together."""
     values = torch.zeros(num_bytes // 4, dtype=torch.float32)
-    handle = engine.submit("barrier", input=0, output=0, count=0, dtype="uint8", timeout_s=_DEADLINE_S)
+    handle = engine.submit(Operation(kind="barrier", timeout_s=_DEADLINE_S))
     engine.wait(handle)
+    asked = Operation(
+        kind="all_reduce", input=values.data_ptr(), output=values.data_ptr(), count=values.numel(),
+        dtype="float32", shape=tuple(values.shape), timeout_s=_DEADLINE_S,
+    )  # fmt: skip
     begin = time.perf_counter()
-    handle = engine.submit(
-        "all_reduce",
-        input=values.data_ptr(),
-        output=values.data_ptr(),
-        count=values.numel(),
-        dtype="float32",
-        shape=tuple(values.shape),
-        timeout_s=_DEADLINE_S,
-    )
-    engine.wait(handle)
+    engine.wait(engine.submit(asked))
     return time.perf_counter() - begin
 
 
