@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,10 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from shoal.errors import EXIT_OK, EXIT_STOPPED
+from shoal.launch.ending import Deadlines
 from shoal.launch.worker import read_errors
 
 _POLL_S = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deadlines:
-    """How long the other workers may go on after one has failed, or has saved and left."""
-
-    after_failure_s: float
-    after_stop_s: float
 
 
 class WorkerLogs(LogsSpecs):  # type: ignore[misc,unused-ignore]

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -23,17 +23,11 @@ from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_hosts import Output, end
 from shoal.launch.emulated_plan import describe, plan_cluster
+from shoal.launch.ending import EXIT_INTERRUPTED, PASSED_ON, Deadlines, requests_to
 from shoal.launch.outcome import Outcome, decide_outcome
 from shoal.launch.worker import read_errors
 
 _POLL_S = 0.02
-_EXIT_INTERRUPTED = 130
-_PASSED_ON = {  # what a signal to the launcher becomes for the workers
-    signal.SIGTERM: signal.SIGTERM,
-    signal.SIGUSR1: signal.SIGUSR1,
-    signal.SIGHUP: signal.SIGTERM,
-    signal.SIGINT: signal.SIGTERM,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +58,6 @@ class Hosts:
         return describe(plan, workers_per_host=self.workers_per_host)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Deadlines:
-    """How long workers may go on; whoever is later is killed."""
-
-    after_failure_s: float = 5.0
-    """The others, after one has failed."""
-    after_stop_s: float = 120.0
-    """The others, after one has saved and left."""
-    after_signal_s: float | None = None
-    """All, after a request to stop; ``None``: as long as they need."""
-
-
 def emulate(command: Sequence[str], hosts: Hosts, *, log_dir: Path | None = None) -> int:
     """Run any command on emulated hosts and return its exit code: 0, or that of the first failure.
 
@@ -100,7 +82,7 @@ def emulate(command: Sequence[str], hosts: Hosts, *, log_dir: Path | None = None
         )
         if job.received is not None and outcome.exit_code != EXIT_OK:
             return 128 + job.received
-        return _show(outcome)
+        return outcome.tell()
     finally:
         if log_dir is None and not outcome.text:
             shutil.rmtree(folder, ignore_errors=True)
@@ -126,16 +108,14 @@ def launch_emulated(
         if not job.exit_codes:
             return EXIT_STOPPED
         if job.num_interrupts > 1:
-            return _EXIT_INTERRUPTED
-        return _show(
-            decide_outcome(
-                job.exit_codes,
-                read_errors(folder),
-                killed=job.killed,
-                forwarded=job.forwarded,
-                logs=job.stderr_files,
-            )
-        )
+            return EXIT_INTERRUPTED
+        return decide_outcome(
+            job.exit_codes,
+            read_errors(folder),
+            killed=job.killed,
+            forwarded=job.forwarded,
+            logs=job.stderr_files,
+        ).tell()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -147,12 +127,6 @@ def _check_command(command: Sequence[str]) -> None:
         )
     if shutil.which(command[0]) is None:
         raise UsageError(f"the command {command[0]!r} is not found, or may not be executed")
-
-
-def _show(outcome: Outcome) -> int:
-    if outcome.text:
-        print(outcome.text, file=sys.stderr, flush=True)
-    return outcome.exit_code
 
 
 @dataclass
@@ -184,7 +158,7 @@ class _Job:
         """Make the hosts, run the command to its end on each, and take the hosts away."""
         log_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            stack.enter_context(_handlers(self))
+            stack.enter_context(requests_to(self.handle))
             cluster = stack.enter_context(
                 Cluster(
                     hosts=hosts.hosts,
@@ -234,7 +208,7 @@ class _Job:
         self.num_interrupts += number == signal.SIGINT
         if number != signal.SIGUSR1:
             self.received = number
-        if (passed_on := _PASSED_ON[signal.Signals(number)]) not in self.forwarded:
+        if (passed_on := PASSED_ON[signal.Signals(number)]) not in self.forwarded:
             self.forwarded.append(passed_on)
 
     def _await_end(self, error_folder: Path | None) -> None:
@@ -276,13 +250,3 @@ class _Job:
         alive = [rank for rank in range(len(self._workers)) if rank not in self.exit_codes]
         self.killed.update(alive)
         end([self._workers[rank] for rank in alive], grace_s=0)
-
-
-@contextmanager
-def _handlers(job: _Job) -> Iterator[None]:
-    before = {number: signal.signal(number, job.handle) for number in _PASSED_ON}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

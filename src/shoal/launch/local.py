@@ -17,7 +17,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -29,23 +28,14 @@ from typing import TYPE_CHECKING
 
 from shoal.env import LAUNCH_DIR, child_environment
 from shoal.errors import EXIT_STOPPED, ShoalError, UsageError
+from shoal.launch.ending import EXIT_INTERRUPTED, PASSED_ON, Deadlines, requests_to
 from shoal.launch.outcome import decide_outcome
 from shoal.launch.worker import read_errors
 
 if TYPE_CHECKING:
     from shoal.launch.agent import WorkerAgent
 
-STOP_DEADLINE_S = 120.0
-"""How long the other workers may go on after one has saved and left."""
-
-_EXIT_INTERRUPTED = 130
 _POLL_S = 0.1
-_PASSED_ON = {  # what a signal to the launcher becomes for the workers
-    signal.SIGTERM: signal.SIGTERM,
-    signal.SIGUSR1: signal.SIGUSR1,
-    signal.SIGHUP: signal.SIGTERM,
-    signal.SIGINT: signal.SIGTERM,
-}
 
 
 @dataclass(kw_only=True)
@@ -64,7 +54,7 @@ class _Requests:
         received = signal.Signals(number)
         self.num_interrupts += received == signal.SIGINT
         # send() waits for a start that is under way, which this handler does not interrupt: it is a thread's
-        if self.agent is None or not self.agent.send(_PASSED_ON[received]):
+        if self.agent is None or not self.agent.send(PASSED_ON[received]):
             self.before_start = True
         elif self.to_end_at_once:
             self.agent.kill_workers()
@@ -113,8 +103,8 @@ def launch(
     folder = Path(tempfile.mkdtemp(prefix="shoal-launch-"))
     requests = _Requests()
     try:
-        with _handlers(requests):
-            from shoal.launch.agent import Deadlines, WorkerLogs, make_agent
+        with requests_to(requests.handle), _quiet_loggers():
+            from shoal.launch.agent import WorkerLogs, make_agent
 
             try:
                 requests.agent = agent = make_agent(
@@ -127,7 +117,7 @@ def launch(
                     rendezvous_deadline_s=rendezvous_deadline_s,
                     logs=WorkerLogs(log_dir, _worker_env(folder, num_workers), folder),
                     error_folder=folder,
-                    deadlines=Deadlines(after_failure_s=grace_s, after_stop_s=STOP_DEADLINE_S),
+                    deadlines=Deadlines(after_failure_s=grace_s),
                 )
             except (OSError, RuntimeError) as error:
                 raise _no_rendezvous(nnodes, host, port, error) from error
@@ -146,20 +136,17 @@ def _finish(
     if requests.before_start:
         return EXIT_STOPPED
     if requests.to_end_at_once:
-        return _EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
     exit_codes = agent.exit_codes
     if agent.failure is not None and not exit_codes:
         raise no_rendezvous(agent.failure) from agent.failure
-    outcome = decide_outcome(
+    return decide_outcome(
         exit_codes,
         read_errors(folder),
         killed=agent.killed,
         forwarded=[int(number) for number in agent.forwarded],
         logs=agent.stderr_files,
-    )
-    if outcome.text:
-        print(outcome.text, file=sys.stderr, flush=True)
-    return outcome.exit_code
+    ).tell()
 
 
 def _no_rendezvous(nnodes: int, host: str, port: int, error: Exception) -> ShoalError:
@@ -198,16 +185,13 @@ def _worker_env(folder: Path, num_workers: int) -> dict[str, str]:
 
 
 @contextmanager
-def _handlers(requests: _Requests) -> Iterator[None]:
-    before = {number: signal.signal(number, requests.handle) for number in _PASSED_ON}
+def _quiet_loggers() -> Iterator[None]:
     levels = {name: logging.getLogger(name).level for name in _NOISY_LOGGERS}
     try:
         for name in _NOISY_LOGGERS:
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,12 @@ class Outcome:
 
     exit_code: int
     text: str = ""
+
+    def tell(self) -> int:
+        """Print the text, if there is any, and return the exit code."""
+        if self.text:
+            print(self.text, file=sys.stderr, flush=True)
+        return self.exit_code
 
 
 def decide_outcome(
