@@ -259,6 +259,7 @@ void bind_engine(nb::module_& m) {
 
 NB_MODULE(_core, m) {
   m.doc() = "shoal's C++ core; use it through shoal.native";
+  nb::set_leak_warnings(false);  // a process that ends without destroy_process_group() leaves its engine
   m.def("cpu_features", &cpu_features);
   m.def("simd_levels", &simd_levels);
   // noconvert: a converted copy of the output would take the sum and be thrown away

@@ -147,6 +147,7 @@ class Engine : private Sink {
   // engine.cc: life and callers
   void begin_alone(Op& op);
   void require_possible(const OpSpec& spec) const;
+  void open_stage(const std::string& segment, double timeout_s);
   void await_all(const std::vector<std::size_t>& wanted, Clock::time_point until, double timeout_s);
   OpPtr make_op(OpSpec spec);
   void prepare_own_part(Op& op);
@@ -213,7 +214,8 @@ class Engine : private Sink {
   // Callers and all threads
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::uint64_t next_seq_ = 0, position_ = 0;
+  std::uint64_t next_seq_ = 0;
+  FusedBuffer fused_;
   std::map<std::uint64_t, OpPtr> ops_;
   std::set<std::uint64_t> failed_ops_, watched_;
   std::deque<std::uint64_t> watched_done_;

@@ -10,6 +10,8 @@ namespace {
 
 constexpr std::size_t kMinNetworkChunk = 8 << 10;
 constexpr std::size_t kMinSharedChunk = 16 << 10;
+constexpr std::int64_t kUnitBytes = 8 << 10;  // of the fused buffer
+constexpr std::size_t kLeastBytes = 64;       // an empty chunk still costs its server a frame
 
 std::uint64_t scramble(std::uint64_t x) {  // the finaliser of splitmix64
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
@@ -22,6 +24,19 @@ std::uint64_t scramble(std::uint64_t x) {  // the finaliser of splitmix64
 std::uint64_t range_of(const OpSpec& spec, int size) {
   const bool many = spec.kind == Kind::all_gather || spec.kind == Kind::reduce_scatter;
   return many ? spec.count * static_cast<std::uint64_t>(size) : spec.count;
+}
+
+std::size_t FusedBuffer::next(std::size_t bytes, std::size_t num_places) {
+  if (room_.empty()) {
+    room_.assign(num_places, 0);
+    room_[0] = kUnitBytes;
+  }
+  while (room_[place_] <= 0) {
+    place_ = (place_ + 1) % num_places;
+    room_[place_] += kUnitBytes;
+  }
+  room_[place_] -= static_cast<std::int64_t>(std::max(bytes, kLeastBytes));
+  return place_;
 }
 
 Topology::Topology(int rank, std::vector<std::string> hosts, int num_helpers, std::vector<int> pattern)
@@ -68,7 +83,7 @@ int Topology::server_beside_root(int server, const OpSpec& spec) const {
   return host_of(server) == host_of(spec.root) ? spec.root : server;
 }
 
-std::vector<Chunk> Topology::cut(const OpSpec& spec, std::size_t max_chunk_bytes, std::uint64_t& position) const {
+std::vector<Chunk> Topology::cut(const OpSpec& spec, std::size_t max_chunk_bytes, FusedBuffer& fused) const {
   const std::size_t width = size_of(spec.element);
   const bool fixed = spec.kind == Kind::all_gather || spec.kind == Kind::reduce_scatter;
   const bool shared_only = num_hosts() == 1;
@@ -89,7 +104,7 @@ std::vector<Chunk> Topology::cut(const OpSpec& spec, std::size_t max_chunk_bytes
     const std::uint64_t count = std::min(chunk_count, spec.count - done);
     for (int part = 0; part < parts; ++part) {
       Chunk chunk{static_cast<std::uint64_t>(part) * spec.count + done, count, part};
-      if (!fixed) chunk.server = pattern_[position++ % pattern_.size()];
+      if (!fixed) chunk.server = pattern_[fused.next(count * width, pattern_.size())];
       if (spec.kind == Kind::broadcast || spec.kind == Kind::reduce) chunk.server = server_beside_root(chunk.server, spec);
       chunks.push_back(chunk);
     }

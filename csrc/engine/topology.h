@@ -18,9 +18,23 @@ struct Chunk {
   int server = 0;  // ranks first, then helpers
 };
 
+// Where a group's operations stand in the buffer that they are fused into. The buffer is one row of units of 8 KiB
+// which go round the pattern of servers; every chunk lies at the next free place, and one that is larger than what
+// is left of its unit is made up for by passing its server over. All ranks call operations in the same order, so
+// they place them alike, and a thousand small ones are shared out as evenly by bytes as one large one.
+class FusedBuffer {
+ public:
+  // The place in the pattern of the next chunk, which has `bytes`. `num_places` > 0 must not change between calls.
+  std::size_t next(std::size_t bytes, std::size_t num_places);
+
+ private:
+  std::size_t place_ = 0;
+  std::vector<std::int64_t> room_;  // bytes that each place of the pattern may still take in its turn
+};
+
 class Topology {
  public:
-  // `hosts[r]` is the host of rank r; `pattern` the servers of a group's successive chunks.
+  // `hosts[r]` is the host of rank r; `pattern` the servers that a group's chunks go round.
   Topology(int rank, std::vector<std::string> hosts, int num_helpers, std::vector<int> pattern);
 
   // Throws std::invalid_argument for a server that does not exist.
@@ -43,8 +57,8 @@ class Topology {
   int owner(int host, const OpSpec& spec, std::uint64_t index, const Chunk& chunk) const;
   int owner(int host, Kind kind, int root, std::uint64_t index, int server) const;
 
-  // Cuts an operation; `position` counts the chunks that took a place in the pattern so far.
-  std::vector<Chunk> cut(const OpSpec& spec, std::size_t max_chunk_bytes, std::uint64_t& position) const;
+  // Cuts an operation. Chunks that any server may sum take their places in `fused`.
+  std::vector<Chunk> cut(const OpSpec& spec, std::size_t max_chunk_bytes, FusedBuffer& fused) const;
 
   // Who stands in for a lost server: the same on every rank that knows the same servers to be lost, and still
   // the same when further ones are lost, unless it is one of them (rendezvous hashing). -1: nobody is left.

@@ -39,6 +39,7 @@ class Connection {
 
   std::size_t queued_bytes() const { return queued_bytes_; }
   std::uint64_t bytes_in = 0, bytes_out = 0;
+  bool watched = false;  // for the moment at which it takes more
 
  private:
   struct Outgoing {

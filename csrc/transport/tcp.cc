@@ -16,12 +16,15 @@
 #include <cstring>
 #include <stdexcept>
 #include <system_error>
+#include <utility>
 
 #include "base/clock.h"
 
 namespace shoal {
 
 namespace {
+
+constexpr std::size_t kSmallBytes = 8 << 10;
 
 int listen_at(const std::string& address, int port) {
   const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
@@ -209,6 +212,7 @@ void TcpTransport::send(int index, FrameHeader header, Payload payload) {
   const auto found = peers_.find(index);
   if (found == peers_.end() || found->second.down || found->second.connections.empty()) return;
   Peer& peer = found->second;
+  const bool small = payload.size < kSmallBytes;
   std::shared_ptr<Connection> best;
   if (!carries_data(header.type) && peer.control) {
     best = peer.control;
@@ -217,6 +221,7 @@ void TcpTransport::send(int index, FrameHeader header, Payload payload) {
     for (const auto& connection : peer.connections) {
       if (connection->control() && peer.connections.size() > 1) continue;
       if (!best || connection->queued_bytes() < best->queued_bytes()) best = connection;
+      if (small && best->queued_bytes() < kSmallBytes) break;  // one system call takes many small frames
     }
   }
   seal(header, payload);
@@ -244,7 +249,8 @@ void TcpTransport::write(const std::shared_ptr<Connection>& connection) {
   bytes_sent_ += connection->bytes_out - before;
 }
 
-void TcpTransport::watch(const Connection& connection, bool writable) {
+void TcpTransport::watch(Connection& connection, bool writable) {
+  if (std::exchange(connection.watched, writable) == writable) return;
   epoll_event event{EPOLLIN | (writable ? static_cast<std::uint32_t>(EPOLLOUT) : 0u), {.fd = connection.fd()}};
   epoll_ctl(epoll_fd_, EPOLL_CTL_MOD, connection.fd(), &event);
 }

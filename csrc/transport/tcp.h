@@ -91,7 +91,7 @@ class TcpTransport : public Transport {
   void declare_down(int peer, const std::string& why);
   void flush_dirty();
   void write(const std::shared_ptr<Connection>& connection);
-  void watch(const Connection& connection, bool writable);
+  void watch(Connection& connection, bool writable);
   void tick(double elapsed_s);
   void check_peer(int index, Peer& peer, double elapsed_s);
   bool check_ended(int index, Peer& peer, double elapsed_s);

@@ -10,6 +10,7 @@
 namespace {
 
 using shoal::Chunk;
+using shoal::FusedBuffer;
 using shoal::Kind;
 using shoal::OpSpec;
 using shoal::Topology;
@@ -50,9 +51,9 @@ TEST(topology_cut_covers_every_element_once) {
   for (const auto& hosts : kHosts) {
     for (int helpers : {0, 2}) {
       const Topology topology(0, hosts, helpers, all_servers(hosts.size(), helpers));
-      std::uint64_t position = 0;
+      FusedBuffer fused;
       for_each_spec(topology.size(), [&](const OpSpec& spec, std::size_t most) {
-        std::vector<Chunk> chunks = topology.cut(spec, most, position);
+        std::vector<Chunk> chunks = topology.cut(spec, most, fused);
         // Parts take turns in the order of sending.
         std::stable_sort(chunks.begin(), chunks.end(), [](const Chunk& a, const Chunk& b) { return a.begin < b.begin; });
         std::uint64_t at = 0;
@@ -74,29 +75,67 @@ TEST(topology_cut_covers_every_element_once) {
 TEST(topology_fixed_parts_are_served_by_their_rank) {
   for (const auto& hosts : kHosts) {
     const Topology topology(0, hosts, 1, all_servers(hosts.size(), 1));
-    std::uint64_t position = 5;
+    FusedBuffer fused;
     for (Kind kind : {Kind::all_gather, Kind::reduce_scatter}) {
       const OpSpec spec = spec_of(kind, shoal::Element::float32, 10'001, 0);
-      for (const Chunk& chunk : topology.cut(spec, 8 << 10, position)) {
+      for (const Chunk& chunk : topology.cut(spec, 8 << 10, fused)) {
         const auto begin = static_cast<std::uint64_t>(chunk.server) * spec.count;
         CHECK(chunk.begin >= begin && chunk.begin + chunk.count <= begin + spec.count);
       }
-      CHECK_EQ(position, 5u);  // they take no place in the pattern
     }
+    CHECK_EQ(fused.next(1, 3), 0u);  // they have taken no place
   }
 }
 
-TEST(topology_chunks_follow_the_pattern_across_operations) {
+TEST(topology_chunks_of_one_size_follow_the_pattern_across_operations) {
   const std::vector<int> pattern{2, 0, 1, 2};
   const Topology topology(1, {"a", "b"}, 1, pattern);
-  std::uint64_t position = 0;
-  std::vector<int> servers;
-  for (std::uint64_t count : {10, 0, 100'000, 3'000}) {
-    const auto chunks = topology.cut(spec_of(Kind::all_reduce, shoal::Element::float32, count, 0), 8 << 10, position);
-    for (const Chunk& chunk : chunks) servers.push_back(chunk.server);
+  for (std::uint64_t size : {std::uint64_t{8} << 10, std::uint64_t{32} << 10}) {
+    FusedBuffer fused;
+    std::vector<int> servers;
+    for (std::uint64_t count : {40, 101, 48}) {  // so many that the chunks are as large as they may be
+      for (const Chunk& chunk : topology.cut(spec_of(Kind::all_reduce, shoal::Element::uint8, count * size, 0), size, fused)) {
+        CHECK_EQ(chunk.count, size);
+        servers.push_back(chunk.server);
+      }
+    }
+    CHECK_EQ(servers.size(), 189u);
+    for (std::size_t k = 0; k < servers.size(); ++k) CHECK_EQ(servers[k], pattern[k % pattern.size()]);
   }
-  CHECK_EQ(position, servers.size());
-  for (std::size_t k = 0; k < servers.size(); ++k) CHECK_EQ(servers[k], pattern[k % pattern.size()]);
+}
+
+// Small operations are laid one behind the other: a server sums whole runs of them, and the bytes of each server
+// are in the pattern's proportion, to one chunk, whatever the sizes are and however they follow each other.
+TEST(topology_small_operations_are_fused_and_balanced_by_bytes) {
+  constexpr std::int64_t kMost = 32 << 10;
+  const std::vector<int> pattern{3, 0, 1, 3, 2};  // server 3 has twice the share of the others
+  const std::vector<std::int64_t> shares{1, 1, 1, 2};
+  const Topology topology(0, {"a", "b", "c"}, 1, pattern);
+  const std::vector<std::vector<std::int64_t>> mixtures = {
+      {1024}, {100}, {kMost}, {1024, 30 << 10}, {200, 8192, 31'000}, {5, 70, 900, 1100, 13'000, 29'999, 100'000}};
+  for (const auto& sizes : mixtures) {
+    FusedBuffer fused;
+    std::vector<std::int64_t> taken(4, 0);
+    int turns = 0, last = -1, chunks = 0;
+    for (int round = 0; round < 2000; ++round) {
+      const auto bytes = sizes[static_cast<std::size_t>(round) % sizes.size()];
+      const OpSpec spec = spec_of(Kind::all_reduce, shoal::Element::uint8, static_cast<std::uint64_t>(bytes), 0);
+      for (const Chunk& chunk : topology.cut(spec, kMost, fused)) {
+        taken[static_cast<std::size_t>(chunk.server)] += std::max<std::int64_t>(static_cast<std::int64_t>(chunk.count), 64);
+        turns += chunk.server != last;
+        last = chunk.server;
+        ++chunks;
+      }
+    }
+    for (std::size_t a = 0; a < taken.size(); ++a) {
+      for (std::size_t b = 0; b < taken.size(); ++b) {
+        const std::int64_t apart = taken[a] / shares[a] - taken[b] / shares[b];
+        CHECK(apart <= 2 * kMost && apart >= -2 * kMost);
+      }
+    }
+    if (sizes == mixtures[0]) CHECK_EQ(turns, chunks / 8);   // eight of 1 KiB go to one server in a row
+    if (sizes == mixtures[1]) CHECK(turns <= chunks / 80);
+  }
 }
 
 TEST(topology_all_ranks_cut_and_own_alike) {
@@ -104,11 +143,11 @@ TEST(topology_all_ranks_cut_and_own_alike) {
     const auto pattern = all_servers(hosts.size(), 2);
     std::vector<Topology> views;
     for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) views.emplace_back(rank, hosts, 2, pattern);
-    std::vector<std::uint64_t> positions(views.size(), 0);
+    std::vector<FusedBuffer> fused(views.size());
     for_each_spec(views[0].size(), [&](const OpSpec& spec, std::size_t most) {
-      const auto chunks = views[0].cut(spec, most, positions[0]);
+      const auto chunks = views[0].cut(spec, most, fused[0]);
       for (std::size_t rank = 1; rank < views.size(); ++rank) {
-        const auto theirs = views[rank].cut(spec, most, positions[rank]);
+        const auto theirs = views[rank].cut(spec, most, fused[rank]);
         CHECK_EQ(theirs.size(), chunks.size());
         for (std::size_t k = 0; k < std::min(chunks.size(), theirs.size()); ++k) {
           CHECK(theirs[k].begin == chunks[k].begin && theirs[k].count == chunks[k].count && theirs[k].server == chunks[k].server);
