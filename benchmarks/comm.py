@@ -25,6 +25,7 @@ from benchmarks.comm_runs import (
     watched,
     wire_bytes_per_s,
 )
+from benchmarks.comm_worker import MANY, NUM_MANY
 from benchmarks.harness import Benchmark
 from shoal.decide.links import DDP_BUCKET_BYTES, gain_over_ring, recommended_bucket_bytes
 from shoal.launch.emulated import Cluster
@@ -65,12 +66,13 @@ def retakes_of(bench: Benchmark) -> int:
 def helpers_rows(bench: Benchmark) -> None:
     """8 workers, with 8, 4 and no helper hosts, links of 200 Mbit/s each."""
     big, medium, small = ((ALL_REDUCE, size) for size in (16 * MIB, 64 * KIB, KIB))
+    many = (MANY, NUM_MANY * KIB)
     retakes = retakes_of(bench)
     # The 4 before the 8: a group measures helpers that no earlier group has measured.
     backends: dict[str, int | None] = {"gloo": None, "colocated": 0, "4 helpers": 4, "8 helpers": 8}
     with Cluster(hosts=NUM_HOSTS, helpers=8, nic=NIC, announce_rates=False) as cluster:
         rates = wire_bytes_per_s(cluster, repeats=2)
-        one = on_cluster(cluster, spec_of(backends, [big], repeats_of(bench)), most_retaken=retakes)
+        one = on_cluster(cluster, spec_of(backends, [big, many], repeats_of(bench)), most_retaken=retakes)
         rates += wire_bytes_per_s(cluster, repeats=1)
         few: dict[str, int | None] = {"gloo": None, "colocated": 0}
         short = on_cluster(
@@ -91,6 +93,7 @@ def helpers_rows(bench: Benchmark) -> None:
     add_row(bench, one, f"{workers}, colocated, 16 MiB", big, "colocated", target=0.95)
     add_row(bench, short, f"{workers}, colocated, 64 KiB", medium, "colocated", target=3.0)
     add_row(bench, short, f"{workers}, colocated, 1 KiB", small, "colocated", target=3.0)
+    add_row(bench, one, f"{workers}, colocated, {NUM_MANY} × 1 KiB in a row", many, "colocated")
 
 
 def fast_helpers_rows(bench: Benchmark) -> None:

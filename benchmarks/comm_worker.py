@@ -28,6 +28,9 @@ WARM_UPS = 2
 MIN_SAMPLE_S = 0.02
 """A sample of a short collective is the mean of so many calls that it takes about this long."""
 
+MANY, NUM_MANY = "consecutive all_reduces", 256
+"""So many all-reduces that are begun before the first is waited for, on parts of the case's bytes."""
+
 Call = Callable[[], object]
 
 
@@ -39,6 +42,24 @@ def shoal_group(num_helpers: int) -> dist.ProcessGroup:
     os.environ[HELPERS] = given
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def many_calls(num_bytes: int, group: dist.ProcessGroup) -> Call:
+    """Return small all-reduces, one after the other without waiting; their sums have been looked at."""
+    parts = [torch.full((num_bytes // NUM_MANY // 4,), float(k)) for k in range(NUM_MANY)]
+
+    def call() -> None:
+        works = [dist.all_reduce(part, group=group, async_op=True) for part in parts]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    call()
+    if any((part != k * group.size()).any() for k, part in enumerate(parts)):
+        raise SystemExit("consecutive all_reduces gave a wrong sum")
+    for part in parts:
+        part.zero_()
+    return call
 
 
 def mpi_call(case: Case) -> Call:
@@ -97,6 +118,8 @@ def main() -> None:
         for name in spec["backends"]:
             if name == "openmpi":
                 calls[name] = mpi_call(case)
+            elif collective == MANY:
+                calls[name] = many_calls(num_bytes, backends[name])
             else:
                 calls[name] = prepare(case, backends[name], torch.float32, name)
         result[f"{collective} {num_bytes}"] = samples_of(calls, groups, spec["repeats"])

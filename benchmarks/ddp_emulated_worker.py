@@ -2,10 +2,10 @@
 
     python -m benchmarks.ddp_emulated_worker SPEC OUT
 
-SPEC is JSON: ``{"model": "albert-base", "backends": {"gloo": null, "colocated": 0, "8 helpers": 8},
-"repeats": 5}``; a number says how many helper hosts a shoal group uses. One model and one DDP serve all
-backends, which differ in the group that DDP's own hook (``allreduce_hook``) is given, or the memory of this
-machine would not do.
+SPEC is JSON: ``{"model": "albert-base", "sequence": 32, "backends": {"gloo": null, "colocated": 0,
+"8 helpers": 8}, "repeats": 5}``; a number says how many helper hosts a shoal group uses. One model and one
+DDP serve all backends, which differ in the group that DDP's own hook (``allreduce_hook``) is given, or the
+memory of this machine would not do. A step that sums nothing is measured beside them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from shoal.bench.groups import Groups
 from shoal.bench.settings import CommBench
 from shoal.env import joined
 
-BATCH, SEQUENCE = 1, 32
-"""Small, so that communication dominates: every host has a fraction of this machine's cores."""
+BATCH = 1
+COMPUTATION = "computation alone"
+"""The name of the samples of steps without averaging."""
 ALBERT_BASE = {
     "embedding_size": 128,
     "hidden_size": 768,
@@ -49,25 +51,26 @@ def build(name: str) -> nn.Module:
     return model
 
 
-def batch_of(name: str, draw: torch.Generator) -> dict[str, torch.Tensor]:
+def batch_of(name: str, sequence: int, draw: torch.Generator) -> dict[str, torch.Tensor]:
     """Return random tokens with labels for both of the model's losses."""
     labels = "sentence_order_label" if name == "albert-base" else "next_sentence_label"
-    tokens = torch.randint(5, 30_000, (BATCH, SEQUENCE), generator=draw)
+    tokens = torch.randint(5, 30_000, (BATCH, sequence), generator=draw)
     return {"input_ids": tokens, "labels": tokens, labels: torch.zeros(BATCH, dtype=torch.long)}
 
 
 class Training:
     """The model, and the group that sums its gradients at the moment."""
 
-    def __init__(self, name: str, groups: Groups) -> None:
-        self._name, self._groups = name, groups
+    def __init__(self, name: str, sequence: int, groups: Groups) -> None:
+        self._name, self._sequence, self._groups = name, sequence, groups
         self._draw = torch.Generator().manual_seed(groups.rank)
         model = build(name)
         # All ranks have the same seed: the weights need not travel.
         self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
-        self.group: dist.ProcessGroup = groups.control
+        self.group: dist.ProcessGroup | None = groups.control  # None: gradients stay where they are
 
         def average(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+            assert self.group is not None
             return default_hooks.allreduce_hook(self.group, bucket)
 
         self.ddp.register_comm_hook(None, average)
@@ -75,12 +78,14 @@ class Training:
 
     def step(self) -> float:
         """Take a step together; return its seconds on this rank."""
-        batch = batch_of(self._name, self._draw)
+        batch = batch_of(self._name, self._sequence, self._draw)
         self._groups.barrier()
         begin = time.perf_counter()
         self._optimizer.zero_grad()
-        self.ddp(**batch).loss.backward()
-        self._optimizer.step()
+        with self.ddp.no_sync() if self.group is None else nullcontext():
+            self.ddp(**batch).loss.backward()
+        if self.group is not None:  # else the ranks' weights would become different
+            self._optimizer.step()
         return time.perf_counter() - begin
 
     def check(self) -> None:
@@ -107,12 +112,13 @@ def main() -> None:
     place = joined()
     assert place is not None
     groups = Groups(CommBench(sizes=(), collectives=(), backends=("gloo",)), place)
-    backends = {
+    backends: dict[str, dist.ProcessGroup | None] = {
         name: groups.of_backend["gloo"] if num_helpers is None else shoal_group(num_helpers)
         for name, num_helpers in spec["backends"].items()
     }
-    training = Training(spec["model"], groups)
-    training.group = list(backends.values())[-1]
+    backends[COMPUTATION] = None
+    training = Training(spec["model"], spec["sequence"], groups)
+    training.group = next(iter(backends.values()))
     training.step()  # after the first step DDP orders its buckets anew
     samples: dict[str, list[float]] = {name: [] for name in backends}
     for turn in range(spec["repeats"]):
