@@ -14,17 +14,9 @@ from forked_workers import fork_process, wait_for
 import shoal.comm  # registers the backend where the installed package is older than its entry point
 
 
-def run_group(
-    function: Callable[..., None],
-    size: int,
-    folder: Path,
-    *args: Any,
-    backend: str = "shoal",
-    hosts: Sequence[str] | None = None,
-    deadline_s: float = 120,
-) -> None:
-    """Run ``function(rank, *args)`` on ``size`` workers; all must succeed."""
-    codes = exit_codes(function, size, folder, *args, backend=backend, hosts=hosts, deadline_s=deadline_s)
+def run_group(function: Callable[..., None], size: int, folder: Path, *args: Any, **given: Any) -> None:
+    """Run ``function(rank, *args)`` as :func:`exit_codes` does; all workers must succeed."""
+    codes = exit_codes(function, size, folder, *args, **given)
     assert codes == [0] * size, codes
 
 
@@ -37,6 +29,7 @@ def exit_codes(
     hosts: Sequence[str] | None = None,
     deadline_s: float = 120,
 ) -> list[int | None]:
+    """Run ``function(rank, *args)`` on ``size`` workers, on these hosts, and return how each has ended."""
     folder.mkdir(exist_ok=True)
     meeting = folder / f"meeting-{backend.replace(':', '-')}-{len(list(folder.iterdir()))}"
     processes = [

@@ -19,15 +19,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from shoal import native
 from shoal.errors import UsageError
 from shoal.optim.lamb_foreach import lamb_update
 from shoal.optim.moments import (
-    check_options,
+    MomentsOptimizer,
     check_parameter,
     indices_by_kind,
+    loss_of,
     next_states,
     root_of_sum,
     sum_of,
@@ -63,7 +64,7 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-class Lamb(Optimizer):
+class Lamb(MomentsOptimizer):
     """LAMB with few passes over memory: one native kernel on the CPU, ``_foreach_`` operations elsewhere.
 
     The state of each parameter is ``step``, ``exp_avg`` and ``exp_avg_sq``, as in torch's Adam, so that
@@ -108,28 +109,8 @@ class Lamb(Optimizer):
             raise UsageError(f"max_grad_norm={max_grad_norm} must be above 0; None clips nothing")
         self.max_grad_norm = max_grad_norm
         self.implementation = implementation
-        self._grad_norm: Tensor | float = 0.0
-        self._weight_norm: Tensor | float = 0.0
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "bias_correction": bias_correction,
-                "trust_ratio": True,
-            },
-        )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; what it does not set is as given at construction.
-
-        Raises:
-            UsageError: a value is out of its range.
-        """
-        check_options({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "bias_correction": bias_correction, "trust_ratio": True})
 
     def grad_norm(self, *, grad_scale: float = 1.0) -> Tensor | float:
         """Return the global norm of the present gradients times ``grad_scale``, before any clipping.
@@ -173,10 +154,7 @@ class Lamb(Optimizer):
         Raises:
             UsageError: a gradient is sparse, or a parameter does not suit the implementation.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         scale: Tensor | float = grad_scale
         if self.max_grad_norm is not None:
             grad_norm = self.grad_norm(grad_scale=grad_scale) if grad_norm is None else grad_norm
@@ -196,11 +174,6 @@ class Lamb(Optimizer):
         self._grad_norm = root_of_sum(grad_squares) if grad_norm is None else grad_norm
         self._weight_norm = root_of_sum(weight_squares)
         return loss
-
-    def norms(self) -> tuple[float, float]:
-        """Return the global norms of the last step: of the scaled gradients before clipping, and of the
-        weights that had a gradient, before the update. Waits for the device."""
-        return float(self._grad_norm), float(self._weight_norm)
 
     def _split(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the group's parameters with a gradient: those for the native kernel, and the others."""

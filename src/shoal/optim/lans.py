@@ -21,20 +21,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from shoal.errors import UsageError
 from shoal.optim.moments import (
-    check_options,
+    MomentsOptimizer,
     check_parameter,
     indices_by_kind,
+    loss_of,
     next_states,
     root_of_sum,
 )
 from shoal.optim.sharded import local_part, whole_squares
 
 
-class Lans(Optimizer):
+class Lans(MomentsOptimizer):
     """LANS on ``_foreach_`` operations: any device, any floating type, FSDP2's shards.
 
     The state of each parameter is ``step``, ``exp_avg`` and ``exp_avg_sq``, as in torch's Adam, so that
@@ -61,8 +62,6 @@ class Lans(Optimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.01,
     ) -> None:
-        self._grad_norm: Tensor | float = 0.0
-        self._weight_norm: Tensor | float = 0.0
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -71,7 +70,6 @@ class Lans(Optimizer):
         Raises:
             UsageError: a value is out of its range, or the group is LAMB's, without a ratio.
         """
-        check_options({**self.defaults, **param_group})
         if "trust_ratio" in param_group:
             raise UsageError("a group sets trust_ratio, but LANS scales every tensor; leave it out")
         super().add_param_group(param_group)
@@ -93,10 +91,7 @@ class Lans(Optimizer):
         Raises:
             UsageError: a gradient is sparse, or a parameter is complex.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         grad_squares: list[Tensor | float] = []
         weight_squares: list[Tensor | float] = []
         for group in self.param_groups:
@@ -113,11 +108,6 @@ class Lans(Optimizer):
         self._grad_norm = root_of_sum(grad_squares)
         self._weight_norm = root_of_sum(weight_squares)
         return loss
-
-    def norms(self) -> tuple[float, float]:
-        """Return the global norms of the last step: of the scaled gradients before they were normalised, and
-        of the weights that had a gradient, before the update. Waits for the device."""
-        return float(self._grad_norm), float(self._weight_norm)
 
 
 def _update(

@@ -1,15 +1,47 @@
-"""What optimizers with Adam's two moments share: their state, the checks of their options, sums of norms."""
+"""What optimizers with Adam's two moments share: their state, the checks of their options, their norms."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from shoal.errors import UsageError
+
+
+class MomentsOptimizer(Optimizer):
+    """An optimizer that checks the options of its groups and knows the norms of its last step."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        self._grad_norm: Tensor | float = 0.0
+        self._weight_norm: Tensor | float = 0.0
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; what it does not set is as given at construction.
+
+        Raises:
+            UsageError: a value is out of its range.
+        """
+        check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def norms(self) -> tuple[float, float]:
+        """Return the global norms of the last step: of the scaled gradients before they were clipped or
+        normalised, and of the weights that had a gradient, before the update. Waits for the device."""
+        return float(self._grad_norm), float(self._weight_norm)
+
+
+def loss_of(closure: Callable[[], float] | None) -> float | None:
+    """Return what the closure of a step returns, evaluated with gradients; ``None`` without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def check_options(group: Mapping[str, Any]) -> None:
