@@ -51,6 +51,22 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A phase of the run begins with ``step``: what its steps are made of."""
+
+    kind: ClassVar[str] = "phase"
+    step: int
+    last_step: int
+    name: str
+    sequence_length: int
+    """Tokens of its longest examples."""
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    time_s: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """The average over the steps since the last such line; ``step`` counts optimizer steps from 1."""
 
@@ -137,11 +153,11 @@ class End:
     time_s: float = field(default_factory=time.time)
 
 
-Row = Start | Step | Evaluation | Checkpoint | Resume | Stop | End
+Row = Start | Phase | Step | Evaluation | Checkpoint | Resume | Stop | End
 History = Start | Resume | Stop
 """Rows about what happened to the run; the others say how far it got."""
 _ROW_OF_KIND: dict[str, type[Row]] = {
-    row.kind: row for row in (Start, Step, Evaluation, Checkpoint, Resume, Stop, End)
+    row.kind: row for row in (Start, Phase, Step, Evaluation, Checkpoint, Resume, Stop, End)
 }
 _TYPES_OF_KIND = {kind: get_type_hints(row) for kind, row in _ROW_OF_KIND.items()}
 

@@ -12,19 +12,27 @@ import time
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal.cluster import WorkerPlace
 from shoal.data.prepare import PrepareConfig, prepare_text
 from shoal.env import Joined
 from shoal.launch.worker import run_worker
 from shoal.models.albert_config import AlbertModelConfig
+from shoal.models.bert_config import BertModelConfig
 from shoal.recipes.albert.config import AlbertPretrainConfig, DataConfig
+from shoal.recipes.bert.config import BertPretrainConfig, PhaseConfig
+from shoal.recipes.bert.config import DataConfig as BertDataConfig
 from shoal.record import Step, read_record
-from shoal.train.config import OptimConfig, RunConfig, TrainConfig
+from shoal.train.config import LoopConfig, OptimConfig, OptimizerConfig, RunConfig, TrainConfig
+
+AnyConfig = AlbertPretrainConfig | BertPretrainConfig
+Config = TypeVar("Config", AlbertPretrainConfig, BertPretrainConfig)
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch._dynamo", "shoal.recipes.albert.pretrain"])
+_context.set_forkserver_preload(
+    ["torch._dynamo", "shoal.recipes.albert.pretrain", "shoal.recipes.bert.pretrain"]
+)
 
 WORDS = [
     "sun",
@@ -100,12 +108,58 @@ def small_config(text: Path, run_dir: Path, **changes: Any) -> AlbertPretrainCon
             checkpoint_frequency=3,
         ),
     )
+    return _changed(config, changes)
+
+
+def small_bert_config(text: Path, run_dir: Path, **changes: Any) -> BertPretrainConfig:
+    """Return settings for 8 and 6 quick steps in two phases."""
+    config = BertPretrainConfig(
+        model=BertModelConfig(
+            vocab_size=96,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=48,
+        ),
+        data=BertDataConfig(path=text),
+        phase1=PhaseConfig(
+            total_steps=8,
+            max_seq_length=24,
+            max_predictions_per_seq=4,
+            global_batch_size=12,
+            learning_rate=5e-3,
+            warmup_steps=2,
+        ),
+        phase2=PhaseConfig(
+            total_steps=6,
+            max_seq_length=48,
+            max_predictions_per_seq=8,
+            global_batch_size=6,
+            learning_rate=2e-3,
+            warmup_steps=1,
+        ),
+        train=LoopConfig(precision="fp32"),
+        optim=OptimizerConfig(power=0.5, decay_from="start"),
+        run=RunConfig(
+            name="test",
+            dir=run_dir,
+            log_frequency=1,
+            validation_frequency=6,
+            validation_samples=32,
+            checkpoint_frequency=3,
+        ),
+    )
+    return _changed(config, changes)
+
+
+def _changed(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
     for section, values in changes.items():
-        config = replace(config, **{section: replace(getattr(config, section), **values)})
+        config = replace(config, **{section: replace(getattr(config, section), **values)})  # type: ignore[type-var]
     return config
 
 
-def start(config: AlbertPretrainConfig, num_workers: int) -> list[BaseProcess]:
+def start(config: AnyConfig, num_workers: int) -> list[BaseProcess]:
     """Start the workers of a job."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -136,7 +190,7 @@ def kill(processes: list[BaseProcess]) -> None:
         process.join()
 
 
-def run(config: AlbertPretrainConfig, num_workers: int = 2) -> list[int | None]:
+def run(config: AnyConfig, num_workers: int = 2) -> list[int | None]:
     """Run a job to its end and return the workers' exit codes."""
     return wait(start(config, num_workers))
 
@@ -155,10 +209,11 @@ def wait_for_step(run_dir: Path, step: int, processes: list[BaseProcess], deadli
         time.sleep(0.01)
 
 
-def _work(config: AlbertPretrainConfig, rank: int, num_workers: int, port: int) -> None:
+def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
     import torch
 
-    from shoal.recipes.albert.pretrain import pretrain
+    from shoal.recipes.albert.pretrain import pretrain as pretrain_albert
+    from shoal.recipes.bert.pretrain import pretrain as pretrain_bert
 
     torch.set_num_threads(1)
     assert config.run.dir is not None
@@ -167,4 +222,7 @@ def _work(config: AlbertPretrainConfig, rank: int, num_workers: int, port: int) 
     os.dup2(log.fileno(), sys.stderr.fileno())
     place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
     joined = Joined(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
-    run_worker(lambda: pretrain(config, joined=joined, command=["test"]))
+    if isinstance(config, BertPretrainConfig):
+        run_worker(lambda: pretrain_bert(config, joined, ["test"]))
+    else:
+        run_worker(lambda: pretrain_albert(config, joined, ["test"]))

@@ -16,7 +16,7 @@ import torch
 
 from shoal import record
 from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, UsageError
-from shoal.recipes.albert.export import export_run
+from shoal.recipes.masked_lm.export import export_run
 from shoal.record import read_record
 
 
@@ -70,21 +70,23 @@ def test_tensorboard_reads_the_events(whole_run: Path) -> None:
 def test_the_exported_model_scores_what_the_run_says(whole_run: Path, data: Path) -> None:
     from transformers import AlbertForPreTraining
 
-    from shoal.data.loader import held_out_batches
-    from shoal.recipes.albert.job import open_data
-    from shoal.recipes.albert.pretrain import INPUTS
+    from shoal.data.examples import evenly_spread
+    from shoal.recipes.masked_lm.job import open_data
 
     model = AlbertForPreTraining.from_pretrained(whole_run / "transformers").eval()
-    _, reader = open_data(jobs.small_config(data, whole_run))
-    total = count = 0.0
+    config = jobs.small_config(data, whole_run)
+    _, reader = open_data(config, config.phases[0])
+    batch = {
+        name: torch.from_numpy(array)
+        for name, array in reader.batch(0, evenly_spread(reader.num_examples, 32)).items()
+    }
     with torch.no_grad():
-        for batch in held_out_batches(reader, micro_batch_size=8, limit=32):
-            inputs = dict(zip(INPUTS[:3], (batch[name] for name in INPUTS[:3]), strict=True))
-            logits = model(**inputs).prediction_logits.log_softmax(-1)
-            rows = torch.arange(len(logits))[:, None]
-            found = logits[rows, batch["masked_positions"]].gather(2, batch["masked_ids"][..., None])[..., 0]
-            total -= (found * batch["masked_weights"]).sum().item()
-            count += batch["masked_weights"].sum().item()
+        names = ("input_ids", "token_type_ids", "attention_mask")
+        logits = model(**{name: batch[name] for name in names}).prediction_logits.log_softmax(-1)
+    rows = torch.arange(len(logits))[:, None]
+    found = logits[rows, batch["masked_positions"]].gather(2, batch["masked_ids"][..., None])[..., 0]
+    total = -(found * batch["masked_weights"]).sum().item()
+    count = batch["masked_weights"].sum().item()
     (last,) = [row for row in read_record(whole_run) if isinstance(row, record.End)]
     assert total / count == pytest.approx(last.metrics["mlm_loss"], rel=1e-5)
     assert (whole_run / "transformers" / "tokenizer.json").is_file()

@@ -11,7 +11,11 @@ from typing import Annotated, Any, Literal
 import cyclopts
 from cyclopts import App, Parameter
 
-from shoal.recipes.albert.config import PRESETS, AlbertPretrainConfig
+from shoal.env import Joined
+from shoal.recipes.albert import config as albert
+from shoal.recipes.bert import config as bert
+from shoal.recipes.masked_lm import start
+from shoal.recipes.start import Launch
 from shoal.train.config import load_toml
 
 train = App(name="train", help="Train a recipe; the same command again continues where the run stopped.")
@@ -39,21 +43,17 @@ def _apply_settings(app: App, commands: tuple[str, ...], arguments: Any) -> None
 train.config = (_apply_settings,)
 
 
+Settings = Parameter(name="*")
+"""Options of the fields of a dataclass, without its own name before them."""
+
+
 @train.command(name="albert")
 def train_albert(
     *,
-    preset: Literal[PRESETS] = "base",  # type: ignore[valid-type]
+    preset: Literal[albert.PRESETS] = "base",  # type: ignore[valid-type]
     config: Path | None = None,
-    settings: Annotated[AlbertPretrainConfig, Parameter(name="*")] = AlbertPretrainConfig(),  # noqa: B008
-    workers: int | None = None,
-    nnodes: int = 1,
-    rdzv: str | None = None,
-    on: Literal["local", "emulated"] = "local",
-    hosts: int | None = None,
-    nic: str | None = None,
-    helpers: int = 0,
-    helper_nic: str | None = None,
-    dry_run: bool = False,
+    settings: Annotated[albert.AlbertPretrainConfig, Settings] = albert.AlbertPretrainConfig(),  # noqa: B008
+    how: Annotated[Launch, Settings] = Launch(),  # noqa: B008
 ) -> int:
     """Pretrain ALBERT: masked language model and sentence order.
 
@@ -66,40 +66,45 @@ def train_albert(
         Settings to start from.
     config
         TOML file with settings that go before the preset's; options go before both.
-    workers
-        Workers on this host; default: one a GPU, or one.
-    nnodes
-        Hosts; start the same command on each, with --rdzv.
-    rdzv
-        HOST:PORT of the first host, where the hosts meet.
-    on
-        local: workers on this host; emulated: on hosts with a network of their own, made on this machine.
-    hosts
-        Emulated hosts, each with --workers workers.
-    nic
-        Rate of each emulated host's link in each direction, such as 200mbit; default: not limited.
-    helpers
-        Emulated helper hosts, which only sum gradients.
-    helper_nic
-        Rate of the helper hosts' links; default: --nic.
-    dry_run
-        Print the resolved settings, the batch arithmetic, parameters and memory, and stop.
     """
-    from shoal.recipes.albert import start
 
-    return start.run(
-        settings,
-        start.Launch(
-            preset=preset,
-            num_workers=workers,
-            nnodes=nnodes,
-            rdzv=rdzv,
-            on=on,
-            hosts=hosts,
-            nic=nic,
-            helpers=helpers,
-            helper_nic=helper_nic,
-            dry_run=dry_run,
-        ),
-        command=[sys.executable, "-m", "shoal", *sys.argv[1:]],
-    )
+    def work(resolved: albert.AlbertPretrainConfig, place: Joined, command: list[str]) -> int:
+        from shoal.recipes.albert.pretrain import pretrain
+
+        return pretrain(resolved, place, command)
+
+    return start.run(settings, how, work, preset=preset, command=_this_command())
+
+
+@train.command(name="bert")
+def train_bert(
+    *,
+    preset: Literal[bert.PRESETS] = "base",  # type: ignore[valid-type]
+    config: Path | None = None,
+    settings: Annotated[bert.BertPretrainConfig, Settings] = bert.BertPretrainConfig(),  # noqa: B008
+    how: Annotated[Launch, Settings] = Launch(),  # noqa: B008
+) -> int:
+    """Pretrain BERT: masked language model and next sentence, in two phases.
+
+    The second phase, with long sequences, begins with the weights of the first. Started alone, the command
+    starts the workers; started by torchrun, mpirun or anything that sets RANK and WORLD_SIZE, it joins them.
+    Run it again to continue after a stop or a crash, in either phase.
+
+    Parameters
+    ----------
+    preset
+        Settings to start from.
+    config
+        TOML file with settings that go before the preset's; options go before both.
+    """
+
+    def work(resolved: bert.BertPretrainConfig, place: Joined, command: list[str]) -> int:
+        from shoal.recipes.bert.pretrain import pretrain
+
+        return pretrain(resolved, place, command)
+
+    return start.run(settings, how, work, preset=preset, command=_this_command())
+
+
+def _this_command() -> list[str]:
+    return [sys.executable, "-m", "shoal", *sys.argv[1:]]

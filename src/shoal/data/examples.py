@@ -7,6 +7,7 @@ another worker or in another process gives the same arrays.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.data.masking import MAX_SEQ_LENGTH, choose_tokens, prediction_budgets, replace_tokens, split_ngrams
+from shoal.data.packing import pack_padded
 from shoal.data.segments import MIN_TOKENS, PairTask, Segments, Windows
 from shoal.data.shards import TextShards
 from shoal.decide.draws import Int64Array, UInt64Array, draw, random_keys
@@ -194,6 +196,26 @@ class ExampleReader:
         keys = draw(streams[rows, _REPLACEMENT], columns)
         ids[rows, columns] = replace_tokens(keys, hidden, self.shards.manifest.mask_id, self._ordinary_ids)
         return {"masked_positions": positions, "masked_ids": targets, "masked_weights": weights}
+
+
+def packed(batch: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """Return what ``ExampleReader.batch`` made in the form that models take (``shoal.data.packing``).
+
+    To the packed tokens come, for M predictions in all:
+
+    - ``masked_rows`` int64 [M]: which of the T tokens are predicted, ascending;
+    - ``masked_ids`` int64 [M]: the tokens that were there;
+    - ``labels``, ``epoch``, ``index`` int64 [B], as they are.
+    """
+    tokens = pack_padded(batch["input_ids"], batch["token_type_ids"], batch["attention_mask"])
+    rows, slots = np.nonzero(batch["masked_weights"])
+    starts = np.cumsum(tokens["lengths"]) - tokens["lengths"]
+    return {
+        **tokens,
+        "masked_rows": starts[rows] + batch["masked_positions"][rows, slots],
+        "masked_ids": batch["masked_ids"][rows, slots],
+        **{name: batch[name] for name in ("labels", "epoch", "index")},
+    }
 
 
 class _Layout:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shoal.data.examples import ExampleReader
+from shoal.data.examples import ExampleReader, packed
 from shoal.decide.order import examples_of, micro_batches, worker_part
 
 _BLOCK_TOKENS = 1 << 14
@@ -24,7 +24,7 @@ _BLOCK_TOKENS = 1 << 14
 Beyond this, arrays leave the processor's caches and it gets slower again."""
 
 Arrays = dict[str, npt.NDArray[Any]]
-"""One micro-batch, as ``ExampleReader.batch`` makes it."""
+"""One micro-batch, packed (``shoal.data.examples.packed``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class StepReader:
     def read(self, steps: range) -> list[list[Arrays]]:
         """Return, for each of consecutive steps, its micro-batches in order.
 
-        Micro-batches are views of larger arrays, made in blocks; that changes nothing in them.
+        Examples are made in blocks of several micro-batches; that changes nothing in them.
         """
         share, part = self.share, self._part
         per_step = micro_batches(range(len(part)), share.micro_batch_size)
@@ -72,7 +72,7 @@ class StepReader:
             begin = block[0].start
             arrays = self.reader.batch(epochs[begin : block[-1].stop], indices[begin : block[-1].stop])
             made += [
-                {name: array[cut.start - begin : cut.stop - begin] for name, array in arrays.items()}
+                packed({name: a[cut.start - begin : cut.stop - begin] for name, a in arrays.items()})
                 for cut in block
             ]
         return [made[i * len(per_step) : (i + 1) * len(per_step)] for i in range(len(steps))]

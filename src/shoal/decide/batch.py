@@ -31,15 +31,20 @@ class BatchPlan:
         )
 
 
-def plan_batch(*, global_batch_size: int, num_workers: int, micro_batch_size: int | None) -> BatchPlan:
+def plan_batch(
+    *, global_batch_size: int, num_workers: int, micro_batch_size: int | None, section: str = "train"
+) -> BatchPlan:
     """Derive accumulation from what is given; the micro-batch defaults to the largest fitting divisor.
+
+    Args:
+        section: where the sizes stand in the settings, for messages.
 
     Raises:
         UsageError: the sizes do not divide; the message names the nearest sizes that do.
     """
     if global_batch_size % num_workers:
         raise UsageError(
-            f"train.global_batch_size {global_batch_size} does not divide over {num_workers} workers; "
+            f"{section}.global_batch_size {global_batch_size} does not divide over {num_workers} workers; "
             f"the nearest sizes that do are {_nearest(global_batch_size, num_workers)}"
         )
     share = global_batch_size // num_workers
@@ -47,8 +52,8 @@ def plan_batch(*, global_batch_size: int, num_workers: int, micro_batch_size: in
         micro_batch_size = max(d for d in range(1, LARGEST_DEFAULT_MICRO_BATCH + 1) if share % d == 0)
     if share % micro_batch_size:
         raise UsageError(
-            f"train.micro_batch_size {micro_batch_size} does not divide a worker's share of {share} "
-            f"sequences (train.global_batch_size {global_batch_size} / {num_workers} workers); "
+            f"{section}.micro_batch_size {micro_batch_size} does not divide a worker's share of {share} "
+            f"sequences ({section}.global_batch_size {global_batch_size} / {num_workers} workers); "
             f"the nearest sizes that do are {_nearest_divisors(share, micro_batch_size)}"
         )
     return BatchPlan(

@@ -13,6 +13,7 @@ from shoal.record import (
     Checkpoint,
     End,
     Evaluation,
+    Phase,
     Resume,
     Row,
     Start,
@@ -61,6 +62,8 @@ class Run:
     steps: Sequence[Step]
     evaluations: Sequence[Evaluation]
     checkpoints: Sequence[Checkpoint]
+    phases: Sequence[Phase]
+    """Empty for a run that has one phase."""
 
     @property
     def start(self) -> Start:
@@ -69,7 +72,7 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        return max((row.step for row in self.rows if not isinstance(row, Start)), default=0)
+        return max((row.step for row in self.rows if not isinstance(row, Start | Phase)), default=0)
 
     @property
     def state(self) -> str:
@@ -121,6 +124,7 @@ def _run(name: str, path: Path, rows: Sequence[Row]) -> Run:
         steps=[row for row in rows if isinstance(row, Step)],
         evaluations=[row for row in rows if isinstance(row, Evaluation)],
         checkpoints=[row for row in rows if isinstance(row, Checkpoint)],
+        phases=[row for row in rows if isinstance(row, Phase)],
     )
 
 

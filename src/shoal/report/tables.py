@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.record import Checkpoint, End, Evaluation, Resume, Row, Start, Step, Stop
+from shoal.record import Checkpoint, End, Evaluation, Phase, Resume, Row, Start, Step, Stop
 from shoal.report import plots, words
 from shoal.report.runs import (
     Run,
@@ -144,7 +144,7 @@ def facts(runs: Sequence[Run]) -> list[Line]:
         ("samples", lambda run: f"{run.steps[-1].samples:,}" if run.steps else _MISSING),
         ("throughput", lambda run: words.rate(mean_rate(run)) if run.steps else _MISSING),
         ("step time", lambda run: words.milliseconds(mean_step_s(run)) if run.steps else _MISSING),
-        ("global batch", lambda run: batch_arithmetic(run.start)),
+        ("global batch", global_batches),
         ("world", lambda run: world(run.start)),
         ("backend", lambda run: run.start.backend),
         ("device, precision", lambda run: f"{run.start.device}, {run.start.precision}"),
@@ -170,13 +170,32 @@ def _score_lines(runs: Sequence[Run]) -> list[Line]:
     return lines
 
 
+def global_batches(run: Run) -> str:
+    """Return the arithmetic of the global batch, of each phase where a run has several."""
+    if len(run.phases) < 2:
+        return batch_arithmetic(run.start)
+    return "; ".join(f"{phase.name}: {phase_text(phase, run.start.num_workers)}" for phase in run.phases)
+
+
+def phase_text(phase: Phase, num_workers: int) -> str:
+    """``steps 1 to 900, 128 tokens a sequence, 256 = 32 × 2 workers × 4 accumulation``."""
+    return (
+        f"steps {phase.step:,} to {phase.last_step:,}, {phase.sequence_length:,} tokens a sequence, "
+        f"{_arithmetic(phase, num_workers)}"
+    )
+
+
 def batch_arithmetic(start: Start) -> str:
     """``256 = 32 × 2 workers × 4 accumulation``; a batch that does not divide gets ≤ instead of =."""
-    product = start.micro_batch_size * start.num_workers * start.accumulation_steps
-    sign = "=" if product == start.global_batch_size else "≤"
+    return _arithmetic(start, start.num_workers)
+
+
+def _arithmetic(row: Start | Phase, num_workers: int) -> str:
+    product = row.micro_batch_size * num_workers * row.accumulation_steps
+    sign = "=" if product == row.global_batch_size else "≤"
     return (
-        f"{start.global_batch_size:,} {sign} {start.micro_batch_size:,} × "
-        f"{words.plural(start.num_workers, 'worker')} × {start.accumulation_steps:,} accumulation"
+        f"{row.global_batch_size:,} {sign} {row.micro_batch_size:,} × "
+        f"{words.plural(num_workers, 'worker')} × {row.accumulation_steps:,} accumulation"
     )
 
 
@@ -245,10 +264,17 @@ def events(run: Run) -> list[Event]:
 def _event(row: Row) -> Event:
     when = words.moment(row.time_s)
     if isinstance(row, Start):
-        detail = f"{world(row)}, {row.device}, {row.precision}, {row.backend} · {batch_arithmetic(row)}"
+        detail = f"{world(row)}, {row.device}, {row.precision}, {row.backend} · "
+        detail += batch_arithmetic(row)
         return Event(when=when, what=row.kind, tone="plain", step="", detail=detail)
     event = Event(when=when, what=row.kind, tone="plain", step=f"{row.step:,}", detail="")
     match row:
+        case Phase():
+            detail = (
+                f"{row.name}: to step {row.last_step:,}, {row.global_batch_size:,} sequences a step of "
+                f"{row.sequence_length:,} tokens"
+            )
+            return replace(event, detail=detail)
         case Checkpoint():
             return replace(
                 event,

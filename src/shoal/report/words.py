@@ -13,10 +13,15 @@ _METRICS = {
     "mlm_accuracy": "Masked-LM accuracy",
     "sop_loss": "Sentence-order loss",
     "sop_accuracy": "Sentence-order accuracy",
+    "nsp_loss": "Next-sentence loss",
+    "nsp_accuracy": "Next-sentence accuracy",
 }
-_REFERENCES = {"mlm_loss": "unigram entropy", "sop_loss": "chance", "sop_accuracy": "chance"}
+_REFERENCES = {
+    "mlm_loss": "unigram entropy",
+    **dict.fromkeys(("sop_loss", "sop_accuracy", "nsp_loss", "nsp_accuracy"), "chance"),
+}
 _PARTS = {"gradient_wait": "gradient wait"}
-_SPELT_OUT = {"mlm": "masked-LM", "sop": "sentence-order", "lr": "learning rate"}
+_SPELT_OUT = {"mlm": "masked-LM", "sop": "sentence-order", "nsp": "next-sentence", "lr": "learning rate"}
 
 
 def metric_title(name: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,15 +17,9 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """The loop: how long, how large a batch, in what precision."""
+class LoopConfig:
+    """The loop, whatever it trains on for how long."""
 
-    total_steps: int = 125_000
-    """Optimizer steps of the whole run."""
-    global_batch_size: int = 4_096
-    """Sequences in one optimizer step, over all workers."""
-    micro_batch_size: int | None = None
-    """Sequences a worker computes at once; default: the largest divisor of its share up to 64."""
     seed: int = 42
     """Seed of the initial weights, the data order, masking and dropout."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -39,21 +33,28 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """The optimizer and its schedule, in optimizer steps."""
+class TrainConfig(LoopConfig):
+    """The loop of a run with one batch and one schedule: how long, how large a batch, in what precision."""
+
+    total_steps: int = 125_000
+    """Optimizer steps of the whole run."""
+    global_batch_size: int = 4_096
+    """Sequences in one optimizer step, over all workers."""
+    micro_batch_size: int | None = None
+    """Sequences a worker computes at once; default: the largest divisor of its share up to 64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer, and the form of its schedule."""
 
     optimizer: Literal["lamb", "lans", "adamw"] = "lamb"
     """LAMB or LANS for large batches, or torch's AdamW."""
-    learning_rate: float = 1.76e-3
-    """Learning rate at the end of the warm-up."""
-    end_learning_rate: float = 0.0
-    """Learning rate after the last step."""
-    warmup_steps: int = 3_125
-    """Steps of linear warm-up from 0."""
     power: float = 1.0
     """Power of the polynomial decay."""
     decay_from: Literal["warmup", "start"] = "warmup"
-    """Count the decay from the end of the warm-up, or from step 0 (Google's ALBERT; a jump after warm-up)."""
+    """Count the decay from the end of warm-up and constant rate, or from step 0 (Google's ALBERT, NVIDIA's
+    BERT; a jump after warm-up)."""
     weight_decay: float = 0.01
     """Decay of weights, not of biases and norms."""
     beta1: float = 0.9
@@ -75,6 +76,20 @@ class OptimConfig:
                 f"optim.bias_correction false is a variant of LAMB; {self.optimizer} always corrects: leave "
                 "it out or choose --optim.optimizer lamb"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(OptimizerConfig):
+    """The optimizer and its schedule, in optimizer steps."""
+
+    learning_rate: float = 1.76e-3
+    """Learning rate at the end of the warm-up."""
+    end_learning_rate: float = 0.0
+    """Learning rate after the last step."""
+    warmup_steps: int = 3_125
+    """Steps of linear warm-up from 0."""
+    constant_steps: int = 0
+    """Steps at the learning rate between warm-up and decay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +141,18 @@ def require_positive(section: str, config: object, *names: str) -> None:
 
 
 def as_tree(config: object) -> dict[str, Any]:
-    """Return a dataclass as nested dictionaries of JSON values; unset settings are left out."""
+    """Return a dataclass as nested dictionaries of JSON values; unset settings are left out.
+
+    A setting that was set to none although it has a default is ``"none"``, so that reading it back does not
+    bring the default back.
+    """
     tree: dict[str, Any] = {}
     for field in fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
         if is_dataclass(value):
             tree[field.name] = as_tree(value)
+        elif value is None and field.default is not None and field.default is not MISSING:
+            tree[field.name] = "none"
         elif value is not None:
             tree[field.name] = _plain(value)
     return tree

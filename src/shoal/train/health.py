@@ -26,25 +26,31 @@ class NonFiniteWatch:
         self._in_a_row = self._in_a_row + 1 if bad else 0
         return self._in_a_row >= self._most
 
-    def error(self, step: int, sample_ids: Sequence[str]) -> ShoalError:
-        """Return the error that stops the run after ``step``, the last of the bad ones."""
+    def error(self, step: int, sample_ids: Sequence[str], *, section: str = "optim") -> ShoalError:
+        """Return the error that stops the run after ``step``, the last of the bad ones.
+
+        ``section`` is where the schedule stands in the settings.
+        """
         shown = ", ".join(sample_ids[:8]) + (" …" if len(sample_ids) > 8 else "")
         return ShoalError(
             f"the loss was not finite for {self._in_a_row} steps in a row, up to step {step:,}; samples of "
-            f"that step: {shown}. Lower --optim.learning-rate or lengthen --optim.warmup-steps; the same "
-            "command continues from the last checkpoint"
+            f"that step: {shown}. Lower --{section}.learning-rate or lengthen --{section}.warmup-steps; the "
+            "same command continues from the last checkpoint"
         )
 
 
 @contextmanager
-def memory_advice(micro_batch_size: int) -> Iterator[None]:
-    """Turn running out of memory into an error that names the settings to change."""
+def memory_advice(micro_batch_size: int, *, section: str = "train") -> Iterator[None]:
+    """Turn running out of memory into an error that names the settings to change.
+
+    ``section`` is where the batch stands in the settings.
+    """
     try:
         yield
     except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
-        smaller = f"--train.micro-batch-size {micro_batch_size // 2} or " if micro_batch_size > 1 else ""
+        smaller = f"--{section}.micro-batch-size {micro_batch_size // 2} or " if micro_batch_size > 1 else ""
         raise ShoalError(
             f"out of memory with a micro-batch of {micro_batch_size} sequences: use {smaller}"
             f"--model.activation-checkpointing; the global batch stays the same ({error})"

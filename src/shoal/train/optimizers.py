@@ -10,11 +10,17 @@ from torch.optim import Optimizer
 
 from shoal.optim.lamb import Lamb, parameter_groups
 from shoal.optim.lans import Lans
-from shoal.train.config import OptimConfig
+from shoal.train.config import OptimizerConfig
 
 
-def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> Optimizer:
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    config: OptimizerConfig,
+    learning_rate: float = 0.0,
+) -> Optimizer:
     """Return LAMB, LANS or AdamW over the parameters that are trained; biases and norms do not decay.
+
+    ``learning_rate`` holds until the loop sets that of a step (:func:`set_learning_rate`).
 
     Clipping is the loop's, since it clips whatever the optimizer is.
     """
@@ -25,7 +31,7 @@ def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], config
     if config.optimizer == "lamb":
         return Lamb(
             groups,
-            lr=config.learning_rate,
+            lr=learning_rate,
             betas=betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
@@ -33,10 +39,8 @@ def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], config
         )
     plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
     if config.optimizer == "lans":
-        return Lans(
-            plain, lr=config.learning_rate, betas=betas, eps=config.eps, weight_decay=config.weight_decay
-        )
-    return torch.optim.AdamW(plain, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
+        return Lans(plain, lr=learning_rate, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(plain, lr=learning_rate, betas=betas, eps=config.eps, fused=True)
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +15,8 @@ from tensorboardX import SummaryWriter
 from tensorboardX.summary import hparams
 
 import shoal
-from shoal.record import Checkpoint, End, Evaluation, RecordWriter, Resume, Start, Step, Stop
+from shoal.record import Checkpoint, End, Evaluation, Phase, RecordWriter, Resume, Start, Step, Stop
+from shoal.train.checkpoint import CompletedCheckpoint
 from shoal.train.progress import Progress, duration
 
 
@@ -81,6 +83,25 @@ class RunLog:
         self._progress.say(
             f"step {row.step:,} checkpoint: {row.path} ({row.num_bytes / 2**20:.1f} MiB, "
             f"training stood still {1_000 * row.blocked_s:.0f} ms)"
+        )
+
+    def checkpoints(self, completed: Iterable[CompletedCheckpoint]) -> None:
+        """Write a line for each checkpoint that became complete."""
+        for done in completed:
+            self.checkpoint(
+                Checkpoint(
+                    step=done.step,
+                    path=str(done.path),
+                    num_bytes=done.num_bytes,
+                    blocked_s=done.blocked_s,
+                    written_s=done.written_s,
+                )
+            )
+
+    def phase(self, row: Phase) -> None:
+        self._record.write(row)
+        self._progress.say(
+            f"{row.name}: steps {row.step:,} to {row.last_step:,}, {row.sequence_length:,} tokens a sequence"
         )
 
     def resume(self, row: Resume) -> None:

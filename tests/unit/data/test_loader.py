@@ -45,6 +45,18 @@ def reader(tmp_path_factory):
     return reader
 
 
+def padded(batch):
+    """Undo the packing: a row an example, with the hidden tokens in a row of their own."""
+    rows = torch.repeat_interleave(torch.arange(len(batch["lengths"])), batch["lengths"])
+    input_ids, types, hidden = (torch.zeros(len(batch["lengths"]), 64, dtype=torch.int64) for _ in range(3))
+    input_ids[rows, batch["positions"]] = batch["tokens"]
+    types[rows, batch["positions"]] = batch["types"]
+    masked = batch["masked_rows"]
+    hidden[rows[masked], batch["positions"][masked]] = batch["masked_ids"]
+    names = ("lengths", "labels", "epoch", "index")
+    return {"input_ids": input_ids, "types": types, "hidden": hidden, **{n: batch[n] for n in names}}
+
+
 def joined(batches):
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
@@ -69,7 +81,9 @@ def global_batches(
         )
         for rank in range(num_workers)
     ]
-    return [joined([batch for step in steps for batch in step]) for steps in zip(*workers, strict=True)]
+    return [
+        joined([padded(batch) for step in steps for batch in step]) for steps in zip(*workers, strict=True)
+    ]
 
 
 def assert_same(found, expected):
@@ -113,6 +127,19 @@ def test_the_whole_matrix(reader, expected, num_workers, micro_batch_size, num_l
         num_loader_processes=num_loader_processes,
     )
     assert_same(found, expected)
+
+
+def test_packed_examples_are_those_of_the_reader(reader):
+    (found,) = global_batches(reader, micro_batch_size=5, num_steps=1)
+    wanted = reader.batch(found["epoch"].numpy(), found["index"].numpy())
+    hidden = np.zeros_like(wanted["input_ids"])
+    rows, slots = np.nonzero(wanted["masked_weights"])
+    hidden[rows, wanted["masked_positions"][rows, slots]] = wanted["masked_ids"][rows, slots]
+    assert found["input_ids"].tolist() == wanted["input_ids"].tolist()  # padding is 0 in both
+    assert found["types"].tolist() == wanted["token_type_ids"].tolist()
+    assert found["lengths"].tolist() == wanted["attention_mask"].sum(axis=1).tolist()
+    assert found["labels"].tolist() == wanted["labels"].tolist()
+    assert found["hidden"].tolist() == hidden.tolist()
 
 
 def test_micro_batches_have_their_size(reader):
@@ -163,7 +190,7 @@ def test_a_global_batch_larger_than_the_data(reader):
     assert np.bincount(batch["epoch"]).tolist() == [53, 53, 24]
     same = batch["index"] == batch["index"][0]
     assert same.sum() >= 2
-    masks = batch["masked_positions"][same]
+    masks = batch["hidden"][same]
     assert not torch.equal(masks[0], masks[1]), "each epoch masks an example anew"
 
 
@@ -279,12 +306,12 @@ def test_loader_processes_outlive_signals_but_not_their_worker(reader):
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 8])
 @pytest.mark.parametrize("limit", [None, 10, 3, 1000])
 def test_held_out_examples_are_shared_without_padding(reader, num_workers, limit):
-    whole = joined(list(held_out_batches(reader, micro_batch_size=1000, limit=limit)))
+    whole = joined([padded(b) for b in held_out_batches(reader, micro_batch_size=1000, limit=limit)])
     assert len(whole["index"]) == min(limit or 53, 53)
     assert whole["index"].tolist() == sorted(set(whole["index"].tolist()))
     assert not whole["epoch"].any()
     parts = [
-        batch
+        padded(batch)
         for rank in range(num_workers)
         for batch in held_out_batches(
             reader, micro_batch_size=4, limit=limit, rank=rank, num_workers=num_workers

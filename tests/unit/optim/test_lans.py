@@ -158,8 +158,8 @@ def test_groups_that_are_not_for_it() -> None:
 
 def test_settings_choose_it() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-    config = OptimConfig(optimizer="lans", learning_rate=0.3, beta1=0.8, eps=1e-5, weight_decay=0.07)
-    optimizer = build_optimizer(model.named_parameters(), config)
+    config = OptimConfig(optimizer="lans", beta1=0.8, eps=1e-5, weight_decay=0.07)
+    optimizer = build_optimizer(model.named_parameters(), config, learning_rate=0.3)
     assert isinstance(optimizer, Lans)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.07, 0.0]
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 3]
