@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
@@ -38,6 +39,15 @@ def assert_sums(group: Group, steps: int, ranks: Sequence[int]) -> None:
         assert sums and sums == want[: len(sums)]
 
 
+@contextmanager
+def mended(cluster: Cluster, host: int) -> Iterator[None]:
+    """Put a host's cable back in at the end, whatever has become of the test."""
+    try:
+        yield
+    finally:
+        cluster.link(host, up=True)
+
+
 def longest_gap_s(group: Group, rank: int) -> float:
     times = [each.at for each in group.reports[rank] if each.what == "sum"]
     return max(later - earlier for earlier, later in pairwise(times))
@@ -45,68 +55,59 @@ def longest_gap_s(group: Group, rank: int) -> float:
 
 def test_a_helper_host_that_is_cut_off_is_lost_and_the_steps_complete(cluster: Cluster) -> None:
     steps = 60
-    try:
-        with Group(stream, PLACES, steps, COUNT, cluster=cluster) as group:
-            group.expect(1, "sum", count=10)
-            cluster.link(HOSTS + 1, up=False)
-            for rank in range(group.size):
-                group.expect(rank, "done")
-                assert group.values(rank, "sum") == expected(PLACES, steps, COUNT)
-                assert "helper h1 was lost" in "\n".join(group.values(rank, "events")[0])
-                assert GRACE_S / 2 < longest_gap_s(group, rank) < BOUND_S
-    finally:
-        cluster.link(HOSTS + 1, up=True)
+    with mended(cluster, HOSTS + 1), Group(stream, PLACES, steps, COUNT, cluster=cluster) as group:
+        group.expect(1, "sum", count=10)
+        cluster.link(HOSTS + 1, up=False)
+        for rank in range(group.size):
+            group.expect(rank, "done")
+            assert group.values(rank, "sum") == expected(PLACES, steps, COUNT)
+            assert "helper h1 was lost" in "\n".join(group.values(rank, "events")[0])
+            assert GRACE_S / 2 < longest_gap_s(group, rank) < BOUND_S
 
 
 def test_a_worker_host_that_is_cut_off_ends_the_job_and_is_named(cluster: Cluster) -> None:
     cut = 2
-    try:
-        with Group(stream, PLACES, 100_000, COUNT, cluster=cluster) as group:
-            group.expect(0, "sum", count=5)
-            since = time.monotonic()
-            cluster.link(cut, up=False)
-            for text in group.errors([0, 1, 2], since):
-                assert f"{group.name(3)} was lost: its host has not answered" in text
-                assert "operation #" in text and f"all_reduce of float32[{COUNT}] (sum)" in text
-            (text,) = group.errors([3], since)  # and the lone one knows that it is cut off
-            assert "was lost" in text and any(group.name(rank) in text for rank in (0, 1, 2))
-            assert_sums(group, max(len(group.values(rank, "sum")) for rank in range(4)), range(4))
-    finally:
-        cluster.link(cut, up=True)
+    with mended(cluster, cut), Group(stream, PLACES, 100_000, COUNT, cluster=cluster) as group:
+        group.expect(0, "sum", count=5)
+        since = time.monotonic()
+        cluster.link(cut, up=False)
+        for text in group.errors([0, 1, 2], since):
+            assert f"{group.name(3)} was lost: its host has not answered" in text
+            assert "operation #" in text and f"all_reduce of float32[{COUNT}] (sum)" in text
+        (text,) = group.errors([3], since)  # and the lone one knows that it is cut off
+        assert "was lost" in text and any(group.name(rank) in text for rank in (0, 1, 2))
+        assert_sums(group, max(len(group.values(rank, "sum")) for rank in range(4)), range(4))
 
 
 @pytest.mark.parametrize("host", [0, HOSTS], ids=["worker", "helper"])
 def test_a_cut_that_is_mended_within_the_grace_heals(cluster: Cluster, host: int) -> None:
     steps = 60
-    try:
-        # The kernel may take a second to see that a cable is back: with it the cut stays below this grace.
-        patient = replace(DEFAULTS, peer_grace_s=2 * GRACE_S)
-        with Group(stream, PLACES, steps, COUNT, cluster=cluster, options=patient) as group:
-            for moment in (10, 25):
-                group.expect(0, "sum", count=moment)
-                cluster.link(host, up=False)
-                time.sleep(GRACE_S / 2)
-                cluster.link(host, up=True)
-            for rank in range(group.size):
-                group.expect(rank, "done")
-                assert group.values(rank, "sum") == expected(PLACES, steps, COUNT)
-                assert "was lost" not in "\n".join(group.values(rank, "events")[0])
-            assert longest_gap_s(group, 0) > GRACE_S / 4  # the cut was felt
-    finally:
-        cluster.link(host, up=True)
+    # The kernel may take a second to see that a cable is back: with it the cut stays below this grace.
+    patient = replace(DEFAULTS, peer_grace_s=2 * GRACE_S)
+    with (
+        mended(cluster, host),
+        Group(stream, PLACES, steps, COUNT, cluster=cluster, options=patient) as group,
+    ):
+        for moment in (10, 25):
+            group.expect(0, "sum", count=moment)
+            cluster.link(host, up=False)
+            time.sleep(GRACE_S / 2)
+            cluster.link(host, up=True)
+        for rank in range(group.size):
+            group.expect(rank, "done")
+            assert group.values(rank, "sum") == expected(PLACES, steps, COUNT)
+            assert "was lost" not in "\n".join(group.values(rank, "events")[0])
+        assert longest_gap_s(group, 0) > GRACE_S / 4  # the cut was felt
 
 
 def test_a_cut_that_is_mended_after_the_grace_was_a_death(cluster: Cluster) -> None:
     cut = 0
-    try:
-        with Group(stream, PLACES, 100_000, COUNT, cluster=cluster) as group:
-            group.expect(1, "sum", count=5)
-            since = time.monotonic()
-            cluster.link(cut, up=False)
-            time.sleep(2.5 * GRACE_S)
-            cluster.link(cut, up=True)
-            for text in group.errors([1, 2, 3], since):
-                assert f"{group.name(0)} was lost" in text
-            group.errors([0], since, bound_s=BOUND_S)
-    finally:
+    with mended(cluster, cut), Group(stream, PLACES, 100_000, COUNT, cluster=cluster) as group:
+        group.expect(1, "sum", count=5)
+        since = time.monotonic()
+        cluster.link(cut, up=False)
+        time.sleep(2.5 * GRACE_S)
         cluster.link(cut, up=True)
+        for text in group.errors([1, 2, 3], since):
+            assert f"{group.name(0)} was lost" in text
+        group.errors([0], since, bound_s=BOUND_S)
