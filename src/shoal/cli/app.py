@@ -13,6 +13,7 @@ from cyclopts import App
 import shoal
 from shoal.cli.bench import bench
 from shoal.cli.evaluate import evaluate
+from shoal.cli.finetune import finetune
 from shoal.cli.hosts import emulate, serve
 from shoal.cli.prepare import prepare
 from shoal.cli.results import doctor, export, report
@@ -34,7 +35,7 @@ A first run, from text to a report:
     """,
     help_format="markdown",
 )
-for command in (prepare, train, evaluate, emulate, serve, export, report, bench, doctor):
+for command in (prepare, train, finetune, evaluate, emulate, serve, export, report, bench, doctor):
     app.command(command)
 
 

@@ -46,7 +46,7 @@ class AnswerConfig:
     """Starts and ends looked at in each window, and answers listed for each question."""
     max_answer_length: int = 30
     """Tokens of an answer at most."""
-    null_threshold: float = 2.0
+    null_threshold: float = 0.0
     """SQuAD 2.0: no answer if its score is above the best answer's by more than this."""
     max_context: bool = True
     """Take a span only from the window with the most context around its start."""

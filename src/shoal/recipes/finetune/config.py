@@ -8,7 +8,7 @@ from typing import Literal
 
 from shoal.data.squad.config import AnswerConfig, WindowConfig
 from shoal.errors import UsageError
-from shoal.train.config import DistributedConfig, OptimConfig, require_positive
+from shoal.train.config import DistributedConfig, LoopConfig, OptimConfig, require_positive
 
 PRESETS = ("bert", "albert", "tiny")
 
@@ -28,7 +28,7 @@ class SourceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(LoopConfig):
     """The loop: how long, how large a batch, in what precision."""
 
     epochs: float = 2.0
@@ -41,14 +41,8 @@ class TrainConfig:
     """Sequences a worker computes at once; default: the largest divisor of its share up to 64."""
     seed: int = 42
     """Seed of the new layers' weights, the data order and dropout."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Autocast type; auto: bf16 where the device computes in it natively, else fp32."""
-    loss_scale: float | None = None
-    """Static loss scale for fp16; default: dynamic."""
-    compile: bool = False
-    """torch.compile the model; it pays in long runs only, since lengths vary from batch to batch."""
-    max_nonfinite_steps: int = 5
-    """Stop after so many steps in a row whose loss is not finite."""
+    compile: bool | None = None
+    """torch.compile the model; default: no, since lengths vary from batch to batch and runs are short."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +120,7 @@ class SquadFinetuneConfig(FinetuneConfig):
 
     data: SquadDataConfig = field(default_factory=SquadDataConfig)
     window: WindowConfig = field(default_factory=WindowConfig)
-    answers: AnswerConfig = field(default_factory=lambda: AnswerConfig(null_threshold=0.0))
+    answers: AnswerConfig = field(default_factory=AnswerConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,144 @@
+"""Where a finetuning begins: a run of shoal or a transformers directory, with its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from shoal.data.tokenizer import read_tokenizer, vocab_size
+from shoal.errors import UsageError
+from shoal.recipes.finetune.config import SourceConfig
+from shoal.recipes.masked_lm.export import export_run
+from shoal.train.config import load_toml, required
+from shoal.train.exchange import together
+from shoal.train.run_dir import CONFIG_FILE
+from shoal.train.world import World
+
+START = "start"
+"""Where in the run directory the weights of a pretraining run are put, so that they stay what they were."""
+
+MODEL_CONFIG = "config.json"
+
+
+def start_of(config: SourceConfig, run_dir: Path, world: World) -> Path:
+    """Return the transformers directory to start from; the main worker makes it if it must be made."""
+    path = required(config.path)
+    return Path(
+        together(world.control, lambda: str(prepare_source(path, run_dir)) if world.is_main else "")[0]
+    )
+
+
+def prepare_source(path: Path, run_dir: Path) -> Path:
+    """Return the transformers directory that ``path`` stands for.
+
+    A finetuned run stands for its ``transformers`` folder; of a pretraining run the newest checkpoint (or the
+    one that is named) is exported into ``run_dir``, once.
+
+    Raises:
+        UsageError: ``path`` is neither a transformers directory nor a run nor a checkpoint in one.
+        ShoalError: the run has no checkpoint, or it is damaged.
+    """
+    kind = kind_of_source(path)
+    if kind == "directory":
+        return path
+    if kind == "finetuned":
+        return path / "transformers"
+    start = run_dir / START
+    return start if (start / MODEL_CONFIG).is_file() else export_run(path, start)
+
+
+def kind_of_source(path: Path) -> str:
+    """Return what ``path`` is: a transformers ``directory``, a ``finetuned`` run, or a ``run``.
+
+    Raises:
+        UsageError: none of these.
+    """
+    if (path / MODEL_CONFIG).is_file():
+        return "directory"
+    if (path / CONFIG_FILE).is_file():
+        return (
+            "finetuned"
+            if (path / "transformers" / MODEL_CONFIG).is_file() and _is_finetuning(path)
+            else "run"
+        )
+    if (path.resolve().parent.parent / CONFIG_FILE).is_file():
+        return "run"
+    what = "is there, but it is neither" if path.exists() else "does not exist; it must be"
+    raise UsageError(
+        f"model.path {path} {what} a transformers directory (with {MODEL_CONFIG}) or the directory of a run "
+        f"of shoal (with {CONFIG_FILE})"
+    )
+
+
+def _is_finetuning(run_dir: Path) -> bool:
+    return "path" in load_toml(run_dir / CONFIG_FILE).get("model", {})
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """Return ``config.json`` of a transformers directory.
+
+    Raises:
+        UsageError: it is not there, or not a JSON object.
+    """
+    path = directory / MODEL_CONFIG
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise UsageError(f"{path}: must be a JSON object; is it a transformers directory?")
+    return tree
+
+
+def read_source_tokenizer(directory: Path) -> Tokenizer:
+    """Return the tokenizer of a transformers directory.
+
+    Raises:
+        UsageError: there is none, it cannot be read, or it has more tokens than the model has embeddings.
+    """
+    file = _tokenizer_file(directory)
+    tokenizer = read_tokenizer(file, lowercase=_lowercases(directory))
+    needed, rows = vocab_size(tokenizer), int(read_model_config(directory).get("vocab_size", 0))
+    if needed > rows:
+        raise UsageError(
+            f"{file} has {needed:,} tokens and the model of {directory / MODEL_CONFIG} {rows:,} embeddings; "
+            "they do not belong together: put the model's own tokenizer there"
+        )
+    return tokenizer
+
+
+def _tokenizer_file(directory: Path) -> Path:
+    names = ("tokenizer.json", "vocab.txt", "spiece.model")
+    for name in names:
+        if (directory / name).is_file():
+            return directory / name
+    raise UsageError(
+        f"{directory} holds no tokenizer ({', '.join(names)}); put the one there that the model was trained "
+        "with, e.g. by its save_pretrained"
+    )
+
+
+def _lowercases(directory: Path) -> bool:
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return True  # as BERT's and ALBERT's tokenizers do where nothing is said
+    try:
+        return bool(json.loads(path.read_text(encoding="utf-8")).get("do_lower_case", True))
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path}: cannot be read as a JSON object: {error}") from None
+
+
+def check_length(directory: Path, setting: str, max_seq_length: int) -> None:
+    """Raise a :class:`UsageError` where sequences are longer than the model has positions for."""
+    config = read_model_config(directory)
+    positions = int(config.get("max_position_embeddings", max_seq_length))
+    if config.get("model_type") == "roberta":  # its first positions are behind the padding's
+        positions -= int(config.get("pad_token_id") or 1) + 1
+    if max_seq_length > positions:
+        raise UsageError(
+            f"{setting} {max_seq_length} is more than the {positions} positions of the model in {directory}; "
+            "shorten it"
+        )
