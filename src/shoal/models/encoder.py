@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -29,16 +29,21 @@ class Encoder:
     Args:
         base: ``BertModel``, ``AlbertModel``, ``RobertaModel`` or ``DistilBertModel``.
         activation_checkpointing: recompute layers in the backward pass.
-        pre_layer_norm: normalise before attention and feed-forward instead of after.
+        final_norm: given, layers normalise before attention and feed-forward instead of after, and this one
+            comes at the end.
     """
 
     def __init__(
-        self, base: PreTrainedModel, *, activation_checkpointing: bool = False, pre_layer_norm: bool = False
+        self,
+        base: PreTrainedModel,
+        *,
+        activation_checkpointing: bool = False,
+        final_norm: nn.LayerNorm | None = None,
     ) -> None:
         self.base = base
         self.layers = layers_of(base)
         self.activation_checkpointing = activation_checkpointing
-        self.pre_layer_norm = pre_layer_norm
+        self.final_norm = final_norm
 
     def __call__(
         self,
@@ -68,7 +73,8 @@ class Encoder:
             mask = (torch.arange(shape[1], device=lengths.device) < lengths[:, None])[:, None, None, :]
         for layer in self.layers[:-1]:
             hidden = self._apply(layer, hidden, None, mask, places, shape)
-        return self._apply(self.layers[-1], hidden, wanted, mask, places, shape)
+        hidden = self._apply(self.layers[-1], hidden, wanted, mask, places, shape)
+        return hidden if self.final_norm is None else self.final_norm(hidden)
 
     def _apply(self, *arguments: Any) -> Tensor:
         if self.activation_checkpointing and self.base.training:
@@ -85,7 +91,7 @@ class Encoder:
         places: Tensor,
         shape: tuple[int, int],
     ) -> Tensor:
-        pre, training = self.pre_layer_norm, self.base.training
+        pre, training = self.final_norm is not None, self.base.training
         source = layer.attention_norm(hidden) if pre else hidden
         asking, residual = source, hidden
         if wanted is not None:

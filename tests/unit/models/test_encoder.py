@@ -148,7 +148,9 @@ def test_gelu_new_in_one_operation() -> None:
 
 def test_pre_layer_norm_normalises_before_each_half() -> None:
     model, batch = base_model("albert"), padded_batch()
-    encoder = Encoder(model, pre_layer_norm=True)
+    final_norm = nn.LayerNorm(HIDDEN).double()
+    final_norm.weight.data.uniform_(0.5, 2)
+    encoder = Encoder(model, final_norm=final_norm)
     layer = encoder.layers[0]
     hidden = model.encoder.embedding_hidden_mapping_in(
         model.embeddings(batch["input_ids"], token_type_ids=batch["token_type_ids"])
@@ -158,7 +160,7 @@ def test_pre_layer_norm_normalises_before_each_half() -> None:
     for _ in range(3):
         hidden = hidden + attention_by_hand(layer, layer.attention_norm(hidden), bias)
         hidden = hidden + layer.down(layer.activation(layer.up(layer.output_norm(hidden))))
-    expected = hidden[batch["attention_mask"].bool()]
+    expected = final_norm(hidden)[batch["attention_mask"].bool()]
     torch.testing.assert_close(encoder(**packed(batch)), expected, rtol=1e-10, atol=1e-10)
     wanted = torch.tensor([40, 2, 19])
     found = encoder(**packed(batch), wanted=wanted)

@@ -1,0 +1,206 @@
+"""ALBERT and BERT for pretraining: transformers' modules, computed where somebody looks.
+
+The modules and their names are those of ``AlbertForPreTraining`` and ``BertForPreTraining``, so that weights
+travel both ways. A step needs less than those classes compute: the encoder works on packed batches
+(:mod:`shoal.models.encoder`), and the masked-LM head runs on the masked tokens only, ``[M, vocab]`` instead
+of ``[B, S, vocab]``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AlbertConfig,
+    AlbertForPreTraining,
+    BertConfig,
+    BertForPreTraining,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from shoal.models.albert_config import AlbertModelConfig
+from shoal.models.bert_config import BertModelConfig
+from shoal.models.encoder import Encoder
+from shoal.models.layers import fused_activation
+
+
+class Pretraining(nn.Module):
+    """Masked-LM and sentence losses of a packed micro-batch: what ALBERT and BERT share.
+
+    A subclass makes ``encoder`` and the two heads.
+
+    Args:
+        skip_mlm: leave the masked language model out.
+        skip_sentence: leave the sentence task out.
+    """
+
+    encoder: Encoder
+
+    def __init__(self, *, skip_mlm: bool, skip_sentence: bool) -> None:
+        super().__init__()
+        self.skip_mlm = skip_mlm
+        self.skip_sentence = skip_sentence
+
+    @property
+    def weights(self) -> PreTrainedModel:
+        """The transformers model that holds the weights."""
+        raise NotImplementedError
+
+    def predict(self, hidden: Tensor) -> Tensor:
+        """Return the masked-LM logits ``[M, vocab]`` of ``[M, hidden]``."""
+        raise NotImplementedError
+
+    def judge(self, first: Tensor) -> Tensor:
+        """Return the sentence logits ``[B, 2]`` of the hidden states of [CLS], ``[B, hidden]``."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        tokens: Tensor,
+        types: Tensor,
+        positions: Tensor,
+        lengths: Tensor,
+        grid: Tensor,
+        places: Tensor,
+        masked_rows: Tensor,
+        masked_ids: Tensor,
+        labels: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the sums (masked-LM loss, correct predictions, sentence loss, correct sentences).
+
+        Args:
+            tokens: ``[T]``, and so on to ``places``: a packed micro-batch (:mod:`shoal.data.packing`).
+            masked_rows: ``[M]`` which of the T tokens to predict, none twice, none a [CLS].
+            masked_ids: ``[M]`` the tokens there.
+            labels: ``[B]`` 1 where the segments are swapped (ALBERT) or the second is foreign (BERT).
+        """
+        first_rows = grid[:, 0]
+        num_first = 0 if self.skip_sentence else len(first_rows)
+        parts = [first_rows] * (not self.skip_sentence) + [masked_rows] * (not self.skip_mlm)
+        hidden = self.encoder(tokens, types, positions, lengths, grid, places, wanted=torch.cat(parts))
+        zero = hidden.new_zeros((), dtype=torch.float32)
+        mlm_loss = mlm_correct = sentence_loss = sentence_correct = zero
+        if not self.skip_mlm:
+            logits = at_least_fp32(self.predict(hidden[num_first:]))
+            mlm_loss = F.cross_entropy(logits, masked_ids, reduction="sum")
+            mlm_correct = _num_correct(logits.detach(), masked_ids)
+        if not self.skip_sentence:
+            logits = at_least_fp32(self.judge(hidden[:num_first]))
+            sentence_loss = F.cross_entropy(logits, labels, reduction="sum")
+            sentence_correct = _num_correct(logits.detach(), labels)
+        return mlm_loss, mlm_correct, sentence_loss, sentence_correct
+
+
+class AlbertPretraining(Pretraining):
+    """Masked LM and sentence order (Lan et al. 2019, arXiv 1909.11942).
+
+    Args:
+        config: sizes and switches.
+    """
+
+    def __init__(self, config: AlbertModelConfig) -> None:
+        super().__init__(skip_mlm=config.skip_mlm, skip_sentence=config.skip_sop)
+        self.config = config
+        self.albert = AlbertForPreTraining(transformers_config(config))
+        predictions = self.albert.predictions
+        predictions.activation = fused_activation(predictions.activation)
+        self.final_norm = (
+            nn.LayerNorm(config.hidden_size, eps=self.albert.config.layer_norm_eps)
+            if config.pre_layer_norm
+            else None
+        )
+        self.encoder = Encoder(
+            self.albert.albert,
+            activation_checkpointing=config.activation_checkpointing,
+            final_norm=self.final_norm,
+        )
+        if config.skip_sop:
+            _freeze(self.albert.albert.pooler, self.albert.sop_classifier)
+        if config.skip_mlm:
+            _freeze(predictions.dense, predictions.LayerNorm, predictions.bias)
+
+    @property
+    def weights(self) -> PreTrainedModel:
+        return self.albert
+
+    def predict(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.albert.predictions(hidden)
+        return logits
+
+    def judge(self, first: Tensor) -> Tensor:
+        base = self.albert.albert
+        logits: Tensor = self.albert.sop_classifier(base.pooler_activation(base.pooler(first)))
+        return logits
+
+
+class BertPretraining(Pretraining):
+    """Masked LM and next sentence (Devlin et al. 2018, arXiv 1810.04805).
+
+    Args:
+        config: sizes and switches.
+    """
+
+    def __init__(self, config: BertModelConfig) -> None:
+        super().__init__(skip_mlm=config.skip_mlm, skip_sentence=config.skip_nsp)
+        self.config = config
+        self.bert = BertForPreTraining(transformers_config(config))
+        self.encoder = Encoder(self.bert.bert, activation_checkpointing=config.activation_checkpointing)
+        if config.skip_nsp:
+            _freeze(self.bert.bert.pooler, self.bert.cls.seq_relationship)
+        if config.skip_mlm:
+            _freeze(self.bert.cls.predictions.transform, self.bert.cls.predictions.bias)
+
+    @property
+    def weights(self) -> PreTrainedModel:
+        return self.bert
+
+    def predict(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.bert.cls.predictions(hidden)
+        return logits
+
+    def judge(self, first: Tensor) -> Tensor:
+        logits: Tensor = self.bert.cls.seq_relationship(self.bert.bert.pooler(first[:, None]))
+        return logits
+
+
+def at_least_fp32(logits: Tensor) -> Tensor:
+    """Return ``logits`` in fp32 where autocast left them in a shorter type."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+def transformers_config(config: AlbertModelConfig | BertModelConfig) -> PretrainedConfig:
+    """Return the same sizes as transformers writes them."""
+    sizes = {
+        name: getattr(config, name)
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+            "max_position_embeddings",
+            "hidden_dropout_prob",
+            "attention_probs_dropout_prob",
+            "initializer_range",
+        )
+    }
+    if isinstance(config, BertModelConfig):
+        return BertConfig(**sizes)
+    return AlbertConfig(
+        **sizes,
+        embedding_size=config.embedding_size,
+        classifier_dropout_prob=config.classifier_dropout_prob,
+    )
+
+
+def _num_correct(logits: Tensor, targets: Tensor) -> Tensor:
+    # A maximum is vectorised where argmax is not.
+    best = logits.gather(1, targets[:, None]).squeeze(1) >= logits.amax(dim=1)
+    return best.sum(dtype=torch.float32)
+
+
+def _freeze(*parts: nn.Module | nn.Parameter) -> None:
+    for part in parts:
+        part.requires_grad_(False)

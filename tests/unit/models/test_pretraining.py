@@ -1,0 +1,185 @@
+"""Our pretraining models against transformers' own classes: same weights, same losses, same gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import LENGTHS, grads_of, packed, padded_batch, relative_errors
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shoal.errors import UsageError
+from shoal.models import albert_config, bert_config
+from shoal.models.albert_config import AlbertModelConfig
+from shoal.models.bert_config import BertModelConfig
+from shoal.models.pretraining import AlbertPretraining, BertPretraining, Pretraining, transformers_config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 24,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+ALBERT = AlbertModelConfig(**SIZES, embedding_size=16, classifier_dropout_prob=0.0)
+BERT = BertModelConfig(**SIZES)
+SKIPS_SENTENCE = {"albert": "skip_sop", "bert": "skip_nsp"}
+Config = AlbertModelConfig | BertModelConfig
+both = pytest.mark.parametrize("config", [ALBERT, BERT], ids=["albert", "bert"])
+
+
+def make(config: Config) -> Pretraining:
+    torch.manual_seed(1)
+    return AlbertPretraining(config) if isinstance(config, AlbertModelConfig) else BertPretraining(config)
+
+
+def example(lengths: tuple[int, ...] = LENGTHS) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return a padded batch with its labels as transformers takes them, and the same packed."""
+    padded, random = padded_batch(lengths), torch.Generator().manual_seed(5)
+    wants = torch.zeros(padded["input_ids"].shape, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        wants[row, 1 + torch.randperm(length - 1, generator=random)[: row + 2]] = True
+    targets = torch.randint(5, 97, wants.shape, generator=random)
+    sentences = torch.tensor([0, 1, 1, 0])[: len(lengths)]
+    in_tokens = wants[padded["attention_mask"].bool()]
+    ours = {
+        **packed(padded),
+        "masked_rows": in_tokens.nonzero().squeeze(1),
+        "masked_ids": targets[wants],
+        "labels": sentences,
+    }
+    return {**padded, "labels": targets.masked_fill(~wants, -100), "sentences": sentences}, ours
+
+
+def their_loss(model: PreTrainedModel, padded: dict[str, Tensor]) -> Tensor:
+    name = "sentence_order_label" if model.config.model_type == "albert" else "next_sentence_label"
+    inputs = {n: t for n, t in padded.items() if n != "sentences"}
+    loss: Tensor = model(**inputs, **{name: padded["sentences"]}).loss
+    return loss
+
+
+def our_loss(model: Pretraining, batch: dict[str, Tensor]) -> Tensor:
+    mlm_loss, _, sentence_loss, _ = model(**batch)
+    loss: Tensor = mlm_loss / len(batch["masked_ids"]) + sentence_loss / len(batch["labels"])
+    return loss
+
+
+def theirs_with_weights_of(model: Pretraining) -> PreTrainedModel:
+    theirs = type(model.weights)(transformers_config(model.config))
+    theirs.load_state_dict(model.weights.state_dict())
+    return theirs
+
+
+@both
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("lengths", [LENGTHS, (15, 15, 15)], ids=["mixed", "equal"])
+def test_loss_and_every_gradient_equal_transformers(
+    config: Config, checkpointing: bool, lengths: tuple[int, ...]
+) -> None:
+    model = make(replace(config, activation_checkpointing=checkpointing)).double()
+    theirs = theirs_with_weights_of(model).double().train()
+    padded, ours = example(lengths)
+
+    expected = their_loss(theirs, padded)
+    loss = our_loss(model, ours)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+
+    expected.backward()
+    loss.backward()
+    their_grads, our_grads = grads_of(theirs), grads_of(model.weights)
+    assert their_grads.keys() == our_grads.keys() == {name for name, _ in theirs.named_parameters()}
+    errors = relative_errors(our_grads, their_grads)
+    assert max(errors.values()) < 1e-10, errors
+
+
+@both
+def test_counts_of_correct_predictions(config: Config) -> None:
+    model = make(config).eval()
+    theirs = theirs_with_weights_of(model).eval()
+    padded, ours = example()
+    with torch.no_grad():
+        out = theirs(**{n: padded[n] for n in ("input_ids", "token_type_ids", "attention_mask")})
+        predicted = out.prediction_logits[padded["labels"] != -100].argmax(-1)
+        ours["masked_ids"][:6] = predicted[:6]
+        _, mlm_correct, _, sentence_correct = model(**ours)
+    hits = (predicted == ours["masked_ids"]).sum()
+    assert 6 <= hits < len(predicted)
+    assert mlm_correct == hits
+    assert sentence_correct == (out[1].argmax(-1) == ours["labels"]).sum()
+
+
+@both
+def test_a_batch_without_masked_tokens_has_finite_gradients(config: Config) -> None:
+    model, (_, batch) = make(config), example()
+    batch["masked_rows"], batch["masked_ids"] = batch["masked_rows"][:0], batch["masked_ids"][:0]
+    mlm_loss, mlm_correct, sentence_loss, _ = model(**batch)
+    assert mlm_loss == mlm_correct == 0
+    (mlm_loss + sentence_loss).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@both
+@pytest.mark.parametrize(("task", "kept"), [("sentence", 0), ("mlm", 2)])
+def test_a_skipped_task_has_no_loss_and_leaves_no_gradient_out(config: Config, task: str, kept: int) -> None:
+    name = "albert" if isinstance(config, AlbertModelConfig) else "bert"
+    switch = SKIPS_SENTENCE[name] if task == "sentence" else "skip_mlm"
+    whole, model = make(config).double(), make(replace(config, **{switch: True})).double()
+    _, batch = example()
+    sums = model(**batch)
+    assert sums[2 - kept] == sums[3 - kept] == 0
+    assert sums[kept].item() == pytest.approx(whole(**batch)[kept].item(), rel=1e-12)
+    sums[kept].backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert all(p.grad is not None for p in trained)  # DistributedDataParallel waits for all of them
+    assert len(trained) < len(list(model.parameters()))
+
+
+def test_pre_layer_norm_trains_its_last_norm_too() -> None:
+    model, (_, batch) = make(replace(ALBERT, pre_layer_norm=True)), example()
+    our_loss(model, batch).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert "final_norm.weight" in model.state_dict()
+
+
+@pytest.mark.parametrize("config", [ALBERT, BERT, replace(ALBERT, pre_layer_norm=True)])
+def test_number_of_parameters(config: Config) -> None:
+    count = albert_config if isinstance(config, AlbertModelConfig) else bert_config
+    assert count.num_parameters(config) == sum(p.numel() for p in make(config).parameters())
+
+
+def test_base_has_the_published_number_of_parameters() -> None:
+    """12 M (Lan et al. 2019, table 1) and 110 M (Devlin et al. 2018, section 3); heads included here."""
+    with torch.device("meta"):
+        albert, bert = make(AlbertModelConfig()), make(BertModelConfig())
+    assert sum(p.numel() for p in albert.parameters()) == 11_813_810
+    assert sum(p.numel() for p in bert.parameters()) == 110_106_428
+    assert albert_config.num_parameters(AlbertModelConfig()) == 11_813_810
+    assert bert_config.num_parameters(BertModelConfig()) == 110_106_428
+
+
+@both
+def test_weights_have_transformers_names_and_no_others(config: Config) -> None:
+    model = make(config)
+    (prefix,) = {name.split(".")[0] for name in model.state_dict()}
+    assert {f"{prefix}.{name}" for name in model.weights.state_dict()} == set(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 5}, "hidden_size 32 must be a multiple"),
+        ({"skip_nsp": True, "skip_mlm": True}, "leave nothing to train"),
+        ({"load_from": "transformers"}, "do not go together"),
+        ({"checkpoint_path": Path("x")}, "do not go together"),
+    ],
+)
+def test_impossible_settings(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        replace(BERT, **changes)
