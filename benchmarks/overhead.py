@@ -12,18 +12,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from benchmarks.harness import Benchmark
 from benchmarks.machine import ForeignCores
 from benchmarks.train_step_worker import our_steps, place, settings, write_text
-from shoal.recipes.albert.job import Job, build
-from shoal.recipes.albert.pretrain import warm_up, write_line
-from shoal.recipes.albert.scores import NUM_SUMS
+from shoal.models.pretraining import AlbertPretraining
+from shoal.recipes.masked_lm.job import Job, build
+from shoal.recipes.masked_lm.model import make_model
+from shoal.recipes.masked_lm.step import Meter, warm_up
+from shoal.recipes.masked_lm.telling import write_line
 from shoal.train.config import required
 from shoal.train.progress import Progress
 from shoal.train.run_log import RunLog
-from shoal.train.window import StepWindow
 from shoal.train.world import join_world
 
 STEPS_BETWEEN = 50
@@ -31,15 +30,13 @@ BLOCK_STEPS = 6
 LIMIT_PERCENT = 2.0
 
 
-def block_s(job: Job, steps: Iterator[float], log: RunLog | None, number: int) -> float:
+def block_s(job: Job, meter: Meter, steps: Iterator[int], log: RunLog | None, number: int) -> float:
     """Return the seconds of a block, with its line and checkpoint if there is a log."""
-    window = StepWindow(NUM_SUMS)
     begin_s = time.perf_counter()
     for step in range(BLOCK_STEPS):
-        window.add(torch.ones(NUM_SUMS, dtype=torch.float64), 1, next(steps))
-        job.clock.end_step()
+        next(steps)
         if step == 0 and log is not None:
-            write_line(job, number, window, log)
+            write_line(job, meter, number, log)
             job.checkpointer.save(number, job.state(number))
     return time.perf_counter() - begin_s
 
@@ -53,17 +50,18 @@ def main() -> int:
         write_text(folder, config.model.vocab_size)
         with join_world(place(), config.distributed) as world:
             required(config.run.dir).mkdir()
-            job = build(config, world)
+            job = build(config, world, make_model(config, world, AlbertPretraining))
             warm_up(job)
-            steps = our_steps(job)
+            meter = Meter.of(job)
+            steps = our_steps(job, meter)
             added: list[float] = []
             foreign: list[float] = []
             with RunLog(required(config.run.dir), Progress(1_000)) as log:
-                block_s(job, steps, log, 1)
+                block_s(job, meter, steps, log, 1)
                 for number in range(2, 2 + num_pairs):
                     with ForeignCores() as watch:
-                        plain_s = block_s(job, steps, None, number)
-                        with_s = block_s(job, steps, log, number)
+                        plain_s = block_s(job, meter, steps, None, number)
+                        with_s = block_s(job, meter, steps, log, number)
                     foreign.append(watch.cores or 0.0)
                     added.append(100 * (with_s - plain_s) / (STEPS_BETWEEN * plain_s / BLOCK_STEPS))
                 job.checkpointer.finish()

@@ -20,17 +20,17 @@ from transformers.models.albert import AlbertForPreTraining
 from benchmarks.train_step import GLOBAL_BATCH, SEQUENCE
 from shoal.cluster import WorkerPlace
 from shoal.data.files import sha256_of
-from shoal.data.loader import LoaderConfig, training_steps
 from shoal.data.manifest import Manifest, TokenizerInfo
 from shoal.data.shard_writer import ShardWriter
 from shoal.env import Joined, joined
-from shoal.models.albert import transformers_config
 from shoal.models.albert_config import AlbertModelConfig
+from shoal.models.pretraining import AlbertPretraining, transformers_config
 from shoal.recipes.albert.config import AlbertPretrainConfig, DataConfig
-from shoal.recipes.albert.job import Job, build, share_of
-from shoal.recipes.albert.pretrain import take_step, warm_up
-from shoal.recipes.albert.scores import NUM_SUMS
+from shoal.recipes.masked_lm.job import Job, build
+from shoal.recipes.masked_lm.model import make_model
+from shoal.recipes.masked_lm.step import Meter, agree, batches_after, take_step, warm_up
 from shoal.train.config import OptimConfig, RunConfig, TrainConfig
+from shoal.train.signals import StopRequest
 from shoal.train.world import World, join_world
 
 WARM_UP_STEPS = 3
@@ -117,7 +117,7 @@ class ByTurns(TrainerCallback):
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._steps = our_steps(job)
+        self._steps = our_steps(job, Meter.of(job))
         self.samples: dict[str, list[float]] = {"ours": [], "peer": []}
         self._begin_s = 0.0
 
@@ -133,14 +133,15 @@ class ByTurns(TrainerCallback):
         self._begin_s = time.perf_counter()
 
 
-def our_steps(job: Job) -> Iterator[float]:
-    steps = training_steps(job.train_reader, share_of(job), LoaderConfig(), num_steps=1_000)
-    for step, micro_batches in enumerate(steps, start=1):
-        own_masked = sum(int(batch["masked_weights"].sum()) for batch in micro_batches)
-        (num_masked,) = job.world.sum_counts(own_masked)
-        sums = torch.zeros(NUM_SUMS, dtype=torch.float64)
-        yield take_step(job, step, micro_batches, num_masked, sums)
-        job.clock.reset()
+def our_steps(job: Job, meter: Meter) -> Iterator[int]:
+    """Do one step of the recipe after the other, and yield its number."""
+    stop = StopRequest()
+    with batches_after(job, 0) as batches:
+        for step, micro_batches in batches:
+            num_masked, _ = agree(job, meter, step, micro_batches, stop)
+            take_step(job, meter, step, micro_batches, num_masked)
+            yield step
+            job.clock.reset()
 
 
 def place() -> Joined:
@@ -156,7 +157,7 @@ def place() -> Joined:
 
 
 def run(world: World, config: AlbertPretrainConfig, num_steps: int, compiled: bool) -> dict[str, list[float]]:
-    job = build(config, world)
+    job = build(config, world, make_model(config, world, AlbertPretraining))
     warm_up(job)
     turns = ByTurns(job)
     model = AlbertForPreTraining(transformers_config(config.model))
