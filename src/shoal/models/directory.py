@@ -1,0 +1,250 @@
+"""Models from and to transformers directories: ``config.json`` and safetensors, for four architectures.
+
+Nothing is unpickled, and nothing is fetched unless a source is named ``hub:NAME``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging as their_logging
+
+from shoal.errors import ShoalError, UsageError
+from shoal.models.layers import MODEL_TYPES
+from shoal.models.tasks import QuestionAnswering, SequenceClassification
+
+HUB = "hub:"
+"""What a source begins with that shall be fetched from the model hub."""
+
+_CLASSES: dict[type, Any] = {
+    QuestionAnswering: AutoModelForQuestionAnswering,
+    SequenceClassification: AutoModelForSequenceClassification,
+}
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+)
+_HUB_FILES = ("config.json", "*.safetensors", "model.safetensors.index.json", *_TOKENIZER_FILES)
+
+Task = TypeVar("Task", QuestionAnswering, SequenceClassification)
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def resolve(source: str | Path) -> Path:
+    """Return the directory that ``source`` names; ``hub:NAME`` is fetched first (or taken from the cache).
+
+    Raises:
+        ShoalError: the hub cannot be reached, or has no such model.
+    """
+    name = str(source)
+    if not name.startswith(HUB):
+        return Path(source)
+    from huggingface_hub import snapshot_download  # only where a person asks for the hub
+
+    try:
+        return Path(snapshot_download(name.removeprefix(HUB), allow_patterns=list(_HUB_FILES)))
+    except Exception as error:  # which of its HTTP client's depends on its version
+        raise ShoalError(
+            f"{name}: cannot be fetched ({_one_line(error)}); name a directory on disk instead"
+        ) from None
+
+
+def model_type_of(directory: Path) -> str:
+    """Return which architecture a transformers directory holds, one of ``MODEL_TYPES``.
+
+    Raises:
+        UsageError: it is no such directory, or of another architecture.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        what = "has no config.json" if directory.is_dir() else "does not exist"
+        raise UsageError(
+            f"{directory} is not a transformers directory: it {what}. A model of the hub is named {HUB}NAME"
+        )
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        model_type = str(tree["model_type"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} names no model_type: {_one_line(error)}") from None
+    if model_type not in MODEL_TYPES:
+        raise UsageError(f"{path}: model_type {model_type!r} must be one of {', '.join(MODEL_TYPES)}")
+    return model_type
+
+
+def load_task_model(
+    kind: type[Task],
+    source: str | Path,
+    *,
+    labels: Sequence[str] = (),
+    from_scratch: bool = False,
+    dropout: float | None = None,
+    activation_checkpointing: bool = False,
+) -> Task:
+    """Return the model of ``source`` with the head of a task.
+
+    A head that is not there (the source was pretrained, or finetuned for something else) is new: drawn from
+    torch's generator, so seed that first. ``new_parts`` of the model names what is new.
+
+    Args:
+        kind: ``QuestionAnswering`` or ``SequenceClassification``.
+        source: a transformers directory, or ``hub:NAME``.
+        labels: names of the labels to tell apart, in the order of the logits; default: as the source says.
+        from_scratch: take only the sizes; all weights are new.
+        dropout: of hidden states and of attention; default: as the source says.
+        activation_checkpointing: recompute layers in the backward pass.
+
+    Raises:
+        UsageError: no transformers directory, another architecture, pickled weights, weights that do not fit.
+        ShoalError: files that cannot be read.
+    """
+    directory = resolve(source)
+    config = _task_config(directory, kind, labels, dropout)
+    if from_scratch:
+        weights = _CLASSES[kind].from_config(config, dtype=torch.float32)
+        new = {name for name, _ in weights.named_parameters()}
+    else:
+        weights, new = _read_weights(_CLASSES[kind], directory, config)
+    return kind(weights, activation_checkpointing=activation_checkpointing, new_parts=tuple(sorted(new)))
+
+
+def _task_config(
+    directory: Path, kind: type, labels: Sequence[str], dropout: float | None
+) -> PretrainedConfig:
+    model_type = model_type_of(directory)
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{directory / 'config.json'}: cannot be used: {_one_line(error)}") from None
+    if kind is QuestionAnswering:
+        config.num_labels = 2  # start and end
+    elif labels:
+        _check_labels(directory, config, labels)
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: number for number, label in enumerate(labels)}
+    if dropout is not None:
+        distilbert = ("dropout", "attention_dropout")
+        others = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+        for name in distilbert if model_type == "distilbert" else others:
+            setattr(config, name, dropout)
+    return config
+
+
+def _check_labels(directory: Path, config: PretrainedConfig, labels: Sequence[str]) -> None:
+    """Refuse a head whose logits have these labels in another order: it would be silently wrong."""
+    there = [config.id2label[number] for number in sorted(config.id2label)]
+    theirs, asked = ([name.lower() for name in names] for names in (there, labels))
+    if theirs != asked and sorted(theirs) == sorted(asked):
+        raise UsageError(
+            f"{directory / 'config.json'}: the labels there are {', '.join(there)}, asked for are "
+            f"{', '.join(labels)}: give them in the order of the model"
+        )
+
+
+def _read_weights(
+    model_class: Any, directory: Path, config: PretrainedConfig
+) -> tuple[PreTrainedModel, set[str]]:
+    """Return the model with the weights of ``directory``, and the names of those that are not there."""
+    _refuse_pickles(directory)
+    try:
+        with _quiet_transformers():
+            model, report = model_class.from_pretrained(
+                directory,
+                config=config,
+                dtype=torch.float32,
+                local_files_only=True,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # so that they are told apart below
+                output_loading_info=True,
+            )
+    except Exception as error:  # safetensors has an exception of its own that derives from Exception alone
+        raise ShoalError(f"{directory}: the weights cannot be read: {_one_line(error)}") from None
+    for name, there, here in sorted(report["mismatched_keys"]):
+        raise UsageError(
+            f"{directory}: {name} has shape {tuple(there)} there and {tuple(here)} in the model; take the "
+            "config.json, vocabulary and labels that belong to these weights"
+        )
+    new = set(report["missing_keys"])
+    prefix = f"{model.base_model_prefix}."
+    lacking = sorted(name for name in new if name.startswith(prefix) and ".pooler" not in name)
+    if lacking:
+        raise UsageError(
+            f"{directory}: {lacking[0]} and {len(lacking) - 1} more of the encoder's weights are not there; "
+            "are config.json and the weights of the same model?"
+        )
+    return model, new
+
+
+def _refuse_pickles(directory: Path) -> None:
+    if any(directory.glob("*.safetensors")):
+        return
+    pickles = sorted(path.name for path in directory.glob("*.bin"))
+    if pickles:
+        raise UsageError(
+            f"{directory} has its weights only as a pickle ({pickles[0]}), which can run code as it is read: "
+            "write them as safetensors first (save_pretrained of a current transformers does)"
+        )
+    raise UsageError(f"{directory} has no weights: it holds no *.safetensors")
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def save(
+    model: QuestionAnswering | SequenceClassification, directory: Path, *, tokenizer_from: Path | None = None
+) -> None:
+    """Write a directory that transformers' Auto classes load, whole or not at all; an older one is replaced.
+
+    Args:
+        model: the model with its weights.
+        directory: what to write.
+        tokenizer_from: a directory whose tokenizer files are copied beside the weights.
+    """
+    temporary = directory.with_name(f"{directory.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    with _quiet_transformers():
+        model.weights.save_pretrained(temporary)
+    if tokenizer_from is not None:
+        for name in _TOKENIZER_FILES:
+            if (tokenizer_from / name).is_file():
+                shutil.copyfile(tokenizer_from / name, temporary / name)
+    shutil.rmtree(directory, ignore_errors=True)
+    temporary.rename(directory)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keep transformers from drawing bars and tables: what matters of them is said in one line here."""
+    verbosity, bars = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
+    their_logging.set_verbosity_error()
+    their_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        their_logging.set_verbosity(verbosity)
+        if bars:
+            their_logging.enable_progress_bar()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,111 @@
+"""Question answering and sequence classification over packed batches, for four architectures.
+
+The heads, their dropouts and poolers are those of transformers' ``*ForQuestionAnswering`` and
+``*ForSequenceClassification``, so that weights travel both ways; losses are functions beside the models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from shoal.models.encoder import Encoder
+from shoal.models.pretraining import at_least_fp32
+
+_INPUTS = ("tokens", "types", "positions", "lengths", "grid", "places")
+
+
+def packed_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what of a micro-batch the models take: the packed sequences without their targets."""
+    return {name: batch[name] for name in _INPUTS}
+
+
+class TaskModel(nn.Module):
+    """A transformers model with a head, computed on packed batches.
+
+    Args:
+        weights: the transformers model; its modules hold all parameters, under their names there.
+        activation_checkpointing: recompute layers in the backward pass.
+        new_parts: parameters that no file has given values to.
+    """
+
+    def __init__(
+        self,
+        weights: PreTrainedModel,
+        *,
+        activation_checkpointing: bool = False,
+        new_parts: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.weights = weights
+        self.encoder = Encoder(weights.base_model, activation_checkpointing=activation_checkpointing)
+        self.new_parts = new_parts
+
+
+class QuestionAnswering(TaskModel):
+    """Scores of each token as the first and the last of the answer."""
+
+    def forward(
+        self, tokens: Tensor, types: Tensor, positions: Tensor, lengths: Tensor, grid: Tensor, places: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return (start logits ``[T]``, end logits ``[T]``) of a packed micro-batch."""
+        hidden = self.encoder(tokens, types, positions, lengths, grid, places)
+        if self.weights.config.model_type == "distilbert":
+            hidden = self.weights.dropout(hidden)
+        start, end = self.weights.qa_outputs(hidden).unbind(1)
+        return start, end
+
+
+class SequenceClassification(TaskModel):
+    """Scores of each sequence's labels."""
+
+    def forward(
+        self, tokens: Tensor, types: Tensor, positions: Tensor, lengths: Tensor, grid: Tensor, places: Tensor
+    ) -> Tensor:
+        """Return the logits ``[B, num_labels]`` of a packed micro-batch."""
+        first = self.encoder(tokens, types, positions, lengths, grid, places, wanted=grid[:, 0])
+        weights, base = self.weights, self.weights.base_model
+        model_type = weights.config.model_type
+        if model_type == "roberta":  # its head pools by itself, and so takes [B, S, hidden]
+            pooled = first[:, None]
+        elif model_type == "albert":
+            pooled = weights.dropout(base.pooler_activation(base.pooler(first)))
+        elif model_type == "distilbert":
+            pooled = weights.dropout(F.relu(weights.pre_classifier(first)))
+        else:
+            pooled = weights.dropout(base.pooler(first[:, None]))
+        logits: Tensor = weights.classifier(pooled)
+        return logits
+
+
+def span_loss(
+    start_logits: Tensor, end_logits: Tensor, packed: Mapping[str, Tensor], start: Tensor, end: Tensor
+) -> Tensor:
+    """Return the sum over sequences of the mean of both cross entropies, each over its own sequence.
+
+    (transformers' loss on padded batches lets padding compete: its scores are in the denominator.)
+
+    Args:
+        start_logits: ``[T]`` scores as the answer's first token.
+        end_logits: ``[T]`` scores as its last.
+        packed: the micro-batch; its ``grid`` and ``lengths`` are read.
+        start: ``[B]`` position of the first token in its sequence.
+        end: ``[B]`` position of the last.
+    """
+    grid, lengths = packed["grid"], packed["lengths"]
+    outside = torch.arange(grid.shape[1], device=grid.device) >= lengths[:, None]
+
+    def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+        scores = at_least_fp32(logits)[grid].masked_fill(outside, -torch.inf)
+        return F.cross_entropy(scores, target, reduction="sum")
+
+    return (cross_entropy(start_logits, start) + cross_entropy(end_logits, end)) / 2
+
+
+def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the summed cross entropy of ``logits [B, num_labels]`` with ``labels [B]``."""
+    return F.cross_entropy(at_least_fp32(logits), labels, reduction="sum")
