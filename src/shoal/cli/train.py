@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 import sys
-import tomllib
-from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import cyclopts
 from cyclopts import App, Parameter
 
+from shoal.cli.settings import settings_from
 from shoal.env import Joined
 from shoal.recipes.albert import config as albert
 from shoal.recipes.bert import config as bert
 from shoal.recipes.masked_lm import start
 from shoal.recipes.start import Launch
-from shoal.train.config import load_toml
 
 train = App(name="train", help="Train a recipe; the same command again continues where the run stopped.")
 
 
-def _apply_settings(app: App, commands: tuple[str, ...], arguments: Any) -> None:
-    """Fill in what the command line left open: first from ``--config``, then from ``--preset``.
-
-    Keys are checked like options, so that a misspelt one in a file fails with a suggestion too.
-    """
-    given = {argument.name: argument.tokens[0].value for argument in arguments if argument.tokens}
-    trees: list[tuple[str, dict[str, Any]]] = []
-    if path := given.get("--config"):
-        trees.append((path, load_toml(Path(path))))
-    preset = given.get("--preset", "base")
-    folder = resources.files("shoal.recipes") / commands[-1] / "presets"
-    if (file := folder / f"{preset}.toml").is_file():
-        trees.append((f"preset {preset}", tomllib.loads(file.read_text(encoding="utf-8"))))
-    for source, tree in trees:
-        for command in reversed(commands):
-            tree = {command: tree}
-        cyclopts.config.Dict(tree, source=source)(app, commands, arguments)
-
-
-train.config = (_apply_settings,)
-
+train.config = (settings_from(lambda command: f"{command}/presets", "base"),)
 
 Settings = Parameter(name="*")
 """Options of the fields of a dataclass, without its own name before them."""

@@ -65,10 +65,31 @@ def test_options_go_before_the_file_and_the_file_before_the_preset(data: Path, t
     assert shoal(*TRAIN, "--config", str(again), "--dry-run").stdout == result.stdout
 
 
-@pytest.mark.parametrize("preset", ["tiny", "base", "large", "xlarge"])
-def test_every_preset_resolves(data: Path, preset: str) -> None:
-    result = shoal("train", "albert", "--preset", preset, "--data.path", str(data), "--dry-run")
+@pytest.mark.parametrize(
+    ("recipe", "preset"),
+    [
+        *(("albert", preset) for preset in ("tiny", "base", "large", "xlarge")),
+        *(("bert", preset) for preset in ("tiny", "base", "large", "large-lans")),
+    ],
+)
+def test_every_preset_resolves(data: Path, recipe: str, preset: str) -> None:
+    result = shoal("train", recipe, "--preset", preset, "--data.path", str(data), "--dry-run")
     assert result.returncode == 0, result.stderr
+
+
+def test_a_dry_run_of_bert_shows_both_phases(data: Path, tmp_path: Path) -> None:
+    command = ("train", "bert", "--data.path", str(data), "--workers", "1536", "--dry-run")
+    result = shoal(*command, "--preset", "large-lans")
+    assert result.returncode == 0, result.stderr
+    assert "phase1: 64 sequences × 1 accumulation step × 1536 workers = 98,304" in result.stdout
+    assert "phase1: 3,519 steps, 345,931,776 sequences of 128 tokens" in result.stdout
+    assert "phase2: 11 sequences × 2 accumulation steps × 1536 workers = 33,792" in result.stdout
+    assert "phase2: 782 steps, 26,425,344 sequences of 512 tokens" in result.stdout
+    again = tmp_path / "again.toml"
+    again.write_text(result.stdout.partition("\nbatch ")[0])
+    # Read back over a preset that clips, it still does not.
+    assert tomllib.loads(again.read_text())["optim"]["max_grad_norm"] == "none"
+    assert shoal(*command, "--preset", "large", "--config", str(again)).stdout == result.stdout
 
 
 @pytest.mark.parametrize(

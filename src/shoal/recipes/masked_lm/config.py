@@ -1,6 +1,6 @@
 """Settings that pretraining BERT and ALBERT share, and the phases that a run has. No torch."""
 
-from __future__ import annotations
+# Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
 from dataclasses import dataclass
 from pathlib import Path
