@@ -20,7 +20,7 @@ needs_data = pytest.mark.skipif(
 
 @pytest.fixture
 def data(tmp_path: Path) -> SquadData:
-    """Two paragraphs, the first in three windows; its answer stands in the second and the third."""
+    """Two paragraphs, the first of several windows, and a question without an answer."""
     words = [f"w{number}" for number in range(200)]
     long = " ".join(words)
     questions = [

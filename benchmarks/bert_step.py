@@ -1,0 +1,131 @@
+"""Is a step of BERT faster than transformers' ``Trainer`` on the same sequences?
+
+BERT's recipe on segments of WikiText, then finetuning on the lengths of SQuAD and of MNLI. Both sides have
+the same weights (their losses are compared before anything is measured), batches, dropout, fused AdamW and
+clipping, and take their steps by turns in one process. The Trainer has SDPA and pads to the longest of the
+batch; a padded place of it counts for nothing: both sides are measured in tokens that are text. The fill in
+a row's name is the share of the Trainer's places that hold one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.harness import Benchmark, peer_module
+from benchmarks.machine import ForeignCores
+from shoal.env import TEST_DATA, child_environment, test_data_dir
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained on what."""
+
+    title: str
+    target: float
+    batch_size: dict[Device, int]
+    """Sequences in a step: the published number a GPU, fewer where a step would take minutes."""
+    max_seq_length: int
+    needs: tuple[str, ...]
+    """Files of the test data, beside the vocabulary."""
+
+
+VOCABULARY = "tokenizers/bert-uncased-vocab.txt"
+CASES = {
+    "pretraining": Case(
+        title="pretraining, WikiText",
+        target=1.2,
+        batch_size={"cpu": 8, "cuda": 64},
+        max_seq_length=128,
+        needs=("wikitext2/test.txt", "wikitext2/valid.txt"),
+    ),
+    "squad": Case(
+        title="SQuAD",
+        target=1.3,
+        batch_size={"cpu": 8, "cuda": 32},
+        max_seq_length=384,
+        needs=("squad/cs224n-dev-v2.0.json",),
+    ),
+    "mnli": Case(
+        title="MNLI",
+        target=1.3,
+        batch_size={"cpu": 32, "cuda": 32},
+        max_seq_length=128,
+        needs=("nli/xnli.en.dev.tsv",),
+    ),
+}
+NUM_STEPS = {"cpu": 8, "cuda": 60}
+MAX_FOREIGN = 0.3
+MOST_RETAKEN = 1
+
+
+def measure(case: str, device: Device, size: str, num_steps: int) -> tuple[dict[str, Any], float]:
+    """Run one case in a process of its own; return what it wrote (see the worker), and foreign cores."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "samples.json"
+        command = [sys.executable, "-m", "benchmarks.bert_step_worker", case, device, size, str(num_steps)]
+        with ForeignCores() as watch:
+            threads = str(os.cpu_count() or 1)
+            subprocess.run([*command, str(out)], check=True, env=child_environment(OMP_NUM_THREADS=threads))
+        return json.loads(out.read_text()), watch.cores or 0.0
+
+
+def require_data(case: Case) -> None:
+    """Look for the files of a case.
+
+    Raises:
+        SystemExit: one is not there.
+    """
+    for name in (VOCABULARY, *case.needs):
+        if not (file := test_data_dir() / name).is_file():
+            raise SystemExit(
+                f"{file} is not there: this benchmark reads the test data; name its folder in {TEST_DATA}"
+            )
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("--case", choices=tuple(CASES), action="append", help="only these")
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="fp32 on cpu, bf16 on cuda")
+    options.add_argument(
+        "--size", choices=("base", "tiny"), default="base", help="tiny only shows that it runs"
+    )
+    bench = Benchmark("bert_step", options=options)
+    peer_module("accelerate")
+    device: Device = bench.args.device
+    chosen = {name: CASES[name] for name in bench.args.case or CASES}
+    for case in chosen.values():
+        require_data(case)
+    num_steps = NUM_STEPS[device] // (2 if bench.quick else 1)
+    for name, case in chosen.items():
+        result, foreign = measure(name, device, bench.args.size, num_steps)
+        num_retaken = 0
+        while foreign > MAX_FOREIGN and num_retaken < MOST_RETAKEN:
+            result, foreign = measure(name, device, bench.args.size, num_steps)
+            num_retaken += 1
+        batch = f"{case.batch_size[device]} × ≤{case.max_seq_length}"
+        bench.add(
+            f"BERT-{bench.args.size}, {case.title}, {batch}, fill {result['fill']:.2f}",
+            ours=result["ours"],
+            peer=result["peer"],
+            peer_name="transformers.Trainer",
+            unit="tokens/s",
+            target=case.target,
+            better="higher",
+            foreign_cores=[foreign],
+            num_retaken=num_retaken,
+        )
+    return bench.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,138 @@
+"""The cases of ``bert_step``: the models of both sides, with the same weights, and our side's batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from benchmarks.bert_step import CASES, VOCABULARY
+from shoal.data.classify import MNLI_LABELS, Columns, read_classify
+from shoal.data.examples import ExampleConfig, ExampleReader, packed
+from shoal.data.pairs import make_pairs
+from shoal.data.prepare import PrepareConfig, prepare_text
+from shoal.data.shards import TextShards
+from shoal.data.squad.config import WindowConfig
+from shoal.data.squad.features import make_features
+from shoal.data.squad.files import read_squad
+from shoal.data.task_batches import Deal, TaskData, own_micro_batches
+from shoal.data.tokenizer import read_tokenizer
+from shoal.decide.order import samples
+from shoal.env import test_data_dir
+from shoal.models.bert_config import BertModelConfig
+from shoal.models.directory import load_task_model
+from shoal.models.pretraining import BertPretraining, transformers_config
+from shoal.models.tasks import QuestionAnswering, SequenceClassification, label_loss, packed_inputs, span_loss
+
+Arrays = dict[str, npt.NDArray[Any]]
+Batch = dict[str, Tensor]
+
+SEED = 42
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    """A model on both sides with the same weights, and its batches."""
+
+    ours: nn.Module
+    peer: PreTrainedModel
+    loss: Callable[[nn.Module, Batch], Tensor]
+    """Mean loss of our side's batch."""
+    read: Callable[[int], Arrays]
+    """Our side's packed batch of a step."""
+
+
+def pretraining(folder: Path, config: BertModelConfig, batch_size: int) -> Sides:
+    sources = tuple(str(test_data_dir() / name) for name in CASES["pretraining"].needs)
+    prepare_text(
+        PrepareConfig(
+            sources=sources, out=folder / "text", tokenizer=str(test_data_dir() / VOCABULARY), validation=0
+        ),
+        progress=False,
+    )
+    reader = ExampleReader(
+        TextShards(folder / "text", "train"),
+        ExampleConfig(
+            max_seq_length=CASES["pretraining"].max_seq_length,
+            max_ngram=1,
+            whole_words=False,
+            pairs="next",
+            seed=SEED,
+        ),
+    )
+
+    def read(step: int) -> Arrays:
+        names = samples(step * batch_size, batch_size, reader.num_examples, SEED)
+        return packed(reader.batch(*names))
+
+    ours = BertPretraining(config)
+    peer = transformers.BertForPreTraining._from_config(
+        transformers_config(config), attn_implementation="sdpa"
+    )
+    ours.weights.load_state_dict(peer.state_dict())
+    return Sides(ours=ours, peer=peer, loss=pretraining_loss, read=read)
+
+
+def pretraining_loss(model: nn.Module, batch: Batch) -> Tensor:
+    names = ("masked_rows", "masked_ids", "labels")
+    mlm_loss, _, sentence_loss, _ = model(**packed_inputs(batch), **{name: batch[name] for name in names})
+    loss: Tensor = mlm_loss / len(batch["masked_ids"]) + sentence_loss / len(batch["labels"])
+    return loss
+
+
+def squad(folder: Path, config: BertModelConfig, batch_size: int) -> Sides:
+    tokenizer = read_tokenizer(test_data_dir() / VOCABULARY, lowercase=True)
+    data = read_squad(test_data_dir() / CASES["squad"].needs[0], misplaced="skip")
+    windows = make_features(data, tokenizer, WindowConfig(max_seq_length=CASES["squad"].max_seq_length))
+    targets = {"start": windows.start, "end": windows.end}
+    peer = transformers.BertForQuestionAnswering._from_config(
+        transformers_config(config), attn_implementation="sdpa"
+    )
+    peer.save_pretrained(folder / "model")
+    return Sides(
+        ours=load_task_model(QuestionAnswering, folder / "model"),
+        peer=peer,
+        loss=squad_loss,
+        read=task_reader(windows, targets, batch_size),
+    )
+
+
+def squad_loss(model: nn.Module, batch: Batch) -> Tensor:
+    start_logits, end_logits = model(**packed_inputs(batch))
+    loss = span_loss(start_logits, end_logits, batch, batch["start"], batch["end"])
+    return loss / len(batch["lengths"])
+
+
+def mnli(folder: Path, config: BertModelConfig, batch_size: int) -> Sides:
+    tokenizer = read_tokenizer(test_data_dir() / VOCABULARY, lowercase=True)
+    data = read_classify(test_data_dir() / CASES["mnli"].needs[0], Columns(), labels=MNLI_LABELS)
+    pairs = make_pairs(data, tokenizer, max_seq_length=CASES["mnli"].max_seq_length)
+    sizes = transformers_config(config)
+    sizes.num_labels = len(MNLI_LABELS)
+    peer = transformers.BertForSequenceClassification._from_config(sizes, attn_implementation="sdpa")
+    peer.save_pretrained(folder / "model")
+    return Sides(
+        ours=load_task_model(SequenceClassification, folder / "model"),
+        peer=peer,
+        loss=mnli_loss,
+        read=task_reader(pairs, {"labels": pairs.labels}, batch_size),
+    )
+
+
+def mnli_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return label_loss(model(**packed_inputs(batch)), batch["labels"]) / len(batch["labels"])
+
+
+def task_reader(features: Any, targets: dict[str, Any], batch_size: int) -> Callable[[int], Arrays]:
+    data = TaskData(tokens=features.tokens, types=features.types, bounds=features.bounds, targets=targets)
+    deal = Deal(global_batch_size=batch_size, micro_batch_size=batch_size, seed=SEED)
+    return lambda step: data.batch(own_micro_batches(data, deal, step)[0])
+
+
+MAKERS = {"pretraining": pretraining, "squad": squad, "mnli": mnli}

@@ -1,0 +1,237 @@
+"""One case of ``bert_step``: a Trainer whose callback takes one of our steps after each of its own.
+
+Our step has what a recipe's has, of the same functions: read and pack the batch, forward, backward, averaging
+(over one worker), clipping, optimizer. The Trainer's rows lie in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from benchmarks.bert_step import CASES
+from benchmarks.bert_step_cases import MAKERS, SEED, Arrays, Batch, Sides
+from shoal.cluster import WorkerPlace
+from shoal.data.task_batches import as_tensors
+from shoal.env import Joined
+from shoal.models.bert_config import BertModelConfig
+from shoal.train.clock import StepClock
+from shoal.train.config import DistributedConfig, OptimConfig
+from shoal.train.gradients import data_parallel
+from shoal.train.optimizers import build_optimizer
+from shoal.train.precision import LossScale, Precision, choose_precision
+from shoal.train.step import Trained, take_step
+from shoal.train.world import World, join_world
+
+WARM_UP_STEPS = 2
+LEARNING_RATE = 1e-5
+TOLERANCE = 1e-3
+"""How far the losses of the two sides may be apart, as a share: what the order of additions explains."""
+SIZES = {
+    "tiny": BertModelConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128
+    ),
+    "base": BertModelConfig(),
+}
+FILLING = {"input_ids": 0, "token_type_ids": 0, "attention_mask": 0, "labels": -100}
+"""What the Trainer's columns are padded with; 0 is [PAD] in BERT's vocabulary."""
+
+
+def peer_rows(batch: Arrays) -> list[dict[str, Tensor]]:
+    """Return the sequences of a packed batch as the Trainer's rows."""
+    starts = np.cumsum(batch["lengths"]) - batch["lengths"]
+    masked = np.full(len(batch["tokens"]), FILLING["labels"])
+    columns = {"input_ids": batch["tokens"], "token_type_ids": batch["types"]}
+    if "masked_rows" in batch:
+        masked[batch["masked_rows"]] = batch["masked_ids"]
+        columns["labels"] = masked
+    names = {"start": "start_positions", "end": "end_positions"}
+    names["labels"] = "next_sentence_label" if "masked_rows" in batch else "labels"
+    return [
+        {name: torch.from_numpy(values[start : start + length]) for name, values in columns.items()}
+        | {"attention_mask": torch.ones(length, dtype=torch.int64)}
+        | {theirs: torch.tensor(batch[ours][row]) for ours, theirs in names.items() if ours in batch}
+        for row, (start, length) in enumerate(zip(starts, batch["lengths"], strict=True))
+    ]
+
+
+def collate(rows: Sequence[dict[str, Tensor]]) -> Batch:
+    """Pad what has a length to the longest row."""
+    return {
+        name: pad_sequence([row[name] for row in rows], batch_first=True, padding_value=FILLING[name])
+        if value.ndim
+        else torch.stack([row[name] for row in rows])
+        for name, value in rows[0].items()
+    }
+
+
+class OurStep:
+    """A recipe's step on one worker."""
+
+    def __init__(self, sides: Sides, world: World, precision: Precision) -> None:
+        self._sides, self._precision = sides, precision
+        self._optim = OptimConfig(optimizer="adamw", learning_rate=LEARNING_RATE)
+        model = sides.ours.to(world.device)
+        clock = StepClock(world.device)
+        self._trained = Trained(
+            world=world,
+            ddp=data_parallel(model, world, DistributedConfig(), clock),
+            optimizer=build_optimizer(model.named_parameters(), self._optim),
+            scale=LossScale(enabled=False),
+            clock=clock,
+        )
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the mean loss of a batch."""
+        with self._precision.autocast():
+            return self._sides.loss(self._trained.ddp, batch)
+
+    def read(self, step: int) -> Batch:
+        """Return the packed batch of a step."""
+        batch = as_tensors(self._sides.read(step), pin_memory=False)
+        return {name: tensor.to(self._trained.world.device) for name, tensor in batch.items()}
+
+    def take(self, step: int) -> None:
+        """Do one optimizer step, from reading to the new weights."""
+        take_step(
+            self._trained,
+            [self.read(step)],
+            self.loss,
+            self._optim,
+            learning_rate=LEARNING_RATE,
+            dropout_seed=SEED + step,
+        )
+        self._trained.clock.reset()
+
+
+class ByTurns(TrainerCallback):
+    """Times the Trainer's step that has ended, then takes and times ours on the same sequences."""
+
+    def __init__(self, ours: OurStep, num_tokens: list[int], finish: Callable[[], None]) -> None:
+        self._ours, self._num_tokens, self._finish = ours, num_tokens, finish
+        self.samples: dict[str, list[float]] = {"ours": [], "peer": []}
+        self._begin_s = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        step = len(self.samples["peer"])
+        self._note("peer", step)
+        self._ours.take(step)
+        self._note("ours", step)
+
+    def _note(self, side: str, step: int) -> None:
+        self._finish()
+        end_s = time.perf_counter()
+        self.samples[side].append(self._num_tokens[step] / (end_s - self._begin_s))
+        self._begin_s = end_s
+
+
+def check_equal(ours: OurStep, sides: Sides, first: Sequence[dict[str, Tensor]]) -> None:
+    """Compare the losses of the two sides on the first batch, without dropout.
+
+    Raises:
+        SystemExit: they differ.
+    """
+    device = next(sides.ours.parameters()).device
+    sides.ours.eval()
+    sides.peer.to(device).eval()
+    # In transformers' span loss padding competes with the text, so there each sequence comes alone.
+    groups = [[row] for row in first] if "start_positions" in first[0] else [first]
+    with torch.no_grad():
+        mine = float(ours.loss(ours.read(0)))
+        batches = [{name: t.to(device) for name, t in collate(group).items()} for group in groups]
+        theirs = statistics.fmean(float(sides.peer(**batch).loss) for batch in batches)
+    sides.ours.train()
+    sides.peer.train()
+    if abs(mine - theirs) > TOLERANCE * abs(theirs):
+        raise SystemExit(f"the loss of the first batch is {mine} here and {theirs} there; compare no times")
+
+
+# -------------------------------------------------------------------------------------------------- a run
+
+
+def alone() -> Joined:
+    """Return the place of the only worker."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = WorkerPlace(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
+    return Joined(place=place, master_addr="127.0.0.1", master_port=port, launcher="benchmark")
+
+
+def run(world: World, sides: Sides, folder: Path, batch_size: int, num_steps: int) -> dict[str, Any]:
+    precision = choose_precision("bf16" if world.device.type == "cuda" else "fp32", world.device)
+    ours = OurStep(sides, world, precision)
+    num_steps += WARM_UP_STEPS
+    batches = [sides.read(step) for step in range(num_steps)]
+    rows = [row for batch in batches for row in peer_rows(batch)]
+    check_equal(ours, sides, rows[:batch_size])
+    num_tokens = [len(batch["tokens"]) for batch in batches]
+    wait = partial(torch.cuda.synchronize, world.device) if world.device.type == "cuda" else lambda: None
+    turns = ByTurns(ours, num_tokens, wait)
+    trainer = Trainer(
+        model=sides.peer,
+        args=TrainingArguments(
+            output_dir=str(folder / "trainer"),
+            per_device_train_batch_size=batch_size,
+            train_sampling_strategy="sequential",
+            max_steps=num_steps,
+            learning_rate=LEARNING_RATE,
+            weight_decay=0.01,
+            optim="adamw_torch_fused",
+            max_grad_norm=1.0,
+            use_cpu=world.device.type == "cpu",
+            bf16=precision.dtype == torch.bfloat16,
+            remove_unused_columns=False,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=rows,
+        data_collator=collate,
+        callbacks=[turns],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    num_places = [batch["grid"].size for batch in batches]
+    kept = {side: figures[WARM_UP_STEPS:] for side, figures in turns.samples.items()}
+    return {**kept, "fill": sum(num_tokens) / sum(num_places)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case", choices=tuple(CASES))
+    parser.add_argument("device", choices=("cpu", "cuda"))
+    parser.add_argument("size", choices=tuple(SIZES))
+    parser.add_argument("num_steps", type=int)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(SEED)
+    batch_size = CASES[args.case].batch_size[args.device]
+    with (
+        tempfile.TemporaryDirectory() as name,
+        join_world(alone(), DistributedConfig(device=args.device)) as world,
+    ):
+        sides = MAKERS[args.case](Path(name), SIZES[args.size], batch_size)
+        args.out.write_text(json.dumps(run(world, sides, Path(name), batch_size, args.num_steps)))
+
+
+if __name__ == "__main__":
+    main()
