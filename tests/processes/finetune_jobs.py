@@ -111,11 +111,11 @@ def squad_config(source: Path, questions: Path, run_dir: Path, **changes: Any) -
 
 
 def classify_config(
-    source: Path, train: Path, evals: tuple[Path, ...], run_dir: Path, **changes: Any
+    source: Path, examples: Path, evals: tuple[Path, ...], run_dir: Path, **changes: Any
 ) -> ClassifyFinetuneConfig:
     """Return settings for quick steps from random weights."""
     config = ClassifyFinetuneConfig(
-        data=ClassifyDataConfig(path=train, eval=evals, max_seq_length=32), **_shared(source, run_dir)
+        data=ClassifyDataConfig(path=examples, eval=evals, max_seq_length=32), **_shared(source, run_dir)
     )
     return _changed(config, changes)
 

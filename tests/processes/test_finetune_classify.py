@@ -35,7 +35,7 @@ def whole_run(model: Path, train: Path, tmp_path_factory: pytest.TempPathFactory
     """A run of one worker, evaluated on what it learnt and on other pairs."""
     folder = tmp_path_factory.mktemp("whole")
     other = jobs.write_pairs(folder / "other.tsv", 40, seed=2)
-    config = jobs.classify_config(model, train, (train, other), folder / "run", train={"total_steps": 150})
+    config = jobs.classify_config(model, train, (train, other), folder / "run", train={"total_steps": 250})
     assert jobs.run(config) == [EXIT_OK], (folder / "run" / "worker-0.log").read_text()
     return folder / "run"
 
@@ -83,7 +83,7 @@ def test_the_saved_model_predicts_in_transformers_what_the_files_say(whole_run: 
 def test_two_workers_predict_like_one(model: Path, train: Path, whole_run: Path, tmp_path: Path) -> None:
     other = whole_run.parent / "other.tsv"
     config = jobs.classify_config(
-        model, train, (train, other), tmp_path, train={"total_steps": 150, "micro_batch_size": 3}
+        model, train, (train, other), tmp_path, train={"total_steps": 250, "micro_batch_size": 3}
     )
     assert jobs.run(config, 2) == [EXIT_OK] * 2
     for name in ("predictions-train.txt", "predictions-other.txt"):

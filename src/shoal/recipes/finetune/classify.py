@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal import record
@@ -23,12 +22,18 @@ from shoal.data.task_batches import Batch, TaskData
 from shoal.env import Joined
 from shoal.errors import UsageError
 from shoal.models.directory import load_task_model, save
-from shoal.models.tasks import SequenceClassification, packed_inputs
+from shoal.models.tasks import SequenceClassification, label_loss, packed_inputs
 from shoal.recipes.finetune import loop
 from shoal.recipes.finetune.config import CLASSIFY_FIXED, ClassifyDataConfig, ClassifyFinetuneConfig
 from shoal.recipes.finetune.evaluation import outputs_of
 from shoal.recipes.finetune.job import Job, build
-from shoal.recipes.finetune.source import check_length, read_source_tokenizer, start_of
+from shoal.recipes.finetune.source import (
+    check_length,
+    model_settings,
+    new_parts,
+    read_source_tokenizer,
+    start_of,
+)
 from shoal.train.config import as_tree, required
 from shoal.train.run_dir import open_run_dir
 from shoal.train.signals import StopRequest
@@ -66,7 +71,9 @@ def make_task(config: ClassifyFinetuneConfig, directory: Path) -> ClassifyTask:
         config=config,
         train=make_pairs(train, tokenizer, max_seq_length=length),
         held_out=tuple(make_pairs(data, tokenizer, max_seq_length=length) for data in held_out),
-        model=load_task_model(SequenceClassification, directory, labels=train.labels),
+        model=load_task_model(
+            SequenceClassification, directory, labels=train.labels, **model_settings(config.model)
+        ),
         directory=directory,
     )
 
@@ -115,8 +122,7 @@ class ClassifyTask:
         return task_data(self.train)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits = model(**packed_inputs(batch))
-        return F.cross_entropy(logits.float(), batch["labels"], reduction="sum")
+        return label_loss(model(**packed_inputs(batch)), batch["labels"])
 
     def sample_name(self, index: int) -> str:
         return f"example {index + 1}"
@@ -151,11 +157,12 @@ class ClassifyTask:
         )
 
     def notes(self) -> list[str]:
-        return [
+        lines = [
             f"{f.data.path.name}: {len(f):,} examples, {f.num_cut:,} cut to "
             f"{self.config.data.max_seq_length} tokens, {f.data.num_unlabelled:,} without a label left out"
             for f in (self.train, *self.held_out)
         ]
+        return lines + new_parts(self.model)
 
     def save(self, directory: Path) -> None:
         save(self.model, directory, tokenizer_from=self.directory)

@@ -18,7 +18,7 @@ class SourceConfig:
     """Which model to start from."""
 
     path: Path | None = None
-    """Run directory of shoal, or a transformers directory with its tokenizer; also --model."""
+    """Run directory of shoal, or a transformers directory with its tokenizer, or hub:NAME; also --model."""
     from_scratch: bool = False
     """Take only its sizes and its tokenizer and begin with random weights: what is pretraining worth?"""
     dropout: float | None = None

@@ -10,6 +10,8 @@ from tokenizers import Tokenizer
 
 from shoal.data.tokenizer import read_tokenizer, vocab_size
 from shoal.errors import UsageError
+from shoal.models.directory import HUB, resolve
+from shoal.models.tasks import TaskModel
 from shoal.recipes.finetune.config import SourceConfig
 from shoal.recipes.masked_lm.export import export_run
 from shoal.train.config import load_toml, required
@@ -26,6 +28,8 @@ MODEL_CONFIG = "config.json"
 def start_of(config: SourceConfig, run_dir: Path, world: World) -> Path:
     """Return the transformers directory to start from; the main worker makes it if it must be made."""
     path = required(config.path)
+    if kind_of_source(path) == "hub":  # each host has a cache of its own
+        return Path(together(world.control, lambda: str(resolve(path)))[world.place.rank])
     return Path(
         together(world.control, lambda: str(prepare_source(path, run_dir)) if world.is_main else "")[0]
     )
@@ -42,8 +46,8 @@ def prepare_source(path: Path, run_dir: Path) -> Path:
         ShoalError: the run has no checkpoint, or it is damaged.
     """
     kind = kind_of_source(path)
-    if kind == "directory":
-        return path
+    if kind in ("directory", "hub"):
+        return resolve(path)
     if kind == "finetuned":
         return path / "transformers"
     start = run_dir / START
@@ -51,11 +55,13 @@ def prepare_source(path: Path, run_dir: Path) -> Path:
 
 
 def kind_of_source(path: Path) -> str:
-    """Return what ``path`` is: a transformers ``directory``, a ``finetuned`` run, or a ``run``.
+    """Return what ``path`` is: ``hub`` (a name there), ``directory``, ``finetuned`` (a run) or ``run``.
 
     Raises:
         UsageError: none of these.
     """
+    if str(path).startswith(HUB):
+        return "hub"
     if (path / MODEL_CONFIG).is_file():
         return "directory"
     if (path / CONFIG_FILE).is_file():
@@ -69,12 +75,30 @@ def kind_of_source(path: Path) -> str:
     what = "is there, but it is neither" if path.exists() else "does not exist; it must be"
     raise UsageError(
         f"model.path {path} {what} a transformers directory (with {MODEL_CONFIG}) or the directory of a run "
-        f"of shoal (with {CONFIG_FILE})"
+        f"of shoal (with {CONFIG_FILE}); a model of the hub is named {HUB}NAME"
     )
 
 
 def _is_finetuning(run_dir: Path) -> bool:
     return "path" in load_toml(run_dir / CONFIG_FILE).get("model", {})
+
+
+def model_settings(config: SourceConfig) -> dict[str, Any]:
+    """Return what the settings say about making the model, for ``load_task_model``."""
+    return {
+        "from_scratch": config.from_scratch,
+        "dropout": config.dropout,
+        "activation_checkpointing": config.activation_checkpointing,
+    }
+
+
+def new_parts(model: TaskModel) -> list[str]:
+    """Return a line about the weights that the source did not have, if there are any."""
+    total = sum(1 for _ in model.parameters())
+    if not model.new_parts:
+        return []
+    names = "all of them" if len(model.new_parts) == total else ", ".join(model.new_parts)
+    return [f"weights drawn from the seed: {names}"]
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:

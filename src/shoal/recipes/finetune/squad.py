@@ -30,7 +30,13 @@ from shoal.recipes.finetune import loop
 from shoal.recipes.finetune.config import SQUAD_FIXED, SquadDataConfig, SquadFinetuneConfig
 from shoal.recipes.finetune.evaluation import outputs_of
 from shoal.recipes.finetune.job import Job, build
-from shoal.recipes.finetune.source import check_length, read_source_tokenizer, start_of
+from shoal.recipes.finetune.source import (
+    check_length,
+    model_settings,
+    new_parts,
+    read_source_tokenizer,
+    start_of,
+)
 from shoal.train.config import as_tree, required
 from shoal.train.exchange import exchange
 from shoal.train.gather import Float32Array
@@ -96,7 +102,7 @@ def make_task(config: SquadFinetuneConfig, directory: Path) -> SquadTask:
         config=config,
         train=make_features(train, tokenizer, config.window),
         held_out=make_features(held_out, tokenizer, config.window),
-        model=load_task_model(QuestionAnswering, directory),
+        model=load_task_model(QuestionAnswering, directory, **model_settings(config.model)),
         directory=directory,
     )
 
@@ -143,7 +149,8 @@ class SquadTask:
 
     def sample_name(self, index: int) -> str:
         """Return the id of a window's question."""
-        return self.train.data.questions[self.train.question[index]].id
+        question = self.train.data.questions[int(self.train.question[index])]
+        return question.id
 
     def evaluate(self, job: Job, step: int, out: Path | None) -> list[record.Evaluation]:
         began = time.monotonic()
@@ -173,7 +180,8 @@ class SquadTask:
             f"{kind}: {len(f.data.questions):,} questions of SQuAD {f.data.version} in {len(f):,} windows"
             for kind, f in (("training", self.train), ("evaluation", self.held_out))
         ]
-        return lines + [line for f in (self.train, self.held_out) if (line := describe_misplaced(f.data))]
+        lines += [line for f in (self.train, self.held_out) if (line := describe_misplaced(f.data))]
+        return lines + new_parts(self.model)
 
     def save(self, directory: Path) -> None:
         save(self.model, directory, tokenizer_from=self.directory)
