@@ -13,8 +13,9 @@ from forked_workers import run_workers
 from torch import Tensor
 
 from shoal.cluster import WorkerPlace
-from shoal.models.albert import AlbertPretraining
+from shoal.data.examples import packed
 from shoal.models.albert_config import AlbertModelConfig
+from shoal.models.pretraining import AlbertPretraining
 from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig
 from shoal.train.gradients import accumulate, average_and_clip, data_parallel, loss_weight
@@ -39,20 +40,29 @@ def model(dtype: torch.dtype) -> AlbertPretraining:
 
 
 def global_batch() -> dict[str, Tensor]:
-    """24 sequences of which the first halves have one masked token each and the others up to four."""
+    """24 sequences of 9 to 16 tokens; the first half have one masked token each and the others up to four."""
     random = torch.Generator().manual_seed(11)
     counts = torch.tensor([1] * 12 + [4, 3, 2] * 4)
     weights = (torch.arange(PREDICTIONS) < counts[:, None]).float()
     positions = torch.arange(1, PREDICTIONS + 1).expand(GLOBAL_BATCH, -1) * weights.long()
+    lengths = torch.randint(9, LENGTH + 1, (GLOBAL_BATCH, 1), generator=random)
     return {
         "input_ids": torch.randint(5, 61, (GLOBAL_BATCH, LENGTH), generator=random),
         "token_type_ids": (torch.arange(LENGTH) > 7).long().expand(GLOBAL_BATCH, -1),
-        "attention_mask": torch.ones(GLOBAL_BATCH, LENGTH, dtype=torch.long),
+        "attention_mask": (torch.arange(LENGTH) < lengths).long(),
         "masked_positions": positions,
         "masked_ids": torch.randint(5, 61, (GLOBAL_BATCH, PREDICTIONS), generator=random),
         "masked_weights": weights,
-        "sop_labels": torch.randint(0, 2, (GLOBAL_BATCH,), generator=random),
+        "labels": torch.randint(0, 2, (GLOBAL_BATCH,), generator=random),
+        "epoch": torch.zeros(GLOBAL_BATCH, dtype=torch.long),
+        "index": torch.arange(GLOBAL_BATCH),
     }
+
+
+def micro_batch(rows: Tensor) -> dict[str, Tensor]:
+    """Return some sequences of the global batch, packed for the model."""
+    arrays = packed({name: tensor[rows].numpy() for name, tensor in global_batch().items()})
+    return {name: torch.from_numpy(a) for name, a in arrays.items() if name not in ("epoch", "index")}
 
 
 def a_world(rank: int, num_workers: int) -> World:
@@ -70,10 +80,9 @@ def compute(
     clock = StepClock(world.device)
     module = model(dtype)
     ddp = data_parallel(module, world, DistributedConfig(bucket_mb=0.01), clock)
-    whole = global_batch()
     rows = torch.arange(GLOBAL_BATCH).chunk(num_workers)[rank].chunk(num_steps)
-    batches = [{name: tensor[part] for name, tensor in whole.items()} for part in rows]
-    (num_masked,) = world.sum_counts(sum(int(b["masked_weights"].sum()) for b in batches))
+    batches = [micro_batch(part) for part in rows]
+    (num_masked,) = world.sum_counts(sum(len(batch["masked_ids"]) for batch in batches))
 
     def loss_of(batch: dict[str, Tensor]) -> Tensor:
         mlm_loss, _, sop_loss, _ = ddp(**batch)
@@ -89,9 +98,9 @@ def compute(
 
 def expected(dtype: torch.dtype) -> dict[str, Tensor]:
     """The gradient of the one big batch, without any of the code under test."""
-    module, batch = model(dtype), global_batch()
+    module, batch = model(dtype), micro_batch(torch.arange(GLOBAL_BATCH))
     mlm_loss, _, sop_loss, _ = module(**batch)
-    (mlm_loss / batch["masked_weights"].sum() + sop_loss / GLOBAL_BATCH).backward()
+    (mlm_loss / len(batch["masked_ids"]) + sop_loss / GLOBAL_BATCH).backward()
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
@@ -138,12 +147,12 @@ def test_a_loss_scale_leaves_no_trace_and_the_average_is_clipped(tmp_path: Path)
 
 
 def test_each_worker_clips_its_own_gradient_before_the_average(tmp_path: Path) -> None:
-    module, batch = model(torch.float64), global_batch()
-    num_masked = batch["masked_weights"].sum()
+    module = model(torch.float64)
+    num_masked = len(micro_batch(torch.arange(GLOBAL_BATCH))["masked_ids"])
     averaged: dict[str, Tensor] = {}
     for part in torch.arange(GLOBAL_BATCH).chunk(2):
         module.zero_grad()
-        mlm_loss, _, sop_loss, _ = module(**{name: tensor[part] for name, tensor in batch.items()})
+        mlm_loss, _, sop_loss, _ = module(**micro_batch(part))
         (2 * mlm_loss / num_masked + 2 * sop_loss / GLOBAL_BATCH).backward()
         norm = torch.cat([p.grad.flatten() for p in module.parameters()]).norm()
         assert norm > 0.5

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from shoal.data.packing import pack
 from shoal.decide.memory import estimate_memory
-from shoal.models.albert import AlbertPretraining
 from shoal.models.albert_config import AlbertModelConfig, num_parameters
+from shoal.models.pretraining import AlbertPretraining
 
 CONFIG = AlbertModelConfig(
     vocab_size=1_000,
@@ -27,23 +29,21 @@ def saved_bytes(config: AlbertModelConfig) -> int:
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack_tensor(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    ids = torch.randint(5, 1_000, (BATCH, LENGTH))
-    positions = torch.arange(1, PREDICTIONS + 1).expand(BATCH, -1)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    ids = torch.randint(5, 1_000, (BATCH * LENGTH,))
+    packed = pack(ids.numpy(), torch.zeros_like(ids).numpy(), np.full(BATCH, LENGTH))
+    rows = (torch.arange(BATCH)[:, None] * LENGTH + torch.arange(1, PREDICTIONS + 1)).flatten()
+    with torch.autograd.graph.saved_tensors_hooks(pack_tensor, lambda tensor: tensor):
         sums = model(
-            ids,
-            torch.zeros_like(ids),
-            torch.ones_like(ids),
-            positions,
-            ids[:, 1 : PREDICTIONS + 1],
-            torch.ones(BATCH, PREDICTIONS),
-            torch.zeros(BATCH, dtype=torch.long),
+            **{name: torch.from_numpy(array) for name, array in packed.items()},
+            masked_rows=rows,
+            masked_ids=ids[rows],
+            labels=torch.zeros(BATCH, dtype=torch.long),
         )
     del sums
     return sum(kept.values())

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from shoal.errors import ShoalError, UsageError
+from shoal.models.directory import model_type_of
 from shoal.models.pretraining import Pretraining
 from shoal.recipes.masked_lm.config import PretrainConfig
 from shoal.train.checkpoint import load_model
@@ -41,17 +42,16 @@ def load_transformers_weights(model: Pretraining, directory: Path) -> None:
     """Copy the weights of a transformers directory (safetensors) into ``model``.
 
     Raises:
-        UsageError: there is no such directory, or its sizes differ from the model's.
+        UsageError: there is no such directory, or it is of another architecture or other sizes.
         ShoalError: the weights cannot be read.
     """
-    if not (directory / "config.json").is_file():
-        raise UsageError(
-            f"model.checkpoint_path {directory} is not a transformers directory: it has no config.json"
-        )
+    wanted, there = str(model.weights.config.model_type), model_type_of(directory)
+    if there != wanted:
+        raise UsageError(f"model.checkpoint_path {directory} holds a model of type {there}, not {wanted}")
     kind = type(model.weights)
     try:
         source = kind.from_pretrained(directory, local_files_only=True, use_safetensors=True)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # safetensors has an exception of its own that derives from Exception alone
         raise ShoalError(f"{directory}: the weights cannot be read: {error}") from error
     theirs = {name: tensor.shape for name, tensor in source.state_dict().items()}
     for name, tensor in model.weights.state_dict().items():

@@ -1,0 +1,67 @@
+"""Pretraining models from and to transformers directories."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AlbertForPreTraining, BertForPreTraining
+
+from shoal.errors import ShoalError, UsageError
+from shoal.models.albert_config import AlbertModelConfig
+from shoal.models.bert_config import BertModelConfig
+from shoal.models.pretraining import AlbertPretraining, BertPretraining
+from shoal.recipes.masked_lm.export import write_export
+from shoal.recipes.masked_lm.model import load_transformers_weights
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 16,
+}
+ALBERT = AlbertModelConfig(**SIZES, embedding_size=16)
+MODELS = {
+    "albert": (lambda: AlbertPretraining(ALBERT), AlbertForPreTraining),
+    "bert": (lambda: BertPretraining(BertModelConfig(**SIZES)), BertForPreTraining),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_their_weights_come_whole(tmp_path: Path, name: str) -> None:
+    make, their_class = MODELS[name]
+    source = make()
+    source.weights.save_pretrained(tmp_path)
+    theirs, report = their_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    theirs.save_pretrained(tmp_path / "again")
+    other = make()
+    load_transformers_weights(other, tmp_path / "again")
+    for key, tensor in source.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[key]), key
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    AlbertPretraining(ALBERT).weights.save_pretrained(tmp_path / "there")
+    larger = AlbertPretraining(replace(ALBERT, vocab_size=98))
+    with pytest.raises(
+        UsageError, match=r"word_embeddings\.weight has shape \(97, 16\) there and \(98, 16\)"
+    ):
+        load_transformers_weights(larger, tmp_path / "there")
+    with pytest.raises(UsageError, match="holds a model of type albert, not bert"):
+        load_transformers_weights(BertPretraining(BertModelConfig(**SIZES)), tmp_path / "there")
+    with pytest.raises(UsageError, match=r"no config\.json"):
+        load_transformers_weights(larger, tmp_path)
+    (tmp_path / "there" / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ShoalError, match="there: the weights cannot be read"):
+        load_transformers_weights(AlbertPretraining(ALBERT), tmp_path / "there")
+
+
+def test_pre_layer_norm_is_not_exported(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be exported"):
+        write_export(AlbertPretraining(replace(ALBERT, pre_layer_norm=True)), tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
