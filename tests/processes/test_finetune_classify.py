@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+import finetune_made as made
 from shoal import record
 from shoal.data.classify import MNLI_LABELS, Columns, read_classify
 from shoal.env import test_data_dir as data_dir
@@ -22,20 +23,20 @@ NLI = data_dir() / "nli"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.write_model(tmp_path_factory.mktemp("model") / "bert")
+    return made.write_model(tmp_path_factory.mktemp("model") / "bert")
 
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.write_pairs(tmp_path_factory.mktemp("data") / "train.tsv", 96, seed=1)
+    return made.write_pairs(tmp_path_factory.mktemp("data") / "train.tsv", 96, seed=1)
 
 
 @pytest.fixture(scope="module")
 def whole_run(model: Path, train: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one worker, evaluated on what it learnt and on other pairs."""
     folder = tmp_path_factory.mktemp("whole")
-    other = jobs.write_pairs(folder / "other.tsv", 40, seed=2)
-    config = jobs.classify_config(model, train, (train, other), folder / "run", train={"total_steps": 250})
+    other = made.write_pairs(folder / "other.tsv", 40, seed=2)
+    config = made.classify_config(model, train, (train, other), folder / "run", train={"total_steps": 250})
     assert jobs.run(config) == [EXIT_OK], (folder / "run" / "worker-0.log").read_text()
     return folder / "run"
 
@@ -82,7 +83,7 @@ def test_the_saved_model_predicts_in_transformers_what_the_files_say(whole_run: 
 
 def test_two_workers_predict_like_one(model: Path, train: Path, whole_run: Path, tmp_path: Path) -> None:
     other = whole_run.parent / "other.tsv"
-    config = jobs.classify_config(
+    config = made.classify_config(
         model, train, (train, other), tmp_path, train={"total_steps": 250, "micro_batch_size": 3}
     )
     assert jobs.run(config, 2) == [EXIT_OK] * 2
@@ -91,11 +92,11 @@ def test_two_workers_predict_like_one(model: Path, train: Path, whole_run: Path,
 
 
 def test_single_texts_and_jsonl(model: Path, tmp_path: Path) -> None:
-    rows = [{"text": f"{word} {word}", "kind": number % 2} for number, word in enumerate(jobs.WORDS)]
+    rows = [{"text": f"{word} {word}", "kind": number % 2} for number, word in enumerate(made.WORDS)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     names = {"first": "text", "second": "", "label": ("kind",)}
-    config = jobs.classify_config(
+    config = made.classify_config(
         model, path, (path,), tmp_path / "run", data=names, train={"total_steps": 60}
     )
     assert jobs.run(config) == [EXIT_OK]
@@ -105,7 +106,7 @@ def test_single_texts_and_jsonl(model: Path, tmp_path: Path) -> None:
 def test_labels_outside_the_set_are_named(model: Path, train: Path, tmp_path: Path) -> None:
     odd = tmp_path / "odd.tsv"
     odd.write_text("sentence1\tsentence2\tgold_label\nsun\tmoon\tsamme\n")
-    config = jobs.classify_config(model, train, (odd,), tmp_path / "run")
+    config = made.classify_config(model, train, (odd,), tmp_path / "run")
     assert jobs.run(config) == [EXIT_USAGE]
     said = (tmp_path / "run" / "worker-0.log").read_text()
     assert "odd.tsv, line 2: the label 'samme' is not one of other, same. Did you mean 'same'?" in said
@@ -115,8 +116,8 @@ def test_labels_outside_the_set_are_named(model: Path, train: Path, tmp_path: Pa
 def test_files_in_the_format_of_mnli(tmp_path: Path) -> None:
     train, other = NLI / "mnli_dev_matched_sample51.tsv", NLI / "xnli.en.dev.tsv"
     texts = [example.first for example in read_classify(train, Columns(), labels=MNLI_LABELS).examples]
-    model = jobs.write_model(tmp_path / "model", texts, vocab_size=400)
-    config = jobs.classify_config(
+    model = made.write_model(tmp_path / "model", texts, vocab_size=400)
+    config = made.classify_config(
         model,
         train,
         (train, other),

@@ -16,6 +16,7 @@ import torch
 from forked_workers import run_workers
 from transformers import AutoModelForQuestionAnswering
 
+import finetune_made as made
 from shoal import record
 from shoal.data.squad.answers import AnswerConfig, choose_answers
 from shoal.data.squad.features import make_features
@@ -28,19 +29,19 @@ from shoal.record import read_record
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.write_questions(tmp_path_factory.mktemp("data") / "made-v2.0.json")
+    return made.write_questions(tmp_path_factory.mktemp("data") / "made-v2.0.json")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jobs.write_model(tmp_path_factory.mktemp("model") / "bert")
+    return made.write_model(tmp_path_factory.mktemp("model") / "bert")
 
 
 @pytest.fixture(scope="module")
 def whole_run(model: Path, questions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one worker that nothing interrupted."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    config = jobs.squad_config(model, questions, run_dir, run={"evaluation_frequency": jobs.STEPS // 2})
+    config = made.squad_config(model, questions, run_dir, run={"evaluation_frequency": made.STEPS // 2})
     assert jobs.run(config) == [EXIT_OK], (run_dir / "worker-0.log").read_text()
     return run_dir
 
@@ -52,12 +53,12 @@ def losses(run_dir: Path) -> dict[int, float]:
 def test_what_a_finished_run_leaves(whole_run: Path, questions: Path) -> None:
     rows = read_record(whole_run)
     assert isinstance(rows[0], record.Start) and rows[0].recipe == "squad"
-    assert sorted(losses(whole_run)) == list(range(1, jobs.STEPS + 1))
-    assert losses(whole_run)[jobs.STEPS] < losses(whole_run)[1]
+    assert sorted(losses(whole_run)) == list(range(1, made.STEPS + 1))
+    assert losses(whole_run)[made.STEPS] < losses(whole_run)[1]
     evaluations = [row for row in rows if isinstance(row, record.Evaluation)]
     assert [(row.step, row.split, row.num_samples) for row in evaluations] == [
-        (jobs.STEPS // 2, "made-v2.0", 24),
-        (jobs.STEPS, "made-v2.0", 24),
+        (made.STEPS // 2, "made-v2.0", 24),
+        (made.STEPS, "made-v2.0", 24),
     ]
     (end,) = [row for row in rows if isinstance(row, record.End)]
     scores = json.loads((whole_run / "scores.json").read_text())
@@ -73,7 +74,7 @@ def test_what_a_finished_run_leaves(whole_run: Path, questions: Path) -> None:
 
 
 def test_predictions_are_those_of_transformers_on_padded_windows(whole_run: Path, questions: Path) -> None:
-    config = jobs.squad_config(whole_run / "transformers", questions, whole_run)
+    config = made.squad_config(whole_run / "transformers", questions, whole_run)
     data = read_squad(questions, misplaced="keep")
     features = make_features(data, read_source_tokenizer(whole_run / "transformers"), config.window)
     theirs = AutoModelForQuestionAnswering.from_pretrained(whole_run / "transformers").eval()
@@ -95,7 +96,7 @@ def test_predictions_are_those_of_transformers_on_padded_windows(whole_run: Path
 
 
 def test_two_workers_answer_like_one(model: Path, questions: Path, whole_run: Path, tmp_path: Path) -> None:
-    config = jobs.squad_config(model, questions, tmp_path / "run", train={"micro_batch_size": 2})
+    config = made.squad_config(model, questions, tmp_path / "run", train={"micro_batch_size": 2})
     assert jobs.run(config, 2) == [EXIT_OK] * 2
     assert losses(tmp_path / "run") == pytest.approx(losses(whole_run), rel=1e-3)
     found, wanted = (read_predictions(run / "predictions.json") for run in (tmp_path / "run", whole_run))
@@ -106,7 +107,7 @@ def test_stopped_and_continued_with_another_number_of_workers(
     model: Path, questions: Path, whole_run: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    slow = jobs.squad_config(model, questions, run_dir, train={"micro_batch_size": 1})
+    slow = made.squad_config(model, questions, run_dir, train={"micro_batch_size": 1})
     workers = jobs.start(slow, 2)
     end = time.monotonic() + 60
     while time.monotonic() < end and not ((run_dir / "record.jsonl").is_file() and losses(run_dir)):
@@ -116,7 +117,7 @@ def test_stopped_and_continued_with_another_number_of_workers(
     os.kill(pid, signal.SIGTERM)
     assert jobs.wait_for(workers) == [EXIT_STOPPED] * 2
     stopped = read_record(run_dir)[-1]
-    assert isinstance(stopped, record.Stop) and 1 <= stopped.step < jobs.STEPS
+    assert isinstance(stopped, record.Stop) and 1 <= stopped.step < made.STEPS
     assert not (run_dir / "predictions.json").exists()
     assert jobs.run(slow, 1) == [EXIT_OK]
     assert any(isinstance(row, record.Resume) for row in read_record(run_dir))
@@ -125,7 +126,7 @@ def test_stopped_and_continued_with_another_number_of_workers(
     assert found == wanted
     before = (run_dir / "record.jsonl").read_bytes()
     assert jobs.run(slow, 1) == [EXIT_OK]
-    assert f"is finished: {jobs.STEPS} of {jobs.STEPS} steps" in (run_dir / "worker-0.log").read_text()
+    assert f"is finished: {made.STEPS} of {made.STEPS} steps" in (run_dir / "worker-0.log").read_text()
     assert (run_dir / "record.jsonl").read_bytes() == before
 
 
@@ -141,7 +142,7 @@ def test_a_run_killed_before_its_evaluation_evaluates(
     (run_dir / "predictions.json").unlink()
     lines = (run_dir / "record.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "record.jsonl").write_text("".join(line for line in lines if '"kind": "end"' not in line))
-    assert jobs.run(jobs.squad_config(model, questions, run_dir), 2) == [EXIT_OK] * 2
+    assert jobs.run(made.squad_config(model, questions, run_dir), 2) == [EXIT_OK] * 2
     found, wanted = (read_predictions(run / "predictions.json") for run in (run_dir, whole_run))
     assert found == wanted and (run_dir / "transformers" / "config.json").is_file()
 
@@ -152,12 +153,12 @@ def test_misplaced_answers_are_counted_or_refused(model: Path, questions: Path, 
     shifted = tmp_path / "shifted.json"
     shifted.write_text(json.dumps(tree))
     data = {"path": shifted, "eval": questions}
-    config = jobs.squad_config(model, questions, tmp_path / "run", data=data, train={"total_steps": 1})
+    config = made.squad_config(model, questions, tmp_path / "run", data=data, train={"total_steps": 1})
     assert jobs.run(config) == [EXIT_OK]
     said = (tmp_path / "run" / "worker-0.log").read_text()
     assert "training: 23 questions" in said
     assert "1 answers do not stand at answer_start (data[0].paragraphs[0].qas[0].answers[0])" in said
-    refused = jobs.squad_config(
+    refused = made.squad_config(
         model, questions, tmp_path / "other", data={**data, "misplaced": "refuse"}, train={"total_steps": 1}
     )
     assert jobs.run(refused) == [EXIT_USAGE]
@@ -165,8 +166,8 @@ def test_misplaced_answers_are_counted_or_refused(model: Path, questions: Path, 
 
 
 def test_squad_1_1_has_its_own_scores_and_no_null_odds(model: Path, tmp_path: Path) -> None:
-    questions = jobs.write_questions(tmp_path / "made-v1.1.json", version="1.1")
-    assert jobs.run(jobs.squad_config(model, questions, tmp_path / "run", train={"total_steps": 1})) == [
+    questions = made.write_questions(tmp_path / "made-v1.1.json", version="1.1")
+    assert jobs.run(made.squad_config(model, questions, tmp_path / "run", train={"total_steps": 1})) == [
         EXIT_OK
     ]
     assert json.loads((tmp_path / "run" / "scores.json").read_text()).keys() == {"exact_match", "f1"}
@@ -181,7 +182,7 @@ def test_a_pretraining_run_is_a_model_to_start_from(questions: Path, tmp_path: P
     assert pretrain_jobs.run(config, 1) == [EXIT_OK]
     window = {"max_seq_length": 32, "doc_stride": 8, "max_question_length": 6}
     changes = {"model": {"path": pretrained, "from_scratch": False}, "window": window}
-    tuned = jobs.squad_config(
+    tuned = made.squad_config(
         pretrained,
         questions,
         tmp_path / "tuned",
@@ -198,7 +199,7 @@ def test_a_pretraining_run_is_a_model_to_start_from(questions: Path, tmp_path: P
     )
     name = "encoder.embedding_hidden_mapping_in.weight"
     assert ours[name].equal(theirs[name])
-    again = jobs.squad_config(
+    again = made.squad_config(
         tmp_path / "tuned",
         questions,
         tmp_path / "again",
@@ -224,7 +225,7 @@ def _short_finetuning(rank: int, model: Path, questions: Path, out: Path) -> Non
     assert isinstance(control, dist.ProcessGroup)
     place = WorkerPlace(rank=rank, num_workers=size, local_rank=rank, num_local_workers=size)
     world = World(place=place, device=torch.device("cpu"), backend="gloo", control=control, launcher="test")
-    settings = jobs.squad_config(model, questions, out / "never")
+    settings = made.squad_config(model, questions, out / "never")
     torch.manual_seed(3)
     wanted = torch.rand(4)
     torch.manual_seed(3)

@@ -72,10 +72,11 @@ def kind_of_source(path: Path) -> str:
         )
     if (path.resolve().parent.parent / CONFIG_FILE).is_file():
         return "run"
-    what = "is there, but it is neither" if path.exists() else "does not exist; it must be"
+    what = "is neither" if path.exists() else "does not exist; name"
+    joint = "nor" if path.exists() else "or"
     raise UsageError(
-        f"model.path {path} {what} a transformers directory (with {MODEL_CONFIG}) or the directory of a run "
-        f"of shoal (with {CONFIG_FILE}); a model of the hub is named {HUB}NAME"
+        f"model.path {path} {what} a transformers directory (with {MODEL_CONFIG}) {joint} the directory of a "
+        f"run of shoal (with {CONFIG_FILE}); a model of the hub is named {HUB}NAME"
     )
 
 

@@ -1,0 +1,128 @@
+"""A tiny model with its tokenizer, made questions and pairs, and settings of quick finetunings with them."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import BertConfig
+
+from shoal.data.squad.config import WindowConfig
+from shoal.data.tokenizer import tokenizer_json, train_tokenizer
+from shoal.recipes.finetune.config import (
+    ClassifyDataConfig,
+    ClassifyFinetuneConfig,
+    FinetuneOptimConfig,
+    RunConfig,
+    SourceConfig,
+    SquadDataConfig,
+    SquadFinetuneConfig,
+    TrainConfig,
+)
+
+WORDS = ["sun", "moon", "river", "stone", "bird", "tree", "wind", "light", "road", "hill", "rain", "field"]
+VOCAB = 120
+STEPS = 80
+"""Enough to learn some answers by heart."""
+
+
+def write_questions(path: Path, *, version: str = "2.0", num_paragraphs: int = 6) -> Path:
+    """Write made questions: four a paragraph, in 2.0 one of these without an answer."""
+    draw = random.Random(11)
+    paragraphs = []
+    for p in range(num_paragraphs):
+        words = [draw.choice(WORDS) for _ in range(draw.randint(20, 60))]
+        context = " ".join(words)
+        questions = []
+        for q in range(4):
+            first = draw.randrange(len(words) - 2)
+            text, start = " ".join(words[first : first + 2]), len(" ".join(words[:first])) + (first > 0)
+            asked = " ".join(draw.choices(WORDS, k=4))
+            impossible = version == "2.0" and q == 3
+            answers = [] if impossible else [{"text": text, "answer_start": start}]
+            entry = {"id": f"p{p}q{q}", "question": asked, "answers": answers}
+            questions.append(entry | ({"is_impossible": impossible} if version == "2.0" else {}))
+        paragraphs.append({"context": context, "qas": questions})
+    path.write_text(json.dumps({"version": version, "data": [{"title": "", "paragraphs": paragraphs}]}))
+    return path
+
+
+def write_pairs(path: Path, num_examples: int, *, seed: int) -> Path:
+    """Write pairs whose label says whether the second text has the word of the first."""
+    draw = random.Random(seed)
+    lines = ["sentence1\tsentence2\tgold_label"]
+    for _ in range(num_examples):
+        word, *others = draw.sample(WORDS, 5)
+        same = draw.random() < 0.5
+        second = [word, *others[:2]] if same else others[:3]
+        draw.shuffle(second)
+        lines.append(f"{word}\t{' '.join(second)}\t{'same' if same else 'other'}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def write_model(folder: Path, texts: list[str] | None = None, **sizes: int) -> Path:
+    """Write a transformers directory without weights: sizes and a tokenizer trained on ``texts``."""
+    folder.mkdir(parents=True)
+    vocab = sizes.pop("vocab_size", VOCAB)
+    tokenizer = train_tokenizer(
+        "wordpiece", texts or [" ".join(WORDS)] * 20, vocab_size=vocab, lowercase=True
+    )
+    (folder / "tokenizer.json").write_bytes(tokenizer_json(tokenizer))
+    default = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+    }
+    config = BertConfig(
+        vocab_size=vocab,
+        **default | sizes,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.1,
+    )
+    config.architectures = ["BertModel"]
+    config.save_pretrained(folder)
+    return folder
+
+
+def squad_config(source: Path, questions: Path, run_dir: Path, **changes: Any) -> SquadFinetuneConfig:
+    """Return settings for quick steps from random weights."""
+    config = SquadFinetuneConfig(
+        data=SquadDataConfig(path=questions, eval=questions),
+        window=WindowConfig(max_seq_length=48, doc_stride=16, max_question_length=8),
+        **_shared(source, run_dir),
+    )
+    return _changed(config, changes)
+
+
+def classify_config(
+    source: Path, examples: Path, evals: tuple[Path, ...], run_dir: Path, **changes: Any
+) -> ClassifyFinetuneConfig:
+    """Return settings for quick steps from random weights."""
+    config = ClassifyFinetuneConfig(
+        data=ClassifyDataConfig(path=examples, eval=evals, max_seq_length=32), **_shared(source, run_dir)
+    )
+    return _changed(config, changes)
+
+
+def _shared(source: Path, run_dir: Path) -> dict[str, Any]:
+    return {
+        "model": SourceConfig(path=source, from_scratch=True),
+        "train": TrainConfig(total_steps=STEPS, global_batch_size=12, precision="fp32"),
+        "optim": FinetuneOptimConfig(learning_rate=5e-3),
+        "run": RunConfig(
+            name="test", dir=run_dir, log_frequency=1, checkpoint_frequency=10, evaluation_batch_size=8
+        ),
+    }
+
+
+def _changed(config: Any, changes: dict[str, Any]) -> Any:
+    for section, values in changes.items():
+        config = replace(config, **{section: replace(getattr(config, section), **values)})
+    return config

@@ -1,0 +1,212 @@
+"""``shoal finetune`` before any worker starts: what it prints, what it refuses; and the loss it trains on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cyclopts import CycloptsError
+from transformers import AutoModelForQuestionAnswering
+
+import finetune_made as made
+from shoal.cli.app import app
+from shoal.data.squad.features import make_features
+from shoal.data.squad.files import read_squad
+from shoal.data.task_batches import as_tensors
+from shoal.errors import UsageError
+from shoal.models.directory import save
+from shoal.recipes.finetune.config import FinetuneConfig, FinetuneOptimConfig, TrainConfig
+from shoal.recipes.finetune.job import make_plan
+from shoal.recipes.finetune.source import read_source_tokenizer
+from shoal.recipes.finetune.squad import make_task
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made.write_questions(tmp_path_factory.mktemp("data") / "made.json")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made.write_pairs(tmp_path_factory.mktemp("data") / "pairs.tsv", 20, seed=1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made.write_model(tmp_path_factory.mktemp("model") / "bert", max_position_embeddings=512)
+
+
+def shoal(*arguments: object) -> int:
+    words = [str(argument) for argument in arguments]
+    return int(app(words, result_action="return_value", exit_on_error=False, print_error=False))
+
+
+def squad(model: Path, questions: Path, *more: object) -> int:
+    return shoal("finetune", "squad", "--model", model, "--data", questions, "--eval", questions, *more)
+
+
+def classify(model: Path, pairs: Path, *more: object) -> int:
+    return shoal("finetune", "classify", "--model", model, "--data", pairs, "--eval", pairs, *more)
+
+
+@pytest.mark.parametrize("preset", ["bert", "albert", "tiny"])
+def test_dry_run_says_what_the_settings_come_to(
+    model: Path, questions: Path, pairs: Path, preset: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert squad(model, questions, "--preset", preset, "--workers", 2, "--dry-run") == 0
+    said = capsys.readouterr().out
+    resolved = tomllib.loads(said.partition("\nbatch ")[0])
+    assert resolved["window"] == {"max_seq_length": 384, "doc_stride": 128, "max_question_length": 64}
+    steps = {"bert": "2 steps, 0 of", "albert": "8,144 steps, 814 of", "tiny": "23 steps, 2 of"}[preset]
+    assert f"run          {steps} them warm-up" in said
+    assert "SQuAD 2.0, 24 questions, 24 windows" in said and "nothing was started" in said
+    assert classify(model, pairs, "--preset", preset, "--dry-run") == 0
+    assert "labels       other, same" in capsys.readouterr().out
+
+
+def test_a_configuration_reads_back(
+    model: Path, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--labels", "same", "other", "--data.second", "", "--dry-run")
+    assert classify(model, pairs, *more) == 0
+    said = capsys.readouterr().out
+    assert "labels       same, other" in said
+    file = tmp_path / "mine.toml"
+    file.write_text(said.partition("\nbatch ")[0])
+    assert shoal("finetune", "classify", "--config", file, "--dry-run") == 0
+    assert capsys.readouterr().out == said
+
+
+def _without_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+def _of_another_vocabulary(model: Path) -> None:
+    tree = json.loads((model / "config.json").read_text()) | {"vocab_size": 50}
+    (model / "config.json").write_text(json.dumps(tree))
+
+
+def _without_config(model: Path) -> None:
+    (model / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without_tokenizer, "holds no tokenizer (tokenizer.json, vocab.txt, spiece.model)"),
+        (_of_another_vocabulary, "50 embeddings; they do not belong together"),
+        (_without_config, "is neither a transformers directory (with config.json) nor"),
+    ],
+)
+def test_models_that_cannot_be_used_are_refused(
+    model: Path, questions: Path, tmp_path: Path, change: Callable[[Path], None], message: str
+) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(model, changed)
+    change(changed)
+    with pytest.raises(UsageError) as refused:
+        squad(changed, questions, "--run.dir", tmp_path / "run")
+    assert message in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "the file is empty"),
+        ('{"rows": []}', "has no key 'data'"),
+        ("[]", "is a list of 0"),
+        ('{"data": []}', "holds no question"),
+    ],
+)
+def test_files_that_are_not_squad_are_refused(
+    model: Path, questions: Path, tmp_path: Path, content: str, message: str
+) -> None:
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text(content)
+    for data, held_out in ((wrong, questions), (questions, wrong)):
+        with pytest.raises(UsageError) as refused:
+            shoal("finetune", "squad", "--model", model, "--data", data, "--eval", held_out)
+        assert message in str(refused.value) and str(wrong) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--window.max-seq-length", 600), "window.max_seq_length 600 is more than the 512 positions"),
+        (("--window.max-seq-length", 5), "has no room"),
+        (("--workers", 3), "train.global_batch_size 32 does not divide over 3 workers"),
+        (("--train.epochs", 0), "train.epochs 0.0 must be above 0"),
+        (("--model.dropout", 1), "model.dropout 1.0 must be at least 0 and below 1"),
+        (("--optim.warmup-steps", 99, "--train.total-steps", 9), "optim.warmup_steps 99 must lie between"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    model: Path, questions: Path, options: tuple[object, ...], message: str
+) -> None:
+    with pytest.raises((UsageError, CycloptsError)) as refused:
+        squad(model, questions, *options, "--dry-run")
+    assert message in str(refused.value)
+
+
+def test_what_must_be_named_is_asked_for(model: Path, questions: Path) -> None:
+    for arguments, message in (
+        ((), "model.path is not set"),
+        (("--model", model), "data.path is not set"),
+        (("--model", model, "--data", questions), "data.eval is not set"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            shoal("finetune", "squad", *arguments)
+
+
+def test_a_label_outside_the_set_is_named(model: Path, pairs: Path) -> None:
+    with pytest.raises(UsageError, match=r"line \d+: the label 'other' is not one of same, different"):
+        classify(model, pairs, "--labels", "same", "different")
+
+
+def test_steps_follow_from_epochs_and_warm_up_from_its_share() -> None:
+    config = FinetuneConfig(
+        train=TrainConfig(epochs=2.0, global_batch_size=32), optim=FinetuneOptimConfig(warmup_share=0.1)
+    )
+    plan = make_plan(config, num_sequences=88_524, num_workers=4)
+    assert (plan.total_steps, plan.warmup_steps) == (5_533, 553)  # 5,532.75 steps of SQuAD 1.1
+    assert (plan.batch.micro_batch_size, plan.batch.accumulation_steps) == (8, 1)
+
+
+def test_the_loss_is_that_of_transformers(model: Path, questions: Path, tmp_path: Path) -> None:
+    """transformers' loss of each window alone, where there is no padding to compete, in float64."""
+    config = made.squad_config(model, questions, tmp_path)
+    torch.manual_seed(5)
+    task = make_task(config, model)
+    save(task.model, tmp_path / "saved", tokenizer_from=model)
+    theirs = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "saved").double()
+    task.model.double()
+    features = make_features(
+        read_squad(questions, misplaced="keep"), read_source_tokenizer(model), config.window
+    )
+    wanted = torch.zeros((), dtype=torch.float64)
+    for window in range(len(features)):
+        inside = slice(features.bounds[window], features.bounds[window + 1])
+        out = theirs(
+            input_ids=torch.from_numpy(features.tokens[inside]).long()[None],
+            token_type_ids=torch.from_numpy(features.types[inside]).long()[None],
+            start_positions=torch.tensor([int(features.start[window])]),
+            end_positions=torch.tensor([int(features.end[window])]),
+        )
+        wanted = wanted + out.loss
+    assert features.start.any() and not features.start.all()  # windows with the answer and without
+    batch = as_tensors(task.data.batch(torch.arange(len(features)).numpy()), pin_memory=False)
+    loss = task.loss(task.model, batch)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
+    wanted.backward()
+    loss.backward()
+    for (name, ours), reference in zip(
+        task.model.weights.named_parameters(), theirs.parameters(), strict=True
+    ):
+        assert ours.grad is not None and reference.grad is not None, name
+        torch.testing.assert_close(ours.grad, reference.grad, rtol=1e-9, atol=1e-12, msg=name)
