@@ -15,7 +15,11 @@ from shoal.recipes.bert import config as bert
 from shoal.recipes.masked_lm import start
 from shoal.recipes.start import Launch
 
-train = App(name="train", help="Train a recipe; the same command again continues where the run stopped.")
+train = App(
+    name="train",
+    help="Train a recipe; the same command again continues where the run stopped.",
+    default_parameter=Parameter(consume_multiple=True),  # --finetune.at 5000 10000
+)
 
 
 train.config = (settings_from(lambda command: f"{command}/presets", "base"),)

@@ -71,8 +71,13 @@ class RunLog:
         self._progress.step(row)
 
     def evaluation(self, row: Evaluation) -> None:
-        self._record.write(row)
+        """Write scores on the run's own held-out data; the last ones are the run's result."""
         self.last_evaluation = row
+        self.score(row)
+
+    def score(self, row: Evaluation) -> None:
+        """Write scores on anything else."""
+        self._record.write(row)
         self._scalars({f"{row.split}/{name}": value for name, value in row.metrics.items()}, row.step)
         self._progress.say(
             f"step {row.step:,} {row.split}: {format_metrics(row.metrics)} ({row.seconds:.1f} s)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -90,6 +91,24 @@ def test_a_dry_run_of_bert_shows_both_phases(data: Path, tmp_path: Path) -> None
     # Read back over a preset that clips, it still does not.
     assert tomllib.loads(again.read_text())["optim"]["max_grad_norm"] == "none"
     assert shoal(*command, "--preset", "large", "--config", str(again)).stdout == result.stdout
+
+
+def test_finetuning_at_several_steps(data: Path, tmp_path: Path) -> None:
+    question = {"id": "1", "question": "q", "answers": [{"text": "w", "answer_start": 0}]}
+    paragraphs = [{"context": "w", "qas": [question]}]
+    squad = tmp_path / "squad.json"
+    squad.write_text(json.dumps({"version": "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]}))
+    files = ("--finetune.data", str(squad), "--finetune.eval", str(squad), "--finetune.max-seq-length", "64")
+    command = (*TRAIN, "--data.path", str(data), "--finetune.at", "400", "800", *files, "--dry-run")
+    result = shoal(*command)
+    assert result.returncode == 0, said(result)
+    resolved = result.stdout.partition("\nbatch ")[0]
+    assert tomllib.loads(resolved)["finetune"]["at"] == [400, 800]
+    (tmp_path / "again.toml").write_text(resolved)
+    assert shoal(*TRAIN, "--config", str(tmp_path / "again.toml"), "--dry-run").stdout == result.stdout
+    squad.write_text("{}")
+    result = shoal(*command)
+    assert result.returncode == 2 and "squad.json" in said(result) and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,13 @@ from typing import ClassVar, Literal
 
 from shoal.models.albert_config import AlbertModelConfig, num_parameters
 from shoal.optim.schedules import Schedule
-from shoal.recipes.masked_lm.config import Phase, PretrainConfig, TextConfig, check_warmup
+from shoal.recipes.masked_lm.config import (
+    Phase,
+    PretrainConfig,
+    ShortFinetuneConfig,
+    TextConfig,
+    check_warmup,
+)
 from shoal.train.config import DistributedConfig, OptimConfig, RunConfig, TrainConfig, require_positive
 
 PRESETS = ("tiny", "base", "large", "xlarge")
@@ -46,6 +52,7 @@ class AlbertPretrainConfig(PretrainConfig):
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    finetune: ShortFinetuneConfig = field(default_factory=ShortFinetuneConfig)
     run: RunConfig = field(default_factory=RunConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from shoal.env import Joined
 from shoal.models.pretraining import AlbertPretraining
 from shoal.recipes.albert.config import AlbertPretrainConfig
+from shoal.recipes.masked_lm.finetuning import finetune_if_due
 from shoal.recipes.masked_lm.job import Job, build, restore
 from shoal.recipes.masked_lm.model import make_model
 from shoal.recipes.masked_lm.step import Meter, agree, batches_after, take_step, warm_up
@@ -53,6 +54,7 @@ def run_steps(job: Job, first_step: int, stop: StopRequest, log: RunLog | None) 
     """Run the steps after ``first_step`` and what comes between and after them; return the exit code."""
     began = time.monotonic()
     meter = Meter.of(job)
+    finetune_if_due(job, first_step, stop, log)
     with batches_after(job, first_step) as batches:
         for step, micro_batches in batches:
             num_masked, must_stop = agree(job, meter, step, micro_batches, stop)
@@ -60,4 +62,5 @@ def run_steps(job: Job, first_step: int, stop: StopRequest, log: RunLog | None) 
                 return leave(job, step - 1, stop, log)
             take_step(job, meter, step, micro_batches, num_masked)
             after_step(job, meter, step, log)
+            finetune_if_due(job, step, stop, log)
     return finish(job, time.monotonic() - began, log)

@@ -8,7 +8,13 @@ from typing import ClassVar, Literal
 from shoal.errors import UsageError
 from shoal.models.bert_config import BertModelConfig, num_parameters
 from shoal.optim.schedules import Schedule
-from shoal.recipes.masked_lm.config import Phase, PretrainConfig, TextConfig, check_warmup
+from shoal.recipes.masked_lm.config import (
+    Phase,
+    PretrainConfig,
+    ShortFinetuneConfig,
+    TextConfig,
+    check_warmup,
+)
 from shoal.train.config import DistributedConfig, LoopConfig, OptimizerConfig, RunConfig, require_positive
 
 PRESETS = ("tiny", "base", "large", "large-lans")
@@ -76,6 +82,7 @@ class BertPretrainConfig(PretrainConfig):
     phase2: PhaseConfig = field(default_factory=PhaseConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    finetune: ShortFinetuneConfig = field(default_factory=ShortFinetuneConfig)
     run: RunConfig = field(default_factory=RunConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 

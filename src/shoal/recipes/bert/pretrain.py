@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from shoal.env import Joined
 from shoal.models.pretraining import BertPretraining
 from shoal.recipes.bert.config import BertPretrainConfig
+from shoal.recipes.masked_lm.finetuning import finetune_if_due
 from shoal.recipes.masked_lm.job import Job, build, enter_phase, restore
 from shoal.recipes.masked_lm.model import make_model
 from shoal.recipes.masked_lm.step import Meter, agree, batches_after, take_step, warm_up
@@ -82,6 +83,7 @@ def run_phases(job: Job, first_step: int, stop: StopRequest, log: RunLog | None)
 def run_steps(job: Job, first_step: int, stop: StopRequest, log: RunLog | None) -> int:
     """Run the phase's steps after ``first_step``; return the last one done, an earlier one after a signal."""
     meter = Meter.of(job)
+    finetune_if_due(job, first_step, stop, log)
     with batches_after(job, first_step) as batches:
         for step, micro_batches in batches:
             num_masked, must_stop = agree(job, meter, step, micro_batches, stop)
@@ -89,4 +91,5 @@ def run_steps(job: Job, first_step: int, stop: StopRequest, log: RunLog | None) 
                 return step - 1
             take_step(job, meter, step, micro_batches, num_masked)
             after_step(job, meter, step, log)
+            finetune_if_due(job, step, stop, log)
     return job.phase.last_step

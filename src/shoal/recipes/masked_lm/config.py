@@ -34,6 +34,32 @@ class TextConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShortFinetuneConfig:
+    """Scores during pretraining: a copy of the model is finetuned on SQuAD at chosen steps."""
+
+    at: tuple[int, ...] = ()
+    """Steps after which to do it, such as --finetune.at 5000 10000."""
+    data: Path | None = None
+    """Training questions, the official JSON of SQuAD 1.1 or 2.0."""
+    eval: Path | None = None
+    """Questions to score on."""
+    total_steps: int = 8_144
+    """Optimizer steps of each finetuning."""
+    global_batch_size: int = 48
+    """Windows in one of its steps, over all workers."""
+    micro_batch_size: int | None = None
+    """Windows a worker computes at once; default: the largest divisor of its share up to 64."""
+    learning_rate: float = 3e-5
+    """Its learning rate, after a tenth of the steps as warm-up."""
+    max_seq_length: int = 384
+    """Tokens in a window of a paragraph at most, the special ones included."""
+    doc_stride: int = 128
+    """Tokens from the begin of a window to that of the next."""
+    max_question_length: int = 64
+    """Tokens of a question; what is longer is cut off at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Phase:
     """A stretch of a run with examples of one length, one global batch and one schedule.
 
@@ -82,6 +108,7 @@ class PretrainConfig:
     data: TextConfig
     train: LoopConfig
     optim: OptimizerConfig
+    finetune: ShortFinetuneConfig
     run: RunConfig
     distributed: DistributedConfig
 
@@ -112,6 +139,7 @@ class PretrainConfig:
         require_positive("train", self.train, "max_nonfinite_steps")
         require_positive("run", self.run, "log_frequency", "validation_frequency", "validation_samples")
         require_positive("run", self.run, "checkpoint_frequency", "keep_checkpoints")
+        self._check_finetune()
         longest = self.model.max_position_embeddings
         for phase in self.phases:
             if phase.max_seq_length > longest:
@@ -120,6 +148,29 @@ class PretrainConfig:
                     f"{section}.max_seq_length {phase.max_seq_length} is more than "
                     f"model.max_position_embeddings {longest}: shorten the one or raise the other"
                 )
+
+    def _check_finetune(self) -> None:
+        short = self.finetune
+        require_positive("finetune", short, "total_steps", "global_batch_size", "micro_batch_size")
+        if not short.at:
+            return
+        if short.data is None or short.eval is None:
+            raise UsageError(
+                "finetune.at needs finetune.data and finetune.eval: SQuAD files to train and to score on"
+            )
+        longest = self.model.max_position_embeddings
+        if short.max_seq_length > longest:
+            raise UsageError(
+                f"finetune.max_seq_length {short.max_seq_length} is more than model.max_position_embeddings "
+                f"{longest}: shorten the one or raise the other"
+            )
+        beyond = [step for step in short.at if not 1 <= step <= self.total_steps]
+        if beyond:
+            raise UsageError(f"finetune.at {beyond[0]} is not one of the steps 1 to {self.total_steps}")
+        if getattr(self.model, "pre_layer_norm", False):
+            raise UsageError(
+                "finetune.at does not go with model.pre_layer_norm: such a model has no task heads"
+            )
 
 
 def check_warmup(section: str, warmup_steps: int, steps_section: str, total_steps: int) -> None:

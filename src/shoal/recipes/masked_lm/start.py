@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from shoal.data.manifest import Manifest
+from shoal.data.squad.files import read_squad
 from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.decide.memory import MemoryEstimate, estimate_memory
 from shoal.env import Joined
@@ -58,6 +59,23 @@ def check_data(config: PretrainConfig) -> Manifest:
     return manifest
 
 
+def check_finetune(config: PretrainConfig, num_workers: int) -> None:
+    """Check what can be checked of the finetuning in between.
+
+    Raises:
+        UsageError: sizes that do not divide, or no questions.
+    """
+    short = config.finetune
+    plan_batch(
+        global_batch_size=short.global_batch_size,
+        num_workers=num_workers,
+        micro_batch_size=short.micro_batch_size,
+        section="finetune",
+    )
+    for path in (required(short.data), required(short.eval)):
+        read_squad(path, misplaced="skip")
+
+
 def describe(config: PretrainConfig, num_workers: int) -> list[str]:
     """Check the settings; return what a dry run prints: settings, arithmetic, parameters, memory.
 
@@ -74,6 +92,8 @@ def describe(config: PretrainConfig, num_workers: int) -> list[str]:
         for phase in config.phases
     ]
     manifest = check_data(config)
+    if config.finetune.at:
+        check_finetune(config, num_workers)
     num_tokens = sum(shard.num_tokens for shard in manifest.shards("train"))
     phases = list(zip(config.phases, plans, strict=True))
     memory = max((estimate(config, *pair) for pair in phases), key=lambda estimate: estimate.total_bytes)
