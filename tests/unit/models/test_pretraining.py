@@ -183,3 +183,26 @@ def test_weights_have_transformers_names_and_no_others(config: Config) -> None:
 def test_impossible_settings(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         replace(BERT, **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@both
+def test_compiled_steps_of_changing_lengths_have_the_same_gradients(config: Config, backend: str) -> None:
+    """Backward included; as many graphs as there are kinds of batch, not as many as batches."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = replace(config, num_hidden_layers=2)
+    plain, compiled = make(config), make(config)
+    compiled.compile(fullgraph=True, backend=backend)
+    batches = [LENGTHS, (7, 12, 11, 3), (15, 15, 15, 15), (20, 4, 19, 18), (6, 6, 6, 6)]
+    for lengths in [*batches, *batches]:
+        _, batch = example(lengths)
+        for model in (plain, compiled):
+            model.zero_grad()
+            our_loss(model, batch).backward()
+        errors = relative_errors(grads_of(compiled), grads_of(plain))
+        # those of key biases are zero in theory
+        assert max(e for name, e in errors.items() if not name.endswith("key.bias")) < 1e-3, errors
+    assert 2 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+    torch._dynamo.reset()
