@@ -50,6 +50,10 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {row.step: row.loss for row in read_record(run_dir) if isinstance(row, record.Step)}
 
 
+def grad_norms(run_dir: Path) -> dict[int, float]:
+    return {row.step: row.grad_norm for row in read_record(run_dir) if isinstance(row, record.Step)}
+
+
 def test_what_a_finished_run_leaves(whole_run: Path, questions: Path) -> None:
     rows = read_record(whole_run)
     assert isinstance(rows[0], record.Start) and rows[0].recipe == "squad"
@@ -99,6 +103,7 @@ def test_two_workers_answer_like_one(model: Path, questions: Path, whole_run: Pa
     config = made.squad_config(model, questions, tmp_path / "run", train={"micro_batch_size": 2})
     assert jobs.run(config, 2) == [EXIT_OK] * 2
     assert losses(tmp_path / "run") == pytest.approx(losses(whole_run), rel=1e-3)
+    assert grad_norms(tmp_path / "run") == pytest.approx(grad_norms(whole_run), rel=1e-2)
     found, wanted = (read_predictions(run / "predictions.json") for run in (tmp_path / "run", whole_run))
     assert found == wanted and len(set(wanted.values())) > 3
 
