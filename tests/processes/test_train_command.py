@@ -12,7 +12,7 @@ import pretrain_jobs as jobs
 import pytest
 
 from shoal.errors import EXIT_OK, EXIT_STOPPED
-from shoal.record import Start, read_record
+from shoal.record import Evaluation, Start, read_record
 
 SHOAL = (sys.executable, "-m", "shoal")
 
@@ -69,3 +69,20 @@ def test_under_torchrun_the_same_command_joins(data: Path, tmp_path: Path) -> No
     (start,) = [row for row in read_record(tmp_path / "run") if isinstance(row, Start)]
     assert start.num_workers == 2
     assert sorted(jobs.losses(tmp_path / "run")) == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_200)
+def test_the_tiny_bert_learns(tmp_path: Path) -> None:
+    """The preset on the English of this Python: below the unigram entropy, in both phases."""
+    text, run_dir = str(tmp_path / "text"), str(tmp_path / "run")
+    prepare = [*SHOAL, "prepare", "text", "builtin", "--out", text, "--vocab-size", "2048"]
+    assert subprocess.run(prepare, timeout=600).returncode == EXIT_OK
+    command = ("train", "bert", "--preset", "tiny", "--data.path", text, "--run.dir", run_dir)
+    assert subprocess.run([*SHOAL, *command, "--workers", "2"], timeout=900).returncode == EXIT_OK
+    rows = read_record(tmp_path / "run")
+    (start,) = [row for row in rows if isinstance(row, Start)]
+    found = {row.step: row.metrics["mlm_loss"] for row in rows if isinstance(row, Evaluation)}
+    assert sorted(found) == [300, 600, 900, 1_150]
+    for last_step in (900, 1_150):
+        assert found[last_step] < start.references["mlm_loss"] - 0.5
