@@ -52,7 +52,7 @@ def score(folder: Path, num_questions: int, *options: str, **sizes: int) -> floa
 
 
 def test_fifty_questions_are_learnt_by_heart(tmp_path: Path) -> None:
-    options = ("--train.epochs", "24", "--train.global-batch-size", "10")
+    options = ("--train.epochs", "30", "--train.global-batch-size", "10")
     sizes = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 1_000}
     assert score(tmp_path, 50, *options, **sizes) >= 90
 

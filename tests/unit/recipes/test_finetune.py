@@ -62,7 +62,7 @@ def test_dry_run_says_what_the_settings_come_to(
     said = capsys.readouterr().out
     resolved = tomllib.loads(said.partition("\nbatch ")[0])
     assert resolved["window"] == {"max_seq_length": 384, "doc_stride": 128, "max_question_length": 64}
-    steps = {"bert": "2 steps, 0 of", "albert": "8,144 steps, 814 of", "tiny": "23 steps, 2 of"}[preset]
+    steps = {"bert": "2 steps, 0 of", "albert": "8,144 steps, 814 of", "tiny": "45 steps, 4 of"}[preset]
     assert f"run          {steps} them warm-up" in said
     assert "SQuAD 2.0, 24 questions, 24 windows" in said and "nothing was started" in said
     assert classify(model, pairs, "--preset", preset, "--dry-run") == 0
