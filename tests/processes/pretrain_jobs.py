@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -193,6 +194,16 @@ def kill(processes: list[BaseProcess]) -> None:
 def run(config: AnyConfig, num_workers: int = 2) -> list[int | None]:
     """Run a job to its end and return the workers' exit codes."""
     return wait(start(config, num_workers))
+
+
+def copy_without_end(run_dir: Path, out: Path) -> Path:
+    """Copy a finished run as a kill between its last checkpoint and its end would have left it."""
+    shutil.copytree(run_dir, out)
+    shutil.rmtree(out / "transformers")
+    path = out / "record.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"kind": "end"' not in line))
+    return out
 
 
 def losses(run_dir: Path) -> dict[int, float]:

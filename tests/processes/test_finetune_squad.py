@@ -139,14 +139,8 @@ def test_a_run_killed_before_its_evaluation_evaluates(
     model: Path, questions: Path, whole_run: Path, tmp_path: Path
 ) -> None:
     """As a kill between the last checkpoint and the end of the run leaves it."""
-    import shutil
-
-    run_dir = tmp_path / "run"
-    shutil.copytree(whole_run, run_dir)
-    shutil.rmtree(run_dir / "transformers")
+    run_dir = pretrain_jobs.copy_without_end(whole_run, tmp_path / "run")
     (run_dir / "predictions.json").unlink()
-    lines = (run_dir / "record.jsonl").read_text().splitlines(keepends=True)
-    (run_dir / "record.jsonl").write_text("".join(line for line in lines if '"kind": "end"' not in line))
     assert jobs.run(made.squad_config(model, questions, run_dir), 2) == [EXIT_OK] * 2
     found, wanted = (read_predictions(run / "predictions.json") for run in (run_dir, whole_run))
     assert found == wanted and (run_dir / "transformers" / "config.json").is_file()

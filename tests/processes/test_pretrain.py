@@ -98,6 +98,17 @@ def test_a_finished_run_says_so(whole_run: Path, data: Path) -> None:
     assert (whole_run / "record.jsonl").read_bytes() == before
 
 
+def test_a_run_killed_before_its_end_is_scored_and_exported(
+    data: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    run_dir = jobs.copy_without_end(whole_run, tmp_path / "run")
+    assert jobs.run(jobs.small_config(data, run_dir)) == [EXIT_OK, EXIT_OK]
+    found, wanted = (read_record(run)[-1] for run in (run_dir, whole_run))
+    assert isinstance(found, record.End) and isinstance(wanted, record.End)
+    assert (found.step, found.metrics) == (wanted.step, wanted.metrics)
+    assert (run_dir / "transformers" / "config.json").is_file()
+
+
 @pytest.mark.parametrize(("number", "victim"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1)])
 def test_a_signal_to_any_worker_saves_and_the_run_continues_bitwise(
     data: Path, whole_run: Path, tmp_path: Path, number: signal.Signals, victim: int

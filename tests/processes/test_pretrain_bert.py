@@ -116,6 +116,17 @@ def test_export_knows_the_recipe(whole_run: Path, tmp_path: Path) -> None:
         export_run(tmp_path / "other")
 
 
+def test_a_run_killed_before_its_end_is_scored_and_exported(
+    data: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    run_dir = jobs.copy_without_end(whole_run, tmp_path / "run")
+    assert jobs.run(jobs.small_bert_config(data, run_dir)) == [EXIT_OK, EXIT_OK]
+    found, wanted = (read_record(run)[-1] for run in (run_dir, whole_run))
+    assert isinstance(found, record.End) and isinstance(wanted, record.End)
+    assert (found.step, found.metrics) == (wanted.step, wanted.metrics)
+    assert (run_dir / "transformers" / "config.json").is_file()
+
+
 # At step 3 or later the first phase, at step 8 or 9 the border, at step 11 or later the second is cut.
 @pytest.mark.parametrize(
     "killed_at",

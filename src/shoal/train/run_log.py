@@ -28,7 +28,6 @@ class RunLog:
         self._events = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10)
         self._progress = progress
         self._hyper_parameters: dict[str, Any] = {}
-        self.last_evaluation: Evaluation | None = None
         self.references: dict[str, float] = {}
 
     def __enter__(self) -> RunLog:
@@ -71,12 +70,7 @@ class RunLog:
         self._progress.step(row)
 
     def evaluation(self, row: Evaluation) -> None:
-        """Write scores on the run's own held-out data; the last ones are the run's result."""
-        self.last_evaluation = row
-        self.score(row)
-
-    def score(self, row: Evaluation) -> None:
-        """Write scores on anything else."""
+        """Write scores."""
         self._record.write(row)
         self._scalars({f"{row.split}/{name}": value for name, value in row.metrics.items()}, row.step)
         self._progress.say(

@@ -18,7 +18,7 @@ from shoal.recipes.masked_lm.finetuning import finetune_if_due
 from shoal.recipes.masked_lm.job import Job, build, restore
 from shoal.recipes.masked_lm.model import make_model
 from shoal.recipes.masked_lm.step import Meter, agree, batches_after, take_step, warm_up
-from shoal.recipes.masked_lm.telling import after_step, finish, leave, open_log, say_finished
+from shoal.recipes.masked_lm.telling import after_step, finish, is_over, leave, open_log, say_finished
 from shoal.train.config import as_tree, required
 from shoal.train.health import memory_advice
 from shoal.train.run_dir import open_run_dir
@@ -42,11 +42,12 @@ def pretrain(config: AlbertPretrainConfig, joined: Joined, command: list[str]) -
         job = build(config, world, make_model(config, world, AlbertPretraining))
         restored = restore(job)
         first_step = restored.step if restored else 0
-        if first_step >= config.total_steps:
+        if is_over(job, first_step):
             return say_finished(config, first_step, world)
         log = stack.enter_context(open_log(job, restored, command)) if world.is_main else None
         with memory_advice(job.batch.micro_batch_size):
-            warm_up(job)
+            if first_step < config.total_steps:
+                warm_up(job)
             return run_steps(job, first_step, stop, log)
 
 

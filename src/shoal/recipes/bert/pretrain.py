@@ -23,6 +23,7 @@ from shoal.recipes.masked_lm.step import Meter, agree, batches_after, take_step,
 from shoal.recipes.masked_lm.telling import (
     after_step,
     finish,
+    is_over,
     leave,
     open_log,
     phase_row,
@@ -52,7 +53,7 @@ def pretrain(config: BertPretrainConfig, joined: Joined, command: list[str]) -> 
         job = build(config, world, make_model(config, world, BertPretraining))
         restored = restore(job)
         first_step = restored.step if restored else 0
-        if first_step >= config.total_steps:
+        if is_over(job, first_step):
             return say_finished(config, first_step, world)
         job = enter_phase(job, config.phase_after(first_step), after_step=first_step)
         log = stack.enter_context(open_log(job, restored, command)) if world.is_main else None
@@ -63,6 +64,7 @@ def run_phases(job: Job, first_step: int, stop: StopRequest, log: RunLog | None)
     """Run what is left of each phase after ``first_step``; return the exit code."""
     began = time.monotonic()
     step = first_step
+    finetune_if_due(job, step, stop, log)
     for phase in job.config.phases:
         if step >= phase.last_step:
             continue
@@ -83,7 +85,6 @@ def run_phases(job: Job, first_step: int, stop: StopRequest, log: RunLog | None)
 def run_steps(job: Job, first_step: int, stop: StopRequest, log: RunLog | None) -> int:
     """Run the phase's steps after ``first_step``; return the last one done, an earlier one after a signal."""
     meter = Meter.of(job)
-    finetune_if_due(job, first_step, stop, log)
     with batches_after(job, first_step) as batches:
         for step, micro_batches in batches:
             num_masked, must_stop = agree(job, meter, step, micro_batches, stop)

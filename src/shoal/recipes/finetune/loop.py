@@ -26,6 +26,7 @@ from shoal.train.config import as_tree, required
 from shoal.train.gradients import accumulate, loss_weight
 from shoal.train.health import NonFiniteWatch, memory_advice
 from shoal.train.progress import Progress
+from shoal.train.run_dir import has_ended
 from shoal.train.run_log import RunLog, device_name, versions
 from shoal.train.signals import StopRequest
 from shoal.train.window import StepWindow
@@ -46,7 +47,7 @@ def run(job: Job, stop: StopRequest, command: list[str]) -> int:
     if restored:
         job.trained.scale.load_state_dict(restored.values["loss_scale"])
     first_step = restored.step if restored else 0
-    if first_step >= job.plan.total_steps and is_finished(job, first_step):
+    if first_step >= job.plan.total_steps and has_ended(required(job.config.run.dir), first_step, job.world):
         return say_finished(job, first_step)
     if not job.world.is_main:
         return train_and_finish(job, first_step, stop, None)
@@ -82,15 +83,6 @@ def begin_log(job: Job, log: RunLog, restored: Restored | None, command: list[st
         log.say(note)
     if restored:
         log.resume(record.Resume(step=restored.step, path=str(restored.path), damaged=restored.damaged))
-
-
-def is_finished(job: Job, step: int) -> bool:
-    """Whether the run was evaluated and saved after ``step``, its last; else a kill came in between."""
-    ended = job.world.is_main and any(
-        isinstance(row, record.End) and row.step == step
-        for row in record.read_record(required(job.config.run.dir))
-    )
-    return job.world.sum_counts(ended) == [1]
 
 
 def say_finished(job: Job, step: int) -> int:

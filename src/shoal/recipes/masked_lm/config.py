@@ -127,8 +127,8 @@ class PretrainConfig:
         return self.phases[-1].last_step
 
     def phase_after(self, step: int) -> Phase:
-        """Return the phase of the step that follows ``step``, which is not the last one."""
-        return next(phase for phase in self.phases if step < phase.last_step)
+        """Return the phase of the step that follows ``step``; after the last one, the last phase."""
+        return next((phase for phase in self.phases if step < phase.last_step), self.phases[-1])
 
     def check(self) -> None:
         """Check what the settings of both recipes have in common.

@@ -57,7 +57,7 @@ def finetune_if_due(job: Job, step: int, stop: StopRequest, log: RunLog | None) 
         shutil.rmtree(directory)
     if log and scores:  # none: a signal came in between
         num_questions = len(read_squad(required(config.finetune.eval), misplaced="keep").questions)
-        log.score(
+        log.evaluation(
             record.Evaluation(
                 step=step,
                 split=SPLIT,

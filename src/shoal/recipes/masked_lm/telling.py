@@ -12,6 +12,7 @@ from shoal.recipes.masked_lm.step import Meter
 from shoal.train.checkpoint import Restored
 from shoal.train.config import as_tree, required
 from shoal.train.progress import Progress
+from shoal.train.run_dir import has_ended
 from shoal.train.run_log import RunLog, device_name, versions
 from shoal.train.signals import StopRequest
 from shoal.train.step import step_row
@@ -82,6 +83,14 @@ def phase_row(job: Job) -> record.Phase:
     )
 
 
+def is_over(job: Job, step: int) -> bool:
+    """Whether nothing is left to do after ``step``, not even the end; all workers call it."""
+    total_steps = job.config.total_steps
+    return step > total_steps or (
+        step == total_steps and has_ended(required(job.config.run.dir), step, job.world)
+    )
+
+
 def say_finished(config: PretrainConfig, step: int, world: World) -> int:
     """Tell that there is nothing left to do, and how to go on or begin anew."""
     if world.is_main:
@@ -94,7 +103,7 @@ def say_finished(config: PretrainConfig, step: int, world: World) -> int:
 
 
 def after_step(job: Job, meter: Meter, step: int, log: RunLog | None) -> None:
-    """Write what is due after ``step``: a line, a checkpoint, an evaluation."""
+    """Write what is due after ``step``: a line, a checkpoint, an evaluation (not the run's last)."""
     run, last = job.config.run, job.phase.last_step
     if log:
         log.advance(step)
@@ -102,7 +111,7 @@ def after_step(job: Job, meter: Meter, step: int, log: RunLog | None) -> None:
         write_line(job, meter, step, log)
     if step % run.checkpoint_frequency == 0 or step == last:
         job.checkpointer.save(step, job.state(step))
-    if step % run.validation_frequency == 0 or step == last:
+    if (step % run.validation_frequency == 0 or step == last) and step != job.config.total_steps:
         scores = score(job, step)
         if log:
             log.evaluation(scores)
@@ -150,15 +159,15 @@ def leave(job: Job, step: int, stop: StopRequest, log: RunLog | None) -> int:
 
 
 def finish(job: Job, seconds: float, log: RunLog | None) -> int:
-    """Wait for the last checkpoint, export the model, write the summary."""
+    """Wait for the last checkpoint, evaluate, export the model, write the summary."""
+    scores = score(job, job.phase.last_step)
     job.checkpointer.finish()
     report_checkpoints(job, log)
     if log:
+        log.evaluation(scores)
         run_dir = required(job.config.run.dir)
         if is_exportable(job.model):
             write_export(job.model, job.train_reader.shards.directory, run_dir / "transformers")
-        scores = log.last_evaluation
-        assert scores is not None
         log.end(record.End(step=job.phase.last_step, seconds=seconds, metrics=scores.metrics))
         log.say(verdict(job.config.sentence_task, scores, log.references))
     return EXIT_OK
