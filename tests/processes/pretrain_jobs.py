@@ -173,7 +173,7 @@ def start(config: AnyConfig, num_workers: int) -> list[BaseProcess]:
     return processes
 
 
-def wait(processes: list[BaseProcess], deadline_s: float = 120.0) -> list[int | None]:
+def wait(processes: list[BaseProcess], deadline_s: float = 240.0) -> list[int | None]:
     """Return the exit codes; kill what is still there at the deadline."""
     end = time.monotonic() + deadline_s
     for process in processes:
@@ -218,6 +218,14 @@ def wait_for_step(run_dir: Path, step: int, processes: list[BaseProcess], deadli
         if (run_dir / "record.jsonl").is_file() and max(losses(run_dir), default=0) >= step:
             return
         time.sleep(0.01)
+
+
+def wait_for_checkpoint(run_dir: Path, step: int, processes: list[BaseProcess]) -> None:
+    """Return when the checkpoint of ``step`` is complete, or the workers have ended."""
+    path = run_dir / "checkpoints" / f"step-{step:08}"
+    end = time.monotonic() + 60.0
+    while time.monotonic() < end and any(process.is_alive() for process in processes) and not path.is_dir():
+        time.sleep(0.005)
 
 
 def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:

@@ -127,19 +127,21 @@ def test_a_run_killed_before_its_end_is_scored_and_exported(
     assert (run_dir / "transformers" / "config.json").is_file()
 
 
-# At step 3 or later the first phase, at step 8 or 9 the border, at step 11 or later the second is cut.
+# With the checkpoint of step 3 the first phase is cut, with that of step 8 the border, then the second.
 @pytest.mark.parametrize(
-    "killed_at",
+    "killed_after",
     [
-        pytest.param(4, marks=pytest.mark.slow),
+        pytest.param(3, marks=pytest.mark.slow),
         pytest.param(BORDER, marks=pytest.mark.slow),
-        11,
+        9,
     ],
 )
-def test_a_killed_run_continues_bitwise(data: Path, whole_run: Path, tmp_path: Path, killed_at: int) -> None:
+def test_a_killed_run_continues_bitwise(
+    data: Path, whole_run: Path, tmp_path: Path, killed_after: int
+) -> None:
     config = jobs.small_bert_config(data, tmp_path / "run")
     workers = jobs.start(config, 2)
-    jobs.wait_for_step(tmp_path / "run", killed_at, workers)
+    jobs.wait_for_checkpoint(tmp_path / "run", killed_after, workers)
     jobs.kill(workers)
     assert jobs.run(config) == [EXIT_OK, EXIT_OK]
     assert any(isinstance(row, record.Resume) for row in read_record(tmp_path / "run"))

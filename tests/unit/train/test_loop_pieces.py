@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shoal.errors import ShoalError, UsageError
-from shoal.recipes.albert.config import FIXED, AlbertPretrainConfig
+from shoal.recipes.albert.config import AlbertPretrainConfig
 from shoal.record import PARTS, Step
 from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig, as_tree, to_toml
@@ -155,17 +155,17 @@ def test_the_resolved_configuration_reads_back() -> None:
 
 def test_a_run_directory_holds_its_settings_and_refuses_others(tmp_path: Path) -> None:
     tree = as_tree(AlbertPretrainConfig())
-    open_run_dir(tmp_path / "run", tree, FIXED)
+    open_run_dir(tmp_path / "run", tree, AlbertPretrainConfig.fixed)
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text()) == tree
     longer = {**tree, "train": {**tree["train"], "total_steps": 7}}
-    open_run_dir(tmp_path / "run", longer, FIXED)
+    open_run_dir(tmp_path / "run", longer, AlbertPretrainConfig.fixed)
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text()) == longer
     other = {**tree, "model": {**tree["model"], "hidden_size": 64}}
     with pytest.raises(UsageError, match=r"model\.hidden_size = 768, and this command says 64"):
-        open_run_dir(tmp_path / "run", other, FIXED)
+        open_run_dir(tmp_path / "run", other, AlbertPretrainConfig.fixed)
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text()) == longer
     with pytest.raises(UsageError, match="cannot be written"):
-        open_run_dir(tmp_path / "run" / "config.toml" / "below", tree, FIXED)
+        open_run_dir(tmp_path / "run" / "config.toml" / "below", tree, AlbertPretrainConfig.fixed)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

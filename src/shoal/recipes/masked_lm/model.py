@@ -34,7 +34,7 @@ def make_model(config: PretrainConfig, world: World, kind: Callable[[Any], Model
         load_model(required(config.model.checkpoint_path), model)
     model.to(world.device)
     if config.train.compile if config.train.compile is not None else world.device.type == "cuda":
-        model.compile()
+        model.compile(dynamic=True)  # packed: no two micro-batches have the same shape
     return model
 
 

@@ -111,9 +111,11 @@ def test_the_null_threshold_is_a_bound_that_may_be_reached() -> None:
     features = make_features(data, words_tokenizer(), WindowConfig())
     starts, ends = logits_for(features, 0, 4, 4)
     starts[0] = 11.0  # no answer: 11, the best span: 9
-    assert choose_answers(features, starts, ends, AnswerConfig()).predictions == {"q0": "b"}
-    assert choose_answers(features, starts, ends, AnswerConfig()).null_odds == {"q0": 2.0}
-    assert choose_answers(features, starts, ends, AnswerConfig(null_threshold=1.9)).predictions == {"q0": ""}
+    for threshold, answer in ((2.0, "b"), (1.9, ""), (0.0, "")):
+        chosen = choose_answers(features, starts, ends, AnswerConfig(null_threshold=threshold))
+        assert chosen.predictions == {"q0": answer}
+        assert chosen.null_odds == {"q0": 2.0}
+    assert AnswerConfig().null_threshold == 0  # as Google's and transformers' scripts
 
 
 def test_question_and_special_tokens_are_no_answers() -> None:
