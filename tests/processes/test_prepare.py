@@ -150,7 +150,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(
         process = subprocess.Popen(command(corpus, out), start_new_session=True, stderr=subprocess.DEVNULL)
         # the first kills fall into planning and training, the later ones come after some new pieces
         limit = len(list((out / "pieces").glob("0*.json"))) + rng.randint(1, 2) if num_kills > 1 else None
-        ends = time.monotonic() + (rng.uniform(0.3, 2) if limit is None else DEADLINE_S)
+        ends = time.monotonic() + (rng.uniform(0.2, 0.8) if limit is None else DEADLINE_S)
         while process.poll() is None and time.monotonic() < ends:
             if limit is not None and len(list((out / "pieces").glob("0*.json"))) >= limit:
                 time.sleep(rng.uniform(0, 0.002))

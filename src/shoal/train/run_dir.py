@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import UsageError
-from shoal.record import End, read_record
 from shoal.train.config import load_toml, to_toml
-from shoal.train.world import World
 
 CONFIG_FILE = "config.toml"
 
@@ -36,15 +34,6 @@ def open_run_dir(path: Path, config: Mapping[str, Any], fixed: Sequence[str]) ->
         out.flush()
         os.fsync(out.fileno())
     temporary.rename(file)
-
-
-def has_ended(path: Path, step: int, world: World) -> bool:
-    """Whether the run was scored and its model written after ``step``, its last; all workers call it.
-
-    If not, a kill came between the last checkpoint and the end, and both have still to be done.
-    """
-    ended = world.is_main and any(isinstance(row, End) and row.step == step for row in read_record(path))
-    return world.sum_counts(ended) == [1]
 
 
 def require_writable(path: Path) -> None:

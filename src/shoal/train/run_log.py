@@ -15,9 +15,21 @@ from tensorboardX import SummaryWriter
 from tensorboardX.summary import hparams
 
 import shoal
-from shoal.record import Checkpoint, End, Evaluation, Phase, RecordWriter, Resume, Start, Step, Stop
+from shoal.record import (
+    Checkpoint,
+    End,
+    Evaluation,
+    Phase,
+    RecordWriter,
+    Resume,
+    Start,
+    Step,
+    Stop,
+    read_record,
+)
 from shoal.train.checkpoint import CompletedCheckpoint
 from shoal.train.progress import Progress, duration
+from shoal.train.world import World
 
 
 class RunLog:
@@ -135,6 +147,15 @@ class RunLog:
     def _scalars(self, scalars: dict[str, float], step: int) -> None:
         for name, value in scalars.items():
             self._events.add_scalar(name, value, step)
+
+
+def has_ended(run_dir: Path, step: int, world: World) -> bool:
+    """Whether the run was scored and its model written after ``step``, its last; all workers call it.
+
+    If not, a kill came between the last checkpoint and the end, and both have still to be done.
+    """
+    ended = world.is_main and any(isinstance(row, End) and row.step == step for row in read_record(run_dir))
+    return world.sum_counts(ended) == [1]
 
 
 def versions() -> dict[str, str]:

@@ -26,8 +26,7 @@ from shoal.train.config import as_tree, required
 from shoal.train.gradients import accumulate, loss_weight
 from shoal.train.health import NonFiniteWatch, memory_advice
 from shoal.train.progress import Progress
-from shoal.train.run_dir import has_ended
-from shoal.train.run_log import RunLog, device_name, versions
+from shoal.train.run_log import RunLog, device_name, has_ended, versions
 from shoal.train.signals import StopRequest
 from shoal.train.window import StepWindow
 

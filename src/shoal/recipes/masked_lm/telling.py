@@ -12,8 +12,7 @@ from shoal.recipes.masked_lm.step import Meter
 from shoal.train.checkpoint import Restored
 from shoal.train.config import as_tree, required
 from shoal.train.progress import Progress
-from shoal.train.run_dir import has_ended
-from shoal.train.run_log import RunLog, device_name, versions
+from shoal.train.run_log import RunLog, device_name, has_ended, versions
 from shoal.train.signals import StopRequest
 from shoal.train.step import step_row
 from shoal.train.world import World
