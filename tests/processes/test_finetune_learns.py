@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,8 @@ def score(folder: Path, num_questions: int, *options: str, **sizes: int) -> floa
         *("--data", str(data), "--eval", str(data), "--run.dir", str(folder / "run")),
         *("--model.from-scratch", *options),
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=1_500)
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads of other tests are at work beside it
+    result = subprocess.run(command, capture_output=True, text=True, timeout=1_500, env=one_thread)
     assert result.returncode == 0, result.stderr
     scores = json.loads((folder / "run" / "scores.json").read_text())
     assert scores["total"] == num_questions
