@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 COLLECTIVES = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
 
@@ -60,3 +64,20 @@ def test_shoal_beside_gloo_with_what_its_engine_does(tmp_path: Path) -> None:
     assert "copy out" in {event["cat"] for event in inside}
     for event in inside:
         assert call["ts"] - 1 <= event["ts"] <= call["ts"] + call["dur"]
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("tc"), reason="emulated hosts need root and iproute2"
+)
+def test_helpers_of_emulated_hosts_are_measured_and_the_formula_takes_that(tmp_path: Path) -> None:
+    rows = tmp_path / "comm.json"
+    result = run(
+        *("--hosts", "3", "--helpers", "3", "--nic", "200mbit", "--sizes", "256k", "--repeats", "1"),
+        *("--json", str(rows)),
+    )
+    assert result.returncode == 0, result.stderr
+    formulas = {row["backend"]: row["formula_s"] for row in json.loads(rows.read_text())["rows"]}
+    wire_s = (256 << 10) / (200e6 / 8)
+    ring_s = 2 * 2 / 3 * wire_s
+    assert formulas["gloo"] == pytest.approx(ring_s) and formulas["shoal-colocated"] == pytest.approx(ring_s)
+    assert wire_s <= formulas["shoal"] < 0.95 * ring_s

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.bench.settings import COLOCATED, CommBench
-from shoal.comm.bootstrap import host_identity
+from shoal.comm.bootstrap import helper_bandwidths, host_identity
 from shoal.env import Joined, helpers, without_helpers
 from shoal.errors import UsageError
 
@@ -31,20 +31,16 @@ class Groups:
         world = dist.group.WORLD
         assert world is not None
         self.control: dist.ProcessGroup = world
-        ranks = self.gather_json(
-            {"host": host_identity(), "helpers": [helper.bandwidth for helper in helpers()]}
-        )
+        ranks = self.gather_json({"host": host_identity(), "helpers": len(helpers())})
         self.hosts: list[str] = [rank["host"] for rank in ranks]
-        self.helper_bandwidths: tuple[float, ...] = tuple(
-            ranks[0]["helpers"]
-        )  # backend shoal asks rank 0 too
         self.of_backend: dict[str, dist.ProcessGroup] = {}
-        for backend in bench.chosen_backends(has_helpers=bool(self.helper_bandwidths)):
+        for backend in bench.chosen_backends(has_helpers=ranks[0]["helpers"] > 0):  # shoal asks rank 0 too
             if backend == COLOCATED:
                 with without_helpers():
                     self.of_backend[backend] = _new_group("shoal", timeout)
             else:
                 self.of_backend[backend] = _new_group(backend, timeout)
+        self.helper_bandwidths: tuple[float, ...] = tuple(self.gather_json(helper_bandwidths())[0])
 
     def largest(self, values: list[float]) -> list[float]:
         """Return each value's maximum over all ranks."""

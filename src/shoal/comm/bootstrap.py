@@ -182,6 +182,14 @@ def _read(store: Store, key: str, rank: int, timeout: timedelta) -> dict[str, An
 _measured: dict[str, float] = {}
 
 
+def helper_bandwidths() -> tuple[float, ...]:
+    """Return the bandwidth of each of SHOAL_HELPERS as a multiple of a worker host's.
+
+    It is what the variable says, or what a group of this process has measured; 1 where there is neither.
+    """
+    return tuple(h.bandwidth or _measured.get(f"{h.address}:{h.port}", 1.0) for h in env.helpers())
+
+
 # What has been told: further groups of the same shape are not worth a line.
 _told: set[str] = set()
 
