@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import chain
 
 import numpy as np
@@ -82,7 +83,13 @@ def test_a_batch_holds_its_sequences(data: TaskData) -> None:
 def test_an_abandoned_loader_ends_its_thread(data: TaskData) -> None:
     steps = training_batches(data, Deal(global_batch_size=4, micro_batch_size=4), range(1_000_000))
     next(steps)
+    assert loader_threads()
     steps.close()
+    assert not loader_threads()
+
+
+def loader_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("shoal-loader")]
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 5])
