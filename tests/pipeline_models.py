@@ -203,4 +203,4 @@ def _pixels() -> Batch:
 
 
 def _images() -> Batch:
-    return {"images": torch.randn(ROWS, 3, 32, 32), "labels": torch.randint(0, 10, (ROWS,))}
+    return {"images": torch.randn(ROWS, 3, 64, 64), "labels": torch.randint(0, 10, (ROWS,))}

@@ -1,0 +1,195 @@
+"""One stage of a split model: a module that talks to its neighbours only.
+
+A stage holds its parameters and buffers under their original names (below ``weights``) and runs one of two
+bodies on them, the training or the evaluation graph, as ``stage.train()`` and ``stage.eval()`` say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+from shoal.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """What travels between two stages, of one micro-batch; always contiguous."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    """Whether a gradient comes back."""
+
+    @property
+    def num_bytes(self) -> int:
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Body:
+    """What a stage runs in one mode."""
+
+    run: Callable[..., tuple[Any, ...]]
+    """Takes the relayed values, then the root inputs in the order of ``input_names``."""
+    input_names: tuple[str, ...]
+    relayed_in: tuple[TensorSpec, ...]
+    relayed_out: tuple[TensorSpec, ...]
+    """Empty for the last stage."""
+
+
+class StageModule(nn.Module):
+    """A contiguous part of a model.
+
+    ``parameter_names`` and ``buffer_names`` map the names in this module to the canonical ones of the model.
+    A parameter that several stages use is one ``nn.Parameter`` object in all of them.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        num_stages: int,
+        weights: nn.Module,
+        constants: nn.Module,
+        bodies: Mapping[bool, Body],
+        output_spec: Any,
+        device: torch.device,
+    ) -> None:
+        """Args:
+        weights: parameters and buffers under their canonical names.
+        constants: tensors that the model made while it was traced, as buffers that are not saved.
+        bodies: the training body under ``True``, the evaluation body under ``False``; one may be missing.
+        device: where the model was traced.
+        """
+        super().__init__()
+        self.index = index
+        self.num_stages = num_stages
+        self.weights = weights
+        self.constants = constants
+        self.output_spec = output_spec
+        self._bodies = dict(bodies)
+        self._device = device
+        self.train(True in self._bodies)
+
+    @property
+    def body(self) -> Body:
+        """What runs in the mode the stage is in."""
+        if self.training not in self._bodies:
+            mode = "training" if self.training else "evaluation"
+            raise UsageError(
+                f"stage {self.index} was split without a graph for {mode}: export one and pass it"
+            )
+        return self._bodies[self.training]
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The root inputs that the stage reads."""
+        return self.body.input_names
+
+    @property
+    def relayed_in(self) -> tuple[TensorSpec, ...]:
+        """What comes from the stage before; empty for the first stage."""
+        return self.body.relayed_in
+
+    @property
+    def relayed_out(self) -> tuple[TensorSpec, ...]:
+        """What goes to the stage behind; empty for the last stage."""
+        return self.body.relayed_out
+
+    @property
+    def parameter_names(self) -> dict[str, str]:
+        """This module's parameter name -> the canonical name in the model."""
+        return {f"weights.{name}": name for name, _ in self.weights.named_parameters()}
+
+    @property
+    def buffer_names(self) -> dict[str, str]:
+        """This module's buffer name -> the canonical name in the model; constants of the graph have none."""
+        return {f"weights.{name}": name for name, _ in self.weights.named_buffers()}
+
+    def forward(self, *relayed: Tensor, **inputs: Tensor) -> tuple[Any, ...]:
+        """Compute what goes to the stage behind; the last stage returns the model's flattened outputs.
+
+        Args:
+            relayed: as ``relayed_in`` says.
+            inputs: root inputs by name; those that the stage does not read are ignored.
+
+        Raises:
+            UsageError: an input that the stage reads is missing.
+        """
+        body = self.body
+        missing = [name for name in body.input_names if name not in inputs]
+        if missing:
+            raise UsageError(f"stage {self.index} reads the inputs {missing}, which the batch does not have")
+        values = [_contiguous_gradient(value) for value in relayed]
+        outputs = body.run(*values, *(inputs[name] for name in body.input_names))
+        if self.index == self.num_stages - 1:
+            return tuple(outputs)
+        return tuple(
+            _to_send(value, spec, values) for value, spec in zip(outputs, body.relayed_out, strict=True)
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StageModule:
+        """Move or convert, as every module does; the graphs' own devices follow."""
+        super()._apply(fn, recurse)
+        self.follow_device()
+        return self
+
+    def follow_device(self) -> None:
+        """Let the graphs make their masks and positions on the device of the weights."""
+        tensors = [*self.parameters(), *self.buffers()]
+        if tensors and tensors[0].device != self._device:
+            for body in self._bodies.values():
+                if isinstance(body.run, fx.GraphModule):
+                    retarget(body.run, self._device, tensors[0].device)
+            self._device = tensors[0].device
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity, whose gradient is contiguous: it is sent as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
+
+
+def _contiguous_gradient(value: Tensor) -> Tensor:
+    if value.requires_grad and torch.is_grad_enabled():
+        return cast(Tensor, _ContiguousGradient.apply(value))
+    return value
+
+
+def _to_send(value: Tensor, spec: TensorSpec, received: list[Tensor]) -> Tensor:
+    """Return a value as its spec promises it: a contiguous tensor of its own."""
+    if value.dtype != spec.dtype:  # autocast
+        value = value.to(spec.dtype)
+    if value._is_view() or any(value is other for other in received):
+        value = value.clone(memory_format=torch.contiguous_format)
+    value = value.contiguous()
+    if spec.requires_grad and torch.is_grad_enabled() and not value.requires_grad:
+        # nothing differentiable led here; the gradient that comes back goes nowhere
+        value = value.detach().requires_grad_()
+    return value
+
+
+def retarget(module: fx.GraphModule, old: torch.device, new: torch.device) -> None:
+    """Exchange a device in the arguments of all operations, nested graphs included."""
+
+    def exchange(value: Any) -> Any:
+        return new if isinstance(value, torch.device) and value.type == old.type else value
+
+    for graph_module in module.modules():
+        if isinstance(graph_module, fx.GraphModule):
+            for node in graph_module.graph.nodes:
+                node.args = map_aggregate(node.args, exchange)
+                node.kwargs = map_aggregate(node.kwargs, exchange)
+            graph_module.recompile()
