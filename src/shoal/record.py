@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from io import RawIOBase
 from os import SEEK_END
 from pathlib import Path
-from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
 
 from shoal.errors import ShoalError
 
@@ -130,6 +130,41 @@ class Resume:
     time_s: float = field(default_factory=time.time)
 
 
+class PipelineBox(NamedTuple):
+    """One computation of a pipeline's rank and when it ran, in seconds since its step began."""
+
+    rank: int
+    stage: int
+    action: str
+    """``F`` forward, ``B`` backward, ``I`` input gradient, ``W`` weight gradient."""
+    micro_batch: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineStep:
+    """How the ranks of a pipeline spent one step, and how it was predicted that they would."""
+
+    kind: ClassVar[str] = "pipeline_step"
+    step: int
+    schedule: str
+    placement: list[int]
+    """The rank of each stage."""
+    num_micro_batches: int
+    predicted: list[PipelineBox] = field(default_factory=list)
+    traced: list[PipelineBox] = field(default_factory=list)
+    predicted_peak_bytes: list[int] = field(default_factory=list)
+    """Of each rank: the most bytes kept for backward at one time; empty where it is not known."""
+    traced_peak_bytes: list[int] = field(default_factory=list)
+    time_s: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        """Give the boxes of a line of the record their names again."""
+        for name in ("predicted", "traced"):
+            object.__setattr__(self, name, [PipelineBox(*box) for box in getattr(self, name)])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stop:
     """The run ended before its last step, of its own accord: a signal or a loss that is not finite."""
@@ -153,11 +188,11 @@ class End:
     time_s: float = field(default_factory=time.time)
 
 
-Row = Start | Phase | Step | Evaluation | Checkpoint | Resume | Stop | End
+Row = Start | Phase | Step | Evaluation | Checkpoint | PipelineStep | Resume | Stop | End
 History = Start | Resume | Stop
 """Rows about what happened to the run; the others say how far it got."""
 _ROW_OF_KIND: dict[str, type[Row]] = {
-    row.kind: row for row in (Start, Phase, Step, Evaluation, Checkpoint, Resume, Stop, End)
+    row.kind: row for row in (Start, Phase, Step, Evaluation, Checkpoint, PipelineStep, Resume, Stop, End)
 }
 _TYPES_OF_KIND = {kind: get_type_hints(row) for kind, row in _ROW_OF_KIND.items()}
 
@@ -253,6 +288,9 @@ def _fits(value: Any, wanted: Any) -> bool:
         return isinstance(value, list) and all(_fits(item, get_args(wanted)[0]) for item in value)
     if origin is dict:
         return isinstance(value, dict) and all(_fits(item, get_args(wanted)[1]) for item in value.values())
+    if wanted is PipelineBox:
+        types = list(get_type_hints(PipelineBox).values())
+        return isinstance(value, list) and len(value) == len(types) and all(map(_fits, value, types))
     if wanted is Any:
         return True
     if isinstance(value, bool):

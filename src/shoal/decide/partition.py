@@ -1,10 +1,40 @@
-"""Where a model is cut into stages, so that the slowest stage is as fast as can be and memory suffices."""
+"""Where a model is cut into stages, so that the slowest stage is as fast as can be and memory suffices.
+
+Stages are ranges of units, so the best cuts follow from the best cuts of every beginning of the model:
+
+    best(k, j) = min over i < j of max(best(k - 1, i), cost of units i ... j - 1 as stage k)
+
+which is exact for any cost of a stage that does not depend on the others (a dynamic programme, as in
+PipeDream, Narayanan et al. 2019). A stage's cost is its time with what it relays, or its share of memory, or
+a mixture. The slowest stage is not the whole truth: where ranks have several stages, or stages are uneven, a
+step of the real schedule is what counts, and :func:`refine` moves cuts as long as its simulation gets faster.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from shoal.decide.cost import Link, ModelCost
+import numpy as np
+import numpy.typing as npt
+
+from shoal.decide.actions import Schedule
+from shoal.decide.cost import Link, ModelCost, parameter_bytes, stage_costs
+from shoal.decide.timeline import Simulator, peak_bytes
+from shoal.errors import UsageError
+
+Matrix = npt.NDArray[np.float64]
+Optimize = Literal["speed", "memory"]
+
+MEMORY_WEIGHT: dict[str, float] = {"speed": 0.0, "memory": 0.8}
+"""How much a stage's share of memory counts against its share of time. SageMaker's defaults were 0.2 and
+0.8; here a limit on memory is kept for itself, and speed means speed."""
+
+_STEPS = (8, 4, 2, 1)
+"""By how many units the search moves cuts, from coarse to fine."""
+MAX_TRIALS = 400
+"""How many simulations :func:`refine` makes at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,12 +47,253 @@ class Memory:
     optimizer_ratio: float = 2.0
     """Bytes of optimizer state for each byte of parameters: Adam in the parameters' precision has 2; bf16
     parameters with fp32 masters and moments have 6."""
+    shards: int = 1
+    """Over how many replicas the state is sharded. While a step runs, a rank still holds whole parameters and
+    gradients beside its shard: gradients of all micro-batches are added up before they are averaged."""
     reserved_bytes: int = 0
     """What the device's library, workspaces and fragmentation take."""
 
+    def state_bytes(self, num_bytes: float) -> float:
+        """Return the bytes of parameters, gradients and optimizer state for these of parameters."""
+        whole = 1 + self.gradient_ratio
+        if self.shards == 1:
+            return num_bytes * (whole + self.optimizer_ratio)
+        return num_bytes * (whole + (whole + self.optimizer_ratio) / self.shards)
+
+
+class DoesNotFit(UsageError):
+    """No cuts keep every rank within its memory."""
+
+    def __init__(self, message: str, missing_bytes: int) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
+        """How much more memory the best cuts would need on their fullest rank."""
+
 
 def partition(
-    cost: ModelCost, num_stages: int, *, link: Link | None = None, memory: Memory | None = None
+    cost: ModelCost,
+    num_stages: int,
+    *,
+    link: Link | None = None,
+    memory: Memory | None = None,
+    limited: bool = True,
+    num_kept: Sequence[int] | None = None,
+    optimize: Optimize = "speed",
+    memory_weight: float | None = None,
 ) -> tuple[int, ...]:
-    """Return the cuts: the units at which the second, third, ... stage begins."""
-    raise NotImplementedError
+    """Return the cuts: the units at which the second, third, ... stage begins.
+
+    Args:
+        link: between stages; a stage's time includes what it relays, there and back. Default: none.
+        memory: of the device of each stage. Default: no limit, and parameters count for themselves.
+        limited: whether its limit is kept; without, it only says what a byte of parameters brings with it.
+        num_kept: for how many micro-batches each stage keeps bytes at one time. Default: as 1F1B does,
+            ``num_stages`` for the first stage and one less for each further one.
+        optimize: ``speed`` makes the slowest stage fast; ``memory`` makes the fullest stage small.
+        memory_weight: between them, 0 (time alone) to 1 (memory alone). Default: 0 or 0.8.
+
+    Raises:
+        UsageError: more stages than units, or a weight outside of 0 ... 1.
+        DoesNotFit: no cuts keep each stage within the limit; says by how much.
+    """
+    weight = MEMORY_WEIGHT[optimize] if memory_weight is None else memory_weight
+    if not 0 <= weight <= 1:
+        raise UsageError(f"memory_weight is {weight}; it must be between 0 and 1")
+    check_num_stages(cost, num_stages)
+    tables = Tables(cost)
+    kept = list(range(num_stages, 0, -1)) if num_kept is None else list(num_kept)
+    time = tables.seconds(link) / (tables.total_s or 1.0)
+    whole = float(tables.held_bytes(memory, kept[0])[0, -1]) or 1.0
+    room = np.inf if memory is None or not limited else memory.limit_bytes - memory.reserved_bytes
+
+    def share(number: int) -> Matrix:
+        held = tables.held_bytes(memory, number)
+        return np.where(held > room, np.inf, (1 - weight) * time + weight * held / whole)
+
+    worst, cuts = minimax(share(number) for number in kept)
+    if np.isinf(worst):
+        needed, _ = minimax(tables.held_bytes(memory, number) for number in kept)
+        missing = int(np.ceil(needed - room))
+        raise DoesNotFit(
+            f"no cuts into {num_stages} stages fit {in_gb(room)} a device: the best need {in_gb(missing)} more; "
+            "take more stages, smaller micro-batches or fewer at one time",
+            missing,
+        )
+    return cuts
+
+
+def check_num_stages(cost: ModelCost, num_stages: int) -> None:
+    """Raise UsageError unless the model can be cut into so many stages."""
+    if num_stages < 1:
+        raise UsageError(f"the number of stages is {num_stages}; a pipeline has at least 1")
+    if num_stages > len(cost.units):
+        raise UsageError(
+            f"{num_stages} stages need {num_stages - 1} cut points, and the model has "
+            f"{len(cost.units) - 1}: take at most {len(cost.units)} stages (ranks × stages a rank)"
+        )
+
+
+class Tables:
+    """Sums over all ranges of units: entry [i, j] is that of the stage of units i ... j - 1, for i < j."""
+
+    def __init__(self, cost: ModelCost) -> None:
+        units = cost.units
+        seconds = np.array([0.0] + [unit.forward_s + unit.backward_s for unit in units]).cumsum()
+        saved = np.array([0.0] + [unit.saved_bytes for unit in units]).cumsum()
+        self.total_s = float(seconds[-1])
+        self._relay_bytes = [*cost.relay_bytes, 0]
+        self._seconds = seconds[None, :] - seconds[:, None]
+        self._saved = saved[None, :] - saved[:, None]
+        self._parameters = _parameter_ranges(cost)
+
+    def seconds(self, link: Link | None) -> Matrix:
+        """Return the time of each stage for one micro-batch, with its relay there and back."""
+        relay = [2 * link.seconds(num_bytes) if link else 0.0 for num_bytes in self._relay_bytes]
+        return self._seconds + np.array([0.0, *relay])
+
+    def parameter_bytes(self) -> Matrix:
+        return self._parameters
+
+    def held_bytes(self, memory: Memory | None, num_kept: int) -> Matrix:
+        """Return the bytes of each stage: its state, and what it keeps of ``num_kept`` micro-batches.
+
+        That is what autograd saves and the outputs that were relayed.
+        """
+        kept = self._saved + np.array([0.0, *self._relay_bytes])
+        state = self._parameters if memory is None else memory.state_bytes(1.0) * self._parameters
+        return state + num_kept * kept
+
+
+def _parameter_ranges(cost: ModelCost) -> Matrix:
+    """Return the parameter bytes of each range, each parameter once.
+
+    Unit u adds a parameter to the ranges that begin behind the last unit before u that uses it too.
+    """
+    num_units = len(cost.units)
+    added = np.zeros((num_units + 1, num_units + 1))  # [begin, unit + 1]
+    last_use: dict[str, int] = {}
+    for index, unit in enumerate(cost.units):
+        for name, num_bytes in dict(unit.parameters).items():
+            added[last_use.get(name, -1) + 1 : index + 1, index + 1] += num_bytes
+            last_use[name] = index
+    return added.cumsum(axis=1)
+
+
+def minimax(tables: Iterable[Matrix]) -> tuple[float, tuple[int, ...]]:
+    """Return the least possible largest cost of a stage, and cuts that have it.
+
+    Args:
+        tables: one a stage; entry [i, j] is the cost of units i ... j - 1 as that stage, for i < j.
+    """
+    remaining = iter(tables)
+    first = next(remaining)
+    empty = np.tril(np.ones_like(first, dtype=bool))
+    best = np.where(empty[0], np.inf, first[0])
+    choices: list[npt.NDArray[np.intp]] = []
+    for table in remaining:
+        worst = np.where(empty, np.inf, np.maximum(best[:, None], table))
+        choices.append(worst.argmin(axis=0))
+        best = worst.min(axis=0)
+    cuts = [len(best) - 1]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    return float(best[-1]), tuple(reversed(cuts[1:]))
+
+
+def equal_units(cost: ModelCost, num_stages: int) -> tuple[int, ...]:
+    """Return cuts into stages of as many units each: what one does without any cost."""
+    check_num_stages(cost, num_stages)
+    return tuple(len(cost.units) * stage // num_stages for stage in range(1, num_stages))
+
+
+def parameter_balanced(cost: ModelCost, num_stages: int) -> tuple[int, ...]:
+    """Return the cuts whose stage with the most parameter bytes has the least, as DeepSpeed balances."""
+    check_num_stages(cost, num_stages)
+    return minimax([Tables(cost).parameter_bytes()] * num_stages)[1]
+
+
+def rank_bytes(
+    cost: ModelCost, cuts: Sequence[int], schedule: Schedule, memory: Memory | None = None
+) -> tuple[int, ...]:
+    """Return what each rank needs: state, reserve, and the most that its schedule keeps at one time.
+
+    A parameter that several stages of one rank use is one parameter there. Without ``memory`` the
+    parameters count alone.
+    """
+    stages = stage_costs(cost, cuts)
+    bounds = [0, *cuts, len(cost.units)]
+    kept = peak_bytes(schedule, [stage.saved_bytes + stage.relay_bytes for stage in stages])
+    needed = []
+    for rank in range(schedule.num_ranks):
+        own = [
+            unit
+            for stage, placed in enumerate(schedule.placement)
+            if placed == rank
+            for unit in cost.units[bounds[stage] : bounds[stage + 1]]
+        ]
+        state = float(parameter_bytes(own))
+        if memory is not None:
+            state = memory.state_bytes(state) + memory.reserved_bytes
+        needed.append(int(np.ceil(state)) + kept[rank])
+    return tuple(needed)
+
+
+def refine(
+    cost: ModelCost,
+    cuts: Sequence[int],
+    schedule: Schedule,
+    *,
+    link: Link | None = None,
+    memory: Memory | None = None,
+    max_trials: int = MAX_TRIALS,
+) -> tuple[int, ...]:
+    """Move cuts as long as a step of ``schedule`` gets faster, and return where they end.
+
+    A move shifts one cut, or several neighbouring ones together, by a few units. Cuts that are less beyond
+    the limit on memory are better than any faster ones. The search ends in cuts that no single move improves,
+    or after ``max_trials`` simulations.
+    """
+    simulator = Simulator(schedule)
+
+    def value(trial: Sequence[int]) -> tuple[int, float]:
+        stages = stage_costs(cost, trial)
+        beyond = 0
+        if memory is not None:
+            needed = rank_bytes(cost, trial, schedule, memory)
+            beyond = sum(max(0, num_bytes - memory.limit_bytes) for num_bytes in needed)
+        return beyond, simulator.makespan_s(stages, link)
+
+    current, best = tuple(cuts), value(cuts)
+    tried = {current}
+    improved = True
+    while improved:
+        improved = False
+        for first, last, shift in _moves(len(current)):
+            trial = tuple(cut + shift if first <= i < last else cut for i, cut in enumerate(current))
+            bounds = [0, *trial, len(cost.units)]
+            if trial in tried or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+                continue
+            if len(tried) >= max_trials:
+                return current
+            tried.add(trial)
+            found = value(trial)
+            if found < best:
+                current, best, improved = trial, found, True
+    return current
+
+
+def _moves(num_cuts: int) -> Iterator[tuple[int, int, int]]:
+    """Yield which cuts to shift, first ... last - 1, and by how many units: few cuts before many."""
+    for length in range(1, num_cuts + 1):
+        for step in _STEPS:
+            for first in range(num_cuts - length + 1):
+                yield first, first + length, step
+                yield first, first + length, -step
+
+
+def in_gb(num_bytes: float) -> str:
+    """Write bytes as device makers count them: 40 GB, 3.21 GB, 120 MB."""
+    for limit, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if num_bytes >= limit:
+            return f"{num_bytes / limit:.3g} {unit}"
+    return f"{num_bytes} B"

@@ -1,4 +1,10 @@
-"""When everything in a pipeline's step happens: the simulator that layouts are compared by."""
+"""When everything in a pipeline's step happens: the simulator that layouts are compared by.
+
+A rank does its actions in their order, each as soon as its values are there. A forward needs the stage
+before it, a backward the stage behind it, on the same micro-batch; values that pass between two ranks travel
+while both compute, one message after the other in each direction of each pair of ranks. The gradients of a
+relayed value are as large as the value.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shoal.decide.actions import Action, Schedule
 from shoal.decide.cost import Link, StageCost
-from shoal.decide.schedule import Action, Schedule
+from shoal.errors import UsageError
+from shoal.record import PipelineBox
 
 
 class Box(NamedTuple):
@@ -24,9 +32,11 @@ class Timeline:
     """One step of a pipeline."""
 
     boxes: tuple[Box, ...]
-    """Rank by rank, in the order of computation."""
+    """Rank by rank, each rank's in the order of computation."""
+    rank_end_s: tuple[float, ...]
+    """When each rank has done its last action."""
     makespan_s: float
-    """From the first action's begin to the last one's end."""
+    """When all have."""
     bubble: float
     """The share of ``num_ranks * makespan_s`` in which ranks do not compute."""
     peak_saved_bytes: tuple[int, ...]
@@ -34,5 +44,194 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Sequence[StageCost], link: Link | None = None) -> Timeline:
-    """Return what a step of ``schedule`` looks like; without a ``link`` relays take no time."""
-    raise NotImplementedError
+    """Return what a step of ``schedule`` looks like; without a ``link`` relays take no time.
+
+    Raises:
+        UsageError: the number of costs is not that of the stages, or the ranks' orders wait for each other.
+    """
+    return Simulator(schedule).run(costs, link)
+
+
+def recorded(timeline: Timeline) -> list[PipelineBox]:
+    """Return the boxes as the record of a run holds them."""
+    return [PipelineBox(box.rank, box.action.stage, box.action.kind, box.action.micro_batch, box.begin_s, box.end_s)
+            for box in timeline.boxes]  # fmt: skip
+
+
+class _Event(NamedTuple):
+    """An action with all that does not depend on costs."""
+
+    rank: int
+    duration: int
+    """Place in the list of durations."""
+    awaited: int
+    """The event whose value it needs, or -1."""
+    relay: int
+    """Place in the list of relayed bytes of what it sends to another rank, or -1."""
+    wire: int
+    """Which direction of which pair of ranks that takes."""
+
+
+_KINDS = {"F": 0, "B": 1, "I": 2, "W": 2}
+
+
+class Simulator:
+    """A schedule made ready to be simulated with many costs: the search for cuts asks thousands of times."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._events, self._actions = _order(schedule)
+        self._num_wires = 1 + max((event.wire for event in self._events), default=0)
+
+    def run(self, costs: Sequence[StageCost], link: Link | None = None) -> Timeline:
+        begins, ends = self._times(costs, link)
+        num_ranks = self.schedule.num_ranks
+        boxes = sorted(
+            (
+                Box(event.rank, action, begin, end)
+                for event, action, begin, end in zip(self._events, self._actions, begins, ends, strict=True)
+            ),
+            key=lambda box: box.rank,  # stable: events keep the order of each rank
+        )
+        rank_end: list[float] = [0] * num_ranks
+        for box in boxes:
+            rank_end[box.rank] = box.end_s
+        makespan = max(rank_end)
+        busy = sum(box.end_s - box.begin_s for box in boxes)
+        return Timeline(
+            boxes=tuple(boxes),
+            rank_end_s=tuple(rank_end),
+            makespan_s=makespan,
+            bubble=1 - busy / (num_ranks * makespan) if makespan else 0.0,
+            peak_saved_bytes=peak_bytes(self.schedule, [cost.saved_bytes for cost in costs]),
+        )
+
+    def makespan_s(self, costs: Sequence[StageCost], link: Link | None = None) -> float:
+        return max(self._times(costs, link)[1])
+
+    def _times(self, costs: Sequence[StageCost], link: Link | None) -> tuple[list[float], list[float]]:
+        """Return when each event begins and ends."""
+        if len(costs) != self.schedule.num_stages:
+            raise UsageError(f"{len(costs)} costs for a schedule of {self.schedule.num_stages} stages")
+        durations: list[float] = []
+        for cost in costs:
+            durations += (cost.forward_s, cost.backward_s, cost.backward_s / 2)
+        transfer = [cost.relay_bytes / link.bytes_per_s if link else 0 for cost in costs]
+        latency = [link.latency_s if link and cost.relay_bytes else 0 for cost in costs]
+        clock: list[float] = [0] * self.schedule.num_ranks
+        wire_free: list[float] = [0] * self._num_wires
+        begins: list[float] = []
+        ends: list[float] = []
+        arrivals: list[float] = []
+        for rank, duration, awaited, relay, wire in self._events:
+            begin = clock[rank]
+            if awaited >= 0 and arrivals[awaited] > begin:
+                begin = arrivals[awaited]
+            end = begin + durations[duration]
+            clock[rank] = end
+            begins.append(begin)
+            ends.append(end)
+            if relay >= 0:
+                # A rank's values leave in the order of its actions, so the wire serves them in that order.
+                wire_free[wire] = max(end, wire_free[wire]) + transfer[relay]
+                arrivals.append(wire_free[wire] + latency[relay])
+            else:
+                arrivals.append(end)
+        return begins, ends
+
+
+def peak_bytes(schedule: Schedule, stage_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Return of each rank the most bytes at one time, if a stage keeps ``stage_bytes`` for each micro-batch.
+
+    From the beginning of its forward to the end of its backward, of ``W`` where that is split.
+    """
+    peaks = []
+    for actions in schedule.actions:
+        kept = peak = 0
+        for kind, stage, _ in actions:
+            if kind == "F":
+                kept += stage_bytes[stage]
+                peak = max(peak, kept)
+            elif kind != "I":
+                kept -= stage_bytes[stage]
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def num_kept(schedule: Schedule) -> tuple[int, ...]:
+    """Return of each stage for how many micro-batches it keeps bytes at one time."""
+    kept, peak = [0] * schedule.num_stages, [0] * schedule.num_stages
+    for actions in schedule.actions:
+        for kind, stage, _ in actions:
+            kept[stage] += {"F": 1, "I": 0}.get(kind, -1)
+            peak[stage] = max(peak[stage], kept[stage])
+    return tuple(peak)
+
+
+def _order(schedule: Schedule) -> tuple[list[_Event], list[Action]]:
+    """Return the actions of all ranks in an order in which each finds its values there.
+
+    Each rank is followed until it has to wait; what it waits for wakes it again.
+    """
+    placement, last = schedule.placement, schedule.num_stages - 1
+    next_action = [0] * schedule.num_ranks
+    done: dict[tuple[str, int, int], int] = {}
+    waiting: dict[tuple[str, int, int], int] = {}
+    awake = list(range(schedule.num_ranks))
+    events: list[_Event] = []
+    order: list[Action] = []
+    while awake:
+        rank = awake.pop()
+        own = schedule.actions[rank]
+        while next_action[rank] < len(own):
+            action = own[next_action[rank]]
+            missing = next((key for key in _needs(action, last) if key not in done), None)
+            if missing is not None:
+                waiting[missing] = rank
+                break
+            kind, stage, batch = action
+            to = stage + 1 if kind == "F" else stage - 1
+            sends = kind != "W" and 0 <= to <= last and placement[to] != rank
+            awaited = _relayed(action, last)
+            events.append(
+                _Event(
+                    rank=rank,
+                    duration=3 * stage + _KINDS[kind],
+                    awaited=-1 if awaited is None else done[awaited],
+                    relay=min(stage, to) if sends else -1,
+                    wire=rank * schedule.num_ranks + placement[to] if sends else 0,
+                )
+            )
+            order.append(action)
+            key = ("G" if kind in "BI" else kind, stage, batch)
+            done[key] = len(events) - 1
+            next_action[rank] += 1
+            if key in waiting:
+                awake.append(waiting.pop(key))
+    for rank, actions in enumerate(schedule.actions):
+        if next_action[rank] < len(actions):
+            raise UsageError(
+                f"schedule {schedule.name!r} stands still: rank {rank} waits at {actions[next_action[rank]]}, "
+                "whose values never come; put its actions in another order"
+            )
+    return events, order
+
+
+def _needs(action: Action, last: int) -> list[tuple[str, int, int]]:
+    """Return what must have been done before; ``G`` is the gradient that goes to the stage before."""
+    kind, stage, batch = action
+    if kind == "W":
+        return [("G", stage, batch)]
+    relayed = _relayed(action, last)
+    needs = [relayed] if relayed is not None else []
+    return needs if kind == "F" else [("F", stage, batch), *needs]
+
+
+def _relayed(action: Action, last: int) -> tuple[str, int, int] | None:
+    """Return whose value the action receives from another stage."""
+    kind, stage, batch = action
+    if kind == "F":
+        return ("F", stage - 1, batch) if stage else None
+    if kind == "W":
+        return None
+    return ("G", stage + 1, batch) if stage < last else None
