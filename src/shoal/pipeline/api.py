@@ -1,0 +1,202 @@
+"""``pipeline()``: from an unmodified model to this worker's stages of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shoal.decide.choice import PORTFOLIO, VIRTUAL_CHOICES, Conditions
+from shoal.decide.cost import Link, ModelCost
+from shoal.decide.partition import Memory, Optimize
+from shoal.errors import UsageError, did_you_mean
+from shoal.pipeline.export import Exported, export_model
+from shoal.pipeline.groups import Groups, make_groups, measure_link
+from shoal.pipeline.loss import Batch, Count, default_count, micro_batches
+from shoal.pipeline.measure import measure_cost
+from shoal.pipeline.place import Initialise, put_on, shard_state
+from shoal.pipeline.plan import decide
+from shoal.pipeline.roofline import Rates, estimate_cost
+from shoal.pipeline.runner import StageRunner
+from shoal.pipeline.runtime import Pipeline, Settings, Streams
+from shoal.pipeline.split import split
+from shoal.pipeline.streams import draws
+from shoal.pipeline.ties import owners
+from shoal.pipeline.verify import Reference, run_unsplit
+
+SCHEDULE_ALIASES = {"simple": "gpipe"}
+"""SageMaker's names."""
+AUTO = "auto"
+DEFAULT_RATES = Rates(flops_per_s=60e12, bytes_per_s=1.3e12)
+"""For devices that a model was not measured on: about what an A100 reaches in matrix products of TF32."""
+
+
+def make_mesh(
+    device_type: str, *, pipeline: int, data: int = 1, placement_strategy: str = "cluster"
+) -> DeviceMesh:
+    """Return a mesh of all workers with the axes ``pp`` and ``dp``.
+
+    Args:
+        placement_strategy: ``cluster``: the ranks of a pipeline are neighbours, so that one host holds whole
+            pipelines if it can. ``spread``: replicas are neighbours, and a pipeline spreads over hosts.
+
+    Raises:
+        UsageError: an unknown strategy.
+    """
+    if placement_strategy == "cluster":
+        return init_device_mesh(device_type, (data, pipeline), mesh_dim_names=("dp", "pp"))
+    if placement_strategy == "spread":
+        return init_device_mesh(device_type, (pipeline, data), mesh_dim_names=("pp", "dp"))
+    raise UsageError(
+        f"placement_strategy is {placement_strategy!r}; it must be 'cluster' or 'spread'."
+        f"{did_you_mean(placement_strategy, ('cluster', 'spread'))}"
+    )
+
+
+def pipeline(
+    model: nn.Module,
+    example_inputs: Mapping[str, Tensor],
+    *,
+    mesh: DeviceMesh | None = None,
+    microbatches: int = 8,
+    schedule: str = AUTO,
+    optimize: Optimize = "speed",
+    virtual_stages: int | None = None,
+    active_microbatches: int | None = None,
+    memory_weight: float | None = None,
+    memory: Memory | None = None,
+    link: Link | None = None,
+    data_parallel: DeviceMesh | None = None,
+    shard: bool = False,
+    modules: Sequence[Sequence[str]] | None = None,
+    cuts: Sequence[int] | None = None,
+    cost: ModelCost | None = None,
+    count: Count | None = None,
+    seed: int = 0,
+    verify: bool = False,
+    device: torch.device | str | None = None,
+    initialise: Initialise | None = None,
+) -> Pipeline:
+    """Split ``model`` over the ranks of ``mesh`` and return this rank's part. All ranks call it alike.
+
+    The model is not changed and needs no changes; it must return its own loss. It may lie on the meta device:
+    then only this rank's part is ever allocated.
+
+    Args:
+        example_inputs: one replica's batch, name -> tensor [rows, ...]; the shapes of all batches to come.
+        mesh: the ranks of the pipeline, one dimension. Default: all workers.
+        microbatches: into how many parts a batch is divided.
+        schedule: ``auto`` takes the fastest, by simulation; or gpipe (SageMaker's "simple"), 1f1b,
+            interleaved, bfs, vee, backward_first.
+        optimize: ``speed``, or ``memory``: the layout that needs least.
+        virtual_stages: stages a rank. Default: whatever is fastest.
+        active_microbatches: how many micro-batches the greedy schedules have under way at most.
+        memory_weight: see :func:`shoal.decide.partition.partition`.
+        memory: of a device, and what a byte of parameters brings with it. Default: no limit.
+        link: between ranks. Default: measured.
+        data_parallel: the replicas, one dimension. Default: one replica.
+        shard: divide parameters, gradients and optimizer state over the replicas (FSDP2).
+        modules: names of the modules of each stage, for a model that cannot be exported.
+        cuts: the units at which the second, third, ... stage begins, instead of deciding it.
+        cost: of one micro-batch. Default: measured on the device, estimated for a model on the meta device.
+        count: number of targets of a batch. Default: labels that are not -100, without labels rows.
+        seed: of random operations (dropout), whose numbers do not depend on the layout.
+        verify: compare the first step's loss and gradients with the unsplit model, which must fit a device.
+        device: default: the current GPU for a mesh of GPUs, else the processor.
+        initialise: fills a parameter or buffer of a model on the meta device, by name.
+
+    Raises:
+        UsageError: what was asked for cannot be; the message is the same on all ranks.
+    """
+    place = _device(device, mesh)
+    groups = make_groups(mesh, data_parallel, place)
+    counts = count or default_count
+    example = {name: tensor.detach() for name, tensor in example_inputs.items()}
+    home = next((parameter.device for parameter in model.parameters()), place)
+    first = micro_batches(example, _positive(microbatches))[0]
+    part = {name: tensor.to(home) for name, tensor in first.items()}
+    training = export_model(model, part, training=True)
+    evaluation = export_model(model, part, training=False)
+    conditions = Conditions(
+        link=link or measure_link(groups),
+        memory=memory,
+        names=_schedule_names(schedule),
+        virtual=VIRTUAL_CHOICES if virtual_stages is None else (virtual_stages,),
+        active_micro_batches=active_microbatches,
+        optimize=optimize,
+        memory_weight=memory_weight,
+    )
+    groups.sum(torch.zeros(1, device=place))  # nobody exports any more while the first rank measures
+    plan = decide(
+        groups,
+        lambda: cost or _cost(training, place),
+        num_micro_batches=microbatches,
+        conditions=conditions,
+        cuts=cuts,
+    )
+    stages = split(training, plan.cuts, evaluation=evaluation)
+    held_by = owners([stage.parameter_names.values() for stage in stages], plan.schedule.placement)
+    runners = {
+        index: StageRunner(stage)
+        for index, (stage, rank) in enumerate(zip(stages, plan.schedule.placement, strict=True))
+        if rank == groups.rank
+    }
+    put_on(place, runners.values(), initialise)
+    if shard and data_parallel is not None and data_parallel.size() > 1:
+        shard_state(runners.values(), data_parallel)
+    return Pipeline(
+        plan,
+        runners,
+        held_by,
+        groups,
+        Settings(
+            example={name: tensor.to("meta") for name, tensor in example.items()},
+            count=counts,
+            seed=seed,
+            title=type(model).__name__,
+        ),
+        aliases=training.aliases,
+        reference=_reference(model, training, groups) if verify else None,
+    )
+
+
+def _device(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if mesh is not None and mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu" if mesh is None else mesh.device_type)
+
+
+def _positive(microbatches: int) -> int:
+    if microbatches < 1:
+        raise UsageError(f"microbatches is {microbatches}; a batch has at least one")
+    return microbatches
+
+
+def _schedule_names(schedule: str) -> tuple[str, ...]:
+    return PORTFOLIO if schedule == AUTO else (SCHEDULE_ALIASES.get(schedule, schedule),)
+
+
+def _cost(exported: Exported, place: torch.device) -> ModelCost:
+    if exported.device == place:
+        return measure_cost(exported)
+    return estimate_cost(exported, DEFAULT_RATES)
+
+
+def _reference(
+    model: nn.Module, exported: Exported, groups: Groups
+) -> Callable[[Sequence[Batch], Sequence[Tensor], Streams], Reference]:
+    """Return what runs batches unsplit: the model as it is, or its graph where it draws random numbers."""
+    if exported.device.type == "meta":
+        raise UsageError("verify needs a model that is not on the meta device: it is run unsplit")
+    if any(draws(node) for graph in exported.module.modules() for node in graph.graph.nodes):
+        (whole,) = split(exported, [])
+        return lambda parts, weights, streams: run_unsplit(
+            model, lambda part: exported.unflatten(whole(**part)), parts, weights, streams, groups
+        )
+    return lambda parts, weights, streams: run_unsplit(
+        model, lambda part: model(**part), parts, weights, streams, groups
+    )

@@ -1,0 +1,99 @@
+"""Weights that stages of several ranks share: their gradients are added up, and they are counted once.
+
+A tied weight (T5's embedding is read by the encoder, by the decoder and by the output layer) whose stages
+lie on one rank is one parameter there, and autograd adds its gradients. Where ranks differ, each has a copy;
+the copies stay equal because each gets the sum of all gradients, added in the order of the ranks on the
+first of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def owners(names_of_stages: Sequence[Iterable[str]], placement: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Return the pipeline ranks that hold each parameter, ascending.
+
+    Args:
+        names_of_stages: the canonical names of each stage's parameters.
+        placement: the rank of each stage.
+    """
+    ranks: dict[str, set[int]] = defaultdict(set)
+    for names, rank in zip(names_of_stages, placement, strict=True):
+        for name in names:
+            ranks[name].add(rank)
+    return {name: tuple(sorted(held)) for name, held in ranks.items()}
+
+
+class Ties:
+    """The parameters that several ranks of a pipeline hold.
+
+    Args:
+        owners: of every parameter of the model, as :func:`owners` returns them.
+        parameters: this rank's, by canonical name.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[str, tuple[int, ...]],
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._owners = owners
+        self._group = group
+        self._rank = dist.get_rank(group)
+        shared: dict[tuple[tuple[int, ...], str], list[nn.Parameter]] = defaultdict(list)
+        for name, ranks in sorted(owners.items()):
+            if len(ranks) > 1 and self._rank in ranks:
+                parameter = parameters[name]
+                if parameter.requires_grad:
+                    shared[ranks, str(parameter.dtype)].append(parameter)
+        # All ranks go through the sets in the same order, so none waits for one that waits for it.
+        self._shared = sorted(shared.items(), key=lambda item: item[0])
+
+    def owned(self, name: str) -> bool:
+        """Whether this rank counts the parameter: the first of those that hold it does."""
+        return self._owners[name][0] == self._rank
+
+    def reduce(self) -> None:
+        """Replace the gradient of every tied parameter by the sum over the ranks that hold it."""
+        for (ranks, _), parameters in self._shared:
+            gradients = [_gradient(parameter) for parameter in parameters]
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            self._add_up(flat, ranks)
+            parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def _add_up(self, flat: Tensor, ranks: tuple[int, ...]) -> None:
+        """Sum ``flat`` over ``ranks`` in place: all send to the first, which sends the sum back."""
+        first, *others = ranks
+        if self._rank != first:
+            self._talk([(dist.isend, flat, first)])
+            self._talk([(dist.irecv, flat, first)])
+            return
+        received = [torch.empty_like(flat) for _ in others]
+        self._talk([(dist.irecv, part, rank) for part, rank in zip(received, others, strict=True)])
+        for part in received:
+            flat += part
+        self._talk([(dist.isend, flat, rank) for rank in others])
+
+    def _talk(self, messages: Sequence[tuple[object, Tensor, int]]) -> None:
+        operations = [
+            dist.P2POp(way, tensor, group=self._group, group_peer=rank) for way, tensor, rank in messages
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient (of a sharded parameter, this rank's shard), zeros where backward left none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
