@@ -1,0 +1,149 @@
+"""One published row predicted from another: what ``plan_published`` asks the planner."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+from benchmarks.plan_rows import PER_GPU_METRICS, THROUGHPUT, TIME, Row, recipe_of, sequence_length_of
+from shoal.cli.workloads import workload
+from shoal.plan.convergence import Convergence, convergence_of
+from shoal.plan.hardware import Machines, require_accelerators
+from shoal.plan.memory import largest_micro_batch
+from shoal.plan.step import Layout, achieved_flops_for, step_time
+from shoal.plan.training import run_time
+from shoal.plan.workload import Workload
+
+MIB = 1 << 20
+
+# Layouts of models that no device holds, as their publications name them: tensor (with context) parallel,
+# pipeline stages, chunks of layers a stage. MLPerf's logs and configurations of NVIDIA's submissions.
+_SPLIT = {"gpt3-175b": (4, 8, 6), "llama3.1-405b": (8, 8, 7), "llama3.1-70b": (8, 1, 1)}
+_SHARDED = ("gpt", "llama")
+
+
+def layout_of(row: Row, recipe: str, model: Workload, workers: Machines) -> Layout:
+    """Return how the row's batch was spread, by rules that see neither this row's value nor any other's."""
+    assert row.global_batch
+    tensor, stages, virtual = _SPLIT.get(recipe, (1, 1, 1))
+    if (
+        recipe == "llama2-70b-lora"
+    ):  # fits on four devices; more samples' devices than samples split the sequence
+        tensor = max(4, row.gpus // row.global_batch)
+    wire_bytes = 4 if re.search(r"\b(FP32|TF32)\b", f"{row.system} {row.hardware}") else 2
+    trained = model.num_parameters * model.trainable / (tensor * stages) * wire_bytes
+    share = row.global_batch * tensor * stages / row.gpus
+    if recipe.startswith(_SHARDED):
+        micro: float = 1.0
+    else:
+        micro = largest_micro_batch(
+            model, require_accelerators(workers), share=share, activation_bytes=wire_bytes
+        )
+    return Layout(
+        global_batch=row.global_batch,
+        micro_batch=micro,
+        tensor=tensor,
+        stages=stages,
+        virtual=virtual,
+        wire_bytes=wire_bytes,
+        bucket_bytes=max(25 * MIB, int(trained / 32)),
+        sharded_optimizer=recipe.startswith(_SHARDED),
+    )
+
+
+def predict_row(row: Row, workers: Machines, achieved_flops: float) -> float:
+    """Return the row's metric for accelerators that achieve ``achieved_flops``."""
+    recipe = recipe_of(row)
+    assert recipe and row.global_batch
+    name = re.sub(r"\(.*", "", row.model)
+    if "phase1+2" in row.model:
+        return _phases(row, recipe, workers, achieved_flops)
+    model = workload(recipe, _length(row, recipe))
+    layout = layout_of(row, recipe, model, workers)
+    step_s = step_time(model, workers, layout, achieved_flops=achieved_flops).total_s
+    if row.kind == THROUGHPUT:
+        return _rate(row, step_s)
+    convergence = _convergence(row, recipe, name)
+    run = run_time(
+        model,
+        convergence,
+        workers,
+        global_batch=row.global_batch,
+        step_s=step_s,
+        achieved_flops=achieved_flops,
+    )
+    if row.kind == TIME:
+        return run.total_s / 60
+    return run.num_samples / run.total_s
+
+
+def achieved_of(row: Row, workers: Machines) -> float:
+    """Return the FLOP/s at which the planner gives the row's own value."""
+    precision = "fp32" if "FP32" in row.system else "fp16"
+    peak = require_accelerators(workers).peak(precision)
+    return achieved_flops_for(
+        row.value, lambda flops: predict_row(row, workers, flops), peak=peak, tolerance=1e-4
+    )
+
+
+def _rate(row: Row, step_s: float) -> float:
+    """Return the metric in samples, up to the factor of :func:`unit_factor`."""
+    if row.metric == "iterations_per_s":
+        return 1 / step_s
+    assert row.global_batch
+    rate = row.global_batch / step_s
+    return rate / row.gpus if row.metric in PER_GPU_METRICS else rate
+
+
+def unit_factor(row: Row, model: Workload, workers: Machines) -> float:
+    """Return what :func:`_rate` must be multiplied by: tokens a sample, or FLOPs a sample over the peak."""
+    if row.metric.startswith("tokens"):
+        return model.tokens_per_sample
+    if row.metric == "mfu":
+        return model.training_flops / require_accelerators(workers).peak("bf16")
+    return 1.0
+
+
+def in_samples(row: Row, workers: Machines) -> Row:
+    """Return the row with its value in samples a second (a device), where it is in tokens or utilisation."""
+    recipe = recipe_of(row)
+    assert recipe
+    factor = unit_factor(row, workload(recipe, _length(row, recipe)), workers)
+    return replace(row, value=row.value / factor)
+
+
+def _length(row: Row, recipe: str) -> int | None:
+    if recipe in ("resnet50", "mask-rcnn", "faster-rcnn"):
+        return None
+    return sequence_length_of(row)
+
+
+def _convergence(row: Row, recipe: str, name: str) -> Convergence:
+    """Return the table; a run of fixed length where the row says so, or where there is none."""
+    table = {"bert-large": "bert-large-mlperf"}.get(recipe, recipe)
+    fixed = re.search(r"(\d+) epochs", row.system)
+    known = (
+        recipe in ("resnet50", "mask-rcnn", "gpt3-175b", "llama2-70b-lora", "llama3.1-405b") or row.is_mlperf
+    )
+    if known and not fixed:
+        return convergence_of(table)
+    if recipe.endswith("rcnn") and fixed:
+        coco = convergence_of("mask-rcnn")
+        epochs = float(fixed[1])
+        return replace(coco, points=((1, epochs), (1 << 30, epochs)))
+    length = sequence_length_of(row)
+    phases = [phase for phase in convergence_of(recipe).phases if length in (None, phase.sequence_length)]
+    samples = float(sum(phase.steps * phase.batch for phase in phases))
+    return Convergence(name=name, source="fixed length", points=((1, samples), (1 << 30, samples)))
+
+
+def _phases(row: Row, recipe: str, workers: Machines, achieved_flops: float) -> float:
+    """Return minutes of BERT's two phases, each with its own sequence length, batch and steps."""
+    total_s = 0.0
+    for phase in convergence_of(recipe).phases:
+        model = workload(recipe, phase.sequence_length)
+        part = replace(row, global_batch=phase.batch)
+        layout = layout_of(part, recipe, model, workers)
+        total_s += phase.steps * step_time(model, workers, layout, achieved_flops=achieved_flops).total_s
+    return total_s / 60 if math.isfinite(total_s) else math.inf

@@ -1,0 +1,122 @@
+"""What a training step of a model is made of, without computing it: layers, FLOPs, operations, bytes.
+
+The model and its inputs are on the meta device, so the largest ones take seconds and no memory. FLOPs come
+from torch's own formulas (``torch.utils.flop_counter``), one for each matrix product and convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+_FREE = frozenset(
+    {"detach", "alias", "empty", "empty_like", "empty_strided", "lift_fresh", "_unsafe_view", "new_empty"}
+)
+"""Operations that start no kernel, besides views."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """One forward and backward pass of ``num_samples`` samples."""
+
+    layers: tuple[tuple[str, int, float], ...]
+    """(module with parameters of its own, their number, forward FLOPs) in the order of first use. A product
+    without parameters (attention) counts to the module before it, a shared parameter to its first user."""
+    num_operations: int
+    """That start a kernel; a convolution's backward starts two."""
+    saved_bytes: int
+    """Of tensors kept for the backward pass, parameters not counted, at the elements' own sizes."""
+    num_trainable: int
+    num_samples: int
+
+
+def profile_step(model: nn.Module, loss: Callable[[], Tensor], *, num_samples: int) -> StepProfile:
+    """Run ``loss()`` and its backward pass on the meta device and count.
+
+    Args:
+        model: whose modules are told apart.
+        loss: computes a scalar with ``model`` from meta tensors.
+        num_samples: in the batch of ``loss``.
+    """
+    counter = _Counter(model)
+    handles = [
+        module.register_forward_pre_hook(counter.entering(name))
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+    ]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda kept: kept), counter:
+            value = loss()
+            counter.in_forward = False
+            value.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    parameters = _first_users(model, counter.order)
+    layers = tuple((name, parameters.get(name, 0), counter.flops.get(name, 0.0)) for name in counter.order)
+    return StepProfile(
+        layers=layers,
+        num_operations=counter.num_operations,
+        saved_bytes=sum(counter.saved.values()),
+        num_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        num_samples=num_samples,
+    )
+
+
+def _first_users(model: nn.Module, order: list[str]) -> dict[str, int]:
+    """Return how many parameters each module of ``order`` brings that none before it has."""
+    modules = dict(model.named_modules())
+    seen: set[int] = set()
+    counts = {}
+    for name in order:
+        own = [p for p in modules[name].parameters(recurse=False) if id(p) not in seen]
+        seen.update(map(id, own))
+        counts[name] = sum(p.numel() for p in own)
+    # Parameters that are used without their module being called (decoders by weight alone) count to the last.
+    counts[order[-1]] += sum(p.numel() for p in model.parameters() if id(p) not in seen)
+    return counts
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.own = {p.untyped_storage()._cdata for p in model.parameters()}
+        self.order: list[str] = []
+        self.flops: dict[str, float] = {}
+        self.current = ""
+        self.in_forward = True
+        self.num_operations = 0
+        self.saved: dict[int, int] = {}
+        self.alive: list[Tensor] = []
+
+    def entering(self, name: str) -> Callable[[nn.Module, Any], None]:
+        def enter(module: nn.Module, inputs: Any) -> None:
+            if name not in self.flops:
+                self.flops[name] = 0.0
+                self.order.append(name)
+            self.current = name
+
+        return enter
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.own and storage._cdata not in self.saved:
+            self.saved[storage._cdata] = storage.nbytes()
+            self.alive.append(tensor)  # so that no other storage gets its address
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        packet = func._overloadpacket
+        if self.in_forward and packet in flop_registry and self.current:
+            self.flops[self.current] += flop_registry[packet](*args, **kwargs, out_val=out)
+        if not func.is_view and packet.__name__ not in _FREE:
+            self.num_operations += 2 if packet.__name__ == "convolution_backward" else 1
+        return out

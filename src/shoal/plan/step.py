@@ -1,0 +1,204 @@
+"""One optimizer step: what workers compute, when buckets are ready, what of the exchange shows.
+
+    micro-batch    K τ + b f / r        K kernels at least τ each, b samples of f FLOPs at r achieved FLOP/s
+    last backward  releases the buckets; earlier micro-batches of an accumulated batch send nothing
+    stages         p stages and m micro-batches in v chunks a device wait (p - 1) / (v m) of the computation
+                   (interleaved 1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2)
+    optimizer      reads and writes weights, gradients and moments at memory rate
+
+τ is physical: launch, ramp and tail of a kernel that has next to nothing to do. It is why eight times the
+hosts at the same global batch are never eight times as fast, however good the network is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.decide.links import DDP_BUCKET_BYTES
+from shoal.errors import UsageError
+from shoal.plan.hardware import Machines, require_accelerators
+from shoal.plan.network import capacities, collective
+from shoal.plan.simulate import Exchange, exchange, slowest
+from shoal.plan.workload import Workload, gradient_buckets
+
+KERNEL_S = 10e-6
+"""τ: an operation of a framework that launches one by one needs 5-10 µs on the host, and a kernel over a tiny
+tensor 3-10 µs on the device. Chosen once, for all devices and models; see docs/plan.md."""
+OPTIMIZER_BYTES = 36
+"""Memory traffic a parameter of Adam or LAMB in mixed precision: gradient and three fp32 states read, three
+written, twice over weights and gradient for norms and the 16-bit copy."""
+MEMORY_EFFICIENCY = 0.8
+"""Streaming kernels reach about 80 % of a device's memory rate (STREAM on GPUs)."""
+JITTER = 0.01
+"""Relative standard deviation of a worker's time. Sinha et al. (SC 2022, "Not All GPUs Are Created Equal")
+found up to 8 % between GPUs of one cluster; 1 % is ±3 σ over 6 %."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a global batch is spread over the accelerators.
+
+    ``tensor × stages`` accelerators hold one replica of the model; the rest is data parallel.
+    """
+
+    global_batch: int
+    micro_batch: float | None = None
+    """Samples a replica computes at once; None: its whole share (no accumulation) where stages is 1."""
+    tensor: int = 1
+    """Accelerators over which each layer is split."""
+    stages: int = 1
+    """Pipeline stages."""
+    virtual: int = 1
+    """Chunks of layers on each stage's accelerators."""
+    algorithm: str = "hierarchical-ring"
+    bucket_bytes: int = DDP_BUCKET_BYTES
+    """On the network."""
+    wire_bytes: int = 2
+    """Bytes of a gradient's element on the network."""
+    sharded_optimizer: bool = False
+    """Each data-parallel worker updates its part of the parameters only."""
+
+    @property
+    def per_replica(self) -> int:
+        """Accelerators that hold one copy of the model."""
+        return self.tensor * self.stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Where a step's time goes, in seconds."""
+
+    forward_s: float
+    backward_s: float
+    bubble_s: float
+    straggler_s: float
+    """Wait for the slowest worker."""
+    exposed_s: float
+    """Averaging that the backward pass does not hide."""
+    optimizer_s: float
+    micro_batches: int
+    exchange: Exchange
+    """Times count from the beginning of the step."""
+
+    @property
+    def total_s(self) -> float:
+        return (
+            self.forward_s
+            + self.backward_s
+            + self.bubble_s
+            + self.straggler_s
+            + self.exposed_s
+            + self.optimizer_s
+        )
+
+
+def step_time(
+    workload: Workload,
+    workers: Machines,
+    layout: Layout,
+    *,
+    achieved_flops: float,
+    helpers: Machines | None = None,
+    jitter: float = JITTER,
+    kernel_s: float = KERNEL_S,
+    seed: int = 0,
+) -> StepTime:
+    """Predict one optimizer step.
+
+    Args:
+        achieved_flops: of one accelerator, in matrix work; what a calibration finds.
+
+    Raises:
+        UsageError: the layout does not divide the accelerators.
+    """
+    accelerator = require_accelerators(workers)
+    num_workers = workers.num_accelerators
+    replicas = num_replicas(workers, layout)
+    share = layout.global_batch / replicas
+    # A share below one sample splits the samples themselves (spatial or context parallel): no accumulation.
+    micro = min(layout.micro_batch or (1.0 if layout.stages > 1 else share), share)
+    count = max(1, math.ceil(share / micro - 1e-9))
+    flops_s = share / count * workload.training_flops / (layout.per_replica * achieved_flops)
+    kernels_s = kernel_s * workload.num_kernels / layout.stages
+    compute_s = flops_s + kernels_s
+    forward_s, backward_s = count * compute_s / 3, count * compute_s * 2 / 3
+    bubble_s = (layout.stages - 1) / layout.virtual * compute_s
+    late = slowest(num_workers, jitter, seed) - 1.0
+    straggler_s = late * (forward_s + backward_s + bubble_s)
+
+    begin_s = (forward_s + backward_s + bubble_s) * (1 + late) - compute_s * 2 / 3
+    trained = workload.trainable / layout.per_replica * layout.wire_bytes
+    buckets = gradient_buckets(workload.layers, layout.bucket_bytes, trained)
+    ready = [(begin_s + done * compute_s * 2 / 3, num_bytes) for done, num_bytes in buckets]
+    computed_s = begin_s + compute_s * 2 / 3
+    local_group = max(1, workers.instance.num_accelerators // layout.per_replica)
+    if replicas > 1:
+        how = collective(layout.algorithm, workers, helpers, local_group=local_group)
+        sent = exchange(ready, how, capacities(workers, helpers))
+    else:
+        sent = Exchange(end_s=computed_s, spans=(), busy_s={})
+    updated = workload.num_parameters * workload.trainable / layout.per_replica
+    if layout.sharded_optimizer:
+        updated /= replicas
+    optimizer_s = updated * OPTIMIZER_BYTES / (accelerator.memory_bytes_per_s * MEMORY_EFFICIENCY)
+    return StepTime(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        bubble_s=bubble_s,
+        straggler_s=straggler_s,
+        exposed_s=max(0.0, sent.end_s - computed_s),
+        optimizer_s=optimizer_s,
+        micro_batches=count,
+        exchange=sent,
+    )
+
+
+def num_replicas(workers: Machines, layout: Layout) -> int:
+    """Return how many copies of the model the accelerators hold.
+
+    Raises:
+        UsageError: the accelerators do not divide into copies.
+    """
+    num_workers = workers.num_accelerators
+    if num_workers % layout.per_replica:
+        raise UsageError(
+            f"{num_workers} accelerators do not divide into copies of the model over {layout.tensor} × "
+            f"{layout.stages} of them (tensor × stages); choose a divisor"
+        )
+    return num_workers // layout.per_replica
+
+
+def achieved_flops_for(
+    measured: float,
+    predict: Callable[[float], float],
+    *,
+    peak: float,
+    tolerance: float = 1e-5,
+) -> float:
+    """Return the FLOP/s of an accelerator at which ``predict`` gives ``measured``.
+
+    Args:
+        predict: a time, falling with the FLOP/s, or a throughput, growing with it.
+        peak: of the accelerator; the answer lies between a thousandth of it and 100 times it (a figure above
+            1 × means that the fixed costs are overestimated, and is the caller's to judge).
+
+    Raises:
+        UsageError: no such rate exists: fixed costs alone exceed the measured time.
+    """
+    low, high = math.log(peak * 1e-3), math.log(peak * 100)
+    growing = predict(math.exp(high)) > predict(math.exp(low))
+    best = predict(math.exp(high))
+    if (best < measured) if growing else (best > measured):
+        raise UsageError(
+            f"no rate of computation gives {measured:g}: at infinite speed the prediction is {best:g}; "
+            "the measurement is of another model, batch or hardware"
+        )
+    while high - low > tolerance:
+        middle = (low + high) / 2
+        if (predict(math.exp(middle)) < measured) == growing:
+            low = middle
+        else:
+            high = middle
+    return math.exp((low + high) / 2)

@@ -1,0 +1,85 @@
+"""What a recipe is to the planner: what ``shoal.models.profile`` counts in its real model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shoal.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A module with parameters of its own, where the forward pass first uses it."""
+
+    name: str
+    num_parameters: int
+    """A tied or shared parameter counts where it is used first: its gradient is complete when the backward
+    pass comes there."""
+    forward_flops: float
+    """Of one sample; an addition and a multiplication are two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One training step of a model, for any batch.
+
+    Raises:
+        UsageError: no layer, or one with a negative size.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    """In the order of the forward pass."""
+    num_kernels: int
+    """Device operations of the forward and backward pass of one micro-batch."""
+    saved_bytes: float
+    """Kept from forward to backward, of one sample, with 16-bit activations."""
+    unit: str = "sequences"
+    """What a sample is."""
+    tokens_per_sample: int = 1
+    trainable: float = 1.0
+    """Share of the parameters that has gradients (LoRA trains few)."""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise UsageError(f"workload {self.name}: it has no layers")
+        for layer in self.layers:
+            if layer.num_parameters < 0 or layer.forward_flops < 0:
+                raise UsageError(f"workload {self.name}: layer {layer.name} has a negative size")
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(layer.num_parameters for layer in self.layers)
+
+    @cached_property
+    def forward_flops(self) -> float:
+        return sum(layer.forward_flops for layer in self.layers)
+
+    @property
+    def training_flops(self) -> float:
+        """Of one sample: the backward pass computes two gradients for each forward product."""
+        return 3 * self.forward_flops
+
+
+def gradient_buckets(
+    layers: Sequence[Layer], bucket_bytes: int, bytes_per_element: float
+) -> list[tuple[float, float]]:
+    """Return (share of the backward pass after which it is ready, bytes) of each bucket, in that order.
+
+    Buckets are filled in backward order as DistributedDataParallel fills them; a layer larger than a bucket
+    has one of its own. A layer is ready when its part of the FLOPs is done.
+    """
+    total = sum(layer.forward_flops for layer in layers) or 1.0
+    buckets: list[tuple[float, float]] = []
+    done, held = 0.0, 0.0
+    for layer in reversed(layers):
+        done += layer.forward_flops / total
+        held += layer.num_parameters * bytes_per_element
+        if held >= bucket_bytes:
+            buckets.append((min(done, 1.0), held))
+            held = 0.0
+    if held:
+        buckets.append((1.0, held))
+    return buckets

@@ -1,0 +1,81 @@
+"""Workloads counted from the real models, against what is known of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.cli.workloads import recipe_names, workload, workload_of_function
+from shoal.errors import UsageError
+from shoal.models.bert_config import BertModelConfig, num_parameters
+
+
+def test_bert_large_has_its_parameters_and_flops() -> None:
+    found = workload("bert-large", 128)
+    config = BertModelConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    )
+    assert found.num_parameters == num_parameters(config)
+    # A layer's products: 24 h² a token and 4 S h of attention (Narayanan et al. 2021, appendix), the last layer
+    # for the masked tokens only; the head's h² + h V on 15 %.
+    h, length, layers, vocabulary = 1024, 128, 24, 30522
+    most = length * layers * (24 * h * h + 4 * length * h) + 0.16 * length * (2 * h * h + 2 * h * vocabulary)
+    assert 0.93 * most < found.forward_flops < most
+    assert found.tokens_per_sample == length
+
+
+def test_shared_layers_are_counted_once_and_their_gradients_come_last() -> None:
+    found = workload("albert-base")
+    assert 11e6 < found.num_parameters < 13e6
+    shared = [layer for layer in found.layers if "albert_layers" in layer.name]
+    assert shared and all(layer.num_parameters for layer in shared)
+    # Twelve passes through one layer.
+    assert found.forward_flops > 0.9 * 512 * 12 * (24 * 768 * 768)
+
+
+def test_resnet50() -> None:
+    pytest.importorskip("torchvision")
+    found = workload("resnet50")
+    assert found.num_parameters == 25_557_032
+    assert found.forward_flops == pytest.approx(2 * 4.09e9, rel=0.01)
+    assert found.layers[0].name == "conv1" and found.layers[-1].name == "fc"
+    # Forward 53 convolutions, norms, 49 activations, 16 sums; backward the same and a second kernel for each
+    # convolution.
+    assert 350 < found.num_kernels < 500
+    assert found.unit == "images"
+
+
+def made_model() -> tuple[object, dict[str, object], int]:
+    import torch
+    from torch import nn
+
+    class Made(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(16, 32)
+            self.second = nn.Linear(32, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x)).sum()
+
+    return Made(), {"x": torch.zeros(8, 16)}, 8
+
+
+def test_a_users_model() -> None:
+    found = workload_of_function(f"{__name__}:made_model")
+    assert [(layer.name, layer.num_parameters) for layer in found.layers] == [
+        ("first", 16 * 32 + 32),
+        ("second", 32 * 4 + 4),
+    ]
+    assert [layer.forward_flops for layer in found.layers] == [2 * 16 * 32, 2 * 32 * 4]
+    with pytest.raises(UsageError, match="cannot be imported"):
+        workload_of_function("no.such.module:f")
+    with pytest.raises(UsageError, match="cannot be imported"):
+        workload_of_function("made_model")
+
+
+def test_unknown_recipe_says_which_was_meant() -> None:
+    with pytest.raises(UsageError, match=r"'bert-lage' is not known. Did you mean 'bert-large'\?"):
+        workload("bert-lage")
+    with pytest.raises(UsageError, match="resnet50 has images, not sequences"):
+        workload("resnet50", 128)
+    assert {"resnet50", "mask-rcnn", "bert-large", "albert-base", "albert-large", "t5-3b"} <= set(recipe_names())
