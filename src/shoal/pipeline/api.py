@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,25 +12,22 @@ from shoal.decide.choice import PORTFOLIO, VIRTUAL_CHOICES, Conditions
 from shoal.decide.cost import Link, ModelCost
 from shoal.decide.partition import Memory, Optimize
 from shoal.errors import UsageError, did_you_mean
-from shoal.pipeline.export import Exported, export_model
 from shoal.pipeline.groups import Groups, make_groups, measure_link
-from shoal.pipeline.loss import Batch, Count, default_count, micro_batches
-from shoal.pipeline.measure import measure_cost
-from shoal.pipeline.place import Initialise, put_on, shard_state
+from shoal.pipeline.loss import Count, default_count, micro_batches
+from shoal.pipeline.materialise import Initialise, materialise
+from shoal.pipeline.place import put_on, shard_state
 from shoal.pipeline.plan import decide
-from shoal.pipeline.roofline import Rates, estimate_cost
 from shoal.pipeline.runner import StageRunner
-from shoal.pipeline.runtime import Pipeline, Settings, Streams
-from shoal.pipeline.split import split
-from shoal.pipeline.streams import draws
+from shoal.pipeline.runtime import Pipeline, Settings, Unsplit
+from shoal.pipeline.sources import Graph, Named, Source
 from shoal.pipeline.ties import owners
-from shoal.pipeline.verify import Reference, run_unsplit
+from shoal.pipeline.verify import run_unsplit
 
 SCHEDULE_ALIASES = {"simple": "gpipe"}
 """SageMaker's names."""
 AUTO = "auto"
-DEFAULT_RATES = Rates(flops_per_s=60e12, bytes_per_s=1.3e12)
-"""For devices that a model was not measured on: about what an A100 reaches in matrix products of TF32."""
+SPLIT_BACKWARD = frozenset({"zbv"})
+"""Schedules that split the backward pass: torch does it wrongly for some graphs, so they are verified."""
 
 
 def make_mesh(
@@ -89,7 +86,7 @@ def pipeline(
         mesh: the ranks of the pipeline, one dimension. Default: all workers.
         microbatches: into how many parts a batch is divided.
         schedule: ``auto`` takes the fastest, by simulation; or gpipe (SageMaker's "simple"), 1f1b,
-            interleaved, bfs, vee, backward_first.
+            interleaved, bfs, vee, backward_first; zbv on request only, with its first step verified.
         optimize: ``speed``, or ``memory``: the layout that needs least.
         virtual_stages: stages a rank. Default: whatever is fastest.
         active_microbatches: how many micro-batches the greedy schedules have under way at most.
@@ -105,7 +102,8 @@ def pipeline(
         seed: of random operations (dropout), whose numbers do not depend on the layout.
         verify: compare the first step's loss and gradients with the unsplit model, which must fit a device.
         device: default: the current GPU for a mesh of GPUs, else the processor.
-        initialise: fills a parameter or buffer of a model on the meta device, by name.
+        initialise: for a model on the meta device, fills the weights of a module; default: as the model
+            does (``_init_weights`` of transformers, ``reset_parameters``).
 
     Raises:
         UsageError: what was asked for cannot be; the message is the same on all ranks.
@@ -117,8 +115,9 @@ def pipeline(
     home = next((parameter.device for parameter in model.parameters()), place)
     first = micro_batches(example, _positive(microbatches))[0]
     part = {name: tensor.to(home) for name, tensor in first.items()}
-    training = export_model(model, part, training=True)
-    evaluation = export_model(model, part, training=False)
+    source: Source = Graph(model, part) if modules is None else Named(model, part, modules)
+    if modules is not None:
+        cuts = range(1, len(modules))
     conditions = Conditions(
         link=link or measure_link(groups),
         memory=memory,
@@ -131,19 +130,24 @@ def pipeline(
     groups.sum(torch.zeros(1, device=place))  # nobody exports any more while the first rank measures
     plan = decide(
         groups,
-        lambda: cost or _cost(training, place),
+        lambda: cost or source.cost(place),
         num_micro_batches=microbatches,
         conditions=conditions,
         cuts=cuts,
     )
-    stages = split(training, plan.cuts, evaluation=evaluation)
+    stages = source.stages(plan.cuts)
     held_by = owners([stage.parameter_names.values() for stage in stages], plan.schedule.placement)
     runners = {
         index: StageRunner(stage)
         for index, (stage, rank) in enumerate(zip(stages, plan.schedule.placement, strict=True))
         if rank == groups.rank
     }
-    put_on(place, runners.values(), initialise)
+    if home.type == "meta":
+        materialise(
+            [runner.stage for runner in runners.values()], model, place, initialise=initialise, seed=seed
+        )
+    else:
+        put_on(place, runners.values())
     if shard and data_parallel is not None and data_parallel.size() > 1:
         shard_state(runners.values(), data_parallel)
     return Pipeline(
@@ -157,8 +161,10 @@ def pipeline(
             seed=seed,
             title=type(model).__name__,
         ),
-        aliases=training.aliases,
-        reference=_reference(model, training, groups) if verify else None,
+        aliases=source.aliases,
+        reference=_reference(model, source, groups)
+        if verify or plan.schedule.name in SPLIT_BACKWARD
+        else None,
     )
 
 
@@ -180,23 +186,8 @@ def _schedule_names(schedule: str) -> tuple[str, ...]:
     return PORTFOLIO if schedule == AUTO else (SCHEDULE_ALIASES.get(schedule, schedule),)
 
 
-def _cost(exported: Exported, place: torch.device) -> ModelCost:
-    if exported.device == place:
-        return measure_cost(exported)
-    return estimate_cost(exported, DEFAULT_RATES)
-
-
-def _reference(
-    model: nn.Module, exported: Exported, groups: Groups
-) -> Callable[[Sequence[Batch], Sequence[Tensor], Streams], Reference]:
-    """Return what runs batches unsplit: the model as it is, or its graph where it draws random numbers."""
-    if exported.device.type == "meta":
+def _reference(model: nn.Module, source: Source, groups: Groups) -> Unsplit:
+    """Return what runs batches unsplit."""
+    if any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError("verify needs a model that is not on the meta device: it is run unsplit")
-    if any(draws(node) for graph in exported.module.modules() for node in graph.graph.nodes):
-        (whole,) = split(exported, [])
-        return lambda parts, weights, streams: run_unsplit(
-            model, lambda part: exported.unflatten(whole(**part)), parts, weights, streams, groups
-        )
-    return lambda parts, weights, streams: run_unsplit(
-        model, lambda part: model(**part), parts, weights, streams, groups
-    )
+    return lambda parts, weights, streams: run_unsplit(model, source.unsplit, parts, weights, streams, groups)

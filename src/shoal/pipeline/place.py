@@ -1,57 +1,37 @@
-"""A stage's parameters and buffers on its device: moved, or allocated for a model on meta; sharded."""
+"""A stage's parameters and buffers: on its device, under the model's names, sharded over the replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from shoal.errors import UsageError
 from shoal.pipeline.runner import StageRunner
 
-Initialise = Callable[[str, Tensor], None]
-"""Fills a parameter or buffer that was allocated empty; called with its canonical name."""
 
-
-def put_on(device: torch.device, runners: Iterable[StageRunner], initialise: Initialise | None) -> None:
+def put_on(device: torch.device, runners: Iterable[StageRunner]) -> None:
     """Move what the stages hold to ``device``; what several of them share is moved once and stays shared.
 
-    Raises:
-        UsageError: the model is on the meta device and nothing says what its parameters shall be.
+    The model that was split keeps its own tensors: so nothing of other stages is moved, and it can be freed.
     """
     moved: dict[int, tuple[Tensor, Tensor]] = {}
     for runner in runners:
-        stage = runner.stage
-        names = {**stage.parameter_names, **stage.buffer_names}
-        for path, module in stage.named_modules():
+        for module in runner.stage.modules():
             for table in (module._parameters, module._buffers):
-                for own, tensor in table.items():
-                    if tensor is None:
+                for name, tensor in table.items():
+                    if tensor is None or tensor.device == device:
                         continue
                     if id(tensor) not in moved:
-                        name = names.get(f"{path}.{own}", own)
-                        moved[id(tensor)] = (tensor, _on(device, tensor, name, initialise))
-                    table[own] = moved[id(tensor)][1]  # type: ignore[assignment]
-        stage.follow_device()
+                        moved[id(tensor)] = (tensor, _moved(tensor, device))
+                    table[name] = moved[id(tensor)][1]  # type: ignore[assignment]
+        runner.stage.follow_device()
 
 
-def _on(device: torch.device, tensor: Tensor, name: str, initialise: Initialise | None) -> Tensor:
-    if tensor.device == device:
-        return tensor
-    if not tensor.is_meta:
-        new = tensor.detach().to(device)
-    elif initialise is None:
-        raise UsageError(
-            f"{name} is on the meta device: give pipeline() initialise=, a function of a name and a tensor "
-            "that fills it, or make the model on the cpu"
-        )
-    else:
-        new = torch.empty_like(tensor, device=device, requires_grad=False)
-        with torch.no_grad():
-            initialise(name, new)
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    new = tensor.detach().to(device)
     return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 
 

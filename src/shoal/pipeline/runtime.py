@@ -274,7 +274,7 @@ class Pipeline:
         }
 
     def _reduced(self, stage: int) -> None:
-        """Begin to sum the gradients of a stage that is done, but for those that another here still adds to."""
+        """Begin to sum the gradients of a stage that is done; not those that another here still adds to."""
         mine = self._left.pop(stage, set())
         ready = mine.difference(*self._left.values())
         self._replicas.start([p for p in self._parameters.values() if p in ready])
