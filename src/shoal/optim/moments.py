@@ -1,4 +1,4 @@
-"""What optimizers with Adam's two moments share: their state, the checks of their options, their norms."""
+"""What the optimizers share: the checks of their options, their norms, the state of Adam's two moments."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from shoal.errors import UsageError
+
+_AT_LEAST_0 = ("lr", "eps", "eps1", "eps2", "weight_decay", "decay_rate", "eta")
+_DECAYS = ("beta1", "momentum")
 
 
 class MomentsOptimizer(Optimizer):
@@ -45,15 +48,18 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
 
 
 def check_options(group: Mapping[str, Any]) -> None:
-    """Check ``lr``, ``eps``, ``weight_decay`` and ``betas`` of a parameter group.
+    """Check those options of a parameter group that are numbers of at least 0, or decays of a moment.
 
     Raises:
         UsageError: a value is out of its range.
     """
-    for name in ("lr", "eps", "weight_decay"):
-        if not 0.0 <= group[name] < math.inf:
+    for name in _AT_LEAST_0:
+        if name in group and not 0.0 <= group[name] < math.inf:
             raise UsageError(f"{name}={group[name]} must be a number of at least 0")
-    if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
+    for name in _DECAYS:
+        if name in group and not 0.0 <= group[name] < 1.0:
+            raise UsageError(f"{name}={group[name]} must be at least 0 and below 1")
+    if not all(0.0 <= beta < 1.0 for beta in group.get("betas", ())):
         raise UsageError(f"betas={tuple(group['betas'])} must be at least 0 and below 1")
 
 

@@ -1,4 +1,4 @@
-"""Norms over whole tensors of which each worker holds a part (FSDP2's DTensors)."""
+"""Sums and norms over whole tensors of which each worker holds a part (FSDP2's DTensors)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shoal.optim.moments import indices_by_kind
 
 
 def local_part(tensor: Tensor | None) -> Tensor:
@@ -17,6 +20,40 @@ def local_part(tensor: Tensor | None) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def local_box(parameter: Tensor) -> tuple[slice, ...]:
+    """Return where in the whole tensor this worker's part lies, a slice a dim."""
+    if not isinstance(parameter, DTensor):
+        return tuple(slice(0, size) for size in parameter.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def sum_shards(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Add up in place what the shards of each parameter contributed to a tensor that all of them hold.
+
+    Args:
+        params: say how the workers share them; those that are not sharded keep their tensors.
+        tensors: one for each of ``params``, all of one device and type.
+    """
+    shards: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
+    for index, parameter in enumerate(params):
+        if isinstance(parameter, DTensor):
+            placed = enumerate(parameter.placements)
+            axes = tuple(axis for axis, placement in placed if not placement.is_replicate())
+            if axes:
+                shards.setdefault((parameter.device_mesh, axes), []).append(index)
+    for (mesh, axes), indices in shards.items():
+        flat = torch.cat([tensors[k].flatten() for k in indices])
+        for axis in axes:
+            dist.all_reduce(flat, group=mesh.get_group(axis))
+        parts = flat.split([tensors[k].numel() for k in indices])
+        for k, part in zip(indices, parts, strict=True):
+            tensors[k].copy_(part.view_as(tensors[k]))
+
+
+@torch.no_grad()
 def whole_squares(params: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Tensor:
     """Return the sum of squares of each whole tensor, in fp32 or (for fp64) fp64: shape ``[len(tensors)]``.
 
@@ -27,17 +64,35 @@ def whole_squares(params: Sequence[Tensor], tensors: Sequence[Tensor | None]) ->
     parts = [local_part(tensor) for tensor in tensors]
     norms = torch._foreach_norm(parts, 2, dtype=torch.promote_types(parts[0].dtype, torch.float32))
     squares = torch.stack(norms).square_()
-    shards: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
-    for index, parameter in enumerate(params):
-        if isinstance(parameter, DTensor):
-            placed = enumerate(parameter.placements)
-            axes = tuple(axis for axis, placement in placed if not placement.is_replicate())
-            if axes:
-                shards.setdefault((parameter.device_mesh, axes), []).append(index)
-    for (mesh, axes), indices in shards.items():
-        where = torch.tensor(indices, device=squares.device)
-        part = squares[where]
-        for axis in axes:
-            dist.all_reduce(part, group=mesh.get_group(axis))
-        squares[where] = part
+    sum_shards(params, list(squares.unbind()))
     return squares
+
+
+@torch.no_grad()
+def model_norm(
+    params: Sequence[Tensor],
+    tensors: Sequence[Tensor | None],
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+) -> float:
+    """Return the Euclidean norm over tensors of which each worker of ``group`` counts some; alike on all.
+
+    It is not finite on any worker as soon as it is on one: the ground to skip a step together. On a GPU this
+    waits for the device.
+
+    Args:
+        params: what this worker counts, sharded or not; a tied weight is counted by one worker only.
+        tensors: the parameters' gradients, or the parameters themselves.
+        group: the workers that hold the other stages of the same replica; ``None``: there are none.
+        device: what ``group`` can sum on; default: that of the first parameter, else the CPU.
+    """
+    if device is None:
+        device = params[0].device if params else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for indices in indices_by_kind(params):
+        squares = whole_squares([params[k] for k in indices], [tensors[k] for k in indices])
+        total += squares.sum(dtype=torch.float64).to(device)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return float(total.sqrt())

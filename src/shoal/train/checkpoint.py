@@ -8,7 +8,11 @@
 3. The first worker adds checksums, renames the folder to ``step-00000100`` and only then deletes older ones.
 4. :meth:`Checkpointer.restore` takes the newest checkpoint whose checksums hold, with any number of workers.
 
-``checkpoint_state`` names the tensors, ``checkpoint_plan`` shares them out, ``checkpoint_files`` stores them.
+The workers may hold the same model, shards of it (FSDP2) or its stages, each under the whole model's names:
+what any number of them saved, any other division of the model reads.
+
+``checkpoint_state`` and ``checkpoint_optimizer`` name the tensors, ``checkpoint_plan`` shares them out,
+``checkpoint_files`` stores them.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,9 +32,9 @@ from torch import nn
 
 from shoal.errors import ShoalError, UsageError
 from shoal.train import checkpoint_files as files
-from shoal.train.checkpoint_plan import SavePart, layout_of, read_tensors, saved_tensors
-from shoal.train.checkpoint_state import flatten, restore
-from shoal.train.exchange import together
+from shoal.train.checkpoint_plan import Layout, SavePart, layout_of, read_tensors, saved_tensors
+from shoal.train.checkpoint_state import FlatState, Held, flatten, held, restore
+from shoal.train.exchange import exchange, together
 
 _DEADLINE_S = 1800.0
 
@@ -110,7 +115,8 @@ class Checkpointer:
         """Begin to save ``state``; on return it may change. With ``wait``, return when it is on disk.
 
         ``state`` maps names to models, optimizers, tensors that are alike on all workers, and plain values
-        that JSON can hold (those of the first worker are stored). A step that is saved already is not saved
+        that JSON can hold (those of the first worker are stored; of optimizers over the stages of a model,
+        all workers' together). A step that is saved already is not saved
         again. Only one save is in flight: this one waits for the one before.
 
         Raises:
@@ -125,14 +131,14 @@ class Checkpointer:
             return
         flat = flatten(state)
         layout = layout_of(flat.tensors)
-        if self._part is None or self._part.layout != layout:
+        if self._must_plan(layout):
             self._part = None  # frees the old memory first
             self._part = SavePart(flat.tensors, layout, self._group, self._rank)
         self._part.stage(flat.tensors)
         path = files.checkpoint_path(self._run_dir, step)
         self._pending = pending = _Pending(step=step, path=path, requested=started)
         pending.thread = threading.Thread(
-            target=self._write, args=(pending, self._part, flat.values), name="checkpoint", daemon=True
+            target=self._write, args=(pending, self._part, flat), name="checkpoint", daemon=True
         )
         pending.thread.start()
         if wait:
@@ -197,13 +203,22 @@ class Checkpointer:
         return next((damage for damage in found if damage), None)
 
     def _load(self, path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-        return together(self._group, lambda: _load(path, state))[self._rank]
+        workers = together(self._group, lambda: held(state))
+        return together(self._group, lambda: _load(path, state, workers))[self._rank]
 
-    def _write(self, pending: _Pending, part: SavePart, values: dict[str, Any]) -> None:
+    def _must_plan(self, layout: Layout) -> bool:
+        """Whether the workers must share out the state anew, which all do together."""
+        changed = self._part is None or self._part.layout != layout
+        if self._part is not None and self._part.differs:  # one stage's state may grow and another's not
+            return any(exchange(self._group, changed))
+        return changed
+
+    def _write(self, pending: _Pending, part: SavePart, flat: FlatState) -> None:
         """Write this worker's file and, on the first worker, complete the checkpoint. Runs in a thread."""
         temporary = files.temporary_path(pending.path)
         try:
             try:
+                values = flat.all_values(partial(exchange, self._group) if part.differs else None)
                 written = together(self._group, lambda: self._write_part(temporary, part, values))
                 sizes = together(self._group, lambda: self._complete(pending.step, temporary, written))
             except ShoalError:
@@ -279,15 +294,16 @@ def load_model(path: Path, model: nn.Module, *, key: str = "model") -> int:
         path = found[-1]
     if damage := files.find_damage(path):
         raise ShoalError(f"the checkpoint {path} is damaged: {damage}; name an older one of the run instead")
-    _load(path, {key: model})
+    _load(path, {key: model}, [held({key: model})])
     return files.step_of(path)
 
 
-def _load(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+def _load(path: Path, state: Mapping[str, Any], workers: list[Held]) -> dict[str, Any]:
     contents = files.read_contents(path)
     return restore(
         state,
         saved_tensors(contents.tensors),
         contents.values,
         lambda targets: read_tensors(path, contents.tensors, targets),
+        workers,
     )

@@ -90,7 +90,10 @@ class StagingBuffer:
 
 
 class SavePart:
-    """This worker's part of every save of one layout, with the memory to stage it in."""
+    """This worker's part of every save of one layout, with the memory to stage it in.
+
+    ``differs`` says, alike on all workers, whether they hold tensors of different names: stages of a model.
+    """
 
     def __init__(
         self, tensors: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup | None, rank: int
@@ -98,7 +101,9 @@ class SavePart:
         self.layout = layout
         self.file = f"worker-{rank:05}.safetensors"
         planner = _save_planner(tensors)
-        plans = [SavePlan([_write_item(entry) for entry in other]) for other in exchange(group, layout)]
+        layouts = exchange(group, layout)
+        self.differs = len({frozenset(entry["name"] for entry in other) for other in layouts}) > 1
+        plans = [SavePlan([_write_item(entry) for entry in other]) for other in _without_overlaps(layouts)]
         plans, _ = planner.create_global_plan(plans)
         self.tensors = _stored_tensors(plans)
         self._items = {_key(item): item.index for item in plans[rank].items}
@@ -183,6 +188,16 @@ def _key(item: WriteItem) -> str:
     if item.type != WriteItemType.SHARD or item.index.offset is None:
         return item.index.fqn
     return f"{item.index.fqn}@{','.join(map(str, item.index.offset))}"
+
+
+def _without_overlaps(layouts: list[Layout]) -> list[Layout]:
+    """Leave out the shards of tensors that some worker holds whole: a tied weight that one worker's stages
+    share is not sharded there, and may be where a single stage has it."""
+    whole = {entry["name"] for layout in layouts for entry in layout if entry["sizes"] == entry["size"]}
+    return [
+        [entry for entry in layout if entry["name"] not in whole or entry["sizes"] == entry["size"]]
+        for layout in layouts
+    ]
 
 
 def _write_item(entry: Mapping[str, Any]) -> WriteItem:

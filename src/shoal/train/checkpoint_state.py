@@ -2,18 +2,13 @@
 
 Models are stored under the names that the unwrapped model gives its parameters and persistent buffers, and
 optimizers under the names of the parameters that they update, so that a checkpoint knows neither
-DistributedDataParallel, ``torch.compile``, activation checkpointing nor how many workers there were. A tied
-parameter is stored once.
-
-``torch.distributed.checkpoint.state_dict`` gives such names too, but it fills an optimizer without state by
-taking a step with gradients of zero. That would count as a step in the moments' bias correction of a run
-whose first steps all overflowed; here an optimizer is only read, and is rebuilt from what was stored.
+DistributedDataParallel, ``torch.compile``, activation checkpointing, the stages of a pipeline nor how many
+workers there were. A tied parameter is stored once, and its other names beside it.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +18,45 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError, UsageError, did_you_mean
+from shoal.train.checkpoint_optimizer import (
+    Values,
+    check_optimizer,
+    checked_json,
+    empty_state,
+    load_optimizer,
+    merged,
+    tensors_of,
+    values_of,
+)
 
 _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _MOST_NAMES_SHOWN = 5
 
+Held = dict[str, Any]
+"""What a worker's models and optimizers consist of, by the keys of its state; values that JSON can hold."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FlatState:
-    """``tensors`` alias the live state; ``values`` hold all else, by the keys of the state."""
+    """``tensors`` alias the live state; ``optimizers`` and ``values`` hold all else, by the state's keys."""
 
     tensors: dict[str, Tensor]
+    optimizers: dict[str, Values]
     values: dict[str, Any]
+
+    def all_values(self, exchange: Callable[[Any], list[Any]] | None = None) -> dict[str, Any]:
+        """Return what to store beside the tensors: the values, and of the optimizers what all workers have.
+
+        Args:
+            exchange: returns every worker's value, where their optimizers differ; the first worker's other
+                values are taken.
+        """
+        if exchange is None:
+            return self.values | self.optimizers
+        workers = exchange([self.values, self.optimizers])
+        keys = dict.fromkeys(key for _, optimizers in workers for key in optimizers)
+        together = {key: merged([parts[key] for _, parts in workers if key in parts]) for key in keys}
+        return {**workers[0][0], **together}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +87,19 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Return the other names of the model's tied parameters, each with the one that they are stored under.
+
+    A :class:`shoal.pipeline.names.Part` says those of the whole model.
+    """
+    inner = _unwrap(model)
+    if isinstance(told := getattr(inner, "aliases", None), dict):
+        return told
+    first: dict[nn.Parameter, str] = {}
+    names = [(name, first.setdefault(p, name)) for name, p in inner.named_parameters(remove_duplicate=False)]
+    return {_plain_name(name): _plain_name(stored) for name, stored in names if name != stored}
+
+
 def flatten(state: Mapping[str, Any]) -> FlatState:
     """Return the tensors of ``state`` under flat names, and its plain values.
 
@@ -73,22 +109,36 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
         ShoalError: a value is none of these, or an optimizer updates a parameter of no model in ``state``.
     """
     tensors: dict[str, Tensor] = {}
+    optimizers: dict[str, Values] = {}
     values: dict[str, Any] = {}
+    names = _names_of_parameters(state)
     for key, item in state.items():
         if isinstance(item, nn.Module):
             tensors |= {f"{key}.{name}": tensor for name, tensor in named_tensors(item).items()}
+            if aliases := aliases_of(item):
+                values[key] = {"aliases": aliases}
         elif isinstance(item, Optimizer):
-            values[key] = _optimizer_values(item, _names_of_parameters(state), key)
-            tensors |= {
-                f"{key}.state.{name}.{entry}": value.detach()
-                for name, entry, value in _optimizer_state(item, _names_of_parameters(state), key)
-                if isinstance(value, Tensor)
-            }
+            optimizers[key] = values_of(item, names, key)
+            tensors |= {f"{key}.state.{name}": t for name, t in tensors_of(item, names, key).items()}
         elif isinstance(item, Tensor):
             tensors[key] = item.detach()
         else:
-            values[key] = _checked_json(key, item)
-    return FlatState(tensors=tensors, values=values)
+            values[key] = checked_json(key, item)
+    return FlatState(tensors=tensors, optimizers=optimizers, values=values)
+
+
+def held(state: Mapping[str, Any]) -> Held:
+    """Return what this worker's part of the state consists of, to be told to the others.
+
+    Raises:
+        ShoalError: as :func:`flatten`.
+    """
+    names = _names_of_parameters(state)
+    models = {key: list(named_tensors(item)) for key, item in state.items() if isinstance(item, nn.Module)}
+    optimizers = {
+        key: values_of(item, names, key) for key, item in state.items() if isinstance(item, Optimizer)
+    }
+    return {"models": models, "optimizers": optimizers}
 
 
 def restore(
@@ -96,36 +146,50 @@ def restore(
     saved: Mapping[str, SavedTensor],
     values: Mapping[str, Any],
     read: Callable[[dict[str, Tensor]], None],
+    workers: Sequence[Held],
 ) -> dict[str, Any]:
     """Fill the models, optimizers and tensors of ``state`` and return the plain values stored beside them.
 
     ``read`` fills the tensors that it is given, by their flat names. Nothing is changed before every name
     and shape has been compared.
 
+    Args:
+        workers: what each worker's part of the state consists of (:func:`held`), this one's among them.
+
     Raises:
         UsageError: the stored model, optimizer or its parameter groups are other ones.
     """
     targets: dict[str, Tensor] = {}
     fresh: dict[str, dict[str, dict[str, Tensor]]] = {}
+    renamed: dict[str, str] = {}
     for key, item in state.items():
         if isinstance(item, nn.Module):
-            current = named_tensors(item)
-            _check_model(key, current, _below(saved, key))
+            everywhere = {name for worker in workers for name in worker["models"].get(key, ())}
+            below = _below(saved, key)
+            old_names = _stored_names(everywhere, below, values.get(key, {}).get("aliases", {}), item)
+            renamed |= old_names
+            current = {old_names.get(name, name): tensor for name, tensor in named_tensors(item).items()}
+            elsewhere = {old_names.get(name, name) for name in everywhere}
+            _check_model(key, current, below, elsewhere)
             targets |= {f"{key}.{name}": tensor for name, tensor in current.items()}
-        elif isinstance(item, Optimizer):
-            names = _names_of_parameters(state)
-            _check_optimizer(key, item, names, values.get(key))
-            fresh[key] = _empty_optimizer_state(key, item, names, saved)
-            for name, entries in fresh[key].items():
-                targets |= {f"{key}.state.{name}.{entry}": t for entry, t in entries.items()}
         elif isinstance(item, Tensor):
-            _check_model(key, {"": item}, {"": saved[key]} if key in saved else {})
+            _check_model(key, {"": item}, {"": saved[key]} if key in saved else {}, {""})
             targets[key] = item.detach()
+    names = {p: renamed.get(name, name) for p, name in _names_of_parameters(state).items()}
+    optimizers = {key: item for key, item in state.items() if isinstance(item, Optimizer)}
+    for key in optimizers:
+        parts = [_renamed(w["optimizers"][key], renamed) for w in workers if key in w["optimizers"]]
+        check_optimizer(key, parts, values.get(key))
+        entries = {name: (t.size, t.dtype) for name, t in _below(saved, f"{key}.state").items()}
+        fresh[key] = empty_state({name: parameter for parameter, name in names.items()}, entries)
+        for name, tensors in fresh[key].items():
+            targets |= {f"{key}.state.{name}.{entry}": tensor for entry, tensor in tensors.items()}
     read(targets)
-    for key, item in state.items():
-        if isinstance(item, Optimizer):
-            _load_optimizer(item, _names_of_parameters(state), fresh[key], values[key])
-    return {key: value for key, value in values.items() if not isinstance(state.get(key), Optimizer)}
+    for key, optimizer in optimizers.items():
+        load_optimizer(optimizer, names, fresh[key], values[key])
+    return {
+        key: value for key, value in values.items() if not isinstance(state.get(key), Optimizer | nn.Module)
+    }
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -156,48 +220,37 @@ def _names_of_parameters(state: Mapping[str, Any]) -> dict[nn.Parameter, str]:
     }
 
 
-def _name_of(parameter: Any, names: Mapping[nn.Parameter, str], key: str) -> str:
-    if parameter not in names:
-        raise ShoalError(
-            f"{key!r} updates a parameter of shape {tuple(parameter.shape)} of no model in the state"
-        )
-    return names[parameter]
+def _stored_names(
+    everywhere: set[str],
+    saved: Mapping[str, SavedTensor],
+    saved_aliases: Mapping[str, str],
+    model: nn.Module,
+) -> dict[str, str]:
+    """Return the names of tied parameters that were stored under another of their names, with that name."""
+    others: dict[str, list[str]] = {}
+    for alias, stored in [*saved_aliases.items(), *((a, b) for b, a in aliases_of(model).items())]:
+        others.setdefault(alias, []).append(stored)
+    return {
+        name: other
+        for name in everywhere
+        if name not in saved
+        for other in others.get(name, ())
+        if other in saved and other not in everywhere
+    }
 
 
-def _optimizer_state(
-    optimizer: Optimizer, names: Mapping[nn.Parameter, str], key: str
-) -> Iterator[tuple[str, str, Any]]:
-    for parameter, entries in optimizer.state.items():
-        for entry, value in entries.items():
-            yield _name_of(parameter, names, key), entry, value
-
-
-def _optimizer_values(optimizer: Optimizer, names: Mapping[nn.Parameter, str], key: str) -> dict[str, Any]:
-    state: dict[str, dict[str, Any]] = {}
-    for name, entry, value in _optimizer_state(optimizer, names, key):
-        state.setdefault(name, {})
-        if not isinstance(value, Tensor):
-            state[name][entry] = _checked_json(f"{key}.state.{name}.{entry}", value)
+def _renamed(values: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     groups = [
-        {
-            field: _checked_json(f"{key}.{field}", value.item() if isinstance(value, Tensor) else value)
-            for field, value in group.items()
-            if field != "params"
-        }
-        | {"params": [_name_of(parameter, names, key) for parameter in group["params"]]}
-        for group in optimizer.param_groups
+        group | {"params": [names.get(name, name) for name in group["params"]]}
+        for group in values["param_groups"]
     ]
-    return {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
+    return values | {"param_groups": groups}
 
 
-def _checked_json(name: str, value: Any) -> Any:
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise ShoalError(f"the state's {name!r} cannot be stored as JSON: {error}") from None
-
-
-def _check_model(key: str, current: Mapping[str, Tensor], saved: Mapping[str, SavedTensor]) -> None:
+def _check_model(
+    key: str, current: Mapping[str, Tensor], saved: Mapping[str, SavedTensor], everywhere: set[str]
+) -> None:
+    """Compare this worker's tensors with the stored ones; ``everywhere`` are the names of all workers."""
     for name, tensor in current.items():
         if name in saved and saved[name].size != tuple(tensor.shape):
             raise UsageError(
@@ -209,7 +262,7 @@ def _check_model(key: str, current: Mapping[str, Tensor], saved: Mapping[str, Sa
         raise UsageError(
             f"the checkpoint does not hold {_shown(key, missing)}: it is of another model.{near}"
         )
-    if surplus := [name for name in saved if name not in current]:
+    if surplus := [name for name in saved if name not in everywhere]:
         raise UsageError(f"the checkpoint holds {_shown(key, surplus)}, which the model does not have")
 
 
@@ -221,74 +274,3 @@ def _shown(key: str, names: list[str]) -> str:
     shown = ", ".join(_dotted(key, name) for name in names[:_MOST_NAMES_SHOWN])
     more = len(names) - _MOST_NAMES_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _check_optimizer(
-    key: str, optimizer: Optimizer, names: Mapping[nn.Parameter, str], stored: dict[str, Any] | None
-) -> None:
-    if stored is None:
-        raise UsageError(
-            f"the checkpoint holds no {key}: it cannot be continued, only its model can be loaded"
-        )
-    if stored["class"] != type(optimizer).__name__:
-        raise UsageError(
-            f"the checkpoint was written with {stored['class']}, and {key} is {type(optimizer).__name__} "
-            "now; give the former, or begin a new run from the checkpoint's model"
-        )
-    current = [[_name_of(p, names, key) for p in group["params"]] for group in optimizer.param_groups]
-    if current != [group["params"] for group in stored["param_groups"]]:
-        raise UsageError(
-            f"the parameter groups of {key} are other ones than in the checkpoint; begin a new run"
-        )
-
-
-def _empty_optimizer_state(
-    key: str, optimizer: Optimizer, names: Mapping[nn.Parameter, str], saved: Mapping[str, SavedTensor]
-) -> dict[str, dict[str, Tensor]]:
-    """Return tensors to be filled: like the parameter where the shape is its own, else plain on the CPU."""
-    of_name = {name: parameter for parameter, name in names.items()}
-    empty: dict[str, dict[str, Tensor]] = {}
-    for flat_name, tensor in _below(saved, f"{key}.state").items():
-        name, _, entry = flat_name.rpartition(".")
-        parameter = of_name[name]
-        empty.setdefault(name, {})[entry] = (
-            torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False)
-            if tuple(parameter.shape) == tensor.size
-            else torch.empty(tensor.size, dtype=tensor.dtype)
-        )
-    return empty
-
-
-def _load_optimizer(
-    optimizer: Optimizer,
-    names: Mapping[nn.Parameter, str],
-    tensors: Mapping[str, dict[str, Tensor]],
-    stored: Mapping[str, Any],
-) -> None:
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {
-        index: {**stored["state"][name], **tensors.get(name, {})}
-        for index, parameter in enumerate(ordered)
-        if (name := names[parameter]) in stored["state"]
-    }
-    groups, first = [], 0
-    for group, values in zip(optimizer.param_groups, stored["param_groups"], strict=True):
-        count = len(group["params"])
-        restored = {field: _as_before(group.get(field), value) for field, value in values.items()}
-        groups.append(restored | {"params": list(range(first, first + count))})
-        first += count
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-    for index, entries in state.items():  # load_state_dict casts to the parameter's type: put back the exact
-        for entry, value in entries.items():
-            loaded = optimizer.state[ordered[index]].get(entry)
-            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
-                optimizer.state[ordered[index]][entry] = value.to(loaded.device)
-
-
-def _as_before(current: Any, value: Any) -> Any:
-    """Return ``value`` as a tuple or a tensor where it was one: JSON does not tell."""
-    if isinstance(current, tuple):
-        return tuple(value)
-    if isinstance(current, Tensor):
-        return torch.full_like(current, value)
-    return value

@@ -48,8 +48,8 @@ class TrainConfig(LoopConfig):
 class OptimizerConfig:
     """The optimizer, and the form of its schedule."""
 
-    optimizer: Literal["lamb", "lans", "adamw"] = "lamb"
-    """LAMB or LANS for large batches, or torch's AdamW."""
+    optimizer: Literal["lamb", "lans", "adamw", "adafactor"] = "lamb"
+    """LAMB or LANS for large batches, torch's AdamW, or T5's Adafactor."""
     power: float = 1.0
     """Power of the polynomial decay."""
     decay_from: Literal["warmup", "start"] = "warmup"
@@ -76,6 +76,14 @@ class OptimizerConfig:
                 f"optim.bias_correction false is a variant of LAMB; {self.optimizer} always corrects: leave "
                 "it out or choose --optim.optimizer lamb"
             )
+        if self.optimizer == "adafactor":
+            for name in ("beta1", "beta2", "eps"):
+                value = getattr(self, name)
+                if value != getattr(type(self), name):
+                    raise UsageError(
+                        f"optim.{name} {value} is of no use to adafactor, whose decays and epsilons are the "
+                        "paper's: leave it out or choose --optim.optimizer adamw"
+                    )
 
 
 @dataclass(frozen=True, kw_only=True)

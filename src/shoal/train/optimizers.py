@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.optim.adafactor import Adafactor
 from shoal.optim.lamb import Lamb, parameter_groups
 from shoal.optim.lans import Lans
 from shoal.train.config import OptimizerConfig
@@ -18,7 +19,7 @@ def build_optimizer(
     config: OptimizerConfig,
     learning_rate: float = 0.0,
 ) -> Optimizer:
-    """Return LAMB, LANS or AdamW over the parameters that are trained; biases and norms do not decay.
+    """Return the optimizer over the parameters that are trained; biases and norms do not decay.
 
     ``learning_rate`` holds until the loop sets that of a step (:func:`set_learning_rate`).
 
@@ -40,6 +41,8 @@ def build_optimizer(
     plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
     if config.optimizer == "lans":
         return Lans(plain, lr=learning_rate, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
+    if config.optimizer == "adafactor":
+        return Adafactor(plain, lr=learning_rate)
     return torch.optim.AdamW(plain, lr=learning_rate, betas=betas, eps=config.eps, fused=True)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import UsageError
-from shoal.optim.schedules import Schedule, learning_rate
+from shoal.optim.schedules import Constant, InverseSquareRoot, Schedule, learning_rate
 
 
 def rates(schedule: Schedule, steps: range | None = None) -> list[float]:
@@ -86,3 +86,22 @@ def test_wrong_schedules_are_refused(values: dict[str, Any], message: str) -> No
         Schedule(**{"base": 1.0, "total_steps": 10, **values})
     with pytest.raises(UsageError, match="step=-1"):
         learning_rate(Schedule(base=1.0, total_steps=10), -1)
+
+
+def test_t5_is_level_and_then_falls_with_the_root_of_the_steps() -> None:
+    schedule = InverseSquareRoot()
+    for step in (0, 1, 9_999, 10_000):
+        assert learning_rate(schedule, step) == pytest.approx(0.01, rel=1e-12)
+    assert learning_rate(schedule, 10_001) < 0.01
+    assert learning_rate(schedule, 1_000_000) == pytest.approx(1e-3, rel=1e-12)
+    assert learning_rate(InverseSquareRoot(base=2.0, hold_steps=4), 16) == pytest.approx(0.5)
+    assert [learning_rate(Constant(base=1e-3), step) for step in (0, 7, 10**9)] == [1e-3] * 3
+
+
+def test_wrong_values_of_endless_schedules_are_refused() -> None:
+    with pytest.raises(UsageError, match="hold_steps=0 must be at least 1"):
+        InverseSquareRoot(hold_steps=0)
+    with pytest.raises(UsageError, match="base=-1"):
+        Constant(base=-1.0)
+    with pytest.raises(UsageError, match="step=-1"):
+        learning_rate(Constant(base=1.0), -1)

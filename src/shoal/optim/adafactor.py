@@ -1,0 +1,251 @@
+"""Adafactor: Adam's second moment in two vectors a matrix, steps relative to the size of the weights.
+
+    beta2 = 1 - t^-decay_rate                                  so that the first step takes its own squares
+    R = beta2 R + (1 - beta2) mean over columns of (g^2 + eps1)
+    C = beta2 C + (1 - beta2) mean over rows of (g^2 + eps1)
+    V = R C / mean(R)                                          whole, as Adam's, if it is not factored
+    u = g / sqrt(V)          u = u / max(1, rms(u) / clip_threshold)
+    w = w - lr max(eps2, rms(w)) u
+
+Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235),
+algorithms 4 to 6, with the rule of T5's own code for what is factored: the two largest dims, where both have
+at least 128 elements. The paper's relative step is ``lr = min(1e-2, 1 / sqrt(t))``, which is T5's schedule of
+pre-training (:class:`shoal.optim.schedules.InverseSquareRoot`).
+
+torch has an Adafactor too. It is the same formula for matrices with large gradients, which a test checks, and
+is not T5's elsewhere, hence ours:
+
+- ``eps1`` bounds V from below by its square instead of being added to g^2, and is 1.2e-7 unless it is given:
+  gradients smaller than that, as rows of rare words have, are no longer normalised. The paper's 1e-30 cannot
+  be given: its square is 0 in fp32, and a row without a gradient becomes 0 / 0;
+- every tensor of two dims is factored, T5's position biases of 32 x 12 too;
+- ``lr`` is cut at 1 / sqrt(t), so that T5's constant rate of fine-tuning falls once t has passed 1e6, the
+  steps of its pre-training;
+- it reads three norms of each tensor to the host, and takes the norm of shards as if they were the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from shoal.errors import UsageError
+from shoal.optim.moments import MomentsOptimizer, check_parameter, indices_by_kind, loss_of, root_of_sum
+from shoal.optim.sharded import local_box, local_part, sum_shards, whole_squares
+
+
+class Adafactor(MomentsOptimizer):
+    """Adafactor on any device, any floating type and FSDP2's shards.
+
+    The state of a factored parameter is ``step``, ``row_var`` and ``col_var``, kept whole by every worker
+    that holds a shard (they are the tensor's rows plus columns), of any other ``step`` and ``variance``, and
+    ``exp_avg`` where there is momentum; all of the parameter's type. A step needs memory for one more copy of
+    the gradients. Gradients that are not finite make weights that are not finite: check before the step.
+
+    Args:
+        params: parameters or groups; a group may set ``lr``, ``weight_decay`` and the other options.
+        lr: size of the step relative to the weights' root mean square.
+        eps1: added to each squared gradient.
+        eps2: least root mean square of weights that a step is taken relative to.
+        clip_threshold: largest root mean square of an update before it is scaled.
+        decay_rate: power of the second moment's decay.
+        beta1: decay of a first moment of the updates; 0, as in T5, keeps none.
+        weight_decay: decoupled, times ``lr``.
+        min_factored_size: least size of both dims of a factored second moment.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        *,
+        eps1: float = 1e-30,
+        eps2: float = 1e-3,
+        clip_threshold: float = 1.0,
+        decay_rate: float = 0.8,
+        beta1: float = 0.0,
+        weight_decay: float = 0.0,
+        min_factored_size: int = 128,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "eps1": eps1,
+            "eps2": eps2,
+            "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate,
+            "beta1": beta1,
+            "weight_decay": weight_decay,
+            "min_factored_size": min_factored_size,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; what it does not set is as given at construction.
+
+        Raises:
+            UsageError: a value is out of its range.
+        """
+        threshold = param_group.get("clip_threshold", self.defaults["clip_threshold"])
+        if not threshold > 0:
+            raise UsageError(f"clip_threshold={threshold} must be above 0")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
+    ) -> float | None:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+            grad_scale: gradients are multiplied by it on the fly (1 / loss scale, 1 / target tokens); they
+                are not changed. Each update is normalised, so it only tells what is small beside ``eps1``.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            UsageError: a gradient is sparse, or a parameter is complex.
+        """
+        loss = loss_of(closure)
+        grad_squares: list[Tensor | float] = []
+        weight_squares: list[Tensor | float] = []
+        for group in self.param_groups:
+            params = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in params:
+                check_parameter("Adafactor", parameter)
+            states = [self._next_state(parameter, group) for parameter in params]
+            for indices in indices_by_kind(params):
+                grad_sq, weight_sq = _update(
+                    group, [params[k] for k in indices], [states[k] for k in indices], grad_scale
+                )
+                grad_squares.append(grad_sq)
+                weight_squares.append(weight_sq)
+        self._grad_norm = root_of_sum(grad_squares)
+        self._weight_norm = root_of_sum(weight_squares)
+        return loss
+
+    def _next_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        entry: dict[str, Any] = self.state[parameter]
+        if not entry:
+            entry["step"] = torch.tensor(0.0)
+            dims = factored_dims(tuple(parameter.shape), group["min_factored_size"])
+            if dims is None:
+                entry["variance"] = torch.zeros_like(parameter)
+            else:
+                local = local_part(parameter)
+                entry["row_var"] = local.new_zeros(_without(tuple(parameter.shape), dims[1]))
+                entry["col_var"] = local.new_zeros(_without(tuple(parameter.shape), dims[0]))
+            if group["beta1"]:
+                entry["exp_avg"] = torch.zeros_like(parameter)
+        entry["step"] += 1
+        return entry
+
+
+def factored_dims(shape: tuple[int, ...], min_size: int) -> tuple[int, int] | None:
+    """Return the two largest dims of a tensor in their order, or ``None`` where one is below ``min_size``."""
+    if len(shape) < 2:
+        return None
+    largest = sorted(range(len(shape)), key=lambda dim: shape[dim])[-2:]
+    if shape[largest[0]] < min_size:
+        return None
+    return min(largest), max(largest)
+
+
+def _update(
+    group: dict[str, Any], params: list[Tensor], states: list[dict[str, Any]], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Update parameters of one device and type in place.
+
+    Returns:
+        The sums of squares of the scaled gradients, and of the weights before the update.
+    """
+    weights = [local_part(parameter) for parameter in params]
+    grads = [local_part(parameter.grad) for parameter in params]
+    if scale != 1.0:
+        grads = list(torch._foreach_mul(grads, scale))
+    grad_squares, weight_squares = whole_squares(params, grads), whole_squares(params, weights)
+    updates = _normalised(group, params, grads, states)
+    sizes = torch.tensor([parameter.numel() for parameter in params], device=weight_squares.device)
+    clips = (whole_squares(params, updates) / sizes).sqrt() / group["clip_threshold"]
+    sizes_of_steps = float(group["lr"]) * (weight_squares / sizes).sqrt().clamp(min=group["eps2"])
+    factors = (sizes_of_steps / clips.clamp(min=1.0)).to(weights[0].dtype)
+    torch._foreach_mul_(updates, list(factors.unbind()))
+    if group["beta1"]:
+        averages = [local_part(state["exp_avg"]) for state in states]
+        torch._foreach_lerp_(averages, updates, 1.0 - group["beta1"])
+        updates = averages
+    if group["weight_decay"] != 0.0:
+        torch._foreach_mul_(weights, 1.0 - float(group["lr"]) * group["weight_decay"])
+    torch._foreach_sub_(weights, updates)
+    return grad_squares.sum(), weight_squares.sum()
+
+
+def _normalised(
+    group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
+) -> list[Tensor]:
+    """Take note of the gradients in the second moments; return the gradients divided by their roots."""
+    eps1 = group["eps1"]
+    factored = [k for k, state in enumerate(states) if "row_var" in state]
+    means = _means_of_squares([params[k] for k in factored], [grads[k] for k in factored], group)
+    updates = list(grads)
+    for k, (row_mean, col_mean) in zip(factored, means, strict=True):
+        rows, cols = states[k]["row_var"], states[k]["col_var"]
+        share = float(states[k]["step"]) ** -group["decay_rate"]
+        rows.lerp_(row_mean + eps1, share)
+        cols.lerp_(col_mean + eps1, share)
+        dims = factored_dims(tuple(params[k].shape), group["min_factored_size"])
+        assert dims is not None, "a tensor does not change its shape"
+        of_rows = (rows / rows.mean(dim=dims[0], keepdim=True)).rsqrt_()
+        box = local_box(params[k])
+        updates[k] = (grads[k] * of_rows[_box_without(box, dims[1])]).mul_(
+            cols.rsqrt()[_box_without(box, dims[0])]
+        )
+    for k, state in enumerate(states):
+        if "variance" in state:
+            variance = local_part(state["variance"])
+            variance.lerp_(grads[k].square().add_(eps1), float(state["step"]) ** -group["decay_rate"])
+            updates[k] = variance.rsqrt().mul_(grads[k])
+    return updates
+
+
+def _means_of_squares(
+    params: list[Tensor], grads: list[Tensor], group: dict[str, Any]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the means of the squared whole gradients over columns and over rows; all shards get all.
+
+    Shards put theirs into zeros of the whole length, so that one sum over the workers completes the rows that
+    they share as well as those that they do not.
+    """
+    sums: list[Tensor] = []
+    sizes: list[int] = []
+    for parameter, grad in zip(params, grads, strict=True):
+        dims = factored_dims(tuple(parameter.shape), group["min_factored_size"])
+        assert dims is not None, "only factored parameters come here"
+        box = local_box(parameter)
+        for dim in (dims[1], dims[0]):
+            squares = torch.linalg.vector_norm(grad, dim=dim, keepdim=True).square_()
+            if grad.shape != parameter.shape:
+                whole = grad.new_zeros(_without(tuple(parameter.shape), dim))
+                whole[_box_without(box, dim)] = squares
+                squares = whole
+            sums.append(squares)
+            sizes.append(parameter.shape[dim])
+    sum_shards([parameter for parameter in params for _ in range(2)], sums)
+    means = [squares / size for squares, size in zip(sums, sizes, strict=True)]
+    return list(zip(means[::2], means[1::2], strict=True))
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], 1, *shape[dim + 1 :])
+
+
+def _box_without(box: tuple[slice, ...], dim: int) -> tuple[slice, ...]:
+    return (*box[:dim], slice(0, 1), *box[dim + 1 :])

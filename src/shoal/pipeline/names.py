@@ -1,0 +1,54 @@
+"""The part of a model that a worker holds, under the names that the whole model gives it.
+
+A stage is a graph of its own with parameters named its own way. Optimizers, gradient clipping and checkpoints
+know nothing of stages: they see a :class:`Part`, whose ``named_parameters`` are some of the unsplit model's.
+A tied weight has one canonical name, the first of ``model.named_parameters()``, on every worker that holds
+it; the other names of it are aliases, which a part carries along so that a checkpoint can store them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch import Tensor, nn
+
+
+class Part(nn.Module):
+    """Parameters and buffers of a model, held under their canonical names; it computes nothing.
+
+    It holds the very objects that it is given: where they are replaced (FSDP2 replaces parameters by
+    DTensors), make it afterwards.
+
+    Args:
+        parameters: by canonical name.
+        buffers: by canonical name.
+        aliases: other name -> canonical name of the whole model's tied weights.
+        not_saved: names of buffers that a checkpoint leaves out, as the model does.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor] | None = None,
+        *,
+        aliases: Mapping[str, str] | None = None,
+        not_saved: Collection[str] = (),
+    ) -> None:
+        super().__init__()
+        self.aliases: dict[str, str] = dict(aliases or {})
+        for name, parameter in parameters.items():
+            module, own_name = self._place(name)
+            module.register_parameter(own_name, parameter)
+        for name, buffer in (buffers or {}).items():
+            module, own_name = self._place(name)
+            module.register_buffer(own_name, buffer, persistent=name not in not_saved)
+
+    def _place(self, name: str) -> tuple[nn.Module, str]:
+        """Return the module that a tensor belongs to, made where it is missing, and its name there."""
+        *path, own_name = name.split(".")
+        module: nn.Module = self
+        for step in path:
+            if step not in module._modules:
+                module.add_module(step, nn.Module())
+            module = module.get_submodule(step)
+        return module, own_name
