@@ -60,6 +60,12 @@ def container_of(model: nn.Module, parameters: Iterable[str], buffers: Iterable[
     return container
 
 
+def put_module(container: nn.Module, name: str, module: nn.Module) -> None:
+    """Register a module below ``container`` under its dotted name."""
+    owner, field = _owner(container, name)
+    owner.add_module(field, module)
+
+
 def _copy(
     node: fx.Node, flow: Flow, graph: fx.Graph, root: nn.Module, made: dict[fx.Node, fx.Node]
 ) -> fx.Node:

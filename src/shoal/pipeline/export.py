@@ -7,6 +7,7 @@ is decomposed, so a stage computes bit for bit what the model computes.
 
 from __future__ import annotations
 
+import operator
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
@@ -192,7 +193,7 @@ def _is_check(node: fx.Node) -> bool:
 def _changes_something(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        return True  # a nested graph may
+        return node.target is not operator.getitem  # a nested graph may
     arguments = schema.arguments
     declared = any(argument.alias_info is not None and argument.alias_info.is_write for argument in arguments)
     return declared or any(argument.name == "running_mean" for argument in arguments)

@@ -56,7 +56,7 @@ def measure_cost(
     (whole,) = split(exported, [], units=units)
     device = exported.device
     timings, whole_timings = Timings(len(pieces), device), Timings(1, device)
-    with _undisturbed(exported.model), streams(0, 0, 0):
+    with undisturbed(exported.model), streams(0, 0, 0):
         saved = saved_bytes(pieces, inputs, units)
         for repetition in range(repetitions + 1):
             timings.counts = whole_timings.counts = repetition > 0
@@ -157,7 +157,7 @@ def _scaled(times: list[float], whole: float) -> list[float]:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Give the model back with the gradients and buffers that it came with."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

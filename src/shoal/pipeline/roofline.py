@@ -54,8 +54,9 @@ def estimate_cost(exported: Exported, rates: Rates, *, units: Units | None = Non
     weights, constants = _on_meta(all_weights(exported.model)), nn.Module()
     pieces = pieces_of(units, weights, constants)
     _on_meta(constants)
-    for piece in pieces:
-        retarget(piece.module, exported.device, torch.device("meta"))
+    if exported.device.type != "meta":
+        for piece in pieces:
+            retarget(piece.module, exported.device, torch.device("meta"))
     inputs = {name: value.to("meta") for name, value in exported.inputs.items()}
     clock = _Clock(rates, len(pieces))
     run_pieces(pieces, inputs, units.flow.gradient, clock.watch)

@@ -60,12 +60,14 @@ class StageModule(nn.Module):
         bodies: Mapping[bool, Body],
         output_spec: Any,
         device: torch.device,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         """Args:
         weights: parameters and buffers under their canonical names.
         constants: tensors that the model made while it was traced, as buffers that are not saved.
         bodies: the training body under ``True``, the evaluation body under ``False``; one may be missing.
         device: where the model was traced.
+        aliases: other name of a tied weight -> its canonical name, where ``weights`` has other names.
         """
         super().__init__()
         self.index = index
@@ -75,7 +77,8 @@ class StageModule(nn.Module):
         self.output_spec = output_spec
         self._bodies = dict(bodies)
         self._device = device
-        self.train(True in self._bodies)
+        self._aliases = dict(aliases or {})
+        self.training = True in self._bodies
 
     @property
     def body(self) -> Body:
@@ -105,12 +108,14 @@ class StageModule(nn.Module):
     @property
     def parameter_names(self) -> dict[str, str]:
         """This module's parameter name -> the canonical name in the model."""
-        return {f"weights.{name}": name for name, _ in self.weights.named_parameters()}
+        names = [name for name, _ in self.weights.named_parameters()]
+        return {f"weights.{name}": self._aliases.get(name, name) for name in names}
 
     @property
     def buffer_names(self) -> dict[str, str]:
         """This module's buffer name -> the canonical name in the model; constants of the graph have none."""
-        return {f"weights.{name}": name for name, _ in self.weights.named_buffers()}
+        names = [name for name, _ in self.weights.named_buffers()]
+        return {f"weights.{name}": self._aliases.get(name, name) for name in names}
 
     def forward(self, *relayed: Tensor, **inputs: Tensor) -> tuple[Any, ...]:
         """Compute what goes to the stage behind; the last stage returns the model's flattened outputs.

@@ -68,6 +68,15 @@ def draw(operation: Any, key: int, *args: Any, **kwargs: Any) -> Any:
     return operation(*args, **kwargs)
 
 
+@contextmanager
+def own_stream(key: int, device: torch.device) -> Iterator[None]:
+    """Let everything that runs inside draw from one stream, the ``key``-th of the step and micro-batch."""
+    current = _current.get()
+    if current is not None:
+        current.seed(key, device)
+    yield
+
+
 def number_draws(module: fx.GraphModule) -> None:
     """Put :func:`draw` in the place of all random operations of a graph, those of nested graphs included."""
     key = 0
