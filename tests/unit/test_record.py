@@ -16,6 +16,8 @@ from shoal.record import (
     Checkpoint,
     End,
     Evaluation,
+    PipelineBox,
+    PipelineStep,
     RecordWriter,
     Resume,
     Row,
@@ -75,6 +77,18 @@ def checkpoint(number: int) -> Checkpoint:
     return Checkpoint(step=number, path=f"step-{number}", num_bytes=10, blocked_s=0.01, written_s=0.2)
 
 
+def pipeline_step(number: int) -> PipelineStep:
+    box = PipelineBox(rank=1, stage=3, action="F", micro_batch=2, begin_s=0.5, end_s=0.75)
+    return PipelineStep(
+        step=number,
+        schedule="1f1b",
+        placement=[0, 1],
+        num_micro_batches=4,
+        predicted=[box],
+        traced=[box, box],
+    )
+
+
 def write(run_dir: Path, *rows: Row) -> Path:
     writer = RecordWriter(run_dir)
     for row in rows:
@@ -89,6 +103,7 @@ def test_round_trip_of_every_kind(tmp_path: Path) -> None:
         step(10),
         evaluation(10),
         checkpoint(10),
+        pipeline_step(10),
         Stop(step=10, reason="SIGTERM", exit_code=75),
         start(num_workers=3),
         Resume(step=10, path="step-10", damaged=["step-20: wrong checksum"]),
@@ -191,6 +206,11 @@ def test_kinds_and_fields_of_a_newer_version_are_passed_over(tmp_path: Path) -> 
         ('{"kind": "stop", "step": true, "reason": "x", "exit_code": 1}', "stop.step must be"),
         ('{"kind": "end", "step": 3, "seconds": 1, "metrics": {"a": "b"}}', "end.metrics must be"),
         ('{"kind": "resume", "step": 3, "path": "x", "damaged": [1]}', "resume.damaged must be"),
+        (
+            '{"kind": "pipeline_step", "step": 3, "schedule": "x", "placement": [0], "num_micro_batches": 1, '
+            '"traced": [[0, 0, "F", 0, 1.5]]}',
+            "pipeline_step.traced must be",
+        ),
         ("[1, 2]", "a line is an object with a kind"),
         ("17", "a line is an object with a kind"),
     ],

@@ -10,7 +10,7 @@ class Action(NamedTuple):
     """One computation of one stage on one micro-batch."""
 
     kind: str
-    """``F`` forward, ``B`` full backward, ``I`` input gradient, ``W`` weight gradient (``I`` + ``W`` = ``B``)."""
+    """``F`` forward, ``B`` full backward; or in two: ``I`` input gradient, ``W`` weight gradient."""
     stage: int
     micro_batch: int
 

@@ -18,7 +18,7 @@ from shoal.decide.partition import (
     refine,
 )
 from shoal.decide.schedule import GREEDY, check_schedule_name, make_schedule, num_virtual_choices
-from shoal.decide.timeline import Timeline, num_kept, simulate
+from shoal.decide.timeline import Timeline, num_kept, rounded, simulate
 from shoal.errors import UsageError
 
 PORTFOLIO = ("1f1b", "interleaved", "backward_first", "vee", "bfs", "gpipe")
@@ -26,6 +26,8 @@ PORTFOLIO = ("1f1b", "interleaved", "backward_first", "vee", "bfs", "gpipe")
 VIRTUAL_CHOICES = (1, 2, 4)
 """The numbers of stages a rank that are tried where none is asked for."""
 NUM_REFINED = 3
+_SAME = {"interleaved": "1f1b", "bfs": "gpipe"}
+"""What a schedule is with one stage a rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,7 @@ def choose_schedule(
 
 
 def _makespan_s(choice: Choice) -> float:
-    return choice.timeline.makespan_s
+    return rounded(choice.timeline.makespan_s)
 
 
 def _pairs(
@@ -126,8 +128,8 @@ def _pairs(
         check_cuts(cost, cuts)
         if (len(cuts) + 1) % num_ranks:
             raise UsageError(
-                f"{len(cuts)} cuts make {len(cuts) + 1} stages, which {num_ranks} ranks cannot share equally; "
-                f"give {num_ranks - 1} cuts, or one less than another multiple of {num_ranks}"
+                f"{len(cuts)} cuts make {len(cuts) + 1} stages, which {num_ranks} ranks cannot share "
+                f"equally; give {num_ranks - 1} cuts, or one less than another multiple of {num_ranks}"
             )
         virtual = [(len(cuts) + 1) // num_ranks]
     check_num_stages(cost, num_ranks * min(virtual))
@@ -135,7 +137,9 @@ def _pairs(
         (name, number)
         for name in conditions.names
         for number in num_virtual_choices(name, virtual)
-        if num_ranks * number <= len(cost.units) and (num_ranks > 1 or number == min(virtual))
+        if num_ranks * number <= len(cost.units)
+        and (num_ranks > 1 or number == min(virtual))
+        and not (number == 1 and _SAME.get(name) in conditions.names)
     ]
     if not pairs:
         raise UsageError(
@@ -169,13 +173,15 @@ class _Case:
         return _judged(cost, cuts, schedule, given)
 
     def num_kept(self) -> tuple[int, ...]:
-        """Return for how many micro-batches each stage keeps bytes, where stages are equal."""
+        """Return for how many micro-batches each stage keeps bytes; a guess where that depends on costs."""
+        if self.name in GREEDY:
+            active = min(self.num_micro_batches, self.active_micro_batches or self.num_ranks)
+            return (active,) * (self.num_ranks * self.num_virtual)
         schedule = make_schedule(
             self.name,
             num_ranks=self.num_ranks,
             num_virtual=self.num_virtual,
             num_micro_batches=self.num_micro_batches,
-            active_micro_batches=self.active_micro_batches,
         )
         return num_kept(schedule)
 

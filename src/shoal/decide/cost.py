@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from shoal.errors import UsageError
@@ -100,7 +101,7 @@ def stage_costs(cost: ModelCost, cuts: Sequence[int]) -> tuple[StageCost, ...]:
     check_cuts(cost, cuts)
     bounds = [0, *cuts, len(cost.units)]
     stages = []
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         units = cost.units[begin:end]
         stages.append(
             StageCost(
@@ -117,7 +118,7 @@ def stage_costs(cost: ModelCost, cuts: Sequence[int]) -> tuple[StageCost, ...]:
 def check_cuts(cost: ModelCost, cuts: Sequence[int]) -> None:
     """Raise UsageError unless the cuts grow and every stage has a unit."""
     bounds = [0, *cuts, len(cost.units)]
-    if any(begin >= end for begin, end in zip(bounds, bounds[1:], strict=False)):
+    if any(begin >= end for begin, end in pairwise(bounds)):
         raise UsageError(
             f"the cuts {list(cuts)} do not divide {len(cost.units)} units: "
             f"they must grow and lie between 1 and {len(cost.units) - 1}"

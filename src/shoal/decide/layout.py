@@ -62,8 +62,8 @@ class Layout:
     def __str__(self) -> str:
         virtual = f", {self.num_virtual} stages a rank" if self.num_virtual > 1 else ""
         return (
-            f"pipeline {self.pipeline} × data {self.data}{virtual}, {self.num_micro_batches} micro-batches of "
-            f"{self.micro_batch_size}, {self.choice.schedule.name}"
+            f"pipeline {self.pipeline} × data {self.data}{virtual}, {self.num_micro_batches} micro-batches "
+            f"of {self.micro_batch_size}, {self.choice.schedule.name}"
         )
 
 
@@ -239,7 +239,7 @@ class _Search:
                 missing[shape] = min(missing[shape], error.missing_bytes)
         return layouts
 
-    def layout(self, shape: _Shape, names: Sequence[str] | None = None, **options: int) -> Layout:
+    def layout(self, shape: _Shape, names: Sequence[str] | None = None, num_refined: int = 1) -> Layout:
         """Return the shape with the schedule whose step, with averaging, is the fastest.
 
         Raises:
@@ -255,7 +255,7 @@ class _Search:
             num_ranks=shape.pipeline,
             num_micro_batches=shape.num_micro_batches,
             conditions=given,
-            **options,
+            num_refined=num_refined,
         )
         link = self.data_link or given.link
         ratio = memory.gradient_ratio

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -115,8 +116,8 @@ def partition(
         needed, _ = minimax(tables.held_bytes(memory, number) for number in kept)
         missing = int(np.ceil(needed - room))
         raise DoesNotFit(
-            f"no cuts into {num_stages} stages fit {in_gb(room)} a device: the best need {in_gb(missing)} more; "
-            "take more stages, smaller micro-batches or fewer at one time",
+            f"no cuts into {num_stages} stages fit {in_gb(room)} a device: the best need {in_gb(missing)} "
+            "more; take more stages, smaller micro-batches or fewer at one time",
             missing,
         )
     return cuts
@@ -149,7 +150,8 @@ class Tables:
     def seconds(self, link: Link | None) -> Matrix:
         """Return the time of each stage for one micro-batch, with its relay there and back."""
         relay = [2 * link.seconds(num_bytes) if link else 0.0 for num_bytes in self._relay_bytes]
-        return self._seconds + np.array([0.0, *relay])
+        seconds: Matrix = self._seconds + np.array([0.0, *relay])
+        return seconds
 
     def parameter_bytes(self) -> Matrix:
         return self._parameters
@@ -160,8 +162,9 @@ class Tables:
         That is what autograd saves and the outputs that were relayed.
         """
         kept = self._saved + np.array([0.0, *self._relay_bytes])
-        state = self._parameters if memory is None else memory.state_bytes(1.0) * self._parameters
-        return state + num_kept * kept
+        state = 1.0 if memory is None else memory.state_bytes(1.0)
+        held: Matrix = state * self._parameters + num_kept * kept
+        return held
 
 
 def _parameter_ranges(cost: ModelCost) -> Matrix:
@@ -271,7 +274,7 @@ def refine(
         for first, last, shift in _moves(len(current)):
             trial = tuple(cut + shift if first <= i < last else cut for i, cut in enumerate(current))
             bounds = [0, *trial, len(cost.units)]
-            if trial in tried or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+            if trial in tried or any(a >= b for a, b in pairwise(bounds)):
                 continue
             if len(tried) >= max_trials:
                 return current

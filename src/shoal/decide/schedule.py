@@ -18,13 +18,22 @@ Rank r keeps min(M, R - r) micro-batches for its backwards under 1f1b, and M und
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 from shoal.decide.actions import Action, Schedule, loop_placement
 from shoal.decide.cost import Link, StageCost
 from shoal.decide.schedule_greedy import best_greedy
 from shoal.errors import UsageError, did_you_mean
 
-__all__ = ["GREEDY", "NAMES", "Action", "Schedule", "check_schedule_name", "make_schedule", "num_virtual_choices"]
+__all__ = [
+    "GREEDY",
+    "NAMES",
+    "Action",
+    "Schedule",
+    "check_schedule_name",
+    "make_schedule",
+    "num_virtual_choices",
+]
 
 NAMES = ("gpipe", "1f1b", "interleaved", "bfs", "vee", "backward_first", "zbv")
 GREEDY = ("vee", "backward_first", "zbv")
@@ -49,7 +58,8 @@ def make_schedule(
             equal stages whose backward takes twice the time of the forward.
         link: what relays between ranks take, for the greedy schedules.
         active_micro_batches: how many micro-batches may be under way at once, from the first stage's forward
-            to its backward; the bound on memory of the greedy schedules. Default: the fastest up to ranks + 2.
+            to its backward; the bound on memory of the greedy schedules. Default: the fastest of three, up to
+            twice the ranks.
 
     Raises:
         UsageError: an unknown name, a number of stages a rank or of micro-batches that the schedule cannot
@@ -88,7 +98,9 @@ def make_schedule(
 def check_schedule_name(name: str) -> None:
     """Raise UsageError unless there is a schedule of this name."""
     if name not in NAMES:
-        raise UsageError(f"no schedule is called {name!r}.{did_you_mean(name, NAMES)} There are {', '.join(NAMES)}")
+        raise UsageError(
+            f"no schedule is called {name!r}.{did_you_mean(name, NAMES)} There are {', '.join(NAMES)}"
+        )
 
 
 def num_virtual_choices(name: str, wanted: Sequence[int]) -> list[int]:
@@ -124,20 +136,15 @@ def _check_groups(num_ranks: int, num_micro_batches: int) -> None:
             f"schedule 'interleaved' needs at least as many micro-batches as ranks, and there are "
             f"{num_micro_batches} for {num_ranks}: take {num_ranks} or more, or 'backward_first'"
         )
-    if num_micro_batches % (num_micro_batches // num_ranks):
-        below = num_micro_batches // num_ranks * num_ranks
+    num_rounds = num_micro_batches // num_ranks
+    if num_micro_batches % num_rounds:
+        below, above = (
+            next(n for n in count(num_micro_batches, step) if n % (n // num_ranks) == 0) for step in (-1, 1)
+        )
         raise UsageError(
             f"schedule 'interleaved' cannot divide {num_micro_batches} micro-batches over {num_ranks} ranks "
-            f"into {num_micro_batches // num_ranks} equal rounds; the nearest numbers that it can are "
-            f"{_nearest_groupable(num_ranks, num_micro_batches, -1)} and "
-            f"{_nearest_groupable(num_ranks, below + num_ranks, 1)}"
+            f"into {num_rounds} equal rounds; the nearest numbers that it can are {below} and {above}"
         )
-
-
-def _nearest_groupable(num_ranks: int, number: int, direction: int) -> int:
-    while number % (number // num_ranks):
-        number += direction
-    return number
 
 
 def _looped(rank: int, num_ranks: int, num_virtual: int, num_micro_batches: int) -> list[Action]:

@@ -54,8 +54,15 @@ def simulate(schedule: Schedule, costs: Sequence[StageCost], link: Link | None =
 
 def recorded(timeline: Timeline) -> list[PipelineBox]:
     """Return the boxes as the record of a run holds them."""
-    return [PipelineBox(box.rank, box.action.stage, box.action.kind, box.action.micro_batch, box.begin_s, box.end_s)
-            for box in timeline.boxes]  # fmt: skip
+    return [
+        PipelineBox(rank, action.stage, action.kind, action.micro_batch, begin_s, end_s)
+        for rank, action, begin_s, end_s in timeline.boxes
+    ]
+
+
+def rounded(seconds: float) -> float:
+    """Return a time to compare by: sums of the same times in another order are equal."""
+    return float(f"{float(seconds):.9g}")
 
 
 class _Event(NamedTuple):
@@ -211,8 +218,8 @@ def _order(schedule: Schedule) -> tuple[list[_Event], list[Action]]:
     for rank, actions in enumerate(schedule.actions):
         if next_action[rank] < len(actions):
             raise UsageError(
-                f"schedule {schedule.name!r} stands still: rank {rank} waits at {actions[next_action[rank]]}, "
-                "whose values never come; put its actions in another order"
+                f"schedule {schedule.name!r} stands still: rank {rank} waits at "
+                f"{actions[next_action[rank]]}, whose values never come; put its actions in another order"
             )
     return events, order
 

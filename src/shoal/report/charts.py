@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.record import Resume, Step, Stop
+from shoal.record import PipelineStep, Resume, Step, Stop
 from shoal.report import plots, words
 from shoal.report.curves import (
     MAX_POINTS,
@@ -18,6 +18,7 @@ from shoal.report.curves import (
     trend,
     upper_limit,
 )
+from shoal.report.pipeline_timeline import draw_pipeline_step
 from shoal.report.plots import Axes, Line, Mark, Rule
 from shoal.report.runs import Run, mean_parts_s, metric_names
 from shoal.report.timeline import time_unit
@@ -209,6 +210,24 @@ def parts_charts(runs: Sequence[Run]) -> list[Chart]:
                 notes=notes,
             )
         )
+    return charts
+
+
+def pipeline_charts(runs: Sequence[Run]) -> list[Chart]:
+    """Return for each run with a pipeline the timeline of the last step of which it was recorded."""
+    charts: list[Chart] = []
+    for run in runs:
+        rows = [row for row in run.rows if isinstance(row, PipelineStep) and (row.predicted or row.traced)]
+        if rows:
+            charts.append(
+                Chart(
+                    title="Pipeline" if len(runs) == 1 else f"Pipeline of {run.name}",
+                    unit=f"step {rows[-1].step:,}, schedule {rows[-1].schedule}",
+                    svg=draw_pipeline_step(rows[-1]),
+                    keys=[],
+                    notes=["The number in a box is its micro-batch."],
+                )
+            )
     return charts
 
 

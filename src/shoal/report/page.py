@@ -58,6 +58,7 @@ def render(runs: Sequence[Run]) -> str:
         curves=_numbered(charts.curve_charts(runs), "curve"),
         throughput=_numbered([throughput] if throughput else [], "throughput"),
         parts=_numbered(charts.parts_charts(runs), "part"),
+        pipelines=_numbered(charts.pipeline_charts(runs), "pipeline"),
         timeline=timeline(runs),
     )
 

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.record import Checkpoint, End, Evaluation, Phase, Resume, Row, Start, Step, Stop
+from shoal.record import Checkpoint, End, Evaluation, Phase, PipelineStep, Resume, Row, Start, Step, Stop
 from shoal.report import plots, words
 from shoal.report.runs import (
     Run,
@@ -251,7 +251,7 @@ def _segments(seconds: Mapping[str, float], longest: float) -> list[Segment]:
 
 def events(run: Run) -> list[Event]:
     """Return what happened, oldest first: starts, checkpoints, resumes, stops, the end."""
-    listed = [_event(row) for row in run.rows if not isinstance(row, Step | Evaluation)]
+    listed = [_event(row) for row in run.rows if not isinstance(row, Step | Evaluation | PipelineStep)]
     if len(listed) <= MAX_EVENTS:
         return listed
     half = MAX_EVENTS // 2

@@ -64,7 +64,7 @@ def timeline(runs: Sequence[Run]) -> Timeline:
     longest = max(longest, 1.0)
     divisor, unit = time_unit(longest)
     scale = 100 / longest
-    step = _tick_step(longest / divisor)
+    step = tick_step(longest / divisor)
     num_ticks = math.floor(longest / divisor / step + 1e-9) + 1
     return Timeline(
         lanes=[_lane(run, scale) for run in runs],
@@ -94,7 +94,7 @@ def _lane(run: Run, scale: float) -> Lane:
     return Lane(name=run.name, spans=spans, marks=marks, note=note)
 
 
-def _tick_step(length: float) -> float:
+def tick_step(length: float) -> float:
     """Return 1, 2 or 5 times a power of ten so that 3 to 8 ticks stand on an axis of this length."""
     power = 10 ** math.floor(math.log10(length / 3))
     return next(float(m * power) for m in (5, 2, 1) if length / (m * power) >= 3)
