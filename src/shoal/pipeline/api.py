@@ -20,7 +20,7 @@ from shoal.pipeline.plan import decide
 from shoal.pipeline.runner import StageRunner
 from shoal.pipeline.runtime import Pipeline, Settings, Unsplit
 from shoal.pipeline.sources import Graph, Named, Source
-from shoal.pipeline.ties import owners
+from shoal.pipeline.ties import owners, repeated
 from shoal.pipeline.verify import run_unsplit
 
 SCHEDULE_ALIASES = {"simple": "gpipe"}
@@ -136,7 +136,8 @@ def pipeline(
         cuts=cuts,
     )
     stages = source.stages(plan.cuts)
-    held_by = owners([stage.parameter_names.values() for stage in stages], plan.schedule.placement)
+    names = [stage.parameter_names.values() for stage in stages]
+    held_by = owners(names, plan.schedule.placement)
     runners = {
         index: StageRunner(stage)
         for index, (stage, rank) in enumerate(zip(stages, plan.schedule.placement, strict=True))
@@ -149,7 +150,7 @@ def pipeline(
     else:
         put_on(place, runners.values())
     if shard and data_parallel is not None and data_parallel.size() > 1:
-        shard_state(runners.values(), data_parallel)
+        shard_state(runners.values(), data_parallel, repeated(names, plan.schedule.placement))
     return Pipeline(
         plan,
         runners,

@@ -111,7 +111,7 @@ def loss_of(output: Any) -> Tensor:
     elif getattr(output, "loss", None) is not None:
         loss = output.loss
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-        return loss.reshape(())
+        return loss if loss.ndim == 0 else loss.sum()
     raise UsageError(
         f"the model returns {type(output).__name__} without a loss: it must return its own loss, a single "
         "number, as .loss, as key 'loss' or first in a tuple; give it the labels as an input"

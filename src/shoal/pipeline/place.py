@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -51,21 +51,18 @@ def held(runners: Iterable[StageRunner]) -> tuple[dict[str, nn.Parameter], dict[
     return parameters, buffers, set(buffers) - saved
 
 
-def shard_state(runners: Iterable[StageRunner], mesh: DeviceMesh) -> None:
+def shard_state(runners: Iterable[StageRunner], mesh: DeviceMesh, whole: Collection[str]) -> None:
     """Wrap each stage by FSDP2, with gradients summed over the replicas.
 
-    A parameter that several stages of this rank use stays whole: FSDP2 knows none outside of its module.
+    Args:
+        whole: names of parameters that are not divided.
     """
-    stages = list(runners)
-    counts: dict[nn.Parameter, int] = {}
-    for runner in stages:
-        for parameter in set(runner.parameters()):
-            counts[parameter] = counts.get(parameter, 0) + 1
-    shared = {parameter for parameter, count in counts.items() if count > 1}
-    for runner in stages:
-        own = set(runner.parameters())
-        if own <= shared:
+    for runner in runners:
+        names = runner.stage.parameter_names
+        own = dict(runner.stage.named_parameters(remove_duplicate=False))
+        ignored = {parameter for name, parameter in own.items() if names.get(name, name) in whole}
+        if ignored == set(own.values()):
             continue
-        fully_shard(runner, mesh=mesh, ignored_params=shared & own)
+        fully_shard(runner, mesh=mesh, ignored_params=ignored)
         runner.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # fully_shard has changed its class
         runner.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]

@@ -31,6 +31,21 @@ def owners(names_of_stages: Sequence[Iterable[str]], placement: Sequence[int]) -
     return {name: tuple(sorted(held)) for name, held in ranks.items()}
 
 
+def repeated(names_of_stages: Sequence[Iterable[str]], placement: Sequence[int]) -> set[str]:
+    """Return the parameters that several stages of one rank use, on any rank.
+
+    They are not sharded: FSDP2 knows a parameter in one of its modules only, and copies must have equal shards.
+    """
+    seen: set[tuple[int, str]] = set()
+    found: set[str] = set()
+    for names, rank in zip(names_of_stages, placement, strict=True):
+        for name in set(names):
+            if (rank, name) in seen:
+                found.add(name)
+            seen.add((rank, name))
+    return found
+
+
 class Ties:
     """The parameters that several ranks of a pipeline hold.
 
