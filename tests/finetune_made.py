@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import BertConfig
+from transformers import BertConfig, T5Config
 
 from shoal.data.squad.config import WindowConfig
 from shoal.data.tokenizer import tokenizer_json, train_tokenizer
@@ -20,6 +20,9 @@ from shoal.recipes.finetune.config import (
     SourceConfig,
     SquadDataConfig,
     SquadFinetuneConfig,
+    T5DataConfig,
+    T5FinetuneConfig,
+    T5OptimConfig,
     TrainConfig,
 )
 
@@ -89,6 +92,36 @@ def write_model(folder: Path, texts: list[str] | None = None, **sizes: int) -> P
     config.architectures = ["BertModel"]
     config.save_pretrained(folder)
     return folder
+
+
+def write_t5(folder: Path) -> Path:
+    """Write a transformers directory of T5 without weights: sizes and a tokenizer that knows the words."""
+    folder.mkdir(parents=True)
+    texts = [" ".join([*WORDS, "same", "other", "mnli", "hypothesis", "premise", ":"])] * 20
+    tokenizer = train_tokenizer("wordpiece", texts, vocab_size=VOCAB, lowercase=True)
+    (folder / "tokenizer.json").write_bytes(tokenizer_json(tokenizer))
+    T5Config(
+        vocab_size=VOCAB + 8,
+        d_model=48,
+        d_kv=12,
+        d_ff=96,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        pad_token_id=tokenizer.token_to_id("[PAD]"),
+        eos_token_id=tokenizer.token_to_id("[SEP]"),
+        decoder_start_token_id=tokenizer.token_to_id("[PAD]"),
+    ).save_pretrained(folder)
+    return folder
+
+
+def t5_config(
+    source: Path, examples: Path, evals: tuple[Path, ...], run_dir: Path, **changes: Any
+) -> T5FinetuneConfig:
+    """Return settings for quick steps from random weights."""
+    shared = _shared(source, run_dir) | {"optim": T5OptimConfig(learning_rate=3e-2)}
+    config = T5FinetuneConfig(data=T5DataConfig(path=examples, eval=evals, max_seq_length=32), **shared)
+    return _changed(config, changes)
 
 
 def squad_config(source: Path, questions: Path, run_dir: Path, **changes: Any) -> SquadFinetuneConfig:

@@ -12,7 +12,12 @@ from forked_workers import fork_process, wait_for
 from shoal.cluster import WorkerPlace
 from shoal.env import Joined
 from shoal.launch.worker import run_worker
-from shoal.recipes.finetune.config import ClassifyFinetuneConfig, FinetuneConfig, SquadFinetuneConfig
+from shoal.recipes.finetune.config import (
+    ClassifyFinetuneConfig,
+    FinetuneConfig,
+    SquadFinetuneConfig,
+    T5FinetuneConfig,
+)
 
 
 def start(config: FinetuneConfig, num_workers: int) -> list[BaseProcess]:
@@ -31,7 +36,7 @@ def run(config: FinetuneConfig, num_workers: int = 1, deadline_s: float = 120.0)
 def _work(config: FinetuneConfig, rank: int, num_workers: int, port: int) -> None:
     import torch
 
-    from shoal.recipes.finetune import classify, squad
+    from shoal.recipes.finetune import classify, squad, text_to_text
 
     torch.set_num_threads(1)
     assert config.run.dir is not None
@@ -43,5 +48,7 @@ def _work(config: FinetuneConfig, rank: int, num_workers: int, port: int) -> Non
     joined = Joined(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
     if isinstance(config, SquadFinetuneConfig):
         run_worker(lambda: squad.finetune(config, joined=joined, command=["test"]))
+    if isinstance(config, T5FinetuneConfig):
+        run_worker(lambda: text_to_text.finetune(config, joined=joined, command=["test"]))
     assert isinstance(config, ClassifyFinetuneConfig)
     run_worker(lambda: classify.finetune(config, joined=joined, command=["test"]))

@@ -21,18 +21,26 @@ from shoal.env import Joined
 from shoal.launch.worker import run_worker
 from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.bert_config import BertModelConfig
+from shoal.models.t5_config import T5ModelConfig
 from shoal.recipes.albert.config import AlbertPretrainConfig, DataConfig
 from shoal.recipes.bert.config import BertPretrainConfig, PhaseConfig
 from shoal.recipes.bert.config import DataConfig as BertDataConfig
+from shoal.recipes.t5.config import DataConfig as T5DataConfig
+from shoal.recipes.t5.config import T5OptimConfig, T5PretrainConfig
 from shoal.record import Step, read_record
 from shoal.train.config import LoopConfig, OptimConfig, OptimizerConfig, RunConfig, TrainConfig
 
-AnyConfig = AlbertPretrainConfig | BertPretrainConfig
-Config = TypeVar("Config", AlbertPretrainConfig, BertPretrainConfig)
+AnyConfig = AlbertPretrainConfig | BertPretrainConfig | T5PretrainConfig
+Config = TypeVar("Config", AlbertPretrainConfig, BertPretrainConfig, T5PretrainConfig)
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch._dynamo", "shoal.recipes.albert.pretrain", "shoal.recipes.bert.pretrain"]
+    [
+        "torch._dynamo",
+        "shoal.recipes.albert.pretrain",
+        "shoal.recipes.bert.pretrain",
+        "shoal.recipes.t5.pretrain",
+    ]
 )
 
 WORDS = [
@@ -154,6 +162,27 @@ def small_bert_config(text: Path, run_dir: Path, **changes: Any) -> BertPretrain
     return _changed(config, changes)
 
 
+def small_t5_config(text: Path, run_dir: Path, **changes: Any) -> T5PretrainConfig:
+    """Return settings for 6 quick steps."""
+    config = T5PretrainConfig(
+        model=T5ModelConfig(
+            vocab_size=192, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout=0.1
+        ),
+        data=T5DataConfig(path=text, input_length=24),
+        train=TrainConfig(total_steps=6, global_batch_size=8, precision="fp32", micro_batch_size=2),
+        optim=T5OptimConfig(learning_rate=0.1, hold_steps=4),
+        run=RunConfig(
+            name="test",
+            dir=run_dir,
+            log_frequency=1,
+            validation_frequency=3,
+            validation_samples=16,
+            checkpoint_frequency=3,
+        ),
+    )
+    return _changed(config, changes)
+
+
 def _changed(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
     for section, values in changes.items():
         config = replace(config, **{section: replace(getattr(config, section), **values)})  # type: ignore[type-var]
@@ -233,6 +262,7 @@ def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
 
     from shoal.recipes.albert.pretrain import pretrain as pretrain_albert
     from shoal.recipes.bert.pretrain import pretrain as pretrain_bert
+    from shoal.recipes.t5.pretrain import pretrain as pretrain_t5
 
     torch.set_num_threads(1)
     assert config.run.dir is not None
@@ -241,7 +271,9 @@ def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
     os.dup2(log.fileno(), sys.stderr.fileno())
     place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
     joined = Joined(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
-    if isinstance(config, BertPretrainConfig):
+    if isinstance(config, T5PretrainConfig):
+        run_worker(lambda: pretrain_t5(config, joined, ["test"]))
+    elif isinstance(config, BertPretrainConfig):
         run_worker(lambda: pretrain_bert(config, joined, ["test"]))
     else:
         run_worker(lambda: pretrain_albert(config, joined, ["test"]))

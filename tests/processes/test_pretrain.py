@@ -16,7 +16,7 @@ import torch
 
 from shoal import record
 from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, UsageError
-from shoal.recipes.masked_lm.export import export_run
+from shoal.recipes.export import export_run
 from shoal.record import read_record
 
 

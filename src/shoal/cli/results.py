@@ -15,7 +15,7 @@ def export(source: Path, *, out: Path | None = None) -> None:
     out
         What to write; default: transformers-STEP in the run directory.
     """
-    from shoal.recipes.masked_lm.export import export_run
+    from shoal.recipes.export import export_run
 
     print(export_run(source, out))
 

@@ -15,7 +15,7 @@ from shoal.train.config import load_toml
 
 
 def settings_from(
-    folder_of: Callable[[str], str], default: str
+    folder_of: Callable[[str], str], default_of: Callable[[str], str]
 ) -> Callable[[App, tuple[str, ...], Any], None]:
     """Return what cyclopts calls to fill in settings.
 
@@ -23,7 +23,7 @@ def settings_from(
 
     Args:
         folder_of: from a command's name to its folder of presets in ``shoal.recipes``.
-        default: the preset where none is named.
+        default_of: from a command's name to its preset where none is named.
     """
 
     def fill_in(app: App, commands: tuple[str, ...], arguments: Any) -> None:
@@ -31,7 +31,7 @@ def settings_from(
         trees: list[tuple[str, dict[str, Any]]] = []
         if path := given.get("--config"):
             trees.append((path, load_toml(Path(path))))
-        preset = given.get("--preset", default)
+        preset = given.get("--preset", default_of(commands[-1]))
         file = resources.files("shoal.recipes") / folder_of(commands[-1]) / f"{preset}.toml"
         if file.is_file():
             trees.append((f"preset {preset}", tomllib.loads(file.read_text(encoding="utf-8"))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +15,7 @@ from shoal.recipes.albert import config as albert
 from shoal.recipes.bert import config as bert
 from shoal.recipes.masked_lm import start
 from shoal.recipes.start import Launch
+from shoal.recipes.t5 import config as t5
 
 train = App(
     name="train",
@@ -22,7 +24,7 @@ train = App(
 )
 
 
-train.config = (settings_from(lambda command: f"{command}/presets", "base"),)
+train.config = (settings_from(lambda command: f"{command}/presets", lambda _: "base"),)
 
 Settings = Parameter(name="*")
 """Options of the fields of a dataclass, without its own name before them."""
@@ -85,6 +87,45 @@ def train_bert(
         return pretrain(resolved, place, command)
 
     return start.run(settings, how, work, preset=preset, command=_this_command())
+
+
+@train.command(name="t5")
+def train_t5(
+    *,
+    preset: Literal[t5.PRESETS] = "base",  # type: ignore[valid-type]
+    config: Path | None = None,
+    devices: int | None = None,
+    memory: str | None = None,
+    settings: Annotated[t5.T5PretrainConfig, Settings] = t5.T5PretrainConfig(),  # noqa: B008
+    how: Annotated[Launch, Settings] = Launch(),  # noqa: B008
+) -> int:
+    """Pretrain T5: span corruption, on one device a replica or on a pipeline of several.
+
+    The workers are --parallel.pipeline × --parallel.data; a run may go on with another layout. Started alone,
+    the command starts the workers; started by torchrun, mpirun or anything that sets RANK and WORLD_SIZE, it
+    joins them. Run it again to continue after a stop or a crash.
+
+    Parameters
+    ----------
+    preset
+        Settings to start from.
+    config
+        TOML file with settings that go before the preset's; options go before both.
+    devices
+        For --parallel.layout auto: how many devices to plan for; default: the workers.
+    memory
+        For --parallel.layout auto: memory of a device, such as 40GB.
+    """
+    from shoal.recipes.t5 import start
+
+    def work(resolved: t5.T5PretrainConfig, place: Joined, command: list[str]) -> int:
+        from shoal.recipes.t5.pretrain import pretrain
+
+        return pretrain(resolved, place, command)
+
+    parallel = settings.parallel
+    parallel = replace(parallel, devices=devices or parallel.devices, memory=memory or parallel.memory)
+    return start.run(replace(settings, parallel=parallel), how, work, preset=preset, command=_this_command())
 
 
 def _this_command() -> list[str]:

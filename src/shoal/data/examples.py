@@ -97,6 +97,20 @@ class ExampleReader:
         """Examples in one epoch."""
         return self._windows.num_examples
 
+    @property
+    def seed(self) -> int:
+        """What decides the order of the examples."""
+        return self.config.seed
+
+    @property
+    def example_tokens(self) -> int:
+        """Tokens that making one example goes through."""
+        return self.config.max_seq_length
+
+    def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Return the examples as models take them (``packed``)."""
+        return packed(arrays)
+
     def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
         """Return the examples ``indices`` (``[B]``, below ``num_examples``) as they are in ``epochs``.
 

@@ -21,13 +21,13 @@ from itertools import islice
 
 import torch
 
-from shoal.data.examples import ExampleReader, evenly_spread, packed
-from shoal.data.steps import Arrays, Share, StepReader, loader_processes, submit_read
+from shoal.data.examples import evenly_spread
+from shoal.data.steps import Arrays, Reader, Share, StepReader, loader_processes, submit_read
 from shoal.decide.order import micro_batches, worker_part
 from shoal.errors import ShoalError, UsageError
 
 Batch = dict[str, torch.Tensor]
-"""A packed micro-batch (``shoal.data.examples.packed``) as tensors."""
+"""A micro-batch as models take it (``steps.Reader.micro_batch``), as tensors."""
 
 _DEADLINE_S = 600.0
 """A step's batches take milliseconds; a loader process that is silent for so long hangs."""
@@ -52,7 +52,7 @@ class LoaderConfig:
 
 
 def training_steps(
-    reader: ExampleReader,
+    reader: Reader,
     share: Share,
     config: LoaderConfig,
     *,
@@ -97,7 +97,7 @@ def training_steps(
 
 
 def held_out_batches(
-    reader: ExampleReader,
+    reader: Reader,
     *,
     micro_batch_size: int,
     limit: int | None = None,
@@ -112,7 +112,7 @@ def held_out_batches(
     """
     indices = evenly_spread(reader.num_examples, limit)
     for cut in micro_batches(worker_part(len(indices), rank, num_workers), micro_batch_size):
-        yield _tensors(packed(reader.batch(0, indices[cut.start : cut.stop])), False)
+        yield _tensors(reader.micro_batch(reader.batch(0, indices[cut.start : cut.stop])), False)
 
 
 def _wait(elsewhere: Future[list[list[Arrays]]]) -> list[list[Arrays]]:

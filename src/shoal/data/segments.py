@@ -113,7 +113,7 @@ class Windows:
         capacity = self._capacity
         documents = self._first_examples.searchsorted(indices, side="right") - 1
         shard = self._shards.first_documents.searchsorted(documents, side="right") - 1
-        groups = _rows_by_shard(shard)
+        groups = rows_by_shard(shard)
         first, last = self._extents(groups, documents)
         spare = np.maximum(last - first - capacity, 0)
         offset = self._places(epochs, documents, indices, spare)
@@ -145,7 +145,7 @@ class Windows:
         number += number >= self._usable.searchsorted(documents)
         other = self._usable[number]
         shard = self._shards.first_documents.searchsorted(other, side="right") - 1
-        groups = _rows_by_shard(shard)
+        groups = rows_by_shard(shard)
         first, last = self._extents(groups, other)
         place = first + below(bits[:, _PLACE], np.maximum(last - first - lengths, 0) + 1)
         snapped, _ = self._sentence_starts(groups, place)
@@ -155,7 +155,7 @@ class Windows:
     def gather(self, shard: Int64Array, positions: Int64Array) -> Int64Array:
         """Return the token ids at ``positions`` ``[B, T]`` of each row's shard."""
         ids = np.empty(positions.shape, dtype=np.int64)
-        for number, rows in _rows_by_shard(shard):
+        for number, rows in rows_by_shard(shard):
             ids[rows] = self._shards.shards[number].tokens[positions[rows]]
         return ids
 
@@ -202,7 +202,7 @@ class Windows:
         return middle
 
 
-def _rows_by_shard(shard: Int64Array) -> _Groups:
+def rows_by_shard(shard: Int64Array) -> _Groups:
     """Return (shard number, its rows) for each shard that occurs; one shard costs one step."""
     if (shard == shard[0]).all():
         return [(int(shard[0]), slice(None))]

@@ -8,15 +8,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from shoal.data.examples import ExampleReader, packed
 from shoal.decide.order import examples_of, micro_batches, worker_part
 
 _BLOCK_TOKENS = 1 << 14
@@ -24,7 +24,29 @@ _BLOCK_TOKENS = 1 << 14
 Beyond this, arrays leave the processor's caches and it gets slower again."""
 
 Arrays = dict[str, npt.NDArray[Any]]
-"""One micro-batch, packed (``shoal.data.examples.packed``)."""
+"""One micro-batch as models take it, such as packed (``shoal.data.examples.packed``)."""
+
+
+class Reader(Protocol):
+    """What makes examples: ``examples.ExampleReader``, ``span_corruption.SpanReader``. Picklable."""
+
+    @property
+    def num_examples(self) -> int:
+        """Examples in one epoch."""
+
+    @property
+    def seed(self) -> int:
+        """What decides the order of the examples."""
+
+    @property
+    def example_tokens(self) -> int:
+        """Tokens that making one example goes through at most."""
+
+    def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
+        """Return the examples ``indices`` as they are in ``epochs``, all ``[B]``; a pure function."""
+
+    def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Return some examples of a batch in the form that models take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +63,14 @@ class Share:
 class StepReader:
     """Step number → the worker's micro-batches of that step. Step 0 begins after ``samples_consumed``."""
 
-    reader: ExampleReader
+    reader: Reader
     share: Share
     samples_consumed: int
 
     @property
     def steps_at_once(self) -> int:
         """How many steps ``read`` should be asked for at once, so that they fill a block."""
-        return max(1, _BLOCK_TOKENS // (max(len(self._part), 1) * self.reader.config.max_seq_length))
+        return max(1, _BLOCK_TOKENS // (max(len(self._part), 1) * self.reader.example_tokens))
 
     def read(self, steps: range) -> list[list[Arrays]]:
         """Return, for each of consecutive steps, its micro-batches in order.
@@ -59,20 +81,22 @@ class StepReader:
         per_step = micro_batches(range(len(part)), share.micro_batch_size)
         firsts = self.samples_consumed + np.asarray(steps, dtype=np.int64) * share.global_batch_size
         numbers = (firsts[:, None] + np.asarray(part, dtype=np.int64)).ravel()
-        epochs, indices = examples_of(numbers, self.reader.num_examples, self.reader.config.seed)
+        epochs, indices = examples_of(numbers, self.reader.num_examples, self.reader.seed)
         cuts = [
             slice(step * len(part) + cut.start, step * len(part) + cut.stop)
             for step in range(len(steps))
             for cut in per_step
         ]
-        block_size = max(1, _BLOCK_TOKENS // (share.micro_batch_size * self.reader.config.max_seq_length))
+        block_size = max(1, _BLOCK_TOKENS // (share.micro_batch_size * self.reader.example_tokens))
         made: list[Arrays] = []
         for first in range(0, len(cuts), block_size):
             block = cuts[first : first + block_size]
             begin = block[0].start
             arrays = self.reader.batch(epochs[begin : block[-1].stop], indices[begin : block[-1].stop])
             made += [
-                packed({name: a[cut.start - begin : cut.stop - begin] for name, a in arrays.items()})
+                self.reader.micro_batch(
+                    {name: a[cut.start - begin : cut.stop - begin] for name, a in arrays.items()}
+                )
                 for cut in block
             ]
         return [made[i * len(per_step) : (i + 1) * len(per_step)] for i in range(len(steps))]

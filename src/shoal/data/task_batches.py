@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,26 @@ from shoal.decide.order import micro_batches, samples
 Batch = dict[str, torch.Tensor]
 
 _STEPS_AHEAD = 2
+
+
+class Sequences(Protocol):
+    """What batches are made of: ``TaskData``, or ``text_to_text.TextToText``."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def bounds(self) -> Int64Array:
+        """Where sequences begin in an array of all tokens, and where the last one ends."""
+
+    @property
+    def lengths(self) -> Int64Array:
+        """Tokens of each sequence."""
+
+    def num_targets(self, indices: Int64Array) -> int:
+        """Return over how many targets the loss of the sequences ``indices`` is a mean."""
+
+    def batch(self, indices: Int64Array) -> dict[str, npt.NDArray[Any]]:
+        """Return the sequences ``indices`` as a model takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +70,10 @@ class TaskData:
         """Tokens of each sequence."""
         return np.diff(self.bounds)
 
+    def num_targets(self, indices: Int64Array) -> int:
+        """Return over how many targets the loss of the sequences ``indices`` is a mean: one each."""
+        return len(indices)
+
     def batch(self, indices: Int64Array) -> dict[str, npt.NDArray[Any]]:
         """Return the sequences ``indices`` packed, with their targets (int64 ``[B]``)."""
         lengths = self.lengths[indices]
@@ -69,13 +93,13 @@ class Deal:
     seed: int = 0
 
 
-def global_batch(data: TaskData, deal: Deal, step: int) -> Int64Array:
+def global_batch(data: Sequences, deal: Deal, step: int) -> Int64Array:
     """Return the sequences of the global batch after ``step`` completed steps, in their order."""
     size = deal.global_batch_size
     return samples(step * size, size, len(data), deal.seed)[1]
 
 
-def own_micro_batches(data: TaskData, deal: Deal, step: int) -> list[Int64Array]:
+def own_micro_batches(data: Sequences, deal: Deal, step: int) -> list[Int64Array]:
     """Return this worker's sequences of that global batch, the longest first, cut into micro-batches."""
     indices = global_batch(data, deal, step)
     own = _longest_first(data, indices)[deal.rank :: deal.num_workers]
@@ -83,7 +107,7 @@ def own_micro_batches(data: TaskData, deal: Deal, step: int) -> list[Int64Array]
 
 
 def training_batches(
-    data: TaskData, deal: Deal, steps: range, *, pin_memory: bool = False
+    data: Sequences, deal: Deal, steps: range, *, pin_memory: bool = False
 ) -> Generator[list[Batch]]:
     """Yield this worker's micro-batches for each of ``steps`` (counted from 0), made ahead by a thread."""
 
@@ -101,21 +125,21 @@ def training_batches(
 
 
 def evaluation_batches(
-    data: TaskData, *, batch_size: int, rank: int = 0, num_workers: int = 1
+    data: Sequences, *, batch_size: int, rank: int = 0, num_workers: int = 1
 ) -> Iterator[tuple[Int64Array, Batch]]:
     """Yield this worker's micro-batches of all sequences, each with the sequences' numbers."""
     for indices in evaluation_parts(data, batch_size=batch_size, rank=rank, num_workers=num_workers):
         yield indices, as_tensors(data.batch(indices), pin_memory=False)
 
 
-def evaluation_parts(data: TaskData, *, batch_size: int, rank: int, num_workers: int) -> list[Int64Array]:
+def evaluation_parts(data: Sequences, *, batch_size: int, rank: int, num_workers: int) -> list[Int64Array]:
     """Return the sequences of each of a worker's micro-batches; any worker can work out those of another."""
     order = _longest_first(data, np.arange(len(data)))
     cuts = micro_batches(range(len(data)), batch_size)[rank::num_workers]
     return [order[cut.start : cut.stop] for cut in cuts]
 
 
-def _longest_first(data: TaskData, indices: Int64Array) -> Int64Array:
+def _longest_first(data: Sequences, indices: Int64Array) -> Int64Array:
     return indices[np.argsort(-data.lengths[indices], kind="stable")]
 
 

@@ -12,7 +12,7 @@ import io
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,15 +63,15 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], *, vocab_size: int, lowerc
     return _wordpiece(_wordpiece_vocabulary(model, vocab_size), lowercase)
 
 
-def read_tokenizer(path: Path, *, lowercase: bool) -> Tokenizer:
+def read_tokenizer(path: Path, *, lowercase: bool, needs: Sequence[str] = tuple(SPECIAL_TOKENS)) -> Tokenizer:
     """Read a sentencepiece ``.model`` (Unigram), a BERT ``vocab.txt`` or a ``tokenizer.json``.
 
     ``lowercase`` (which also drops accents, as ALBERT and BERT-uncased do) counts for the first two; a JSON
-    file brings its own normaliser.
+    file brings its own normaliser. ``needs`` are those of ``SPECIAL_TOKENS`` that must be there.
 
     Raises:
         UsageError: the file is missing or unreadable, is not what its name says, or lacks one of the
-            tokens for classification, separation, masks and padding.
+            special tokens.
     """
     try:
         data = path.read_bytes()
@@ -96,18 +96,21 @@ def read_tokenizer(path: Path, *, lowercase: bool) -> Tokenizer:
             f"tokenizer {path}: is known by the end of its name: .model (sentencepiece), .txt (a vocabulary "
             "of BERT) or .json (`tokenizers`); or let `unigram` or `wordpiece` be trained"
         )
-    special_ids(tokenizer, str(path))
+    special_ids(tokenizer, str(path), needs)
     return tokenizer
 
 
-def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
-    """Return the ids of the tokens in ``SPECIAL_TOKENS``; ``name`` says in errors whose they are.
+def special_ids(
+    tokenizer: Tokenizer, name: str, needs: Sequence[str] = tuple(SPECIAL_TOKENS)
+) -> dict[str, int]:
+    """Return the ids of the ``needs`` of ``SPECIAL_TOKENS``; ``name`` says in errors whose they are.
 
     Raises:
         UsageError: there is no such token.
     """
     ids, missing = {}, []
-    for role, spellings in SPECIAL_TOKENS.items():
+    for role in needs:
+        spellings = SPECIAL_TOKENS[role]
         found = next((i for s in spellings if (i := tokenizer.token_to_id(s)) is not None), None)
         if found is None:
             missing.append(f"{role} ({' or '.join(spellings)})")

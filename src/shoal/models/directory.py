@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import (
@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as their_logging
 
@@ -48,6 +49,14 @@ _HUB_FILES = ("config.json", "*.safetensors", "model.safetensors.index.json", *_
 Task = TypeVar("Task", QuestionAnswering, SequenceClassification)
 
 
+class HasWeights(Protocol):
+    """A model around one of transformers, which holds its parameters."""
+
+    @property
+    def weights(self) -> Any:
+        """The transformers model."""
+
+
 # ------------------------------------------------------------------------------------------------ reading
 
 
@@ -70,8 +79,8 @@ def resolve(source: str | Path) -> Path:
         ) from None
 
 
-def model_type_of(directory: Path) -> str:
-    """Return which architecture a transformers directory holds, one of ``MODEL_TYPES``.
+def model_type_of(directory: Path, known: Sequence[str] = MODEL_TYPES) -> str:
+    """Return which architecture a transformers directory holds, one of ``known``.
 
     Raises:
         UsageError: it is no such directory, or of another architecture.
@@ -87,8 +96,8 @@ def model_type_of(directory: Path) -> str:
         model_type = str(tree["model_type"])
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} names no model_type: {_one_line(error)}") from None
-    if model_type not in MODEL_TYPES:
-        raise UsageError(f"{path}: model_type {model_type!r} must be one of {', '.join(MODEL_TYPES)}")
+    if model_type not in known:
+        raise UsageError(f"{path}: model_type {model_type!r} must be one of {', '.join(known)}")
     return model_type
 
 
@@ -165,9 +174,9 @@ def _read_weights(
     model_class: Any, directory: Path, config: PretrainedConfig
 ) -> tuple[PreTrainedModel, set[str]]:
     """Return the model with the weights of ``directory``, and the names of those that are not there."""
-    _refuse_pickles(directory)
+    refuse_pickles(directory)
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             model, report = model_class.from_pretrained(
                 directory,
                 config=config,
@@ -195,7 +204,34 @@ def _read_weights(
     return model, new
 
 
-def _refuse_pickles(directory: Path) -> None:
+def copy_weights(model: HasWeights, directory: Path) -> None:
+    """Copy the weights of a transformers directory (safetensors) into a model to pretrain.
+
+    Raises:
+        UsageError: there is no such directory, or it is of another architecture or other sizes.
+        ShoalError: the weights cannot be read.
+    """
+    wanted = str(model.weights.config.model_type)
+    there = model_type_of(directory, known=(*MODEL_TYPES, wanted))
+    if there != wanted:
+        raise UsageError(f"model.checkpoint_path {directory} holds a model of type {there}, not {wanted}")
+    kind = type(model.weights)
+    try:
+        source = kind.from_pretrained(directory, local_files_only=True, use_safetensors=True)
+    except Exception as error:  # safetensors has an exception of its own that derives from Exception alone
+        raise ShoalError(f"{directory}: the weights cannot be read: {error}") from error
+    theirs = {name: tensor.shape for name, tensor in source.state_dict().items()}
+    for name, tensor in model.weights.state_dict().items():
+        if theirs.get(name) != tensor.shape:
+            raise UsageError(
+                f"model.checkpoint_path {directory}: {name} has shape {tuple(theirs.get(name, ()))} there "
+                f"and {tuple(tensor.shape)} in the model; choose the preset and vocabulary of that directory"
+            )
+    model.weights.load_state_dict(source.state_dict())
+
+
+def refuse_pickles(directory: Path) -> None:
+    """Raise a :class:`UsageError` where the weights of a directory are not there as safetensors."""
     if any(directory.glob("*.safetensors")):
         return
     pickles = sorted(path.name for path in directory.glob("*.bin"))
@@ -211,19 +247,26 @@ def _refuse_pickles(directory: Path) -> None:
 
 
 def save(
-    model: QuestionAnswering | SequenceClassification, directory: Path, *, tokenizer_from: Path | None = None
+    model: HasWeights,
+    directory: Path,
+    *,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    tokenizer_from: Path | None = None,
 ) -> None:
     """Write a directory that transformers' Auto classes load, whole or not at all; an older one is replaced.
 
     Args:
         model: the model with its weights.
         directory: what to write.
+        tokenizer: what is written beside the weights.
         tokenizer_from: a directory whose tokenizer files are copied beside the weights.
     """
     temporary = directory.with_name(f"{directory.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    with _quiet_transformers():
+    with quiet_transformers():
         model.weights.save_pretrained(temporary)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(temporary)
     if tokenizer_from is not None:
         for name in _TOKENIZER_FILES:
             if (tokenizer_from / name).is_file():
@@ -233,7 +276,7 @@ def save(
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Keep transformers from drawing bars and tables: what matters of them is said in one line here."""
     verbosity, bars = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
     their_logging.set_verbosity_error()

@@ -15,9 +15,12 @@ _METRICS = {
     "sop_accuracy": "Sentence-order accuracy",
     "nsp_loss": "Next-sentence loss",
     "nsp_accuracy": "Next-sentence accuracy",
+    "span_loss": "Span-corruption loss",
+    "span_accuracy": "Span-corruption accuracy",
 }
 _REFERENCES = {
     "mlm_loss": "unigram entropy",
+    "span_loss": "unigrams, sentinels known",
     **dict.fromkeys(("sop_loss", "sop_accuracy", "nsp_loss", "nsp_accuracy"), "chance"),
 }
 _PARTS = {"gradient_wait": "gradient wait"}

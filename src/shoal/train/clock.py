@@ -14,7 +14,8 @@ class StepClock:
     """Adds up the time between marks, each under the name of the mark that ends it.
 
     On a GPU the marks are events on the current stream, read in :meth:`end_step`, after the loop's own wait
-    for the device. Names are those of :data:`shoal.record.PARTS`; time that no mark claims is ``other``.
+    for the device. Names are those of :data:`shoal.record.PARTS` or a recipe's own (``pipeline``: forward,
+    backward and messages of all micro-batches); time that no mark claims is ``other``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +50,8 @@ class StepClock:
     def parts_s(self) -> dict[str, float]:
         """Return the mean seconds a step of every part; they sum up to the mean step."""
         steps = max(self.num_steps, 1)
-        parts = {part: self._seconds.get(part, 0.0) / steps for part in PARTS if part != "other"}
+        names = [*PARTS, *sorted(set(self._seconds) - set(PARTS))]
+        parts = {part: self._seconds.get(part, 0.0) / steps for part in names if part != "other"}
         parts["other"] = max(self.step_s() - sum(parts.values()), 0.0)
         return parts
 

@@ -12,9 +12,9 @@ from transformers import AlbertForPreTraining, BertForPreTraining
 from shoal.errors import ShoalError, UsageError
 from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.bert_config import BertModelConfig
+from shoal.models.directory import copy_weights
 from shoal.models.pretraining import AlbertPretraining, BertPretraining
 from shoal.recipes.masked_lm.export import write_export
-from shoal.recipes.masked_lm.model import load_transformers_weights
 
 SIZES = {
     "vocab_size": 97,
@@ -40,7 +40,7 @@ def test_their_weights_come_whole(tmp_path: Path, name: str) -> None:
     assert not report["missing_keys"] and not report["unexpected_keys"]
     theirs.save_pretrained(tmp_path / "again")
     other = make()
-    load_transformers_weights(other, tmp_path / "again")
+    copy_weights(other, tmp_path / "again")
     for key, tensor in source.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[key]), key
 
@@ -51,14 +51,14 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"word_embeddings\.weight has shape \(97, 16\) there and \(98, 16\)"
     ):
-        load_transformers_weights(larger, tmp_path / "there")
+        copy_weights(larger, tmp_path / "there")
     with pytest.raises(UsageError, match="holds a model of type albert, not bert"):
-        load_transformers_weights(BertPretraining(BertModelConfig(**SIZES)), tmp_path / "there")
+        copy_weights(BertPretraining(BertModelConfig(**SIZES)), tmp_path / "there")
     with pytest.raises(UsageError, match=r"no config\.json"):
-        load_transformers_weights(larger, tmp_path)
+        copy_weights(larger, tmp_path)
     (tmp_path / "there" / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(ShoalError, match="there: the weights cannot be read"):
-        load_transformers_weights(AlbertPretraining(ALBERT), tmp_path / "there")
+        copy_weights(AlbertPretraining(ALBERT), tmp_path / "there")
 
 
 def test_pre_layer_norm_is_not_exported(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ class ClassifyTask:
 def write_predictions(out: Path, data: ClassifyData, predicted: list[int], scores: ClassifyScores) -> None:
     """Write a label a line, in the order of the examples with labels, and the confusion table as JSON."""
     name = data.path.stem
-    lines = [f"{data.labels[label]}\n" for label in predicted]
+    lines = [f"{scores.labels[label]}\n" for label in predicted]
     write_atomically(out / f"predictions-{name}.txt", "".join(lines).encode())
     tree = {"accuracy": scores.accuracy, "labels": list(scores.labels), "counts": [*map(list, scores.counts)]}
     write_json(out / f"scores-{name}.json", tree)

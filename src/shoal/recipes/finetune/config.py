@@ -11,6 +11,7 @@ from shoal.errors import UsageError
 from shoal.train.config import DistributedConfig, LoopConfig, OptimConfig, require_positive
 
 PRESETS = ("bert", "albert", "tiny")
+T5_PRESETS = ("t5", "tiny")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,8 @@ class TrainConfig(LoopConfig):
 class FinetuneOptimConfig(OptimConfig):
     """The optimizer and its schedule, in optimizer steps."""
 
-    optimizer: Literal["lamb", "lans", "adamw"] = "adamw"
-    """torch's AdamW, or LAMB or LANS for large batches."""
+    optimizer: Literal["lamb", "lans", "adamw", "adafactor"] = "adamw"
+    """torch's AdamW, LAMB or LANS for large batches, or T5's Adafactor."""
     learning_rate: float = 3e-5
     """Learning rate at the end of the warm-up."""
     warmup_steps: int = 0
@@ -153,6 +154,48 @@ class ClassifyFinetuneConfig(FinetuneConfig):
     data: ClassifyDataConfig = field(default_factory=ClassifyDataConfig)
 
 
+@dataclass(frozen=True, kw_only=True)
+class T5DataConfig(ClassifyDataConfig):
+    """Which examples, how they are worded, and what the columns of the files are called."""
+
+    task: str = "mnli"
+    """The task's name, with which the input begins: mnli, qnli, qqp … in T5's wording; also --task."""
+    template: str | None = None
+    """Another wording, such as "topic of: {first}", with {first} and {second} in place of the texts."""
+    max_seq_length: int = 512
+    """Tokens of an input at most, the end token included; what is longer is cut at the end."""
+
+    def __post_init__(self) -> None:
+        if self.template is not None and self.template.count("{first}") != 1:
+            raise UsageError(f'data.template {self.template!r} must have "{{first}}" in it, once')
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5OptimConfig(FinetuneOptimConfig):
+    """The optimizer and its schedule: by default T5's, a constant rate."""
+
+    optimizer: Literal["lamb", "lans", "adamw", "adafactor"] = "adafactor"
+    """Adafactor, whose rate is relative to a weight's size, or one of the others."""
+    learning_rate: float = 1e-3
+    """Learning rate at the end of the warm-up."""
+    warmup_share: float = 0.0
+    """Part of all steps that warms up."""
+    power: float = 0.0
+    """Power of the polynomial decay; 0: a constant rate."""
+    weight_decay: float = 0.0
+    """Decay of weights, not of biases and norms."""
+    max_grad_norm: float | None = None
+    """Clip gradients to this norm; Adafactor clips its updates instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5FinetuneConfig(FinetuneConfig):
+    """Finetuning T5 on sentences or pairs with labels, which it writes as words."""
+
+    data: T5DataConfig = field(default_factory=T5DataConfig)
+    optim: T5OptimConfig = field(default_factory=T5OptimConfig)
+
+
 _ALWAYS_FIXED = (
     "model.path",
     "model.from_scratch",
@@ -166,4 +209,5 @@ CLASSIFY_FIXED = (
     *(f"data.{name}" for name in ("path", "labels", "first", "second", "label", "unlabelled")),
     "data.max_seq_length",
 )
+T5_FIXED = (*CLASSIFY_FIXED, "data.task", "data.template")
 """What must stay when a run goes on: the weights, the optimizer's state and the data order depend on it."""

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from shoal.data.frame import Int64Array, ranges
-from shoal.data.task_batches import Batch, TaskData, evaluation_batches, evaluation_parts
+from shoal.data.task_batches import Batch, Sequences, evaluation_batches, evaluation_parts
 from shoal.recipes.finetune.job import Job, on_device
 from shoal.train.gather import Float32Array, gather_rows
 
 
 def outputs_of(
-    job: Job, data: TaskData, compute: Callable[[Batch], Tensor], *, per_token: bool
+    job: Job, data: Sequences, compute: Callable[[Batch], Tensor], *, per_token: bool
 ) -> Float32Array | None:
     """Return the model's outputs in the order of ``data`` on the main worker, ``None`` on the others.
 
@@ -41,7 +41,7 @@ def outputs_of(
     return gather_rows(job.world, torch.cat(own) if own else torch.empty(0, 1), rows_of)
 
 
-def _rows(data: TaskData, parts: list[Int64Array], per_token: bool) -> Int64Array:
+def _rows(data: Sequences, parts: list[Int64Array], per_token: bool) -> Int64Array:
     sequences = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
     if not per_token or not len(sequences):
         return sequences

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, device, nn
 
 from shoal import record
-from shoal.data.task_batches import Batch, Deal, TaskData
+from shoal.data.task_batches import Batch, Deal, Sequences
 from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.errors import UsageError
 from shoal.optim.schedules import Schedule
@@ -26,19 +26,19 @@ from shoal.train.world import World
 
 
 class Task(Protocol):
-    """What tells one task from another; see ``squad`` and ``classify``."""
+    """What tells one task from another; see ``squad``, ``classify`` and ``text_to_text``."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def data(self) -> TaskData: ...
+    def data(self) -> Sequences: ...
 
     @property
     def model(self) -> nn.Module: ...
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Run ``model`` and return the loss summed over the sequences of a micro-batch, float32."""
+        """Run ``model`` and return the loss summed over the targets of a micro-batch, float32."""
 
     def sample_name(self, index: int) -> str:
         """Return what a person calls a training sequence."""

@@ -1,7 +1,7 @@
 """What every finetuning does, from joining the workers to the last file; the tasks differ in ``Task`` alone.
 
 One optimizer step: every worker takes its part of the global batch as packed micro-batches, forward and
-backward run with losses divided by the sequences of the whole batch, the last backward averages the
+backward run with losses divided by the targets of the whole batch, the last backward averages the
 gradients, then clip and step. The same command continues from the newest checkpoint.
 """
 
@@ -17,17 +17,19 @@ from torch import Tensor
 
 from shoal import record
 from shoal.data.task_batches import Batch, global_batch, training_batches
-from shoal.errors import EXIT_OK, EXIT_STOPPED
+from shoal.errors import EXIT_OK
 from shoal.optim.schedules import learning_rate
 from shoal.recipes.finetune.job import Job, on_device
 from shoal.train import step as train_step
+from shoal.train import telling
 from shoal.train.checkpoint import Restored
 from shoal.train.config import as_tree, required
 from shoal.train.gradients import accumulate, loss_weight
 from shoal.train.health import NonFiniteWatch, memory_advice
 from shoal.train.progress import Progress
-from shoal.train.run_log import RunLog, device_name, has_ended, versions
+from shoal.train.run_log import RunLog, has_ended
 from shoal.train.signals import StopRequest
+from shoal.train.telling import report_checkpoints, start_row
 from shoal.train.window import StepWindow
 
 DROPOUT = 8  # finetuning's word among the uses of one seed
@@ -59,22 +61,17 @@ def begin_log(job: Job, log: RunLog, restored: Restored | None, command: list[st
     """Begin the record: the settings, the arithmetic of the batch, the world, where it goes on from."""
     config, world, batch = job.config, job.world, job.plan.batch
     log.start(
-        record.Start(
+        start_row(
             run=required(config.run.name),
             recipe=job.task.name,
             command=command,
             config=as_tree(config),
-            num_workers=world.num_workers,
-            num_hosts=world.num_hosts,
-            backend=world.backend,
-            device=device_name(world.device),
-            precision=job.precision.name,
-            versions=versions(),
+            world=world,
+            precision=job.precision,
             num_parameters=sum(p.numel() for p in job.task.model.parameters()),
             total_steps=job.plan.total_steps,
-            global_batch_size=batch.global_batch_size,
-            micro_batch_size=batch.micro_batch_size,
-            accumulation_steps=batch.accumulation_steps,
+            batch=batch,
+            references={},
         )
     )
     log.say(f"batch: {batch}")
@@ -98,12 +95,12 @@ def say_finished(job: Job, step: int) -> int:
 # --------------------------------------------------------------------------------------------- one step
 
 
-def weighted_loss(job: Job, sums: Tensor, batch: Batch) -> Tensor:
+def weighted_loss(job: Job, num_targets: int, sums: Tensor, batch: Batch) -> Tensor:
     """Return this micro-batch's part of the mean loss over the global batch, scaled for fp16."""
     with job.precision.autocast():
         loss = job.task.loss(job.trained.ddp, on_device(batch, job.world.device))
     sums += loss.detach().double()
-    return loss * (loss_weight(job.world, job.plan.batch.global_batch_size) * job.trained.scale.value)
+    return loss * (loss_weight(job.world, num_targets) * job.trained.scale.value)
 
 
 def warm_up(job: Job) -> None:
@@ -116,16 +113,20 @@ def warm_up(job: Job) -> None:
     with closing(training_batches(job.task.data, job.deal, range(1))) as steps:
         first = next(steps)[:1]
     sums = torch.zeros(1, dtype=torch.float64, device=job.world.device)
-    accumulate(job.trained.ddp, first, partial(weighted_loss, job, sums), job.trained.clock)
+    accumulate(job.trained.ddp, first, partial(weighted_loss, job, 1, sums), job.trained.clock)
     job.trained.optimizer.zero_grad()
 
 
-def take_step(job: Job, step: int, micro_batches: list[Batch], sums: Tensor) -> float:
-    """Do optimizer step ``step``; return the norm of its gradient, not finite if it was skipped."""
+def take_step(job: Job, step: int, micro_batches: list[Batch], num_targets: int, sums: Tensor) -> float:
+    """Do optimizer step ``step``; return the norm of its gradient, not finite if it was skipped.
+
+    Args:
+        num_targets: what the loss is a mean over, on all workers together.
+    """
     return train_step.take_step(
         job.trained,
         micro_batches,
-        partial(weighted_loss, job, sums),
+        partial(weighted_loss, job, num_targets, sums),
         job.config.optim,
         learning_rate=learning_rate(job.schedule, step - 1),
         dropout_seed=train_step.dropout_seed(job.config.train.seed, DROPOUT, step, job.world.place.rank),
@@ -160,9 +161,10 @@ def run_steps(job: Job, first_step: int, stop: StopRequest | None, log: RunLog |
             if num_stops:
                 return step - 1
             sums = torch.zeros(1, dtype=torch.float64, device=job.world.device)
-            grad_norm = take_step(job, step, micro_batches, sums)
+            num_targets = job.task.data.num_targets(global_batch(job.task.data, job.deal, step - 1))
+            grad_norm = take_step(job, step, micro_batches, num_targets, sums)
             loss_was_finite = math.isfinite(float(sums))
-            window.add(sums.cpu(), job.plan.batch.global_batch_size, grad_norm)
+            window.add(sums.cpu(), num_targets, grad_norm)
             job.trained.clock.end_step()
             after_step(job, step, window, log)
             job.trained.clock.begin_step()
@@ -182,7 +184,7 @@ def after_step(job: Job, step: int, window: StepWindow, log: RunLog | None) -> N
         job.checkpointer.save(step, job.state(step))
     if run.evaluation_frequency and step % run.evaluation_frequency == 0 and step != last:
         evaluate(job, step, log)
-    report_checkpoints(job, log)
+    report_checkpoints(job.checkpointer, log)
 
 
 def write_line(job: Job, step: int, window: StepWindow, log: RunLog | None) -> None:
@@ -216,14 +218,6 @@ def evaluate(job: Job, step: int, log: RunLog | None) -> list[record.Evaluation]
     return rows
 
 
-def report_checkpoints(job: Job, log: RunLog | None) -> None:
-    """Write a line for each checkpoint that became complete."""
-    assert job.checkpointer is not None
-    completed = job.checkpointer.poll()
-    if log:
-        log.checkpoints(completed)
-
-
 # ------------------------------------------------------------------------------------------- how it ends
 
 
@@ -242,12 +236,7 @@ def train_and_finish(job: Job, first_step: int, stop: StopRequest, log: RunLog |
 def leave(job: Job, step: int, stop: StopRequest, log: RunLog | None) -> int:
     """Save after ``step`` because a signal asked some worker to stop."""
     assert job.checkpointer is not None
-    job.checkpointer.save(step, job.state(step), wait=True)
-    report_checkpoints(job, log)
-    if log:
-        reason = f"{stop.requested or 'a signal to another worker'}; the same command continues"
-        log.stop(record.Stop(step=step, reason=reason, exit_code=EXIT_STOPPED))
-    return EXIT_STOPPED
+    return telling.leave(job.checkpointer, step, job.state(step), stop, log)
 
 
 def finish(job: Job, began: float, log: RunLog | None) -> int:
@@ -255,7 +244,7 @@ def finish(job: Job, began: float, log: RunLog | None) -> int:
     assert job.checkpointer is not None
     step = job.plan.total_steps
     job.checkpointer.finish()
-    report_checkpoints(job, log)
+    report_checkpoints(job.checkpointer, log)
     rows = evaluate(job, step, log)
     if log:
         run_dir = required(job.config.run.dir)

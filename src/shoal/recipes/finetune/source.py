@@ -12,8 +12,8 @@ from shoal.data.tokenizer import read_tokenizer, vocab_size
 from shoal.errors import UsageError
 from shoal.models.directory import HUB, resolve
 from shoal.models.tasks import TaskModel
+from shoal.recipes.export import export_run
 from shoal.recipes.finetune.config import SourceConfig
-from shoal.recipes.masked_lm.export import export_run
 from shoal.train.config import load_toml, required
 from shoal.train.exchange import together
 from shoal.train.run_dir import CONFIG_FILE
@@ -119,14 +119,18 @@ def read_model_config(directory: Path) -> dict[str, Any]:
 
 
 def read_source_tokenizer(directory: Path) -> Tokenizer:
-    """Return the tokenizer of a transformers directory.
+    """Return the tokenizer of a transformers directory; T5's has no tokens for classes and masks.
 
     Raises:
         UsageError: there is none, it cannot be read, or it has more tokens than the model has embeddings.
     """
     file = _tokenizer_file(directory)
-    tokenizer = read_tokenizer(file, lowercase=_lowercases(directory))
-    needed, rows = vocab_size(tokenizer), int(read_model_config(directory).get("vocab_size", 0))
+    config = read_model_config(directory)
+    if config.get("model_type") == "t5":
+        tokenizer = read_tokenizer(file, lowercase=False, needs=("sep", "pad", "unk"))
+    else:
+        tokenizer = read_tokenizer(file, lowercase=_lowercases(directory))
+    needed, rows = vocab_size(tokenizer), int(config.get("vocab_size", 0))
     if needed > rows:
         raise UsageError(
             f"{file} has {needed:,} tokens and the model of {directory / MODEL_CONFIG} {rows:,} embeddings; "

@@ -11,7 +11,12 @@ from tokenizers import Tokenizer
 
 from shoal.env import Joined
 from shoal.errors import UsageError
-from shoal.recipes.finetune.config import ClassifyFinetuneConfig, FinetuneConfig, SquadFinetuneConfig
+from shoal.recipes.finetune.config import (
+    ClassifyFinetuneConfig,
+    FinetuneConfig,
+    SquadFinetuneConfig,
+    T5FinetuneConfig,
+)
 from shoal.recipes.start import Launch, start
 from shoal.train.config import as_tree, required, to_toml
 
@@ -83,6 +88,37 @@ def finetune_classify(config: ClassifyFinetuneConfig, how: Launch, *, preset: st
 
     def work(joined: Joined) -> int:
         from shoal.recipes.finetune.classify import finetune
+
+        return finetune(config, joined=joined, command=command)
+
+    return start(how, command=command, run_dir=required(config.run.dir), describe=describe, work=work)
+
+
+def finetune_t5(config: T5FinetuneConfig, how: Launch, *, preset: str, command: list[str]) -> int:
+    """Join the workers if this process is one, else start them; return the exit code.
+
+    Raises:
+        UsageError: settings that cannot work together, or with the model or the data.
+        ShoalError: a worker failed.
+    """
+    config = named(config, f"t5-{config.data.task}-{preset}")
+    require_path("data.path", "--data", config.data.path, "training examples, such as train.tsv")
+    require_path("data.eval", "--eval", config.data.eval or None, "one or more files to evaluate on")
+
+    def describe(num_workers: int) -> list[str]:
+        from shoal.recipes.finetune.classify import read_examples
+        from shoal.recipes.finetune.text_to_text import wording
+
+        train, held_out = read_examples(config.data)
+        check(config, num_workers, "data.max_seq_length", config.data.max_seq_length)
+        if not how.dry_run:
+            return []
+        counts = [f"{data.path}: {len(data.examples):,} examples" for data in (train, *held_out)]
+        words = [f"worded as    {wording(config.data, train)}", f"labels       {', '.join(train.labels)}"]
+        return [*plan_lines(config, len(train.examples), num_workers), *words, *counts]
+
+    def work(joined: Joined) -> int:
+        from shoal.recipes.finetune.text_to_text import finetune
 
         return finetune(config, joined=joined, command=command)
 

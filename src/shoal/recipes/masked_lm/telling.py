@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from shoal import record
-from shoal.errors import EXIT_OK, EXIT_STOPPED
+from shoal.errors import EXIT_OK
 from shoal.recipes.masked_lm.config import PretrainConfig
 from shoal.recipes.masked_lm.export import is_exportable, write_export
 from shoal.recipes.masked_lm.job import Job
 from shoal.recipes.masked_lm.scores import held_out, metrics_of, reference_lines, score, total_loss, verdict
 from shoal.recipes.masked_lm.step import Meter
+from shoal.train import telling
 from shoal.train.checkpoint import Restored
 from shoal.train.config import as_tree, required
 from shoal.train.progress import Progress
-from shoal.train.run_log import RunLog, device_name, has_ended, versions
+from shoal.train.run_log import RunLog, has_ended
 from shoal.train.signals import StopRequest
 from shoal.train.step import step_row
+from shoal.train.telling import report_checkpoints, start_row
 from shoal.train.world import World
 
 
@@ -25,22 +27,16 @@ def open_log(job: Job, restored: Restored | None, command: list[str]) -> RunLog:
     log = RunLog(required(config.run.dir), Progress(config.total_steps, first_step))
     references, num_held_out = held_out_facts(job)
     log.start(
-        record.Start(
+        start_row(
             run=required(config.run.name),
             recipe=config.recipe,
             command=command,
             config=as_tree(config),
-            num_workers=world.num_workers,
-            num_hosts=world.num_hosts,
-            backend=world.backend,
-            device=device_name(world.device),
-            precision=job.precision.name,
-            versions=versions(),
+            world=world,
+            precision=job.precision,
             num_parameters=config.num_parameters,
             total_steps=config.total_steps,
-            global_batch_size=batch.global_batch_size,
-            micro_batch_size=batch.micro_batch_size,
-            accumulation_steps=batch.accumulation_steps,
+            batch=batch,
             references=references,
         )
     )
@@ -114,7 +110,7 @@ def after_step(job: Job, meter: Meter, step: int, log: RunLog | None) -> None:
         scores = score(job, step)
         if log:
             log.evaluation(scores)
-    report_checkpoints(job, log)
+    report_checkpoints(job.checkpointer, log)
     job.clock.begin_step()
 
 
@@ -140,28 +136,16 @@ def write_line(job: Job, meter: Meter, step: int, log: RunLog | None) -> None:
     job.clock.reset()
 
 
-def report_checkpoints(job: Job, log: RunLog | None) -> None:
-    """Write a line for each checkpoint that became complete."""
-    completed = job.checkpointer.poll()
-    if log:
-        log.checkpoints(completed)
-
-
 def leave(job: Job, step: int, stop: StopRequest, log: RunLog | None) -> int:
     """Save after ``step`` because a signal asked some worker to stop."""
-    job.checkpointer.save(step, job.state(step), wait=True)
-    report_checkpoints(job, log)
-    if log:
-        reason = f"{stop.requested or 'a signal to another worker'}; the same command continues"
-        log.stop(record.Stop(step=step, reason=reason, exit_code=EXIT_STOPPED))
-    return EXIT_STOPPED
+    return telling.leave(job.checkpointer, step, job.state(step), stop, log)
 
 
 def finish(job: Job, seconds: float, log: RunLog | None) -> int:
     """Wait for the last checkpoint, evaluate, export the model, write the summary."""
     scores = score(job, job.phase.last_step)
     job.checkpointer.finish()
-    report_checkpoints(job, log)
+    report_checkpoints(job.checkpointer, log)
     if log:
         log.evaluation(scores)
         run_dir = required(job.config.run.dir)

@@ -1,0 +1,175 @@
+"""T5: transformers' ``T5ForConditionalGeneration``, unmodified, with the loss that it is trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
+from transformers.utils import ModelOutput
+
+from shoal.errors import ShoalError, UsageError
+from shoal.models.directory import model_type_of, quiet_transformers, refuse_pickles
+from shoal.models.pretraining import at_least_fp32
+from shoal.models.t5_config import NUM_BUCKETS, T5ModelConfig
+
+IGNORED = -100
+"""A label where there is no target."""
+
+
+@dataclass
+class T5Output(ModelOutput):  # type: ignore[misc]  # transformers is not typed
+    """What the model says of a micro-batch."""
+
+    loss: Tensor | None = None
+    """Mean over its targets, float32, or float64 of a model in that."""
+    num_correct: Tensor | None = None
+    """How many targets of each sequence were the likeliest token, int64 ``[B]``."""
+
+
+class T5(nn.Module):
+    """From inputs and targets to the loss.
+
+    Args:
+        weights: the transformers model; its modules hold all parameters, under their names there.
+        z_loss: weight of log² Z in training.
+    """
+
+    def __init__(self, weights: T5ForConditionalGeneration, *, z_loss: float = 1e-4) -> None:
+        super().__init__()
+        self.weights = weights
+        self.z_loss = z_loss
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> T5Output:
+        """Return the loss of a micro-batch; in evaluation it is the cross-entropy alone.
+
+        Args:
+            input_ids: int64 ``[B, S]``.
+            labels: int64 ``[B, T]``, -100 where there is none.
+            attention_mask: int64 ``[B, S]``, 0 in the padding; none where nothing is padded.
+        """
+        config = self.weights.config
+        logits = self.weights(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=shifted(labels, config.decoder_start_token_id, config.pad_token_id),
+            use_cache=False,
+        ).logits
+        losses = token_losses(logits, labels, z_loss=self.z_loss if self.training else 0.0)
+        is_target = labels != IGNORED
+        correct = (logits.argmax(-1) == labels) & is_target
+        return T5Output(loss=losses.sum() / is_target.sum(), num_correct=correct.sum(1))
+
+
+def shifted(labels: Tensor, start_id: int, pad_id: int) -> Tensor:
+    """Return what the decoder reads: the start token, then each label but the last; ``[B, T]`` both."""
+    before = torch.cat([torch.full_like(labels[:, :1], start_id), labels[:, :-1]], dim=1)
+    return before.masked_fill(before == IGNORED, pad_id)
+
+
+def token_losses(logits: Tensor, labels: Tensor, *, z_loss: float) -> Tensor:
+    """Return each target's cross-entropy + ``z_loss`` · log² Z, 0 where there is no target, ``[B, T]``.
+
+    Z is the sum of exp(logits) (Shazeer et al., Mesh-TensorFlow's ``softmax_cross_entropy_with_logits``).
+
+    Args:
+        logits: ``[B, T, vocab_size]``.
+        labels: ``[B, T]``, -100 where there is none.
+    """
+    logits = at_least_fp32(logits)
+    is_target = labels != IGNORED
+    log_z = logits.logsumexp(-1)
+    of_label = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    losses = log_z - of_label
+    if z_loss:
+        losses = losses + z_loss * log_z.square()
+    return losses * is_target
+
+
+def new_t5(config: T5ModelConfig, *, pad_id: int, end_id: int) -> T5:
+    """Return a T5 with random weights, drawn from torch's generator, or on the meta device without any.
+
+    Args:
+        pad_id: the padding's token, with which the decoder starts, too.
+        end_id: the token at the end of inputs and targets.
+    """
+    sizes = T5Config(
+        vocab_size=config.vocab_size,
+        d_model=config.d_model,
+        d_kv=config.d_kv,
+        d_ff=config.d_ff,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        relative_attention_num_buckets=NUM_BUCKETS,
+        dropout_rate=config.dropout,
+        pad_token_id=pad_id,
+        eos_token_id=end_id,
+        decoder_start_token_id=pad_id,
+    )
+    return T5(T5ForConditionalGeneration(sizes), z_loss=config.z_loss)
+
+
+def read_t5(
+    directory: Path,
+    *,
+    from_scratch: bool = False,
+    dropout: float | None = None,
+    z_loss: float = 1e-4,
+    activation_checkpointing: bool = False,
+) -> T5:
+    """Return the T5 of a transformers directory.
+
+    Args:
+        from_scratch: take only the sizes; all weights are drawn from torch's generator.
+        dropout: default: as the directory's config.json says.
+        activation_checkpointing: recompute layers in the backward pass.
+
+    Raises:
+        UsageError: no transformers directory, not of T5, or pickled weights.
+        ShoalError: files that cannot be read.
+    """
+    model_type_of(directory, known=("t5",))
+    try:
+        sizes = T5Config.from_pretrained(directory, local_files_only=True)
+        sizes.decoder_start_token_id = (
+            sizes.pad_token_id if sizes.decoder_start_token_id is None else sizes.decoder_start_token_id
+        )
+        if dropout is not None:
+            sizes.dropout_rate = dropout
+        if from_scratch:
+            weights = T5ForConditionalGeneration(sizes)
+        else:
+            refuse_pickles(directory)
+            with quiet_transformers():
+                weights = T5ForConditionalGeneration.from_pretrained(
+                    directory, config=sizes, dtype=torch.float32, local_files_only=True, use_safetensors=True
+                )
+    except (ShoalError, UsageError):
+        raise
+    except Exception as error:  # safetensors has an exception of its own that derives from Exception alone
+        raise ShoalError(f"{directory}: the model cannot be read: {' '.join(str(error).split())}") from None
+    if activation_checkpointing:
+        weights.gradient_checkpointing_enable({"use_reentrant": False})
+    return T5(weights.train(), z_loss=z_loss)
+
+
+@torch.no_grad()
+def generate(model: T5, input_ids: Tensor, attention_mask: Tensor, *, num_tokens: int) -> Tensor:
+    """Return the likeliest continuation token by token (greedy), int64 ``[B, num_tokens]``, then padding."""
+    config = model.weights.config
+    settings = GenerationConfig(
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        num_beams=1,
+        pad_token_id=config.pad_token_id,
+        eos_token_id=config.eos_token_id,
+        decoder_start_token_id=config.decoder_start_token_id,
+    )
+    written = model.weights.generate(
+        input_ids=input_ids, attention_mask=attention_mask, generation_config=settings
+    )[:, 1:]
+    missing = num_tokens - written.shape[1]
+    out: Tensor = torch.nn.functional.pad(written, (0, missing), value=config.pad_token_id)
+    return out

@@ -1,0 +1,92 @@
+"""From a pretraining run's checkpoint to a transformers directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.data.manifest import Manifest
+from shoal.errors import UsageError
+from shoal.models.albert_config import AlbertModelConfig
+from shoal.models.bert_config import BertModelConfig
+from shoal.models.pretraining import AlbertPretraining, BertPretraining
+from shoal.models.t5 import new_t5
+from shoal.models.t5_config import T5ModelConfig
+from shoal.recipes.masked_lm import export as masked_lm
+from shoal.recipes.t5 import export as t5
+from shoal.record import Start, read_record
+from shoal.train.checkpoint import load_model
+from shoal.train.config import load_toml
+from shoal.train.run_dir import CONFIG_FILE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exportable:
+    """How to make and write the models of a recipe."""
+
+    sizes: type[Any]
+    """The settings of its model."""
+    make: Callable[[Any, Manifest], Any]
+    write: Callable[[Any, Path, Path], None]
+    """Takes the model, the prepared text and the directory to write."""
+
+
+_RECIPES = {
+    "albert": Exportable(
+        sizes=AlbertModelConfig, make=lambda sizes, _: AlbertPretraining(sizes), write=masked_lm.write_export
+    ),
+    "bert": Exportable(
+        sizes=BertModelConfig, make=lambda sizes, _: BertPretraining(sizes), write=masked_lm.write_export
+    ),
+    "t5": Exportable(
+        sizes=T5ModelConfig,
+        make=lambda sizes, text: new_t5(sizes, pad_id=text.pad_id, end_id=text.sep_id),
+        write=t5.write_export,
+    ),
+}
+_PATHS = ("checkpoint_path",)
+
+
+def export_run(source: Path, out: Path | None = None) -> Path:
+    """Write the weights and the tokenizer of ``source`` and return the directory.
+
+    Args:
+        source: a run directory, whose newest checkpoint is taken, or one of its checkpoints.
+        out: what to write; default: ``transformers-STEP`` in the run directory.
+
+    Raises:
+        UsageError: ``source`` belongs to no pretraining run, or transformers has no form for its model.
+        ShoalError: there is no checkpoint, or it is damaged.
+    """
+    run_dir = source if (source / CONFIG_FILE).is_file() else source.resolve().parent.parent
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise UsageError(
+            f"{source} is neither a run directory nor a checkpoint in one: it has no {CONFIG_FILE}"
+        )
+    tree = load_toml(run_dir / CONFIG_FILE)
+    recipe = _RECIPES[recipe_of(run_dir)]
+    data = Path(tree["data"]["path"])
+    sizes = {name: value for name, value in tree["model"].items() if name not in _PATHS}
+    sizes |= {"load_from": "scratch"}
+    model = recipe.make(replace(recipe.sizes(), **sizes), Manifest.load(data))
+    step = load_model(source, model)
+    out = out or run_dir / f"transformers-{step}"
+    recipe.write(model, data, out)
+    return out
+
+
+def recipe_of(run_dir: Path) -> str:
+    """Return which pretraining recipe a run is of, from its record.
+
+    Raises:
+        UsageError: of none.
+        ShoalError: the run has no readable record.
+    """
+    recipe = next((row.recipe for row in read_record(run_dir) if isinstance(row, Start)), "nothing yet")
+    if recipe not in _RECIPES:
+        raise UsageError(
+            f"{run_dir} is a run of {recipe}; pretraining runs ({', '.join(_RECIPES)}) can be exported"
+        )
+    return recipe

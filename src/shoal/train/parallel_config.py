@@ -1,0 +1,110 @@
+"""How a model and its batches are shared out over workers, as a person asks for it. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.errors import UsageError
+from shoal.train.config import require_positive
+
+ScheduleName = Literal["auto", "gpipe", "1f1b", "interleaved", "bfs", "vee", "backward_first"]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model and the batch are shared out over the workers: workers = pipeline × data."""
+
+    layout: Literal["given", "auto"] = "given"
+    """given: as the settings below say; auto: the fastest that fits the memory, found on a cost model."""
+    pipeline: int = 1
+    """Workers that hold a part of the model each; neighbours by rank."""
+    data: int | None = None
+    """Replicas of the pipeline; default: workers / pipeline."""
+    virtual_stages: int | None = None
+    """Stages of each worker; more of them make a shorter bubble and more messages; default: the fastest."""
+    micro_batches: int | None = None
+    """Micro-batches of a replica's step; default: up to 4 for each worker of the pipeline."""
+    schedule: ScheduleName = "auto"
+    """Order of forward and backward; auto: the fastest, by simulation with measured costs."""
+    optimize: Literal["speed", "memory"] = "speed"
+    """What the cut into stages aims at."""
+    shard: bool = False
+    """Divide parameters, gradients and optimizer state over the replicas (FSDP2)."""
+    devices: int | None = None
+    """For layout auto: how many devices to plan for; default: the workers; also --devices."""
+    memory: str | None = None
+    """For layout auto: memory of a device, such as 40GB; also --memory."""
+    device: Literal["v100", "a100", "h100"] = "a100"
+    """For layout auto: what the cost model reckons with."""
+
+    def __post_init__(self) -> None:
+        require_positive("parallel", self, "pipeline", "data", "virtual_stages", "micro_batches", "devices")
+        if (self.virtual_stages or 1) > 1 and self.pipeline == 1 and self.layout == "given":
+            raise UsageError(
+                f"parallel.virtual_stages {self.virtual_stages} needs a pipeline: set parallel.pipeline to 2 "
+                "or more"
+            )
+        if self.memory is not None:
+            parse_bytes(self.memory)
+
+    def replicas(self, num_workers: int) -> int:
+        """Return how many replicas ``num_workers`` make.
+
+        Raises:
+            UsageError: they are not pipeline × data workers.
+        """
+        if num_workers % self.pipeline:
+            raise UsageError(
+                f"parallel.pipeline {self.pipeline} does not divide the {num_workers} workers; start a "
+                f"multiple of {self.pipeline} (--workers)"
+            )
+        found = num_workers // self.pipeline
+        if self.data is not None and self.data != found:
+            raise UsageError(
+                f"parallel.pipeline {self.pipeline} × parallel.data {self.data} are "
+                f"{self.pipeline * self.data} workers, but there are {num_workers}; leave parallel.data out "
+                "or start as many"
+            )
+        return found
+
+    def micro_batch_size(self, share: int, given: int | None) -> int | None:
+        """Return the sequences of a micro-batch of a replica's ``share``; ``None``: as without a pipeline.
+
+        Args:
+            given: ``train.micro_batch_size``.
+
+        Raises:
+            UsageError: parallel.micro_batches does not divide the share, or contradicts ``given``.
+        """
+        if self.micro_batches is None:
+            if given is not None or self.pipeline == 1:
+                return given
+            return share // max(d for d in range(1, 4 * self.pipeline + 1) if share % d == 0)
+        if share % self.micro_batches:
+            raise UsageError(
+                f"parallel.micro_batches {self.micro_batches} does not divide a replica's share of {share} "
+                "sequences of the global batch; choose a divisor of it"
+            )
+        size = share // self.micro_batches
+        if given is not None and given != size:
+            raise UsageError(
+                f"parallel.micro_batches {self.micro_batches} make micro-batches of {size} sequences, but "
+                f"train.micro_batch_size is {given}: leave one of them out"
+            )
+        return size
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that a text such as ``40GB`` or ``16GiB`` means.
+
+    Raises:
+        UsageError: it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise UsageError(f"parallel.memory {text!r} must be a number with a unit, such as 40GB or 16GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])

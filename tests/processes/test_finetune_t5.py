@@ -1,0 +1,102 @@
+"""T5 finetuned on classifications, which it writes as words: files, transformers' view, what is learnt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import finetune_jobs as jobs
+import pretrain_jobs
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast, T5ForConditionalGeneration
+
+import finetune_made as made
+from shoal import record
+from shoal.data.classify import Columns, read_classify
+from shoal.errors import EXIT_OK, EXIT_USAGE
+from shoal.record import read_record
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made.write_t5(tmp_path_factory.mktemp("model") / "t5")
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made.write_pairs(tmp_path_factory.mktemp("data") / "train.tsv", 48, seed=1)
+
+
+@pytest.fixture(scope="module")
+def short_run(model: Path, train: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two workers: enough steps to write labels, not to write the right ones."""
+    folder = tmp_path_factory.mktemp("short")
+    other = made.write_pairs(folder / "other.tsv", 20, seed=2)
+    config = made.t5_config(model, train, (train, other), folder / "run", train={"total_steps": 30})
+    assert jobs.run(config, 2) == [EXIT_OK] * 2, (folder / "run" / "worker-0.log").read_text()
+    return folder / "run"
+
+
+def test_what_a_finished_run_leaves(short_run: Path, train: Path) -> None:
+    rows = [row for row in read_record(short_run) if isinstance(row, record.Evaluation)]
+    assert [(row.split, row.num_samples) for row in rows] == [("train", 48), ("other", 20)]
+    scores = json.loads((short_run / "scores-train.json").read_text())
+    assert scores["labels"] == ["other", "same", "(no label)"]
+    assert scores["accuracy"] == pytest.approx(100 * rows[0].metrics["accuracy"])
+    data = read_classify(train, Columns(), labels=None)
+    predicted = (short_run / "predictions-train.txt").read_text().splitlines()
+    right = [name == data.labels[x.label] for name, x in zip(predicted, data.examples, strict=True)]
+    assert sum(right) / len(right) == rows[0].metrics["accuracy"]
+    assert "worded as: mnli hypothesis: {second} premise: {first}" in (short_run / "worker-0.log").read_text()
+
+
+def test_the_saved_model_writes_in_transformers_what_the_files_say(short_run: Path) -> None:
+    directory = short_run / "transformers"
+    model = T5ForConditionalGeneration.from_pretrained(directory).eval()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"), pad_token="[PAD]")
+    data = read_classify(short_run.parent / "other.tsv", Columns(), labels=("other", "same"))
+    found = []
+    for example in data.examples:
+        text = f"mnli hypothesis: {example.second} premise: {example.first}"
+        ids = [*tokenizer(text, add_special_tokens=False).input_ids, model.config.eos_token_id]
+        written = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)[0]
+        found.append(tokenizer.decode(written, skip_special_tokens=True).replace("[SEP]", "").strip())
+    wanted = (short_run / "predictions-other.txt").read_text().splitlines()
+    assert [word if word in data.labels else "(no label)" for word in found] == wanted
+
+
+def test_a_pretraining_of_shoal_is_finetuned(train: Path, tmp_path: Path) -> None:
+    text = pretrain_jobs.prepare_small(tmp_path)
+    source = pretrain_jobs.small_t5_config(text, tmp_path / "pretrained", train={"total_steps": 1})
+    assert pretrain_jobs.run(source, 1) == [EXIT_OK]
+    config = made.t5_config(
+        tmp_path / "pretrained",
+        train,
+        (train,),
+        tmp_path / "run",
+        model={"from_scratch": False},
+        train={"total_steps": 2},
+    )
+    assert jobs.run(config) == [EXIT_OK], (tmp_path / "run" / "worker-0.log").read_text()
+    start = T5ForConditionalGeneration.from_pretrained(tmp_path / "run" / "start")
+    pretrained = T5ForConditionalGeneration.from_pretrained(tmp_path / "pretrained" / "transformers")
+    assert torch.equal(start.shared.weight, pretrained.shared.weight)
+
+
+def test_a_directory_of_bert_is_refused(train: Path, tmp_path: Path) -> None:
+    bert = made.write_model(tmp_path / "bert")
+    assert jobs.run(made.t5_config(bert, train, (train,), tmp_path / "run")) == [EXIT_USAGE]
+    assert "model_type 'bert' must be one of t5" in (tmp_path / "run" / "worker-0.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_toy_classification_is_learnt(model: Path, tmp_path: Path) -> None:
+    train = made.write_pairs(tmp_path / "train.tsv", 400, seed=1)
+    other = made.write_pairs(tmp_path / "other.tsv", 100, seed=2)
+    config = made.t5_config(
+        model, train, (other,), tmp_path / "run", train={"total_steps": 1_200, "global_batch_size": 32}
+    )
+    assert jobs.run(config, 2, deadline_s=280.0) == [EXIT_OK] * 2
+    (row,) = [row for row in read_record(tmp_path / "run") if isinstance(row, record.Evaluation)]
+    assert row.metrics["accuracy"] > 0.9

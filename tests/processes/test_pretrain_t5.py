@@ -1,0 +1,109 @@
+"""A T5 pretraining as real processes: what it writes, and that layouts and interruptions leave no trace."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pretrain_jobs as jobs
+import pytest
+import torch
+
+from shoal import record
+from shoal.data.manifest import Manifest
+from shoal.decide.order import samples
+from shoal.errors import EXIT_OK
+from shoal.optim.schedules import learning_rate
+from shoal.recipes.t5.job import open_data
+from shoal.recipes.t5.telling import ACCURACY, LOSS
+from shoal.record import read_record
+
+LAST = 6
+SAME = {"rel": 1e-6}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jobs.prepare_small(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one worker that nothing interrupted, with dropout."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    assert jobs.run(jobs.small_t5_config(data, run_dir), 1) == [EXIT_OK]
+    return run_dir
+
+
+def evaluations(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
+    return [(row.step, row.metrics) for row in read_record(run_dir) if isinstance(row, record.Evaluation)]
+
+
+def assert_same_run(found: Path, wanted: Path) -> None:
+    assert jobs.losses(found) == pytest.approx(jobs.losses(wanted), **SAME)
+    for (step, metrics), (other_step, others) in zip(evaluations(found), evaluations(wanted), strict=True):
+        assert step == other_step and metrics == pytest.approx(others, **SAME)
+
+
+def test_the_record_tells_the_run(whole_run: Path, data: Path) -> None:
+    rows = read_record(whole_run)
+    config = jobs.small_t5_config(data, whole_run)
+    assert isinstance(rows[0], record.Start) and isinstance(rows[-1], record.End)
+    assert (rows[0].recipe, rows[0].total_steps, rows[0].num_parameters) == (
+        "t5",
+        LAST,
+        config.num_parameters,
+    )
+    assert (rows[0].micro_batch_size, rows[0].accumulation_steps) == (2, 4)
+    steps = [row for row in rows if isinstance(row, record.Step)]
+    assert [(row.step, row.samples) for row in steps] == [(s, 8 * s) for s in range(1, LAST + 1)]
+    assert [row.learning_rate for row in steps] == [learning_rate(config.schedule, s) for s in range(LAST)]
+    assert [row.step for row in rows if isinstance(row, record.Checkpoint)] == [3, LAST]
+    assert [step for step, _ in evaluations(whole_run)] == [3, LAST]
+    assert set(rows[-1].metrics) == {LOSS, ACCURACY}
+
+
+def test_the_exported_model_scores_what_the_run_says(whole_run: Path, data: Path) -> None:
+    from transformers import AutoTokenizer, T5ForConditionalGeneration
+
+    model = T5ForConditionalGeneration.from_pretrained(whole_run / "transformers").eval()
+    _, reader = open_data(jobs.small_t5_config(data, whole_run))
+    batch = reader.batch(*samples(0, 16, reader.num_examples, reader.seed))
+    with torch.no_grad():
+        inputs = {name: torch.from_numpy(batch[name]) for name in ("input_ids", "labels")}
+        loss = model(**inputs).loss.item()
+    (last,) = [row for row in read_record(whole_run) if isinstance(row, record.End)]
+    assert loss == pytest.approx(last.metrics[LOSS], rel=1e-5)
+
+    tokenizer, manifest = AutoTokenizer.from_pretrained(whole_run / "transformers"), Manifest.load(data)
+    assert tokenizer("the sun").input_ids[-1] == manifest.sep_id == model.config.eos_token_id
+    assert batch["labels"][0, 0] == tokenizer.convert_tokens_to_ids("<extra_id_0>")
+    assert tokenizer.convert_tokens_to_ids("<extra_id_99>") == manifest.vocab_size
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (2, 1)], ids=["two replicas", "two stages"])
+def test_another_layout_goes_on_from_a_checkpoint_as_the_same_run(
+    layout: tuple[int, int], data: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    """The second half in another layout: its steps, dropout included, are those of one worker."""
+    pipeline, _ = layout
+    run_dir = jobs.copy_without_end(whole_run, tmp_path / "run")
+    shutil.rmtree(run_dir / "checkpoints" / f"step-{LAST:08}")
+    config = jobs.small_t5_config(data, run_dir, parallel={"pipeline": pipeline})
+    assert jobs.run(config, 2) == [EXIT_OK, EXIT_OK]
+    (resume,) = [row for row in read_record(run_dir) if isinstance(row, record.Resume)]
+    assert resume.step == 3
+    assert_same_run(run_dir, whole_run)
+    assert (run_dir / "transformers" / "config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(2, 2, None), (4, 1, None), (2, 1, 2), (1, 4, None)])
+def test_every_layout_is_the_same_run(
+    layout: tuple[int, int, int | None], data: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    pipeline, replicas, virtual = layout
+    parallel = {"pipeline": pipeline, "virtual_stages": virtual}
+    config = jobs.small_t5_config(data, tmp_path / "run", parallel=parallel)
+    assert jobs.run(config, pipeline * replicas) == [EXIT_OK] * (pipeline * replicas)
+    assert_same_run(tmp_path / "run", whole_run)

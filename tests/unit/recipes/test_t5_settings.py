@@ -1,0 +1,130 @@
+"""T5's settings: presets, schedule, how workers and batches are divided, and what cannot be."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import UsageError
+from shoal.models.t5_config import T5ModelConfig
+from shoal.optim.schedules import learning_rate
+from shoal.recipes.t5.config import PRESETS, DataConfig, T5OptimConfig, T5PretrainConfig
+from shoal.recipes.t5.layout import find_layouts, layout_lines, settled
+from shoal.recipes.t5.start import plan_of
+from shoal.train.config import RunConfig, TrainConfig
+from shoal.train.parallel_config import ParallelConfig, parse_bytes
+
+
+def preset(name: str, **sections: dict[str, Any]) -> T5PretrainConfig:
+    file = resources.files("shoal.recipes.t5") / "presets" / f"{name}.toml"
+    tree = tomllib.loads(file.read_text(encoding="utf-8"))
+    kinds = {
+        "model": T5ModelConfig,
+        "data": DataConfig,
+        "train": TrainConfig,
+        "optim": T5OptimConfig,
+        "parallel": ParallelConfig,
+        "run": RunConfig,
+    }
+    return T5PretrainConfig(
+        **{s: kind(**{**tree.get(s, {}), **sections.get(s, {})}) for s, kind in kinds.items()}
+    )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_settings(name: str) -> None:
+    config = preset(name)
+    assert config.spans().num_spans <= 100
+    if name != "tiny":
+        spans = config.spans()
+        assert (spans.num_tokens, spans.input_length, spans.target_length) == (568, 512, 114)
+        assert config.train.total_steps * config.train.global_batch_size == 2_048_000_000
+
+
+def test_the_rate_is_that_of_the_paper() -> None:
+    schedule = preset("3b").schedule
+    assert [learning_rate(schedule, step) for step in (0, 9_999, 10_000)] == pytest.approx([0.01] * 3)
+    assert learning_rate(schedule, 1_000_000) == pytest.approx(0.001)
+
+
+def test_workers_are_stages_times_replicas() -> None:
+    config = preset("3b", parallel={"pipeline": 8, "data": 256})
+    batch = plan_of(config, 2_048)
+    assert (batch.num_workers, batch.micro_batch_size, batch.accumulation_steps) == (256, 1, 8)
+    assert plan_of(preset("3b", parallel={"pipeline": 8, "micro_batches": 4}), 2_048).micro_batch_size == 2
+    assert plan_of(preset("base"), 16).micro_batch_size == 64
+
+
+@pytest.mark.parametrize(
+    ("sections", "num_workers", "message"),
+    [
+        ({"parallel": {"pipeline": 3}}, 8, "pipeline 3 does not divide the 8 workers"),
+        ({"parallel": {"pipeline": 2, "data": 3}}, 8, "pipeline 2 × parallel.data 3 are 6 workers"),
+        ({"parallel": {"micro_batches": 3}}, 8, "micro_batches 3 does not divide a replica's share of 256"),
+        (
+            {"parallel": {"micro_batches": 4}, "train": {"micro_batch_size": 2}},
+            8,
+            "make micro-batches of 64 sequences, but train.micro_batch_size is 2",
+        ),
+    ],
+)
+def test_layouts_that_cannot_be(sections: dict[str, Any], num_workers: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan_of(preset("base", **sections), num_workers)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"train": {"precision": "fp16"}}, "fp16: T5's activations overflow"),
+        ({"train": {"compile": True}}, "train.compile does not go with"),
+        ({"data": {"noise_density": 0.0}}, "noise_density 0.0 must lie between"),
+        ({"parallel": {"pipeline": 0}}, "parallel.pipeline 0 must be at least 1"),
+        ({"parallel": {"virtual_stages": 2}}, "virtual_stages 2 needs a pipeline"),
+        ({"parallel": {"memory": "much"}}, "parallel.memory 'much' must be a number with a unit"),
+        ({"optim": {"hold_steps": 0}}, "optim.hold_steps 0 must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_be(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        preset("tiny", **sections)
+
+
+def test_sentinels_need_rows_of_the_embedding() -> None:
+    config = preset("tiny", data={"path": Path("text")})
+    config.check_vocabulary(2_076)
+    with pytest.raises(
+        UsageError, match=r"too small for the 2,077 tokens of text and 100 sentinels: .* 2177"
+    ):
+        config.check_vocabulary(2_077)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("40GB", 40 * 10**9), ("1.5 GiB", 3 * 2**29), ("512mb", 512 * 10**6), ("7", 7)]
+)
+def test_bytes_as_people_write_them(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+def test_a_layout_is_found_explained_and_settled() -> None:
+    """A device that holds the whole model takes it whole; one that does not gets stages."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    parallel = {"layout": "auto", "memory": "40GB", "schedule": "1f1b"}
+    sections = {"model": sizes, "train": {"micro_batch_size": 4, "global_batch_size": 32}}
+    config = preset("tiny", **sections, parallel=parallel)
+    whole = find_layouts(config, 2)
+    assert (whole[0].pipeline, whole[0].data) == (1, 2)
+    limit = int(0.9 * max(whole[0].choice.rank_bytes))
+    tight = preset("tiny", **sections, parallel={**parallel, "memory": str(limit)})
+    layouts = find_layouts(tight, 2)
+    assert layouts[0].pipeline == 2 and max(layouts[0].choice.rank_bytes) <= limit
+    batch = plan_of(settled(tight, layouts[0]), 2)
+    assert (batch.num_workers, batch.micro_batch_size, batch.accumulation_steps) == (1, 4, 8)
+    lines = layout_lines(layouts, "a100")
+    assert [line.split()[:2] for line in lines[-2:]] == [["rank", "0"], ["rank", "1"]]
+    with pytest.raises(UsageError, match="no layout of 2 devices"):
+        find_layouts(preset("tiny", **sections, parallel={**parallel, "memory": "1MB"}), 2)
