@@ -3,65 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
-from shoal.errors import UsageError
+from shoal.models.encoder_config import EncoderConfig, layer_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertModelConfig:
+class BertModelConfig(EncoderConfig):
     """The model: its sizes, where its weights come from, what is trained."""
 
-    vocab_size: int = 30_522
-    """Rows of the embedding; at least the vocabulary of the data."""
-    hidden_size: int = 768
-    """Width of the layers."""
-    num_hidden_layers: int = 12
-    """Number of layers."""
-    num_attention_heads: int = 12
-    """Attention heads; must divide the hidden size."""
-    intermediate_size: int = 3_072
-    """Width of the feed-forward part."""
-    max_position_embeddings: int = 512
-    """Longest sequence that the model can take."""
-    hidden_dropout_prob: float = 0.1
-    """Dropout on embeddings and after attention and feed-forward."""
-    attention_probs_dropout_prob: float = 0.1
-    """Dropout on attention weights."""
-    initializer_range: float = 0.02
-    """Standard deviation of the initial weights."""
-    load_from: Literal["scratch", "checkpoint", "transformers"] = "scratch"
-    """Initial weights: random, a checkpoint of a shoal run, or a transformers directory."""
-    checkpoint_path: Path | None = None
-    """The run, checkpoint or transformers directory that load_from names."""
-    activation_checkpointing: bool = False
-    """Recompute layers in the backward pass: about a third more time for much less memory."""
     skip_nsp: bool = False
     """Train without next-sentence prediction."""
-    skip_mlm: bool = False
-    """Train without the masked language model."""
 
     def __post_init__(self) -> None:
-        if self.hidden_size % self.num_attention_heads:
-            raise UsageError(
-                f"model.hidden_size {self.hidden_size} must be a multiple of "
-                f"model.num_attention_heads {self.num_attention_heads}"
-            )
-        if self.skip_nsp and self.skip_mlm:
-            raise UsageError("model.skip_nsp and model.skip_mlm together leave nothing to train; drop one")
-        if (self.load_from == "scratch") != (self.checkpoint_path is None):
-            raise UsageError(
-                f"model.load_from {self.load_from!r} and model.checkpoint_path {self.checkpoint_path} "
-                "do not go together: a path belongs to 'checkpoint' and 'transformers', none to 'scratch'"
-            )
+        super().__post_init__()
+        self.check_trains_something("skip_nsp")
 
 
 def num_parameters(config: BertModelConfig) -> int:
     """Return the number of parameters of the pretraining model, both heads included."""
-    h, f = config.hidden_size, config.intermediate_size
+    h = config.hidden_size
     embeddings = (config.vocab_size + config.max_position_embeddings + 2) * h + 2 * h
-    layer = 4 * (h * h + h) + (h * f + f) + (f * h + h) + 4 * h
+    layers = config.num_hidden_layers * layer_parameters(h, config.intermediate_size)
     pooler = h * h + h
     heads = (h * h + h) + 2 * h + config.vocab_size + (2 * h + 2)
-    return embeddings + config.num_hidden_layers * layer + pooler + heads
+    return embeddings + layers + pooler + heads

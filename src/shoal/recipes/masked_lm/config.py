@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from shoal.errors import UsageError
-from shoal.models.albert_config import AlbertModelConfig
-from shoal.models.bert_config import BertModelConfig
+from shoal.models.encoder_config import EncoderConfig
 from shoal.optim.schedules import Schedule, learning_rate
 from shoal.train.config import DistributedConfig, LoopConfig, OptimizerConfig, RunConfig, require_positive
 
@@ -104,7 +103,7 @@ class PretrainConfig:
     fixed: ClassVar[tuple[str, ...]]
     """What must stay when a run goes on: weights, optimizer state and the order of data depend on it."""
 
-    model: AlbertModelConfig | BertModelConfig
+    model: EncoderConfig
     data: TextConfig
     train: LoopConfig
     optim: OptimizerConfig
