@@ -8,6 +8,7 @@ is decomposed, so a stage computes bit for bit what the model computes.
 from __future__ import annotations
 
 import operator
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
@@ -201,7 +202,7 @@ def _changes_something(node: fx.Node) -> bool:
 
 def _refusal(model: nn.Module, error: Exception) -> str:
     """Say in one line where and why a model cannot be exported, and what to do."""
-    frame = _user_frame(error)
+    frame = _model_frame(model, error)
     where = f" at {frame.filename}:{frame.lineno} ({frame.line})" if frame else ""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = (lines[0] if lines else type(error).__name__)[:_REASON_LENGTH]
@@ -213,8 +214,11 @@ def _refusal(model: nn.Module, error: Exception) -> str:
     )
 
 
-def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the innermost line outside torch and this package, of the first error in a chain with one."""
+def _model_frame(model: nn.Module, error: BaseException) -> traceback.FrameSummary | None:
+    """Return the innermost line in a file that defines one of the model's modules, else outside torch."""
+    files = {
+        getattr(sys.modules.get(type(module).__module__), "__file__", None) for module in model.modules()
+    }
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:
@@ -223,7 +227,7 @@ def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
     for each in reversed(chain):
         frames = [f for f in traceback.extract_tb(each.__traceback__) if _is_users(f.filename)]
         if frames:
-            return frames[-1]
+            return ([f for f in frames if f.filename in files] or frames)[-1]
     return None
 
 

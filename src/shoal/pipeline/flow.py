@@ -114,7 +114,8 @@ class Flow:
         return any(storage in self._writers for storage in _storages(node))
 
     def _touches_written(self, node: fx.Node) -> bool:
-        return any(self.is_written(each) for each in (node, *node.all_input_nodes))
+        """Whether a value is, or is made of, something that cannot be rebuilt because it changes."""
+        return any(self.is_written(n) for n in (node, *node.all_input_nodes) if n not in self.glue)
 
     def _companions(self, node: fx.Node) -> list[fx.Node]:
         """Return the writers of a glue value's storage: whoever rebuilds the value needs what they wrote."""

@@ -106,15 +106,8 @@ def test_t5_3b_is_exported_and_estimated_without_memory() -> None:
 
 def t5_3b() -> tuple[nn.Module, dict[str, Tensor]]:
     """Return T5-3B (Raffel et al. 2020, table of sizes) and one sequence of its pretraining, both on meta."""
-    config = T5Config(
-        d_model=1024,
-        d_kv=128,
-        d_ff=16384,
-        num_layers=24,
-        num_decoder_layers=24,
-        num_heads=32,
-        vocab_size=32128,
-    )
+    sizes = {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24, "num_heads": 32}
+    config = T5Config(**sizes, decoder_start_token_id=0)
     with torch.device("meta"):
         model = T5ForConditionalGeneration(config)
         shapes = {"input_ids": (1, 512), "attention_mask": (1, 512), "labels": (1, 114)}
