@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     _Action,
@@ -138,7 +139,7 @@ class ScheduleRuntime:
         self._num = schedule.num_micro_batches
         self._stages = list(stages)
         self._trains = loss is not None
-        self._runtime: Any = _PipelineScheduleRuntime(
+        self._runtime: Any = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
             list(stages), n_microbatches=self._num, loss_fn=loss, scale_grads=False
         )
         self._runtime._prepare_schedule_with_comms(
@@ -185,7 +186,7 @@ class ScheduleRuntime:
         return losses or []
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """Return the store through which the workers of the job met."""
     return dist.distributed_c10d._get_default_store()
 

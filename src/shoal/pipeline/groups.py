@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.decide.cost import Link
@@ -80,7 +81,7 @@ def make_groups(mesh: DeviceMesh | None, data_mesh: DeviceMesh | None, device: t
         UsageError: a mesh of more than one dimension.
     """
     if not dist.is_initialized() and mesh is None:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     if mesh is None:
         others = 1 if data_mesh is None else data_mesh.size()
         if others > 1:

@@ -9,7 +9,7 @@ first of them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ def owners(names_of_stages: Sequence[Iterable[str]], placement: Sequence[int]) -
 def repeated(names_of_stages: Sequence[Iterable[str]], placement: Sequence[int]) -> set[str]:
     """Return the parameters that several stages of one rank use, on any rank.
 
-    They are not sharded: FSDP2 knows a parameter in one of its modules only, and copies must have equal shards.
+    They are not sharded: FSDP2 knows a parameter in one module only, and copies must have equal shards.
     """
     seen: set[tuple[int, str]] = set()
     found: set[str] = set()
@@ -99,7 +99,7 @@ class Ties:
             flat += part
         self._talk([(dist.isend, flat, rank) for rank in others])
 
-    def _talk(self, messages: Sequence[tuple[object, Tensor, int]]) -> None:
+    def _talk(self, messages: Sequence[tuple[Callable[..., dist.Work | None], Tensor, int]]) -> None:
         operations = [
             dist.P2POp(way, tensor, group=self._group, group_peer=rank) for way, tensor, rank in messages
         ]

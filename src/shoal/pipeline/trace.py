@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
+import uuid
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -76,14 +80,16 @@ class Tracer:
 def clock_offset(group: dist.ProcessGroup, device: torch.device) -> float:
     """Return the seconds to add to this host's clock for that of the first rank of ``group``.
 
-    Each rank in turn asks the first one for the time; of several answers the one that came back soonest
-    counts, taken as given in the middle (Cristian's algorithm). Workers of one host share a clock: nearly
-    zero.
+    Processes of one running kernel share their clock. A rank elsewhere asks the first one for the time; the
+    answer that came back soonest counts, taken as given in the middle (Cristian's algorithm).
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    mine = torch.tensor([_kernel()], device=device)
+    kernels = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(kernels, mine, group=group)
     best = (float("inf"), 0.0)
-    for asking in range(1, size):
-        for _ in range(_NUM_PINGS):
+    for asking, kernel in enumerate(kernels):
+        for _ in range(_NUM_PINGS if int(kernel) != int(kernels[0]) else 0):
             if rank == 0:
                 _message(dist.irecv, torch.zeros(1, dtype=torch.float64, device=device), asking, group)
                 now = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
@@ -95,10 +101,21 @@ def clock_offset(group: dist.ProcessGroup, device: torch.device) -> float:
                 _message(dist.irecv, answer, 0, group)
                 end = time.perf_counter()
                 best = min(best, (end - begin, float(answer) - (begin + end) / 2))
-    return 0.0 if rank == 0 else best[1]
+    return best[1]
 
 
-def _message(way: object, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
+def _kernel() -> int:
+    """Return a number of the running kernel, a new one at each boot; where it has none, of this process."""
+    try:
+        name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        name = f"{uuid.getnode()} {os.getpid()}"
+    return zlib.crc32(name.encode())
+
+
+def _message(
+    way: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int, group: dist.ProcessGroup
+) -> None:
     for work in dist.batch_isend_irecv([dist.P2POp(way, tensor, group=group, group_peer=peer)]):
         work.wait()
 

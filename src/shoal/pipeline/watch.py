@@ -18,6 +18,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from shoal.errors import ShoalError
 from shoal.pipeline.adapter import default_store
@@ -43,7 +44,7 @@ class Watch:
         self._peers = dict(peers)
         self._groups = [group for group in groups if group is not None]
         self._rank = dist.get_rank()
-        self._store = dist.PrefixStore(f"shoal.pipeline/{next(_numbers)}", default_store())
+        self._store = PrefixStore(f"shoal.pipeline/{next(_numbers)}", default_store())
         self._closed = threading.Event()
         self._called = threading.Event()
         self._in_step = threading.Event()
