@@ -1,0 +1,139 @@
+"""Optimizers, clipping and skipped steps on FSDP2's shards and on a pipeline's stages equal one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from forked_workers import run_workers
+from staged_parameters import (
+    ALIASES,
+    OPTIMIZERS,
+    SHAPES,
+    MakeOptimizer,
+    check_parts,
+    make_parameters,
+    set_gradient,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from shoal.optim.lamb import parameter_groups
+from shoal.optim.sharded import model_norm
+from shoal.pipeline.names import Part
+from shoal.train.gradients import clip_to
+from shoal.train.precision import LossScale
+
+STAGES = [
+    ("shared.weight", "first.weight", "first.bias"),
+    ("shared.weight", "second.weight", "second.scale", "second.filters"),
+]
+OVERFLOWS_AT = 2
+NUM_STEPS = 4
+MAX_NORM = 5.0
+
+
+def train(
+    named: Mapping[str, nn.Parameter], make: MakeOptimizer, norm: Callable[[], float]
+) -> tuple[list[float], float]:
+    """Take the steps; return the norms of the gradients and the loss scale after them."""
+    optimizer, scale = make(parameter_groups(named.items(), 0.02)), LossScale(enabled=True)
+    norms = []
+    for step in range(NUM_STEPS):
+        for name, parameter in named.items():
+            overflows = name == "second.scale" and step == OVERFLOWS_AT
+            set_gradient(name, parameter, step, math.inf if overflows else 10.0 ** (step - 2))
+        norms.append(norm())
+        if math.isfinite(norms[-1]):
+            clip_to(named.values(), norms[-1], MAX_NORM)
+            optimizer.step()
+        scale.update(finite=math.isfinite(norms[-1]))
+        optimizer.zero_grad()
+    return norms, scale.value
+
+
+def check_equal(
+    named: Mapping[str, nn.Parameter], norms: list[float], scale: float, make: MakeOptimizer
+) -> None:
+    alone = make_parameters(SHAPES)
+
+    def norm() -> float:
+        return math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in alone.values()))
+
+    norms_alone, scale_alone = train(alone, make, norm)
+    assert norms == pytest.approx(norms_alone, rel=1e-6)
+    assert [math.isfinite(norm) for norm in norms] == [step != OVERFLOWS_AT for step in range(NUM_STEPS)]
+    assert max(norm for norm in norms if math.isfinite(norm)) > MAX_NORM > min(norms)
+    assert (scale, scale_alone) == (32_768.0, 32_768.0)
+    check_parts(named, alone)
+
+
+def stages_equal_one_process(rank: int, kind: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    stage = mesh.get_local_rank("pp")
+    for make in OPTIMIZERS.values():
+        part = Part(make_parameters(STAGES[stage]), aliases=ALIASES)
+        if kind == "sharded":
+            fully_shard(part, mesh=mesh["dp"])
+        named = dict(part.named_parameters())
+        assert tuple(named) == STAGES[stage]
+        counted = [p for name, p in named.items() if name != "shared.weight" or stage == 0]
+
+        def norm(counted: list[nn.Parameter] = counted) -> float:
+            return model_norm(counted, [p.grad for p in counted], group=mesh.get_group("pp"))
+
+        norms, scale = train(named, make, norm)
+        check_equal(named, norms, scale, make)
+
+
+@pytest.mark.parametrize("kind", ["sharded", pytest.param("replicated", marks=pytest.mark.slow)])
+def test_pipeline_2_by_data_2(tmp_path: Path, kind: str) -> None:
+    assert run_workers(stages_equal_one_process, 4, tmp_path / "meet", kind) == [0] * 4
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, 12)
+        self.dense = nn.Linear(12, 7)
+        self.norm = nn.LayerNorm(7)
+        self.head = nn.Linear(7, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(torch.tanh(self.dense(self.embedding(tokens)))))
+        return out
+
+
+def train_model(make: MakeOptimizer, mesh: DeviceMesh | None) -> list[Tensor]:
+    """Take three steps with forward and backward; with a mesh, on shards. Return the whole weights."""
+    torch.manual_seed(11)
+    model = Model()
+    if mesh is not None:
+        fully_shard(model.dense, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = make(parameter_groups(model.named_parameters(), 0.02))
+    for step in range(3):
+        tokens = torch.randint(0, 17, (6, 5), generator=torch.Generator().manual_seed(step))
+        (model(tokens) - 0.3).pow(2).mean().backward()
+        params = list(model.parameters())
+        clip_to(params, model_norm(params, [p.grad for p in params]), 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+    return [tensor.detach() for tensor in whole]
+
+
+def shards_equal_one_process(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for name, make in OPTIMIZERS.items():
+        for sharded, alone in zip(train_model(make, mesh), train_model(make, None), strict=True):
+            assert float((sharded - alone).abs().max()) <= 1e-6 * float(alone.abs().max()), name
+
+
+def test_fsdp_2(tmp_path: Path) -> None:
+    assert run_workers(shards_equal_one_process, 2, tmp_path / "meet") == [0, 0]
