@@ -21,7 +21,8 @@ is not T5's elsewhere, hence ours:
 - every tensor of two dims is factored, T5's position biases of 32 x 12 too;
 - ``lr`` is cut at 1 / sqrt(t), so that T5's constant rate of fine-tuning falls once t has passed 1e6, the
   steps of its pre-training;
-- it reads three norms of each tensor to the host, and takes the norm of shards as if they were the tensor.
+- it reads three norms of each tensor to the host, and does not work on FSDP2's shards: torch 2.15 refuses
+  matrices, and updates a shard of a vector by norms that are not the vector's.
 """
 
 from __future__ import annotations

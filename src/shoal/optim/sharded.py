@@ -48,7 +48,7 @@ def sum_shards(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         flat = torch.cat([tensors[k].flatten() for k in indices])
         for axis in axes:
             dist.all_reduce(flat, group=mesh.get_group(axis))
-        parts = flat.split([tensors[k].numel() for k in indices])
+        parts = torch.split(flat, [tensors[k].numel() for k in indices])
         for k, part in zip(indices, parts, strict=True):
             tensors[k].copy_(part.view_as(tensors[k]))
 

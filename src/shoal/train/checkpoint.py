@@ -116,8 +116,8 @@ class Checkpointer:
 
         ``state`` maps names to models, optimizers, tensors that are alike on all workers, and plain values
         that JSON can hold (those of the first worker are stored; of optimizers over the stages of a model,
-        all workers' together). A step that is saved already is not saved
-        again. Only one save is in flight: this one waits for the one before.
+        all workers' together). A step that is saved already is not saved again. Only one save is in flight:
+        this one waits for the one before.
 
         Raises:
             ShoalError: this save failed, or the one before. Older checkpoints are untouched, and ``save`` can
@@ -131,7 +131,7 @@ class Checkpointer:
             return
         flat = flatten(state)
         layout = layout_of(flat.tensors)
-        if self._must_plan(layout):
+        if self._part is None or self._must_plan(self._part, layout):
             self._part = None  # frees the old memory first
             self._part = SavePart(flat.tensors, layout, self._group, self._rank)
         self._part.stage(flat.tensors)
@@ -206,10 +206,10 @@ class Checkpointer:
         workers = together(self._group, lambda: held(state))
         return together(self._group, lambda: _load(path, state, workers))[self._rank]
 
-    def _must_plan(self, layout: Layout) -> bool:
+    def _must_plan(self, part: SavePart, layout: Layout) -> bool:
         """Whether the workers must share out the state anew, which all do together."""
-        changed = self._part is None or self._part.layout != layout
-        if self._part is not None and self._part.differs:  # one stage's state may grow and another's not
+        changed = part.layout != layout
+        if part.differs:  # one stage's state may grow and another's not
             return any(exchange(self._group, changed))
         return changed
 
