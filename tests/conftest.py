@@ -9,10 +9,9 @@ import pytest
 
 from shoal.env import test_data_dir as data_dir
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Tests side by side, each with processes of its own: more than one thread a process only gets in the way
-    # (a small training job took 97 s with two threads beside another test, and 16 s with one).
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Tests run side by side, each with processes of its own: more threads a process only get in the way (a small
+training job took 97 s with two threads beside another test, and 16 s with one)."""
 
 MAY_BE_MISSING = [r"CUDA", r"GPU"]
 """What a machine may lack and ``.ci/run`` cannot install; the real test data only if it is not there."""
