@@ -61,7 +61,7 @@ def predict_row(row: Row, workers: Machines, achieved_flops: float) -> float:
         return _phases(row, recipe, workers, achieved_flops)
     model = workload(recipe, _length(row, recipe))
     layout = layout_of(row, recipe, model, workers)
-    step_s = step_time(model, workers, layout, achieved_flops=achieved_flops).total_s
+    step_s = _step_s(model, workers, layout, achieved_flops)
     if row.kind == THROUGHPUT:
         return _rate(row, step_s)
     convergence = _convergence(row, recipe, name)
@@ -76,6 +76,15 @@ def predict_row(row: Row, workers: Machines, achieved_flops: float) -> float:
     if row.kind == TIME:
         return run.total_s / 60
     return run.num_samples / run.total_s
+
+
+def _step_s(model: Workload, workers: Machines, layout: Layout, achieved_flops: float) -> float:
+    """Return the step's time with what NCCL takes on so many hosts: the faster of ring and tree."""
+    algorithms = ("hierarchical-ring", "tree") if workers.count > 2 else ("hierarchical-ring",)
+    return min(
+        step_time(model, workers, replace(layout, algorithm=algorithm), achieved_flops=achieved_flops).total_s
+        for algorithm in algorithms
+    )
 
 
 def achieved_of(row: Row, workers: Machines) -> float:
@@ -145,5 +154,5 @@ def _phases(row: Row, recipe: str, workers: Machines, achieved_flops: float) -> 
         model = workload(recipe, phase.sequence_length)
         part = replace(row, global_batch=phase.batch)
         layout = layout_of(part, recipe, model, workers)
-        total_s += phase.steps * step_time(model, workers, layout, achieved_flops=achieved_flops).total_s
+        total_s += phase.steps * _step_s(model, workers, layout, achieved_flops)
     return total_s / 60 if math.isfinite(total_s) else math.inf

@@ -38,7 +38,7 @@ from benchmarks.plan_rows import (
 from shoal.errors import UsageError
 from shoal.plan.hardware import Catalog
 
-TRAINING = r"^MLPerf v(0\.6|0\.7) "
+TRAINING = r"^MLPerf v(0\.6|0\.7|1\.0|1\.1) "
 """Publications on which constants were settled; their families are predicted too, and shown apart."""
 MEDIAN_TARGET, P90_TARGET = 0.08, 0.20
 
@@ -184,10 +184,12 @@ def percentile90(values: Sequence[float]) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument("--rows", type=Path, help="the CSV file of published rows")
+    options.add_argument("--only", metavar="REGEX", default="", help="systems to read; default: all")
     options.add_argument("--list", action="store_true", help="print every row, scored or not")
     bench = Benchmark("plan_published", argv, options)
     try:
         rows = read_rows(bench.args.rows or Path(_from_environment()))
+        rows = [row for row in rows if re.search(bench.args.only, row.system)]
         predictions, left_out = predictions_of(rows, Catalog())
     except UsageError as error:
         raise SystemExit(f"plan_published: {error}") from None

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -51,7 +53,8 @@ def profile_step(model: nn.Module, loss: Callable[[], Tensor], *, num_samples: i
         if any(True for _ in module.parameters(recurse=False))
     ]
     try:
-        with torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda kept: kept), counter:
+        keeping = torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda kept: kept)
+        with keeping, _FusedAttention(), counter:
             value = loss()
             counter.in_forward = False
             value.backward()
@@ -81,6 +84,24 @@ def _first_users(model: nn.Module, order: list[str]) -> dict[str, int]:
     # Parameters that are used without their module being called (decoders by weight alone) count to the last.
     counts[order[-1]] += sum(p.numel() for p in model.parameters() if id(p) not in seen)
     return counts
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Computes attention in one kernel as accelerators do; the meta device would write its matrices out."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        query, key, value = args[:3]
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+        causal = bool(kwargs.get("is_causal", False)) or mask is not None
+        dropout = float(kwargs.get("dropout_p", 0.0))
+        fused = torch.ops.aten._scaled_dot_product_efficient_attention
+        return fused(query, key, value, None, True, dropout, causal)[0]
 
 
 class _Counter(TorchDispatchMode):

@@ -33,6 +33,8 @@ class Convergence:
     samples_per_epoch: int = 1
     evaluate_every_epochs: float = math.inf
     evaluation_samples: int = 0
+    evaluation_pause_s: float = 0.0
+    """Around an evaluation, on any number of hosts: the input pipeline changes over, the host scores."""
     phases: tuple[Phase, ...] = ()
     """Of a training whose number of steps does not depend on the hosts."""
     largest_batch: int = 0

@@ -175,6 +175,9 @@ class _Simulation:
 
     def _speeds(self) -> list[float]:
         """Return bytes of the bucket a second of each active piece: max-min fair."""
+        if len(self.active) == 1:
+            alone = self.how.phases[self.active[0].phase].demands
+            return [min(self.rates[link] / amount for link, amount in alone)]
         demands = [self.how.phases[piece.phase].demands for piece in self.active]
         speeds = [math.inf] * len(demands)
         left = dict(self.rates)

@@ -188,17 +188,30 @@ def achieved_flops_for(
         UsageError: no such rate exists: fixed costs alone exceed the measured time.
     """
     low, high = math.log(peak * 1e-3), math.log(peak * 100)
-    growing = predict(math.exp(high)) > predict(math.exp(low))
-    best = predict(math.exp(high))
-    if (best < measured) if growing else (best > measured):
+
+    def off(log_flops: float) -> float:
+        """Logarithm of predicted over measured; monotonic, so a root is the only one."""
+        return math.log(predict(math.exp(log_flops)) / measured)
+
+    off_low, off_high = off(low), off(high)
+    if off_low * off_high > 0:
         raise UsageError(
-            f"no rate of computation gives {measured:g}: at infinite speed the prediction is {best:g}; "
-            "the measurement is of another model, batch or hardware"
+            f"no rate of computation gives {measured:g}: at infinite speed the prediction is "
+            f"{predict(math.exp(high)):g}; the measurement is of another model, batch or hardware"
         )
-    while high - low > tolerance:
-        middle = (low + high) / 2
-        if (predict(math.exp(middle)) < measured) == growing:
-            low = middle
+    # Regula falsi with halving (Illinois); nearly linear in logarithms where computation dominates.
+    side = 0
+    for _ in range(100):
+        middle = (low * off_high - high * off_low) / (off_high - off_low)
+        value = off(middle)
+        if abs(value) < tolerance:
+            break
+        if (value > 0) == (off_high > 0):
+            high, off_high = middle, value
+            off_low = off_low / 2 if side == 1 else off_low
+            side = 1
         else:
-            high = middle
-    return math.exp((low + high) / 2)
+            low, off_low = middle, value
+            off_high = off_high / 2 if side == -1 else off_high
+            side = -1
+    return math.exp(middle)

@@ -16,8 +16,6 @@ from shoal.plan.hardware import Machines
 from shoal.plan.step import KERNEL_S
 from shoal.plan.workload import Workload
 
-EVALUATION_PAUSE_S = 0.2
-"""Around an evaluation: workers meet, the input pipeline is drained and filled again."""
 CHECKPOINT_BYTES = 12
 """Of a parameter: fp32 weight and two moments."""
 STAGING_BYTES_PER_S = 10e9
@@ -56,7 +54,7 @@ def run_time(
     num_steps = math.ceil(samples / global_batch)
     epochs = samples / convergence.samples_per_epoch
     num_evaluations = math.ceil(epochs / convergence.evaluate_every_epochs) if convergence.points else 0
-    each_s = evaluation_s(workload, convergence.evaluation_samples, workers, achieved_flops=achieved_flops)
+    each_s = evaluation_s(workload, convergence, workers, achieved_flops=achieved_flops)
     checkpoints_s = 0.0
     if checkpoint_every_steps:
         staged = workload.num_parameters * CHECKPOINT_BYTES / max(workers.num_accelerators, 1)
@@ -71,16 +69,15 @@ def run_time(
     )
 
 
-def evaluation_s(workload: Workload, num_samples: int, workers: Machines, *, achieved_flops: float) -> float:
+def evaluation_s(
+    workload: Workload, convergence: Convergence, workers: Machines, *, achieved_flops: float
+) -> float:
     """Return the time of one evaluation: forward passes over all accelerators, and the pause around it."""
-    if not num_samples:
+    if not convergence.evaluation_samples:
         return 0.0
-    each = num_samples / workers.num_accelerators
-    return (
-        EVALUATION_PAUSE_S
-        + KERNEL_S * workload.num_kernels / 3
-        + each * workload.forward_flops / achieved_flops
-    )
+    each = convergence.evaluation_samples / workers.num_accelerators
+    forward_s = KERNEL_S * workload.num_kernels / 3 + each * workload.forward_flops / achieved_flops
+    return convergence.evaluation_pause_s + forward_s
 
 
 def cost(total_s: float, workers: Machines, helpers: Machines | None = None) -> float | None:

@@ -78,4 +78,6 @@ def test_unknown_recipe_says_which_was_meant() -> None:
         workload("bert-lage")
     with pytest.raises(UsageError, match="resnet50 has images, not sequences"):
         workload("resnet50", 128)
-    assert {"resnet50", "mask-rcnn", "bert-large", "albert-base", "albert-large", "t5-3b"} <= set(recipe_names())
+    assert {"resnet50", "mask-rcnn", "bert-large", "albert-base", "albert-large", "t5-3b"} <= set(
+        recipe_names()
+    )
