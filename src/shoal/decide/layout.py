@@ -21,6 +21,8 @@ __all__ = ["Choice", "Conditions", "Layout", "averaging_s", "choose_layout", "ch
 
 _QUICK = ("1f1b", "interleaved", "bfs", "gpipe")
 """Schedules that judge a layout at first: those that cost nothing to make."""
+MAX_PIPELINE = 32
+"""Longer pipelines are tried only where they are asked for: their bubbles and searches grow with them."""
 _MAX_TIGHT = 8
 """How many layouts that do not fit at first are looked at more closely."""
 _RELAXED_DEVICES = (2, 4, 8, 16)
@@ -88,7 +90,8 @@ def choose_layout(
     Args:
         cost: of a micro-batch of ``micro_batch_size`` samples.
         micro_batch_sizes: to choose from; the cost is taken in proportion. Default: ``micro_batch_size``.
-        pipelines: numbers of ranks to choose from. Default: every divisor of ``num_devices``.
+        pipelines: numbers of ranks to choose from. Default: every divisor of ``num_devices`` up to
+            :data:`MAX_PIPELINE`.
         conditions: the link of the pipeline and what schedules to choose from; their memory is not used.
         data_link: between replicas. Default: the pipeline's.
         shard: whether the state is sharded over the replicas.
@@ -196,7 +199,7 @@ class _Search:
     def shapes(self, num_devices: int, pipelines: Sequence[int] | None) -> Iterator[_Shape]:
         """Yield what divides devices, batch and model."""
         num_units = len(self.cost.units)
-        for ranks in pipelines or range(1, min(num_devices, num_units) + 1):
+        for ranks in pipelines or range(1, min(num_devices, num_units, MAX_PIPELINE) + 1):
             data = num_devices // ranks
             if num_devices % ranks or ranks * min(self.given.virtual) > num_units:
                 continue

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Literal
 
@@ -34,8 +35,8 @@ MEMORY_WEIGHT: dict[str, float] = {"speed": 0.0, "memory": 0.8}
 
 _STEPS = (8, 4, 2, 1)
 """By how many units the search moves cuts, from coarse to fine."""
-MAX_TRIALS = 400
-"""How many simulations :func:`refine` makes at most."""
+MAX_TRIALS, MIN_TRIALS, MAX_TRIAL_ACTIONS = 400, 20, 400_000
+"""How many simulations :func:`refine` makes at most and at least, and how many actions they have together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,7 @@ def partition(
     whole = float(tables.held_bytes(memory, kept[0])[0, -1]) or 1.0
     room = np.inf if memory is None or not limited else memory.limit_bytes - memory.reserved_bytes
 
+    @cache  # most stages keep as many as some other one
     def share(number: int) -> Matrix:
         held = tables.held_bytes(memory, number)
         return np.where(held > room, np.inf, (1 - weight) * time + weight * held / whole)
@@ -248,7 +250,7 @@ def refine(
     *,
     link: Link | None = None,
     memory: Memory | None = None,
-    max_trials: int = MAX_TRIALS,
+    max_trials: int | None = None,
 ) -> tuple[int, ...]:
     """Move cuts as long as a step of ``schedule`` gets faster, and return where they end.
 
@@ -257,6 +259,9 @@ def refine(
     or after ``max_trials`` simulations.
     """
     simulator = Simulator(schedule)
+    if max_trials is None:
+        num_actions = sum(map(len, schedule.actions))
+        max_trials = min(MAX_TRIALS, max(MIN_TRIALS, MAX_TRIAL_ACTIONS // num_actions))
 
     def value(trial: Sequence[int]) -> tuple[int, float]:
         stages = stage_costs(cost, trial)

@@ -24,7 +24,6 @@ _PATIENCE = (0.0, 0.25)
 """How long a rank waits for a backward while it could do a forward, in mean backward times."""
 _MAX_ACTIONS = 20_000
 """Of all settings together; of a large schedule only the first settings are tried, which mostly are best."""
-_MIN_SETTINGS = 2
 
 _Key = tuple[float, int, int, int]
 """What is taken first: earliest begin, kind, and two of the rule's preferences."""
@@ -65,7 +64,7 @@ def best_greedy(
             patience_s=patience * mean_backward_s,
             split=name == "zbv",
         ).actions(): None
-        for patience, preference, active in settings[: max(_MIN_SETTINGS, most)]
+        for patience, preference, active in settings[: max(1, most)]
     }
     return min(
         (

@@ -20,7 +20,7 @@ _HEADER, _AXIS, _LEGEND, _GAP = 27.0, 40.0, 30.0, 14.0
 _HIGHEST_ROW, _LOWEST_ROW, _ROWS_HEIGHT = 27.0, 12.0, 340.0
 _FONT, _SMALLEST_FONT = 12.0, 7.0
 _DIGIT = 0.62
-"""Width of a digit in font sizes, with what must be free beside it."""
+"""Width of a digit in font sizes."""
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _PALEST = 0.4
 """How much of its colour the last of a rank's stages keeps; those between are spaced evenly."""
@@ -61,23 +61,20 @@ def draw_pipeline_step(row: PipelineStep, *, background: bool = False) -> str:
         )
         if boxes
     ]
-    num_ranks = max(row.placement) + 1
-    height = min(_HIGHEST_ROW, max(_LOWEST_ROW, _ROWS_HEIGHT / num_ranks))
     longest = max((_span(boxes) for _, boxes, _ in panels), default=0.0) or 1.0
-    scale = (_WIDTH - _LEFT - _RIGHT) / longest
-    chunks = _chunks(row.placement)
+    frame = _frame(row, longest)
     top, parts = _LEGEND, _legend(row, panels)
     for name, boxes, peaks in panels:
-        parts += _panel(name, boxes, peaks, chunks, top=top, height=height, scale=scale, num_ranks=num_ranks)
-        top += _HEADER + num_ranks * height + _GAP
-    parts += _axis(longest, scale, top=top - _GAP)
+        parts += _panel(name, boxes, peaks, frame, top)
+        top += _HEADER + frame.num_ranks * frame.height + _GAP
+    parts += _axis(longest, frame.scale, top=top - _GAP)
     total = top - _GAP + _AXIS
     card = f'<rect class="card" width="{_WIDTH:g}" height="{total:g}"/>' if background else ""
     label = escape(_description(row, panels), quote=True)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="pipeline" viewBox="0 0 {_WIDTH:g} {total:g}" '
         f'role="img" aria-label="{label}"><title>{label}</title>'
-        f"<style>{_style(max(chunks, default=0) + 1)}</style>"
+        f"<style>{_style(max(frame.chunks) + 1)}</style>"
         f"{card}{''.join(parts)}</svg>"
     )
 
@@ -111,18 +108,46 @@ def _description(row: PipelineStep, panels: Sequence[_Panel]) -> str:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Frame:
+    """What all panels of a figure have in common."""
+
+    num_ranks: int
+    chunks: Sequence[int]
+    """Of each stage, which of its rank's stages it is."""
+    height: float
+    """Of a row."""
+    scale: float
+    """Width of a second."""
+    fonts: dict[str, float]
+    """Size of the numbers in the boxes of an action, one for all of them; 0 where most have no room."""
+
+
+def _frame(row: PipelineStep, longest: float) -> _Frame:
+    num_ranks = max(row.placement) + 1
+    height = min(_HIGHEST_ROW, max(_LOWEST_ROW, _ROWS_HEIGHT / num_ranks))
+    scale = (_WIDTH - _LEFT - _RIGHT) / longest
+    fonts: dict[str, float] = {}
+    for action in _WORDS:
+        seconds = sorted(b.end_s - b.begin_s for b in (*row.predicted, *row.traced) if b.action == action)
+        if seconds:
+            narrow = scale * seconds[len(seconds) // 10]
+            size = min(_FONT, 0.62 * height, narrow / _text_width(row.num_micro_batches - 1))
+            fonts[action] = size if size >= _SMALLEST_FONT else 0.0
+    chunks = _chunks(row.placement)
+    return _Frame(num_ranks=num_ranks, chunks=chunks, height=height, scale=scale, fonts=fonts)
+
+
+def _text_width(number: int) -> float:
+    """Return the width that a number needs, in font sizes."""
+    return _DIGIT * len(str(number)) + 0.2
+
+
 def _panel(
-    name: str,
-    boxes: Sequence[PipelineBox],
-    peaks: Sequence[int],
-    chunks: Sequence[int],
-    *,
-    top: float,
-    height: float,
-    scale: float,
-    num_ranks: int,
+    name: str, boxes: Sequence[PipelineBox], peaks: Sequence[int], frame: _Frame, top: float
 ) -> list[str]:
     """Draw the ranks of one step under a line that says what it cost."""
+    num_ranks, height, scale = frame.num_ranks, frame.height, frame.scale
     origin = min(box.begin_s for box in boxes)
     note = f"{words.milliseconds(_span(boxes))} a step, {words.percent(idle_share(boxes, num_ranks))} idle"
     if peaks:
@@ -148,20 +173,19 @@ def _panel(
             )
     for box in boxes:
         left, width = _LEFT + scale * (box.begin_s - origin), scale * (box.end_s - box.begin_s)
-        parts.append(_box(box, chunks[box.stage], left, top + box.rank * height + 1, width, height - 2))
+        parts.append(_box(box, frame, left, top + box.rank * height + 1, width, height - 2))
     return parts
 
 
-def _box(box: PipelineBox, chunk: int, left: float, top: float, width: float, height: float) -> str:
-    number = str(box.micro_batch)
-    size = min(_FONT, 0.62 * height, width / (_DIGIT * len(number) + 0.2))
+def _box(box: PipelineBox, frame: _Frame, left: float, top: float, width: float, height: float) -> str:
+    number, size = box.micro_batch, frame.fonts[box.action]
     title = (
         f"stage {box.stage}, {_WORDS.get(box.action, box.action)}, micro-batch {number}: "
         f"{words.milliseconds(box.begin_s)} to {words.milliseconds(box.end_s)}"
     )
-    kind = f"{box.action}{chunk}"
+    kind = f"{box.action}{frame.chunks[box.stage]}"
     text = ""
-    if size >= _SMALLEST_FONT:
+    if size and width >= 0.9 * size * _text_width(number):
         text = (
             f'<text class="on-{kind}" x="{left + width / 2:.2f}" y="{top + height / 2 + 0.36 * size:.2f}" '
             f'font-size="{size:.3g}">{number}</text>'
@@ -201,7 +225,7 @@ def _legend(row: PipelineStep, panels: Sequence[_Panel]) -> list[str]:
     parts.append(f'<rect class="lane edge" x="{x:g}" y="7.5" width="11" height="11"/>')
     parts.append(f'<text class="muted" x="{x + 18:g}" y="17">idle</text>')
     if num_chunks > 1:
-        note = f"shades: the {num_chunks} stages of a rank, the first darkest"
+        note = f"shades: the {num_chunks} stages of a rank, the first in full colour"
         parts.append(f'<text class="muted" x="{x + 62:g}" y="17">{note}</text>')
     if any(peaks for _, _, peaks in panels):
         parts.append(f'<text class="muted end" x="{_WIDTH - 4:g}" y="17">peak kept</text>')

@@ -169,11 +169,11 @@ def test_slow_averaging_turns_replicas_into_a_pipeline():
     cost = blocks(16, parameter_bytes=10**6, relay_bytes=1)
     link = Link(bytes_per_s=10**7)
     best = choose_layout(
-        cost, 4, Memory(limit_bytes=10**9), global_batch_size=64, conditions=Conditions(link=link)
+        cost, 4, Memory(limit_bytes=10**9), global_batch_size=16, conditions=Conditions(link=link)
     )[0]
     assert best.pipeline == 4
     fast = choose_layout(
-        cost, 4, Memory(limit_bytes=10**9), global_batch_size=64, conditions=Conditions(link=link),
+        cost, 4, Memory(limit_bytes=10**9), global_batch_size=16, conditions=Conditions(link=link),
         data_link=Link(bytes_per_s=10**12),
     )[0]  # fmt: skip
     assert fast.pipeline == 1
@@ -182,11 +182,11 @@ def test_slow_averaging_turns_replicas_into_a_pipeline():
 def test_memory_decides_the_pipeline_and_every_figure_is_that_of_the_layout():
     cost = blocks(16, parameter_bytes=1000, saved_bytes=10)
     memory = Memory(limit_bytes=20_000)  # of 64,000 for the whole state: four ranks at least
-    layouts = choose_layout(cost, 8, memory, global_batch_size=64, micro_batch_size=2)
+    layouts = choose_layout(cost, 8, memory, global_batch_size=32, micro_batch_size=2)
     assert {layout.pipeline for layout in layouts} <= {4, 8}
     for layout in layouts:
         assert layout.pipeline * layout.data == 8
-        assert layout.num_micro_batches * layout.data * layout.micro_batch_size == 64
+        assert layout.num_micro_batches * layout.data * layout.micro_batch_size == 32
         assert 0 <= layout.spare_bytes == memory.limit_bytes - max(layout.choice.rank_bytes)
         assert layout.stages == stage_costs(cost, layout.choice.cuts)
         assert layout.averaging_s == pytest.approx(0)
@@ -195,21 +195,21 @@ def test_memory_decides_the_pipeline_and_every_figure_is_that_of_the_layout():
 def test_micro_batch_sizes_are_chosen_and_the_cost_is_scaled():
     cost = blocks(8, saved_bytes=1000, parameter_bytes=1, relay_bytes=0)
     layouts = choose_layout(
-        cost, 4, Memory(limit_bytes=20_000), global_batch_size=64, micro_batch_size=2,
-        micro_batch_sizes=(1, 2, 4, 8, 16), pipelines=(4,),
+        cost, 4, Memory(limit_bytes=20_000), global_batch_size=16, micro_batch_size=2,
+        micro_batch_sizes=(1, 2, 4), pipelines=(4,),
     )  # fmt: skip
     assert layouts[0].micro_batch_size == 1  # equal work, least bubble
-    assert layouts[0].num_micro_batches == 64
+    assert layouts[0].num_micro_batches == 16
     assert layouts[0].stages[0].saved_bytes in {500, 1000}
 
 
 def test_pipelines_can_be_given():
     layouts = choose_layout(
-        blocks(16), 8, Memory(limit_bytes=10**9), global_batch_size=64, pipelines=(4,), num_layouts=3
+        blocks(16), 8, Memory(limit_bytes=10**9), global_batch_size=16, pipelines=(4,), num_layouts=3
     )
     assert {(layout.pipeline, layout.data) for layout in layouts} == {(4, 2)}
     assert re.fullmatch(
-        r"pipeline 4 × data 2, 4 stages a rank, 32 micro-batches of 1, interleaved", str(layouts[0])
+        r"pipeline 4 × data 2, 4 stages a rank, 8 micro-batches of 1, interleaved", str(layouts[0])
     )
 
 

@@ -54,7 +54,7 @@ def test_split_backward_idles_less_than_any_whole_one():
 
 
 def test_backward_first_beats_1f1b_where_relays_take_time():
-    """1F1B keeps just enough micro-batches under way for relays that take none; the rule finds room for more."""
+    """1F1B keeps just enough micro-batches under way for relays that take no time; the rule adds some."""
     costs = [StageCost(forward_s=1, backward_s=2, relay_bytes=1)] * 4
     link = Link(bytes_per_s=4)
     sizes = {"num_ranks": 4, "num_virtual": 1, "num_micro_batches": 16}

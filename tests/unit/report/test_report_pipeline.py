@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import report_records as records
+from test_report_browser import BROWSER, open_page
 
 from shoal.decide.cost import StageCost
 from shoal.decide.schedule import make_schedule
@@ -82,7 +83,7 @@ def test_lines_say_time_idle_share_and_bytes() -> None:
     # (vM + R - 1) (f + b) = 9 x 30 ms, of which 1/9 idle; rank 0 keeps 5 x 3 MiB, rank 1 3 x.
     assert "predicted270 ms a step, 11.1 % idle, at most 15 MiB kept for backward" in texts
     assert "traced297 ms a step, 11.1 % idle" in texts
-    assert "shades: the 2 stages of a rank, the first darkest" in texts
+    assert "shades: the 2 stages of a rank, the first in full colour" in texts
     assert [
         words for words in ("15 MiB", "9 MiB", "rank 0", "rank 1", "peak kept") if words not in texts
     ] == []
@@ -104,9 +105,17 @@ def test_split_backwards_have_colours_of_their_own() -> None:
 
 
 def test_numbers_that_do_not_fit_are_left_out() -> None:
-    narrow = [PipelineBox(0, 0, "F", 0, 0.0, 1.0), PipelineBox(0, 0, "F", 100, 1.0, 1.005)]
-    row = PipelineStep(step=1, schedule="1f1b", placement=[0], num_micro_batches=2, predicted=narrow)
-    assert [number for _, _, _, number in boxes(draw_pipeline_step(row))] == ["0", ""]
+    """One size for all boxes of an action: a single narrow one has no number, of mostly narrow ones none has."""
+    wide = [PipelineBox(0, 0, "F", batch, 1.0 * batch, batch + 1.0) for batch in range(19)]
+    narrow = [
+        PipelineBox(0, 0, "B", batch, 19 + 0.01 * batch, 19 + 0.01 * (batch + 1)) for batch in range(20)
+    ]
+    alone = PipelineBox(0, 0, "F", 19, 19.2, 19.21)
+    row = PipelineStep(
+        step=1, schedule="1f1b", placement=[0], num_micro_batches=20, predicted=[*wide, alone, *narrow]
+    )
+    numbers = [number for _, _, _, number in boxes(draw_pipeline_step(row))]
+    assert numbers == [*map(str, range(19)), "", *[""] * 20]
 
 
 def test_numbers_stand_out_from_every_shade_in_both_themes() -> None:
@@ -145,3 +154,12 @@ def test_the_page_shows_the_last_recorded_step_of_each_run(tmp_path: Path) -> No
     assert "step 40, schedule 1f1b" in page
     assert "<h3>Pipeline of one-step" in write_report(runs).read_text(encoding="utf-8")
     assert 'class="pipeline"' not in write_report(runs[1:]).read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium found: install chromium to run this")
+def test_the_figure_scrolls_in_a_narrow_window(tmp_path: Path) -> None:
+    run = records.write_run(tmp_path / "run", [*records.RUNS["one-step"](), pipeline_step()])
+    measured, console = open_page(write_report([run]).read_text(encoding="utf-8"), tmp_path, 420)
+    assert console == []
+    assert measured["width"] <= 420
+    assert measured["small"] == 0
