@@ -95,7 +95,7 @@ def _work(
         virtual_stages=1,
         shard=shard,
     )
-    optimizer = Adafactor(stage.module.parameters(), lr=1e-2)
+    optimizer = Adafactor([{"params": list(stage.module.parameters())}], lr=1e-2)  # a stage may have none
     checkpointer = Checkpointer(run_dir)
     state = {"model": stage.module, "optimizer": optimizer}
     if steps_before:

@@ -45,7 +45,8 @@ def parameter_groups(
     """Split parameters into those with weight decay and trust ratio, and those without both.
 
     Without are biases and the parameters of norms: tensors of at most one dimension, or named ``bias``.
-    Parameters that need no gradient are left out.
+    Parameters that need no gradient are left out, and so is a group without any, unless both are: a stage
+    of a pipeline may have no parameters, and torch's optimizers want a group.
 
     Args:
         named_parameters: as ``model.named_parameters()`` gives them.
@@ -61,7 +62,7 @@ def parameter_groups(
         {"params": decayed, "weight_decay": weight_decay, "trust_ratio": True},
         {"params": plain, "weight_decay": 0.0, "trust_ratio": False},
     ]
-    return [group for group in groups if group["params"]]
+    return [group for group in groups if group["params"]] or groups[:1]
 
 
 class Lamb(MomentsOptimizer):
