@@ -71,7 +71,8 @@ def _copy(
 ) -> fx.Node:
     exported = flow.exported
     if node.op == "call_function":
-        args, kwargs = (map_arg(each, made.__getitem__) for each in (node.args, node.kwargs))
+        args: Any = map_arg(node.args, made.__getitem__)
+        kwargs: Any = map_arg(node.kwargs, made.__getitem__)
         return graph.create_node("call_function", node.target, args, kwargs, name=node.name)
     if node.op == "get_attr":
         root.add_module(str(node.target), exported.module.get_submodule(str(node.target)))

@@ -6,6 +6,7 @@ Every process builds the whole model on the meta device, splits it, and allocate
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,8 @@ def _allocate(
 ) -> None:
     """Exchange the container's tensors on meta; ``real`` maps the old ones to the new ones, and grows."""
     for module in container.modules():
-        for tensors in (module._parameters, module._buffers):
+        kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in kinds:
             for name, old in tensors.items():
                 if old is None or not old.is_meta or (known_only and id(old) not in real):
                     continue
@@ -75,10 +77,10 @@ def _default(model: nn.Module, name: str, module: nn.Module, real: dict[int, Ten
     parts = name.split(".") if name else []
     for length in range(len(parts), -1, -1):
         around = model.get_submodule(".".join(parts[:length]))
-        if callable(found := getattr(around, "_init_weights", None)):
-            return found
-    if callable(getattr(module, "reset_parameters", None)):
-        return lambda each: each.reset_parameters()
+        if callable(getattr(around, "_init_weights", None)):
+            return cast(Initialise, around._init_weights)
+    if callable(reset := getattr(module, "reset_parameters", None)):
+        return lambda each: reset()
     mine = {id(tensor) for tensor in real.values()}
     own = [n for n, t in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
     lost = [n for n in own if id(getattr(module, n)) in mine]

@@ -64,11 +64,11 @@ def estimate_cost(exported: Exported, rates: Rates, *, units: Units | None = Non
     return cost_of(units, clock.seconds[True], clock.seconds[False], saved, "roofline")
 
 
-class _Clock(TorchDispatchMode):
+class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the time of the operations that are dispatched while a unit's pass runs."""
 
     def __init__(self, rates: Rates, num_units: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seconds = {forward: [0.0] * num_units for forward in (True, False)}
         self._rates = rates
         self._spent = 0.0

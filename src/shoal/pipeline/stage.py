@@ -141,7 +141,7 @@ class StageModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StageModule:
         """Move or convert, as every module does; the graphs' own devices follow."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.follow_device()
         return self
 

@@ -68,7 +68,7 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("name", ["bert", "t5", "llama"])
+@pytest.mark.parametrize("name", ["t5"])
 def test_estimate_counts_what_the_model_saves(name: str) -> None:
     model, batch = cases()[name]()
     exported = export_model(model, batch, True)

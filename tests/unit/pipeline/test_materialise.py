@@ -22,15 +22,14 @@ def test_stages_of_a_meta_model_train_alike_in_every_layout() -> None:
     real, batch = cases()["t5"]()
     batch = {name: value[:2] for name, value in batch.items()}
     results, weights = [], []
-    for num_stages in (1, 2, 4):
+    for num_stages in (1, 3):
         with torch.device("meta"):
             model = T5ForConditionalGeneration(real.config).train()
         shapes = {name: value.to("meta") for name, value in batch.items()}
         exported = export_model(model, shapes, True)
-        evaluation = export_model(model, shapes, False)
         units = units_of(exported)
         cuts = [index * len(units) // num_stages for index in range(1, num_stages)]
-        stages = split(exported, cuts, evaluation=evaluation, units=units)
+        stages = split(exported, cuts, units=units)
         assert all(p.is_meta for stage in stages for p in stage.parameters())
         materialise(stages, model, CPU, seed=3)
         assert not any(p.is_meta for p in model.parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import NamedTuple
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,11 +66,23 @@ class Random(nn.Module):
 STEPS = st.lists(
     st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 50), st.integers(0, 50)), min_size=3, max_size=12
 )
+CUTS = st.sets(st.integers(0, 200), min_size=1, max_size=4)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(steps=STEPS, cuts=st.sets(st.integers(0, 200), min_size=1, max_size=4))
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(steps=STEPS, cuts=CUTS)
 def test_random_graphs_are_exact(steps: list[tuple[str, int, int]], cuts: set[int]) -> None:
+    check(steps, cuts)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(steps=STEPS, cuts=CUTS)
+def test_many_random_graphs_are_exact(steps: list[tuple[str, int, int]], cuts: set[int]) -> None:
+    check(steps, cuts)
+
+
+def check(steps: list[tuple[str, int, int]], cuts: set[int]) -> None:
     torch.manual_seed(4)
     model, batch = Random(steps).train().double(), {"x": torch.randn(5, SIZE, dtype=torch.float64)}
     exported = export_model(model, batch, True)
