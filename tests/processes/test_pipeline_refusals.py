@@ -57,7 +57,7 @@ def refusals(worker: Worker) -> dict[str, str]:
     rows = {"x": torch.randn(8, 4)}
     found = {
         "few micro-batches": refusal(
-            lambda: worker.pipeline(made, ranks=2, microbatches=1, schedule="interleaved", virtual=2)
+            lambda: pipeline(chain(), rows, microbatches=1, schedule="interleaved", virtual_stages=1)
         ),
         "no division": refusal(lambda: worker.pipeline(made, ranks=2, microbatches=3)),
         "no micro-batch": refusal(lambda: worker.pipeline(made, ranks=2, microbatches=0)),
@@ -68,7 +68,10 @@ def refusals(worker: Worker) -> dict[str, str]:
         "memory": refusal(lambda: worker.pipeline(made, ranks=2, memory=Memory(limit_bytes=20_000))),
         "no export": refusal(lambda: pipeline(Branching(), rows, microbatches=4)),
         "two dimensions": refusal(lambda: pipeline(Branching(), rows, mesh=two_dimensions(worker))),
-        "meta": refusal(lambda: pipeline(meta_model(), rows, microbatches=4, schedule="gpipe")),
+        "meta": refusal(lambda: pipeline(chain("meta"), rows, microbatches=4, schedule="gpipe")),
+        "named twice": refusal(
+            lambda: pipeline(chain(), rows, microbatches=4, modules=[["model"], ["model"]])
+        ),
     }
     stage, batch = worker.pipeline(made, ranks=2)
     labels = batch["labels"]
@@ -96,23 +99,23 @@ def two_dimensions(worker: Worker) -> Any:
     return worker.mesh(2, 1)
 
 
-def meta_model() -> nn.Module:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.free = nn.Parameter(torch.ones(1))
 
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.free * self.model(x)).square().mean()}
 
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"loss": self.model(x).square().mean()}
 
-    return Loss()
+def chain(device: str = "cpu") -> nn.Module:
+    with torch.device(device):
+        return Chain()
 
 
 EXPECTED = {
-    "few micro-batches": ["interleaved", "1 for 2"],
+    "few micro-batches": ["'interleaved' needs at least as many micro-batches as ranks", "1 for 2"],
     "no division": ["8 rows does not divide into 3 micro-batches", "multiple of 3"],
     "no micro-batch": ["microbatches is 0"],
     "unknown schedule": ["'1f1c'", "Did you mean '1f1b'?"],
@@ -120,7 +123,8 @@ EXPECTED = {
     "memory": ["needs", "more on rank"],
     "no export": ["Branching cannot be exported at", "test_pipeline_refusals.py", "modules="],
     "two dimensions": ["mesh has 2 dimensions", "mesh['pp']"],
-    "meta": ["model.0.weight is on the meta device", "initialise="],
+    "meta": ["nothing says how to initialise 'free'", "initialise"],
+    "named twice": ["module 'model' is named twice"],
     "missing": ["attention_mask missing", "example_inputs"],
     "unknown": ["position_ids unknown"],
     "shape": ["input 'labels' is int64[8, 11]", "int64[8, 12]"],

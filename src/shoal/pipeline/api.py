@@ -110,63 +110,66 @@ def pipeline(
     """
     place = _device(device, mesh)
     groups = make_groups(mesh, data_parallel, place)
-    counts = count or default_count
     example = {name: tensor.detach() for name, tensor in example_inputs.items()}
-    home = next((parameter.device for parameter in model.parameters()), place)
-    first = micro_batches(example, _positive(microbatches))[0]
-    part = {name: tensor.to(home) for name, tensor in first.items()}
-    source: Source = Graph(model, part) if modules is None else Named(model, part, modules)
-    if modules is not None:
-        cuts = range(1, len(modules))
-    conditions = Conditions(
-        link=link or measure_link(groups),
-        memory=memory,
-        names=_schedule_names(schedule),
-        virtual=VIRTUAL_CHOICES if virtual_stages is None else (virtual_stages,),
-        active_micro_batches=active_microbatches,
-        optimize=optimize,
-        memory_weight=memory_weight,
-    )
-    groups.sum(torch.zeros(1, device=place))  # nobody exports any more while the first rank measures
+    source = groups.together(lambda: _source(model, example, microbatches, modules, place))
     plan = decide(
         groups,
         lambda: cost or source.cost(place),
         num_micro_batches=microbatches,
-        conditions=conditions,
-        cuts=cuts,
+        conditions=Conditions(
+            link=link or measure_link(groups),
+            memory=memory,
+            names=PORTFOLIO if schedule == AUTO else (SCHEDULE_ALIASES.get(schedule, schedule),),
+            virtual=VIRTUAL_CHOICES if virtual_stages is None else (virtual_stages,),
+            active_micro_batches=active_microbatches,
+            optimize=optimize,
+            memory_weight=memory_weight,
+        ),
+        cuts=cuts if modules is None else range(1, len(modules)),
     )
     stages = source.stages(plan.cuts)
+    placement = plan.schedule.placement
     names = [stage.parameter_names.values() for stage in stages]
-    held_by = owners(names, plan.schedule.placement)
-    runners = {
-        index: StageRunner(stage)
-        for index, (stage, rank) in enumerate(zip(stages, plan.schedule.placement, strict=True))
-        if rank == groups.rank
-    }
-    if home.type == "meta":
-        materialise(
-            [runner.stage for runner in runners.values()], model, place, initialise=initialise, seed=seed
-        )
+    mine = [stage for stage, rank in zip(stages, placement, strict=True) if rank == groups.rank]
+    runners = {stage.index: StageRunner(stage) for stage in mine}
+    if next(model.parameters()).is_meta:
+        groups.together(lambda: materialise(mine, model, place, initialise=initialise, seed=seed))
     else:
-        put_on(place, runners.values())
+        put_on(place, mine)
     if shard and data_parallel is not None and data_parallel.size() > 1:
-        shard_state(runners.values(), data_parallel, repeated(names, plan.schedule.placement))
+        shard_state(runners.values(), data_parallel, repeated(names, placement))
+    checked = verify or plan.schedule.name in SPLIT_BACKWARD
     return Pipeline(
         plan,
         runners,
-        held_by,
+        owners(names, placement),
         groups,
         Settings(
             example={name: tensor.to("meta") for name, tensor in example.items()},
-            count=counts,
+            count=count or default_count,
             seed=seed,
             title=type(model).__name__,
         ),
         aliases=source.aliases,
-        reference=_reference(model, source, groups)
-        if verify or plan.schedule.name in SPLIT_BACKWARD
-        else None,
+        reference=_reference(model, source, groups) if checked else None,
     )
+
+
+def _source(
+    model: nn.Module,
+    example: Mapping[str, Tensor],
+    microbatches: int,
+    modules: Sequence[Sequence[str]] | None,
+    place: torch.device,
+) -> Source:
+    """Trace the model, or follow its named modules, with the first micro-batch."""
+    if microbatches < 1:
+        raise UsageError(f"microbatches is {microbatches}; a batch has at least one")
+    home = next((parameter.device for parameter in model.parameters()), None)
+    if home is None:
+        raise UsageError(f"{type(model).__name__} has no parameters: there is nothing to train")
+    part = {name: tensor.to(home) for name, tensor in micro_batches(example, microbatches)[0].items()}
+    return Graph(model, part) if modules is None else Named(model, part, modules)
 
 
 def _device(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
@@ -175,16 +178,6 @@ def _device(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch
     if mesh is not None and mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu" if mesh is None else mesh.device_type)
-
-
-def _positive(microbatches: int) -> int:
-    if microbatches < 1:
-        raise UsageError(f"microbatches is {microbatches}; a batch has at least one")
-    return microbatches
-
-
-def _schedule_names(schedule: str) -> tuple[str, ...]:
-    return PORTFOLIO if schedule == AUTO else (SCHEDULE_ALIASES.get(schedule, schedule),)
 
 
 def _reference(model: nn.Module, source: Source, groups: Groups) -> Unsplit:

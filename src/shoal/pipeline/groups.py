@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,9 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.decide.cost import Link
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
+
+T = TypeVar("T")
 
 _PROBE_BYTES = 4 << 20
 _NUM_PINGS = 5
@@ -63,6 +66,27 @@ class Groups:
             value = broadcast_json(value, self.data_group, self.device)
         return broadcast_json(value, self.group, self.device) if self.num_ranks > 1 else value
 
+    def together(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on every rank; where one refuses, the others refuse with its words.
+
+        Raises:
+            ShoalError: of the first rank that raised one, as the class it was, on all ranks of the pipeline.
+        """
+        failure: ShoalError | None = None
+        try:
+            result = action()
+        except ShoalError as error:
+            failure = error
+        failed = torch.tensor([failure is not None], dtype=torch.int32, device=self.device)
+        ranks = [torch.empty_like(failed) for _ in range(self.num_ranks)]
+        dist.all_gather(ranks, failed, group=self.group)
+        for rank, flag in enumerate(ranks):
+            if int(flag):
+                told = {"error": str(failure), "usage": isinstance(failure, UsageError)}
+                told = broadcast_json(told, self.group, self.device, root=rank)
+                raise (UsageError if told["usage"] else ShoalError)(told["error"]) from failure
+        return result
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add ``tensor`` up over all ranks of all replicas, in place."""
         if self.num_ranks > 1:
@@ -99,10 +123,10 @@ def make_groups(mesh: DeviceMesh | None, data_mesh: DeviceMesh | None, device: t
     return Groups(mesh=mesh, data_mesh=data_mesh, device=device)
 
 
-def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the first rank's ``value`` on every rank of ``group``."""
-    root = dist.get_global_rank(group, 0)
-    data = json.dumps(value).encode() if dist.get_rank(group) == 0 else b""
+def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device, root: int = 0) -> Any:
+    """Return the ``value`` of rank ``root`` on every rank of ``group``."""
+    data = json.dumps(value).encode() if dist.get_rank(group) == root else b""
+    root = dist.get_global_rank(group, root)
     size = torch.tensor([len(data)], device=device)
     dist.broadcast(size, src=root, group=group)
     buffer = torch.empty(int(size), dtype=torch.uint8, device=device)

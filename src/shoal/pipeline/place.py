@@ -10,16 +10,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from shoal.pipeline.runner import StageRunner
+from shoal.pipeline.stage import StageModule
 
 
-def put_on(device: torch.device, runners: Iterable[StageRunner]) -> None:
+def put_on(device: torch.device, stages: Iterable[StageModule]) -> None:
     """Move what the stages hold to ``device``; what several of them share is moved once and stays shared.
 
     The model that was split keeps its own tensors: so nothing of other stages is moved, and it can be freed.
     """
     moved: dict[int, tuple[Tensor, Tensor]] = {}
-    for runner in runners:
-        for module in runner.stage.modules():
+    for stage in stages:
+        for module in stage.modules():
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
                     if tensor is None or tensor.device == device:
@@ -27,7 +28,7 @@ def put_on(device: torch.device, runners: Iterable[StageRunner]) -> None:
                     if id(tensor) not in moved:
                         moved[id(tensor)] = (tensor, _moved(tensor, device))
                     table[name] = moved[id(tensor)][1]  # type: ignore[assignment]
-        runner.stage.follow_device()
+        stage.follow_device()
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

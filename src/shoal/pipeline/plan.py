@@ -14,7 +14,7 @@ from shoal.decide.choice import Choice, Conditions, choose_schedule
 from shoal.decide.cost import Link, ModelCost, StageCost, stage_costs
 from shoal.decide.schedule import Action, Schedule
 from shoal.decide.timeline import Timeline, simulate
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import UsageError
 from shoal.pipeline.groups import Groups
 
 
@@ -80,11 +80,11 @@ def decide(
                 cuts=cuts,
             )
             told = {"plan": _written(cost, choices, conditions.link)}
-        except ShoalError as error:
-            told = {"error": str(error), "usage": isinstance(error, UsageError)}
+        except UsageError as error:
+            told = {"error": str(error)}
     told = groups.agree(told)
     if "error" in told:
-        raise (UsageError if told["usage"] else ShoalError)(told["error"])
+        raise UsageError(told["error"])
     return _read(told["plan"])
 
 
