@@ -105,7 +105,7 @@ def test_split_backwards_have_colours_of_their_own() -> None:
 
 
 def test_numbers_that_do_not_fit_are_left_out() -> None:
-    """One size for all boxes of an action: a single narrow one has no number, of mostly narrow ones none has."""
+    """One size for all boxes of an action: one that is too narrow has no number; if most are, none has."""
     wide = [PipelineBox(0, 0, "F", batch, 1.0 * batch, batch + 1.0) for batch in range(19)]
     narrow = [
         PipelineBox(0, 0, "B", batch, 19 + 0.01 * batch, 19 + 0.01 * (batch + 1)) for batch in range(20)
