@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeline_models import Batch, cases
 from shoal.errors import UsageError
-from shoal.pipeline.export import export_model
+from shoal.pipeline.export import Exported, export_model
 from shoal.pipeline.split import split
 from shoal.pipeline.streams import streams
 from shoal.pipeline.units import Units, units_of
@@ -35,6 +36,14 @@ def micro_batch(batch: Batch, rows: int = 4) -> Batch:
     return {name: value[:rows] for name, value in batch.items()}
 
 
+@functools.cache
+def exported_case(name: str) -> tuple[nn.Module, Batch, Exported]:
+    """Exporting takes most of a test's time."""
+    model, batch = cases()[name]()
+    batch = micro_batch(batch)
+    return model, batch, export_model(model, batch, True)
+
+
 def restore(model: nn.Module, buffers: Batch) -> None:
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
@@ -46,10 +55,9 @@ def even_cuts(units: Units, num_stages: int) -> list[int]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_split_is_exact_and_evaluates(name: str) -> None:
-    model, batch = cases()[name]()
-    batch = micro_batch(batch)
+    model, batch, training = exported_case(name)
     buffers = {n: b.clone() for n, b in model.named_buffers()}
-    training, evaluation = export_model(model, batch, True), export_model(model, batch, False)
+    evaluation = export_model(model, batch, False)
     assert all(torch.equal(buffer, buffers[n]) for n, buffer in model.named_buffers())
     twin = copy.deepcopy(model)
     expected = run_eager(twin, batch)
@@ -92,9 +100,7 @@ def evaluate(stages: list, batch: Batch) -> tuple:
     ],
 )
 def test_every_cut_is_exact(name: str, stride: int) -> None:
-    model, batch = cases()[name]()
-    batch = micro_batch(batch)
-    exported = export_model(model, batch, True)
+    model, batch, exported = exported_case(name)
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     expected = run_eager(copy.deepcopy(model), batch)
     units = units_of(exported)
@@ -128,8 +134,7 @@ def test_dropout_does_not_depend_on_the_layout(name: str) -> None:
 
 
 def test_ties_are_one_parameter_in_all_stages() -> None:
-    model, batch = cases()["t5"]()
-    exported = export_model(model, micro_batch(batch), True)
+    model, _, exported = exported_case("t5")
     assert {exported.aliases[n] for n in ("lm_head.weight", "encoder.embed_tokens.weight")} == {
         "shared.weight"
     }
@@ -141,8 +146,7 @@ def test_ties_are_one_parameter_in_all_stages() -> None:
 
 def test_tiny_weights_are_used_where_they_are_needed() -> None:
     """T5's position bias is larger than its table: the table is shared, the bias is not sent."""
-    model, batch = cases()["t5"]()
-    exported = export_model(model, micro_batch(batch), True)
+    _, _, exported = exported_case("t5")
     stages = split(exported, even_cuts(units_of(exported), 4))
     table = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     assert sum(table in stage.parameter_names.values() for stage in stages) == 2
@@ -196,18 +200,16 @@ def test_awkward_operations_are_exact_at_every_cut() -> None:
 
 
 def test_stages_send_memory_of_their_own() -> None:
-    model, batch = cases()["bert"]()
-    exported = export_model(model, micro_batch(batch), True)
+    _, batch, exported = exported_case("bert")
     stages = split(exported, even_cuts(units_of(exported), 4))
-    sent = stages[0](**micro_batch(batch))
+    sent = stages[0](**batch)
     received = tuple(send(value) for value in sent)
-    for out in stages[1](*received, **micro_batch(batch)):
+    for out in stages[1](*received, **batch):
         assert all(out.data_ptr() != value.data_ptr() for value in received)
 
 
 def test_wrong_cuts_and_inputs_are_refused() -> None:
-    model, batch = cases()["bert"]()
-    exported = export_model(model, micro_batch(batch), True)
+    _, batch, exported = exported_case("bert")
     units = units_of(exported)
     for cuts in ([0], [5, 5], [9, 4], [len(units)]):
         with pytest.raises(UsageError, match=r"the cuts \[.*\] do not divide"):
@@ -216,6 +218,6 @@ def test_wrong_cuts_and_inputs_are_refused() -> None:
     with pytest.raises(UsageError, match="reads the inputs"):
         stage()
     with pytest.raises(UsageError, match="without a graph for evaluation"):
-        stage.eval()(**micro_batch(batch))
+        stage.eval()(**batch)
     with pytest.raises(UsageError, match="exported in the other mode"):
         split(exported, [3], evaluation=exported)
