@@ -278,3 +278,9 @@ def test_parameter_groups_follow_the_rule() -> None:
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Lamb(make_parameters(), **options)
+
+
+def test_a_model_without_parameters_has_an_optimizer() -> None:
+    optimizer = Lamb(parameter_groups([], 0.01), lr=0.1)
+    optimizer.step()
+    assert optimizer.norms() == (0.0, 0.0)
