@@ -125,15 +125,19 @@ class _Simulation:
     def _advance(self) -> None:
         """Go to the next arrival or departure."""
         speeds = self._speeds()
-        first = min((p.left / s for p, s in zip(self.active, speeds, strict=True)), default=math.inf)
+        needs = [piece.left / speed for piece, speed in zip(self.active, speeds, strict=True)]
+        first = min(needs, default=math.inf)
         arrival = self.events[0][0] if self.events else math.inf
         time = min(self.now + first, arrival)
         passed = time - self.now
+        # Whoever is first is done at this moment, however the clock rounds.
+        due = first * (1 + 1e-9) if self.now + first <= arrival else -1.0
         gone = []
-        for piece, speed in zip(self.active, speeds, strict=True):
-            piece.left = 0.0 if math.isinf(speed) else piece.left - speed * passed
-            if piece.left <= 1e-9 * piece.amount:
+        for piece, speed, need in zip(self.active, speeds, needs, strict=True):
+            if need <= due:
                 gone.append(piece)
+            elif math.isfinite(speed):
+                piece.left = max(piece.left - speed * passed, 0.0)
         self.now = time
         for piece in gone:
             self.active.remove(piece)

@@ -15,8 +15,8 @@ def test_bert_large_has_its_parameters_and_flops() -> None:
         hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
     )
     assert found.num_parameters == num_parameters(config)
-    # A layer's products: 24 h² a token and 4 S h of attention (Narayanan et al. 2021, appendix), the last layer
-    # for the masked tokens only; the head's h² + h V on 15 %.
+    # A layer's products: 24 h² a token and 4 S h of attention (Narayanan et al. 2021), the last layer for the
+    # masked tokens only; the head's h² + h V on 15 %.
     h, length, layers, vocabulary = 1024, 128, 24, 30522
     most = length * layers * (24 * h * h + 4 * length * h) + 0.16 * length * (2 * h * h + 2 * h * vocabulary)
     assert 0.93 * most < found.forward_flops < most
