@@ -60,6 +60,11 @@ def test_the_portfolio_is_ranked_and_each_figure_is_that_of_its_own_cuts():
     # of which 1 is 1f1b and gpipe again
     times = [choice.timeline.makespan_s for choice in choices]
     assert times == sorted(times)
+    given = Conditions(link=link, memory=memory)
+    quick = choose_schedule(cost, num_ranks=2, num_micro_batches=4, conditions=given, num_refined=0)
+    quick_times = [choice.timeline.makespan_s for choice in quick]
+    assert quick_times == sorted(quick_times)
+    assert times[0] <= quick_times[0]
     for choice in choices:
         assert choice.timeline == simulate(choice.schedule, stage_costs(cost, choice.cuts), link)
         assert choice.rank_bytes == rank_bytes(cost, choice.cuts, choice.schedule, memory)
