@@ -112,6 +112,13 @@ class RunningStage(PipelineStage):
         super().perform_reduce_grad(grad_scale_factor)
         self._when_reduced(self.stage_index)
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Return none: torch 2.11 sends some first, also from a rank to itself (V placements): gloo cannot.
+
+        They are to make the group's communicator, which collectives have made by then.
+        """
+        return []
+
     def _sendable(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """Return a contiguous gradient for each received value; torch 2.11 lists those of root inputs too."""
         return tuple(
