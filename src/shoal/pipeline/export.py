@@ -8,6 +8,7 @@ is decomposed, so a stage computes bit for bit what the model computes.
 from __future__ import annotations
 
 import operator
+import os
 import sys
 import sysconfig
 import traceback
@@ -24,7 +25,7 @@ from torch.utils import _pytree as pytree
 from shoal.errors import UsageError
 from shoal.pipeline.streams import number_draws
 
-_TORCH_AND_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+_TORCH_AND_OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", "<")
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _REASON_LENGTH = 200
 

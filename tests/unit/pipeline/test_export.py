@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torchvision.models.detection import maskrcnn_resnet50_fpn
 
 from pipeline_models import cases
 from shoal.errors import UsageError
@@ -44,6 +45,14 @@ def test_refusal_names_line_reason_and_remedy() -> None:
     assert message.startswith(f"Branching cannot be exported at {__file__}:{line} (if x.sum() > 0:")
     assert "data-dependent" in message and "modules=[['first'], ['second']]" in message
     assert "\n" not in message
+
+
+@pytest.mark.slow
+def test_mask_rcnn_is_refused_with_its_line() -> None:
+    model = maskrcnn_resnet50_fpn(weights=None, weights_backbone=None)
+    where = r"MaskRCNN cannot be exported at .*torchvision/models/detection/\w+\.py:\d+ \(.*data-dependent"
+    with pytest.raises(UsageError, match=where):
+        export_model(model, {"images": torch.rand(1, 3, 64, 64)}, False)
 
 
 def test_wrong_inputs_are_refused() -> None:
