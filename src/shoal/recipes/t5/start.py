@@ -54,6 +54,14 @@ def plan_of(config: T5PretrainConfig, num_workers: int) -> BatchPlan:
     )
 
 
+def in_words(batch: BatchPlan) -> str:
+    """Return the arithmetic of a batch whose ``num_workers`` are replicas of a pipeline."""
+    return (
+        f"{batch.micro_batch_size} sequences × {batch.accumulation_steps} micro-batches × "
+        f"{batch.num_workers} replicas = {batch.global_batch_size:,} sequences a step"
+    )
+
+
 def describe(config: T5PretrainConfig, num_workers: int, *, dry_run: bool) -> list[str]:
     """Check the settings; return what a dry run prints: settings, arithmetic, parameters, memory, layout.
 
@@ -81,7 +89,7 @@ def describe(config: T5PretrainConfig, num_workers: int, *, dry_run: bool) -> li
     return [
         to_toml(as_tree(config)),
         f"layout       {config.parallel.pipeline} pipeline × {batch.num_workers} data",
-        f"batch        {batch}",
+        f"batch        {in_words(batch)}",
         f"examples     {spans.num_tokens} tokens of text, {spans.num_noise} of them in {spans.num_spans} "
         f"spans: inputs of {spans.input_length}, targets of {spans.target_length}",
         f"run          {config.train.total_steps:,} steps, {sequences:,} sequences, about "

@@ -13,6 +13,7 @@ from shoal.errors import EXIT_OK
 from shoal.optim.schedules import learning_rate
 from shoal.recipes.export import export_run
 from shoal.recipes.t5.job import Job, model_inputs
+from shoal.recipes.t5.start import in_words
 from shoal.train.checkpoint import Restored
 from shoal.train.config import as_tree, required
 from shoal.train.progress import Progress
@@ -44,7 +45,7 @@ def open_log(job: Job, restored: Restored | None, command: list[str]) -> RunLog:
             references={LOSS: reference_loss(job)},
         )
     )
-    log.say(f"batch: {job.batch}")
+    log.say(f"batch: {in_words(job.batch)}")
     log.say(
         f"data: {job.reader.num_examples:,} training examples an epoch, {job.held_out_reader.num_examples:,} "
         f"held out; {spans.num_tokens} tokens of text each, as {spans.input_length} and {spans.target_length}"
