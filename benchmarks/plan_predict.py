@@ -11,6 +11,7 @@ from shoal.cli.workloads import workload
 from shoal.plan.convergence import Convergence, convergence_of
 from shoal.plan.hardware import Machines, require_accelerators
 from shoal.plan.memory import largest_micro_batch
+from shoal.plan.network import CONNECTIONS_PER_PEER
 from shoal.plan.step import Layout, achieved_flops_for, step_time
 from shoal.plan.training import run_time
 from shoal.plan.workload import Workload
@@ -20,6 +21,8 @@ MIB = 1 << 20
 # Layouts of models that no device holds, as their publications name them: tensor (with context) parallel,
 # pipeline stages, chunks of layers a stage. MLPerf's logs and configurations of NVIDIA's submissions.
 _SPLIT = {"gpt3-175b": (4, 8, 6), "llama3.1-405b": (8, 8, 7), "llama3.1-70b": (8, 1, 1)}
+_TWO_HOPS = r"post 000|posts/000|000\.txt"
+"""The post of 2019 on BERT and Mask R-CNN describes its own all-reduce in two hops through C5n hosts."""
 _SHARDED = ("gpt", "llama")
 
 
@@ -49,6 +52,9 @@ def layout_of(row: Row, recipe: str, model: Workload, workers: Machines) -> Layo
         wire_bytes=wire_bytes,
         bucket_bytes=max(25 * MIB, int(trained / 32)),
         sharded_optimizer=recipe.startswith(_SHARDED),
+        algorithm="two-hop" if re.search(_TWO_HOPS, row.source) else "hierarchical-ring",
+        # NCCL 2.4 of the TensorFlow 2.1 images opens one socket to the next host of its ring.
+        connections=1 if "TF2.1+Horovod" in row.system else CONNECTIONS_PER_PEER,
     )
 
 
@@ -71,6 +77,7 @@ def predict_row(row: Row, workers: Machines, achieved_flops: float) -> float:
         workers,
         global_batch=row.global_batch,
         step_s=step_s,
+        per_replica=layout.per_replica,
         achieved_flops=achieved_flops,
     )
     if row.kind == TIME:
@@ -80,7 +87,9 @@ def predict_row(row: Row, workers: Machines, achieved_flops: float) -> float:
 
 def _step_s(model: Workload, workers: Machines, layout: Layout, achieved_flops: float) -> float:
     """Return the step's time with what NCCL takes on so many hosts: the faster of ring and tree."""
-    algorithms = ("hierarchical-ring", "tree") if workers.count > 2 else ("hierarchical-ring",)
+    algorithms = [layout.algorithm]
+    if layout.algorithm == "hierarchical-ring" and workers.count > 2:
+        algorithms.append("tree")
     return min(
         step_time(model, workers, replace(layout, algorithm=algorithm), achieved_flops=achieved_flops).total_s
         for algorithm in algorithms

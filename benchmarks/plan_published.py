@@ -38,7 +38,7 @@ from benchmarks.plan_rows import (
 from shoal.errors import UsageError
 from shoal.plan.hardware import Catalog
 
-TRAINING = r"^MLPerf v(0\.6|0\.7|1\.0|1\.1) "
+TRAINING = r"^MLPerf v(0\.6|0\.7|1\.0|1\.1) |TF2\.1\+Horovod LAMB"
 """Publications on which constants were settled; their families are predicted too, and shown apart."""
 MEDIAN_TARGET, P90_TARGET = 0.08, 0.20
 
@@ -193,8 +193,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         predictions, left_out = predictions_of(rows, Catalog())
     except UsageError as error:
         raise SystemExit(f"plan_published: {error}") from None
-    training = [p for p in predictions if re.match(TRAINING, p.system)]
-    scored = [p for p in predictions if not re.match(TRAINING, p.system)]
+    training = [p for p in predictions if re.search(TRAINING, p.system)]
+    scored = [p for p in predictions if not re.search(TRAINING, p.system)]
     for kind in KINDS:
         if of_kind := [p for p in scored if p.kind == kind]:
             _add_rows(bench, kind, of_kind)
@@ -273,7 +273,7 @@ def _append_rows(path: Path, predictions: Sequence[Prediction], left_out: Sequen
 
     result = json.loads(path.read_text(encoding="utf-8"))
     result["predictions"] = [
-        {**asdict(p), "error": p.error, "training": bool(re.match(TRAINING, p.system))} for p in predictions
+        {**asdict(p), "error": p.error, "training": bool(re.search(TRAINING, p.system))} for p in predictions
     ]
     result["not_scored"] = [
         {"line": row.number, "system": row.system, "reason": why} for row, why in left_out

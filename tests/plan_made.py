@@ -11,6 +11,7 @@ DEVICE = Accelerator(
     name="device",
     memory_bytes=32 << 30,
     memory_bytes_per_s=1e12,
+    clock_hz=1.41e9,
     flops={"fp32": 1e13, "fp16": 1e14},
     source="test",
 )

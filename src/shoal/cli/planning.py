@@ -87,7 +87,7 @@ def make_job(request: Request, workers: Machines, catalog: Catalog) -> Job:
     """Return what the request trains: the recipe's phases, or one part with a batch."""
     if bool(request.recipe) == bool(request.model):
         raise UsageError(
-            "name either a recipe (shoal plan bert-large ...) or a model of yours with --model, not both"
+            "name a recipe (shoal plan bert-large ...) or a model of yours with --model, one of both"
         )
     if request.model:
         if not request.global_batch:

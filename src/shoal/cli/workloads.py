@@ -39,8 +39,8 @@ _GPT = {
     "gpt3-175b": (96, 12288, 96),
 }
 _DETECTOR_GLUE = 534
-"""Operations that match, sample and suppress boxes in a step of torchvision's Mask R-CNN, which depend on data
-and do not run on the meta device: 1,200 operations of one real image on the CPU less the dense ones."""
+"""Operations that match, sample and suppress boxes in a step of torchvision's Mask R-CNN. They depend on
+data and do not run on the meta device: 1,200 operations of one real image on the CPU, less the dense ones."""
 _IMAGES = ("resnet50", "mask-rcnn", "faster-rcnn")
 _LENGTHS = {"llama2-70b-lora": 8192, "llama3.1-8b": 8192, "llama3.1-70b": 8192, "llama3.1-405b": 8192}
 

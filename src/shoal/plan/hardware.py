@@ -30,6 +30,8 @@ class Accelerator:
     name: str
     memory_bytes: int
     memory_bytes_per_s: float
+    clock_hz: float
+    """Highest boost clock: what the time of the smallest kernels follows."""
     flops: Mapping[str, float]
     """Peak dense FLOP/s by precision."""
     source: str
@@ -224,7 +226,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _accelerator(source: str, name: str, entry: dict[str, Any]) -> Accelerator:
     where = f"accelerator {name!r}"
-    keys = {"memory_gib", "memory_gbyte_per_s", "tflops", "source"}
+    keys = {"memory_gib", "memory_gbyte_per_s", "clock_ghz", "tflops", "source"}
     _check_keys(source, where, entry, keys, keys)
     tflops = entry["tflops"]
     if not isinstance(tflops, dict) or not tflops:
@@ -234,6 +236,7 @@ def _accelerator(source: str, name: str, entry: dict[str, Any]) -> Accelerator:
         name=name,
         memory_bytes=int(GIB * _number(source, where, entry, "memory_gib", above=0.0)),
         memory_bytes_per_s=1e9 * _number(source, where, entry, "memory_gbyte_per_s", above=0.0),
+        clock_hz=1e9 * _number(source, where, entry, "clock_ghz", above=0.0),
         flops={key: 1e12 * _number(source, where, tflops, key, above=0.0) for key in tflops},
         source=entry["source"],
     )

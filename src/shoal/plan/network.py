@@ -145,15 +145,28 @@ def _shares(num_hosts: int, num_helpers: int, relative: float) -> tuple[float, f
     return float(shares[0]), float(shares[-1]) if num_helpers else 0.0
 
 
-def capacities(workers: Machines, helpers: Machines | None = None) -> Mapping[str, float]:
-    """Return bytes/s of each link, a NIC's no more than its flows to all its peers can carry together."""
+def capacities(
+    workers: Machines,
+    helpers: Machines | None = None,
+    *,
+    algorithm: str = "two-hop",
+    connections: int = CONNECTIONS_PER_PEER,
+) -> Mapping[str, float]:
+    """Return bytes/s of each link, a NIC's no more than its flows to all its peers can carry together.
+
+    A host of a ring sends to one other, of a double tree to three, of two hops to every server. With a cap on
+    each flow, as on EC2, that decides.
+    """
     instance = workers.instance
-    num_peers = workers.count - 1 + (helpers.count if helpers else 0)
-    flows = CONNECTIONS_PER_PEER * max(num_peers, 1)
+    num_peers = {"ring": 1, "hierarchical-ring": 1, "tree": 3}.get(algorithm, workers.count + 1)
+    num_peers = min(num_peers, workers.count - 1 + (helpers.count if helpers else 0))
+    if helpers:
+        num_peers = workers.count - 1 + helpers.count
+    flows = connections * max(num_peers, 1)
     nic = min(instance.effective_nic, flows * instance.flow_bytes_per_s)
     rates = {LOCAL: instance.effective_local, OUT: nic, IN: nic}
     if helpers:
-        flows = CONNECTIONS_PER_PEER * workers.count
+        flows = connections * workers.count
         rate = min(helpers.instance.effective_nic, flows * helpers.instance.flow_bytes_per_s)
         rates[HELPER_OUT] = rates[HELPER_IN] = rate
     return rates

@@ -101,6 +101,7 @@ def predict(job: Job, workers: Machines, layouts: Sequence[Layout], helpers: Mac
                 global_batch=part.global_batch,
                 step_s=step.total_s,
                 achieved_flops=part.achieved_flops,
+                per_replica=layout.per_replica,
                 start_s=0.0 if runs else job.start_s,
                 checkpoint_every_steps=job.checkpoint_every_steps,
             )

@@ -31,6 +31,7 @@ class Ranked:
 def layouts_of(part: Part, workers: Machines, *, algorithm: str) -> list[Layout]:
     """Return the layouts of a part that fit: stages × micro-batch × sharded optimizer, as few of each as fit.
 
+    A model that fits on one device is not split; another is tried with the fewest stages and twice as many.
     Among layouts with the same stages the largest micro-batch that fits has the least fixed cost, so only it
     is kept; a sharded optimizer is taken where the whole one does not fit.
 
@@ -70,6 +71,8 @@ def layouts_of(part: Part, workers: Machines, *, algorithm: str) -> list[Layout]
                     nearest = needed, layout
             if found and found[-1] is layout:
                 break
+        if found and stages >= 2 * found[0].stages - 1:
+            break  # more stages than the model needs only add bubbles
     if not found:
         assert nearest
         needed, layout = nearest

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from shoal.decide.links import DDP_BUCKET_BYTES
 from shoal.errors import UsageError
 from shoal.plan.hardware import Machines, require_accelerators
-from shoal.plan.network import capacities, collective
+from shoal.plan.network import CONNECTIONS_PER_PEER, capacities, collective
 from shoal.plan.simulate import Exchange, exchange, slowest
 from shoal.plan.workload import Workload, gradient_buckets
 
 KERNEL_S = 10e-6
-"""τ: an operation of a framework that launches one by one needs 5-10 µs on the host, and a kernel over a tiny
-tensor 3-10 µs on the device. Chosen once, for all devices and models; see docs/plan.md."""
+"""τ at the clock of an A100: launch, ramp and tail of a kernel over a tiny tensor. Latencies are counted in
+cycles, so τ goes with the inverse of the clock. One figure for all models and devices; see docs/plan.md."""
+KERNEL_CLOCK_HZ = 1.41e9
 OPTIMIZER_BYTES = 36
 """Memory traffic a parameter of Adam or LAMB in mixed precision: gradient and three fp32 states read, three
 written, twice over weights and gradient for norms and the 16-bit copy."""
@@ -57,6 +58,8 @@ class Layout:
     """On the network."""
     wire_bytes: int = 2
     """Bytes of a gradient's element on the network."""
+    connections: int = CONNECTIONS_PER_PEER
+    """Flows between two hosts that exchange; matters where one flow does not fill the NIC."""
     sharded_optimizer: bool = False
     """Each data-parallel worker updates its part of the parameters only."""
 
@@ -121,24 +124,36 @@ def step_time(
     micro = min(layout.micro_batch or (1.0 if layout.stages > 1 else share), share)
     count = max(1, math.ceil(share / micro - 1e-9))
     flops_s = share / count * workload.training_flops / (layout.per_replica * achieved_flops)
-    kernels_s = kernel_s * workload.num_kernels / layout.stages
+    kernels_s = kernel_s * KERNEL_CLOCK_HZ / accelerator.clock_hz * workload.num_kernels / layout.stages
     compute_s = flops_s + kernels_s
     forward_s, backward_s = count * compute_s / 3, count * compute_s * 2 / 3
     bubble_s = (layout.stages - 1) / layout.virtual * compute_s
     late = slowest(num_workers, jitter, seed) - 1.0
     straggler_s = late * (forward_s + backward_s + bubble_s)
 
-    begin_s = (forward_s + backward_s + bubble_s) * (1 + late) - compute_s * 2 / 3
+    # In chunks (interleaved stages) each chunk's last passes come at another time: gradients become ready
+    # over the backward passes of the last ``stages`` micro-batches, not of one.
+    window_s = compute_s * 2 / 3 * (min(count, layout.stages) if layout.virtual > 1 else 1)
+    begin_s = (forward_s + backward_s + bubble_s) * (1 + late) - window_s
     trained = workload.trainable / layout.per_replica * layout.wire_bytes
     buckets = gradient_buckets(workload.layers, layout.bucket_bytes, trained)
-    ready = [(begin_s + done * compute_s * 2 / 3, num_bytes) for done, num_bytes in buckets]
-    computed_s = begin_s + compute_s * 2 / 3
+    # Sharded, gradients are only scattered; the new parameters are gathered in the next forward pass.
+    halved = 0.5 if layout.sharded_optimizer else 1.0
+    ready = [(begin_s + done * window_s, halved * num_bytes) for done, num_bytes in buckets]
+    computed_s = begin_s + window_s
     local_group = max(1, workers.instance.num_accelerators // layout.per_replica)
     if replicas > 1:
         how = collective(layout.algorithm, workers, helpers, local_group=local_group)
-        sent = exchange(ready, how, capacities(workers, helpers))
+        sent = exchange(
+            ready,
+            how,
+            capacities(workers, helpers, algorithm=layout.algorithm, connections=layout.connections),
+        )
     else:
         sent = Exchange(end_s=computed_s, spans=(), busy_s={})
+    gathered_s = 0.0
+    if layout.sharded_optimizer:
+        gathered_s = max(0.0, max(sent.busy_s.values(), default=0.0) - window_s / 2)
     updated = workload.num_parameters * workload.trainable / layout.per_replica
     if layout.sharded_optimizer:
         updated /= replicas
@@ -148,7 +163,7 @@ def step_time(
         backward_s=backward_s,
         bubble_s=bubble_s,
         straggler_s=straggler_s,
-        exposed_s=max(0.0, sent.end_s - computed_s),
+        exposed_s=max(0.0, sent.end_s - computed_s) + gathered_s,
         optimizer_s=optimizer_s,
         micro_batches=count,
         exchange=sent,

@@ -46,6 +46,7 @@ def run_time(
     global_batch: int,
     step_s: float,
     achieved_flops: float,
+    per_replica: int = 1,
     start_s: float = 0.0,
     checkpoint_every_steps: int | None = None,
 ) -> RunTime:
@@ -54,7 +55,9 @@ def run_time(
     num_steps = math.ceil(samples / global_batch)
     epochs = samples / convergence.samples_per_epoch
     num_evaluations = math.ceil(epochs / convergence.evaluate_every_epochs) if convergence.points else 0
-    each_s = evaluation_s(workload, convergence, workers, achieved_flops=achieved_flops)
+    each_s = evaluation_s(
+        workload, convergence, workers, achieved_flops=achieved_flops, per_replica=per_replica
+    )
     checkpoints_s = 0.0
     if checkpoint_every_steps:
         staged = workload.num_parameters * CHECKPOINT_BYTES / max(workers.num_accelerators, 1)
@@ -70,13 +73,19 @@ def run_time(
 
 
 def evaluation_s(
-    workload: Workload, convergence: Convergence, workers: Machines, *, achieved_flops: float
+    workload: Workload,
+    convergence: Convergence,
+    workers: Machines,
+    *,
+    achieved_flops: float,
+    per_replica: int = 1,
 ) -> float:
-    """Return the time of one evaluation: forward passes over all accelerators, and the pause around it."""
+    """Return the time of one evaluation: forward passes of the fullest replica, and the pause around it."""
     if not convergence.evaluation_samples:
         return 0.0
-    each = convergence.evaluation_samples / workers.num_accelerators
-    forward_s = KERNEL_S * workload.num_kernels / 3 + each * workload.forward_flops / achieved_flops
+    most = math.ceil(convergence.evaluation_samples * per_replica / workers.num_accelerators)
+    each_s = workload.forward_flops / (achieved_flops * per_replica)
+    forward_s = KERNEL_S * workload.num_kernels / 3 + most * each_s
     return convergence.evaluation_pause_s + forward_s
 
 

@@ -1,0 +1,175 @@
+"""Ranking of layouts, what helpers bring, what breaks at scale, and the command itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plan_made import hosts, model
+from shoal.cli.planning import Request, run
+from shoal.errors import UsageError
+from shoal.plan.convergence import Convergence
+from shoal.plan.predict import Job, Part
+from shoal.plan.scale import breaks_first, strains
+from shoal.plan.search import best_of_each, helpers_sentence, layouts_of, search
+from shoal.plan.step import Layout
+from shoal.plan.training import run_time
+
+TABLE = Convergence(
+    name="made",
+    source="test",
+    points=((1, 10.0), (1 << 30, 10.0)),
+    samples_per_epoch=100_000,
+    largest_batch=1 << 30,
+)
+
+
+def part(batch: int = 1024, **made: float) -> Part:
+    return Part(
+        workload=model(**made),
+        convergence=TABLE,
+        global_batch=batch,
+        achieved_flops=1e13,
+        basis="made for a test",
+    )
+
+
+def test_the_parts_of_the_time_add_up_and_cost_follows() -> None:
+    job = Job(recipe="made", parts=(part(),), start_s=60.0)
+    for plan in search(job, hosts(8), hosts(8, per_host=0, accelerator=None, price=1.0)):
+        assert sum(plan.where.values()) == pytest.approx(plan.total_s)
+        price = 8 * 10.0 + (8 * 1.0 if plan.helpers else 0.0)
+        assert plan.dollars == pytest.approx(price * plan.total_s / 3600)
+        assert 0 < plan.efficiency <= 1.0001
+
+
+def test_time_and_cost_rank_differently() -> None:
+    job = Job(recipe="made", parts=(part(),))
+    # A slow network, so that helpers pay in time; and dear, so that they do not in money.
+    workers, helpers = hosts(8, nic=1e9), hosts(8, per_host=0, nic=1e9, accelerator=None, price=1000.0)
+    fastest = search(job, workers, helpers, goal="time")[0]
+    cheapest = search(job, workers, helpers, goal="cost")[0]
+    assert fastest.helpers and not cheapest.helpers
+    assert fastest.total_s < cheapest.total_s and (fastest.dollars or 0) > (cheapest.dollars or 0)
+    assert "save" in helpers_sentence(fastest, cheapest) and "dollars more" in helpers_sentence(
+        fastest, cheapest
+    )
+    with pytest.raises(UsageError, match="has no price an hour"):
+        search(job, hosts(8, price=None), goal="cost")
+    ranked = best_of_each(search(job, workers, helpers))
+    assert ranked[0].reason.startswith("the best; what it loses most to is network")
+    assert "network" in ranked[1].reason
+
+
+def test_a_model_is_split_only_when_it_must_be() -> None:
+    assert {layout.stages for layout in layouts_of(part(), hosts(4), algorithm="ring")} == {1}
+    large = part(parameters=400_000_000)  # 64 GB of state; 32 GiB a device
+    found = layouts_of(large, hosts(4), algorithm="ring")
+    assert all(layout.stages > 1 or layout.sharded_optimizer for layout in found)
+    with pytest.raises(
+        UsageError, match=r"made fits on no layout of 1xhost: the nearest, .* GiB more than there"
+    ):
+        layouts_of(part(parameters=40_000_000_000), hosts(1), algorithm="ring")
+
+
+def test_evaluations_and_checkpoints_are_counted() -> None:
+    table = replace(TABLE, evaluate_every_epochs=2.5, evaluation_samples=8000, evaluation_pause_s=1.0)
+    found = run_time(
+        model(kernels=0),
+        table,
+        hosts(1),
+        global_batch=1000,
+        step_s=0.1,
+        achieved_flops=1e13,
+        start_s=30.0,
+        checkpoint_every_steps=100,
+    )
+    assert found.num_steps == 1000 and found.steps_s == pytest.approx(100)
+    assert found.evaluations_s == pytest.approx(4 * (1.0 + 1000 * 1e10 / 1e13))
+    assert found.checkpoints_s == pytest.approx(10 * 1e8 * 12 / 8 / 10e9)
+    assert found.total_s == pytest.approx(30 + 100 + found.evaluations_s + found.checkpoints_s)
+
+
+@pytest.mark.parametrize("num_hosts", [256, 2048, 16384])
+def test_many_workers_are_simulated_at_once(num_hosts: int) -> None:
+    first = breaks_first(
+        part(batch=1 << 20), hosts(num_hosts), Layout(global_batch=1 << 20, algorithm="two-hop")
+    )
+    assert first and first[0] <= num_hosts
+
+
+def test_what_breaks_first_depends_on_what_is_stretched() -> None:
+    tiny = strains(part(batch=64), hosts(64), Layout(global_batch=64))
+    assert tiny[0].assumption == "every replica has a sample" and tiny[0].stretch == 8
+    slow = hosts(512, nic=1e12, local=1e13, latency_s=1e-4)
+    ring = strains(part(batch=1 << 16), slow, Layout(global_batch=1 << 16))
+    assert ring[0].assumption == "latency of hops does not matter"
+    beyond = replace(part(batch=1 << 12), convergence=replace(TABLE, largest_batch=1 << 10))
+    assert strains(beyond, hosts(2), Layout(global_batch=1 << 12))[0].assumption.startswith("the batch still")
+    assert breaks_first(part(batch=1 << 16), hosts(2, nic=1e12), Layout(global_batch=1 << 16)) is None
+
+
+def request(**changes: object) -> Request:
+    return replace(
+        Request(
+            recipe="",
+            cluster="8xp3dn.24xlarge",
+            helpers=None,
+            goal="time",
+            global_batch=512,
+            sequence_length=None,
+            model="test_plan_workloads:made_model",
+            algorithm=None,
+            throughput=None,
+            start_s=10.0,
+            compare=False,
+            sweep=None,
+            page=None,
+            trace=None,
+            json=None,
+            catalog=(),
+        ),
+        **changes,
+    )
+
+
+def test_the_command_answers_and_writes_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    files = {"json": tmp_path / "plan.json", "page": tmp_path / "plan.html", "trace": tmp_path / "plan.trace"}
+    assert run(request(helpers="4xc5n.18xlarge", compare=True, sweep="nodes=1..8", **files)) == 0
+    said = capsys.readouterr().out
+    for words in ("time to train", "where the time goes", "the best layouts", "4 c5n.18xlarge helpers"):
+        assert words in said
+    plan = json.loads(files["json"].read_text())
+    assert [p["cluster"] for p in plan["sweep"]] == [f"{n}xp3dn.24xlarge" for n in (1, 2, 4, 8)]
+    assert sum(plan["best"]["where_s"].values()) == pytest.approx(plan["best"]["total_s"])
+    assert "<svg" in files["page"].read_text() and "polyline" in files["page"].read_text()
+    events = json.loads(files["trace"].read_text())["traceEvents"]
+    assert {"forward", "backward", "optimizer"} <= {event["name"] for event in events}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cluster": "8xp3dn.24xlage"}, r"Did you mean 'p3dn.24xlarge'\?"),
+        ({"cluster": "8xc5n.18xlarge"}, "has no accelerators"),
+        ({"model": None}, "name a recipe"),
+        ({"model": None, "recipe": "resnet5"}, r"Did you mean 'resnet50'\?"),
+        ({"global_batch": None}, "--model needs --global-batch"),
+        ({"sweep": "1..8"}, "not of the form nodes=1..256"),
+        ({"sweep": "nodes=8..1"}, "the smaller number first"),
+        ({"throughput": -1.0}, "--throughput is -1.0"),
+        ({"algorithm": "rings"}, r"Did you mean 'ring'\?"),
+    ],
+)
+def test_what_the_command_refuses(
+    changes: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    with pytest.raises(UsageError, match=message):
+        run(request(**changes))
