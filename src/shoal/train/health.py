@@ -40,10 +40,12 @@ class NonFiniteWatch:
 
 
 @contextmanager
-def memory_advice(micro_batch_size: int, *, section: str = "train") -> Iterator[None]:
+def memory_advice(
+    micro_batch_size: int, *, section: str = "train", remedy: str = "--model.activation-checkpointing"
+) -> Iterator[None]:
     """Turn running out of memory into an error that names the settings to change.
 
-    ``section`` is where the batch stands in the settings.
+    ``section`` is where the batch stands in the settings, ``remedy`` what else helps.
     """
     try:
         yield
@@ -53,7 +55,7 @@ def memory_advice(micro_batch_size: int, *, section: str = "train") -> Iterator[
         smaller = f"--{section}.micro-batch-size {micro_batch_size // 2} or " if micro_batch_size > 1 else ""
         raise ShoalError(
             f"out of memory with a micro-batch of {micro_batch_size} sequences: use {smaller}"
-            f"--model.activation-checkpointing; the global batch stays the same ({error})"
+            f"{remedy}; the global batch stays the same ({error})"
         ) from error
 
 

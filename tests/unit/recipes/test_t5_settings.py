@@ -14,9 +14,10 @@ from shoal.models.t5_config import T5ModelConfig
 from shoal.optim.schedules import learning_rate
 from shoal.recipes.t5.config import PRESETS, DataConfig, T5OptimConfig, T5PretrainConfig
 from shoal.recipes.t5.layout import find_layouts, layout_lines, settled
-from shoal.recipes.t5.start import plan_of
+from shoal.recipes.t5.start import describe, plan_of
 from shoal.train.config import RunConfig, TrainConfig
 from shoal.train.parallel_config import ParallelConfig, parse_bytes
+from synthetic_text import prepare, random_documents
 
 
 def preset(name: str, **sections: dict[str, Any]) -> T5PretrainConfig:
@@ -108,6 +109,19 @@ def test_sentinels_need_rows_of_the_embedding() -> None:
 )
 def test_bytes_as_people_write_them(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
+
+
+def test_a_dry_run_says_what_would_be(tmp_path: Path) -> None:
+    prepare(tmp_path, {"train": random_documents([900, 700], vocab_size=2_000)}, vocab_size=2_000)
+    config = preset("tiny", data={"path": tmp_path}, parallel={"pipeline": 2}, run={"dir": tmp_path / "run"})
+    lines = describe(config, 4, dry_run=True)
+    assert "layout       2 pipeline × 2 data" in lines
+    assert "batch        4 sequences × 8 micro-batches × 2 replicas = 64 sequences a step" in lines
+    assert any("70 tokens of text, 10 of them in 3 spans: inputs of 64, targets of 14" in s for s in lines)
+    other = preset("tiny", data={"path": tmp_path}, parallel={"pipeline": 2, "devices": 8})
+    assert "layout       2 pipeline × 4 data" in describe(other, 4, dry_run=True)
+    with pytest.raises(UsageError, match="--devices 8 plans for other devices than the 4 workers here"):
+        describe(other, 4, dry_run=False)
 
 
 def test_a_layout_is_found_explained_and_settled() -> None:

@@ -51,13 +51,14 @@ def pretrain(config: T5PretrainConfig, joined: Joined, command: list[str]) -> in
             open_run_dir(run_dir, as_tree(config), config.fixed)
         world.barrier()
         job = build(config, world)
+        stack.callback(job.stage.close)
         restored = restore(job)
         first_step = restored.step if restored else 0
         last = config.train.total_steps
         if first_step > last or (first_step == last and has_ended(run_dir, first_step, world)):
             return say_finished(job, first_step)
         log = stack.enter_context(open_log(job, restored, command)) if world.is_main else None
-        with memory_advice(job.batch.micro_batch_size):
+        with memory_advice(job.batch.micro_batch_size, remedy="a longer --parallel.pipeline"):
             return run_steps(job, first_step, stop, log)
 
 
