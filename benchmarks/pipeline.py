@@ -30,10 +30,11 @@ PARTS = ("coverage", "simulated", "traced", "memory", "split", "plan", "checkpoi
 
 def watched(measure: Any, bench: Benchmark) -> tuple[Any, list[float], int]:
     """Call ``measure`` until nobody else used the machine, a bounded number of times."""
-    for retaken in range(_MOST_RETAKEN + 1):
+    retaken = 0
+    for retaken in range(_MOST_RETAKEN + 1):  # noqa: B007
         with ForeignCores() as watch:
             found = measure()
-        if bench.quick or watch.cores is None or watch.cores <= MAX_FOREIGN_CORES:
+        if bench.args.small or watch.cores is None or watch.cores <= MAX_FOREIGN_CORES:
             break
     return found, [] if watch.cores is None else [watch.cores], retaken
 
@@ -41,7 +42,7 @@ def watched(measure: Any, bench: Benchmark) -> tuple[Any, list[float], int]:
 def add_traced_bubbles(bench: Benchmark) -> None:
     """Compare traced idle shares of equal stages on two ranks with (R-1)/(vM+R-1)."""
     steps = 3 if bench.quick else 12
-    found, foreign, _ = watched(lambda: run_ranks(traced_bubbles, 2, bench.quick, steps), bench)
+    found, foreign, _ = watched(lambda: run_ranks(traced_bubbles, 2, bench.args.small, steps), bench)
     for name, num_virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
         formula = 1 / (num_virtual * NUM_MICRO_BATCHES + 1)
         traced = statistics.median(found[0][name])
@@ -57,7 +58,7 @@ def add_traced_bubbles(bench: Benchmark) -> None:
 
 def add_memory(bench: Benchmark) -> None:
     """Compare the bytes that 1F1B keeps for backward with GPipe's: (R - r) / M of them on rank r."""
-    for rank, found in enumerate(run_ranks(saved_bytes, 2, bench.quick)):
+    for rank, found in enumerate(run_ranks(saved_bytes, 2, bench.quick or bench.args.small)):
         expected = (2 - rank) / NUM_MICRO_BATCHES
         part = found["1f1b"] / found["gpipe"]
         bench.limit(
@@ -72,7 +73,9 @@ def add_memory(bench: Benchmark) -> None:
 def add_split(bench: Benchmark) -> None:
     """Compare step times of T5's automatic split with those of other cuts."""
     repetitions = 3 if bench.quick else 12
-    (first, _), foreign, retaken = watched(lambda: run_ranks(split_times, 2, bench.quick, repetitions), bench)
+    (first, _), foreign, retaken = watched(
+        lambda: run_ranks(split_times, 2, bench.args.small, repetitions), bench
+    )
     times = {name: [1000 * each for each in samples] for name, samples in first["times_s"].items()}
     ours = times["automatic"]
     spread = _spread(ours)
@@ -122,7 +125,7 @@ def add_coverage(bench: Benchmark) -> None:
     """Count the models that train with every gradient equal to one process, and those of torch's tracer."""
     from benchmarks.pipeline_coverage import MODELS, traced_by_torch, trained_by_us
 
-    models = MODELS[:3] if bench.quick else MODELS
+    models = MODELS[:2] if bench.args.small else MODELS
     ours = trained_by_us(models)
     theirs = traced_by_torch(models)
     print("ours: " + ", ".join(f"{name} {error:.1e}" for name, error in ours.items()))
@@ -181,6 +184,7 @@ def add_checkpoints(bench: Benchmark) -> None:
 def main() -> int:
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument("--only", choices=PARTS, action="append", help="only these rows")
+    options.add_argument("--small", action="store_true", help="tiny models, to try the benchmark itself")
     bench = Benchmark("pipeline", options=options)
     wanted = bench.args.only or PARTS
     steps = {

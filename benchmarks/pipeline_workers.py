@@ -68,13 +68,15 @@ def _run(
 
 
 class Layers(nn.Module):
-    """Equal layers: stages of as many each take the same time."""
+    """Equal layers: stages of as many each take the same time, the first one's gradients included."""
 
     def __init__(self, num_layers: int, width: int) -> None:
         super().__init__()
+        self.shift = nn.Parameter(torch.zeros(width))  # the first layer's input has a gradient, too
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = x + self.shift
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return {"loss": x.square().mean()}
@@ -82,7 +84,7 @@ class Layers(nn.Module):
 
 def equal_layers(small: bool) -> tuple[nn.Module, Batch]:
     torch.manual_seed(2)
-    width, rows = (256, 64) if small else (1024, 192)
+    width, rows = (256, 64) if small else (1024, 384)
     return Layers(8, width), {"x": torch.randn(NUM_MICRO_BATCHES * rows, width)}
 
 
