@@ -54,6 +54,8 @@ def layout_of(row: Row, recipe: str, model: Workload, workers: Machines) -> Layo
         sharded_optimizer=recipe.startswith(_SHARDED),
         algorithm="two-hop" if re.search(_TWO_HOPS, row.source) else "hierarchical-ring",
         # NCCL 2.4 of the TensorFlow 2.1 images opens one socket to the next host of its ring.
+        # The same code clips each worker's gradients before it averages them.
+        overlap="TF2.1+Horovod" not in row.system,
         connections=1 if "TF2.1+Horovod" in row.system else CONNECTIONS_PER_PEER,
     )
 

@@ -194,7 +194,7 @@ def _masked_lm(name: str, length: int) -> Workload:
     from shoal.models.pretraining import AlbertPretraining, BertPretraining
 
     hidden, layers, heads, intermediate = {**_BERT, **_ALBERT}[name]
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,

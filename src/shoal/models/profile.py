@@ -57,7 +57,7 @@ def profile_step(model: nn.Module, loss: Callable[[], Tensor], *, num_samples: i
         with keeping, _FusedAttention(), counter:
             value = loss()
             counter.in_forward = False
-            value.backward()
+            value.backward()  # type: ignore[no-untyped-call]
     finally:
         for handle in handles:
             handle.remove()
@@ -104,9 +104,9 @@ class _FusedAttention(TorchFunctionMode):
         return fused(query, key, value, None, True, dropout, causal)[0]
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.own = {p.untyped_storage()._cdata for p in model.parameters()}
         self.order: list[str] = []
         self.flops: dict[str, float] = {}

@@ -56,7 +56,7 @@ class Convergence:
                 return few + share * (many - few)
         (low, few), (high, many) = points[max(len(points) - 3, 0)], points[-1]
         slope = math.log(many / few) / math.log(high / low) if high > low else 0.5
-        return many * (batch / high) ** max(slope, 0.5)
+        return float(many * (batch / high) ** max(slope, 0.5))
 
     def samples(self, batch: int) -> float:
         return self.epochs(batch) * self.samples_per_epoch

@@ -89,7 +89,9 @@ def predict(job: Job, workers: Machines, layouts: Sequence[Layout], helpers: Mac
     Raises:
         UsageError: a layout does not divide the accelerators.
     """
-    steps, runs, memories = [], [], []
+    steps: list[StepTime] = []
+    runs: list[RunTime] = []
+    memories: list[DeviceMemory] = []
     for part, layout in zip(job.parts, layouts, strict=True):
         step = step_time(part.workload, workers, layout, achieved_flops=part.achieved_flops, helpers=helpers)
         steps.append(step)

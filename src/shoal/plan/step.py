@@ -60,6 +60,8 @@ class Layout:
     """Bytes of a gradient's element on the network."""
     connections: int = CONNECTIONS_PER_PEER
     """Flows between two hosts that exchange; matters where one flow does not fill the NIC."""
+    overlap: bool = True
+    """Averaging begins during the backward pass; it cannot where each worker clips its gradients before."""
     sharded_optimizer: bool = False
     """Each data-parallel worker updates its part of the parameters only."""
 
@@ -139,7 +141,10 @@ def step_time(
     buckets = gradient_buckets(workload.layers, layout.bucket_bytes, trained)
     # Sharded, gradients are only scattered; the new parameters are gathered in the next forward pass.
     halved = 0.5 if layout.sharded_optimizer else 1.0
-    ready = [(begin_s + done * window_s, halved * num_bytes) for done, num_bytes in buckets]
+    ready = [
+        (begin_s + (done if layout.overlap else 1.0) * window_s, halved * num_bytes)
+        for done, num_bytes in buckets
+    ]
     computed_s = begin_s + window_s
     local_group = max(1, workers.instance.num_accelerators // layout.per_replica)
     if replicas > 1:

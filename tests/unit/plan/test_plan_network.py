@@ -80,6 +80,10 @@ def test_a_nic_carries_no_more_than_its_flows() -> None:
     workers = hosts(3, nic=1e10, flow=1e9)
     assert capacities(workers)[OUT] == pytest.approx(4 * 2 * 1e9)
     assert capacities(hosts(30, nic=1e10, flow=1e9))[OUT] == pytest.approx(1e10)
+    # A ring has one neighbour, however many hosts there are.
+    many = hosts(30, nic=1e10, flow=1e9)
+    assert capacities(many, algorithm="ring")[OUT] == pytest.approx(4e9)
+    assert capacities(many, algorithm="ring", connections=1)[OUT] == pytest.approx(1e9)
 
 
 def test_collectives_of_a_ring_wait_for_each_other_and_two_hops_do_not() -> None:

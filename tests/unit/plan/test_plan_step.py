@@ -60,6 +60,13 @@ def test_network_hides_behind_the_backward_pass_until_it_is_longer() -> None:
     assert slow.exposed_s == pytest.approx(on_the_wire - slow.backward_s, rel=0.05)
 
 
+def test_without_overlap_all_of_the_network_shows() -> None:
+    workload = model(num_layers=100, parameters=1_000_000)
+    layout = Layout(global_batch=512, overlap=False)
+    step = step_time(workload, hosts(8, nic=1e10), layout, achieved_flops=1e13, jitter=0)
+    assert step.exposed_s >= 2 * 7 / 8 * 100 * 1e6 * 2 / 1e10
+
+
 def test_bubble_is_that_of_interleaved_1f1b() -> None:
     layout = Layout(global_batch=64, micro_batch=1, stages=4, virtual=2)
     step = step_time(model(), hosts(1, per_host=4), layout, achieved_flops=1e13, jitter=0)
