@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "processes")]
@@ -22,7 +23,7 @@ from pipeline_world import NUM_PARTS, Made, Oracle, Worker, worst_gradient  # no
 
 from benchmarks.pipeline_workers import run_ranks  # noqa: E402
 from pipeline_models import cases  # noqa: E402
-from shoal.pipeline.loss import default_count, loss_of, micro_batches  # noqa: E402
+from shoal.pipeline.loss import default_count, micro_batches  # noqa: E402
 
 MODELS = tuple(cases())
 SPLIT_AT = {
@@ -92,34 +93,47 @@ def _train_traced(rank: int, name: str) -> str:
     model, batch = cases()[name]()
     oracle = Oracle(model, batch)
     model.zero_grad(set_to_none=True)
-    parts = micro_batches(batch, NUM_PARTS)
-    counts = [float(default_count(part)) for part in parts]
+    labels = batch["labels"]
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
     pipe: Any = pipeline(
-        Plain(model), (), parts[0], split_spec={f"model.{SPLIT_AT[name]}": SplitPoint.BEGINNING}
+        Logits(model),
+        (),
+        micro_batches(inputs, NUM_PARTS)[0],
+        split_spec={f"model.{SPLIT_AT[name]}": SplitPoint.BEGINNING},
     )
     if pipe.num_stages != 2:
         return f"the tracer made {pipe.num_stages} stages"
     stage = pipe.build_stage(rank, torch.device("cpu"))
-    weights = torch.tensor([count / sum(counts) for count in counts])
-    schedule = Schedule1F1B(
-        stage, NUM_PARTS, loss_fn=lambda loss, weight: (loss * weight).sum(), scale_grads=False
-    )
+    shift = int(name in ("gpt2", "llama"))
+    count = float(default_count(batch))
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        logits, target = logits[:, : logits.shape[1] - shift], target[:, shift:] if shift else target
+        return cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="sum") / count
+
+    schedule = Schedule1F1B(stage, NUM_PARTS, loss_fn=loss, scale_grads=False)
     if rank == 0:
-        schedule.step(**batch)
+        schedule.step(**inputs)
     else:
-        schedule.step(target=weights)
+        schedule.step(target=labels)
     parameters = {key.removeprefix("model."): value for key, value in stage.submod.named_parameters()}
     gradients = {key: value for key, value in parameters.items() if key in oracle.gradients}
     error, worst = worst_gradient(gradients, oracle.gradients)
     return "equal" if error <= 1e-6 else f"the gradient of {worst} is wrong by {error:.1g}"
 
 
-class Plain(nn.Module):
-    """A model that returns its loss alone: the tracer's last stage may return no dataclass."""
+class Logits(nn.Module):
+    """A model that returns its logits alone, as the tracer's last stage must; the loss is made outside."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        if hasattr(model, "config"):
+            model.config.use_cache = False
 
-    def forward(self, **batch: Tensor) -> Tensor:
-        return loss_of(self.model(**batch))
+    def forward(self, **inputs: Tensor) -> Tensor:
+        if hasattr(self.model, "backbone"):  # ResNet-50 with its loss around it
+            return self.model.backbone(**{"x": inputs["images"]})
+        return self.model(**inputs).logits

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pipeline_world import NUM_PARTS, Made, Shared, Worker, run_worlds, worst_gradient
+from benchmarks.pipeline_workers import SavedBytes
+from pipeline_world import NUM_PARTS, Made, Shared, Worker, exported_before, run_worlds, worst_gradient
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import ShoalError
+from shoal.pipeline import pipeline
 from shoal.pipeline.loss import default_count, loss_of, micro_batches
 from shoal.pipeline.split import split
 from shoal.pipeline.streams import streams
@@ -199,6 +201,26 @@ def verified(worker: Worker) -> str:
     return ""
 
 
+def saved_bytes(worker: Worker) -> dict[str, int]:
+    """Return the most bytes that this rank keeps for backward, of 8 micro-batches, on the same cut."""
+    made = worker.shared["t5"]
+    made.reset()
+    batch = {name: torch.cat([tensor, tensor]) for name, tensor in made.batch.items()}
+    found = {}
+    for schedule in ("gpipe", "1f1b"):
+        with exported_before(made):
+            stage = pipeline(
+                made.model, batch, microbatches=8, schedule=schedule, virtual_stages=1, cost=made.cost
+            )
+        meter = SavedBytes(stage)
+        with torch.autograd.graph.saved_tensors_hooks(meter.pack, meter.unpack):
+            stage.step(**batch)
+        stage.close()
+        assert meter.now == 0, "something is kept after the step"
+        found[schedule] = meter.most
+    return found
+
+
 def on_two_ranks(worker: Worker) -> dict[str, Any]:
     return {
         "three steps": [
@@ -213,6 +235,7 @@ def on_two_ranks(worker: Worker) -> dict[str, Any]:
         "without tie reduction": without_tie_reduction(worker),
         "tied on one": tied_weight(worker, ranks=1, replicas=2, virtual=3, schedule="bfs"),
         "tied on two": tied_weight(worker, ranks=2),
+        "saved": saved_bytes(worker),
         "traced": traced(worker),
         "verified": verified(worker),
     }
@@ -247,6 +270,7 @@ def test_training_equals_one_process(tmp_path: Path) -> None:
             assert loss <= MOST_ERROR and gradient <= MOST_ERROR, found["dropout"]
     check_evaluation([found["evaluation"] for found in two])
     check_ties(two, four)
+    check_memory([found["saved"] for found in two])
     check_trace([found["traced"] for found in two])
     assert all("verify: the pipeline's first step differs" in found["verified"] for found in two)
     assert any("embeddings.word_embeddings.weight" in found["verified"] for found in two)
@@ -271,6 +295,15 @@ def check_ties(two: list[dict[str, Any]], four: list[dict[str, Any]]) -> None:
     assert [one["owned"] for one in holders] == [True, False, False]
     assert len({one["bits"] for one in holders}) == 1
     assert all(one["tied on four"]["error"] <= MOST_ERROR for one in four)
+
+
+def check_memory(found: list[dict[str, int]]) -> None:
+    """1F1B keeps 2 of 8 micro-batches on the first rank and 1 of 8 on the last; GPipe keeps all.
+
+    Once a step, some hundred bytes are kept besides: what the micro-batches' weights are multiplied with.
+    """
+    for rank, kept in enumerate(found):
+        assert abs(kept["1f1b"] / kept["gpipe"] - (2 - rank) / 8) < 0.005, found
 
 
 def check_trace(found: list[dict[str, Any]]) -> None:
