@@ -92,10 +92,15 @@ def test_a_directory_of_bert_is_refused(train: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_toy_classification_is_learnt(model: Path, tmp_path: Path) -> None:
-    train = made.write_pairs(tmp_path / "train.tsv", 400, seed=1)
-    other = made.write_pairs(tmp_path / "other.tsv", 100, seed=2)
+    train = made.write_pairs(tmp_path / "train.tsv", 2_000, seed=1)
+    other = made.write_pairs(tmp_path / "other.tsv", 200, seed=2)
     config = made.t5_config(
-        model, train, (other,), tmp_path / "run", train={"total_steps": 1_200, "global_batch_size": 32}
+        model,
+        train,
+        (other,),
+        tmp_path / "run",
+        train={"total_steps": 1_000, "global_batch_size": 32},
+        run={"checkpoint_frequency": 500, "log_frequency": 50},
     )
     assert jobs.run(config, 2, deadline_s=280.0) == [EXIT_OK] * 2
     (row,) = [row for row in read_record(tmp_path / "run") if isinstance(row, record.Evaluation)]
