@@ -18,8 +18,8 @@ from shoal.plan.workload import Workload
 
 MIB = 1 << 20
 
-# Layouts of models that no device holds, as their publications name them: tensor (with context) parallel,
-# pipeline stages, chunks of layers a stage. MLPerf's logs and configurations of NVIDIA's submissions.
+# Layouts of models that no device holds: tensor (with context) parallel, pipeline stages, chunks of layers a
+# stage. GPT-3's and Llama's are recalled from MLPerf configurations of NVIDIA's submissions, not looked up.
 _SPLIT = {"gpt3-175b": (4, 8, 6), "llama3.1-405b": (8, 8, 7), "llama3.1-70b": (8, 1, 1)}
 _TWO_HOPS = r"post 000|posts/000|000\.txt"
 """The post of 2019 on BERT and Mask R-CNN describes its own all-reduce in two hops through C5n hosts."""
