@@ -217,6 +217,9 @@ def _worker(
     folder: Path, number: int, rank: int, size: int, backend: str, shared: Shared, task: Task
 ) -> None:
     report: dict[str, Any]
+    torch.set_num_threads(
+        1
+    )  # renews torch 2.11's pool, for which autograd's threads race in a forked process
     try:
         dist.init_process_group(
             backend, init_method=f"file://{folder}/meet-{number}", rank=rank, world_size=size

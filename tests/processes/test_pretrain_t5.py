@@ -45,6 +45,21 @@ def assert_same_run(found: Path, wanted: Path) -> None:
         assert step == other_step and metrics == pytest.approx(others, **SAME)
 
 
+def assert_traced(run_dir: Path, num_ranks: int) -> None:
+    """A pipeline's first steps leave one timeline, predicted and measured, of the same actions."""
+    traced = [row for row in read_record(run_dir) if isinstance(row, record.PipelineStep)]
+    if num_ranks == 1:
+        assert not traced
+        return
+    (row,) = traced
+    assert set(row.placement) == set(range(num_ranks))
+    names = [
+        {(b.rank, b.stage, b.action, b.micro_batch) for b in boxes} for boxes in (row.predicted, row.traced)
+    ]
+    assert names[0] == names[1] and len(names[0]) == 2 * len(row.placement) * row.num_micro_batches
+    assert all(0 <= box.begin_s < box.end_s for box in row.traced)
+
+
 def test_the_record_tells_the_run(whole_run: Path, data: Path) -> None:
     rows = read_record(whole_run)
     config = jobs.small_t5_config(data, whole_run)
@@ -94,6 +109,7 @@ def test_another_layout_goes_on_from_a_checkpoint_as_the_same_run(
     (resume,) = [row for row in read_record(run_dir) if isinstance(row, record.Resume)]
     assert resume.step == 3
     assert_same_run(run_dir, whole_run)
+    assert_traced(run_dir, pipeline)
     assert (run_dir / "transformers" / "config.json").is_file()
 
 
@@ -107,3 +123,4 @@ def test_every_layout_is_the_same_run(
     config = jobs.small_t5_config(data, tmp_path / "run", parallel=parallel)
     assert jobs.run(config, pipeline * replicas) == [EXIT_OK] * (pipeline * replicas)
     assert_same_run(tmp_path / "run", whole_run)
+    assert_traced(tmp_path / "run", pipeline)

@@ -15,6 +15,7 @@ from shoal.cli.bench import bench
 from shoal.cli.evaluate import evaluate
 from shoal.cli.finetune import finetune
 from shoal.cli.hosts import emulate, serve
+from shoal.cli.pipeline import pipeline
 from shoal.cli.plan import plan
 from shoal.cli.prepare import prepare
 from shoal.cli.results import doctor, export, report
@@ -36,7 +37,20 @@ A first run, from text to a report:
     """,
     help_format="markdown",
 )
-for command in (prepare, train, finetune, evaluate, plan, emulate, serve, export, report, bench, doctor):
+for command in (
+    prepare,
+    train,
+    finetune,
+    evaluate,
+    plan,
+    pipeline,
+    emulate,
+    serve,
+    export,
+    report,
+    bench,
+    doctor,
+):
     app.command(command)
 
 

@@ -42,6 +42,8 @@ class Layout:
     """Of each replica in a step."""
     choice: Choice
     stages: tuple[StageCost, ...]
+    first_units: tuple[str, ...]
+    """Where each stage begins: the name of its first unit."""
     memory: Memory
     step_s: float
     reason: str = ""
@@ -271,6 +273,7 @@ class _Search:
             num_micro_batches=shape.num_micro_batches,
             choice=choices[best],
             stages=stage_costs(cost, choices[best].cuts),
+            first_units=tuple(cost.units[first].name for first in (0, *choices[best].cuts)),
             memory=memory,
             step_s=steps[best],
         )

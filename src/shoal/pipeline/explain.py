@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shoal.decide.layout import Layout
 from shoal.decide.partition import in_gb
 from shoal.decide.timeline import Timeline
 from shoal.pipeline.plan import Plan
@@ -15,12 +16,38 @@ def explain(
     plan: Plan, predicted: Timeline, traced: Timeline | None, *, title: str, num_replicas: int
 ) -> str:
     """Return several lines of at most about 110 characters."""
-    parts = [
-        _head(plan, predicted, title, num_replicas),
-        _stages(plan),
-        _ranks(plan, predicted),
-        _why(plan, predicted),
-    ]
+    return _explain(plan, predicted, traced, title, num_replicas, _why(plan, predicted))
+
+
+def explain_layouts(layouts: Sequence[Layout], *, title: str) -> str:
+    """Return the same of the first of the layouts that were found for a model, and what speaks for it."""
+    best = layouts[0]
+    choice = best.choice
+    plan = Plan(
+        schedule=choice.schedule,
+        cuts=choice.cuts,
+        stages=best.stages,
+        link=None,
+        rank_bytes=choice.rank_bytes,
+        source="estimated",
+        first_units=best.first_units,
+        alternatives=(),
+    )
+    lines = [f"why: {best.reason}"]
+    if best.averaging_s:
+        lines.append(
+            f"a whole step {_ms(best.step_s)}: behind the pipeline, {_ms(best.averaging_s)} of averaging "
+            f"gradients over {best.data} replicas that nothing hides"
+        )
+    for other in layouts[1:]:
+        lines += [f"next: {_ms(other.step_s)} a step, {other}", f"      {other.reason}"]
+    return _explain(plan, choice.timeline, None, title, best.data, "\n".join(lines))
+
+
+def _explain(
+    plan: Plan, predicted: Timeline, traced: Timeline | None, title: str, num_replicas: int, why: str
+) -> str:
+    parts = [_head(plan, predicted, title, num_replicas), _stages(plan), _ranks(plan, predicted), why]
     parts.append(_drawn("predicted", predicted, plan))
     if traced is not None:
         parts.append(_drawn("traced", traced, plan))

@@ -22,11 +22,13 @@ from shoal.pipeline.place import held
 from shoal.pipeline.plan import Plan
 from shoal.pipeline.replicas import ReplicaSum
 from shoal.pipeline.runner import StageRunner
+from shoal.pipeline.step_row import step_row
 from shoal.pipeline.streams import streams
 from shoal.pipeline.ties import Ties
 from shoal.pipeline.trace import Tracer, clock_offset, gather, timeline_of
 from shoal.pipeline.verify import Reference, compare
 from shoal.pipeline.watch import Watch
+from shoal.record import PipelineStep
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,7 @@ class Pipeline:
 
     Attributes:
         module: This worker's parameters and buffers under the names of the unsplit model. Optimizers,
-        clipping
-            and checkpoints use it like any model.
+            clipping and checkpoints use it like any model.
         plan: The layout, the same on all workers.
         timeline: The predicted timeline of a step.
         traced: The measured timeline of the last step inside :meth:`tracing`.
@@ -118,8 +119,7 @@ class Pipeline:
 
         Args:
             batch: this replica's rows, by the names and with the shapes of the example; the same on every
-            rank
-                of the pipeline.
+                rank of the pipeline.
 
         Returns:
             The mean loss over the targets of the global batch, on every rank [].
@@ -207,6 +207,14 @@ class Pipeline:
             num_replicas=self._groups.num_replicas,
         )
 
+    def recorded(self, step: int) -> PipelineStep:
+        """Return the predicted and the last traced step as a row of a run's record.
+
+        Args:
+            step: the run's number of the traced step.
+        """
+        return step_row(self.plan.schedule, self.timeline, self.traced, step=step)
+
     def close(self) -> None:
         """End the threads that watch over the other workers."""
         self._watch.close()
@@ -230,10 +238,9 @@ class Pipeline:
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
         """Return the sum of all micro-batches' losses, of all replicas, on every rank."""
         total = torch.zeros((), dtype=torch.float64, device=self._groups.device)
-        dtype = torch.float32
         for loss in losses:
             total += loss.detach()
-        return self._groups.sum(total).to(dtype)
+        return self._groups.sum(total).float()
 
     def _set_mode(self, training: bool) -> None:
         for runner in self._runners.values():

@@ -35,7 +35,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     if not runs:
         raise UsageError("a report needs at least one run directory: shoal report RUN [RUN…]")
     target = out if out is not None else runs[0] / FILE_NAME
-    _write(target, render(load_runs(runs)))
+    write_whole(target, render(load_runs(runs)))
     return target
 
 
@@ -71,8 +71,8 @@ def _numbered(drawn: Sequence[Chart], prefix: str) -> list[Chart]:
     ]
 
 
-def _write(target: Path, text: str) -> None:
-    """Put the page in its place in one go, so that a browser never shows half of it."""
+def write_whole(target: Path, text: str) -> None:
+    """Put a file in its place in one go, so that a browser never shows half of it."""
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with draft.open("w", encoding="utf-8") as file:

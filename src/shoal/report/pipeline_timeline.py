@@ -53,14 +53,7 @@ def draw_pipeline_step(row: PipelineStep, *, background: bool = False) -> str:
     Args:
         background: whether to paint the card that it stands on; for a file of its own.
     """
-    panels = [
-        (name, boxes, peaks)
-        for name, boxes, peaks in (
-            ("predicted", row.predicted, row.predicted_peak_bytes),
-            ("traced", row.traced, row.traced_peak_bytes),
-        )
-        if boxes
-    ]
+    panels = _panels(row)
     longest = max((_span(boxes) for _, boxes, _ in panels), default=0.0) or 1.0
     frame = _frame(row, longest)
     top, parts = _LEGEND, _legend(row, panels)
@@ -70,12 +63,25 @@ def draw_pipeline_step(row: PipelineStep, *, background: bool = False) -> str:
     parts += _axis(longest, frame.scale, top=top - _GAP)
     total = top - _GAP + _AXIS
     card = f'<rect class="card" width="{_WIDTH:g}" height="{total:g}"/>' if background else ""
-    label = escape(_description(row, panels), quote=True)
+    label = escape(describe_pipeline_step(row), quote=True)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="pipeline" viewBox="0 0 {_WIDTH:g} {total:g}" '
         f'role="img" aria-label="{label}"><title>{label}</title>'
         f"<style>{_style(max(frame.chunks) + 1)}</style>"
         f"{card}{''.join(parts)}</svg>"
+    )
+
+
+def describe_pipeline_step(row: PipelineStep) -> str:
+    """Return the step in a sentence: ranks, schedule, how long it was predicted and measured to take."""
+    num_ranks = max(row.placement) + 1
+    steps = [
+        f"{name} {words.milliseconds(_span(boxes))}, {words.percent(idle_share(boxes, num_ranks))} idle"
+        for name, boxes, _ in _panels(row)
+    ]
+    return (
+        f"Step {row.step:,} of a pipeline of {words.plural(num_ranks, 'rank')}, "
+        f"{words.plural(row.num_micro_batches, 'micro-batch')}, schedule {row.schedule}: {'; '.join(steps)}"
     )
 
 
@@ -89,6 +95,14 @@ def idle_share(boxes: Sequence[PipelineBox], num_ranks: int) -> float:
 _Panel = tuple[str, Sequence[PipelineBox], Sequence[int]]
 
 
+def _panels(row: PipelineStep) -> list[_Panel]:
+    panels = (
+        ("predicted", row.predicted, row.predicted_peak_bytes),
+        ("traced", row.traced, row.traced_peak_bytes),
+    )
+    return [panel for panel in panels if panel[1]]
+
+
 def _span(boxes: Sequence[PipelineBox]) -> float:
     return max(box.end_s for box in boxes) - min(box.begin_s for box in boxes)
 
@@ -96,16 +110,6 @@ def _span(boxes: Sequence[PipelineBox]) -> float:
 def _chunks(placement: Sequence[int]) -> list[int]:
     """Return of each stage, which of its rank's stages it is."""
     return [list(placement[:stage]).count(rank) for stage, rank in enumerate(placement)]
-
-
-def _description(row: PipelineStep, panels: Sequence[_Panel]) -> str:
-    num_ranks = max(row.placement) + 1
-    steps = [f"{name} {words.milliseconds(_span(b))}, {words.percent(idle_share(b, num_ranks))} idle"
-             for name, b, _ in panels]  # fmt: skip
-    return (
-        f"Step {row.step:,} of a pipeline of {words.plural(num_ranks, 'rank')}, schedule {row.schedule}: "
-        f"{'; '.join(steps)}"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from shoal.record import (
     End,
     Evaluation,
     Phase,
+    PipelineStep,
     RecordWriter,
     Resume,
     Start,
@@ -114,6 +115,9 @@ class RunLog:
         self._progress.say(
             f"{row.name}: steps {row.step:,} to {row.last_step:,}, {row.sequence_length:,} tokens a sequence"
         )
+
+    def pipeline_step(self, row: PipelineStep) -> None:
+        self._record.write(row)
 
     def resume(self, row: Resume) -> None:
         self._record.write(row)

@@ -147,9 +147,9 @@ def test_ties_are_one_parameter_in_all_stages() -> None:
 def test_tiny_weights_are_used_where_they_are_needed() -> None:
     """T5's position bias is larger than its table: the table is shared, the bias is not sent."""
     _, _, exported = exported_case("t5")
-    stages = split(exported, even_cuts(units_of(exported), 4))
+    stages = split(exported, even_cuts(units_of(exported), 16))
     table = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    assert sum(table in stage.parameter_names.values() for stage in stages) == 2
+    assert sum(table in stage.parameter_names.values() for stage in stages) >= 2
     assert all((12, 12) not in (s.shape[1:3], s.shape[:2]) for stage in stages for s in stage.relayed_out)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 
 import torch
 
@@ -34,6 +34,9 @@ from shoal.train.signals import StopRequest
 from shoal.train.telling import leave
 from shoal.train.window import StepWindow
 from shoal.train.world import join_world
+
+TRACED_STEP = 3
+"""Which step after its start a run on a pipeline measures action by action; the first ones allocate."""
 
 
 def pretrain(config: T5PretrainConfig, joined: Joined, command: list[str]) -> int:
@@ -87,7 +90,11 @@ def run_steps(job: Job, first_step: int, stop: StopRequest, log: RunLog | None) 
                 raise watch.error(step - 1, sample_names(job, step - 1))
             if num_stops:
                 return leave(job.checkpointer, step - 1, job.state(step - 1), stop, log)
-            loss = take_step(job, step, batch, window)
+            is_traced = step == first_step + TRACED_STEP and job.stage.plan.schedule.num_ranks > 1
+            with job.stage.tracing() if is_traced else nullcontext():
+                loss = take_step(job, step, batch, window)
+            if is_traced and log:
+                log.pipeline_step(job.stage.recorded(step))
             after_step(job, step, window, log)
     return finish(job, time.monotonic() - began, log)
 

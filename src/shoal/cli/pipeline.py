@@ -1,0 +1,89 @@
+"""``shoal pipeline show``: what a step of a pipeline looks like, measured or only planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from shoal.cli.settings import settings_from
+from shoal.recipes.t5 import config as t5
+
+pipeline = App(name="pipeline", help="Look at pipelines: models that are split over several devices.")
+show = App(
+    name="show",
+    help="""Show a step of a pipeline: of a run, as it was predicted and measured, or of a layout to come.
+
+    shoal pipeline show runs/t5 --svg step.svg
+
+    shoal pipeline show t5 --preset 3b --devices 2048 --memory 40GB --svg step.svg
+    """,
+)
+show.config = (settings_from(lambda command: f"{command}/presets", lambda command: "base"),)
+pipeline.command(show)
+
+
+@show.default
+def show_run(run: Path, /, *, step: int | None = None, svg: Path | None = None) -> None:
+    """Draw a recorded step of a run, predicted above measured.
+
+    Parameters
+    ----------
+    run
+        A run directory.
+    step
+        Which of the recorded steps; default: the last.
+    svg
+        The picture; default: pipeline.svg in the run directory.
+    """
+    from shoal.report.pipeline_figure import FILE_NAME, recorded_step, write_figure
+    from shoal.report.pipeline_timeline import describe_pipeline_step
+
+    row = recorded_step(run, step)
+    print(describe_pipeline_step(row))
+    print(write_figure(row, svg or run / FILE_NAME))
+
+
+@show.command(name="t5")
+def show_t5(
+    *,
+    devices: int,
+    memory: str,
+    preset: Literal[t5.PRESETS] = "base",  # type: ignore[valid-type]
+    config: Path | None = None,
+    settings: Annotated[t5.T5PretrainConfig, Parameter(name="*")] = t5.T5PretrainConfig(),  # noqa: B008
+    svg: Path | None = None,
+) -> None:
+    """Find the fastest layout of a T5 that fits, and explain it: stages, memory, timeline, predicted step.
+
+    Nothing is allocated: the model is split on the meta device and costs are estimated, so that this takes
+    any number of devices. Without --parallel.pipeline every number of stages is tried.
+
+    Parameters
+    ----------
+    devices
+        How many there are: pipeline × data.
+    memory
+        Of a device, such as 40GB.
+    preset
+        Settings to start from.
+    config
+        TOML file with settings that go before the preset's; options go before both.
+    svg
+        Draw the predicted step of the best layout.
+    """
+    from shoal.pipeline.explain import explain_layouts
+    from shoal.pipeline.step_row import step_row
+    from shoal.recipes.t5.layout import find_layouts
+    from shoal.report.pipeline_figure import write_figure
+
+    layout: Literal["given", "auto"] = "given" if settings.parallel.pipeline > 1 else "auto"
+    parallel = replace(settings.parallel, layout=layout, devices=devices, memory=memory)
+    layouts = find_layouts(replace(settings, parallel=parallel), devices)
+    title = f"T5 on {devices:,} {parallel.device.upper()}s of {memory}, by a cost model, not measured"
+    print(explain_layouts(layouts, title=title))
+    if svg is not None:
+        best = layouts[0].choice
+        print(write_figure(step_row(best.schedule, best.timeline), svg))
