@@ -79,9 +79,10 @@ def describe_pipeline_step(row: PipelineStep) -> str:
         f"{name} {words.milliseconds(_span(boxes))}, {words.percent(idle_share(boxes, num_ranks))} idle"
         for name, boxes, _ in _panels(row)
     ]
+    parts = "micro-batch" if row.num_micro_batches == 1 else "micro-batches"
     return (
-        f"Step {row.step:,} of a pipeline of {words.plural(num_ranks, 'rank')}, "
-        f"{words.plural(row.num_micro_batches, 'micro-batch')}, schedule {row.schedule}: {'; '.join(steps)}"
+        f"Step {row.step:,} of a pipeline of {words.plural(num_ranks, 'rank')}, {row.num_micro_batches} {parts}, "
+        f"schedule {row.schedule}: {'; '.join(steps)}"
     )
 
 
