@@ -21,7 +21,7 @@ MIB = 1 << 20
 # Layouts of models that no device holds: tensor (with context) parallel, pipeline stages, chunks of layers a
 # stage. GPT-3's and Llama's are recalled from MLPerf configurations of NVIDIA's submissions, not looked up.
 _SPLIT = {"gpt3-175b": (4, 8, 6), "llama3.1-405b": (8, 8, 7), "llama3.1-70b": (8, 1, 1)}
-_TWO_HOPS = r"post 000|posts/000|000\.txt"
+_TWO_HOPS = r"post 000|posts/000|000\.txt|fastest training times for BERT"
 """The post of 2019 on BERT and Mask R-CNN describes its own all-reduce in two hops through C5n hosts."""
 _SHARDED = ("gpt", "llama")
 

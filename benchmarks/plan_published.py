@@ -1,6 +1,7 @@
 """The planner against published scaling: given the smallest scale of a family, predict the others.
 
     python -m benchmarks.plan_published --rows FILE --json FILE
+    python -m benchmarks.plan_published --page docs/published.md     # five posts only; needs no rows
 
 A family is model × hardware × NIC × metric × publication (``plan_rows.family_of``). Its row at the smallest
 scale gives one figure, the FLOP/s that the accelerators achieve; everything else is physics and published
@@ -21,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks import plan_posts
 from benchmarks.harness import Benchmark
 from benchmarks.plan_predict import achieved_of, in_samples, predict_row
 from benchmarks.plan_rows import (
@@ -186,7 +188,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--rows", type=Path, help="the CSV file of published rows")
     options.add_argument("--only", metavar="REGEX", default="", help="systems to read; default: all")
     options.add_argument("--list", action="store_true", help="print every row, scored or not")
+    options.add_argument("--page", type=Path, help="write the page of the posts' results and do no more")
     bench = Benchmark("plan_published", argv, options)
+    if bench.args.page:
+        bench.args.page.write_text(plan_posts.page(plan_posts.read_facts(), Catalog()), encoding="utf-8")
+        return 0
     try:
         rows = read_rows(bench.args.rows or Path(_from_environment()))
         rows = [row for row in rows if re.search(bench.args.only, row.system)]
