@@ -81,8 +81,8 @@ def describe_pipeline_step(row: PipelineStep) -> str:
     ]
     parts = "micro-batch" if row.num_micro_batches == 1 else "micro-batches"
     return (
-        f"Step {row.step:,} of a pipeline of {words.plural(num_ranks, 'rank')}, {row.num_micro_batches} {parts}, "
-        f"schedule {row.schedule}: {'; '.join(steps)}"
+        f"Step {row.step:,} of a pipeline of {words.plural(num_ranks, 'rank')}, "
+        f"{row.num_micro_batches} {parts}, schedule {row.schedule}: {'; '.join(steps)}"
     )
 
 
