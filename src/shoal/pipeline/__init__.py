@@ -26,6 +26,7 @@ The story of a step:
 """
 
 from shoal.pipeline.api import make_mesh, pipeline
+from shoal.pipeline.auto import AutoLayout, auto_layout
 from shoal.pipeline.runtime import Evaluation, Pipeline
 
-__all__ = ["Evaluation", "Pipeline", "make_mesh", "pipeline"]
+__all__ = ["AutoLayout", "Evaluation", "Pipeline", "auto_layout", "make_mesh", "pipeline"]

@@ -108,7 +108,7 @@ def pipeline(
     Raises:
         UsageError: what was asked for cannot be; the message is the same on all ranks.
     """
-    place = _device(device, mesh)
+    place = device_of(device, mesh)
     groups = make_groups(mesh, data_parallel, place)
     example = {name: tensor.detach() for name, tensor in example_inputs.items()}
     source = groups.together(lambda: _source(model, example, microbatches, modules, place))
@@ -172,7 +172,7 @@ def _source(
     return Graph(model, part) if modules is None else Named(model, part, modules)
 
 
-def _device(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
+def device_of(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
     if device is not None:
         return torch.device(device)
     if mesh is not None and mesh.device_type == "cuda":
