@@ -228,7 +228,8 @@ p3.16xlarge and g4dn.12xlarge show what a prediction is worth that has no host o
 start from: it is about twice too fast. Give `--throughput` or `--measured`. Prices are the
 catalog's, recalled and not confirmed: look them up. The post names no costs, only that
 g4dn.12xlarge is the most cost-efficient."""
-_T5_NOTE = """No host's figure is published, so this starts from no measurement: {assumed:.0f} % of the peak is
+_T5_NOTE = """\
+No host's figure is published, so this starts from no measurement: {assumed:.0f} % of the peak is
 assumed. Nor are steps and batch: {steps:,} steps of {batch:,} sequences of 512 tokens are those of
 Raffel et al. 2020 (arXiv 1910.10683), section 3.1.2 and table 14. Had the posts trained just as
 long, their times would mean {needed} of the peak: that they trained longer is likelier, and the

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from cyclopts import App
 
+from shoal.cli.bench_train import bench_train
+
 bench = App(name="bench", help="Measure this machine or cluster.")
+bench.command(bench_train)
 
 
 @bench.command(name="comm")

@@ -1,0 +1,110 @@
+"""``shoal bench train``: its options, and what it measured, as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shoal.bench.results import size_text, time_text
+from shoal.errors import UsageError
+
+KIND = "shoal bench train"
+"""What a file says that it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBench:
+    """What is timed, and how; the options of ``shoal bench train``."""
+
+    batch: int | None = None
+    """Sequences a worker computes at once; default: the recipe's."""
+    accumulate: int = 1
+    """Micro-batches of an optimizer step."""
+    steps: int = 5
+    """Steps that are timed."""
+    warm_up: int = 2
+    """Steps before them that are not."""
+    json: Path | None = None
+    """File for the result; `shoal plan --measured` reads it."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("accumulate", 1), ("steps", 1), ("warm_up", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """Some optimizer steps of a recipe, warm."""
+
+    recipe: str
+    """Recipe and preset, as the planner calls them: ``albert-base``."""
+    sequence_length: int
+    num_parameters: int
+    device: str
+    num_devices: int
+    precision: str
+    global_batch: int
+    micro_batch: int
+    """Sequences that a device computes at once."""
+    samples_s: tuple[float, ...]
+    """Seconds of each step."""
+    parts_s: dict[str, float]
+    """Mean seconds a step by part; they sum up to the mean step."""
+    peak_memory_bytes: int
+    """Of the main worker: on a GPU torch's, else the process's."""
+    flops_per_sample: float
+    """Of forward and backward products over a whole sequence, an addition and a multiplication being two."""
+    matmul_flops_per_s: float
+    """That a device reaches in one large matrix product of the same precision: what utilisation is of."""
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median(self.samples_s)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.global_batch / self.step_s
+
+    @property
+    def flops_per_s(self) -> float:
+        """Of one device."""
+        return self.samples_per_s * self.flops_per_sample / self.num_devices
+
+    @property
+    def utilisation(self) -> float:
+        return self.flops_per_s / self.matmul_flops_per_s
+
+    def lines(self) -> list[str]:
+        """Return the result for people."""
+        accumulation = self.global_batch // (self.micro_batch * self.num_devices)
+        step_s = sum(self.parts_s.values()) or 1.0
+        parts = ", ".join(
+            f"{name} {100 * seconds / step_s:.0f} %"
+            for name, seconds in self.parts_s.items()
+            if seconds / step_s >= 0.005
+        )
+        spread = f"{time_text(min(self.samples_s))} to {time_text(max(self.samples_s))}"
+        return [
+            f"{self.recipe}, {self.num_parameters:,} parameters, sequences of {self.sequence_length} tokens, "
+            f"{self.precision}, on {self.num_devices} × {self.device}",
+            f"  batch         {self.micro_batch} sequences × {accumulation} × {self.num_devices} devices = "
+            f"{self.global_batch:,}",
+            f"  step          {time_text(self.step_s)}, median of {len(self.samples_s)} ({spread}): "
+            f"{1 / self.step_s:.4g} steps/s",
+            f"  throughput    {self.samples_per_s:.4g} sequences/s",
+            f"  time          {parts}",
+            f"  peak memory   {size_text(self.peak_memory_bytes)}",
+            f"  FLOPs         {self.flops_per_sample / 1e9:,.4g} GFLOP a sequence, "
+            f"{self.flops_per_s / 1e12:.4g} TFLOP/s a device",
+            f"  utilisation   {100 * self.utilisation:.1f} % of the "
+            f"{self.matmul_flops_per_s / 1e12:.4g} TFLOP/s of one large matrix product here",
+        ]
+
+    def write(self, path: Path) -> None:
+        """Write everything as JSON; ``shoal plan --measured`` reads it."""
+        whole = {"kind": KIND, **asdict(self), "samples_per_s": self.samples_per_s}
+        path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")

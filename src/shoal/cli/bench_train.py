@@ -1,0 +1,118 @@
+"""``shoal bench train …``: a few steps of a recipe, timed."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from shoal.bench.train import TrainBench
+from shoal.cli.settings import settings_from
+from shoal.errors import UsageError
+from shoal.recipes.albert import config as albert
+from shoal.recipes.bert import config as bert
+from shoal.recipes.start import Launch, start
+from shoal.recipes.t5 import config as t5
+
+bench_train = App(
+    name="train",
+    help="Time some steps of a recipe on this machine, on text that is made up; nothing is kept.",
+    default_parameter=Parameter(consume_multiple=True),
+)
+bench_train.config = (settings_from(lambda command: f"{command}/presets", lambda _: "base"),)
+
+Settings = Parameter(name="*")
+Config = albert.AlbertPretrainConfig | bert.BertPretrainConfig | t5.T5PretrainConfig
+
+
+@bench_train.command(name="albert")
+def bench_albert(
+    *,
+    preset: Literal[albert.PRESETS] = "base",  # type: ignore[valid-type]
+    settings: Annotated[albert.AlbertPretrainConfig, Settings] = albert.AlbertPretrainConfig(),  # noqa: B008
+    how: Annotated[Launch, Settings] = Launch(),  # noqa: B008
+    what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
+) -> int:
+    """Time ALBERT's pretraining.
+
+    Parameters
+    ----------
+    preset
+        Settings to start from.
+    """
+    return _run(settings, how, what, name=f"albert-{preset}")
+
+
+@bench_train.command(name="bert")
+def bench_bert(
+    *,
+    preset: Literal[bert.PRESETS] = "base",  # type: ignore[valid-type]
+    phase: Literal[1, 2] = 1,
+    settings: Annotated[bert.BertPretrainConfig, Settings] = bert.BertPretrainConfig(),  # noqa: B008
+    how: Annotated[Launch, Settings] = Launch(),  # noqa: B008
+    what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
+) -> int:
+    """Time BERT's pretraining.
+
+    Parameters
+    ----------
+    preset
+        Settings to start from.
+    phase
+        Which phase: of short sequences or of long ones.
+    """
+    chosen = settings.phase1 if phase == 1 else settings.phase2
+    alone = replace(settings, phase1=chosen, phase2=replace(chosen, total_steps=0))
+    return _run(alone, how, what, name=f"bert-{preset.removesuffix('-lans')}")
+
+
+@bench_train.command(name="t5")
+def bench_t5(
+    *,
+    preset: Literal[t5.PRESETS] = "base",  # type: ignore[valid-type]
+    settings: Annotated[t5.T5PretrainConfig, Settings] = t5.T5PretrainConfig(),  # noqa: B008
+    how: Annotated[Launch, Settings] = Launch(),  # noqa: B008
+    what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
+) -> int:
+    """Time T5's pretraining, the whole model on each worker.
+
+    Parameters
+    ----------
+    preset
+        Settings to start from.
+    """
+    if settings.parallel.pipeline > 1:
+        raise UsageError(
+            f"--parallel.pipeline {settings.parallel.pipeline}: bench train measures replicas of the whole "
+            "model; leave it out"
+        )
+    return _run(settings, how, what, name=f"t5-{preset}")
+
+
+def _run(settings: Config, how: Launch, what: TrainBench, *, name: str) -> int:
+    """Join the workers if this process is one, else start them; return the exit code.
+
+    Raises:
+        UsageError: settings that cannot work together.
+        ShoalError: a worker failed.
+    """
+    if what.json is not None and not what.json.parent.is_dir():
+        raise UsageError(f"{what.json}: the folder {what.json.parent} is not there; make it first")
+
+    def work(place: object) -> int:
+        from shoal.cli.bench_train_work import measure
+
+        return measure(settings, place, what, name=name)  # type: ignore[arg-type]
+
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+        return start(
+            how,
+            command=[sys.executable, "-m", "shoal", *sys.argv[1:]],
+            run_dir=Path(folder),
+            describe=lambda _: [f"would time {what.steps} steps of {name}"],
+            work=work,
+        )

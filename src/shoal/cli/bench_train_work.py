@@ -1,0 +1,263 @@
+"""A worker of ``shoal bench train``: made text, the recipe's own job and steps, a clock."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.bench.train import TrainBench, TrainResult
+from shoal.env import Joined
+from shoal.errors import EXIT_OK
+from shoal.recipes.albert.config import AlbertPretrainConfig
+from shoal.recipes.bert.config import BertPretrainConfig
+from shoal.recipes.t5.config import T5PretrainConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from shoal.train.clock import StepClock
+    from shoal.train.world import World
+
+Config = AlbertPretrainConfig | BertPretrainConfig | T5PretrainConfig
+_NUM_DOCUMENTS = 200
+_SPECIAL_IDS = 5
+_MATMUL_SIDE = {"cpu": 1024, "cuda": 8192}
+_MATMUL_S = 0.3
+
+
+def measure(config: Config, place: Joined, what: TrainBench, *, name: str) -> int:
+    """Run the steps; the main worker prints and writes what it measured. Returns the exit code."""
+    from shoal.train.health import memory_advice
+    from shoal.train.world import join_world
+
+    with (
+        tempfile.TemporaryDirectory(prefix="shoal-bench-") as text,
+        join_world(place, config.distributed) as world,
+    ):
+        folder = Path(text)
+        config = prepared(config, folder, what, num_workers=world.num_workers)
+        spare = 100 if isinstance(config, T5PretrainConfig) else 0
+        write_text(folder, config.model.vocab_size - spare)
+        run = _measure_t5 if isinstance(config, T5PretrainConfig) else _measure_masked_lm
+        with memory_advice(_micro_batch(config)):
+            result = run(config, world, what, name)  # type: ignore[arg-type]
+        if world.is_main:
+            print("\n".join(result.lines()))
+            if what.json:
+                result.write(what.json)
+                print(f"\n{what.json}")
+    return EXIT_OK
+
+
+def prepared(config: Config, folder: Path, what: TrainBench, *, num_workers: int) -> Config:
+    """Return the settings of a run over made text in which every sequence is whole."""
+    data: Any = replace(config.data, path=folder)
+    if not isinstance(config, T5PretrainConfig):
+        data = replace(data, short_seq_prob=0.0)
+    section = "phase1" if hasattr(config, "phase1") else "train"
+    sizes: Any = getattr(config, section)
+    micro = what.batch or sizes.micro_batch_size or min(64, sizes.global_batch_size)
+    batch = micro * what.accumulate * num_workers
+    sizes = replace(sizes, micro_batch_size=micro, global_batch_size=batch)
+    run = replace(config.run, name="bench", dir=folder / "run")
+    changed: Any = {section: sizes}
+    return replace(config, data=data, run=run, **changed)
+
+
+def write_text(folder: Path, vocab_size: int) -> None:
+    """Write documents of random tokens, as ``shoal prepare text`` would write prepared ones."""
+    from shoal.data.files import sha256_of
+    from shoal.data.manifest import Manifest, ShardInfo, TokenizerInfo
+    from shoal.data.shard_writer import ShardWriter
+
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_text("{}", encoding="utf-8")
+    draw = random.Random(1)
+    splits: dict[str, tuple[ShardInfo, ...]] = {}
+    for split, num_documents in (("train", _NUM_DOCUMENTS), ("validation", 5)):
+        writer = ShardWriter(folder, f"{split}-00000", vocab_size)
+        for _ in range(num_documents):
+            sentence = [draw.randrange(_SPECIAL_IDS, vocab_size) for _ in range(20)]
+            writer.add_document([sentence] * 60)
+        splits[split] = (writer.finish(),)
+    Manifest(
+        vocab_size=vocab_size,
+        cls_id=2,
+        sep_id=3,
+        mask_id=4,
+        pad_id=0,
+        unk_id=1,
+        continues_word=bytes(vocab_size),
+        tokenizer=TokenizerInfo(file=tokenizer.name, sha256=sha256_of(tokenizer), kind="wordpiece"),
+        source="random tokens",
+        splits=splits,
+    ).save(folder)
+
+
+def _measure_masked_lm(config: Any, world: World, what: TrainBench, name: str) -> TrainResult:
+    from shoal.models.pretraining import AlbertPretraining, BertPretraining
+    from shoal.recipes.masked_lm.job import build
+    from shoal.recipes.masked_lm.losses import INPUTS
+    from shoal.recipes.masked_lm.model import make_model
+    from shoal.recipes.masked_lm.step import Meter, agree, batches_after, take_step, warm_up
+    from shoal.train.signals import StopRequest
+
+    kind: Any = AlbertPretraining if config.recipe == "albert" else BertPretraining
+    job = build(config, world, make_model(config, world, kind))
+    warm_up(job)
+    meter, stop = Meter.of(job), StopRequest()
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def steps() -> Iterator[None]:
+        with batches_after(job, 0) as batches:
+            for step, micro_batches in batches:
+                num_masked, _ = agree(job, meter, step, micro_batches, stop)
+                take_step(job, meter, step, micro_batches, num_masked)
+                seen[:] = [{name: micro_batches[0][name] for name in INPUTS}]
+                yield
+
+    samples_s, parts_s = timed(steps(), job.clock, what)
+    return _result(
+        config,
+        world,
+        name=name,
+        sequence_length=job.phase.max_seq_length,
+        precision=job.precision.name,
+        samples_s=samples_s,
+        parts_s=parts_s,
+        flops=_flops(lambda: kind(config.model), seen[0], lambda out: out[0] + out[2]),
+    )
+
+
+def _measure_t5(config: T5PretrainConfig, world: World, what: TrainBench, name: str) -> TrainResult:
+    from contextlib import closing
+
+    from shoal.models.t5 import new_t5
+    from shoal.recipes.t5.job import MODEL_INPUTS, build
+    from shoal.recipes.t5.pretrain import batches_after, take_step
+    from shoal.train.window import StepWindow
+
+    job = build(config, world)
+    window = StepWindow(1)
+    seen: list[dict[str, torch.Tensor]] = []
+    micro = job.batch.micro_batch_size
+
+    def steps() -> Iterator[None]:
+        with closing(batches_after(job, 0)) as batches:
+            for step, batch in enumerate(batches, start=1):
+                job.clock.mark("data")
+                take_step(job, step, batch, window)
+                seen[:] = [{name: batch[name][:micro] for name in MODEL_INPUTS}]
+                yield
+
+    try:
+        samples_s, parts_s = timed(steps(), job.clock, what)
+    finally:
+        job.stage.close()
+    return _result(
+        config,
+        world,
+        name=name,
+        sequence_length=config.data.input_length,
+        precision=job.precision.name,
+        samples_s=samples_s,
+        parts_s=parts_s,
+        flops=_flops(lambda: new_t5(config.model, pad_id=0, end_id=3), seen[0], lambda out: out.loss),
+    )
+
+
+def timed(
+    steps: Iterator[None], clock: StepClock, what: TrainBench
+) -> tuple[tuple[float, ...], dict[str, float]]:
+    """Take the steps; return the seconds of each timed one, and their mean by part."""
+    for _ in range(what.warm_up):
+        next(steps)
+    clock.reset()
+    samples_s = []
+    for _ in range(what.steps):
+        before = clock.total_s
+        next(steps)
+        samples_s.append(clock.total_s - before)
+    steps.close()  # type: ignore[attr-defined]
+    return tuple(samples_s), clock.parts_s()
+
+
+def _flops(make: Any, batch: dict[str, torch.Tensor], loss: Any) -> float:
+    """Return the FLOPs of forward and backward of one sequence of ``batch``, counted on the meta device."""
+    import torch
+
+    from shoal.models.profile import profile_step
+
+    num_samples = len(batch["labels"])
+    with torch.device("meta"):
+        model = make()
+    inputs = {name: tensor.to("meta") for name, tensor in batch.items()}
+    profile = profile_step(model.train(), lambda: loss(model(**inputs)), num_samples=num_samples)
+    return 3 * sum(flops for _, _, flops in profile.layers) / num_samples
+
+
+def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of one large square product: the best of some tenths of a second."""
+    import torch
+
+    side = _MATMUL_SIDE[device.type]
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+
+    def product_s() -> float:
+        begin_s = time.perf_counter()
+        torch.mm(left, right)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin_s
+
+    best, begin_s = product_s(), time.perf_counter()
+    while time.perf_counter() - begin_s < _MATMUL_S:
+        best = min(best, product_s())
+    return 2 * side**3 / best
+
+
+def _result(
+    config: Config,
+    world: World,
+    *,
+    name: str,
+    sequence_length: int,
+    precision: str,
+    samples_s: Sequence[float],
+    parts_s: dict[str, float],
+    flops: float,
+) -> TrainResult:
+    import torch
+
+    from shoal.train.window import peak_memory_bytes
+
+    device = world.device
+    cpu = f"CPU ({torch.get_num_threads()} threads)"
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    sizes: Any = config.phase1 if hasattr(config, "phase1") else config.train
+    peak = peak_memory_bytes(device)
+    return TrainResult(
+        recipe=name,
+        sequence_length=sequence_length,
+        num_parameters=config.num_parameters,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        num_devices=world.num_workers,
+        precision=precision,
+        global_batch=sizes.global_batch_size,
+        micro_batch=sizes.micro_batch_size,
+        samples_s=tuple(samples_s),
+        parts_s=parts_s,
+        peak_memory_bytes=peak,
+        flops_per_sample=flops,
+        matmul_flops_per_s=matmul_flops_per_s(device, dtype),
+    )
+
+
+def _micro_batch(config: Config) -> int:
+    sizes: Any = config.phase1 if hasattr(config, "phase1") else config.train
+    return int(sizes.micro_batch_size)
