@@ -6,4 +6,6 @@
     turns, so that what else happens on the hosts meets them alike (``measure``).
 3.  Rank 0 compares with what the links allow (``results``) and writes table, JSON and plot.
 4.  ``chrome_trace`` writes a timeline of one call of each.
+
+``train`` holds the options and the result of ``shoal bench train``, whose steps ``cli.bench_train_work`` takes.
 """

@@ -18,6 +18,7 @@ def plan(
     model: str | None = None,
     algorithm: str | None = None,
     throughput: float | None = None,
+    measured: list[Path] | None = None,
     start_s: float = 120.0,
     compare: bool = False,
     sweep: str | None = None,
@@ -51,6 +52,9 @@ def plan(
         Plan with this one only: ring, hierarchical-ring, tree, two-hop or two-hop-helpers.
     throughput
         Samples a second that you measured on one host of the cluster with this recipe.
+    measured
+        Files of `shoal bench train --json` (this recipe on one host) and of `shoal bench comm --json`
+        (all-reduces between hosts): what you measured instead of what is published.
     start_s
         Seconds from starting the processes to the first step.
     compare
@@ -85,5 +89,6 @@ def plan(
         trace=trace,
         json=json,
         catalog=tuple(catalog or ()),
+        measured=tuple(measured or ()),
     )
     return run(request)

@@ -13,6 +13,7 @@ from shoal.cli import workloads
 from shoal.errors import ShoalError, UsageError
 from shoal.plan.convergence import Convergence, convergence_of
 from shoal.plan.hardware import Catalog, Machines, require_accelerators
+from shoal.plan.measured import MeasuredComm, MeasuredTrain, read_measured
 from shoal.plan.predict import Job, Part, Plan, achieved, check_throughput
 from shoal.plan.scale import breaks_first, strains
 from shoal.plan.search import Goal, best_of_each, duration, helpers_sentence, search
@@ -41,6 +42,7 @@ class Request:
     trace: Path | None
     json: Path | None
     catalog: tuple[Path, ...]
+    measured: tuple[Path, ...] = ()
 
 
 def run(request: Request) -> int:
@@ -54,8 +56,11 @@ def run(request: Request) -> int:
     helpers = catalog.machines(request.helpers) if request.helpers else None
     require_accelerators(workers)
     check_throughput(request.throughput)
+    trained, networks = _measured(request)
+    if networks:
+        workers, helpers = _with_network(networks[-1], workers, helpers)
     counts = _sweep_counts(request.sweep) if request.sweep else []
-    job = make_job(request, workers, catalog)
+    job = make_job(request, workers, catalog, trained)
     algorithms = [request.algorithm] if request.algorithm else None
     plans = search(job, workers, helpers, goal=request.goal, algorithms=algorithms)
     best = plans[0]
@@ -83,7 +88,28 @@ def run(request: Request) -> int:
 # ---- the job ---------------------------------------------------------------------------------------------
 
 
-def make_job(request: Request, workers: Machines, catalog: Catalog) -> Job:
+def _measured(request: Request) -> tuple[list[MeasuredTrain], list[MeasuredComm]]:
+    """Return what the files of ``--measured`` say of steps and of the network."""
+    files = [read_measured(path) for path in request.measured]
+    trained = [file for file in files if isinstance(file, MeasuredTrain)]
+    if trained and request.throughput is not None:
+        raise UsageError(f"--throughput and --measured {trained[0].path} say the same: leave one of them out")
+    return trained, [file for file in files if isinstance(file, MeasuredComm)]
+
+
+def _with_network(
+    measured: MeasuredComm, workers: Machines, helpers: Machines | None
+) -> tuple[Machines, Machines | None]:
+    """Return the hosts with the measured network, helpers too where theirs is of the same kind."""
+    same = helpers is not None and helpers.instance.network == workers.instance.network
+    if helpers is not None and same:
+        helpers = measured.applied(helpers)
+    return measured.applied(workers), helpers
+
+
+def make_job(
+    request: Request, workers: Machines, catalog: Catalog, trained: Sequence[MeasuredTrain] = ()
+) -> Job:
     """Return what the request trains: the recipe's phases, or one part with a batch."""
     if bool(request.recipe) == bool(request.model):
         raise UsageError(
@@ -96,44 +122,68 @@ def make_job(request: Request, workers: Machines, catalog: Catalog) -> Job:
         table = Convergence(
             name=request.model, source="one million samples", points=((1, 1e6), (1 << 40, 1e6))
         )
-        parts = [_part(request, workload, table, request.global_batch, workers, catalog)]
+        parts = [_part(request, workload, table, request.global_batch, workers, catalog, trained)]
     else:
-        parts = _recipe_parts(request, workers, catalog)
+        parts = _recipe_parts(request, workers, catalog, trained)
     return Job(recipe=request.recipe or str(request.model), parts=tuple(parts), start_s=request.start_s)
 
 
-def _recipe_parts(request: Request, workers: Machines, catalog: Catalog) -> list[Part]:
+def _recipe_parts(
+    request: Request, workers: Machines, catalog: Catalog, trained: Sequence[MeasuredTrain]
+) -> list[Part]:
     if request.recipe not in workloads.recipe_names():
         workloads.workload(request.recipe)  # says which there are
     table = _convergence(request.recipe)
     if not table.phases:
         workload = workloads.workload(request.recipe, request.sequence_length)
         batch = request.global_batch or _batch(table, workers)
-        return [_part(request, workload, table, batch, workers, catalog)]
+        return [_part(request, workload, table, batch, workers, catalog, trained)]
     parts = []
     for phase in table.phases:
         workload = workloads.workload(request.recipe, request.sequence_length or phase.sequence_length)
         samples = float(phase.steps * phase.batch)
         fixed = replace(table, phases=(), points=((1, samples), (1 << 40, samples)))
         batch = request.global_batch or phase.batch
-        parts.append(_part(request, workload, fixed, batch, workers, catalog))
+        parts.append(_part(request, workload, fixed, batch, workers, catalog, trained))
     return parts
 
 
 def _part(
-    request: Request, workload: Workload, table: Convergence, batch: int, workers: Machines, catalog: Catalog
+    request: Request,
+    workload: Workload,
+    table: Convergence,
+    batch: int,
+    workers: Machines,
+    catalog: Catalog,
+    trained: Sequence[MeasuredTrain],
 ) -> Part:
     if batch < 1:
         raise UsageError(f"--global-batch is {batch}; it must be at least 1")
-    flops, basis = achieved(
-        workload,
-        request.recipe,
-        workers.instance,
-        catalog,
-        samples_per_s=request.throughput,
-        global_batch=batch,
-    )
+    if trained:
+        flops, basis = _calibrated(request, workload, workers, trained)
+    else:
+        flops, basis = achieved(
+            workload,
+            request.recipe,
+            workers.instance,
+            catalog,
+            samples_per_s=request.throughput,
+            global_batch=batch,
+        )
     return Part(workload=workload, convergence=table, global_batch=batch, achieved_flops=flops, basis=basis)
+
+
+def _calibrated(
+    request: Request, workload: Workload, workers: Machines, trained: Sequence[MeasuredTrain]
+) -> tuple[float, str]:
+    """Return FLOP/s and basis from the file with the workload's sequence length, else from the first."""
+    same_length = [file for file in trained if file.sequence_length == workload.tokens_per_sample]
+    chosen = (same_length or trained)[0]
+    recipe = request.recipe or str(request.model)
+    own = workload
+    if chosen.recipe == recipe and chosen.sequence_length != workload.tokens_per_sample:
+        own = workloads.workload(recipe, chosen.sequence_length)
+    return chosen.achieved_flops(recipe, own, workers.instance), chosen.basis
 
 
 def _convergence(recipe: str) -> Convergence:
@@ -187,6 +237,7 @@ def _answer(job: Job, plan: Plan, request: Request) -> list[str]:
     part, step, layout = job.parts[0], plan.steps[0], plan.layouts[0]
     hosts = f"{plan.workers}" + (f" + {plan.helpers}" if plan.helpers else "")
     room = require_accelerators(plan.workers).memory_bytes
+    network = plan.workers.instance.network.source
     lines = [
         f"{job.recipe} on {hosts} ({plan.workers.num_accelerators:,} accelerators)",
         "",
@@ -199,6 +250,7 @@ def _answer(job: Job, plan: Plan, request: Request) -> list[str]:
         f" (a device {_share(layout, plan)})",
         f"  memory a device   {plan.memory.total_bytes / 2**30:.1f} of {room / 2**30:.0f} GiB",
         f"  basis             {part.basis}",
+        *([f"  network           {network}"] if network.startswith("measured") else []),
         "",
         "where the time goes",
     ]
@@ -300,6 +352,7 @@ def _as_json(job: Job, plans: Sequence[Plan], curve: Sequence[Plan]) -> dict[str
     return {
         "recipe": job.recipe,
         "basis": [part.basis for part in job.parts],
+        "network": plans[0].workers.instance.network.source,
         "best": _plan_json(plans[0]),
         "plans": [_plan_json(plan) for plan in plans],
         "sweep": [_plan_json(plan) for plan in curve],
