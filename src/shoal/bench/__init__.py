@@ -7,5 +7,5 @@
 3.  Rank 0 compares with what the links allow (``results``) and writes table, JSON and plot.
 4.  ``chrome_trace`` writes a timeline of one call of each.
 
-``train`` holds the options and the result of ``shoal bench train``, whose steps ``cli.bench_train_work`` takes.
+``train`` holds options and result of ``shoal bench train``, whose steps ``cli.bench_train_work`` takes.
 """

@@ -103,8 +103,8 @@ class MeasuredComm:
         if self.nic_bytes_per_s > _ABOVE_THE_NIC * instance.nic_bytes_per_s:
             gbits = [8e-9 * rate for rate in (self.nic_bytes_per_s, instance.nic_bytes_per_s)]
             raise UsageError(
-                f"--measured {self.path}: its hosts carry {gbits[0]:.3g} Gbit/s and the NIC of {instance.name} "
-                f"{gbits[1]:.3g}: it was measured on other hosts"
+                f"--measured {self.path}: its hosts carry {gbits[0]:.3g} Gbit/s and the NIC of "
+                f"{instance.name} {gbits[1]:.3g}: it was measured on other hosts"
             )
         efficiency = min(self.nic_bytes_per_s / instance.nic_bytes_per_s, 1.0)
         network = replace(
