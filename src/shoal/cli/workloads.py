@@ -117,6 +117,7 @@ def _counted(
     tokens: int = 1,
     trainable: float = 1.0,
     num_samples: int = _SAMPLES,
+    relay_elements: int = 0,
 ) -> Workload:
     from shoal.models.profile import profile_step
 
@@ -131,6 +132,7 @@ def _counted(
         layers=layers,
         num_kernels=profile.num_operations,
         saved_bytes=profile.saved_bytes / 2 / num_samples,  # counted in fp32, kept in 16 bit
+        relay_bytes=2.0 * relay_elements,
         unit=unit,
         tokens_per_sample=tokens,
         trainable=trainable,
@@ -254,6 +256,8 @@ def _t5(length: int) -> Workload:
         model,
         lambda: model(input_ids=inputs, decoder_input_ids=targets, use_cache=False).logits.sum(),
         tokens=length,
+        # Stages of the decoder pass the encoder's output on, beside their own.
+        relay_elements=(length + length * 114 // 512) * config.d_model,
     )
 
 
@@ -297,4 +301,5 @@ def _decoder(name: str, length: int) -> Workload:
         tokens=length,
         trainable=trainable,
         num_samples=1,
+        relay_elements=length * hidden,
     )

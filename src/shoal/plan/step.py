@@ -2,8 +2,9 @@
 
     micro-batch    K τ + b f / r        K kernels at least τ each, b samples of f FLOPs at r achieved FLOP/s
     last backward  releases the buckets; earlier micro-batches of an accumulated batch send nothing
-    stages         p stages and m micro-batches in v chunks a device wait (p - 1) / (v m) of the computation
-                   (interleaved 1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2)
+    stages         the timeline of interleaved 1F1B over the model's own layers (``pipeline``); equal stages
+                   without relays wait (p - 1) / (v m) of the computation (Narayanan et al. 2021, arXiv
+                   2104.04473, section 2.2)
     optimizer      reads and writes weights, gradients and moments at memory rate
 
 τ is physical: launch, ramp and tail of a kernel that has next to nothing to do. It is why eight times the
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 from shoal.decide.links import DDP_BUCKET_BYTES
 from shoal.errors import UsageError
+from shoal.plan import pipeline
 from shoal.plan.hardware import Machines, require_accelerators
 from shoal.plan.network import CONNECTIONS_PER_PEER, capacities, collective
 from shoal.plan.simulate import Exchange, exchange, slowest
@@ -129,7 +131,19 @@ def step_time(
     kernels_s = kernel_s * KERNEL_CLOCK_HZ / accelerator.clock_hz * workload.num_kernels / layout.stages
     compute_s = flops_s + kernels_s
     forward_s, backward_s = count * compute_s / 3, count * compute_s * 2 / 3
-    bubble_s = (layout.stages - 1) / layout.virtual * compute_s
+    bubble_s = 0.0
+    if layout.stages > 1:
+        bubble_s = pipeline.bubble_s(
+            workload,
+            workers,
+            stages=layout.stages,
+            virtual=layout.virtual,
+            tensor=layout.tensor,
+            micro_batches=count,
+            micro_batch=share / count,
+            compute_s=compute_s,
+            flow_bytes_per_s=layout.connections * workers.instance.flow_bytes_per_s,
+        )
     late = slowest(num_workers, jitter, seed) - 1.0
     straggler_s = late * (forward_s + backward_s + bubble_s)
 

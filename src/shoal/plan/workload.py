@@ -36,6 +36,8 @@ class Workload:
     """Device operations of the forward and backward pass of one micro-batch."""
     saved_bytes: float
     """Kept from forward to backward, of one sample, with 16-bit activations."""
+    relay_bytes: float = 0.0
+    """Across a cut between two layers, of one sample, with 16-bit activations; 0: not known, and free."""
     unit: str = "sequences"
     """What a sample is."""
     tokens_per_sample: int = 1

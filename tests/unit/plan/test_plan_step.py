@@ -69,9 +69,46 @@ def test_without_overlap_all_of_the_network_shows() -> None:
 
 def test_bubble_is_that_of_interleaved_1f1b() -> None:
     layout = Layout(global_batch=64, micro_batch=1, stages=4, virtual=2)
-    step = step_time(model(), hosts(1, per_host=4), layout, achieved_flops=1e13, jitter=0)
+    workload = model(num_layers=16)
+    step = step_time(workload, hosts(1, per_host=4), layout, achieved_flops=1e13, jitter=0)
     assert step.micro_batches == 64
     assert step.bubble_s == pytest.approx((step.forward_s + step.backward_s) * 3 / (2 * 64))
+    # Sixteen layers do not divide into three stages: two wait for the one with six.
+    layout = Layout(global_batch=63, micro_batch=1, stages=3)
+    step = step_time(workload, hosts(1, per_host=3), layout, achieved_flops=1e13, jitter=0)
+    alone = step.forward_s + step.backward_s
+    micro_s = alone / 63
+    assert step.bubble_s == pytest.approx((62 * 6 + 16) * 3 / 16 * micro_s - alone)
+
+
+def test_relays_wait_where_nothing_hides_them() -> None:
+    # One micro-batch through four stages: relays of 1e9 bytes at 1e11 a second, three there and three back.
+    workload = replace(model(num_layers=4), relay_bytes=1e9)
+    layout = Layout(global_batch=1, micro_batch=1, stages=4)
+    free = step_time(
+        replace(workload, relay_bytes=0), hosts(1, per_host=4), layout, achieved_flops=1e13, jitter=0
+    )
+    local = step_time(workload, hosts(1, per_host=4), layout, achieved_flops=1e13, jitter=0)
+    assert local.bubble_s - free.bubble_s == pytest.approx(6 * 1e9 / 1e11)
+    apart = step_time(
+        workload, hosts(4, per_host=1, nic=1e10, latency_s=1e-3), layout, achieved_flops=1e13, jitter=0
+    )
+    assert apart.bubble_s - free.bubble_s == pytest.approx(6 * (1e9 / 1e10 + 1e-3))
+
+
+def test_micro_batches_beyond_the_simulated_ones_cost_what_a_round_costs() -> None:
+    workload, few, many = model(num_layers=8), 4 * 8, 1000
+    steps = [
+        step_time(
+            workload,
+            hosts(1, per_host=4),
+            Layout(global_batch=count, micro_batch=1, stages=4, virtual=2),
+            achieved_flops=1e13,
+            jitter=0,
+        )
+        for count in (few, many)
+    ]
+    assert steps[1].bubble_s == pytest.approx(steps[0].bubble_s)
 
 
 def test_a_layout_must_divide_the_accelerators() -> None:
