@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 
 from shoal.bench.train import TrainBench
 from shoal.cli.settings import settings_from
+from shoal.env import Joined
 from shoal.errors import UsageError
 from shoal.recipes.albert import config as albert
 from shoal.recipes.bert import config as bert
@@ -103,10 +104,10 @@ def _run(settings: Config, how: Launch, what: TrainBench, *, name: str) -> int:
     if what.json is not None and not what.json.parent.is_dir():
         raise UsageError(f"{what.json}: the folder {what.json.parent} is not there; make it first")
 
-    def work(place: object) -> int:
+    def work(place: Joined) -> int:
         from shoal.cli.bench_train_work import measure
 
-        return measure(settings, place, what, name=name)  # type: ignore[arg-type]
+        return measure(settings, place, what, name=name)
 
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         return start(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.bench.train import TrainBench, TrainResult
+from shoal.data.span_config import MAX_SENTINELS
 from shoal.env import Joined
 from shoal.errors import EXIT_OK
 from shoal.recipes.albert.config import AlbertPretrainConfig
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 Config = AlbertPretrainConfig | BertPretrainConfig | T5PretrainConfig
 _NUM_DOCUMENTS = 200
+_SENTENCES, _TOKENS = 60, 20
+"""Of a document: 1,200 tokens, so that sequences are whole."""
 _SPECIAL_IDS = 5
 _MATMUL_SIDE = {"cpu": 1024, "cuda": 8192}
 _MATMUL_S = 0.3
@@ -41,11 +44,14 @@ def measure(config: Config, place: Joined, what: TrainBench, *, name: str) -> in
     ):
         folder = Path(text)
         config = prepared(config, folder, what, num_workers=world.num_workers)
-        spare = 100 if isinstance(config, T5PretrainConfig) else 0
-        write_text(folder, config.model.vocab_size - spare)
-        run = _measure_t5 if isinstance(config, T5PretrainConfig) else _measure_masked_lm
-        with memory_advice(_micro_batch(config)):
-            result = run(config, world, what, name)  # type: ignore[arg-type]
+        _, sizes = _sizes(config)
+        with memory_advice(sizes.micro_batch_size):
+            if isinstance(config, T5PretrainConfig):
+                write_text(folder, config.model.vocab_size - MAX_SENTINELS)
+                result = _measure_t5(config, world, what, name)
+            else:
+                write_text(folder, config.model.vocab_size)
+                result = _measure_masked_lm(config, world, what, name)
         if world.is_main:
             print("\n".join(result.lines()))
             if what.json:
@@ -59,14 +65,20 @@ def prepared(config: Config, folder: Path, what: TrainBench, *, num_workers: int
     data: Any = replace(config.data, path=folder)
     if not isinstance(config, T5PretrainConfig):
         data = replace(data, short_seq_prob=0.0)
-    section = "phase1" if hasattr(config, "phase1") else "train"
-    sizes: Any = getattr(config, section)
+    section, sizes = _sizes(config)
     micro = what.batch or sizes.micro_batch_size or min(64, sizes.global_batch_size)
     batch = micro * what.accumulate * num_workers
     sizes = replace(sizes, micro_batch_size=micro, global_batch_size=batch)
     run = replace(config.run, name="bench", dir=folder / "run")
     changed: Any = {section: sizes}
     return replace(config, data=data, run=run, **changed)
+
+
+def _sizes(config: Config) -> tuple[str, Any]:
+    """Return name and settings of the section that has the batch; of BERT the one phase that runs."""
+    if isinstance(config, BertPretrainConfig):
+        return "phase1", config.phase1
+    return "train", config.train
 
 
 def write_text(folder: Path, vocab_size: int) -> None:
@@ -82,8 +94,8 @@ def write_text(folder: Path, vocab_size: int) -> None:
     for split, num_documents in (("train", _NUM_DOCUMENTS), ("validation", 5)):
         writer = ShardWriter(folder, f"{split}-00000", vocab_size)
         for _ in range(num_documents):
-            sentence = [draw.randrange(_SPECIAL_IDS, vocab_size) for _ in range(20)]
-            writer.add_document([sentence] * 60)
+            sentence = [draw.randrange(_SPECIAL_IDS, vocab_size) for _ in range(_TOKENS)]
+            writer.add_document([sentence] * _SENTENCES)
         splits[split] = (writer.finish(),)
     Manifest(
         vocab_size=vocab_size,
@@ -239,8 +251,7 @@ def _result(
     device = world.device
     cpu = f"CPU ({torch.get_num_threads()} threads)"
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    sizes: Any = config.phase1 if hasattr(config, "phase1") else config.train
-    peak = peak_memory_bytes(device)
+    _, sizes = _sizes(config)
     return TrainResult(
         recipe=name,
         sequence_length=sequence_length,
@@ -252,12 +263,7 @@ def _result(
         micro_batch=sizes.micro_batch_size,
         samples_s=tuple(samples_s),
         parts_s=parts_s,
-        peak_memory_bytes=peak,
+        peak_memory_bytes=peak_memory_bytes(device),
         flops_per_sample=flops,
         matmul_flops_per_s=matmul_flops_per_s(device, dtype),
     )
-
-
-def _micro_batch(config: Config) -> int:
-    sizes: Any = config.phase1 if hasattr(config, "phase1") else config.train
-    return int(sizes.micro_batch_size)

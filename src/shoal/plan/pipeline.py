@@ -1,8 +1,8 @@
 """A step of a pipeline for the planner: the schedules and the simulation that a run decides with.
 
 Layers are the units of :mod:`shoal.decide`: they are cut into stages as evenly as their FLOPs allow, and
-scheduled as interleaved 1F1B, or as 1F1B where a device has one stage or micro-batches are fewer than devices.
-The timeline says when the last stage is done. What that is beyond an even share of the work is the bubble:
+scheduled as interleaved 1F1B, or as 1F1B where a device has one stage or micro-batches are too few. The
+timeline says when the last stage is done. What that is beyond an even share of the work is the bubble:
 filling and draining, stages of unequal size, and relays that nothing hides.
 """
 

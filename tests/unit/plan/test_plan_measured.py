@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import shoal.recipes
 from plan_made import hosts, model
 from shoal.bench.results import Network as CommNetwork
 from shoal.bench.results import Row, write_json
@@ -193,3 +194,24 @@ def test_the_command_uses_both_files(tmp_path: Path, capsys: pytest.CaptureFixtu
         run(request(tmp_path / "train.json", recipe="bert-base"))
     with pytest.raises(UsageError, match=r"--throughput and --measured .* say the same"):
         run(request(tmp_path / "train.json", throughput=900.0))
+
+
+def test_presets_are_the_planners_models() -> None:
+    pytest.importorskip("transformers")
+    from shoal.cli.workloads import workload
+    from shoal.models import albert_config, bert_config, t5_config
+    from shoal.train.config import load_toml
+
+    kinds = {
+        "albert-base": (albert_config.AlbertModelConfig, albert_config.num_parameters, 512),
+        "albert-large": (albert_config.AlbertModelConfig, albert_config.num_parameters, 512),
+        "bert-base": (bert_config.BertModelConfig, bert_config.num_parameters, 128),
+        "bert-large": (bert_config.BertModelConfig, bert_config.num_parameters, 128),
+        "t5-3b": (t5_config.T5ModelConfig, t5_config.num_parameters, 512),
+    }
+    for name, (config, count, length) in kinds.items():
+        recipe, preset = name.split("-")
+        path = Path(shoal.recipes.__path__[0]) / recipe / "presets" / f"{preset}.toml"
+        own = count(config(**load_toml(path)["model"]))  # type: ignore[operator]
+        # `shoal bench train` writes the one, `--measured` compares with the other.
+        assert own == pytest.approx(workload(name, length).num_parameters, rel=0.001), name
