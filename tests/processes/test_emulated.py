@@ -354,6 +354,32 @@ def test_training_on_emulated_hosts_stops_and_saves(tmp_path: Path) -> None:
     assert (run_dir / "logs" / "worker-00001.err").is_file()
 
 
+@pytest.mark.slow
+def test_a_pipeline_crosses_emulated_hosts(tmp_path: Path) -> None:
+    """Two stages, two replicas and a helper on five hosts: the losses are those of one worker."""
+    (tmp_path / "text").mkdir()
+    data = jobs.prepare_small(tmp_path / "text")
+
+    def command(run_dir: Path, *where: str) -> list[str]:
+        return [
+            *(*SHOAL, "train", "t5", "--preset", "tiny", "--data.path", str(data), "--run.dir", str(run_dir)),
+            *("--model.vocab-size", "192", "--model.d-model", "32", "--model.d-ff", "64"),
+            *("--data.input-length", "24", "--train.total-steps", "4", "--train.global-batch-size", "8"),
+            *("--parallel.micro-batches", "2", "--run.log-frequency", "1", *where),
+        ]
+
+    alone, spread = tmp_path / "alone", tmp_path / "spread"
+    subprocess.run(command(alone, "--workers", "1"), check=True, timeout=DEADLINE_S)
+    where = ("--on", "emulated", "--hosts", "4", "--helpers", "1", "--nic", "200mbit")
+    subprocess.run(
+        command(spread, *where, "--parallel.pipeline", "2", "--distributed.backend", "shoal"),
+        check=True,
+        timeout=2 * DEADLINE_S,
+    )
+    assert jobs.losses(spread).keys() == {1, 2, 3, 4}
+    assert jobs.losses(spread) == pytest.approx(jobs.losses(alone), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

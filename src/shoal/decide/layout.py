@@ -25,6 +25,8 @@ MAX_PIPELINE = 32
 """Longer pipelines are tried only where they are asked for: their bubbles and searches grow with them."""
 _MAX_TIGHT = 8
 """How many layouts that do not fit at first are looked at more closely."""
+_MAX_TIGHT_REMEDY = 3
+"""The same for each remedy of an error: a closer look takes about a second."""
 _RELAXED_DEVICES = (2, 4, 8, 16)
 """How many times the devices are tried to say what would fit."""
 
@@ -129,7 +131,7 @@ def choose_layout(
     if best:
         layouts = [search.layout(shape) for shape in best]
     else:
-        layouts = search.tight(shapes, missing)
+        layouts = search.tight(missing, _MAX_TIGHT)
         if not layouts:
             raise _none_fits(search, num_devices, missing)
     layouts.sort(key=lambda layout: layout.step_s)
@@ -234,10 +236,10 @@ class _Search:
                 fitting = sorted([*fitting, (layout.step_s, shape)], key=lambda found: found[0])
         return [shape for _, shape in fitting[:num_layouts]], missing
 
-    def tight(self, shapes: Sequence[_Shape], missing: dict[_Shape, int]) -> list[Layout]:
-        """Return layouts that fit with fewer micro-batches at one time, of those that lack least."""
+    def tight(self, missing: dict[_Shape, int], most: int) -> list[Layout]:
+        """Return layouts that fit with fewer micro-batches at one time, of the ``most`` that lack least."""
         layouts = []
-        for shape in sorted(missing, key=lambda shape: missing[shape])[:_MAX_TIGHT]:
+        for shape in sorted(missing, key=lambda shape: missing[shape])[:most]:
             try:
                 layouts.append(self.layout(shape))
             except DoesNotFit as error:
@@ -318,7 +320,7 @@ def _remedy(search: _Search, num_devices: int) -> str:
     for what, changed, devices in changes:
         shapes = list(changed.shapes(devices, None))
         fitting, missing = changed.quick(shapes, 1)
-        for found in fitting or changed.tight(shapes, missing):
+        for found in fitting or changed.tight(missing, _MAX_TIGHT_REMEDY):
             return f"with {what} it fits as {found}"
     return "nothing that was tried fits: take a device with more memory"
 
