@@ -56,10 +56,13 @@ def plan_of(config: T5PretrainConfig, num_workers: int) -> BatchPlan:
 
 def in_words(batch: BatchPlan) -> str:
     """Return the arithmetic of a batch whose ``num_workers`` are replicas of a pipeline."""
-    return (
-        f"{batch.micro_batch_size} sequences × {batch.accumulation_steps} micro-batches × "
-        f"{batch.num_workers} replicas = {batch.global_batch_size:,} sequences a step"
+    parts = (
+        (batch.micro_batch_size, "sequence", "sequences"),
+        (batch.accumulation_steps, "micro-batch", "micro-batches"),
+        (batch.num_workers, "replica", "replicas"),
     )
+    product = " × ".join(f"{number} {one if number == 1 else many}" for number, one, many in parts)
+    return f"{product} = {batch.global_batch_size:,} sequences a step"
 
 
 def describe(config: T5PretrainConfig, num_workers: int, *, dry_run: bool) -> list[str]:
