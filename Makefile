@@ -10,7 +10,7 @@ DATA    ?= runs/builtin-text
 RUN     ?= runs/first-light
 BIN     := $(VENV)/bin
 UV      := $(BIN)/uv pip install --quiet --python $(BIN)/python
-EXTRAS  := text,report,dev,bench
+EXTRAS  := text,vision,aws,report,dev,bench
 STAMP   := $(VENV)/.installed
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h')
 
