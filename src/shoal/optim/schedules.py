@@ -8,7 +8,12 @@ One formula, :class:`Schedule`, holds most forms in use, each by its settings:
 - Google's BERT and ALBERT: ``decay_from="start"``, the decay is counted from step 0, so that the rate jumps
   down to ``base (1 - warmup_steps / total_steps)^power`` at the end of the warm-up; NVIDIA's BERT is the same
   with ``power=0.5``;
-- LANS (arXiv 2006.13484): warm-up, ``constant_steps`` at ``base``, then linear to 0.
+- LANS (arXiv 2006.13484): warm-up, ``constant_steps`` at ``base``, then linear to 0;
+- AWS's ResNet-50 and MLPerf's LARS: a warm-up from a small rate (``warmup_from``), then ``power=2``.
+
+Vision has two more: :class:`Cosine` (Loshchilov and Hutter, arXiv 1608.03983, without restarts) and
+:class:`Steps` (Goyal et al., arXiv 1706.02677; Mask R-CNN). The rate to start from for a larger batch is
+:func:`linear_scaled`.
 
 T5 knows no number of steps in advance: :class:`InverseSquareRoot` for pre-training, :class:`Constant` for
 fine-tuning (Raffel et al., arXiv 1910.10683, sections 3.1.2 and 3.1.3).
@@ -18,6 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from shoal.errors import UsageError
@@ -26,18 +32,35 @@ DecayFrom = Literal["warmup", "start"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Warm-up from 0 to ``base``, ``constant_steps`` at ``base``, then a polynomial down to ``end``.
+class _Warmed:
+    """A linear warm-up from ``warmup_from`` to ``base``; what follows is the subclass's.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+
+    base: float
+    """The highest learning rate."""
+    warmup_steps: int = 0
+    warmup_from: float = 0.0
+    """The rate of the first step, where there is a warm-up."""
+
+    def __post_init__(self) -> None:
+        _check_rates(base=self.base, warmup_from=self.warmup_from)
+        _check_counts(0, warmup_steps=self.warmup_steps)
+        _check_not_above(self.base, warmup_from=self.warmup_from)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(_Warmed):
+    """Warm-up to ``base``, ``constant_steps`` at ``base``, then a polynomial down to ``end``.
 
     Raises:
         UsageError: a value is out of its range, or the phases are longer than the whole.
     """
 
-    base: float
-    """The highest learning rate."""
     total_steps: int
     """Optimizer steps of the whole run, warm-up included."""
-    warmup_steps: int = 0
     constant_steps: int = 0
     end: float = 0.0
     """The rate at ``total_steps`` and after."""
@@ -47,17 +70,11 @@ class Schedule:
     constant phase)."""
 
     def __post_init__(self) -> None:
-        for name in ("base", "end", "power"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise UsageError(f"{name}={value} of the learning rate must be a number of at least 0")
-        if self.end > self.base:
-            raise UsageError(f"end={self.end} of the learning rate must not be above base={self.base}")
-        if self.total_steps < 1:
-            raise UsageError(f"total_steps={self.total_steps} must be at least 1")
-        for name in ("warmup_steps", "constant_steps"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 0")
+        super().__post_init__()
+        _check_rates(end=self.end, power=self.power)
+        _check_not_above(self.base, end=self.end)
+        _check_counts(1, total_steps=self.total_steps)
+        _check_counts(0, constant_steps=self.constant_steps)
         if self.warmup_steps + self.constant_steps > self.total_steps:
             raise UsageError(
                 f"warmup_steps={self.warmup_steps} and constant_steps={self.constant_steps} must fit into "
@@ -67,6 +84,49 @@ class Schedule:
             raise UsageError(f"decay_from={self.decay_from!r} must be 'warmup' or 'start'")
         if self.decay_from == "start" and self.constant_steps:
             raise UsageError("constant_steps need decay_from='warmup': the decay from step 0 would jump")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine(_Warmed):
+    """Warm-up to ``base``, then half a cosine down to ``end``, often a fraction of ``base``.
+
+    Raises:
+        UsageError: a value is out of its range, or the warm-up is longer than the whole.
+    """
+
+    total_steps: int
+    """Optimizer steps of the whole run, warm-up included."""
+    end: float = 0.0
+    """The rate at ``total_steps`` and after."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_rates(end=self.end)
+        _check_not_above(self.base, end=self.end)
+        _check_counts(1, total_steps=self.total_steps)
+        if self.warmup_steps > self.total_steps:
+            raise UsageError(f"warmup_steps={self.warmup_steps} must fit into total_steps={self.total_steps}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(_Warmed):
+    """Warm-up to ``base``, then times ``factor`` from each milestone on; without milestones constant.
+
+    A milestone within the warm-up counts once that has ended.
+
+    Raises:
+        UsageError: a value is out of its range, or the milestones do not rise.
+    """
+
+    milestones: tuple[int, ...] = ()
+    """The numbers of completed steps from which on the rate is smaller."""
+    factor: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_rates(factor=self.factor)
+        if any(step < 1 for step in self.milestones) or any(a >= b for a, b in pairwise(self.milestones)):
+            raise UsageError(f"milestones={self.milestones} must be steps of at least 1, and rise")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +141,8 @@ class InverseSquareRoot:
     hold_steps: int = 10_000
 
     def __post_init__(self) -> None:
-        _check_base(self.base)
-        if self.hold_steps < 1:
-            raise UsageError(f"hold_steps={self.hold_steps} must be at least 1")
+        _check_rates(base=self.base)
+        _check_counts(1, hold_steps=self.hold_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,14 +156,18 @@ class Constant:
     base: float
 
     def __post_init__(self) -> None:
-        _check_base(self.base)
+        _check_rates(base=self.base)
 
 
-def learning_rate(schedule: Schedule | InverseSquareRoot | Constant, step: int) -> float:
+AnySchedule = Schedule | Cosine | Steps | InverseSquareRoot | Constant
+
+
+def learning_rate(schedule: AnySchedule, step: int) -> float:
     """Return the rate of the optimizer step that follows ``step`` completed ones.
 
-    As in the references, the first step of a warm-up (``step=0``) has the rate 0, step ``warmup_steps`` is
-    the first one outside the warm-up, and ``total_steps`` and later have the rate ``end``.
+    As in the references, the first step of a warm-up (``step=0``) has the rate ``warmup_from`` (0 unless
+    given), step ``warmup_steps`` is the first one outside the warm-up, and ``total_steps`` and later have the
+    rate ``end``.
 
     Raises:
         UsageError: ``step`` is negative.
@@ -115,21 +178,58 @@ def learning_rate(schedule: Schedule | InverseSquareRoot | Constant, step: int) 
         return schedule.base
     if isinstance(schedule, InverseSquareRoot):
         return schedule.base / math.sqrt(max(step, schedule.hold_steps))
+    if step < schedule.warmup_steps:
+        rise = schedule.base - schedule.warmup_from
+        return schedule.warmup_from + rise * step / schedule.warmup_steps
+    if isinstance(schedule, Steps):
+        return schedule.base * schedule.factor ** sum(step >= at for at in schedule.milestones)
+    if isinstance(schedule, Cosine):
+        left = _left(step, schedule.warmup_steps, schedule.total_steps)
+        return schedule.end + (schedule.base - schedule.end) * 0.5 * (1.0 - math.cos(math.pi * left))
     return _polynomial(schedule, step)
 
 
+def linear_scaled(base: float, base_batch: int, global_batch: int) -> float:
+    """Return the rate for a global batch by the linear rule: ``base`` is that of ``base_batch``.
+
+    Source: Goyal et al., "Accurate, Large Minibatch SGD" (arXiv 1706.02677), section 2.1; ResNet-50 has 0.1
+    per 256 images.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+    _check_rates(base=base)
+    _check_counts(1, base_batch=base_batch, global_batch=global_batch)
+    return base * global_batch / base_batch
+
+
 def _polynomial(schedule: Schedule, step: int) -> float:
-    if step < schedule.warmup_steps:
-        return schedule.base * step / schedule.warmup_steps
     held_steps = schedule.warmup_steps + schedule.constant_steps
     if step < held_steps:
         return schedule.base
     begin = held_steps if schedule.decay_from == "warmup" else 0
-    left_steps = max(0, schedule.total_steps - step)
-    left = left_steps / (schedule.total_steps - begin) if schedule.total_steps > begin else 0.0
+    left = _left(step, begin, schedule.total_steps)
     return float(schedule.end + (schedule.base - schedule.end) * left**schedule.power)
 
 
-def _check_base(base: float) -> None:
-    if not (math.isfinite(base) and base >= 0):
-        raise UsageError(f"base={base} of the learning rate must be a number of at least 0")
+def _left(step: int, begin: int, end: int) -> float:
+    """Return the part of the steps from ``begin`` to ``end`` that is still to come."""
+    return max(0, end - step) / (end - begin) if end > begin else 0.0
+
+
+def _check_rates(**values: float) -> None:
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise UsageError(f"{name}={value} of the learning rate must be a number of at least 0")
+
+
+def _check_counts(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise UsageError(f"{name}={value} must be at least {least}")
+
+
+def _check_not_above(base: float, **values: float) -> None:
+    for name, value in values.items():
+        if value > base:
+            raise UsageError(f"{name}={value} of the learning rate must not be above base={base}")

@@ -4,12 +4,21 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from shoal.errors import UsageError
-from shoal.optim.schedules import Constant, InverseSquareRoot, Schedule, learning_rate
+from shoal.optim.schedules import (
+    Constant,
+    Cosine,
+    InverseSquareRoot,
+    Schedule,
+    Steps,
+    learning_rate,
+    linear_scaled,
+)
 
 
-def rates(schedule: Schedule, steps: range | None = None) -> list[float]:
+def rates(schedule: Schedule | Cosine, steps: range | None = None) -> list[float]:
     return [learning_rate(schedule, step) for step in steps or range(schedule.total_steps + 1)]
 
 
@@ -105,3 +114,106 @@ def test_wrong_values_of_endless_schedules_are_refused() -> None:
         Constant(base=-1.0)
     with pytest.raises(UsageError, match="step=-1"):
         learning_rate(Constant(base=1.0), -1)
+
+
+def test_resnet_of_16384_images_a_step() -> None:
+    """0.1 for 256 images, 10 of 90 epochs of 78 steps to warm up from 0.001, then power 2 to 1e-5."""
+    peak = linear_scaled(0.1, 256, 16_384)
+    assert peak == 6.4
+    schedule = Schedule(
+        base=peak, end=1e-5, power=2.0, warmup_from=1e-3, warmup_steps=780, total_steps=90 * 78
+    )
+    by_hand = {0: 1e-3, 390: 3.2005, 780: 6.4, 3_900: 1.6000075, 5_460: 0.4000094, 7_020: 1e-5, 9_999: 1e-5}
+    for step, rate in by_hand.items():
+        assert learning_rate(schedule, step) == pytest.approx(rate, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("batch", "peak", "warmup_epochs", "epochs"), [(8_192, 17.0, 5, 42), (32_768, 21.2, 16, 58)]
+)
+def test_lars_of_mlperf(batch: int, peak: float, warmup_epochs: int, epochs: int) -> None:
+    """The published sets: linear from 0, then power 2 to 1e-4."""
+    of_epoch = 1_281_167 // batch
+    schedule = Schedule(
+        base=peak,
+        end=1e-4,
+        power=2.0,
+        warmup_steps=warmup_epochs * of_epoch,
+        total_steps=epochs * of_epoch,
+    )
+    for epoch in range(warmup_epochs):
+        assert learning_rate(schedule, epoch * of_epoch) == pytest.approx(peak * epoch / warmup_epochs)
+    for epoch in range(warmup_epochs, epochs + 1):
+        left = 1 - (epoch - warmup_epochs) / (epochs - warmup_epochs)
+        expected = (peak - 1e-4) * left**2 + 1e-4
+        assert learning_rate(schedule, epoch * of_epoch) == pytest.approx(expected, rel=1e-12)
+
+
+def torch_rates(base: float, num_steps: int, **schedules: tuple[type, dict[str, Any]]) -> list[float]:
+    """Return the rates of torch's schedulers, all of which change the same one."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=base)
+    made = [kind(optimizer, **options) for kind, options in schedules.values()]
+    found = []
+    for _ in range(num_steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        for schedule in made:
+            schedule.step()
+    return found
+
+
+def test_cosine_is_torchs() -> None:
+    schedule = Cosine(base=0.06, end=6e-5, total_steps=200)
+    expected = torch_rates(
+        0.06, 201, decay=(torch.optim.lr_scheduler.CosineAnnealingLR, {"T_max": 200, "eta_min": 6e-5})
+    )
+    assert rates(schedule) == pytest.approx(expected, rel=1e-9)
+    warmed = Cosine(base=0.06, end=6e-5, warmup_steps=50, total_steps=250)
+    assert rates(warmed, range(50, 251)) == pytest.approx(rates(schedule), rel=1e-12)
+    assert rates(warmed, range(50)) == pytest.approx([0.06 * step / 50 for step in range(50)])
+    assert learning_rate(warmed, 150) == pytest.approx((0.06 + 6e-5) / 2)
+    assert learning_rate(warmed, 10**6) == 6e-5
+
+
+def test_steps_are_torchs_and_detectrons() -> None:
+    schedule = Steps(base=0.1, milestones=(30, 60, 80), factor=0.1)
+    expected = torch_rates(
+        0.1, 90, steps=(torch.optim.lr_scheduler.MultiStepLR, {"milestones": [30, 60, 80], "gamma": 0.1})
+    )
+    assert [learning_rate(schedule, step) for step in range(90)] == pytest.approx(expected, rel=1e-12)
+    # Mask R-CNN: 1,000 steps from a thousandth of 0.02, drops after 60,000 and 80,000
+    schedule = Steps(base=0.02, warmup_from=2e-5, warmup_steps=1_000, milestones=(60_000, 80_000))
+    by_hand = {0: 2e-5, 500: 0.01001, 1_000: 0.02, 59_999: 0.02, 60_000: 2e-3, 79_999: 2e-3, 80_000: 2e-4}
+    for step, rate in by_hand.items():
+        assert learning_rate(schedule, step) == pytest.approx(rate, rel=1e-12)
+
+
+def test_a_warmup_goes_before_the_milestones_within_it() -> None:
+    schedule = Steps(base=1.0, warmup_steps=4, milestones=(2, 6), factor=0.5)
+    assert [learning_rate(schedule, step) for step in range(7)] == [0.0, 0.25, 0.5, 0.75, 0.5, 0.5, 0.25]
+    assert learning_rate(Steps(base=0.5), 10**6) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("make", "values", "message"),
+    [
+        (Steps, {"milestones": (5, 5)}, r"milestones=\(5, 5\) must be steps of at least 1, and rise"),
+        (Steps, {"milestones": (0,)}, "milestones="),
+        (Steps, {"factor": -0.1}, "factor=-0.1"),
+        (Steps, {"warmup_from": 2.0}, "warmup_from=2.0 .* above base=1.0"),
+        (Steps, {"warmup_from": -1.0}, "warmup_from=-1.0"),
+        (Cosine, {"total_steps": 4, "warmup_steps": 5}, "warmup_steps=5 must fit into total_steps=4"),
+        (Cosine, {"total_steps": 4, "end": 1.5}, "end=1.5 .* above base=1.0"),
+        (Cosine, {"total_steps": 0}, "total_steps=0 must be at least 1"),
+    ],
+)
+def test_wrong_schedules_of_vision_are_refused(make: Any, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make(**{"base": 1.0, **values})
+
+
+def test_wrong_batches_are_refused() -> None:
+    with pytest.raises(UsageError, match="global_batch=0 must be at least 1"):
+        linear_scaled(0.1, 256, 0)
+    with pytest.raises(UsageError, match="base=nan"):
+        linear_scaled(float("nan"), 256, 512)
