@@ -1,0 +1,156 @@
+"""Residual networks for classification.
+
+:class:`ResNet` is that of He et al. 2015 (arXiv 1512.03385) in its version 1.5: where a stage begins, the
+stride is in the block's 3×3 convolution and not in the 1×1 before it. Parameters and buffers have
+torchvision's names, so either side loads the other's weights. Weights begin as in Goyal et al. 2017
+(arXiv 1706.02677, section 5.1): convolutions by He's rule on what goes out of them, the scale of each
+residual branch's last norm 0, the classifier normal with a deviation of 0.01.
+
+:class:`ResNet9` is a small one for images of 32 pixels after David Page's for DAWNBench: only 3×3 convolutions, a
+residual branch after the second and the fourth of them, the largest value of each channel at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.models.resnet_config import BLOCKS, BOTTLENECKED, ResNetConfig
+
+_CLASSIFIER_STD = 0.01
+
+
+def new_resnet(config: ResNetConfig, num_classes: int) -> nn.Module:
+    """Return the network with new weights, drawn from torch's generator.
+
+    Its ``forward`` takes images ``[B, 3, H, W]`` and returns logits ``[B, num_classes]``.
+    """
+    return ResNet9(config, num_classes) if config.network == "resnet9" else ResNet(config, num_classes)
+
+
+class ResNet(nn.Module):
+    """ResNet-18 to ResNet-152, version 1.5, for images from about 96 pixels on."""
+
+    def __init__(self, config: ResNetConfig, num_classes: int) -> None:
+        super().__init__()
+        width = config.first_width
+        self.logit_scale = config.logit_scale
+        self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+        self.bn1 = _norm(width, config)
+        channels = width
+        for number, num_blocks in enumerate(BLOCKS[config.network]):
+            blocks: list[Block] = []
+            for block in range(num_blocks):
+                stride = 2 if number > 0 and block == 0 else 1
+                blocks.append(Block(channels, width << number, stride, config))
+                channels = blocks[-1].out_channels
+            self.add_module(f"layer{number + 1}", nn.Sequential(*blocks))
+        self.fc = nn.Linear(channels, num_classes)
+        nn.init.normal_(self.fc.weight, std=_CLASSIFIER_STD)
+        nn.init.zeros_(self.fc.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.bn1(self.conv1(images)), inplace=True), 3, stride=2, padding=1)
+        for number in range(1, 5):
+            x = getattr(self, f"layer{number}")(x)
+        logits: Tensor = self.fc(x.mean(dim=(2, 3)))
+        return logits * self.logit_scale
+
+
+class Block(nn.Module):
+    """A residual branch of two or three convolutions, added to what comes in or to its projection."""
+
+    def __init__(self, channels: int, width: int, stride: int, config: ResNetConfig) -> None:
+        super().__init__()
+        if config.network in BOTTLENECKED:
+            self.out_channels = 4 * width
+            layers = [(1, width, 1), (3, width, stride), (1, self.out_channels, 1)]
+        else:
+            self.out_channels = width
+            layers = [(3, width, stride), (3, width, 1)]
+        self.num_layers = len(layers)
+        into = channels
+        for number, (kernel, out, step) in enumerate(layers, start=1):
+            self.add_module(f"conv{number}", _convolution(into, out, kernel, step))
+            self.add_module(f"bn{number}", _norm(out, config, last=number == len(layers)))
+            into = out
+        self.downsample = None
+        if stride != 1 or channels != self.out_channels:
+            self.downsample = nn.Sequential(
+                _convolution(channels, self.out_channels, 1, stride), _norm(self.out_channels, config)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = x
+        for number in range(1, self.num_layers + 1):
+            branch = getattr(self, f"bn{number}")(getattr(self, f"conv{number}")(branch))
+            if number < self.num_layers:
+                branch = F.relu(branch, inplace=True)
+        straight = x if self.downsample is None else self.downsample(x)
+        return F.relu(branch + straight, inplace=True)
+
+
+class ResNet9(nn.Module):
+    """Eight convolutions of 3×3 and a classifier; the image's side is halved three times."""
+
+    def __init__(self, config: ResNetConfig, num_classes: int) -> None:
+        super().__init__()
+        width = config.first_width
+        self.logit_scale = config.logit_scale
+        self.first = _Unit(3, width, config)
+        self.second = _Unit(width, 2 * width, config)
+        self.second_branch = _branch(2 * width, config)
+        self.third = _Unit(2 * width, 4 * width, config)
+        self.fourth = _Unit(4 * width, 8 * width, config)
+        self.fourth_branch = _branch(8 * width, config)
+        self.fc = nn.Linear(8 * width, num_classes, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.max_pool2d(self.second(self.first(images)), 2)
+        x = F.relu(x + self.second_branch(x), inplace=True)
+        x = F.max_pool2d(self.third(x), 2)
+        x = F.max_pool2d(self.fourth(x), 2)
+        x = F.relu(x + self.fourth_branch(x), inplace=True)
+        logits: Tensor = self.fc(x.amax(dim=(2, 3)))
+        return logits * self.logit_scale
+
+
+class _Unit(nn.Sequential):
+    """A 3×3 convolution, a norm, and max(0, x)."""
+
+    def __init__(self, channels: int, out: int, config: ResNetConfig) -> None:
+        super().__init__(_convolution(channels, out, 3, 1), _norm(out, config), nn.ReLU(inplace=True))
+
+
+def _branch(channels: int, config: ResNetConfig) -> nn.Sequential:
+    """Return a residual branch. It ends with its norm: a ReLU would let no gradient to a scale of 0."""
+    last = (_convolution(channels, channels, 3, 1), _norm(channels, config, last=True))
+    return nn.Sequential(_Unit(channels, channels, config), *last)
+
+
+def _convolution(channels: int, out: int, kernel: int, stride: int) -> nn.Conv2d:
+    layer = nn.Conv2d(channels, out, kernel, stride=stride, padding=kernel // 2, bias=False)
+    nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    return layer
+
+
+def _norm(channels: int, config: ResNetConfig, *, last: bool = False) -> nn.BatchNorm2d:
+    """Return a norm; ``last`` says that it ends a residual branch."""
+    norm = nn.BatchNorm2d(channels, eps=config.norm_eps, momentum=config.norm_momentum)
+    if last and config.zero_gamma:
+        nn.init.zeros_(norm.weight)
+    return norm
+
+
+def norms_of(model: nn.Module) -> list[nn.BatchNorm2d]:
+    """Return the norms of ``model`` in their order."""
+    return [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+
+
+def running_statistics(norms: Sequence[nn.BatchNorm2d]) -> list[Tensor]:
+    """Return the running means and variances of ``norms``, in their order."""
+    found = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+    return [buffer for buffer in found if isinstance(buffer, torch.Tensor)]
