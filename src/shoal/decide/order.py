@@ -9,14 +9,17 @@ the size of a micro-batch changes which examples one optimizer step sees.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from shoal.decide.draws import Int64Array, UInt64Array, draw, random_keys
+from shoal.decide.draws import Int64Array, UInt64Array, below, draw, random_keys
+from shoal.errors import UsageError
 
 _ODD = np.uint64(0xD6E8FEB86659FD93)  # a multiplier that mixes well with shifts of 29 to 32
-_ORDER = 1  # this module's word among the uses of one seed
+_ORDER, _BLOCK_ORDER = 1, 12  # this module's words among the uses of one seed
+_ROTATION, _BLOCKS, _WINDOWS = range(3)  # streams of an epoch that is shuffled by blocks
 
 # With few examples, few different round functions exist: over the 120 orders of 5 examples, chi-square
 # (119 degrees of freedom) is 1232 after 6 rounds, 186 after 10, 106 after 16.
@@ -31,7 +34,11 @@ def shuffled(positions: npt.ArrayLike, num_examples: int, seed: int, epochs: npt
     (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002) with a·b just above ``num_examples``;
     the fewer than one in √n results beyond the end are sent through again until they fall inside.
     """
-    keys = random_keys(seed, _ORDER, epochs)
+    return _permuted(positions, num_examples, random_keys(seed, _ORDER, epochs))
+
+
+def _permuted(positions: npt.ArrayLike, num_examples: int, keys: UInt64Array) -> Int64Array:
+    """Return each position's place in the permutation of [0, num_examples) that its key names."""
     values = np.asarray(positions, dtype=np.int64) + np.zeros(keys.shape, dtype=np.int64)
     columns = max(1, math.isqrt(max(num_examples - 1, 0)) + 1)
     rows = -(-num_examples // columns)
@@ -59,6 +66,65 @@ def _feistel(values: Int64Array, keys: UInt64Array, rows: int, columns: int) -> 
     return (fixed * np.uint64(columns) + moved).astype(np.int64)
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockShuffle:
+    """An order for storage on which far-off reads are slow: examples that lie together are read together.
+
+    An epoch visits blocks of ``block_size`` consecutive examples in random order, and shuffles examples
+    within windows of ``blocks_in_window`` such blocks, so that whoever reads needs only one window at a time
+    (two around its border). What is lost against the full shuffle: two examples of one block are always
+    within a window of each other, so a data set that is sorted by class must have been shuffled when it was
+    prepared, and a global batch holds whole groups of neighbours once it is as large as a window. Blocks
+    begin elsewhere in each epoch (the examples are rotated by a random number), so neighbours change.
+    """
+
+    block_size: int
+    """Consecutive examples in a block: the images of a shard are a good choice."""
+    blocks_in_window: int = 16
+    """Blocks that are mixed with each other; their bytes should fit a cache of shards."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "blocks_in_window"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} {getattr(self, name)} must be at least 1")
+
+
+def block_shuffled(
+    positions: npt.ArrayLike, num_examples: int, seed: int, epochs: npt.ArrayLike, blocks: BlockShuffle
+) -> Int64Array:
+    """Return the example at each position of an epoch that is shuffled by blocks, int64.
+
+    Like ``shuffled``: positions are in [0, num_examples) and broadcast with ``epochs``, and each is computed
+    by itself. The steps are: the position within its window is permuted; the block that stands there is
+    looked up in the epoch's permutation of blocks; the example is rotated. The examples that fill no block
+    (fewer than ``block_size``, others in each epoch) come last.
+    """
+    keys = random_keys(seed, _BLOCK_ORDER, epochs)
+    at = np.asarray(positions, dtype=np.int64) + np.zeros(keys.shape, dtype=np.int64)
+    keys = np.broadcast_to(keys, at.shape)
+    at = _mixed_in_windows(at, num_examples, draw(keys, _WINDOWS), blocks)
+    num_blocks = num_examples // blocks.block_size
+    whole = at < num_blocks * blocks.block_size
+    number, within = np.divmod(at[whole], blocks.block_size)
+    place = _permuted(number, num_blocks, draw(keys[whole], _BLOCKS))
+    at[whole] = place * blocks.block_size + within
+    return (at + below(draw(keys, _ROTATION), num_examples)) % num_examples
+
+
+def _mixed_in_windows(
+    at: Int64Array, num_examples: int, keys: UInt64Array, blocks: BlockShuffle
+) -> Int64Array:
+    """Permute positions within each window; the last window has what is left."""
+    size = blocks.block_size * blocks.blocks_in_window
+    windows, within = np.divmod(at, size)
+    keys = draw(keys, windows)
+    last = windows == num_examples // size
+    mixed = np.empty_like(at)
+    for chosen, length in ((~last, size), (last, num_examples % size)):
+        mixed[chosen] = _permuted(within[chosen], length, keys[chosen])
+    return windows * size + mixed
+
+
 def samples(
     first_sample: int, num_samples: int, num_examples: int, seed: int
 ) -> tuple[Int64Array, Int64Array]:
@@ -73,8 +139,12 @@ def samples(
     return examples_of(np.arange(first_sample, first_sample + num_samples), num_examples, seed)
 
 
-def examples_of(numbers: npt.ArrayLike, num_examples: int, seed: int) -> tuple[Int64Array, Int64Array]:
+def examples_of(
+    numbers: npt.ArrayLike, num_examples: int, seed: int, blocks: BlockShuffle | None = None
+) -> tuple[Int64Array, Int64Array]:
     """Return (epochs, indices) of samples with any numbers, int64 like ``numbers``.
+
+    The order is the full shuffle unless ``blocks`` are given.
 
     Raises:
         ValueError: ``num_examples`` is not positive.
@@ -82,6 +152,8 @@ def examples_of(numbers: npt.ArrayLike, num_examples: int, seed: int) -> tuple[I
     if num_examples <= 0:
         raise ValueError(f"num_examples={num_examples} must be positive")
     epochs, positions = np.divmod(np.asarray(numbers, dtype=np.int64), num_examples)
+    if blocks is not None:
+        return epochs, block_shuffled(positions, num_examples, seed, epochs, blocks)
     return epochs, shuffled(positions, num_examples, seed, epochs)
 
 
