@@ -19,8 +19,9 @@ from tokenizers import Tokenizer
 from benchmarks.harness import Benchmark, peer_module
 from shoal.data.builtin import write_snapshot
 from shoal.data.corpus import cut_pieces, find_files
-from shoal.data.pieces import RECORDS, Job, prepare_piece, start_worker
+from shoal.data.pieces import Job, prepare_piece, start_worker
 from shoal.data.prepare import BUILTIN
+from shoal.data.prepare_dir import RECORDS
 from shoal.data.progress import Progress
 from shoal.data.sample import read_sample, training_sentences
 from shoal.data.tokenizer import Kind, special_ids, tokenizer_json, train_tokenizer, vocab_size

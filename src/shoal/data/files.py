@@ -7,12 +7,15 @@ import errno
 import hashlib
 import os
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 from shoal.errors import ShoalError
 
 PARTIAL = ".partial"
 """Suffix of a file that is still being written; one left behind by a kill is overwritten next time."""
 
+_BUFFER_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -62,3 +65,82 @@ def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class GrowingFile:
+    """A file under its temporary name, with its size and SHA-256 as it grows.
+
+    ``close`` and then ``publish`` give it its name; leaving a ``with`` block before that (an exception)
+    removes the temporary, and nothing else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Create the temporary beside ``path``.
+
+        Raises:
+            ShoalError: it cannot be created.
+        """
+        self.path = path
+        self.num_bytes = 0
+        self._partial = path.with_name(path.name + PARTIAL)
+        self._hash = hashlib.sha256()
+        try:
+            self._file = self._partial.open("wb", buffering=_BUFFER_BYTES)
+        except OSError as error:
+            raise write_error(path, error) from error
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append ``data``.
+
+        Raises:
+            ShoalError: the disk is full; the temporary is gone.
+        """
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.discard()
+            raise write_error(self.path, error) from error
+        self._hash.update(data)
+        self.num_bytes += len(data)
+
+    def close(self) -> dict[str, Any]:
+        """Force the file to the disk and return its ``{"bytes": int, "sha256": str}``.
+
+        Raises:
+            ShoalError: the disk is full; the temporary is gone.
+        """
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        except OSError as error:
+            self.discard()
+            raise write_error(self.path, error) from error
+        return {"bytes": self.num_bytes, "sha256": self._hash.hexdigest()}
+
+    def publish(self) -> None:
+        """Give the closed file its name.
+
+        Raises:
+            ShoalError: the folder cannot be written; the temporary is gone.
+        """
+        try:
+            publish(self._partial, self.path)
+        except OSError as error:
+            self.discard()
+            raise write_error(self.path, error) from error
+
+    def discard(self) -> None:
+        """Remove what is unfinished; after ``publish`` there is nothing to remove."""
+        with contextlib.suppress(OSError):  # closing flushes, and the disk may be full
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self._partial.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.discard()

@@ -11,9 +11,10 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +24,51 @@ from shoal.errors import ShoalError, UsageError, did_you_mean
 MANIFEST = "manifest.json"
 FORMAT = "shoal-text"
 VERSION = 1
+
+
+Shard = TypeVar("Shard")
+
+
+def read_manifest(path: Path, *, format: str, version: int) -> dict[str, Any]:
+    """Return the JSON object of a manifest whose format is ``shoal-KIND`` ("shoal-text", "shoal-images").
+
+    Raises:
+        UsageError: the directory has none.
+        ShoalError: it is damaged, of other data, or a newer version wrote it.
+    """
+    kind = format.removeprefix("shoal-")
+    try:
+        value = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(
+            f"{path.parent} has no {path.name}, so it holds no prepared {kind}, or its preparation did not "
+            f"finish; run `shoal prepare {kind} SOURCE... --out {path.parent}`"
+        ) from None
+    except ValueError as error:
+        raise ShoalError(f"{path} is not valid JSON ({error}); prepare the {kind} again") from None
+    if not isinstance(value, dict) or value.get("format") != format:
+        raise ShoalError(f"{path}: its format is not {format!r}; is this the folder of other data?")
+    found = value.get("version")
+    if not isinstance(found, int) or found > version:
+        raise ShoalError(
+            f"{path} has version {found}; this shoal reads version {version}: "
+            f"update shoal, or prepare the {kind} again"
+        )
+    return {key: field for key, field in value.items() if key not in ("format", "version")}
+
+
+def shards_of(splits: Mapping[str, tuple[Shard, ...]], split: str) -> tuple[Shard, ...]:
+    """Return the shards of a split.
+
+    Raises:
+        UsageError: there is no such split.
+    """
+    if split not in splits:
+        raise UsageError(
+            f"there is no split {split!r}; this data has {', '.join(sorted(splits)) or 'none'}."
+            + did_you_mean(split, splits)
+        )
+    return splits[split]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +143,7 @@ class Manifest:
         Raises:
             UsageError: there is no such split.
         """
-        if split not in self.splits:
-            raise UsageError(
-                f"there is no split {split!r}; this data has {', '.join(sorted(self.splits)) or 'none'}."
-                + did_you_mean(split, self.splits)
-            )
-        return self.splits[split]
+        return shards_of(self.splits, split)
 
     def save(self, directory: Path) -> None:
         """Write ``manifest.json``, atomically and last of all files.
@@ -125,27 +166,7 @@ class Manifest:
             ShoalError: it is damaged, or a newer version wrote it.
         """
         path = directory / MANIFEST
-        try:
-            value = json.loads(path.read_bytes())
-        except (FileNotFoundError, NotADirectoryError):
-            raise UsageError(
-                f"{directory} has no {MANIFEST}, so it holds no prepared text, or its preparation did not "
-                f"finish; run `shoal prepare text SOURCE... --out {directory}`"
-            ) from None
-        except ValueError as error:
-            raise ShoalError(f"{path} is not valid JSON ({error}); prepare the text again") from None
-        return cls._from_json(value, path)
-
-    @classmethod
-    def _from_json(cls, value: Any, path: Path) -> Manifest:
-        if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise ShoalError(f"{path}: its format is not {FORMAT!r}; is this the folder of other data?")
-        version = value.get("version")
-        if not isinstance(version, int) or version > VERSION:
-            raise ShoalError(
-                f"{path} has version {version}; this shoal reads version {VERSION}: "
-                "update shoal, or prepare the text again"
-            )
+        value = read_manifest(path, format=FORMAT, version=VERSION)
         try:
             vocab_size = int(value["vocab_size"])
             packed = np.frombuffer(base64.b64decode(value["continues_word"]), dtype=np.uint8)
@@ -156,10 +177,9 @@ class Manifest:
                 split: tuple(ShardInfo(**shard) for shard in shards)
                 for split, shards in value["splits"].items()
             }
-            rest = {k: v for k, v in value.items() if k not in ("format", "version")}
-            rest |= {"continues_word": flags.tobytes(), "splits": splits}
-            rest["tokenizer"] = TokenizerInfo(**value["tokenizer"])
-            return cls(**rest)
+            made = {"continues_word": flags.tobytes(), "splits": splits}
+            made["tokenizer"] = TokenizerInfo(**value["tokenizer"])
+            return cls(**{**value, **made})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ShoalError(
                 f"{path}: a field is missing or wrong ({error}); prepare the text again"

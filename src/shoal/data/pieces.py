@@ -19,13 +19,13 @@ from shoal.data.corpus import Errors, Piece, read_articles
 from shoal.data.encode import SentenceEncoder
 from shoal.data.files import write_atomically
 from shoal.data.manifest import ShardInfo
+from shoal.data.prepare_dir import RECORDS
 from shoal.data.sentences import split_sentences
 from shoal.data.shard_writer import ShardWriter
 from shoal.data.workers import advance
 from shoal.errors import ShoalError
 
 SPLITS = ("train", "validation")
-RECORDS = "pieces"
 
 _BATCH_CHARACTERS = 1 << 18
 """Articles are encoded together up to this length: bounds memory, and spares calls into the tokenizer."""

@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import platform
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,13 +26,18 @@ from shoal.data import builtin, pieces, tokenizer
 from shoal.data.corpus import Errors, Format, Piece, SourceFile, cut_pieces, find_files
 from shoal.data.files import sha256_of, write_atomically
 from shoal.data.manifest import MANIFEST, Manifest, TokenizerInfo
-from shoal.data.prepare_dir import SNAPSHOT, TOKENIZER, clear, locked, open_plan
+from shoal.data.prepare_dir import RECORDS, clear, locked, open_plan
 from shoal.data.progress import Progress
 from shoal.data.sample import held_out_rank, read_sample, training_sentences
 from shoal.data.workers import num_cores, run_tasks
 from shoal.errors import UsageError, did_you_mean
 
 BUILTIN = "builtin"
+SNAPSHOT = "builtin.txt"
+"""The English of the installation as it was when the preparation began: a source like any other."""
+TOKENIZER = "tokenizer.json"
+
+_SHARD = re.compile(rf"(?:{'|'.join(pieces.SPLITS)})-\d{{5}}\.(?:tokens|index)")
 
 _SAMPLE = "sample.json"
 _MIN_PIECE_BYTES = 1 << 20
@@ -118,12 +124,12 @@ def prepare_text(config: PrepareConfig, *, progress: bool = True) -> Manifest:
     processes = config.processes or num_cores()
     others = tuple(source for source in config.sources if source != BUILTIN)
     files = find_files(others, config.format) if others or not config.sources else []
-    with locked(config.out), Progress(shown=progress) as shown:
+    with locked(config.out), Progress(shown=progress, what="text") as shown:
         if config.overwrite:
-            clear(config.out)
+            clear(config.out, _is_ours)
         open_plan(config.out, _plan(config, files))
         if (config.out / MANIFEST).is_file():
-            shutil.rmtree(config.out / pieces.RECORDS, ignore_errors=True)  # killed while removing them
+            shutil.rmtree(config.out / RECORDS, ignore_errors=True)  # killed while removing them
             shown.say(f"{config.out} is already prepared (--overwrite begins anew)")
             return Manifest.load(config.out)
         if len(others) < len(config.sources):
@@ -150,6 +156,10 @@ def _plan(config: PrepareConfig, files: Sequence[SourceFile]) -> dict[str, Any]:
     return {**fields, "source_files": len(files), "source_state": digest.hexdigest(), **given}
 
 
+def _is_ours(name: str) -> bool:
+    return _SHARD.fullmatch(name) is not None or name in (SNAPSHOT, TOKENIZER)
+
+
 def _piece_bytes(files: Sequence[SourceFile], shard_bytes: int) -> int:
     total_bytes = sum(file.num_bytes for file in files)
     return min(max(total_bytes // _NUM_PIECES, _MIN_PIECE_BYTES), shard_bytes)
@@ -159,7 +169,7 @@ def _make_job(
     config: PrepareConfig, files: Sequence[SourceFile], parts: Sequence[Piece], shown: Progress
 ) -> pieces.Job:
     """Return what all pieces share; tokenizer and sample are taken from an earlier run if it got so far."""
-    records, path = config.out / pieces.RECORDS, config.out / TOKENIZER
+    records, path = config.out / RECORDS, config.out / TOKENIZER
     unknown_word = _WIKITEXT_UNKNOWN if any(file.format == "wikitext" for file in files) else None
     if not (records / _SAMPLE).is_file():
         records.mkdir(exist_ok=True)
@@ -235,7 +245,7 @@ def _finish(config: PrepareConfig, job: pieces.Job, shards: list[pieces.Shards],
         splits={split: found for split, found in splits.items() if found},
     )
     manifest.save(config.out)
-    shutil.rmtree(config.out / pieces.RECORDS)
+    shutil.rmtree(config.out / RECORDS)
     for split, found in manifest.splits.items():
         counts = [
             sum(getattr(s, f"num_{what}") for s in found) for what in ("documents", "sentences", "tokens")

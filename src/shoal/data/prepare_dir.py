@@ -5,26 +5,21 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from shoal.data.files import PARTIAL, write_atomically, write_error
 from shoal.data.manifest import MANIFEST
-from shoal.data.pieces import RECORDS, SPLITS
 from shoal.errors import ShoalError, UsageError
 
-SNAPSHOT = "builtin.txt"
-"""The English of the installation as it was when the preparation began: a source like any other."""
-TOKENIZER = "tokenizer.json"
 PLAN = "prepare.json"
 """Configuration and state of the source. Shards belong to the plan beside them, finished or not."""
 LOCK = "prepare.lock"
-
-_SHARD = re.compile(rf"(?:{'|'.join(SPLITS)})-\d{{5}}\.(?:tokens|index)")
+RECORDS = "pieces"
+"""Folder of what only an unfinished preparation needs."""
 
 
 @contextmanager
@@ -44,7 +39,7 @@ def locked(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ShoalError(f"{out}: another process is preparing text into it; wait for its end") from None
+            raise ShoalError(f"{out}: another process is preparing data into it; wait for its end") from None
         yield
 
 
@@ -82,8 +77,10 @@ def open_plan(out: Path, plan: dict[str, Any]) -> None:
         )
 
 
-def clear(out: Path) -> None:
-    """Remove what a preparation wrote to ``out``; files of others stay.
+def clear(out: Path, is_ours: Callable[[str], bool]) -> None:
+    """Remove what a preparation wrote to ``out``: plan, manifest, records, and files that ``is_ours`` names.
+
+    Files of others stay.
 
     Raises:
         ShoalError: a file cannot be removed.
@@ -96,7 +93,7 @@ def clear(out: Path) -> None:
             shutil.rmtree(out / RECORDS)
         for file in out.iterdir():
             name = file.name.removesuffix(PARTIAL)
-            if _SHARD.fullmatch(name) or name in (MANIFEST, SNAPSHOT, TOKENIZER):
+            if name == MANIFEST or is_ours(name):
                 file.unlink()
         with contextlib.suppress(FileNotFoundError):
             (out / PLAN).unlink()

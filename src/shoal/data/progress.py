@@ -16,10 +16,14 @@ _MIB = 1 << 20
 
 
 class Progress:
-    """Shows one stage after the other on standard error; with ``shown=False`` it shows nothing."""
+    """Shows one stage after the other on standard error; with ``shown=False`` it shows nothing.
 
-    def __init__(self, *, shown: bool) -> None:
+    ``what`` says of what the bytes are ("text", "images").
+    """
+
+    def __init__(self, *, shown: bool, what: str = "text") -> None:
         self._shown = shown
+        self._what = what
         self._bar: RichProgress | None = None
         self._task: TaskID | None = None
         if shown and sys.stderr.isatty():
@@ -40,7 +44,7 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
     def start(self, name: str, total_bytes: int) -> None:
-        """Begin a stage of ``total_bytes`` of text; 0 stands for one whose length is not known."""
+        """Begin a stage of ``total_bytes``; 0 stands for one whose length is not known."""
         self._name, self._total = name, total_bytes
         self._begin_s = self._line_s = time.monotonic()
         if self._bar is not None:
@@ -48,7 +52,9 @@ class Progress:
                 self._bar.stop_task(self._task)
             self._task = self._bar.add_task(name, total=total_bytes or None)
         else:
-            self.say(f"{name} …" if not total_bytes else f"{name}: {total_bytes / _MIB:.1f} MiB of text")
+            self.say(
+                f"{name} …" if not total_bytes else f"{name}: {total_bytes / _MIB:.1f} MiB of {self._what}"
+            )
 
     def show(self, done_bytes: int) -> None:
         """Say how much of the stage is done; cheap enough to be called often."""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import io
-import os
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +11,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from shoal.data.files import PARTIAL, publish, write_error
+from shoal.data.files import GrowingFile
 from shoal.data.manifest import ShardInfo
 from shoal.data.shards import HEADER, MAGIC, VERSION, token_dtype
 from shoal.errors import ShoalError
-
-_BUFFER_BYTES = 1 << 20
 
 
 class ShardWriter:
@@ -44,11 +38,7 @@ class ShardWriter:
         self._sentences = array("q", [0])
         self._documents = array("q", [0])
         self._document_tokens = array("q", [0])
-        self._hash = hashlib.sha256()
-        try:
-            self._file = self._partial("tokens").open("wb", buffering=_BUFFER_BYTES)
-        except OSError as error:
-            raise write_error(self._path("tokens"), error) from error
+        self._tokens = GrowingFile(self._path("tokens"))
 
     def add_document(self, sentences: Sequence[Sequence[int] | npt.NDArray[Any]]) -> None:
         """Append a document, given as the token ids of its sentences.
@@ -69,13 +59,7 @@ class ShardWriter:
                 f"which is not in the vocabulary of "
                 f"{self._vocab_size}; the tokenizer and its vocabulary size do not belong together"
             )
-        data = tokens.astype(self._dtype).tobytes()
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self.discard()
-            raise write_error(self._path("tokens"), error) from error
-        self._hash.update(data)
+        self._tokens.write(tokens.astype(self._dtype).tobytes())
         ends = self.num_tokens + np.cumsum(lengths, dtype=np.int64)
         self._sentences.frombytes(ends.tobytes())
         self.num_tokens = int(ends[-1])
@@ -89,45 +73,28 @@ class ShardWriter:
             ShoalError: the disk is full; the temporaries are gone, finished shards untouched.
         """
         num_documents, num_sentences = len(self._documents) - 1, len(self._sentences) - 1
-        index = io.BytesIO()
-        index.write(
-            HEADER.pack(MAGIC, VERSION, self._dtype.itemsize, num_documents, num_sentences, self.num_tokens)
+        header = HEADER.pack(
+            MAGIC, VERSION, self._dtype.itemsize, num_documents, num_sentences, self.num_tokens
         )
-        for offsets in (self._sentences, self._documents, self._document_tokens):
-            index.write(np.asarray(offsets, dtype="<i8").tobytes())
-        suffix = "tokens"
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            suffix = "index"
-            with self._partial("index").open("wb") as file:
-                file.write(index.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
+        with GrowingFile(self._path("index")) as index:
+            index.write(header)
+            for offsets in (self._sentences, self._documents, self._document_tokens):
+                index.write(np.asarray(offsets, dtype="<i8").tobytes())
+            files = {"tokens": self._tokens.close(), "index": index.close()}
             # The index comes last: a shard with an index is complete.
-            for suffix in ("tokens", "index"):
-                publish(self._partial(suffix), self._path(suffix))
-        except OSError as error:
-            self.discard()
-            raise write_error(self._path(suffix), error) from error
-        digests = {"tokens": self._hash, "index": hashlib.sha256(index.getbuffer())}
-        sizes = {"tokens": self.num_tokens * self._dtype.itemsize, "index": index.getbuffer().nbytes}
+            self._tokens.publish()
+            index.publish()
         return ShardInfo(
             name=self._name,
             num_documents=num_documents,
             num_sentences=num_sentences,
             num_tokens=self.num_tokens,
-            files={s: {"bytes": sizes[s], "sha256": digests[s].hexdigest()} for s in ("tokens", "index")},
+            files=files,
         )
 
     def discard(self) -> None:
         """Remove what is unfinished; after ``finish`` there is nothing to remove."""
-        with contextlib.suppress(OSError):  # closing flushes, and the disk may be full
-            self._file.close()
-        for suffix in ("tokens", "index"):
-            with contextlib.suppress(OSError):
-                self._partial(suffix).unlink(missing_ok=True)
+        self._tokens.discard()
 
     def __enter__(self) -> Self:
         return self
@@ -139,6 +106,3 @@ class ShardWriter:
 
     def _path(self, suffix: str) -> Path:
         return self._directory / f"{self._name}.{suffix}"
-
-    def _partial(self, suffix: str) -> Path:
-        return self._directory / f"{self._name}.{suffix}{PARTIAL}"

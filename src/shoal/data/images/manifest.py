@@ -1,0 +1,129 @@
+"""What a prepared directory of images says about itself: ``manifest.json``.
+
+It is written last, so a directory with a manifest is complete. It holds the classes in the order of their
+labels, and counts, sizes and checksums of every shard, so a shard that was cut short, swapped or comes from
+another preparation is noticed by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.data.files import sha256_of, write_atomically
+from shoal.data.manifest import MANIFEST, read_manifest, shards_of
+from shoal.errors import ShoalError
+
+FORMAT = "shoal-images"
+VERSION = 1
+TAR = "tar"
+INDEX = "index"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageShardInfo:
+    """One shard: its images, and size and SHA-256 of each of its files.
+
+    ``files`` maps the suffix ("tar", "index") to ``{"bytes": int, "sha256": str}``; the file of a suffix is
+    ``NAME.SUFFIX``.
+    """
+
+    name: str
+    num_images: int
+    files: dict[str, dict[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return this as plain JSON values; ``ImageShardInfo(**value)`` is the way back."""
+        return dataclasses.asdict(self)
+
+    def check(self, directory: Path) -> None:
+        """Check size and SHA-256 of the shard's files, reading every byte.
+
+        Raises:
+            ShoalError: a file is missing, cannot be read, or is not the one that the manifest means.
+        """
+        for suffix, expected in self.files.items():
+            path = directory / f"{self.name}.{suffix}"
+            try:
+                found_bytes, found = path.stat().st_size, sha256_of(path)
+            except OSError as error:
+                raise ShoalError(
+                    f"{path}, which the manifest names, cannot be read: {error.strerror}"
+                ) from error
+            if (found_bytes, found) != (expected["bytes"], expected["sha256"]):
+                raise ShoalError(
+                    f"{path} is not the file of the manifest: it has {found_bytes:,} bytes, SHA-256 "
+                    f"{found[:16]}…, and should have {expected['bytes']:,} bytes, {expected['sha256'][:16]}…; "
+                    "it was changed, damaged or comes from another preparation: copy it again or prepare "
+                    "the images again"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageManifest:
+    """The contents of ``manifest.json``.
+
+    ``classes`` are the names in the order of the labels; none where the data has no labels of its own
+    (detection: annotations ride along). ``source`` says in words what the images are. ``splits`` maps
+    "train" and "validation" to their shards, in the order in which images are numbered. ``skipped`` counts
+    the images of the source that could not be read; ``skipped.txt`` names them.
+    """
+
+    classes: tuple[str, ...]
+    source: str
+    splits: dict[str, tuple[ImageShardInfo, ...]]
+    skipped: int = 0
+
+    def shards(self, split: str) -> tuple[ImageShardInfo, ...]:
+        """Return the shards of a split.
+
+        Raises:
+            UsageError: there is no such split.
+        """
+        return shards_of(self.splits, split)
+
+    def num_images(self, split: str) -> int:
+        """Return how many images a split has."""
+        return sum(shard.num_images for shard in self.shards(split))
+
+    def save(self, directory: Path) -> None:
+        """Write ``manifest.json``, atomically and last of all files.
+
+        Raises:
+            ShoalError: the disk is full or the folder cannot be written.
+        """
+        value = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+        write_atomically(directory / MANIFEST, text.encode())
+
+    @classmethod
+    def load(cls, directory: Path) -> ImageManifest:
+        """Read ``manifest.json``.
+
+        Raises:
+            UsageError: the directory has none.
+            ShoalError: it is damaged, of other data, or a newer version wrote it.
+        """
+        path = directory / MANIFEST
+        return cls.from_json(read_manifest(path, format=FORMAT, version=VERSION), str(path))
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any], where: str) -> ImageManifest:
+        """Return the manifest of a JSON object without its format and version; ``where`` names it in errors.
+
+        Raises:
+            ShoalError: a field is missing or wrong.
+        """
+        try:
+            splits = {
+                split: tuple(ImageShardInfo(**shard) for shard in shards)
+                for split, shards in value["splits"].items()
+            }
+            return cls(**{**value, "classes": tuple(value["classes"]), "splits": splits})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ShoalError(
+                f"{where}: a field is missing or wrong ({error}); prepare the images again"
+            ) from None
