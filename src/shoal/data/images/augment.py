@@ -1,0 +1,266 @@
+"""What happens to a training image, as numbers: a pure function of (seed, epoch, index of the image).
+
+``draws`` turns a key into the crop, the mirror image, the factors of the colour jitter and their order, the
+lighting noise and the erased box; ``transform`` carries them out. All numbers of an image come from one read
+of the counter-based generator (``shoal.decide.draws``), each from a place of its own, so that the same image
+comes out whichever worker, thread or process makes it, and switching one part off changes no other part.
+
+Sources: crops by area and aspect ratio, Szegedy et al., "Going deeper with convolutions", 2015, section 6;
+lighting noise, Krizhevsky et al., "ImageNet classification with deep convolutional neural networks", 2012,
+section 4.1; erasing, Zhong et al., "Random erasing data augmentation", 2017. Ranges, tries and fallbacks are
+those of torchvision's ``RandomResizedCrop``, ``ColorJitter`` and ``RandomErasing``.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Literal
+
+import numpy as np
+
+from shoal.decide.draws import draw, random_keys, uniform
+from shoal.errors import UsageError
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+Jitter = Literal["brightness", "contrast", "saturation", "hue"]
+JITTERS: tuple[Jitter, ...] = ("brightness", "contrast", "saturation", "hue")
+
+# Square roots of the eigenvalues (for values from 0 to 1) and the eigenvectors (columns) of the covariance of
+# ImageNet's RGB values, as the ResNet training code of fb.resnet.torch and MXNet publish them.
+_LIGHT_SCALES = np.array([0.2175, 0.0188, 0.0045])
+_LIGHT_VECTORS = np.array(
+    [[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]]
+)
+_SIZE_STEP = 32  # a ResNet halves the side five times
+
+_AUGMENT = 16  # this module's word among the uses of one seed
+_TRIES = 10
+# Where in an image's numbers each of its draws lies; a crop's and a box's tries take two numbers each.
+_CROP, _PLACE, _FLIP, _ORDER, _FACTORS, _LIGHT, _ERASE, _BOX, _BOX_PLACE = 0, 20, 22, 23, 24, 28, 32, 33, 53
+_COUNTERS = np.arange(55)
+_ORDERS = tuple(permutations(range(len(JITTERS))))
+_ERASED_AREA, _ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentConfig:
+    """How training images are varied. Colours are jittered as torchvision's ``ColorJitter`` does it."""
+
+    size: int = 224
+    """Side of the square images that the model sees, in pixels."""
+    first_size: int | None = None
+    """Progressive resolution: the side in the first epochs; it grows to size by multiples of 32."""
+    growth: tuple[float, float] = (0.0, 0.0)
+    """The epochs between which the side grows from first_size to size."""
+    crop: Literal["resized", "padded"] = "resized"
+    """resized: a box of random area and aspect ratio, resized; padded: the image with padding on each side,
+    mirrored, and a box of size from it (for small images, CIFAR)."""
+    area: tuple[float, float] = (0.08, 1.0)
+    """Area of a resized crop, as a fraction of the image."""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Width / height of a resized crop."""
+    padding: int = 4
+    """Pixels on each side of a padded image."""
+    flip: float = 0.5
+    """Probability of the mirror image."""
+    brightness: float = 0.0
+    """The factor lies within 1 ± this; 0 switches it off. So do contrast and saturation."""
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+    """The shift lies within ± this, of the whole colour circle; at most 0.5."""
+    lighting: float = 0.0
+    """Standard deviation of the noise along the principal components of ImageNet's colours (AlexNet: 0.1)."""
+    erase: float = 0.0
+    """Probability that a random box is overwritten with the mean colour."""
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    """What is subtracted from red, green, blue (values from 0 to 1)."""
+    std: tuple[float, float, float] = IMAGENET_STD
+    """What they are divided by afterwards."""
+
+    def __post_init__(self) -> None:
+        if self.crop not in ("resized", "padded"):
+            raise UsageError(f"crop {self.crop!r} must be 'resized' or 'padded'")
+        for name in ("size", "first_size"):
+            side = getattr(self, name)
+            if side is not None and side < 1:
+                raise UsageError(f"{name} {side} must be at least 1 pixel")
+        if self.first_size is not None and self.crop == "padded":
+            raise UsageError("first_size needs crop 'resized': a padded crop has one size; leave it out")
+        for name, low, high in (
+            ("padding", 0, math.inf),
+            ("flip", 0, 1),
+            ("brightness", 0, math.inf),
+            ("contrast", 0, math.inf),
+            ("saturation", 0, math.inf),
+            ("hue", 0, 0.5),
+            ("lighting", 0, math.inf),
+            ("erase", 0, 1),
+        ):
+            value = getattr(self, name)
+            if not (low <= value <= high and math.isfinite(value)):
+                limit = f"from {low} to {high}" if math.isfinite(high) else f"finite and at least {low}"
+                raise UsageError(f"{name} {value} must be {limit}")
+        for name, limits, highest in (("area", self.area, 1.0), ("ratio", self.ratio, math.inf)):
+            if not (0 < limits[0] <= limits[1] <= highest and math.isfinite(limits[1])):
+                rule = "above 0 and at most 1" if name == "area" else "above 0"
+                raise UsageError(f"{name} {limits[0]} {limits[1]} must be a range (low, high), {rule}")
+        if not 0 <= self.growth[0] <= self.growth[1]:
+            raise UsageError(
+                f"growth {self.growth[0]} {self.growth[1]} must be epochs (from, to), at least 0"
+            )
+        check_normalisation(self.mean, self.std)
+
+    def size_at(self, epoch: int) -> int:
+        """Return the side of the images of an epoch (from 0), in pixels."""
+        begin, end = self.growth
+        if self.first_size is None or epoch >= end:
+            return self.size
+        if epoch <= begin:
+            return self.first_size
+        side = self.first_size + (self.size - self.first_size) * (epoch - begin) / (end - begin)
+        return max(1, round(side / _SIZE_STEP)) * _SIZE_STEP
+
+
+def check_normalisation(mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    """Check the numbers that pixels are normalised with.
+
+    Raises:
+        UsageError: there are not three of each, a mean is not finite or a deviation not above 0.
+    """
+    if len(mean) != 3 or not all(map(math.isfinite, mean)):
+        raise UsageError(f"mean {mean} must be three finite numbers: red, green, blue, from 0 to 1")
+    if len(std) != 3 or not all(0 < value < math.inf for value in std):
+        raise UsageError(f"std {std} must be three numbers above 0: red, green, blue")
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of pixels; ``top`` or ``left`` below 0: a padded crop reaches into the padding."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What is done to one image, in this order.
+
+    Attributes:
+        crop: the part of the decoded image that is used.
+        flip: whether it is mirrored.
+        jitter: adjustments of the colours in their order, with torchvision's factors (hue: shift).
+        light: what is added to red, green, blue, for values from 0 to 1.
+        erased: the part of the finished image that gets the mean colour.
+    """
+
+    crop: Box
+    flip: bool
+    jitter: tuple[tuple[Jitter, float], ...]
+    light: tuple[float, float, float]
+    erased: Box | None
+
+
+Key = tuple[int, int, int]
+"""(seed, epoch, index of the image)."""
+
+
+def draws(config: AugmentConfig, key: Key, height: int, width: int, size: int) -> Draws:
+    """Return what is done to a key's image, ``height`` × ``width`` pixels, to become ``size`` × ``size``.
+
+    Raises:
+        UsageError: a padded crop does not fit into the image with its padding.
+    """
+    seed, epoch, index = key
+    u: list[float] = uniform(draw(random_keys(seed, _AUGMENT, epoch, index), _COUNTERS)).tolist()
+    if config.crop == "resized":
+        crop = _resized_crop(u, height, width, config)
+    else:
+        crop = _padded_crop(u, height, width, size, config.padding)
+    return Draws(
+        crop=crop,
+        flip=u[_FLIP] < config.flip,
+        jitter=_jitter(u, config),
+        light=_light(u, config.lighting),
+        erased=_erased(u, size) if u[_ERASE] < config.erase else None,
+    )
+
+
+def _between(u: float, low: float, high: float) -> float:
+    return low + (high - low) * u
+
+
+def _sides(
+    u_area: float, u_ratio: float, pixels: int, area: tuple[float, float], log_ratio: tuple[float, float]
+) -> tuple[int, int]:
+    """Return (√(area·ratio), √(area/ratio)) in whole pixels."""
+    target, ratio = pixels * _between(u_area, *area), math.exp(_between(u_ratio, *log_ratio))
+    return round(math.sqrt(target * ratio)), round(math.sqrt(target / ratio))
+
+
+def _resized_crop(u: list[float], height: int, width: int, config: AugmentConfig) -> Box:
+    lowest, highest = config.ratio
+    log_ratio = (math.log(lowest), math.log(highest))
+    for at in range(_CROP, _CROP + 2 * _TRIES, 2):
+        w, h = _sides(u[at], u[at + 1], height * width, config.area, log_ratio)
+        if 0 < w <= width and 0 < h <= height:
+            return Box(int(u[_PLACE] * (height - h + 1)), int(u[_PLACE + 1] * (width - w + 1)), h, w)
+    # None fits: the largest box at the middle whose ratio is allowed.
+    h, w = height, width
+    if width < lowest * height:
+        h = round(width / lowest)
+    elif width > highest * height:
+        w = round(height * highest)
+    return Box((height - h) // 2, (width - w) // 2, h, w)
+
+
+def _padded_crop(u: list[float], height: int, width: int, size: int, padding: int) -> Box:
+    spare_rows, spare_columns = height + 2 * padding - size, width + 2 * padding - size
+    if min(spare_rows, spare_columns) < 0 or padding >= min(height, width):
+        raise UsageError(
+            f"a padded crop of {size} × {size} with a padding of {padding} does not fit an image of "
+            f"{width} × {height}: the padding must be below its sides, and its sides with it at least the "
+            "crop; choose another size or padding, or crop 'resized'"
+        )
+    top, left = int(u[_PLACE] * (spare_rows + 1)), int(u[_PLACE + 1] * (spare_columns + 1))
+    return Box(top - padding, left - padding, size, size)
+
+
+def _jitter(u: list[float], config: AugmentConfig) -> tuple[tuple[Jitter, float], ...]:
+    amounts = (config.brightness, config.contrast, config.saturation, config.hue)
+    if not any(amounts):
+        return ()
+    order = _ORDERS[int(u[_ORDER] * len(_ORDERS))]
+    return tuple((JITTERS[k], _factor(u[_FACTORS + k], k, amounts[k])) for k in order if amounts[k])
+
+
+def _factor(u: float, kind: int, amount: float) -> float:
+    if JITTERS[kind] == "hue":
+        return _between(u, -amount, amount)
+    return _between(u, max(0.0, 1.0 - amount), 1.0 + amount)
+
+
+def _light(u: list[float], deviation: float) -> tuple[float, float, float]:
+    if not deviation:
+        return (0.0, 0.0, 0.0)
+    # Box and Muller, 1958: two normal numbers from two uniform ones; 1 - u is above 0.
+    normals = []
+    for at in (_LIGHT, _LIGHT + 2):
+        radius, angle = math.sqrt(-2.0 * math.log(1.0 - u[at])), 2.0 * math.pi * u[at + 1]
+        normals += [radius * math.cos(angle), radius * math.sin(angle)]
+    red, green, blue = (_LIGHT_VECTORS @ (_LIGHT_SCALES * deviation * normals[:3])).tolist()
+    return (red, green, blue)
+
+
+def _erased(u: list[float], size: int) -> Box | None:
+    lowest, highest = _ERASED_RATIO
+    log_ratio = (math.log(lowest), math.log(highest))
+    for at in range(_BOX, _BOX + 2 * _TRIES, 2):
+        h, w = _sides(u[at], u[at + 1], size * size, _ERASED_AREA, log_ratio)
+        if h < size and w < size:
+            return Box(int(u[_BOX_PLACE] * (size - h + 1)), int(u[_BOX_PLACE + 1] * (size - w + 1)), h, w)
+    return None

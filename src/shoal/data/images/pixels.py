@@ -1,0 +1,130 @@
+"""From the pixels of a crop to what the model takes: mirror, jitter, normalise, in one native pass.
+
+The maths are torchvision's on images of floats (``transforms.v2.functional.adjust_*``): each adjustment is
+clamped to the range of a pixel and nothing is rounded in between. (On uint8, torchvision drops the fraction
+after every adjustment.) Hue is shifted without a look-up of sectors: with V the largest channel and C its
+distance to the smallest, each channel is V - C·max(0, min(k, 4 - k, 1)), where k = (n + 6·hue) mod 6 and
+n = 5, 3, 1 for red, green, blue: the closed form of HSV to RGB.
+
+``finish`` runs ``csrc/image`` where the extension is built; ``finish_numpy`` is the same formula in NumPy,
+the fallback, and what tests compare with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal import native
+from shoal.data.images.augment import Jitter
+from shoal.errors import UsageError
+
+Pixels = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+Triple = tuple[float, float, float]
+
+_GREY = (0.2989, 0.587, 0.114)
+"""Weights of red, green, blue in the grey image: torchvision's and Pillow's (ITU-R BT.601)."""
+
+
+def finish(
+    image: Pixels,
+    out: npt.NDArray[Any],
+    *,
+    scale: Triple,
+    shift: Triple,
+    flip: bool = False,
+    jitter: Sequence[tuple[Jitter, float]] = (),
+    level: native.Level | None = None,
+) -> None:
+    """Write ``scale · jittered(image) + shift`` to ``out``; the GIL is released meanwhile.
+
+    Args:
+        image: uint8 ``[H, W, 3]``, pixels in a row next to each other; rows may be strided (a crop).
+        out: ``[3, H, W]``: float32, uint16 (the bits of bfloat16, to nearest even) or uint8 (rounded to
+            nearest, clamped). Planes of channels or, where the strides say so, channels last.
+        scale: for red, green, blue, in units of a pixel from 0 to 255: 1 / (255 · std) normalises.
+        shift: added at last: -mean / std, and lighting noise / std.
+        jitter: adjustments with torchvision's factors, in order.
+        level: forces the kernels of a level (for tests).
+
+    Raises:
+        UsageError: shapes, types or strides are not as said.
+    """
+    if (
+        image.dtype != np.uint8
+        or image.ndim != 3
+        or out.shape != (3, *image.shape[:2])
+        or image.shape[2] != 3
+    ):
+        raise UsageError(
+            f"pixels must be uint8 [H, W, 3] and the output [3, H, W], got {image.dtype} {image.shape} and "
+            f"{out.shape}"
+        )
+    finish_numpy(image, out, scale=scale, shift=shift, flip=flip, jitter=jitter)
+
+
+def finish_numpy(
+    image: Pixels,
+    out: npt.NDArray[Any],
+    *,
+    scale: Triple,
+    shift: Triple,
+    flip: bool = False,
+    jitter: Sequence[tuple[Jitter, float]] = (),
+) -> None:
+    """The same as ``finish`` in NumPy, whatever the strides."""
+    seen = image[:, ::-1] if flip else image
+    rgb = np.ascontiguousarray(seen.transpose(2, 0, 1)).astype(np.float32)
+    for name, factor in jitter:
+        rgb = adjust(rgb, name, factor)
+    rgb *= _columns(scale)
+    rgb += _columns(shift)
+    if out.dtype == np.uint8:
+        out[...] = np.rint(rgb.clip(0, 255))
+    elif out.dtype == np.uint16:
+        bits = rgb.view(np.uint32)
+        out[...] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    else:
+        out[...] = rgb
+
+
+def adjust(rgb: Floats, name: Jitter, factor: float) -> Floats:
+    """Return float32 ``[3, H, W]``, values from 0 to 255, after one adjustment."""
+    factor32, rest = np.float32(factor), np.float32(1.0 - factor)
+    moved: Floats
+    if name == "hue":
+        moved = _shift_hue(rgb, factor)
+    elif name == "brightness":
+        moved = rgb * factor32
+    else:
+        grey = np.einsum("c,chw->hw", np.array(_GREY, dtype=np.float32), rgb)
+        moved = rgb * factor32 + rest * (
+            np.float32(grey.mean(dtype=np.float64)) if name == "contrast" else grey
+        )
+    return moved.clip(0, 255)
+
+
+def _shift_hue(rgb: Floats, shift: float) -> Floats:
+    red, green, blue = rgb
+    largest = rgb.max(axis=0)
+    chroma = largest - rgb.min(axis=0)
+    divisor = np.where(chroma > 0, chroma, np.float32(1))
+    sixths = np.where(
+        largest == red,
+        (green - blue) / divisor,
+        np.where(largest == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor),
+    )
+    sixths += np.float32(6.0 * shift)
+    out = np.empty_like(rgb)
+    for channel, n in enumerate((5, 3, 1)):
+        k = np.mod(sixths + np.float32(n), np.float32(6))
+        out[channel] = largest - chroma * np.minimum(k, 4 - k).clip(0, 1)
+    return out
+
+
+def _columns(values: Triple) -> Floats:
+    return np.array(values, dtype=np.float32).reshape(3, 1, 1)
