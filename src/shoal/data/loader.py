@@ -5,7 +5,8 @@ next ``global_batch_size`` samples of the endless stream (``shoal.decide.order``
 its micro-batches follow from sizes alone. Nothing else is remembered, so resuming with another number of
 workers or loader processes continues with the same global batches.
 
-A thread of the worker makes batches ahead. With loader processes, it waits for theirs. (torch's DataLoader
+A thread of the worker makes batches ahead; large examples (images) come as a stream of micro-batches, of
+which a number of bytes is ready ahead. With loader processes, it waits for theirs. (torch's DataLoader
 is not used: with a deadline it notices only at the deadline that a loader process has died, without one it
 never ends if a process hangs, and its errors come with a traceback in their text.)
 """
@@ -13,24 +14,40 @@ never ends if a process hangs, and its errors come with a traceback in their tex
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
+from typing import TypeVar
 
 import torch
 
 from shoal.data.examples import evenly_spread
-from shoal.data.steps import Arrays, Reader, Share, StepReader, loader_processes, submit_read
-from shoal.decide.order import micro_batches, worker_part
+from shoal.data.steps import (
+    Arrays,
+    Reader,
+    Share,
+    SizedReader,
+    StepReader,
+    loader_processes,
+    submit_read,
+    submit_read_one,
+)
+from shoal.decide.order import BlockShuffle, micro_batches, worker_part
 from shoal.errors import ShoalError, UsageError
+
+_Task = TypeVar("_Task")
+_Made = TypeVar("_Made")
 
 Batch = dict[str, torch.Tensor]
 """A micro-batch as models take it (``steps.Reader.micro_batch``), as tensors."""
 
 _DEADLINE_S = 600.0
 """A step's batches take milliseconds; a loader process that is silent for so long hangs."""
+
+_NUM_STREAMS = 2
+"""Micro-batches of a stream in the making: decode threads that find the end of one begin the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +60,17 @@ class LoaderConfig:
 
     num_loader_processes: int = 0
     num_prefetched_steps: int = 2
+    """Steps ready ahead, of ``training_steps``."""
+    max_prefetched_bytes: int = 1 << 29
+    """Bytes ready ahead, of ``streamed_steps``; at least one micro-batch, and one for each loader process."""
 
     def __post_init__(self) -> None:
         if self.num_loader_processes < 0:
             raise UsageError(f"num_loader_processes {self.num_loader_processes} must be at least 0")
         if self.num_prefetched_steps < 1:
             raise UsageError(f"num_prefetched_steps {self.num_prefetched_steps} must be at least 1")
+        if self.max_prefetched_bytes < 0:
+            raise UsageError(f"max_prefetched_bytes {self.max_prefetched_bytes} must be at least 0")
 
 
 def training_steps(
@@ -73,27 +95,69 @@ def training_steps(
     processes = loader_processes(steps, config.num_loader_processes) if config.num_loader_processes else None
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader")
     blocks = (range(num_steps)[i : i + steps.steps_at_once] for i in range(0, num_steps, steps.steps_at_once))
-    ahead: deque[Future[list[list[Batch]]]] = deque()
 
     def finish(block: range, elsewhere: Future[list[list[Arrays]]] | None) -> list[list[Batch]]:
         made = steps.read(block) if elsewhere is None else _wait(elsewhere)
         return [[_tensors(arrays, pin_memory) for arrays in step] for step in made]
 
-    def begin(count: int) -> None:
-        for block in islice(blocks, count):
-            elsewhere = None if processes is None else submit_read(processes, block)
-            ahead.append(thread.submit(finish, block, elsewhere))
+    def begin(block: range) -> Future[list[list[Batch]]]:
+        elsewhere = None if processes is None else submit_read(processes, block)
+        return thread.submit(finish, block, elsewhere)
 
+    num_ahead = -(-config.num_prefetched_steps // steps.steps_at_once) * max(config.num_loader_processes, 1)
     try:
-        begin(-(-config.num_prefetched_steps // steps.steps_at_once) * max(config.num_loader_processes, 1))
-        while ahead:
-            ready = ahead.popleft().result()
-            begin(1)
-            yield from ready
+        for block in _in_order(begin, blocks, num_ahead):
+            yield from block
     finally:
         if processes is not None:
             processes.shutdown(cancel_futures=True)
         thread.shutdown(cancel_futures=True)
+
+
+def streamed_steps(
+    reader: SizedReader,
+    share: Share,
+    config: LoaderConfig,
+    *,
+    num_steps: int,
+    samples_consumed: int = 0,
+    blocks: BlockShuffle | None = None,
+    pin_memory: bool = False,
+) -> Generator[Iterator[Batch]]:
+    """Yield, for each of ``num_steps`` optimizer steps, an iterator over this worker's micro-batches.
+
+    The same batches and the same state as ``training_steps`` (the order may be one of ``blocks``), for
+    examples of which a whole step is too much to hold, or to wait for: each micro-batch is made by itself,
+    and ``config.max_prefetched_bytes`` say how many are ready ahead, over the borders of steps. What an
+    iterator was not asked for before the next step is dropped. Closing the outer one ends threads and
+    processes.
+
+    Raises:
+        ShoalError: as for ``training_steps``.
+    """
+    steps = StepReader(reader=reader, share=share, samples_consumed=samples_consumed, blocks=blocks)
+    processes = loader_processes(steps, config.num_loader_processes) if config.num_loader_processes else None
+    threads = ThreadPoolExecutor(max_workers=_NUM_STREAMS, thread_name_prefix="shoal-loader")
+
+    def finish(place: tuple[int, int], elsewhere: Future[Arrays] | None) -> Batch:
+        return _tensors(steps.read_one(*place) if elsewhere is None else _wait(elsewhere), pin_memory)
+
+    def begin(place: tuple[int, int]) -> Future[Batch]:
+        elsewhere = None if processes is None else submit_read_one(processes, *place)
+        return threads.submit(finish, place, elsewhere)
+
+    places = product(range(num_steps), range(steps.num_micro_batches))
+    num_fitting = config.max_prefetched_bytes // (share.micro_batch_size * reader.example_bytes)
+    try:
+        batches = _in_order(begin, places, max(1, config.num_loader_processes, num_fitting))
+        for _ in range(num_steps):
+            step = islice(batches, steps.num_micro_batches)
+            yield step
+            deque(step, maxlen=0)
+    finally:
+        if processes is not None:
+            processes.shutdown(cancel_futures=True)
+        threads.shutdown(cancel_futures=True)
 
 
 def held_out_batches(
@@ -103,19 +167,46 @@ def held_out_batches(
     limit: int | None = None,
     rank: int = 0,
     num_workers: int = 1,
+    num_ahead: int = 0,
+    pin_memory: bool = False,
 ) -> Iterator[Batch]:
     """Yield this worker's part of a fixed set of examples, the same whenever it is called.
 
     The set is at most ``limit`` examples, spread evenly over the split, as epoch 0 draws them. Workers
     share it without padding or repetition, so the last micro-batch may be smaller, and workers may differ
-    by a micro-batch: sum over workers after the loop, not inside it.
+    by a micro-batch: sum over workers after the loop, not inside it. With ``num_ahead`` a thread has so many
+    micro-batches ready ahead.
     """
     indices = evenly_spread(reader.num_examples, limit)
-    for cut in micro_batches(worker_part(len(indices), rank, num_workers), micro_batch_size):
-        yield _tensors(reader.micro_batch(reader.batch(0, indices[cut.start : cut.stop])), False)
+    cuts = iter(micro_batches(worker_part(len(indices), rank, num_workers), micro_batch_size))
+
+    def make(cut: range) -> Batch:
+        arrays = reader.micro_batch(reader.batch(0, indices[cut.start : cut.stop]))
+        return _tensors(arrays, pin_memory)
+
+    if not num_ahead:
+        yield from map(make, cuts)
+        return
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader")
+    try:
+        yield from _in_order(lambda cut: thread.submit(make, cut), cuts, num_ahead)
+    finally:
+        thread.shutdown(cancel_futures=True)
 
 
-def _wait(elsewhere: Future[list[list[Arrays]]]) -> list[list[Arrays]]:
+def _in_order(
+    begin: Callable[[_Task], Future[_Made]], tasks: Iterator[_Task], num_ahead: int
+) -> Iterator[_Made]:
+    """Yield what becomes of each task, in order; ``num_ahead`` are begun before they are asked for."""
+    ahead = deque(map(begin, islice(tasks, num_ahead)))
+    while ahead:
+        made = ahead.popleft().result()
+        ahead.extend(map(begin, islice(tasks, 1)))
+        yield made
+        del made  # a batch that its user has let go must not stay until the next is ready
+
+
+def _wait(elsewhere: Future[_Made]) -> _Made:
     remedy = "ask for fewer with num_loader_processes (0 uses a thread)"
     try:
         return elsewhere.result(timeout=_DEADLINE_S)

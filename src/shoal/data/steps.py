@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from typing import Any, Protocol
@@ -17,7 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shoal.decide.order import examples_of, micro_batches, worker_part
+from shoal.decide.draws import Int64Array
+from shoal.decide.order import BlockShuffle, examples_of, micro_batches, worker_part
 
 _BLOCK_TOKENS = 1 << 14
 """NumPy's cost a call is most of a small batch: 32 × 128 tokens take 0.75 ms alone, 0.34 ms four at a time.
@@ -49,6 +51,14 @@ class Reader(Protocol):
         """Return some examples of a batch in the form that models take."""
 
 
+class SizedReader(Reader, Protocol):
+    """A reader whose examples are large, so that how many are ready ahead is counted in bytes."""
+
+    @property
+    def example_bytes(self) -> int:
+        """Bytes of one example in a batch."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Share:
     """Which part of each global batch a worker reads, and in which pieces."""
@@ -61,11 +71,15 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReader:
-    """Step number → the worker's micro-batches of that step. Step 0 begins after ``samples_consumed``."""
+    """Step number → the worker's micro-batches of that step. Step 0 begins after ``samples_consumed``.
+
+    The order is the full shuffle unless ``blocks`` say otherwise.
+    """
 
     reader: Reader
     share: Share
     samples_consumed: int
+    blocks: BlockShuffle | None = None
 
     @property
     def steps_at_once(self) -> int:
@@ -81,7 +95,7 @@ class StepReader:
         per_step = micro_batches(range(len(part)), share.micro_batch_size)
         firsts = self.samples_consumed + np.asarray(steps, dtype=np.int64) * share.global_batch_size
         numbers = (firsts[:, None] + np.asarray(part, dtype=np.int64)).ravel()
-        epochs, indices = examples_of(numbers, self.reader.num_examples, self.reader.seed)
+        epochs, indices = self._examples(numbers)
         cuts = [
             slice(step * len(part) + cut.start, step * len(part) + cut.stop)
             for step in range(len(steps))
@@ -102,6 +116,21 @@ class StepReader:
         return [made[i * len(per_step) : (i + 1) * len(per_step)] for i in range(len(steps))]
 
     @property
+    def num_micro_batches(self) -> int:
+        """The worker's micro-batches in each step."""
+        return -(-len(self._part) // self.share.micro_batch_size)
+
+    def read_one(self, step: int, number: int) -> Arrays:
+        """Return micro-batch ``number`` of a step by itself, the same as ``read`` makes."""
+        cut = micro_batches(self._part, self.share.micro_batch_size)[number]
+        first = self.samples_consumed + step * self.share.global_batch_size
+        epochs, indices = self._examples(first + np.asarray(cut, dtype=np.int64))
+        return self.reader.micro_batch(self.reader.batch(epochs, indices))
+
+    def _examples(self, numbers: Int64Array) -> tuple[Int64Array, Int64Array]:
+        return examples_of(numbers, self.reader.num_examples, self.reader.seed, self.blocks)
+
+    @property
     def _part(self) -> range:
         return worker_part(self.share.global_batch_size, self.share.rank, self.share.num_workers)
 
@@ -119,16 +148,29 @@ def loader_processes(steps: StepReader, num_processes: int) -> ProcessPoolExecut
 
 def submit_read(processes: ProcessPoolExecutor, steps: range) -> Future[list[list[Arrays]]]:
     """Have one of ``processes`` read steps."""
-    # A process may be started here. It inherits the mask for its whole life.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_WORKER)
-    try:
+    with _signals_left_to_worker():
         return processes.submit(_read_in_process, steps)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def submit_read_one(processes: ProcessPoolExecutor, step: int, number: int) -> Future[Arrays]:
+    """Have one of ``processes`` read one micro-batch."""
+    with _signals_left_to_worker():
+        return processes.submit(_read_one_in_process, step, number)
 
 
 _LEFT_TO_WORKER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Who stops a job may signal every process of it. The worker decides; loader processes end when it does."""
+
+
+@contextmanager
+def _signals_left_to_worker() -> Iterator[None]:
+    """A process may be started in this block. It inherits the mask for its whole life."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_WORKER)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
 
 _steps: StepReader  # of this loader process
 
@@ -148,3 +190,7 @@ def _end_with_worker() -> None:
 
 def _read_in_process(steps: range) -> list[list[Arrays]]:
     return _steps.read(steps)
+
+
+def _read_one_in_process(step: int, number: int) -> Arrays:
+    return _steps.read_one(step, number)
