@@ -45,6 +45,10 @@ class Start:
     global_batch_size: int
     micro_batch_size: int
     accumulation_steps: int
+    unit: str = "sequences"
+    """What samples are called, for rates: "images"."""
+    epoch_samples: int = 0
+    """Samples in an epoch of a run that is defined in epochs; 0 for one that is defined in steps."""
     references: dict[str, float] = field(default_factory=dict)
     """Lines to draw in the plots of evaluation metrics: metric name -> value."""
     time_s: float = field(default_factory=time.time)

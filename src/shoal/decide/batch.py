@@ -17,6 +17,8 @@ class BatchPlan:
     micro_batch_size: int
     num_workers: int
     accumulation_steps: int
+    unit: str = "sequences"
+    """What samples are called."""
 
     @property
     def worker_batch_size(self) -> int:
@@ -26,18 +28,24 @@ class BatchPlan:
         steps = "step" if self.accumulation_steps == 1 else "steps"
         workers = "worker" if self.num_workers == 1 else "workers"
         return (
-            f"{self.micro_batch_size} sequences × {self.accumulation_steps} accumulation {steps} × "
-            f"{self.num_workers} {workers} = {self.global_batch_size:,} sequences a step"
+            f"{self.micro_batch_size} {self.unit} × {self.accumulation_steps} accumulation {steps} × "
+            f"{self.num_workers} {workers} = {self.global_batch_size:,} {self.unit} a step"
         )
 
 
 def plan_batch(
-    *, global_batch_size: int, num_workers: int, micro_batch_size: int | None, section: str = "train"
+    *,
+    global_batch_size: int,
+    num_workers: int,
+    micro_batch_size: int | None,
+    section: str = "train",
+    unit: str = "sequences",
 ) -> BatchPlan:
     """Derive accumulation from what is given; the micro-batch defaults to the largest fitting divisor.
 
     Args:
         section: where the sizes stand in the settings, for messages.
+        unit: what samples are called.
 
     Raises:
         UsageError: the sizes do not divide; the message names the nearest sizes that do.
@@ -53,7 +61,7 @@ def plan_batch(
     if share % micro_batch_size:
         raise UsageError(
             f"{section}.micro_batch_size {micro_batch_size} does not divide a worker's share of {share} "
-            f"sequences ({section}.global_batch_size {global_batch_size} / {num_workers} workers); "
+            f"{unit} ({section}.global_batch_size {global_batch_size} / {num_workers} workers); "
             f"the nearest sizes that do are {_nearest_divisors(share, micro_batch_size)}"
         )
     return BatchPlan(
@@ -61,6 +69,7 @@ def plan_batch(
         micro_batch_size=micro_batch_size,
         num_workers=num_workers,
         accumulation_steps=share // micro_batch_size,
+        unit=unit,
     )
 
 

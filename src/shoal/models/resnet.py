@@ -6,7 +6,7 @@ torchvision's names, so either side loads the other's weights. Weights begin as 
 (arXiv 1706.02677, section 5.1): convolutions by He's rule on what goes out of them, the scale of each
 residual branch's last norm 0, the classifier normal with a deviation of 0.01.
 
-:class:`ResNet9` is a small one for images of 32 pixels after David Page's for DAWNBench: only 3×3 convolutions, a
+:class:`ResNet9` is a small one for images of 32 pixels after David Page's for DAWNBench: 3×3 convolutions, a
 residual branch after the second and the fourth of them, the largest value of each channel at the end.
 """
 

@@ -182,7 +182,7 @@ def throughput_chart(runs: Sequence[Run]) -> Chart | None:
     )
     return Chart(
         title="Throughput",
-        unit=f"{words.SAMPLE}/s",
+        unit=", ".join(dict.fromkeys(words.per_second_unit(run.start.unit) for run in runs)),
         svg=plots.draw_curves(lines, axes),
         keys=keys if len(runs) > 1 else [],
         notes=notes,

@@ -88,7 +88,7 @@ def tiles(run: Run) -> list[Tile]:
         Tile(label="Time under way", value=words.duration(run.seconds), notes=[_time_note(run)]),
         Tile(
             label="Throughput",
-            value=words.rate(rate) if rate else _MISSING,
+            value=words.rate(rate, run.start.unit) if rate else _MISSING,
             notes=[f"{words.milliseconds(mean_step_s(run))} a step" if run.steps else "no step recorded yet"],
         ),
     ]
@@ -142,7 +142,7 @@ def facts(runs: Sequence[Run]) -> list[Line]:
         ("time under way", lambda run: words.duration(run.seconds)),
         ("steps", lambda run: f"{run.last_step:,} of {run.start.total_steps:,}"),
         ("samples", lambda run: f"{run.steps[-1].samples:,}" if run.steps else _MISSING),
-        ("throughput", lambda run: words.rate(mean_rate(run)) if run.steps else _MISSING),
+        ("throughput", lambda run: words.rate(mean_rate(run), run.start.unit) if run.steps else _MISSING),
         ("step time", lambda run: words.milliseconds(mean_step_s(run)) if run.steps else _MISSING),
         ("global batch", global_batches),
         ("world", lambda run: world(run.start)),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-SAMPLE = "seq"
+_SHORT = {"sequences": "seq"}
 
 _METRICS = {
     "mlm_loss": "Masked-LM loss",
@@ -126,8 +126,13 @@ def duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24:02d} h"
 
 
-def rate(per_second: float) -> str:
-    return f"{number(per_second, 3)} {SAMPLE}/s"
+def rate(per_second: float, samples: str) -> str:
+    """``8.1 seq/s``, ``43,900 images/s``; ``samples`` is what the run calls them."""
+    return f"{number(per_second, 3)} {per_second_unit(samples)}"
+
+
+def per_second_unit(samples: str) -> str:
+    return f"{_SHORT.get(samples, samples)}/s"
 
 
 def moment(time_s: float) -> str:

@@ -41,11 +41,16 @@ class NonFiniteWatch:
 
 @contextmanager
 def memory_advice(
-    micro_batch_size: int, *, section: str = "train", remedy: str = "--model.activation-checkpointing"
+    micro_batch_size: int,
+    *,
+    section: str = "train",
+    unit: str = "sequences",
+    remedy: str = "--model.activation-checkpointing",
 ) -> Iterator[None]:
     """Turn running out of memory into an error that names the settings to change.
 
-    ``section`` is where the batch stands in the settings, ``remedy`` what else helps.
+    ``section`` is where the batch stands in the settings, ``unit`` what samples are called, ``remedy`` what
+    else helps.
     """
     try:
         yield
@@ -54,7 +59,7 @@ def memory_advice(
             raise
         smaller = f"--{section}.micro-batch-size {micro_batch_size // 2} or " if micro_batch_size > 1 else ""
         raise ShoalError(
-            f"out of memory with a micro-batch of {micro_batch_size} sequences: use {smaller}"
+            f"out of memory with a micro-batch of {micro_batch_size} {unit}: use {smaller}"
             f"{remedy}; the global batch stays the same ({error})"
         ) from error
 

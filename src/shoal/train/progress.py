@@ -20,10 +20,12 @@ class Progress:
     Args:
         total_steps: steps of the whole run.
         first_step: the step that the run goes on from.
+        unit: what samples are called.
     """
 
-    def __init__(self, total_steps: int, first_step: int = 0) -> None:
+    def __init__(self, total_steps: int, first_step: int = 0, *, unit: str = "sequences") -> None:
         self._total = total_steps
+        self._unit = unit
         self._bar: RichProgress | None = None
         self._last_line_s = -SECONDS_BETWEEN_LINES
         if sys.stderr.isatty():
@@ -50,7 +52,7 @@ class Progress:
         figures = f"loss {row.loss:.3f}" + "".join(
             f"  {name.removesuffix('_accuracy')} {100 * value:.1f} %" for name, value in accuracies.items()
         )
-        figures += f"  {row.samples_per_s:,.0f} sequences/s"
+        figures += f"  {row.samples_per_s:,.0f} {self._unit}/s"
         if self._bar is not None:
             short = figures.replace("  ", " ").replace(" %", "%").replace("sequences", "seq")
             self._bar.update(self._task, completed=row.step, text=short)

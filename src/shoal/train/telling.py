@@ -27,6 +27,7 @@ def start_row(
     total_steps: int,
     batch: BatchPlan,
     references: Mapping[str, float],
+    epoch_samples: int = 0,
 ) -> record.Start:
     """Return the line that a record begins with: the settings, the arithmetic of the batch, the world."""
     return record.Start(
@@ -45,6 +46,8 @@ def start_row(
         global_batch_size=batch.global_batch_size,
         micro_batch_size=batch.micro_batch_size,
         accumulation_steps=batch.accumulation_steps,
+        unit=batch.unit,
+        epoch_samples=epoch_samples,
         references=dict(references),
     )
 

@@ -63,7 +63,7 @@ def test_units() -> None:
     assert words.count(999_999) == "999,999"
     assert words.count(11_800_000) == "11.8 M"
     assert words.count(2_850_000_000) == "2.85 B"
-    assert words.rate(293.4) == "293 seq/s"
+    assert words.rate(293.4, "sequences") == "293 seq/s" and words.rate(12_345, "images") == "12,345 images/s"
     assert words.moment(0) == "1970-01-01 00:00:00"
     assert words.plural(1, "host") == "1 host"
     assert words.plural(2000, "host") == "2,000 hosts"
