@@ -76,7 +76,7 @@ class ShardWriter:
         header = HEADER.pack(
             MAGIC, VERSION, self._dtype.itemsize, num_documents, num_sentences, self.num_tokens
         )
-        with GrowingFile(self._path("index")) as index:
+        with self._tokens, GrowingFile(self._path("index")) as index:
             index.write(header)
             for offsets in (self._sentences, self._documents, self._document_tokens):
                 index.write(np.asarray(offsets, dtype="<i8").tobytes())

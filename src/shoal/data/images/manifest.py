@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.data.files import sha256_of, write_atomically
-from shoal.data.manifest import MANIFEST, read_manifest, shards_of
+from shoal.data.manifest import MANIFEST, parse_manifest, read_manifest, shards_of
 from shoal.errors import ShoalError
 
 FORMAT = "shoal-images"
@@ -55,10 +55,9 @@ class ImageShardInfo:
                 ) from error
             if (found_bytes, found) != (expected["bytes"], expected["sha256"]):
                 raise ShoalError(
-                    f"{path} is not the file of the manifest: it has {found_bytes:,} bytes, SHA-256 "
-                    f"{found[:16]}…, and should have {expected['bytes']:,} bytes, {expected['sha256'][:16]}…; "
-                    "it was changed, damaged or comes from another preparation: copy it again or prepare "
-                    "the images again"
+                    f"{path} has the wrong checksum: {found_bytes:,} bytes, SHA-256 {found[:16]}…, the "
+                    f"manifest says {expected['bytes']:,} bytes, {expected['sha256'][:16]}…; it was changed, "
+                    "damaged or comes from another preparation: copy it again or prepare the images again"
                 )
 
 
@@ -109,6 +108,15 @@ class ImageManifest:
         """
         path = directory / MANIFEST
         return cls.from_json(read_manifest(path, format=FORMAT, version=VERSION), str(path))
+
+    @classmethod
+    def parse(cls, data: bytes, where: str) -> ImageManifest:
+        """Return the manifest in the bytes that were read from ``where``.
+
+        Raises:
+            ShoalError: as for ``load``.
+        """
+        return cls.from_json(parse_manifest(data, where, format=FORMAT, version=VERSION), where)
 
     @classmethod
     def from_json(cls, value: dict[str, Any], where: str) -> ImageManifest:

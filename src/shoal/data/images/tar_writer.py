@@ -1,7 +1,7 @@
-"""Writes image shards: a tar in the layout of WebDataset and its index, in bounded memory, whole or not at all.
+"""Writes image shards: a tar in WebDataset's layout and its index, in bounded memory, whole or not at all.
 
-An image is two members, ``KEY.jpg`` and ``KEY.cls`` (its label in ASCII), or ``KEY.json`` where annotations ride
-along. Members have no owner, time or mode of their own, so the same images make the same bytes.
+An image is two members, ``KEY.jpg`` and ``KEY.cls`` (its label in ASCII), or ``KEY.json`` where annotations
+ride along. Members have no owner, time or mode of their own, so the same images make the same bytes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ImageShardWriter:
         """
         fill = -(self._tar.num_bytes + 2 * _BLOCK) % _TAR_RECORD_BYTES
         self._tar.write(bytes(2 * _BLOCK + fill))
-        with GrowingFile(self._directory / f"{self._name}.{INDEX}") as index:
+        with self._tar, GrowingFile(self._directory / f"{self._name}.{INDEX}") as index:
             index.write(bytes(self._records))
             files = {TAR: self._tar.close(), INDEX: index.close()}
             # The index comes last: a shard with an index is complete.
