@@ -38,20 +38,32 @@ def read_manifest(path: Path, *, format: str, version: int) -> dict[str, Any]:
     """
     kind = format.removeprefix("shoal-")
     try:
-        value = json.loads(path.read_bytes())
+        data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(
             f"{path.parent} has no {path.name}, so it holds no prepared {kind}, or its preparation did not "
             f"finish; run `shoal prepare {kind} SOURCE... --out {path.parent}`"
         ) from None
+    return parse_manifest(data, str(path), format=format, version=version)
+
+
+def parse_manifest(data: bytes, where: str, *, format: str, version: int) -> dict[str, Any]:
+    """Return the JSON object of a manifest that was read from ``where``.
+
+    Raises:
+        ShoalError: it is damaged, of other data, or a newer version wrote it.
+    """
+    kind = format.removeprefix("shoal-")
+    try:
+        value = json.loads(data)
     except ValueError as error:
-        raise ShoalError(f"{path} is not valid JSON ({error}); prepare the {kind} again") from None
+        raise ShoalError(f"{where} is not valid JSON ({error}); prepare the {kind} again") from None
     if not isinstance(value, dict) or value.get("format") != format:
-        raise ShoalError(f"{path}: its format is not {format!r}; is this the folder of other data?")
+        raise ShoalError(f"{where}: its format is not {format!r}; is this the folder of other data?")
     found = value.get("version")
     if not isinstance(found, int) or found > version:
         raise ShoalError(
-            f"{path} has version {found}; this shoal reads version {version}: "
+            f"{where} has version {found}; this shoal reads version {version}: "
             f"update shoal, or prepare the {kind} again"
         )
     return {key: field for key, field in value.items() if key not in ("format", "version")}
