@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 evaluate = App(name="evaluate", help="Score predictions by the official rules.")
 
@@ -46,3 +46,32 @@ def evaluate_squad(
         data, predictions, null_odds=null_odds, null_threshold=null_threshold, version=version, out=json
     )
     print(lines)
+
+
+@evaluate.command(name="coco")
+def evaluate_coco(
+    *,
+    annotations: Path,
+    results: Annotated[list[Path], Parameter(consume_multiple=True)],
+    on_bad: Literal["refuse", "skip"] = "refuse",
+    json: Path | None = None,
+) -> None:
+    """Score boxes and masks by COCO's official rules: the twelve figures of each, over all images.
+
+    Images without results count as such in which nothing was found.
+
+    Parameters
+    ----------
+    annotations
+        The ground truth, like instances_val2017.json.
+    results
+        Files of results in COCO's format, with boxes, masks or both; each image in only one of them.
+    on_bad
+        What becomes of entries that cannot be used, such as results for images that the ground truth does not
+        have: refuse the file, or skip and count them.
+    json
+        File for the figures as well, in full precision and by category.
+    """
+    from shoal.data.coco import evaluate as coco
+
+    print(coco.evaluate(annotations, results, on_bad=on_bad, out=json))

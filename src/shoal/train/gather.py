@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,3 +39,30 @@ def gather_rows(
         if len(rows):
             out[rows] = part.numpy()
     return out
+
+
+def gather_flat(world: World, own: npt.NDArray[Any]) -> list[npt.NDArray[Any]] | None:
+    """Return the arrays of all workers by rank on the main worker, ``None`` on the others.
+
+    Args:
+        own: one-dimensional, of a type that all workers share; lengths differ at will.
+    """
+    if world.num_workers == 1:
+        return [own]
+    sizes = torch.zeros(world.num_workers, dtype=torch.int64)
+    sizes[world.place.rank] = len(own)
+    dist.all_reduce(sizes, group=world.control)
+    tensor = torch.from_numpy(np.ascontiguousarray(own))
+    if not world.is_main:
+        if len(own):
+            dist.send(tensor, dst=0, group=world.control)
+        return None
+    parts = []
+    for rank, size in enumerate(sizes.tolist()):
+        part = tensor
+        if rank != world.place.rank:
+            part = torch.empty(size, dtype=tensor.dtype)
+            if size:
+                dist.recv(part, src=rank, group=world.control)
+        parts.append(part.numpy())
+    return parts

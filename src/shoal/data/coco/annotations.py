@@ -1,0 +1,302 @@
+"""The ground truth of COCO: images, categories and the objects in them.
+
+The file is an object with the arrays ``images`` (id, file_name, width, height), ``categories`` (id, name) and
+``annotations`` (id, image_id, category_id, bbox, area, iscrowd, segmentation), see
+https://cocodataset.org/#format-data. The arrays may stand in any order; other keys are passed over.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from shoal.data.coco.bad import BadEntries, OnBad
+from shoal.data.coco.json_stream import top_level_entries
+from shoal.errors import UsageError, did_you_mean
+
+Polygons = tuple["array[float]", ...]
+"""Each x0, y0, x1, y1, … in pixels of the image; together one object."""
+Rle = dict[str, Any]
+"""``size`` [height, width] and ``counts``: a list of runs down the columns, or COCO's string of them."""
+Segmentation = Polygons | Rle
+Boxes = Literal["keep", "check"]
+
+_ARRAYS = ("images", "categories", "annotations")
+_MIN_POLYGON = 6
+
+
+@dataclass(frozen=True, slots=True)
+class CocoImage:
+    """An image of the ground truth, sizes in pixels."""
+
+    id: int
+    file_name: str
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class CocoObject:
+    """One annotation: an object, or a crowd of them."""
+
+    id: int
+    category_id: int
+    box: tuple[float, float, float, float]
+    """x, y, width, height in pixels, as in the file."""
+    area: float
+    """In square pixels, as in the file; that of the box where the file does not say."""
+    is_crowd: bool
+    segmentation: Segmentation | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CocoAnnotations:
+    """A file of annotations without its bad entries."""
+
+    path: Path
+    images: Mapping[int, CocoImage]
+    """By id, in the order of the file; images without objects too."""
+    categories: Mapping[int, str]
+    """Names by id, in the order of the ids."""
+    objects: Mapping[int, tuple[CocoObject, ...]]
+    """The objects of an image by its id, in the order of the file; all images are there."""
+    bad: BadEntries
+    """What was left out or is odd, counted."""
+    labels: Mapping[int, int] = field(init=False)
+    """Category ids to 1, 2, …; 0 is left to the background."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", {category: n for n, category in enumerate(self.categories, 1)})
+
+    @property
+    def num_objects(self) -> int:
+        return sum(map(len, self.objects.values()))
+
+
+def read_annotations(path: Path, *, on_bad: OnBad = "refuse", boxes: Boxes = "check") -> CocoAnnotations:
+    """Read ``instances_*.json`` or any file of that form.
+
+    Bad are entries whose id another one has, that name an image or category which does not exist, or whose
+    values are not what they must be. Objects of a bad image go with it and are counted by themselves.
+
+    Args:
+        on_bad: refuse the file at the first bad entry, or skip such entries and count them.
+        boxes: ``check`` counts an object among the bad ones if its box has no area inside the image (training
+            cannot use it); ``keep`` takes it as it is, as the official scorer does.
+
+    Raises:
+        UsageError: the file cannot be read, is not COCO, or has a bad entry, which is refused.
+    """
+    return _Reader(path, on_bad, boxes).read()
+
+
+class _Bad(Exception):
+    """An entry is not usable: its rule and the value."""
+
+
+class _Reader:
+    def __init__(self, path: Path, on_bad: OnBad, boxes: Boxes) -> None:
+        self._path = path
+        self._bad = BadEntries(path, on_bad)
+        self._boxes = boxes
+        self._images: dict[int, CocoImage] = {}
+        self._categories: dict[int, str] = {}
+        self._found: dict[int, list[tuple[int, CocoObject]]] = {}
+        self._ids: set[int] = set()
+
+    def read(self) -> CocoAnnotations:
+        takers = dict(zip(_ARRAYS, (self._take_image, self._take_category, self._take_object), strict=True))
+        keys: set[str] = set()
+        for key, index, entry in top_level_entries(self._path):
+            keys.add(key)
+            if index is None and key in takers and entry != []:
+                raise UsageError(f"{self._path}: {key!r} is no array; is it a file of COCO annotations?")
+            if index is not None and key in takers:
+                place = f"{key}[{index}]"
+                try:
+                    takers[key](entry, index, place)
+                except _Bad as bad:
+                    self._bad.add(*_sentence(bad, place, entry))
+        self._check_keys(keys)
+        objects = self._placed()
+        categories = {key: self._categories[key] for key in sorted(self._categories)}
+        return CocoAnnotations(
+            path=self._path, images=self._images, categories=categories, objects=objects, bad=self._bad
+        )
+
+    def _check_keys(self, keys: set[str]) -> None:
+        if "" in keys:
+            raise UsageError(
+                f"{self._path}: is an array; that is the form of COCO results, but annotations are an object "
+                "with 'images', 'categories' and 'annotations'"
+            )
+        for key in _ARRAYS:
+            if key not in keys:
+                raise UsageError(
+                    f"{self._path}: has no key {key!r}.{did_you_mean(key, keys)} "
+                    "Is it a file of COCO annotations?"
+                )
+        if not self._images:
+            raise UsageError(f"{self._path}: holds no image")
+
+    def _take_image(self, entry: Any, index: int, place: str) -> None:
+        number = _whole(entry, "id")
+        if number in self._images:
+            raise _Bad("an image whose id another one has", f"id {number}")
+        name, width, height = entry.get("file_name"), _whole(entry, "width"), _whole(entry, "height")
+        if not isinstance(name, str):
+            raise _Bad("an image without a file_name", "")
+        if width < 1 or height < 1:
+            raise _Bad("an image without a size", f"{width} x {height}")
+        self._images[number] = CocoImage(number, name, width, height)
+
+    def _take_category(self, entry: Any, index: int, place: str) -> None:
+        number = _whole(entry, "id")
+        if number in self._categories:
+            raise _Bad("a category whose id another one has", f"id {number}")
+        name = entry.get("name", str(number))
+        if not isinstance(name, str):
+            raise _Bad("a category whose name is no text", repr(name))
+        self._categories[number] = name
+
+    def _take_object(self, entry: Any, index: int, place: str) -> None:
+        number = _whole(entry, "id")
+        if number in self._ids:
+            raise _Bad("an annotation whose id another one has", f"id {number}")
+        image, category = _whole(entry, "image_id"), _whole(entry, "category_id")
+        box = finite_numbers(entry.get("bbox"), 4)
+        if box is None:
+            raise _Bad("an annotation whose bbox is not 4 finite numbers", shown(entry.get("bbox")))
+        area = finite_numbers([entry.get("area", box[2] * box[3])], 1)
+        if area is None:
+            raise _Bad("an annotation whose area is no finite number", shown(entry.get("area")))
+        crowd = entry.get("iscrowd", 0)
+        if crowd not in (0, 1):
+            raise _Bad("an annotation whose iscrowd is neither 0 nor 1", shown(crowd))
+        segmentation = _segmentation(entry.get("segmentation"))
+        found = CocoObject(
+            number, category, (box[0], box[1], box[2], box[3]), area[0], bool(crowd), segmentation
+        )
+        self._ids.add(number)
+        self._found.setdefault(image, []).append((index, found))
+
+    def _placed(self) -> dict[int, tuple[CocoObject, ...]]:
+        """Return the objects of each image; those are bad that only the whole file shows to be so."""
+        rule = "an annotation of an image that is not in the file"
+        for image_id in [number for number in self._found if number not in self._images]:
+            for index, entry in self._found[image_id]:
+                self._bad.add(rule, f"annotations[{index}] (id {entry.id})", f"image_id {image_id}")
+        objects = {}
+        for image in self._images.values():
+            found = self._found.pop(image.id, [])
+            objects[image.id] = tuple(entry for index, entry in found if self._fits(entry, image, index))
+        return objects
+
+    def _fits(self, entry: CocoObject, image: CocoImage, index: int) -> bool:
+        rule, what = "", ""
+        rle = entry.segmentation if isinstance(entry.segmentation, dict) else None
+        if entry.category_id not in self._categories:
+            rule, what = "an annotation of a category that is not in the file", f"{entry.category_id}"
+        elif rle is not None and rle["size"] != [image.height, image.width]:
+            rule = "an annotation whose run lengths are for another size than the image's"
+            what = f"{rle['size']}, the image has {[image.height, image.width]}"
+        elif (
+            rle is not None
+            and isinstance(rle["counts"], list)
+            and sum(rle["counts"]) != (image.height * image.width)
+        ):
+            rule = "an annotation whose run lengths do not fill the image"
+            what = f"their sum is {sum(rle['counts'])}, not {image.height * image.width}"
+        elif self._boxes == "check" and not has_area_inside(entry.box, image):
+            rule = "an annotation whose box has no area inside its image"
+            what = f"{list(entry.box)} in {image.width} x {image.height}"
+        if rule:
+            self._bad.add(rule, f"annotations[{index}] (id {entry.id})", what)
+        return not rule
+
+
+def has_area_inside(box: tuple[float, float, float, float], image: CocoImage) -> bool:
+    """Return whether a part of the box that has an area lies inside the image."""
+    x, y, width, height = box
+    return min(x + width, image.width) > max(x, 0) and min(y + height, image.height) > max(y, 0)
+
+
+def finite_numbers(value: Any, count: int) -> list[float] | None:
+    """Return ``value`` if it is a list of ``count`` finite numbers, else ``None``."""
+    if not isinstance(value, list) or len(value) != count:
+        return None
+    for number in value:
+        if type(number) not in (int, float) or not math.isfinite(number):
+            return None
+    return [float(number) for number in value]
+
+
+def shown(value: Any) -> str:
+    """Return a JSON value in a few words."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _sentence(bad: _Bad, place: str, entry: Any) -> tuple[str, str, str]:
+    rule, what = bad.args
+    number = f" (id {entry['id']})" if isinstance(entry, dict) and "id" in entry else ""
+    return rule, place + number, what
+
+
+def _whole(entry: Any, key: str) -> int:
+    if not isinstance(entry, dict):
+        raise _Bad("an entry that is no object", shown(entry))
+    value = entry.get(key)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if type(value) is not int:
+        raise _Bad(f"an entry whose {key} is no whole number", shown(value))
+    return value
+
+
+def _segmentation(value: Any) -> Segmentation | None:
+    """Return polygons or run lengths; ``None`` where there is no segmentation.
+
+    Raises:
+        _Bad: it is neither.
+    """
+    if value is None or value == []:
+        return None
+    if isinstance(value, dict):
+        if (rle := run_lengths(value)) is None:
+            raise _Bad("an annotation whose run lengths are not COCO's", shown(value))
+        return rle
+    polygons = polygon_arrays(value)
+    if polygons is None:
+        raise _Bad("an annotation whose polygons are not lists of at least 3 points", shown(value))
+    return polygons
+
+
+def run_lengths(value: dict[str, Any]) -> Rle | None:
+    """Return ``size`` and ``counts`` of run lengths of either form, ``None`` if they are not well formed."""
+    size, counts = value.get("size"), value.get("counts")
+    if not isinstance(size, list) or len(size) != 2 or any(type(n) is not int or n < 1 for n in size):
+        return None
+    if isinstance(counts, list):
+        return {"size": size, "counts": counts} if all(type(n) is int and n >= 0 for n in counts) else None
+    if isinstance(counts, str) and all("0" <= char <= "o" for char in counts):
+        return {"size": size, "counts": counts}
+    return None
+
+
+def polygon_arrays(value: Any) -> Polygons | None:
+    """Return polygons as arrays, ``None`` if one is not an even number of finite numbers, at least 6."""
+    if not isinstance(value, list):
+        return None
+    polygons = []
+    for polygon in value:
+        if not isinstance(polygon, list) or len(polygon) < _MIN_POLYGON or len(polygon) % 2:
+            return None
+        if (numbers := finite_numbers(polygon, len(polygon))) is None:
+            return None
+        polygons.append(array("d", numbers))
+    return tuple(polygons)

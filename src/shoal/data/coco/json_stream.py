@@ -1,0 +1,153 @@
+"""A large JSON file, one element of its arrays at a time.
+
+``instances_train2017.json`` has 450 MB; as a tree of Python objects it takes ten times as much. Here only a
+window of the text is in memory, and of the tree what the caller keeps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from shoal.errors import UsageError
+
+_BLOCK_CHARS = 1 << 22
+_SPACE = " \t\r\n"
+
+
+def top_level_entries(path: Path) -> Iterator[tuple[str, int | None, Any]]:
+    """Yield (key, index, value) of a file that holds an object or an array.
+
+    Each element of an array that is a value of the object comes by itself with its index. A value that is no
+    array, or an array without elements, comes whole with the index ``None``. The elements of a file that is
+    one array have the key "".
+
+    Raises:
+        UsageError: the file cannot be read, is not JSON in UTF-8, is something else than an object or an
+            array, or holds a key of the object twice.
+    """
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            yield from _Window(path, file).entries()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: is not UTF-8 ({error.reason}); it must be a JSON file in UTF-8") from None
+    except RecursionError:
+        raise UsageError(f"{path}: is nested too deeply to be a file of COCO") from None
+
+
+class _Window:
+    """The part of the text that is in memory; ``_at`` is the next character."""
+
+    def __init__(self, path: Path, file: TextIO) -> None:
+        self._path = path
+        self._file = file
+        self._text = ""
+        self._at = 0
+        self._num_dropped = 0
+        self._lines_dropped = 0
+        self._block_chars = _BLOCK_CHARS
+        self._at_end = False
+        self._decode = json.JSONDecoder().raw_decode
+
+    def entries(self) -> Iterator[tuple[str, int | None, Any]]:
+        first = self._next_char()
+        if first == "[":
+            yield from self._elements("")
+        elif first == "{":
+            yield from self._members()
+        elif not first:
+            raise UsageError(f"{self._path}: the file is empty; it must be JSON")
+        else:
+            raise UsageError(
+                f"{self._path}: begins with {first!r}, but must be a JSON object or array; is it a file of "
+                "COCO?"
+            )
+        if self._next_char():
+            raise self._wrong("text follows after the end")
+
+    def _members(self) -> Iterator[tuple[str, int | None, Any]]:
+        self._at += 1
+        seen: set[str] = set()
+        while self._next_char() != "}":
+            if seen:
+                self._expect(",")
+            if self._next_char() != '"':
+                raise self._wrong("a key in double quotes is expected")
+            key = self._value()
+            if key in seen:
+                raise UsageError(f"{self._path}: the key {key!r} is there twice")
+            seen.add(key)
+            self._expect(":")
+            if self._next_char() == "[":
+                yield from self._elements(key)
+            else:
+                yield key, None, self._value()
+        self._at += 1
+
+    def _elements(self, key: str) -> Iterator[tuple[str, int | None, Any]]:
+        self._at += 1
+        index = 0
+        while self._next_char() != "]":
+            if index:
+                self._expect(",")
+            yield key, index, self._value()
+            index += 1
+        self._at += 1
+        if not index:
+            yield key, None, []
+
+    def _value(self) -> Any:
+        self._next_char()
+        while True:
+            try:
+                value, end = self._decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                if not self._read():
+                    raise self._wrong(error.msg, error.pos) from None
+                continue
+            # a number that ends with the window may go on after it
+            if end < len(self._text) or not self._read():
+                self._at = end
+                self._block_chars = _BLOCK_CHARS
+                return value
+
+    def _expect(self, wanted: str) -> None:
+        if self._next_char() != wanted:
+            raise self._wrong(f"{wanted!r} is expected")
+        self._at += 1
+
+    def _next_char(self) -> str:
+        """Return the next character that is no space, "" at the end."""
+        while True:
+            while self._at < len(self._text):
+                if self._text[self._at] not in _SPACE:
+                    return self._text[self._at]
+                self._at += 1
+            if not self._read():
+                return ""
+
+    def _read(self) -> bool:
+        """Drop what was used and read on, twice as much each time that a value is still not complete."""
+        if self._at_end:
+            return False
+        more = self._file.read(self._block_chars)
+        self._at_end = not more
+        self._block_chars *= 2
+        if more:
+            self._num_dropped += self._at
+            self._lines_dropped += self._text.count("\n", 0, self._at)
+            self._text = self._text[self._at :] + more
+            self._at = 0
+        return bool(more)
+
+    def _wrong(self, what: str, at: int | None = None) -> UsageError:
+        at = self._at if at is None else at
+        line = self._lines_dropped + self._text.count("\n", 0, at) + 1
+        where = (
+            "at its end" if at >= len(self._text) and self._at_end else f"character {self._num_dropped + at}"
+        )
+        return UsageError(f"{self._path}, line {line}, {where}: is not JSON: {what}")
