@@ -189,8 +189,8 @@ class Manifest:
                 split: tuple(ShardInfo(**shard) for shard in shards)
                 for split, shards in value["splits"].items()
             }
-            made = {"continues_word": flags.tobytes(), "splits": splits}
-            made["tokenizer"] = TokenizerInfo(**value["tokenizer"])
+            tokenizer = TokenizerInfo(**value["tokenizer"])
+            made = {"continues_word": flags.tobytes(), "splits": splits, "tokenizer": tokenizer}
             return cls(**{**value, **made})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ShoalError(

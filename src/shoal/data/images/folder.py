@@ -1,0 +1,199 @@
+"""A folder of class folders as a source: ``train/CLASS/…`` with ``val/CLASS/…``, or ``CLASS/…`` alone.
+
+Labels number the classes in the order of their names, as in torchvision's ``ImageFolder``, and a suffix tells
+an image. Other files are left alone. Where no folder of validation images exists, a share of each class is
+held out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
+from shoal.errors import ShoalError, UsageError, did_you_mean
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
+VALIDATION_NAMES = ("val", "validation", "test")
+"""Folders that hold the validation images; the first that there is counts."""
+DEFAULT_SHARE = 0.05
+
+
+class _File(NamedTuple):
+    name: str  # relative to the folder of the class, with slashes
+    size: int
+    changed_ns: int
+
+
+class FolderSource:
+    """Images in class folders; see the module's docstring."""
+
+    def __init__(self, path: Path, *, validation: float | None = None, seed: int = 0) -> None:
+        """Look at the class folders of ``path``.
+
+        Args:
+            path: the folder.
+            validation: share of each class that is held out where there is no folder of validation images;
+                ``None`` stands for 0.05, 0 for none.
+            seed: another seed holds out other images.
+
+        Raises:
+            UsageError: there are no class folders, they differ between train and validation, or a share is
+                given for a source that has validation images.
+            ShoalError: a folder cannot be read.
+        """
+        self._path, self._seed = path, seed
+        folders = _folders(path)
+        self._roots = {TRAIN: path}
+        if TRAIN in folders:
+            self._roots = {TRAIN: path / TRAIN}
+            if found := [name for name in VALIDATION_NAMES if name in folders]:
+                self._roots[VALIDATION] = path / found[0]
+        elif folders and set(folders) <= {*VALIDATION_NAMES}:
+            raise UsageError(f"{path} has {', '.join(folders)}, but no train; name the training images train")
+        if validation is not None and VALIDATION in self._roots:
+            raise UsageError(
+                f"--validation {validation} holds out training images, but {self._roots[VALIDATION]} has "
+                "validation images; leave the option out, or move that folder away"
+            )
+        share = DEFAULT_SHARE if validation is None else validation
+        if not 0 <= share < 1:
+            raise UsageError(f"validation={share} must be at least 0 and below 1")
+        self._share = 0.0 if VALIDATION in self._roots else share
+        self.classes = tuple(_folders(self._roots[TRAIN]))
+        self._check_classes()
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return (TRAIN, VALIDATION) if self._share or VALIDATION in self._roots else (TRAIN,)
+
+    @property
+    def description(self) -> str:
+        held_out = f", {self._share:g} of each class held out" if self._share else ""
+        return f"{self._path}, {len(self.classes)} classes{held_out}"
+
+    def state(self) -> str:
+        digest = blake2b(digest_size=16)
+        for root in self._roots.values():
+            for name in self.classes:
+                for file in _files(root / name):
+                    line = f"{root.name}/{name}/{file.name}\0{file.size}\0{file.changed_ns}\n"
+                    digest.update(line.encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+    def images(self, split: str) -> Iterator[SourceImage]:
+        root = self._roots.get(split, self._roots[TRAIN])
+        for label, name in enumerate(self.classes):
+            files = _files(root / name)
+            keys = unique_keys([f"{name}/{file.name}" for file in files])
+            chosen: Sequence[int] = range(len(files))
+            if self._share:
+                held_out = set(self._held_out(keys))
+                chosen = [at for at in chosen if (at in held_out) == (split == VALIDATION)]
+            for at in chosen:
+                yield SourceImage(keys[at], root / name / files[at].name, 0, files[at].size, label)
+
+    def _held_out(self, keys: Sequence[str]) -> list[int]:
+        """Return the places of a class's validation images: by a hash, at least one if it has two images."""
+        count = min(max(round(len(keys) * self._share), 1), len(keys) - 1)
+        salt = (self._seed % (1 << 64)).to_bytes(8, "little")
+        ranks = [
+            (blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8, salt=salt).digest(), at)
+            for at, key in enumerate(keys)
+        ]
+        return [at for _, at in sorted(ranks)[: max(count, 0)]]
+
+    def _check_classes(self) -> None:
+        train = self._roots[TRAIN]
+        if not self.classes:
+            raise UsageError(
+                f"{train} has no class folders; images belong in {train}/CLASS/, or for validation images "
+                "of their own in train/CLASS/ and val/CLASS/"
+            )
+        if VALIDATION not in self._roots:
+            return
+        other = self._roots[VALIDATION]
+        found = _folders(other)
+        extra = [name for name in found if name not in self.classes]
+        missing = [name for name in self.classes if name not in found]
+        if extra:
+            near = did_you_mean(extra[0], missing or self.classes)
+            raise UsageError(
+                f"{other / extra[0]}: {train} has no class {extra[0]!r}{_and_more(extra)}; both must have "
+                f"the same class folders.{near}"
+            )
+        if missing:
+            raise UsageError(
+                f"{other} has no class {missing[0]!r}{_and_more(missing)}, which {train} has; both must have "
+                "the same class folders: an empty one if there are no images for it"
+            )
+
+
+def left_alone(path: Path) -> dict[str, int]:
+    """Return how many files below ``path`` have a suffix that is not an image's, by suffix."""
+    counts: dict[str, int] = {}
+    for _, folders, names in os.walk(path, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            suffix = Path(name).suffix.lower()
+            if suffix not in SUFFIXES and not name.startswith("."):
+                counts[suffix or "no suffix"] = counts.get(suffix or "no suffix", 0) + 1
+    return counts
+
+
+def unique_keys(names: Sequence[str]) -> list[str]:
+    """Return a key for each file name, with slashes: without suffix, and without dots behind the last slash.
+
+    Of names that become the same (``1.jpg`` and ``1.png``), the later ones get ``~2``, ``~3``, ….
+    """
+    keys: list[str] = []
+    taken: set[str] = set()
+    for name in names:
+        path = PurePosixPath(name)
+        key = plain = str(path.with_name(path.stem.replace(".", "_")))
+        number = 2
+        while key in taken:
+            key = f"{plain}~{number}"
+            number += 1
+        taken.add(key)
+        keys.append(key)
+    return keys
+
+
+def _folders(path: Path) -> list[str]:
+    """Return the names of the folders in ``path``, sorted; hidden ones are left out."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+    except OSError as error:
+        raise ShoalError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _files(folder: Path) -> list[_File]:
+    """Return the images below a class folder in the order of their names."""
+    found = []
+    try:
+        for root, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in names:
+                if Path(name).suffix.lower() in SUFFIXES and not name.startswith("."):
+                    path = Path(root, name)
+                    facts = path.stat()
+                    relative = path.relative_to(folder).as_posix()
+                    found.append(_File(relative, facts.st_size, facts.st_mtime_ns))
+    except OSError as error:
+        raise ShoalError(f"{error.filename} cannot be read: {error.strerror}") from error
+    return sorted(found)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return f" (nor {len(names) - 1} more: {', '.join(names[1:4])}{', …' if len(names) > 4 else ''})" * (
+        len(names) > 1
+    )

@@ -1,0 +1,175 @@
+"""One image of a source as the JPEG that a shard holds: its own bytes, unless something has to change.
+
+What changes: other formats and CMYK become RGB JPEG, EXIF rotation is carried out, and an image whose shorter
+side is above the limit is made smaller. Greyscale stays greyscale. Every image is decoded once here, at an
+eighth of its size, which reads all of its data: a file that was cut short is found now and not in training.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from shoal.errors import ShoalError, UsageError
+
+if TYPE_CHECKING:
+    from PIL import Image as PillowImage
+
+MAX_IMAGE_BYTES = 1 << 28
+"""A larger file is no image: it would be read into memory whole."""
+
+_ORIENTATION = 0x0112  # tag of EXIF (TIFF 6.0, section 8)
+_UPRIGHT = 1
+_JPEG_SIDE = 65_500  # libjpeg's limit
+_JPEGS = ("JPEG", "MPO")  # MPO: a JPEG with more pictures behind the first, as phones write it
+
+
+class BadImage(Exception):
+    """The bytes are not a whole image; the text says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReencodeConfig:
+    """What becomes of images."""
+
+    resize: int = 0
+    """Make images smaller whose shorter side has more pixels than this, to this; 0 leaves sizes alone."""
+    quality: int = 90
+    """JPEG quality of images that have to be encoded again, 1 to 95."""
+
+    def __post_init__(self) -> None:
+        """Check each field by itself.
+
+        Raises:
+            UsageError: a value is out of its range.
+        """
+        if not (self.resize == 0 or 8 <= self.resize <= 1 << 16):
+            raise UsageError(f"resize={self.resize} must be 0 (leave sizes alone) or 8 to 65536 pixels")
+        if not 1 <= self.quality <= 95:
+            raise UsageError(f"quality={self.quality} must be 1 to 95")
+
+
+class Encoded(NamedTuple):
+    """A JPEG and its size in pixels."""
+
+    jpeg: bytes
+    width: int
+    height: int
+
+
+def reencode(data: bytes, config: ReencodeConfig) -> Encoded:
+    """Return the JPEG of an image: ``data`` itself where nothing needs to change.
+
+    Raises:
+        BadImage: it cannot be decoded, or not completely.
+        ShoalError: Pillow is not installed.
+    """
+    from PIL import Image
+
+    with _bad_image_errors(), Image.open(io.BytesIO(data)) as image:
+        width, height = image.size
+        orientation = _orientation(image)
+        small_enough = config.resize == 0 or min(width, height) <= config.resize
+        as_it_is = image.format in _JPEGS and image.mode in ("L", "RGB") and orientation == _UPRIGHT
+        if as_it_is and small_enough:
+            image.draft(image.mode, (1, 1))
+            image.load()
+            return Encoded(data, width, height)
+        image.load()
+        pixels = _eight_bits(image)
+        if orientation != _UPRIGHT:
+            pixels = _turned(pixels, orientation)
+        pixels = _smaller(pixels, config.resize)
+        if max(pixels.size) > _JPEG_SIDE:
+            raise BadImage(f"is too large for a JPEG: {pixels.width} x {pixels.height} pixels")
+        out = io.BytesIO()
+        pixels.save(out, "JPEG", quality=config.quality)
+        return Encoded(out.getvalue(), *pixels.size)
+
+
+def check_pillow() -> None:
+    """Check that Pillow can be imported.
+
+    Raises:
+        ShoalError: it is not installed.
+    """
+    try:
+        import PIL  # noqa: F401
+    except ImportError:
+        raise ShoalError("images need Pillow, which is not installed: pip install 'shoal[vision]'") from None
+
+
+@contextmanager
+def _bad_image_errors() -> Iterator[None]:
+    """Turn what Pillow raises at damaged data into ``BadImage``."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd metadata, which is not used
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            yield
+    except (BadImage, MemoryError):
+        raise
+    except UnidentifiedImageError:
+        raise BadImage("is not an image of a known format") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise BadImage(f"has more than {Image.MAX_IMAGE_PIXELS or 0:,} pixels") from None
+    except Exception as error:  # OSError, SyntaxError, struct.error, zlib.error, …: each format has its own
+        raise BadImage(f"is damaged or cut short ({error or type(error).__name__})") from None
+
+
+def _orientation(image: PillowImage.Image) -> int:
+    """Return EXIF's orientation, upright where it says none or cannot be read (decoders do not mind it)."""
+    try:
+        value = image.getexif().get(_ORIENTATION, _UPRIGHT)
+    except Exception:
+        return _UPRIGHT
+    return value if value in range(1, 9) else _UPRIGHT
+
+
+def _turned(image: PillowImage.Image, orientation: int) -> PillowImage.Image:
+    """Return the image as EXIF's orientation 2 to 8 means it, as Pillow's ``exif_transpose`` does."""
+    from PIL.Image import Transpose
+
+    turns = (
+        Transpose.FLIP_LEFT_RIGHT,
+        Transpose.ROTATE_180,
+        Transpose.FLIP_TOP_BOTTOM,
+        Transpose.TRANSPOSE,
+        Transpose.ROTATE_270,
+        Transpose.TRANSVERSE,
+        Transpose.ROTATE_90,
+    )
+    return image.transpose(turns[orientation - 2])
+
+
+def _eight_bits(image: PillowImage.Image) -> PillowImage.Image:
+    """Return greyscale as ``L`` and all else as ``RGB``; alpha is dropped, as ``ImageFolder`` does."""
+    from PIL import Image
+
+    if image.mode == "F":
+        raise BadImage("has floating-point pixels, which have no range of their own")
+    if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow's own conversion clips instead of scaling
+        wide = np.asarray(image)
+        if wide.size and (int(wide.min()) < 0 or int(wide.max()) >= 1 << 16):
+            raise BadImage("has pixels of more than 16 bits")
+        return Image.fromarray((wide >> 8).astype(np.uint8))
+    return image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB")
+
+
+def _smaller(image: PillowImage.Image, shorter_side: int) -> PillowImage.Image:
+    """Return the image with a shorter side of ``shorter_side`` pixels at most; 0 sets no limit."""
+    from PIL.Image import Resampling
+
+    if shorter_side == 0 or min(image.size) <= shorter_side:
+        return image
+    factor = shorter_side / min(image.size)
+    width, height = (max(shorter_side, round(side * factor)) for side in image.size)
+    return image.resize((width, height), Resampling.LANCZOS)
