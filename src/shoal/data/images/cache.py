@@ -1,0 +1,277 @@
+"""A cache of shards in local memory (``/dev/shm``) or on a local disk, shared by the processes of a host.
+
+A shard's copy is named by its checksum, so data sets may share a folder and a stale copy cannot exist. One
+process fills it (a lock a shard) while others wait for it; the copy is compared with the manifest's checksum
+on its way in and gets its name when it is complete. Room is taken before a copy begins: the temporary has
+its full size at once, so processes that fill at the same time do not exceed the limit together, and a disk
+that is full says so at the beginning.
+
+Where there is no room, shards are read where they are, which is slower but never wrong; it is counted and
+said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.data.files import PARTIAL, publish
+from shoal.data.images.manifest import TAR, ImageShardInfo
+from shoal.errors import ShoalError, UsageError
+
+Parts = Callable[[], Iterable[bytes | memoryview]]
+"""Begins to read the original of a shard, in order."""
+
+_NO_ROOM = "the shards in use leave no room"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """Where copies of shards are kept on each host, and how much of them."""
+
+    directory: Path
+    """A folder on this host: ``/dev/shm/NAME`` for memory, or one on a local NVMe."""
+    num_bytes: int
+    """The copies have at most so many bytes together."""
+    evict: bool = False
+    """Whether the least recently used copy makes room for the next shard. Right with a block shuffle, which
+    goes from shard to shard; with a full shuffle each image would bring in a whole shard, so what does not
+    fit is better read where it is."""
+
+    def __post_init__(self) -> None:
+        if self.num_bytes < 1:
+            raise UsageError(f"cache_bytes {self.num_bytes} must be at least 1")
+
+
+@dataclass(kw_only=True)
+class CacheCounts:
+    """What happened in this process."""
+
+    num_filled: int = 0
+    num_evicted: int = 0
+    num_declined: int = 0
+    """Shards for which there was no room, once each (each time with ``evict``)."""
+    num_read_in_place: int = 0
+    """Reads that the cache could not serve."""
+
+
+class ShardCache:
+    """The copies, mapped into memory as they are asked for. Threads may share it; a process makes its own."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        """Make the folder.
+
+        Raises:
+            UsageError: it cannot be made or written.
+        """
+        self.config = config
+        self.counts = CacheCounts()
+        self._maps: dict[str, memoryview] = {}
+        self._declined: set[str] = set()
+        self._lock = threading.Lock()
+        self._changed_ns = 0
+        self._has_warned = False
+        try:
+            config.directory.mkdir(parents=True, exist_ok=True)
+            with _locked(config.directory / ".lock"):
+                pass
+        except OSError as error:
+            raise UsageError(
+                f"cache {config.directory}: the folder cannot be made or written ({error.strerror}); name "
+                "another one, or leave the cache out"
+            ) from None
+
+    def view(self, info: ImageShardInfo, parts: Parts) -> memoryview | None:
+        """Return the bytes of a shard's tar, copied first if need be; ``None`` if there is no room.
+
+        Raises:
+            ShoalError: what was read is not the shard of the manifest, or cannot be read.
+        """
+        name = _file_name(info)
+        if self.config.evict:
+            self._forget_evicted()
+        data = self._maps.get(name)
+        if data is None and name not in self._declined:
+            data = self._get(name, info, parts)
+        if data is None:
+            with self._lock:
+                self.counts.num_read_in_place += 1
+        elif self.config.evict:
+            now = time.time_ns()
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self.config.directory / name, ns=(now, now))
+        return data
+
+    def _get(self, name: str, info: ImageShardInfo, parts: Parts) -> memoryview | None:
+        path, num_bytes = self.config.directory / name, int(info.files[TAR]["bytes"])
+        with _locked(_lock_of(path)):
+            try:
+                if name in self._maps or name in self._declined:
+                    return self._maps.get(name)  # another thread came first
+                if not path.exists() and not self._has_room_and_fills(path, info, parts):
+                    return None
+                with path.open("rb") as file:
+                    data = memoryview(mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ))
+            except OSError as error:
+                self._decline(name, error.strerror or str(error))
+                return None
+        with self._lock:
+            self._maps[name] = data
+        return data
+
+    def _has_room_and_fills(self, path: Path, info: ImageShardInfo, parts: Parts) -> bool:
+        """Copy a shard, unless the limit forbids it. Raises ``OSError`` if the disk does."""
+        partial = path.with_name(path.name + PARTIAL)
+        num_bytes = int(info.files[TAR]["bytes"])
+        try:
+            with _locked(self.config.directory / ".lock"):
+                partial.unlink(missing_ok=True)  # of a process that was killed: its lock is ours
+                reason = self._why_no_room(num_bytes)
+                if reason is None:
+                    with partial.open("wb") as file:
+                        os.posix_fallocate(file.fileno(), 0, num_bytes)
+            if reason is not None:
+                self._decline(path.name, reason)
+                return False
+            _fill(partial, info, parts)
+            publish(partial, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+        with self._lock:
+            self.counts.num_filled += 1
+        return True
+
+    def _why_no_room(self, num_bytes: int) -> str | None:
+        """Make room if that is allowed; return why there is none. Under the folder's lock."""
+        limit = self.config.num_bytes
+        if num_bytes > limit:
+            return f"a shard of {num_bytes:,} bytes is more than its limit of {limit:,}"
+        used = _remove_abandoned(self.config.directory)
+        copies = sorted(_entries(self.config.directory, f".{TAR}"))
+        used += sum(size for _, size, _ in copies)
+        if used + num_bytes > limit and not self.config.evict:
+            return f"its limit of {limit:,} bytes is reached"
+        for _, size, path in copies:
+            if used + num_bytes <= limit:
+                return None
+            with _locked_if_free(_lock_of(path)) as is_free:  # if not, it is being opened
+                if is_free:
+                    path.unlink(missing_ok=True)
+                    self._evicted(path)
+                    used -= size
+        return None if used + num_bytes <= limit else _NO_ROOM
+
+    def _evicted(self, path: Path) -> None:
+        with self._lock:
+            self.counts.num_evicted += 1
+            self._maps.pop(path.name, None)
+
+    def _forget_evicted(self) -> None:
+        """Let go of copies that another process has removed: mapped, they would keep their memory."""
+        changed_ns = self.config.directory.stat().st_mtime_ns
+        if changed_ns == self._changed_ns:
+            return
+        with self._lock:
+            self._changed_ns = changed_ns
+            for name in [name for name in self._maps if not (self.config.directory / name).exists()]:
+                del self._maps[name]
+
+    def _decline(self, name: str, reason: str) -> None:
+        with self._lock:
+            self.counts.num_declined += 1
+            if reason != _NO_ROOM:
+                self._declined.add(name)
+            has_warned, self._has_warned = self._has_warned, True
+        if not has_warned:
+            print(
+                f"cache {self.config.directory}: {reason}; shards without a copy are read where they are "
+                "(slower): give the cache more bytes or another folder",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _fill(partial: Path, info: ImageShardInfo, parts: Parts) -> None:
+    expected = info.files[TAR]
+    digest = hashlib.sha256()
+    num_bytes = 0
+    with partial.open("r+b") as file:
+        for part in parts():
+            file.write(part)
+            digest.update(part)
+            num_bytes += len(part)
+        file.flush()
+        os.fsync(file.fileno())
+    if (num_bytes, digest.hexdigest()) != (expected["bytes"], expected["sha256"]):
+        raise ShoalError(
+            f"{info.name}.{TAR} has the wrong checksum: {num_bytes:,} bytes, SHA-256 "
+            f"{digest.hexdigest()[:16]}…, the manifest says {expected['bytes']:,} bytes, "
+            f"{expected['sha256'][:16]}…; it was changed, damaged or comes from another preparation: copy it "
+            "again or prepare the images again"
+        )
+
+
+def _file_name(info: ImageShardInfo) -> str:
+    return f"{info.name}-{info.files[TAR]['sha256'][:16]}.{TAR}"
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f".{path.name.removesuffix(PARTIAL)}.lock")
+
+
+def _entries(directory: Path, suffix: str) -> Iterator[tuple[int, int, Path]]:
+    """Yield (last use in ns, bytes, path) of the files whose names end so."""
+    for path in directory.iterdir():
+        if path.name.endswith(suffix):
+            with contextlib.suppress(FileNotFoundError):
+                state = path.stat()
+                yield state.st_mtime_ns, state.st_size, path
+
+
+def _remove_abandoned(directory: Path) -> int:
+    """Remove temporaries that nobody fills (a kill left them); return the bytes of the others."""
+    used = 0
+    for _, size, path in list(_entries(directory, f".{TAR}{PARTIAL}")):
+        with _locked_if_free(_lock_of(path)) as is_free:
+            if is_free:
+                path.unlink(missing_ok=True)
+            else:
+                used += size
+    return used
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock among threads and processes; it ends with the process that holds it."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def _locked_if_free(path: Path) -> Iterator[bool]:
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        os.close(file)

@@ -1,0 +1,218 @@
+"""Image shards: any image of a split by its number, from a folder or from S3, perhaps through a cache.
+
+``tar_writer`` writes a tar in WebDataset's layout and an index of where its images lie;
+``ImageShards`` maps the tar (or fetches ranges of it) and never parses it. The numbers of images run through
+the shards in the order of the manifest. What is compared when shards are opened: sizes, the checksum of each
+index, every place and label in it, and, where the tars are at hand, that the first and the last image of
+each have the header that the index implies, which a tar from another preparation does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tarfile
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.data.images.cache import CacheConfig, CacheCounts, ShardCache
+from shoal.data.images.index import RECORD, Records
+from shoal.data.images.manifest import INDEX, TAR, ImageShardInfo
+from shoal.data.images.places import Bytes, LocalFiles, files_at
+from shoal.errors import ShoalError, UsageError
+
+Int64Array = npt.NDArray[np.int64]
+
+_HEADER_BYTES = tarfile.BLOCKSIZE
+
+
+class ImageShards:
+    """All shards of one split, as one sequence of images. Threads may read at the same time.
+
+    ``verify="sizes"`` compares what the module's docstring lists; ``verify="checksums"`` also reads every
+    byte once. A shard that goes into the cache is always compared with its checksum. Only the location and
+    settings are pickled, so a loader process opens the shards itself.
+    """
+
+    def __init__(
+        self,
+        location: Path | str,
+        split: str,
+        *,
+        verify: Literal["sizes", "checksums"] = "sizes",
+        cache: CacheConfig | None = None,
+    ) -> None:
+        """Open the shards of ``split`` below a folder or ``s3://bucket/prefix``.
+
+        Raises:
+            UsageError: no manifest, no such split, no access, or no cache folder.
+            ShoalError: a file is missing, cut short, damaged, or of another preparation.
+        """
+        self.location = location
+        self.split = split
+        self._verify: Literal["sizes", "checksums"] = verify
+        self._cache_config = cache
+        self._files = files_at(location)
+        self.manifest = self._files.manifest()
+        self.shards = self.manifest.shards(split)
+        self._records = [
+            _checked(data, info, len(self.manifest.classes), self._files.path(info, INDEX))
+            for info, data in zip(self.shards, self._files.indexes(self.shards), strict=True)
+        ]
+        for number, info in enumerate(self.shards):
+            self._files.open(info)
+            if verify == "checksums":
+                self._check(info)
+            if isinstance(self._files, LocalFiles):
+                self._check_headers(number)
+        self._cache = ShardCache(cache) if cache else None
+        counts = [info.num_images for info in self.shards]
+        self.first_images: Int64Array = np.cumsum([0, *counts], dtype=np.int64)
+        """Number of the first image of each shard, and the number of all images, ``[shards + 1]``."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        again = partial(ImageShards, verify=self._verify, cache=self._cache_config)
+        return (again, (self.location, self.split))
+
+    def __len__(self) -> int:
+        return int(self.first_images[-1])
+
+    @property
+    def labels(self) -> Int64Array:
+        """The label of each image, -1 where it has none, int64 ``[N]``."""
+        return self._column("label").astype(np.int64)
+
+    @property
+    def sizes(self) -> Int64Array:
+        """Width and height of each image in pixels, int64 ``[N, 2]``."""
+        return np.stack([self._column("width"), self._column("height")], axis=1).astype(np.int64)
+
+    def label(self, number: int) -> int:
+        """Return the label of an image, or -1."""
+        return int(self._record(number)[1]["label"])
+
+    def read(self, number: int) -> Bytes:
+        """Return the encoded image: a view of the mapped shard, or fetched bytes.
+
+        Raises:
+            ShoalError: a remote shard cannot be read, or what was to be cached is not the manifest's.
+        """
+        shard, record = self._record(number)
+        return self._read(shard, int(record["offset"]), int(record["size"]))
+
+    def extra(self, number: int) -> Bytes:
+        """Return the bytes that ride along with an image (its annotations, or its label as text).
+
+        Raises:
+            ShoalError: as for ``read``.
+        """
+        shard, record = self._record(number)
+        return self._read(shard, int(record["extra_offset"]), int(record["extra_size"]))
+
+    def name(self, number: int) -> str:
+        """Return shard and key of an image, for messages: ``DIR/train-00000.tar: n01440764/10026``."""
+        shard, record = self._record(number)
+        header = _member(self._read(shard, int(record["offset"]) - _HEADER_BYTES, _HEADER_BYTES))
+        key = header.name if header else f"image {number}"
+        return f"{self._files.path(self.shards[shard], TAR)}: {key.rpartition('.')[0] or key}"
+
+    def will_need(self, numbers: Iterable[int]) -> None:
+        """Have the system begin to read images of a folder, all at once; ``read`` comes soon after."""
+        if self._cache is None and isinstance(self._files, LocalFiles):
+            for number in numbers:
+                shard, record = self._record(number)
+                self._files.will_need(self.shards[shard], int(record["offset"]), int(record["size"]))
+
+    @property
+    def cache_counts(self) -> CacheCounts | None:
+        """What the cache did in this process, or ``None`` without one."""
+        return self._cache.counts if self._cache else None
+
+    def _record(self, number: int) -> tuple[int, Any]:
+        if not 0 <= number < len(self):
+            raise IndexError(f"image {number} of {len(self)}")
+        shard = int(np.searchsorted(self.first_images, number, side="right")) - 1
+        return shard, self._records[shard][number - int(self.first_images[shard])]
+
+    def _column(self, name: str) -> npt.NDArray[Any]:
+        return np.concatenate([np.zeros(0, RECORD[name]), *(records[name] for records in self._records)])
+
+    def _read(self, shard: int, start: int, size: int) -> Bytes:
+        info = self.shards[shard]
+        if self._cache is not None:
+            data = self._cache.view(info, partial(self._files.parts, info))
+            if data is not None:
+                return data[start : start + size]
+        return self._files.read(info, start, size)
+
+    def _check(self, info: ImageShardInfo) -> None:
+        if not isinstance(self._files, LocalFiles):
+            raise UsageError(
+                f"verify='checksums' of {self.location} would fetch every shard; leave it out: shards are "
+                "compared with their checksums when they enter the cache"
+            )
+        info.check(self._files.directory)
+
+    def _check_headers(self, number: int) -> None:
+        """Compare the first and the last image's header in the tar with the index."""
+        info, records = self.shards[number], self._records[number]
+        for record in records[[0, -1]] if len(records) else ():
+            place, size = int(record["offset"]), int(record["size"])
+            header = _member(self._files.read(info, place - _HEADER_BYTES, _HEADER_BYTES))
+            if header is None or header.size != size:
+                found = "no member" if header is None else f"{header.name!r} of {header.size:,} bytes"
+                raise ShoalError(
+                    f"{self._files.path(info, TAR)} does not fit its index: {size:,} bytes of an image "
+                    f"should begin at {place:,}, and the tar has {found} there; it comes from another "
+                    "preparation or was damaged: copy it again or prepare the images again"
+                )
+
+
+def _checked(data: bytes, info: ImageShardInfo, num_classes: int, path: str) -> Records:
+    """Return the records of an index, of which each must be possible.
+
+    Raises:
+        ShoalError: the index is not the manifest's, or contradicts it.
+    """
+    expected = info.files[INDEX]["sha256"]
+    found = hashlib.sha256(data).hexdigest()
+    if found != expected:
+        raise ShoalError(
+            f"{path} has the wrong checksum: SHA-256 {found[:16]}…, the manifest says {expected[:16]}…; it "
+            "was changed, damaged or comes from another preparation: copy it again or prepare the images "
+            "again"
+        )
+    if len(data) != info.num_images * RECORD.itemsize:
+        raise _inconsistent(path, f"{len(data):,} bytes are not the records of {info.num_images:,} images")
+    records = np.frombuffer(data, dtype=RECORD)
+    tar_bytes = int(info.files[TAR]["bytes"])
+    for place, size, least in (("offset", "size", 1), ("extra_offset", "extra_size", 0)):
+        first, count = records[place], records[size].astype(np.int64)
+        wrong = (count < least) | ((count > 0) & ((first < _HEADER_BYTES) | (first + count > tar_bytes)))
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise _inconsistent(
+                path, f"image {at} has {count[at]:,} bytes at {first[at]:,} of a tar of {tar_bytes:,} bytes"
+            )
+    wrong = (records["label"] < -1) | (records["label"] >= num_classes)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise _inconsistent(path, f"image {at} has label {records['label'][at]} of {num_classes} classes")
+    return records
+
+
+def _member(header: Bytes) -> tarfile.TarInfo | None:
+    try:
+        return tarfile.TarInfo.frombuf(bytes(header), "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return None
+
+
+def _inconsistent(path: str, what: str) -> ShoalError:
+    return ShoalError(
+        f"{path}: this index contradicts itself or the manifest: {what}; prepare the images again"
+    )
