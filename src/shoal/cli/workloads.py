@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ShoalError, UsageError, did_you_mean
-from shoal.plan.workload import Layer, Workload
+from shoal.plan.workload import MOMENTUM_BYTES, Layer, Workload
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -155,7 +155,8 @@ def _resnet() -> Workload:
     with torch.device("meta"):
         model = vision.models.resnet50()
         images = torch.empty(_SAMPLES, 3, 224, 224)
-    return _counted("resnet50", model, lambda: model(images).sum(), unit="images")
+    counted = _counted("resnet50", model, lambda: model(images).sum(), unit="images")
+    return replace(counted, optimizer_bytes=MOMENTUM_BYTES)
 
 
 def _detector(name: str) -> Workload:
@@ -183,7 +184,7 @@ def _detector(name: str) -> Workload:
         return total
 
     dense = _counted(name, model, loss, unit="images")
-    return replace(dense, num_kernels=dense.num_kernels + _DETECTOR_GLUE)
+    return replace(dense, num_kernels=dense.num_kernels + _DETECTOR_GLUE, optimizer_bytes=MOMENTUM_BYTES)
 
 
 def _masked_lm(name: str, length: int) -> Workload:

@@ -8,11 +8,13 @@ slowest counts, because every sum needs every host.
 
 With M bytes of gradient on each accelerator, n hosts of g accelerators, W = n g workers:
 
-    ring               2 (W - 1) / W · M over every link and NIC, one collective at a time, 2 (W - 1) hops
+    ring               2 (W - 1) / W · M over every link and NIC, 2 (W - 1) hops
     hierarchical-ring  (g - 1) / g · M locally, 2 (n - 1) / n · M over the NIC, (g - 1) / g · M locally
     tree               the same with up to 2 M over the NIC and 2 log2 n hops (double binary tree)
     two-hop            servers' shares from ``decide.links.server_shares``: M (1 + (n - 2) s) over a host's
-                       NIC and n h M over a helper's, each way; two hops; several buckets at a time
+                       NIC and n h M over a helper's, each way; two hops
+
+A library of rings runs few collectives at a time (NCCL one, gloo two); two hops take buckets as they come.
 """
 
 from __future__ import annotations
@@ -49,18 +51,24 @@ class Collective:
 
     algorithm: str
     phases: tuple[Phase, ...]
-    one_at_a_time: bool
-    """The next bucket waits until this one is done (NCCL runs collectives of a group in order)."""
+    at_once: int | None
+    """Buckets on their way at a time; the next waits until one of them is done. None: all."""
 
 
 def collective(
-    algorithm: str, workers: Machines, helpers: Machines | None = None, *, local_group: int | None = None
+    algorithm: str,
+    workers: Machines,
+    helpers: Machines | None = None,
+    *,
+    local_group: int | None = None,
+    at_once: int = 1,
 ) -> Collective:
     """Return what averaging over all accelerators of ``workers`` takes.
 
     Args:
         local_group: accelerators of a host that hold the same gradients; default: all. Fewer where a model is
             split over the others, so that their sums travel side by side.
+        at_once: collectives that the library of a ring or a tree runs at a time; two hops have no such limit.
 
     Raises:
         UsageError: an unknown algorithm, or helpers that are missing or not used by it.
@@ -80,9 +88,8 @@ def collective(
     side_by_side = max(instance.num_accelerators, 1) / g
     hop_s, local_s = instance.network.latency_s, instance.local_network.latency_s
     if algorithm == "ring":
-        return Collective(
-            algorithm=algorithm, phases=_ring(n, g, side_by_side, hop_s, local_s), one_at_a_time=True
-        )
+        phases = _ring(n, g, side_by_side, hop_s, local_s)
+        return Collective(algorithm=algorithm, phases=tuple(phases), at_once=at_once)
     phases = [_local("reduce-scatter", g, local_s)] if g > 1 else []
     if n > 1 and algorithm in ("hierarchical-ring", "tree"):
         tree = algorithm == "tree"
@@ -93,26 +100,26 @@ def collective(
         phases += _two_hops(n, workers, helpers, side_by_side)
     if g > 1:
         phases.append(_local("all-gather", g, local_s))
-    one_at_a_time = not algorithm.startswith("two-hop")
-    return Collective(algorithm=algorithm, phases=tuple(phases), one_at_a_time=one_at_a_time)
+    limit = None if algorithm.startswith("two-hop") else at_once
+    return Collective(algorithm=algorithm, phases=tuple(phases), at_once=limit)
 
 
 def _local(name: str, g: int, latency_s: float) -> Phase:
     return Phase(name=name, demands=((LOCAL, (g - 1) / g),), latency_s=(g - 1) * latency_s)
 
 
-def _ring(n: int, g: int, side_by_side: float, hop_s: float, local_s: float) -> tuple[Phase, ...]:
+def _ring(n: int, g: int, side_by_side: float, hop_s: float, local_s: float) -> list[Phase]:
     """One ring through all accelerators; every NIC carries what every link carries."""
     world = n * g
     if world == 1:
-        return ()
+        return []
     amount = 2 * (world - 1) / world
     demands = [(LOCAL, amount)] if g > 1 else []
     if n > 1:
         demands += [(OUT, amount * side_by_side), (IN, amount * side_by_side)]
     between_hosts = n if n > 1 else 0
     round_s = between_hosts * hop_s + (world - between_hosts) * local_s
-    return (Phase(name="ring", demands=tuple(demands), latency_s=2 * (world - 1) / world * round_s),)
+    return [Phase(name="ring", demands=tuple(demands), latency_s=2 * (world - 1) / world * round_s)]
 
 
 def _two_hops(n: int, workers: Machines, helpers: Machines | None, side_by_side: float) -> list[Phase]:

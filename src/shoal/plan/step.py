@@ -29,9 +29,6 @@ KERNEL_S = 10e-6
 """τ at the clock of an A100: launch, ramp and tail of a kernel over a tiny tensor. Latencies are counted in
 cycles, so τ goes with the inverse of the clock. One figure for all models and devices; see docs/plan.md."""
 KERNEL_CLOCK_HZ = 1.41e9
-OPTIMIZER_BYTES = 36
-"""Memory traffic a parameter of Adam or LAMB in mixed precision: gradient and three fp32 states read, three
-written, twice over weights and gradient for norms and the 16-bit copy."""
 MEMORY_EFFICIENCY = 0.8
 """Streaming kernels reach about 80 % of a device's memory rate (STREAM on GPUs)."""
 JITTER = 0.01
@@ -62,6 +59,8 @@ class Layout:
     """Bytes of a gradient's element on the network."""
     connections: int = CONNECTIONS_PER_PEER
     """Flows between two hosts that exchange; matters where one flow does not fill the NIC."""
+    collectives_at_once: int = 1
+    """Of a ring or a tree: NCCL runs those of a group in order, gloo's two threads two at a time."""
     overlap: bool = True
     """Averaging begins during the backward pass; it cannot where each worker clips its gradients before."""
     sharded_optimizer: bool = False
@@ -162,7 +161,13 @@ def step_time(
     computed_s = begin_s + window_s
     local_group = max(1, workers.instance.num_accelerators // layout.per_replica)
     if replicas > 1:
-        how = collective(layout.algorithm, workers, helpers, local_group=local_group)
+        how = collective(
+            layout.algorithm,
+            workers,
+            helpers,
+            local_group=local_group,
+            at_once=layout.collectives_at_once,
+        )
         sent = exchange(
             ready,
             how,
@@ -176,7 +181,7 @@ def step_time(
     updated = workload.num_parameters * workload.trainable / layout.per_replica
     if layout.sharded_optimizer:
         updated /= replicas
-    optimizer_s = updated * OPTIMIZER_BYTES / (accelerator.memory_bytes_per_s * MEMORY_EFFICIENCY)
+    optimizer_s = updated * workload.optimizer_bytes / (accelerator.memory_bytes_per_s * MEMORY_EFFICIENCY)
     return StepTime(
         forward_s=forward_s,
         backward_s=backward_s,

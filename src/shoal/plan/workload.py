@@ -8,6 +8,13 @@ from functools import cached_property
 
 from shoal.errors import UsageError
 
+LAMB_BYTES = 36.0
+"""Of Adam or LAMB in mixed precision: gradient and three fp32 states read, three written, twice over weights
+and gradient for norms and the 16-bit copy."""
+MOMENTUM_BYTES = 22.0
+"""Of SGD with momentum in mixed precision: gradient, weight and momentum read, both written, in fp32, and the
+16-bit copy."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
@@ -41,6 +48,8 @@ class Workload:
     unit: str = "sequences"
     """What a sample is."""
     tokens_per_sample: int = 1
+    optimizer_bytes: float = LAMB_BYTES
+    """Memory traffic of the optimizer's step, a trained parameter."""
     trainable: float = 1.0
     """Share of the parameters that has gradients (LoRA trains few)."""
 

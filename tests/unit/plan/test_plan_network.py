@@ -20,7 +20,7 @@ def seconds(algorithm: str, n: int, *, helpers: int = 0, per_host: int = 1, **ma
     workers = hosts(n, per_host=per_host, **made)
     side = hosts(helpers, per_host=0, accelerator=None, **made) if helpers else None
     how = collective(algorithm, workers, side)
-    return exchange([(0.0, M)], how, capacities(workers, side), pieces=MANY).end_s
+    return exchange([(0.0, M)], how, capacities(workers, side), most_pieces=MANY).end_s
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 64, 2048])
@@ -45,7 +45,7 @@ def test_two_hop_pieces_cost_what_the_decider_says() -> None:
     workers = hosts(8, per_host=1)
     side = hosts(8, per_host=0, accelerator=None)
     how = collective("two-hop-helpers", workers, side)
-    found = exchange([(0.0, M)], how, capacities(workers, side), pieces=4).end_s
+    found = exchange([(0.0, M)], how, capacities(workers, side), most_pieces=4).end_s
     assert found == pytest.approx(two_hop_seconds(M, [1e10] * 8, [1e10] * 8, num_chunks=4))
 
 
