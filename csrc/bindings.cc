@@ -15,10 +15,14 @@
 #include <vector>
 
 #include "base/cpu.h"
+#include "detection/match.h"
+#include "detection/paste.h"
+#include "detection/suppress.h"
 #include "engine/combine.h"
 #include "engine/engine.h"
 #include "engine/helper.h"
 #include "engine/reduce.h"
+#include "image/finish.h"
 #include "optim/lamb.h"
 
 namespace nb = nanobind;
@@ -138,6 +142,52 @@ double sum_of_squares(const Addresses& values, const Counts& counts, int num_thr
   return shoal::sum_of_squares(tensors, num_threads, level);
 }
 
+// The type and the strides of an image that is to be finished: [3, H, W], in either layout.
+shoal::Finished finished_of(const OutBuffer& out) {
+  const auto code = static_cast<nb::dlpack::dtype_code>(out.dtype().code);
+  const int bits = out.dtype().lanes == 1 ? out.dtype().bits : 0;
+  shoal::Finished finished{out.data(), shoal::FinishedType::float32, out.stride(0), out.stride(1), out.stride(2)};
+  if (code == nb::dlpack::dtype_code::UInt && bits == 8) finished.type = shoal::FinishedType::uint8;
+  else if (bits == 16 && code == nb::dlpack::dtype_code::UInt) finished.type = shoal::FinishedType::bfloat16;
+  else if (bits == 16 && code == nb::dlpack::dtype_code::Bfloat) finished.type = shoal::FinishedType::bfloat16;
+  else if (bits != 32 || code != nb::dlpack::dtype_code::Float) {
+    throw std::invalid_argument("the output must be float32, bfloat16 (or its bits as uint16) or uint8");
+  }
+  if (finished.column != 1 && !(finished.column == 3 && finished.channel == 1)) {
+    throw std::invalid_argument("the output must have the pixels of a row next to each other, in planes or "
+                                "channels last");
+  }
+  return finished;
+}
+
+void finish_image(const InBuffer& pixels, const OutBuffer& out, const std::vector<std::pair<int, float>>& steps,
+                  const std::vector<float>& scale, const std::vector<float>& shift, bool flip,
+                  const std::optional<std::string>& level_name) {
+  if (pixels.ndim() != 3 || pixels.shape(2) != 3 || pixels.dtype() != nb::dtype<std::uint8_t>() ||
+      pixels.stride(1) != 3 || pixels.stride(2) != 1) {
+    throw std::invalid_argument("the pixels must be uint8 [H, W, 3], with those of a row next to each other");
+  }
+  if (out.ndim() != 3 || out.shape(0) != 3 || out.shape(1) != pixels.shape(0) || out.shape(2) != pixels.shape(1)) {
+    throw std::invalid_argument("the output must be [3, H, W] with the height and the width of the pixels");
+  }
+  if (pixels.device_type() != nb::device::cpu::value || out.device_type() != nb::device::cpu::value) {
+    throw std::invalid_argument("pixels and output must be in the memory of the host");
+  }
+  const shoal::PixelRows rows{static_cast<const std::uint8_t*>(pixels.data()), pixels.shape(0), pixels.shape(1),
+                              pixels.stride(0)};
+  shoal::FinishOptions options{flip, {}, {}};
+  for (std::size_t c = 0; c < 3; ++c) {
+    options.scale[c] = scale.at(c);
+    options.shift[c] = shift.at(c);
+  }
+  std::vector<shoal::ColourStep> colour_steps;
+  for (const auto& [kind, factor] : steps) colour_steps.push_back({static_cast<shoal::Adjustment>(kind), factor});
+  const shoal::Finished finished = finished_of(out);
+  const shoal::Level level = level_of(level_name);
+  nb::gil_scoped_release release;
+  shoal::finish_image(rows, finished, colour_steps, options, level);
+}
+
 nb::dict cpu_features() {
   nb::dict features;
   for (const auto& [name, present] : shoal::cpu_features()) {
@@ -150,6 +200,54 @@ std::vector<std::string> simd_levels() {
   std::vector<std::string> names;
   for (shoal::Level level : shoal::supported_levels()) names.emplace_back(shoal::name_of(level));
   return names;
+}
+
+// ---- detection ------------------------------------------------------------------------------------------
+
+template <class T, std::size_t kDims>
+using CpuArray = nb::ndarray<T, nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
+
+void match_boxes(const CpuArray<const float, 3>& objects, const CpuArray<const std::int64_t, 1>& counts,
+                 const CpuArray<const float, 3>& anchors, const CpuArray<std::int64_t, 2>& matches, double high,
+                 double low, bool allow_low_quality, int num_threads, const std::optional<std::string>& level) {
+  const shoal::MatchInput input{objects.data(),   counts.data(),    anchors.data(),  anchors.shape(0) == 1,
+                                objects.shape(0), objects.shape(1), matches.shape(1)};
+  const shoal::MatchOptions options{static_cast<float>(high), static_cast<float>(low), allow_low_quality};
+  const shoal::Level chosen = level_of(level);
+  nb::gil_scoped_release release;
+  shoal::match_boxes(input, options, matches.data(), num_threads, chosen);
+}
+
+void suppress_boxes(const CpuArray<const float, 3>& boxes, const CpuArray<const float, 2>& scores,
+                    const std::optional<CpuArray<const std::int64_t, 2>>& classes,
+                    const CpuArray<std::uint8_t, 2>& keep, double iou_threshold, int num_threads,
+                    const std::optional<std::string>& level) {
+  const shoal::SuppressInput input{boxes.data(), scores.data(), classes ? classes->data() : nullptr,
+                                   boxes.shape(0), boxes.shape(1)};
+  const shoal::Level chosen = level_of(level);
+  nb::gil_scoped_release release;
+  shoal::suppress_boxes(input, iou_threshold, keep.data(), num_threads, chosen);
+}
+
+void paste_masks(const CpuArray<const float, 3>& masks, const CpuArray<const float, 2>& boxes,
+                 const CpuArray<const std::int64_t, 2>& images, const CpuArray<std::uint8_t, 1>& bitmaps,
+                 double threshold, int num_threads, const std::optional<std::string>& level) {
+  const shoal::PasteInput input{masks.data(), boxes.data(), images.data(), masks.shape(0), masks.shape(1)};
+  const shoal::Level chosen = level_of(level);
+  nb::gil_scoped_release release;
+  shoal::paste_masks(input, static_cast<float>(threshold), bitmaps.data(), num_threads, chosen);
+}
+
+void bind_detection(nb::module_& m) {
+  m.def("match_boxes", &match_boxes, nb::arg("objects").noconvert(), nb::arg("counts").noconvert(),
+        nb::arg("anchors").noconvert(), nb::arg("matches").noconvert(), nb::arg("high"), nb::arg("low"),
+        nb::arg("allow_low_quality"), nb::arg("num_threads"), nb::arg("level").none() = nb::none());
+  m.def("suppress_boxes", &suppress_boxes, nb::arg("boxes").noconvert(), nb::arg("scores").noconvert(),
+        nb::arg("classes").noconvert().none(), nb::arg("keep").noconvert(), nb::arg("iou_threshold"),
+        nb::arg("num_threads"), nb::arg("level").none() = nb::none());
+  m.def("paste_masks", &paste_masks, nb::arg("masks").noconvert(), nb::arg("boxes").noconvert(),
+        nb::arg("images").noconvert(), nb::arg("bitmaps").noconvert(), nb::arg("threshold"),
+        nb::arg("num_threads"), nb::arg("level").none() = nb::none());
 }
 
 // ---- the two-hop engine ---------------------------------------------------------------------------------
@@ -271,5 +369,7 @@ NB_MODULE(_core, m) {
         nb::arg("bias_correction"), nb::arg("trust_ratio"), nb::arg("num_threads"), nb::arg("level").none());
   m.def("sum_of_squares", &sum_of_squares, nb::arg("values"), nb::arg("counts"), nb::arg("num_threads"),
         nb::arg("level").none());
+  m.def("finish_image", &finish_image, nb::arg("pixels").noconvert(), nb::arg("out").noconvert(),
+        nb::arg("steps"), nb::arg("scale"), nb::arg("shift"), nb::arg("flip"), nb::arg("level").none());
   bind_engine(m);
 }

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal import native
-from shoal.data.images.augment import Jitter
+from shoal.data.images.augment import JITTERS, Jitter
 from shoal.errors import UsageError
 
 Pixels = npt.NDArray[np.uint8]
@@ -43,7 +43,7 @@ def finish(
     """Write ``scale · jittered(image) + shift`` to ``out``; the GIL is released meanwhile.
 
     Args:
-        image: uint8 ``[H, W, 3]``, pixels in a row next to each other; rows may be strided (a crop).
+        image: uint8 ``[H, W, 3]``; rows may be strided (a crop), others than dense pixels are copied.
         out: ``[3, H, W]``: float32, uint16 (the bits of bfloat16, to nearest even) or uint8 (rounded to
             nearest, clamped). Planes of channels or, where the strides say so, channels last.
         scale: for red, green, blue, in units of a pixel from 0 to 255: 1 / (255 · std) normalises.
@@ -54,17 +54,16 @@ def finish(
     Raises:
         UsageError: shapes, types or strides are not as said.
     """
-    if (
-        image.dtype != np.uint8
-        or image.ndim != 3
-        or out.shape != (3, *image.shape[:2])
-        or image.shape[2] != 3
-    ):
-        raise UsageError(
-            f"pixels must be uint8 [H, W, 3] and the output [3, H, W], got {image.dtype} {image.shape} and "
-            f"{out.shape}"
-        )
-    finish_numpy(image, out, scale=scale, shift=shift, flip=flip, jitter=jitter)
+    if not native.is_built():
+        finish_numpy(image, out, scale=scale, shift=shift, flip=flip, jitter=jitter)
+        return
+    if image.strides[1:] != (3, 1):
+        image = np.ascontiguousarray(image)
+    steps = [(JITTERS.index(name), factor) for name, factor in jitter]
+    try:
+        native.core().finish_image(image, out, steps, scale, shift, flip, level)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"finish an image: {str(error).splitlines()[0]}") from None
 
 
 def finish_numpy(
@@ -78,7 +77,7 @@ def finish_numpy(
 ) -> None:
     """The same as ``finish`` in NumPy, whatever the strides."""
     seen = image[:, ::-1] if flip else image
-    rgb = np.ascontiguousarray(seen.transpose(2, 0, 1)).astype(np.float32)
+    rgb: Floats = np.ascontiguousarray(seen.transpose(2, 0, 1)).astype(np.float32)
     for name, factor in jitter:
         rgb = adjust(rgb, name, factor)
     rgb *= _columns(scale)
@@ -94,17 +93,13 @@ def finish_numpy(
 
 def adjust(rgb: Floats, name: Jitter, factor: float) -> Floats:
     """Return float32 ``[3, H, W]``, values from 0 to 255, after one adjustment."""
-    factor32, rest = np.float32(factor), np.float32(1.0 - factor)
-    moved: Floats
     if name == "hue":
-        moved = _shift_hue(rgb, factor)
-    elif name == "brightness":
-        moved = rgb * factor32
-    else:
-        grey = np.einsum("c,chw->hw", np.array(_GREY, dtype=np.float32), rgb)
-        moved = rgb * factor32 + rest * (
-            np.float32(grey.mean(dtype=np.float64)) if name == "contrast" else grey
-        )
+        return _shift_hue(rgb, factor).clip(0, 255)
+    moved: Floats = rgb * np.float32(factor)
+    if name != "brightness":
+        grey: Floats = np.einsum("c,chw->hw", np.array(_GREY, dtype=np.float32), rgb)
+        other = np.full_like(grey, grey.mean(dtype=np.float64)) if name == "contrast" else grey
+        moved += other * np.float32(1.0 - factor)
     return moved.clip(0, 255)
 
 
