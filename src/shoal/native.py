@@ -130,7 +130,8 @@ def lamb_step(
 
     Args:
         weights: and ``grads``, ``exp_avgs``, ``exp_avg_sqs``: fp32 tensors of the same shapes on the CPU,
-            contiguous. Gradients are multiplied by ``grad_scale`` on the fly and stay as they are.
+            without gaps, each four laid out alike. Gradients are multiplied by ``grad_scale`` on the fly
+            and stay as they are.
         steps: for each tensor the number of this update, from 1.
         trust_ratio: whether updates are scaled by the norms; else the ratio is 1.
 
@@ -142,7 +143,7 @@ def lamb_step(
         ShoalError: the native core is missing.
     """
     counts = [weight.numel() for weight in weights]
-    addresses = [_addresses(tensors, counts) for tensors in (weights, grads, exp_avgs, exp_avg_sqs)]
+    addresses = [_addresses(tensors, weights) for tensors in (weights, grads, exp_avgs, exp_avg_sqs)]
     grad_sq, weight_sq = core().lamb_step(
         *addresses,
         counts,
@@ -169,19 +170,37 @@ def l2_norm(tensors: Sequence[Tensor], *, num_threads: int = 1, level: Level | N
         ShoalError: the native core is missing.
     """
     counts = [tensor.numel() for tensor in tensors]
-    return math.sqrt(core().sum_of_squares(_addresses(tensors, counts), counts, num_threads, level))
+    return math.sqrt(core().sum_of_squares(_addresses(tensors, tensors), counts, num_threads, level))
 
 
-def _addresses(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[int]:
-    """Return where the elements lie, after a check that the core may take them as plain floats."""
+def _addresses(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[int]:
+    """Return where the elements lie, after a check that the core may take them as plain floats.
+
+    They must lie without gaps, and in the order of the weights' that they belong to.
+    """
     addresses = []
-    for tensor, count in zip(tensors, counts, strict=True):
+    for tensor, weight in zip(tensors, weights, strict=True):
         if tensor.itemsize != 4 or not tensor.is_floating_point() or tensor.device.type != "cpu":
             raise UsageError(f"native kernels take float32 on the CPU, got {tensor.dtype} on {tensor.device}")
-        if tensor.numel() != count or not tensor.is_contiguous():
+        shape, strides, expected = tensor.shape, tensor.stride(), weight.stride()
+        alike = shape == weight.shape and all(
+            size == 1 or ours == theirs for size, ours, theirs in zip(shape, strides, expected, strict=True)
+        )
+        if not alike or not _is_dense(shape, strides):
             raise UsageError(
-                f"native kernels take contiguous tensors of equal sizes, got {tuple(tensor.shape)} with "
-                f"strides {tensor.stride()} where {count} elements are expected"
+                f"native kernels take tensors without gaps that lie like their weights, got {tuple(shape)} "
+                f"with strides {strides} for a weight {tuple(weight.shape)} with strides {expected}"
             )
         addresses.append(tensor.data_ptr())
     return addresses
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether the elements lie without gaps, in some order of the dims."""
+    dense = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride != dense:
+                return False
+            dense *= size
+    return True

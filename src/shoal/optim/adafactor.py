@@ -27,7 +27,6 @@ is not T5's elsewhere, hence ours:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shoal.errors import UsageError
-from shoal.optim.moments import MomentsOptimizer, check_parameter, indices_by_kind, loss_of, root_of_sum
+from shoal.optim.moments import Group, MomentsOptimizer, Params, Scale, Squares, States
 from shoal.optim.sharded import local_box, local_part, sum_shards, whole_squares
 
 
@@ -61,6 +60,8 @@ class Adafactor(MomentsOptimizer):
     Raises:
         UsageError: a value is out of its range.
     """
+
+    _label = "Adafactor"
 
     def __init__(
         self,
@@ -98,56 +99,39 @@ class Adafactor(MomentsOptimizer):
             raise UsageError(f"clip_threshold={threshold} must be above 0")
         super().add_param_group(param_group)
 
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
-    ) -> float | None:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
-            grad_scale: gradients are multiplied by it on the fly (1 / loss scale, 1 / target tokens); they
-                are not changed. Each update is normalised, so it only tells what is small beside ``eps1``.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            UsageError: a gradient is sparse, or a parameter is complex.
-        """
-        loss = loss_of(closure)
-        grad_squares: list[Tensor | float] = []
-        weight_squares: list[Tensor | float] = []
-        for group in self.param_groups:
-            params = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in params:
-                check_parameter("Adafactor", parameter)
-            states = [self._next_state(parameter, group) for parameter in params]
-            for indices in indices_by_kind(params):
-                grad_sq, weight_sq = _update(
-                    group, [params[k] for k in indices], [states[k] for k in indices], grad_scale
-                )
-                grad_squares.append(grad_sq)
-                weight_squares.append(weight_sq)
-        self._grad_norm = root_of_sum(grad_squares)
-        self._weight_norm = root_of_sum(weight_squares)
-        return loss
-
-    def _next_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        entry: dict[str, Any] = self.state[parameter]
-        if not entry:
-            entry["step"] = torch.tensor(0.0)
-            dims = factored_dims(tuple(parameter.shape), group["min_factored_size"])
-            if dims is None:
-                entry["variance"] = torch.zeros_like(parameter)
-            else:
-                local = local_part(parameter)
-                entry["row_var"] = local.new_zeros(_without(tuple(parameter.shape), dims[1]))
-                entry["col_var"] = local.new_zeros(_without(tuple(parameter.shape), dims[0]))
-            if group["beta1"]:
-                entry["exp_avg"] = torch.zeros_like(parameter)
-        entry["step"] += 1
+    def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+        entry: dict[str, Any] = {"step": torch.tensor(0.0)}
+        dims = factored_dims(tuple(parameter.shape), group["min_factored_size"])
+        if dims is None:
+            entry["variance"] = torch.zeros_like(parameter)
+        else:
+            local = local_part(parameter)
+            entry["row_var"] = local.new_zeros(_without(tuple(parameter.shape), dims[1]))
+            entry["col_var"] = local.new_zeros(_without(tuple(parameter.shape), dims[0]))
+        if group["beta1"]:
+            entry["exp_avg"] = torch.zeros_like(parameter)
         return entry
+
+    def _update(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
+        weights = [local_part(parameter) for parameter in params]
+        grads = [local_part(parameter.grad) for parameter in params]
+        if scale != 1.0:
+            grads = list(torch._foreach_mul(grads, scale))
+        grad_squares, weight_squares = whole_squares(params, grads), whole_squares(params, weights)
+        updates = _normalised(group, params, grads, states)
+        sizes = torch.tensor([parameter.numel() for parameter in params], device=weight_squares.device)
+        clips = (whole_squares(params, updates) / sizes).sqrt() / group["clip_threshold"]
+        sizes_of_steps = float(group["lr"]) * (weight_squares / sizes).sqrt().clamp(min=group["eps2"])
+        factors = (sizes_of_steps / clips.clamp(min=1.0)).to(weights[0].dtype)
+        torch._foreach_mul_(updates, list(factors.unbind()))
+        if group["beta1"]:
+            averages = [local_part(state["exp_avg"]) for state in states]
+            torch._foreach_lerp_(averages, updates, 1.0 - group["beta1"])
+            updates = averages
+        if group["weight_decay"] != 0.0:
+            torch._foreach_mul_(weights, 1.0 - float(group["lr"]) * group["weight_decay"])
+        torch._foreach_sub_(weights, updates)
+        return grad_squares.sum(), weight_squares.sum()
 
 
 def factored_dims(shape: tuple[int, ...], min_size: int) -> tuple[int, int] | None:
@@ -158,35 +142,6 @@ def factored_dims(shape: tuple[int, ...], min_size: int) -> tuple[int, int] | No
     if shape[largest[0]] < min_size:
         return None
     return min(largest), max(largest)
-
-
-def _update(
-    group: dict[str, Any], params: list[Tensor], states: list[dict[str, Any]], scale: float
-) -> tuple[Tensor, Tensor]:
-    """Update parameters of one device and type in place.
-
-    Returns:
-        The sums of squares of the scaled gradients, and of the weights before the update.
-    """
-    weights = [local_part(parameter) for parameter in params]
-    grads = [local_part(parameter.grad) for parameter in params]
-    if scale != 1.0:
-        grads = list(torch._foreach_mul(grads, scale))
-    grad_squares, weight_squares = whole_squares(params, grads), whole_squares(params, weights)
-    updates = _normalised(group, params, grads, states)
-    sizes = torch.tensor([parameter.numel() for parameter in params], device=weight_squares.device)
-    clips = (whole_squares(params, updates) / sizes).sqrt() / group["clip_threshold"]
-    sizes_of_steps = float(group["lr"]) * (weight_squares / sizes).sqrt().clamp(min=group["eps2"])
-    factors = (sizes_of_steps / clips.clamp(min=1.0)).to(weights[0].dtype)
-    torch._foreach_mul_(updates, list(factors.unbind()))
-    if group["beta1"]:
-        averages = [local_part(state["exp_avg"]) for state in states]
-        torch._foreach_lerp_(averages, updates, 1.0 - group["beta1"])
-        updates = averages
-    if group["weight_decay"] != 0.0:
-        torch._foreach_mul_(weights, 1.0 - float(group["lr"]) * group["weight_decay"])
-    torch._foreach_sub_(weights, updates)
-    return grad_squares.sum(), weight_squares.sum()
 
 
 def _normalised(

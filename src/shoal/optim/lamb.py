@@ -14,29 +14,30 @@ out of the decay and of the ratio: :func:`parameter_groups`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from shoal import native
 from shoal.errors import UsageError
 from shoal.optim.lamb_foreach import lamb_update
 from shoal.optim.moments import (
+    Group,
+    Implementation,
     MomentsOptimizer,
-    check_parameter,
-    indices_by_kind,
+    Params,
+    Scale,
+    Squares,
+    States,
+    adam_state,
     loss_of,
-    next_states,
+    native_entries,
+    native_grads,
     root_of_sum,
-    sum_of,
 )
 from shoal.optim.sharded import whole_squares
-
-Implementation = Literal["auto", "foreach", "native"]
-_IMPLEMENTATIONS = ("auto", "foreach", "native")
 
 
 def parameter_groups(
@@ -90,6 +91,8 @@ class Lamb(MomentsOptimizer):
         UsageError: a value is out of its range, or a parameter does not suit the implementation.
     """
 
+    _label = "LAMB"
+
     def __init__(
         self,
         params: ParamsT,
@@ -102,16 +105,12 @@ class Lamb(MomentsOptimizer):
         max_grad_norm: float | None = None,
         implementation: Implementation = "auto",
     ) -> None:
-        if implementation not in _IMPLEMENTATIONS:
-            raise UsageError(
-                f"implementation={implementation!r} must be one of {', '.join(_IMPLEMENTATIONS)}"
-            )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise UsageError(f"max_grad_norm={max_grad_norm} must be above 0; None clips nothing")
         self.max_grad_norm = max_grad_norm
-        self.implementation = implementation
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "bias_correction": bias_correction, "trust_ratio": True})
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"bias_correction": bias_correction, "trust_ratio": True}
+        super().__init__(params, defaults, implementation=implementation)
 
     def grad_norm(self, *, grad_scale: float = 1.0) -> Tensor | float:
         """Return the global norm of the present gradients times ``grad_scale``, before any clipping.
@@ -119,18 +118,15 @@ class Lamb(MomentsOptimizer):
         Pass it to :meth:`step` to spare the second look at the gradients. A tensor on the parameters'
         device, or a float where the native kernel was used.
         """
-        parts = [self._split(group) for group in self.param_groups]
-        local, spread = [p for n, _ in parts for p in n], [p for _, f in parts for p in f]
-        native_norm = (
-            native.l2_norm([_dense(p.grad) for p in local], num_threads=_threads()) if local else 0.0
-        )
-        if not spread:
-            return native_norm * grad_scale
+        batches = [batch for group in self.param_groups for batch in self._batches(group)]
+        local = [parameter for is_native, params in batches if is_native for parameter in params]
+        threads = torch.get_num_threads()
+        native_norm = native.l2_norm(native_grads(local), num_threads=threads) if local else 0.0
         squares: list[Tensor | float] = [native_norm**2]
-        for indices in indices_by_kind(spread):
-            chosen = [spread[k] for k in indices]
-            squares.append(whole_squares(chosen, [p.grad for p in chosen]).sum())
-        return root_of_sum(squares) * grad_scale
+        for is_native, params in batches:
+            if not is_native:
+                squares.append(whole_squares(params, [parameter.grad for parameter in params]).sum())
+        return (root_of_sum(squares) if len(squares) > 1 else native_norm) * grad_scale
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -156,56 +152,31 @@ class Lamb(MomentsOptimizer):
             UsageError: a gradient is sparse, or a parameter does not suit the implementation.
         """
         loss = loss_of(closure)
-        scale: Tensor | float = grad_scale
+        scale: Scale = grad_scale
         if self.max_grad_norm is not None:
             grad_norm = self.grad_norm(grad_scale=grad_scale) if grad_norm is None else grad_norm
             # as apex: no epsilon, and gradients below the limit stay as they are
             excess = grad_norm / self.max_grad_norm
             clip = excess.clamp(min=1.0) if isinstance(excess, Tensor) else max(1.0, excess)
             scale = grad_scale / clip
-        grad_squares: list[Tensor | float] = []
-        weight_squares: list[Tensor | float] = []
-        for group in self.param_groups:
-            local, spread = self._split(group)
-            for update, params in ((self._native, local), (self._foreach, spread)):
-                if params:
-                    grad_sq, weight_sq = update(group, params, scale)
-                    grad_squares.append(grad_sq)
-                    weight_squares.append(weight_sq)
-        self._grad_norm = root_of_sum(grad_squares) if grad_norm is None else grad_norm
-        self._weight_norm = root_of_sum(weight_squares)
+        self._take_step(scale)
+        if grad_norm is not None:
+            self._grad_norm = grad_norm
         return loss
 
-    def _split(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the group's parameters with a gradient: those for the native kernel, and the others."""
-        local: list[Tensor] = []
-        spread: list[Tensor] = []
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            check_parameter("LAMB", parameter)
-            suits = _suits_native(parameter)
-            if self.implementation == "native" and not suits:
-                raise UsageError(
-                    "implementation='native' takes contiguous float32 parameters on the CPU that are not "
-                    f"sharded, got {type(parameter).__name__} {tuple(parameter.shape)} {parameter.dtype} on "
-                    f"{parameter.device}; use 'auto'"
-                )
-            use_native = self.implementation == "native" or (
-                self.implementation == "auto" and suits and native.is_built()
-            )
-            (local if use_native else spread).append(parameter)
-        return local, spread
+    def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+        return adam_state(parameter)
 
-    def _native(
-        self, group: dict[str, Any], params: list[Tensor], scale: Tensor | float
-    ) -> tuple[float, float]:
-        states = next_states(self.state, params)
+    def _update(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
+        here = scale.to(params[0].device) if isinstance(scale, Tensor) else scale
+        return lamb_update(group, params, states, here)
+
+    def _update_native(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
         grad_norm, weight_norm = native.lamb_step(
             params,
-            [_dense(parameter.grad) for parameter in params],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            native_grads(params),
+            native_entries(params, states, "exp_avg"),
+            native_entries(params, states, "exp_avg_sq"),
             [state["step"].item() for state in states],
             learning_rate=float(group["lr"]),
             betas=group["betas"],
@@ -214,38 +185,6 @@ class Lamb(MomentsOptimizer):
             grad_scale=float(scale),
             bias_correction=group["bias_correction"],
             trust_ratio=group["trust_ratio"],
-            num_threads=_threads(),
+            num_threads=torch.get_num_threads(),
         )
         return grad_norm**2, weight_norm**2
-
-    def _foreach(
-        self, group: dict[str, Any], params: list[Tensor], scale: Tensor | float
-    ) -> tuple[Tensor | float, Tensor | float]:
-        states = next_states(self.state, params)
-        grad_squares: list[Tensor | float] = []
-        weight_squares: list[Tensor | float] = []
-        for indices in indices_by_kind(params):
-            chosen = [params[k] for k in indices]
-            here = scale.to(chosen[0].device) if isinstance(scale, Tensor) else scale
-            grad_sq, weight_sq = lamb_update(group, chosen, [states[k] for k in indices], here)
-            grad_squares.append(grad_sq)
-            weight_squares.append(weight_sq)
-        return sum_of(grad_squares), sum_of(weight_squares)
-
-
-def _suits_native(parameter: Tensor) -> bool:
-    return (
-        parameter.device.type == "cpu"
-        and parameter.dtype == torch.float32
-        and parameter.is_contiguous()
-        and not isinstance(parameter, DTensor)
-    )
-
-
-def _dense(grad: Tensor | None) -> Tensor:
-    assert grad is not None, "parameters without a gradient were left out before"
-    return grad.contiguous()
-
-
-def _threads() -> int:
-    return torch.get_num_threads()

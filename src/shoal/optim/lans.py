@@ -16,7 +16,6 @@ Source: Zheng et al., "Accelerated Large Batch Optimization of BERT Pretraining 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,14 +23,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shoal.errors import UsageError
-from shoal.optim.moments import (
-    MomentsOptimizer,
-    check_parameter,
-    indices_by_kind,
-    loss_of,
-    next_states,
-    root_of_sum,
-)
+from shoal.optim.moments import Group, MomentsOptimizer, Params, Scale, Squares, States, adam_state
 from shoal.optim.sharded import local_part, whole_squares
 
 
@@ -54,6 +46,8 @@ class Lans(MomentsOptimizer):
         UsageError: a value is out of its range.
     """
 
+    _label = "LANS"
+
     def __init__(
         self,
         params: ParamsT,
@@ -74,85 +68,45 @@ class Lans(MomentsOptimizer):
             raise UsageError("a group sets trust_ratio, but LANS scales every tensor; leave it out")
         super().add_param_group(param_group)
 
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
-    ) -> float | None:
-        """Update all parameters that have a gradient.
+    def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+        return adam_state(parameter)
 
-        Args:
-            closure: evaluates the model again and returns the loss.
-            grad_scale: gradients are multiplied by it on the fly (1 / loss scale, 1 / target tokens); they
-                are not changed. Each is normalised, so it only tells what is small beside ``eps``.
+    def _update(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
+        beta1, beta2 = group["betas"]
+        eps, lr = group["eps"], float(group["lr"])
+        weights = [local_part(parameter) for parameter in params]
+        exp_avgs = [local_part(state["exp_avg"]) for state in states]
+        exp_avg_sqs = [local_part(state["exp_avg_sq"]) for state in states]
+        steps = [state["step"].item() for state in states]
 
-        Returns:
-            What the closure returned.
+        raw = [local_part(parameter.grad) for parameter in params]
+        grad_squares = whole_squares(params, raw) * scale**2
+        inverse = (scale / (grad_squares.sqrt() + eps)).to(weights[0].dtype)
+        grads = list(torch._foreach_mul(raw, list(inverse.unbind())))
 
-        Raises:
-            UsageError: a gradient is sparse, or a parameter is complex.
-        """
-        loss = loss_of(closure)
-        grad_squares: list[Tensor | float] = []
-        weight_squares: list[Tensor | float] = []
-        for group in self.param_groups:
-            params = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in params:
-                check_parameter("LANS", parameter)
-            states = next_states(self.state, params)
-            for indices in indices_by_kind(params):
-                grad_sq, weight_sq = _update(
-                    group, [params[k] for k in indices], [states[k] for k in indices], grad_scale
-                )
-                grad_squares.append(grad_sq)
-                weight_squares.append(weight_sq)
-        self._grad_norm = root_of_sum(grad_squares)
-        self._weight_norm = root_of_sum(weight_squares)
-        return loss
+        torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - beta2)
 
+        denominators = torch._foreach_sqrt(exp_avg_sqs)
+        torch._foreach_div_(denominators, [math.sqrt(1.0 - beta2**step) for step in steps])
+        torch._foreach_add_(denominators, eps)
+        from_gradient = grads
+        torch._foreach_div_(from_gradient, denominators)
+        torch._foreach_mul_(denominators, [1.0 - beta1**step for step in steps])
+        from_momentum = list(torch._foreach_div(exp_avgs, denominators))
+        del denominators
 
-def _update(
-    group: dict[str, Any], params: list[Tensor], states: list[dict[str, Any]], scale: float
-) -> tuple[Tensor, Tensor]:
-    """Update parameters of one device and type in place.
-
-    Returns:
-        The sums of squares of the scaled gradients, and of the weights before the update.
-    """
-    beta1, beta2 = group["betas"]
-    eps, lr = group["eps"], float(group["lr"])
-    weights = [local_part(parameter) for parameter in params]
-    exp_avgs = [local_part(state["exp_avg"]) for state in states]
-    exp_avg_sqs = [local_part(state["exp_avg_sq"]) for state in states]
-    steps = [state["step"].item() for state in states]
-
-    raw = [local_part(parameter.grad) for parameter in params]
-    grad_squares = whole_squares(params, raw) * scale**2
-    inverse = (scale / (grad_squares.sqrt() + eps)).to(weights[0].dtype)
-    grads = list(torch._foreach_mul(raw, list(inverse.unbind())))
-
-    torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
-    torch._foreach_mul_(exp_avg_sqs, beta2)
-    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - beta2)
-
-    denominators = torch._foreach_sqrt(exp_avg_sqs)
-    torch._foreach_div_(denominators, [math.sqrt(1.0 - beta2**step) for step in steps])
-    torch._foreach_add_(denominators, eps)
-    from_gradient = grads
-    torch._foreach_div_(from_gradient, denominators)
-    torch._foreach_mul_(denominators, [1.0 - beta1**step for step in steps])
-    from_momentum = list(torch._foreach_div(exp_avgs, denominators))
-    del denominators
-
-    weight_squares = whole_squares(params, weights)
-    weight_norms = weight_squares.sqrt()
-    parts = ((from_momentum, beta1), (from_gradient, 1.0 - beta1))
-    for updates, share in parts:  # both before the weights move
-        if group["weight_decay"] != 0.0:
-            torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
-        update_norms = whole_squares(params, updates).sqrt()
-        both = (weight_norms > 0) & (update_norms > 0)
-        ratios = torch.where(both, weight_norms / update_norms, 1.0) * share
-        torch._foreach_mul_(updates, list(ratios.to(weights[0].dtype).unbind()))
-    for updates, _ in parts:
-        torch._foreach_add_(weights, updates, alpha=-lr)
-    return grad_squares.sum(), weight_squares.sum()
+        weight_squares = whole_squares(params, weights)
+        weight_norms = weight_squares.sqrt()
+        parts = ((from_momentum, beta1), (from_gradient, 1.0 - beta1))
+        for updates, share in parts:  # both before the weights move
+            if group["weight_decay"] != 0.0:
+                torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+            update_norms = whole_squares(params, updates).sqrt()
+            both = (weight_norms > 0) & (update_norms > 0)
+            ratios = torch.where(both, weight_norms / update_norms, 1.0) * share
+            torch._foreach_mul_(updates, list(ratios.to(weights[0].dtype).unbind()))
+        for updates, _ in parts:
+            torch._foreach_add_(weights, updates, alpha=-lr)
+        return grad_squares.sum(), weight_squares.sum()

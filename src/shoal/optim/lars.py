@@ -23,7 +23,6 @@ MLPerf's place of the learning rate; LARC as in NVIDIA's OpenSeq2Seq and AWS's T
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -31,7 +30,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shoal.errors import UsageError
-from shoal.optim.moments import MomentsOptimizer, check_parameter, indices_by_kind, loss_of, root_of_sum
+from shoal.optim.moments import Group, MomentsOptimizer, Params, Scale, Squares, States
 from shoal.optim.sharded import local_part, whole_squares
 
 Form = Literal["lars", "larc"]
@@ -78,42 +77,14 @@ class Lars(MomentsOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eta": eta, "eps": eps}
         super().__init__(params, {**defaults, "trust_ratio": True})
 
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
-    ) -> float | None:
-        """Update all parameters that have a gradient.
+    @property
+    def _label(self) -> str:  # type: ignore[override]
+        return self.form.upper()
 
-        Args:
-            closure: evaluates the model again and returns the loss.
-            grad_scale: gradients are multiplied by it on the fly (1 / loss scale); they are not changed.
+    def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+        return {"momentum_buffer": torch.zeros_like(parameter)}
 
-        Returns:
-            What the closure returned.
-
-        Raises:
-            UsageError: a gradient is sparse, or a parameter is complex.
-        """
-        loss = loss_of(closure)
-        grad_squares: list[Tensor | float] = []
-        weight_squares: list[Tensor | float] = []
-        for group in self.param_groups:
-            params = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in params:
-                check_parameter(self.form.upper(), parameter)
-                if not self.state[parameter]:
-                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            for indices in indices_by_kind(params):
-                grad_sq, weight_sq = self._update(group, [params[k] for k in indices], grad_scale)
-                grad_squares.append(grad_sq)
-                weight_squares.append(weight_sq)
-        self._grad_norm = root_of_sum(grad_squares)
-        self._weight_norm = root_of_sum(weight_squares)
-        return loss
-
-    def _update(self, group: dict[str, Any], params: list[Tensor], scale: float) -> tuple[Tensor, Tensor]:
-        """Update parameters of one device and type in place; return the sums of squares of the scaled
-        gradients, and of the weights before the update."""
+    def _update(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
         lr, decay = float(group["lr"]), group["weight_decay"]
         weights = [local_part(parameter) for parameter in params]
         grads = [local_part(parameter.grad) for parameter in params]
@@ -164,7 +135,7 @@ def _clipped_ratios(
     grads: list[Tensor],
     weights: list[Tensor],
     weight_squares: Tensor,
-    scale: float,
+    scale: Tensor | float,
 ) -> Tensor:
     """Return LARC's ratios: ``eta |w| / |g + weight_decay w|`` in units of ``lr``, at most 1."""
     with_decay = list(torch._foreach_mul(grads, scale))

@@ -1,25 +1,52 @@
-"""What the optimizers share: the checks of their options, their norms, the state of Adam's two moments."""
+"""What the optimizers share: their steps over groups, devices and types, the checks of options, the norms."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from shoal import native
 from shoal.errors import UsageError
 
 _AT_LEAST_0 = ("lr", "eps", "eps1", "eps2", "weight_decay", "decay_rate", "eta")
-_DECAYS = ("beta1", "momentum")
+_DECAYS = ("beta1", "beta2", "momentum")
+
+
+Implementation = Literal["auto", "foreach", "native"]
+_IMPLEMENTATIONS = ("auto", "foreach", "native")
+
+Group = dict[str, Any]
+Params = list[Tensor]
+States = list[dict[str, Any]]
+Scale = Tensor | float
+Squares = tuple[Tensor | float, Tensor | float]
+"""The sums of squares of the scaled gradients, and of the weights before the update."""
 
 
 class MomentsOptimizer(Optimizer):
-    """An optimizer that checks the options of its groups and knows the norms of its last step."""
+    """Takes steps over the tensors of one device and type at a time, and knows the norms of the last step.
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+    A subclass says what the state of a new parameter is and what an update does, on ``_foreach_`` operations
+    and, where it has one, by a native kernel for float32 on the CPU.
+    """
+
+    _label: ClassVar[str]
+    """The optimizer's name in messages."""
+
+    def __init__(
+        self, params: ParamsT, defaults: dict[str, Any], *, implementation: Implementation = "foreach"
+    ) -> None:
+        if implementation not in _IMPLEMENTATIONS:
+            raise UsageError(
+                f"implementation={implementation!r} must be one of {', '.join(_IMPLEMENTATIONS)}"
+            )
+        self.implementation = implementation
         self._grad_norm: Tensor | float = 0.0
         self._weight_norm: Tensor | float = 0.0
         super().__init__(params, defaults)
@@ -33,10 +60,121 @@ class MomentsOptimizer(Optimizer):
         check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
+    ) -> float | None:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+            grad_scale: gradients are multiplied by it on the fly (1 / loss scale, 1 / target tokens); they
+                are not changed. Where they are normalised it only tells what is small beside an epsilon.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            UsageError: a gradient is sparse, or a parameter does not suit the implementation.
+        """
+        loss = loss_of(closure)
+        self._take_step(grad_scale)
+        return loss
+
     def norms(self) -> tuple[float, float]:
         """Return the global norms of the last step: of the scaled gradients before they were clipped or
         normalised, and of the weights that had a gradient, before the update. Waits for the device."""
         return float(self._grad_norm), float(self._weight_norm)
+
+    def _take_step(self, scale: Scale) -> None:
+        squares: list[Squares] = []
+        for group in self.param_groups:
+            for is_native, params in self._batches(group):
+                update = self._update_native if is_native else self._update
+                squares.append(update(group, params, self._next_states(group, params), scale))
+        self._grad_norm = root_of_sum([grad_sq for grad_sq, _ in squares])
+        self._weight_norm = root_of_sum([weight_sq for _, weight_sq in squares])
+
+    def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+        """Return the state of a parameter before its first step; a ``step`` in it is counted from 0."""
+        raise NotImplementedError
+
+    def _update(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
+        """Update parameters of one device and type in place; their steps have been counted."""
+        raise NotImplementedError
+
+    def _update_native(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
+        """The same for float32 tensors without gaps in the memory of the host, by a kernel."""
+        raise NotImplementedError
+
+    def _batches(self, group: Group) -> list[tuple[bool, list[Tensor]]]:
+        """Return the group's parameters with a gradient: those for the native kernel, the others by kind."""
+        fused: list[Tensor] = []
+        others: list[Tensor] = []
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                check_parameter(self._label, parameter)
+                (fused if self._goes_native(parameter) else others).append(parameter)
+        by_kind = [(False, [others[k] for k in indices]) for indices in indices_by_kind(others)]
+        return [(True, fused), *by_kind] if fused else by_kind
+
+    def _goes_native(self, parameter: Tensor) -> bool:
+        if self.implementation == "foreach":
+            return False
+        suits = (
+            parameter.device.type == "cpu"
+            and parameter.dtype == torch.float32
+            and (parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last))
+            and not isinstance(parameter, DTensor)
+        )
+        if self.implementation == "native" and not suits:
+            raise UsageError(
+                "implementation='native' takes contiguous float32 parameters on the CPU that are not "
+                f"sharded, got {type(parameter).__name__} {tuple(parameter.shape)} {parameter.dtype} on "
+                f"{parameter.device}; use 'auto'"
+            )
+        return suits and (self.implementation == "native" or native.is_built())
+
+    def _next_states(self, group: Group, params: Params) -> States:
+        """Return the parameters' states, made where missing, each with its step counted up."""
+        states = []
+        for parameter in params:
+            entry: dict[str, Any] = self.state[parameter]
+            if not entry:
+                entry.update(self._new_state(group, parameter))
+            if "step" in entry:
+                entry["step"] += 1
+            states.append(entry)
+        return states
+
+
+def adam_state(parameter: Tensor) -> dict[str, Any]:
+    """Return a new parameter's state as torch's Adam has it."""
+    return {
+        "step": torch.tensor(0.0),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+
+
+def laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor with its elements in the order of the parameter's in memory: itself, or a copy."""
+    pairs = zip(parameter.shape, parameter.stride(), tensor.stride(), strict=True)
+    if all(size == 1 or ours == theirs for size, ours, theirs in pairs):
+        return tensor
+    return torch.empty_like(parameter).copy_(tensor)
+
+
+def native_grads(params: Params) -> list[Tensor]:
+    """Return the parameters' gradients as native kernels take them."""
+    return [laid_out_like(p, p.grad) for p in params if p.grad is not None]
+
+
+def native_entries(params: Params, states: States, name: str) -> list[Tensor]:
+    """Return an entry of the states as native kernels take it; one that was loaded may lie otherwise."""
+    for parameter, state in zip(params, states, strict=True):
+        state[name] = laid_out_like(parameter, state[name])
+    return [state[name] for state in states]
 
 
 def loss_of(closure: Callable[[], float] | None) -> float | None:
@@ -72,24 +210,6 @@ def check_parameter(optimizer: str, parameter: Tensor) -> None:
     assert parameter.grad is not None, "parameters without a gradient are left out before"
     if parameter.grad.is_sparse or parameter.is_complex():
         raise UsageError(f"{optimizer} takes neither sparse gradients nor complex parameters")
-
-
-def next_states(state: Mapping[Tensor, dict[str, Any]], params: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """Return the parameters' states, made where missing, each with its step counted up.
-
-    Args:
-        state: ``optimizer.state``, which makes an empty entry for a new parameter.
-    """
-    states = []
-    for parameter in params:
-        entry = state[parameter]
-        if not entry:
-            entry["step"] = torch.tensor(0.0)
-            entry["exp_avg"] = torch.zeros_like(parameter)
-            entry["exp_avg_sq"] = torch.zeros_like(parameter)
-        entry["step"] += 1
-        states.append(entry)
-    return states
 
 
 def indices_by_kind(params: Sequence[Tensor]) -> list[list[int]]:

@@ -3,13 +3,14 @@
 Defaults live here, presets in the recipe's TOML files; options are named ``--section.field``.
 """
 
-from __future__ import annotations
+# Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from shoal.errors import UsageError
 
@@ -44,9 +45,35 @@ class TrainConfig(LoopConfig):
     """Sequences a worker computes at once; default: the largest divisor of its share up to 64."""
 
 
+OPTIMIZER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "lamb": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "bias_correction": True},
+    "lans": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6},
+    "adamw": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6},
+    "adafactor": {},
+    "sgd": {"momentum": 0.9, "nesterov": True},
+    "lars": {"momentum": 0.9, "nesterov": False, "trust_coefficient": 1e-3, "lars_form": "mlperf"},
+    "novograd": {
+        "beta1": 0.9,
+        "beta2": 0.25,
+        "eps": 1e-7,
+        "bias_correction": True,
+        "reg_inside_moment": True,
+        "grad_averaging": False,
+        "init_zero": False,
+    },
+}
+"""The options that only some optimizers have, with their defaults."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer, and the form of its schedule."""
+    """The optimizer, and the form of its schedule.
+
+    Options that only some optimizers have are ``None`` until they are given; :meth:`options` has the values.
+
+    Raises:
+        UsageError: an option is given that the optimizer does not have.
+    """
 
     optimizer: Literal["lamb", "lans", "adamw", "adafactor"] = "lamb"
     """LAMB or LANS for large batches, torch's AdamW, or T5's Adafactor."""
@@ -57,33 +84,81 @@ class OptimizerConfig:
     BERT; a jump after warm-up)."""
     weight_decay: float = 0.01
     """Decay of weights, not of biases and norms."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.999
-    """Decay of the second moment."""
-    eps: float = 1e-6
-    """Added to the root of the second moment."""
-    bias_correction: bool = True
-    """Correct the moments for their start at 0 (paper, apex); the original ALBERT does not."""
+    beta1: float | None = None
+    """Decay of the first moment; default: 0.9; not of Adafactor."""
+    beta2: float | None = None
+    """Decay of the second moment; default: 0.999; not of Adafactor."""
+    eps: float | None = None
+    """Added to the root of the second moment; default: 1e-6; not of Adafactor."""
+    bias_correction: bool | None = None
+    """LAMB corrects the moments for their start at 0 (paper, apex), the default; the original ALBERT does
+    not."""
     max_grad_norm: float | None = 1.0
     """Clip gradients to this norm; none with --optim.max-grad-norm none."""
     clip: Literal["global", "worker"] = "global"
     """Clip the averaged gradient, or each worker's own before averaging."""
 
     def __post_init__(self) -> None:
-        if self.optimizer != "lamb" and not self.bias_correction:
-            raise UsageError(
-                f"optim.bias_correction false is a variant of LAMB; {self.optimizer} always corrects: leave "
-                "it out or choose --optim.optimizer lamb"
-            )
-        if self.optimizer == "adafactor":
-            for name in ("beta1", "beta2", "eps"):
-                value = getattr(self, name)
-                if value != getattr(type(self), name):
-                    raise UsageError(
-                        f"optim.{name} {value} is of no use to adafactor, whose decays and epsilons are the "
-                        "paper's: leave it out or choose --optim.optimizer adamw"
-                    )
+        own = OPTIMIZER_OPTIONS[self.optimizer]
+        for name in dict.fromkeys(name for options in OPTIMIZER_OPTIONS.values() for name in options):
+            value = getattr(self, name, None)
+            if value is not None and name not in own:
+                choices = get_args(get_type_hints(type(self))["optimizer"])
+                owners = [choice for choice in choices if name in OPTIMIZER_OPTIONS[choice]]
+                raise UsageError(
+                    f"optim.{name} {value} is not an option of {self.optimizer}: leave it out or choose "
+                    f"--optim.optimizer {' or '.join(owners)}"
+                )
+
+    def options(self) -> dict[str, Any]:
+        """Return the values of the chosen optimizer's own options, as given or by default."""
+        defaults = OPTIMIZER_OPTIONS[self.optimizer]
+        given = {name: getattr(self, name, None) for name in defaults}
+        return {name: value if given[name] is None else given[name] for name, value in defaults.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionOptimizerConfig(OptimizerConfig):
+    """The optimizer of a recipe for images: SGD, LARS and NovoGrad too."""
+
+    optimizer: Literal["sgd", "lars", "novograd", "lamb", "adamw"] = "sgd"  # type: ignore[assignment]
+    """torch's SGD with momentum; LARS, NovoGrad or LAMB for large batches; torch's AdamW."""
+    power: float = 2.0
+    """Power of the polynomial decay."""
+    weight_decay: float = 1e-4
+    """Decay of weights, not of biases and norms."""
+    bias_rate: float = 1.0
+    """Learning rate of biases as a multiple of the others' (2 in Mask R-CNN)."""
+    momentum: float | None = None
+    """Decay of the momentum (sgd, lars); default: 0.9."""
+    nesterov: bool | None = None
+    """Nesterov's momentum; default: with sgd, not with lars."""
+    trust_coefficient: float | None = None
+    """LARS's step relative to the norm of a weight; default: 0.001 (0.013 in AWS's clip form)."""
+    lars_form: Literal["mlperf", "paper", "larc"] | None = None
+    """mlperf (default): biases and norms have plain momentum; paper: they have ratio and decay too; larc: as
+    mlperf, but the ratio only ever makes a rate smaller."""
+    beta1: float | None = None
+    """Decay of the first moment (novograd, lamb, adamw); default: 0.9."""
+    beta2: float | None = None
+    """Decay of the second moment; default: 0.25 (novograd) or 0.999 (lamb, adamw)."""
+    eps: float | None = None
+    """Added to the root of the second moment; default: 1e-7 (novograd) or 1e-6 (lamb, adamw)."""
+    bias_correction: bool | None = None
+    """Correct the moments for their start (novograd, lamb), the default; NovoGrad's paper does not."""
+    reg_inside_moment: bool | None = None
+    """NovoGrad divides by the norm and decays inside the momentum, the default, or outside of it."""
+    grad_averaging: bool | None = None
+    """NovoGrad takes gradients into the momentum times 1 - beta1; default: no."""
+    init_zero: bool | None = None
+    """NovoGrad's squared norms begin at 0 instead of at the first ones; default: no."""
+    max_grad_norm: float | None = None
+    """Clip gradients to this norm; default: no."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.bias_rate < math.inf:
+            raise UsageError(f"optim.bias_rate {self.bias_rate} must be a number of at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +176,19 @@ class OptimConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Where the run lives and what it writes when."""
+class RunPlaceConfig:
+    """Where a run lives."""
 
     name: str | None = None
     """Name in reports; default: recipe and preset."""
     dir: Path | None = None
     """Run directory; default: runs/NAME. The same directory continues the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(RunPlaceConfig):
+    """Where the run lives and what it writes when."""
+
     log_frequency: int = 50
     """Steps between lines of the record."""
     validation_frequency: int = 2_000

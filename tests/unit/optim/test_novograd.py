@@ -23,6 +23,8 @@ def formula(
     bias_correction: bool,
     grad_averaging: bool,
     grad_scale: float,
+    init_zero: bool = False,
+    reg_inside_moment: bool = True,
 ) -> list[Tensor]:
     after = []
     for index, begin in enumerate(weights):
@@ -31,24 +33,42 @@ def formula(
         for step, grads in enumerate(grads_of_step, start=1):
             g = grads[index].double() * grad_scale
             square = float(g.norm()) ** 2
-            v = square if step == 1 else betas[1] * v + (1 - betas[1]) * square
+            v = square if step == 1 and not init_zero else betas[1] * v + (1 - betas[1]) * square
             root, unbias = math.sqrt(v), 1.0
             if bias_correction:
                 root, unbias = root / math.sqrt(1 - betas[1] ** step), 1 - betas[0] ** step
             share = 1 - betas[0] if grad_averaging else 1.0
-            m = betas[0] * m + share * (g / (root + eps) + weight_decay * w)
-            w = w - lr * m / unbias
+            if reg_inside_moment:
+                m = betas[0] * m + share * (g / (root + eps) + weight_decay * w)
+                w = w - lr * m / unbias
+            else:
+                m = betas[0] * m + share * g
+                w = w - lr * (m / unbias / (root + eps) + weight_decay * w)
         after.append(w)
     return after
 
 
 @pytest.mark.parametrize("bias_correction", [False, True])
 @pytest.mark.parametrize("grad_averaging", [False, True])
+@pytest.mark.parametrize("init_zero", [False, True])
+@pytest.mark.parametrize("reg_inside_moment", [False, True])
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.float32, 2e-6), (torch.float64, 1e-13)])
-def test_formula(bias_correction: bool, grad_averaging: bool, dtype: torch.dtype, relative: float) -> None:
+def test_formula(
+    bias_correction: bool,
+    grad_averaging: bool,
+    init_zero: bool,
+    reg_inside_moment: bool,
+    dtype: torch.dtype,
+    relative: float,
+) -> None:
     params = [nn.Parameter(p.detach().to(dtype)) for p in make_parameters()]
     begin = [p.detach().clone() for p in params]
-    variant = {"bias_correction": bias_correction, "grad_averaging": grad_averaging}
+    variant = {
+        "bias_correction": bias_correction,
+        "grad_averaging": grad_averaging,
+        "init_zero": init_zero,
+        "reg_inside_moment": reg_inside_moment,
+    }
     optimizer = NovoGrad(params, lr=0.01, betas=(0.9, 0.35), eps=1e-3, weight_decay=0.1, **variant)
     grads_of_step = []
     for step in range(4):

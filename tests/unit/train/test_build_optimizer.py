@@ -1,0 +1,156 @@
+"""Settings choose an optimizer with its options and groups, and are refused where it does not have them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.errors import UsageError
+from shoal.optim.lamb import Lamb
+from shoal.optim.lans import Lans
+from shoal.optim.lars import Lars
+from shoal.optim.novograd import NovoGrad
+from shoal.train.config import OPTIMIZER_OPTIONS, OptimizerConfig, VisionOptimizerConfig, as_tree
+from shoal.train.optimizers import build_optimizer, set_learning_rate
+
+
+def small_model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+
+
+def built(**options: Any) -> torch.optim.Optimizer:
+    return build_optimizer(small_model().named_parameters(), VisionOptimizerConfig(**options), 0.5)
+
+
+def groups_of(optimizer: torch.optim.Optimizer, *names: str) -> list[tuple[Any, ...]]:
+    return [(len(g["params"]), *(g.get(name) for name in names)) for g in optimizer.param_groups]
+
+
+def test_every_option_is_a_setting_and_every_optimizer_is_in_the_table() -> None:
+    settings = {field.name for field in fields(VisionOptimizerConfig)}
+    assert settings >= {name for options in OPTIMIZER_OPTIONS.values() for name in options}
+    for config in (OptimizerConfig, VisionOptimizerConfig):
+        choices = get_args(get_type_hints(config)["optimizer"])
+        assert set(choices) <= set(OPTIMIZER_OPTIONS)
+        for choice in choices:
+            given = config(optimizer=choice, **OPTIMIZER_OPTIONS[choice])
+            assert given.options() == config(optimizer=choice).options() == OPTIMIZER_OPTIONS[choice]
+
+
+def test_sgd_is_torchs_with_nesterovs_momentum() -> None:
+    optimizer = built()
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert groups_of(optimizer, "lr", "weight_decay", "momentum", "nesterov", "fused") == [
+        (2, 0.5, 1e-4, 0.9, True, True),
+        (4, 0.5, 0.0, 0.9, True, True),
+    ]
+    still = built(optimizer="sgd", momentum=0.0)
+    assert groups_of(still, "momentum", "nesterov") == [(2, 0.0, False), (4, 0.0, False)]
+    assert not built(optimizer="sgd", nesterov=False).param_groups[0]["nesterov"]
+
+
+def test_lars_leaves_norms_and_biases_alone_but_in_the_form_of_the_paper() -> None:
+    for form, eta, kind in (("mlperf", 1e-3, "lars"), ("larc", 0.013, "larc")):
+        optimizer = built(optimizer="lars", lars_form=form, trust_coefficient=eta, weight_decay=2e-4)
+        assert isinstance(optimizer, Lars)
+        assert (optimizer.form, optimizer.nesterov) == (kind, False)
+        assert groups_of(optimizer, "weight_decay", "trust_ratio", "eta", "momentum") == [
+            (2, 2e-4, True, eta, 0.9),
+            (4, 0.0, False, eta, 0.9),
+        ]
+    paper = built(optimizer="lars", lars_form="paper", momentum=0.8, nesterov=True, weight_decay=2e-4)
+    assert isinstance(paper, Lars)
+    assert (paper.form, paper.nesterov) == ("lars", True)
+    assert groups_of(paper, "weight_decay", "trust_ratio", "momentum") == [
+        (2, 2e-4, True, 0.8),
+        (4, 2e-4, True, 0.8),
+    ]
+
+
+def test_novograd_with_the_variants_of_the_mask_rcnn_runs() -> None:
+    optimizer = built(optimizer="novograd", beta2=0.35, grad_averaging=True)
+    assert isinstance(optimizer, NovoGrad)
+    names = ("betas", "eps", "bias_correction", "reg_inside_moment", "grad_averaging", "init_zero")
+    assert groups_of(optimizer, *names)[0] == (2, (0.9, 0.35), 1e-7, True, True, True, False)
+
+
+def test_biases_may_have_a_rate_of_their_own() -> None:
+    optimizer = built(optimizer="novograd", bias_rate=2.0, weight_decay=1e-3)
+    expected = [(2, 0.5, 1e-3), (1, 0.5, 0.0), (3, 1.0, 0.0)]  # weights, the norm's weight, all biases
+    assert groups_of(optimizer, "lr", "weight_decay") == expected
+    set_learning_rate(optimizer, 0.07)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.07, 0.07, 0.14]
+    set_learning_rate(optimizer, 0.0)
+    set_learning_rate(optimizer, 0.01)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01, 0.02]
+    with_step = built(optimizer="sgd", bias_rate=0.0)
+    before = [p.detach().clone() for group in with_step.param_groups for p in group["params"]]
+    for group in with_step.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    with_step.step()
+    after = [p.detach() for group in with_step.param_groups for p in group["params"]]
+    moved = [not torch.equal(a, b) for a, b in zip(after, before, strict=True)]
+    assert moved == [True, True, True, False, False, False]
+
+
+def test_those_that_were_there_are_as_they_were() -> None:
+    model = small_model()
+    lamb = build_optimizer(model.named_parameters(), OptimizerConfig(bias_correction=False), 0.5)
+    assert isinstance(lamb, Lamb)
+    names = ("betas", "eps", "weight_decay", "bias_correction", "trust_ratio")
+    assert groups_of(lamb, *names) == [
+        (2, (0.9, 0.999), 1e-6, 0.01, False, True),
+        (4, (0.9, 0.999), 1e-6, 0.0, False, False),
+    ]
+    for name, kind in (("lans", Lans), ("adamw", torch.optim.AdamW)):
+        optimizer = build_optimizer(model.named_parameters(), OptimizerConfig(optimizer=name, beta2=0.99))
+        assert isinstance(optimizer, kind)
+        assert groups_of(optimizer, "betas", "eps", "weight_decay", "trust_ratio") == [
+            (2, (0.9, 0.99), 1e-6, 0.01, None),
+            (4, (0.9, 0.99), 1e-6, 0.0, None),
+        ]
+
+
+def test_only_what_was_given_is_written_beside_the_run() -> None:
+    tree = as_tree(VisionOptimizerConfig(optimizer="lars", momentum=0.8))
+    assert (tree["optimizer"], tree["momentum"]) == ("lars", 0.8)
+    assert not {"nesterov", "beta1", "lars_form", "init_zero"} & set(tree)
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "message"),
+    [
+        (OptimizerConfig, {"optimizer": "adafactor", "beta1": 0.9},
+         "optim.beta1 0.9 is not an option of adafactor: .* --optim.optimizer lamb or lans or adamw$"),
+        (OptimizerConfig, {"optimizer": "adamw", "bias_correction": False},
+         "optim.bias_correction False is not an option of adamw: .* --optim.optimizer lamb$"),
+        (VisionOptimizerConfig, {"optimizer": "sgd", "trust_coefficient": 0.1},
+         "optim.trust_coefficient 0.1 is not an option of sgd: .* --optim.optimizer lars$"),
+        (VisionOptimizerConfig, {"optimizer": "novograd", "momentum": 0.9},
+         "optim.momentum 0.9 is not an option of novograd: .* --optim.optimizer sgd or lars$"),
+        (VisionOptimizerConfig, {"optimizer": "lars", "init_zero": False}, "init_zero False .* novograd$"),
+        (VisionOptimizerConfig, {"bias_rate": -1.0}, "optim.bias_rate -1.0 must be a number of at least 0"),
+    ],
+)  # fmt: skip
+def test_options_of_other_optimizers_are_refused(config: Any, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        config(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"optimizer": "sgd", "momentum": 1.5}, "momentum=1.5"),
+        ({"optimizer": "sgd", "weight_decay": -1.0}, "weight_decay=-1.0"),
+        ({"optimizer": "adamw", "beta2": 1.5}, "beta2=1.5"),
+        ({"optimizer": "lars", "momentum": 1.5}, "momentum=1.5"),
+    ],
+)
+def test_values_out_of_range_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        built(**given)
