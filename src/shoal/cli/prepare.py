@@ -72,3 +72,73 @@ def prepare_text(
         overwrite=overwrite,
     )
     text.prepare_text(settings)
+
+
+@prepare.command(name="images")
+def prepare_images(
+    source: Path,
+    /,
+    *,
+    out: Path,
+    resize: int = 0,
+    quality: int = 90,
+    validation: float | None = None,
+    ground_truth: Path | None = None,
+    synsets: Path | None = None,
+    shard_bytes: int = 128 << 20,
+    on_bad: Literal["refuse", "skip"] = "refuse",
+    seed: int = 0,
+    processes: int = 0,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> None:
+    """Turn images into shards. Run it again to continue after a stop or a crash.
+
+    Parameters
+    ----------
+    source
+        A folder with train/CLASS/ and val/CLASS/ (or validation/, test/), a folder of class folders, or the
+        folder of ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar.
+    out
+        Directory for shards and manifest.
+    resize
+        Make images smaller whose shorter side has more pixels than this (480, say); 0 leaves sizes alone.
+    quality
+        JPEG quality of what has to be encoded again, 1 to 95.
+    validation
+        Share of each class held out, where there are no validation images: .05 unless given.
+    ground_truth
+        Classes of ImageNet's validation images, one a line; else found beside the tars.
+    synsets
+        meta.mat of ImageNet's development kit; else found beside the tars.
+    shard_bytes
+        Bytes of source images that make one shard, about.
+    on_bad
+        Stop at a file that is not a whole image, or skip it and list it in skipped.txt.
+    seed
+        Another seed holds out other images and puts them into another order.
+    processes
+        Worker processes; 0: one a core. The result does not depend on it.
+    overwrite
+        Remove what an earlier preparation wrote there, and begin anew.
+    dry_run
+        Write nothing: say how many images, classes, shards and bytes it would be.
+    """
+    from shoal.data.images import prepare as images
+    from shoal.data.images.dry_run import dry_run as try_out
+    from shoal.data.images.open_source import open_source
+
+    config = images.ImagePrepareConfig(
+        resize=resize,
+        quality=quality,
+        shard_bytes=shard_bytes,
+        on_bad=on_bad,
+        seed=seed,
+        processes=processes,
+        overwrite=overwrite,
+    )
+    found = open_source(source, validation=validation, seed=seed, ground_truth=ground_truth, synsets=synsets)
+    if dry_run:
+        print("\n".join([found.description, *found.remarks, *try_out(found, config).lines()]))
+    else:
+        images.prepare_images(found, out, config=config)

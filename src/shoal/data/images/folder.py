@@ -46,7 +46,7 @@ class FolderSource:
             ShoalError: a folder cannot be read.
         """
         self._path, self._seed = path, seed
-        folders = _folders(path)
+        folders = self._folders = _folders(path)
         self._roots = {TRAIN: path}
         if TRAIN in folders:
             self._roots = {TRAIN: path / TRAIN}
@@ -74,6 +74,21 @@ class FolderSource:
     def description(self) -> str:
         held_out = f", {self._share:g} of each class held out" if self._share else ""
         return f"{self._path}, {len(self.classes)} classes{held_out}"
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        lines = []
+        others = [name for name in VALIDATION_NAMES if name in self._folders and VALIDATION in self._roots]
+        if len(others) > 1:
+            lines.append(f"validation images are those of {others[0]}; {', '.join(others[1:])} is left alone")
+        counts: dict[str, int] = {}
+        for root in self._roots.values():
+            for suffix in _other_suffixes(root):
+                counts[suffix] = counts.get(suffix, 0) + 1
+        if counts:
+            told = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(counts.items())[:8])
+            lines.append(f"files that are no images by their suffix are left alone: {told}")
+        return tuple(lines)
 
     def state(self) -> str:
         digest = blake2b(digest_size=16)
@@ -132,18 +147,6 @@ class FolderSource:
             )
 
 
-def left_alone(path: Path) -> dict[str, int]:
-    """Return how many files below ``path`` have a suffix that is not an image's, by suffix."""
-    counts: dict[str, int] = {}
-    for _, folders, names in os.walk(path, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            suffix = Path(name).suffix.lower()
-            if suffix not in SUFFIXES and not name.startswith("."):
-                counts[suffix or "no suffix"] = counts.get(suffix or "no suffix", 0) + 1
-    return counts
-
-
 def unique_keys(names: Sequence[str]) -> list[str]:
     """Return a key for each file name, with slashes: without suffix, and without dots behind the last slash.
 
@@ -187,6 +190,16 @@ def _files(folder: Path) -> list[_File]:
     except OSError as error:
         raise ShoalError(f"{error.filename} cannot be read: {error.strerror}") from error
     return sorted(found)
+
+
+def _other_suffixes(path: Path) -> Iterator[str]:
+    """Yield the suffix of each file below ``path`` that is not an image's."""
+    for _, folders, names in os.walk(path, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            suffix = Path(name).suffix.lower()
+            if suffix not in SUFFIXES and not name.startswith("."):
+                yield suffix or "without suffix"
 
 
 def _raise(error: OSError) -> None:

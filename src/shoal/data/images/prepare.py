@@ -114,6 +114,8 @@ def prepare_images(
             shutil.rmtree(out / RECORDS, ignore_errors=True)  # killed while removing them
             shown.say(f"{out} is already prepared (--overwrite begins anew)")
             return ImageManifest.load(out)
+        for line in source.remarks:
+            shown.say(line)
         totals = list_source(source, out, shown)
         results = _run_shards(_tasks(totals, config), totals, out, config, shown)
         return _finish(source, config, results, out, shown)

@@ -54,6 +54,11 @@ class ImageSource(Protocol):
         """``train``, and ``validation`` where there is one."""
         ...
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the user should know of it, a line each: files that are left alone, a choice that was made."""
+        ...
+
     def state(self) -> str:
         """Return a digest that changes when the source does (names, sizes, times of change)."""
         ...
