@@ -371,5 +371,6 @@ NB_MODULE(_core, m) {
         nb::arg("level").none());
   m.def("finish_image", &finish_image, nb::arg("pixels").noconvert(), nb::arg("out").noconvert(),
         nb::arg("steps"), nb::arg("scale"), nb::arg("shift"), nb::arg("flip"), nb::arg("level").none());
+  bind_detection(m);
   bind_engine(m);
 }
