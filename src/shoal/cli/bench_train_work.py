@@ -114,15 +114,16 @@ def write_text(folder: Path, vocab_size: int) -> None:
 def _measure_masked_lm(config: Any, world: World, what: TrainBench, name: str) -> TrainResult:
     from shoal.models.pretraining import AlbertPretraining, BertPretraining
     from shoal.recipes.masked_lm.job import build
-    from shoal.recipes.masked_lm.losses import INPUTS
+    from shoal.recipes.masked_lm.losses import INPUTS, NUM_SUMS
     from shoal.recipes.masked_lm.model import make_model
-    from shoal.recipes.masked_lm.step import Meter, agree, batches_after, take_step, warm_up
+    from shoal.recipes.masked_lm.step import agree, batches_after, take_step, warm_up
     from shoal.train.signals import StopRequest
+    from shoal.train.window import Meter
 
     kind: Any = AlbertPretraining if config.recipe == "albert" else BertPretraining
     job = build(config, world, make_model(config, world, kind))
     warm_up(job)
-    meter, stop = Meter.of(job), StopRequest()
+    meter, stop = Meter.of(config.train, NUM_SUMS), StopRequest()
     seen: list[dict[str, torch.Tensor]] = []
 
     def steps() -> Iterator[None]:

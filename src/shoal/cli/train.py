@@ -14,8 +14,14 @@ from shoal.env import Joined
 from shoal.recipes.albert import config as albert
 from shoal.recipes.bert import config as bert
 from shoal.recipes.masked_lm import start
+from shoal.recipes.resnet import config as resnet
 from shoal.recipes.start import Launch
 from shoal.recipes.t5 import config as t5
+
+_FOLDERS = {"resnet50": "resnet"}
+"""Recipes whose folder is not called as their command."""
+_DEFAULT_PRESETS = {"resnet50": "imagenet-16k"}
+"""Presets of commands whose default is not ``base``."""
 
 train = App(
     name="train",
@@ -24,7 +30,12 @@ train = App(
 )
 
 
-train.config = (settings_from(lambda command: f"{command}/presets", lambda _: "base"),)
+train.config = (
+    settings_from(
+        lambda command: f"{_FOLDERS.get(command, command)}/presets",
+        lambda command: _DEFAULT_PRESETS.get(command, "base"),
+    ),
+)
 
 Settings = Parameter(name="*")
 """Options of the fields of a dataclass, without its own name before them."""
@@ -126,6 +137,37 @@ def train_t5(
     parallel = settings.parallel
     parallel = replace(parallel, devices=devices or parallel.devices, memory=memory or parallel.memory)
     return start.run(replace(settings, parallel=parallel), how, work, preset=preset, command=_this_command())
+
+
+@train.command(name="resnet50")
+def train_resnet50(
+    *,
+    preset: Literal[resnet.PRESETS] = "imagenet-16k",  # type: ignore[valid-type]
+    config: Path | None = None,
+    settings: Annotated[resnet.ResNetTrainConfig, Settings] = resnet.ResNetTrainConfig(),  # noqa: B008
+    how: Annotated[Launch, Settings] = Launch(),  # noqa: B008
+) -> int:
+    """Train ResNet-50, or another residual network, to tell classes of images apart.
+
+    The run is defined in epochs; its optimizer steps follow from the batch and are printed. Started alone,
+    the command starts the workers; started by torchrun, mpirun or anything that sets RANK and WORLD_SIZE, it
+    joins them. Run it again to continue after a stop or a crash.
+
+    Parameters
+    ----------
+    preset
+        Settings to start from.
+    config
+        TOML file with settings that go before the preset's; options go before both.
+    """
+    from shoal.recipes.resnet import start
+
+    def work(resolved: resnet.ResNetTrainConfig, place: Joined, command: list[str]) -> int:
+        from shoal.recipes.resnet.train import train
+
+        return train(resolved, place, command)
+
+    return start.run(settings, how, work, preset=preset, command=_this_command())
 
 
 def _this_command() -> list[str]:

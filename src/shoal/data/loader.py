@@ -167,6 +167,7 @@ def held_out_batches(
     limit: int | None = None,
     rank: int = 0,
     num_workers: int = 1,
+    dealt: bool = False,
     num_ahead: int = 0,
     pin_memory: bool = False,
 ) -> Iterator[Batch]:
@@ -174,11 +175,16 @@ def held_out_batches(
 
     The set is at most ``limit`` examples, spread evenly over the split, as epoch 0 draws them. Workers
     share it without padding or repetition, so the last micro-batch may be smaller, and workers may differ
-    by a micro-batch: sum over workers after the loop, not inside it. With ``num_ahead`` a thread has so many
-    micro-batches ready ahead.
+    by a micro-batch: sum over workers after the loop, not inside it. They take contiguous parts, or with
+    ``dealt`` micro-batches in turn, which are then the same for any number of workers. With ``num_ahead`` a
+    thread has so many micro-batches ready ahead.
     """
     indices = evenly_spread(reader.num_examples, limit)
-    cuts = iter(micro_batches(worker_part(len(indices), rank, num_workers), micro_batch_size))
+    if dealt:
+        own = micro_batches(range(len(indices)), micro_batch_size)[rank::num_workers]
+    else:
+        own = micro_batches(worker_part(len(indices), rank, num_workers), micro_batch_size)
+    cuts = iter(own)
 
     def make(cut: range) -> Batch:
         arrays = reader.micro_batch(reader.batch(0, indices[cut.start : cut.stop]))
@@ -200,10 +206,9 @@ def _in_order(
     """Yield what becomes of each task, in order; ``num_ahead`` are begun before they are asked for."""
     ahead = deque(map(begin, islice(tasks, num_ahead)))
     while ahead:
-        made = ahead.popleft().result()
+        ahead[0].result()
         ahead.extend(map(begin, islice(tasks, 1)))
-        yield made
-        del made  # a batch that its user has let go must not stay until the next is ready
+        yield ahead.popleft().result()  # not kept here while its user has it: batches of images are large
 
 
 def _wait(elsewhere: Future[_Made]) -> _Made:

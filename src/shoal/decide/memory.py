@@ -18,6 +18,17 @@ class MemoryEstimate:
     def total_bytes(self) -> int:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
 
+    def __str__(self) -> str:
+        return (
+            f"about {_size(self.total_bytes)} a worker: weights {_size(self.weights_bytes)}, gradients "
+            f"{_size(self.gradients_bytes)}, optimizer {_size(self.optimizer_bytes)}, activations "
+            f"{_size(self.activations_bytes)}"
+        )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
 
 def estimate_memory(
     *,

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from shoal.env import Joined, joined
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch.emulated_job import Hosts, launch_emulated
 from shoal.launch.local import launch
-from shoal.train.config import RunConfig
+from shoal.train.config import RunPlaceConfig
 from shoal.train.run_dir import require_writable
+
+Place = TypeVar("Place", bound=RunPlaceConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,7 @@ def default_num_workers() -> int:
     return max(torch.cuda.device_count(), 1)
 
 
-def named(run: RunConfig, default: str) -> RunConfig:
+def named(run: Place, default: str) -> Place:
     """Fill in the name and the directory of a run."""
     name = run.name or (run.dir.name if run.dir else default)
     return replace(run, name=name, dir=run.dir or Path("runs") / name)

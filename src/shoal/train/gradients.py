@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,14 @@ _SYNC_BUFFERS = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
+
+
+class MicroBatches(Protocol):
+    """A worker's part of a global batch, cut up: a list, or what makes them as they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 def data_parallel(
@@ -66,7 +74,7 @@ def loss_weight(world: World, count: int) -> float:
 
 def accumulate(
     ddp: DistributedDataParallel,
-    micro_batches: Sequence[Any],
+    micro_batches: MicroBatches,
     compute_loss: Callable[[Any], Tensor],
     clock: StepClock,
     *,

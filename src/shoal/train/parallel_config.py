@@ -98,13 +98,13 @@ class ParallelConfig:
         return size
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, name: str = "parallel.memory") -> int:
     """Return the bytes that a text such as ``40GB`` or ``16GiB`` means.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is none; ``name`` is the setting that holds it.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS:
-        raise UsageError(f"parallel.memory {text!r} must be a number with a unit, such as 40GB or 16GiB")
+        raise UsageError(f"{name} {text!r} must be a number with a unit, such as 40GB or 16GiB")
     return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoal.decide.draws import random_keys
+from shoal.decide.order import samples
 from shoal.record import Step
 from shoal.train.clock import StepClock
 from shoal.train.config import OptimizerConfig
-from shoal.train.gradients import accumulate, average_and_clip, norm_of
+from shoal.train.gradients import MicroBatches, accumulate, average_and_clip, norm_of
 from shoal.train.optimizers import set_learning_rate
 from shoal.train.precision import LossScale
 from shoal.train.window import StepWindow, peak_memory_bytes
@@ -36,7 +37,7 @@ class Trained:
 
 def take_step(
     trained: Trained,
-    micro_batches: Sequence[Any],
+    micro_batches: MicroBatches,
     compute_loss: Callable[[Any], Tensor],
     optim: OptimizerConfig,
     *,
@@ -73,6 +74,12 @@ def take_step(
 def dropout_seed(seed: int, word: int, step: int, rank: int) -> int:
     """Return the seed of a worker's random draws in a step; ``word`` is the script's own."""
     return int(random_keys(seed, word, step, rank).item())
+
+
+def sample_names(first: int, count: int, num_examples: int, seed: int) -> list[str]:
+    """Return which examples ``count`` samples from ``first`` on are, as epoch:index."""
+    epochs, indices = samples(first, count, num_examples, seed)
+    return [f"{epoch}:{index}" for epoch, index in zip(epochs, indices, strict=True)]
 
 
 def step_row(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from shoal import record
 from shoal.decide.batch import BatchPlan
-from shoal.errors import EXIT_STOPPED
+from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.train.checkpoint import Checkpointer
 from shoal.train.precision import Precision
 from shoal.train.run_log import RunLog, device_name, versions
@@ -57,6 +58,19 @@ def report_checkpoints(checkpointer: Checkpointer, log: RunLog | None) -> None:
     completed = checkpointer.poll()
     if log:
         log.checkpoints(completed)
+
+
+def say_finished(run_dir: Path | None, step: int, total_steps: int, world: World, *, longer: str) -> int:
+    """Tell that there is nothing left to do, and how to go on or begin anew; return the exit code.
+
+    ``longer`` is the option that makes the run longer.
+    """
+    if world.is_main:
+        print(
+            f"{run_dir} is finished: {step:,} of {total_steps:,} steps. To train longer, raise {longer}; to "
+            f"begin anew, name another --run.dir or remove {run_dir}"
+        )
+    return EXIT_OK
 
 
 def leave(

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 import resource
 import sys
+from dataclasses import dataclass
 
 import torch
+
+from shoal.train.config import LoopConfig
+from shoal.train.health import NonFiniteWatch
 
 
 class StepWindow:
@@ -40,6 +44,19 @@ class StepWindow:
         """Return the mean over the steps that were not skipped."""
         finite = [norm for norm in self.grad_norms if math.isfinite(norm)]
         return sum(finite) / len(finite) if finite else math.nan
+
+
+@dataclass(kw_only=True)
+class Meter:
+    """What was measured since the last line of the record, and whether losses stay finite."""
+
+    watch: NonFiniteWatch
+    window: StepWindow
+    loss_was_finite: bool = True
+
+    @classmethod
+    def of(cls, config: LoopConfig, num_sums: int) -> Meter:
+        return cls(watch=NonFiniteWatch(config.max_nonfinite_steps), window=StepWindow(num_sums))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

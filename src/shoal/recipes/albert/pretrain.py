@@ -16,14 +16,16 @@ from shoal.models.pretraining import AlbertPretraining
 from shoal.recipes.albert.config import AlbertPretrainConfig
 from shoal.recipes.masked_lm.finetuning import finetune_if_due
 from shoal.recipes.masked_lm.job import Job, build, restore
+from shoal.recipes.masked_lm.losses import NUM_SUMS
 from shoal.recipes.masked_lm.model import make_model
-from shoal.recipes.masked_lm.step import Meter, agree, batches_after, take_step, warm_up
+from shoal.recipes.masked_lm.step import agree, batches_after, take_step, warm_up
 from shoal.recipes.masked_lm.telling import after_step, finish, is_over, leave, open_log, say_finished
 from shoal.train.config import as_tree, required
 from shoal.train.health import memory_advice
 from shoal.train.run_dir import open_run_dir
 from shoal.train.run_log import RunLog
 from shoal.train.signals import StopRequest
+from shoal.train.window import Meter
 from shoal.train.world import join_world
 
 
@@ -54,7 +56,7 @@ def pretrain(config: AlbertPretrainConfig, joined: Joined, command: list[str]) -
 def run_steps(job: Job, first_step: int, stop: StopRequest, log: RunLog | None) -> int:
     """Run the steps after ``first_step`` and what comes between and after them; return the exit code."""
     began = time.monotonic()
-    meter = Meter.of(job)
+    meter = Meter.of(job.config.train, NUM_SUMS)
     finetune_if_due(job, first_step, stop, log)
     with batches_after(job, first_step) as batches:
         for step, micro_batches in batches:

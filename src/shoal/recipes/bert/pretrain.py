@@ -18,8 +18,9 @@ from shoal.models.pretraining import BertPretraining
 from shoal.recipes.bert.config import BertPretrainConfig
 from shoal.recipes.masked_lm.finetuning import finetune_if_due
 from shoal.recipes.masked_lm.job import Job, build, enter_phase, restore
+from shoal.recipes.masked_lm.losses import NUM_SUMS
 from shoal.recipes.masked_lm.model import make_model
-from shoal.recipes.masked_lm.step import Meter, agree, batches_after, take_step, warm_up
+from shoal.recipes.masked_lm.step import agree, batches_after, take_step, warm_up
 from shoal.recipes.masked_lm.telling import (
     after_step,
     finish,
@@ -35,6 +36,7 @@ from shoal.train.health import memory_advice
 from shoal.train.run_dir import open_run_dir
 from shoal.train.run_log import RunLog
 from shoal.train.signals import StopRequest
+from shoal.train.window import Meter
 from shoal.train.world import join_world
 
 
@@ -84,7 +86,7 @@ def run_phases(job: Job, first_step: int, stop: StopRequest, log: RunLog | None)
 
 def run_steps(job: Job, first_step: int, stop: StopRequest, log: RunLog | None) -> int:
     """Run the phase's steps after ``first_step``; return the last one done, an earlier one after a signal."""
-    meter = Meter.of(job)
+    meter = Meter.of(job.config.train, NUM_SUMS)
     with batches_after(job, first_step) as batches:
         for step, micro_batches in batches:
             num_masked, must_stop = agree(job, meter, step, micro_batches, stop)

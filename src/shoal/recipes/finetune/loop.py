@@ -49,7 +49,10 @@ def run(job: Job, stop: StopRequest, command: list[str]) -> int:
         job.trained.scale.load_state_dict(restored.values["loss_scale"])
     first_step = restored.step if restored else 0
     if first_step >= job.plan.total_steps and has_ended(required(job.config.run.dir), first_step, job.world):
-        return say_finished(job, first_step)
+        run_dir = job.config.run.dir
+        return telling.say_finished(
+            run_dir, first_step, job.plan.total_steps, job.world, longer="--train.epochs"
+        )
     if not job.world.is_main:
         return train_and_finish(job, first_step, stop, None)
     with RunLog(required(job.config.run.dir), Progress(job.plan.total_steps, first_step)) as log:
@@ -79,17 +82,6 @@ def begin_log(job: Job, log: RunLog, restored: Restored | None, command: list[st
         log.say(note)
     if restored:
         log.resume(record.Resume(step=restored.step, path=str(restored.path), damaged=restored.damaged))
-
-
-def say_finished(job: Job, step: int) -> int:
-    """Tell that there is nothing left to do, and how to go on or begin anew."""
-    if job.world.is_main:
-        directory = job.config.run.dir
-        print(
-            f"{directory} is finished: {step:,} of {job.plan.total_steps:,} steps. To train longer, raise "
-            f"--train.epochs; to begin anew, name another --run.dir or remove {directory}"
-        )
-    return EXIT_OK
 
 
 # --------------------------------------------------------------------------------------------- one step

@@ -101,9 +101,7 @@ def describe(config: PretrainConfig, num_workers: int) -> list[str]:
         to_toml(as_tree(config)),
         *(line for pair in phases for line in phase_lines(config, *pair, num_tokens)),
         f"parameters   {config.num_parameters:,}",
-        f"memory       about {_size(memory.total_bytes)} a worker: weights "
-        f"{_size(memory.weights_bytes)}, gradients {_size(memory.gradients_bytes)}, optimizer "
-        f"{_size(memory.optimizer_bytes)}, activations {_size(memory.activations_bytes)}",
+        f"memory       {memory}",
     ]
 
 
@@ -133,7 +131,3 @@ def estimate(config: PretrainConfig, phase: Phase, batch: BatchPlan) -> MemoryEs
         activation_bytes=2 if config.train.precision in ("bf16", "fp16") else 4,
         activation_checkpointing=model.activation_checkpointing,
     )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

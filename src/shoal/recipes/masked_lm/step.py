@@ -5,35 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from shoal.data.loader import Batch, LoaderConfig, training_steps
-from shoal.decide.order import samples
 from shoal.recipes.masked_lm.job import Job, share_of
 from shoal.recipes.masked_lm.losses import NUM_SUMS, weighted_loss
 from shoal.train import step as train_step
 from shoal.train.gradients import accumulate
-from shoal.train.health import NonFiniteWatch
 from shoal.train.signals import StopRequest
-from shoal.train.window import StepWindow
+from shoal.train.window import Meter
 
 DROPOUT = 7  # pretraining's word among the uses of one seed
-
-
-@dataclass(kw_only=True)
-class Meter:
-    """What was measured since the last line of the record, and whether losses stay finite."""
-
-    watch: NonFiniteWatch
-    window: StepWindow = field(default_factory=lambda: StepWindow(NUM_SUMS))
-    loss_was_finite: bool = True
-
-    @classmethod
-    def of(cls, job: Job) -> Meter:
-        return cls(watch=NonFiniteWatch(job.config.train.max_nonfinite_steps))
 
 
 @contextmanager
@@ -106,5 +90,4 @@ def sample_names(job: Job, step: int) -> list[str]:
     """Return which examples global batch ``step`` is made of, as epoch:index."""
     size, reader = job.batch.global_batch_size, job.train_reader
     first = (step - 1 - job.phase.steps_before) * size
-    epochs, indices = samples(first, size, reader.num_examples, job.config.train.seed)
-    return [f"{epoch}:{index}" for epoch, index in zip(epochs, indices, strict=True)]
+    return train_step.sample_names(first, size, reader.num_examples, job.config.train.seed)

@@ -8,7 +8,6 @@ from shoal.recipes.masked_lm.config import PretrainConfig
 from shoal.recipes.masked_lm.export import is_exportable, write_export
 from shoal.recipes.masked_lm.job import Job
 from shoal.recipes.masked_lm.scores import held_out, metrics_of, reference_lines, score, total_loss, verdict
-from shoal.recipes.masked_lm.step import Meter
 from shoal.train import telling
 from shoal.train.checkpoint import Restored
 from shoal.train.config import as_tree, required
@@ -17,6 +16,7 @@ from shoal.train.run_log import RunLog, has_ended
 from shoal.train.signals import StopRequest
 from shoal.train.step import step_row
 from shoal.train.telling import report_checkpoints, start_row
+from shoal.train.window import Meter
 from shoal.train.world import World
 
 
@@ -87,14 +87,9 @@ def is_over(job: Job, step: int) -> bool:
 
 
 def say_finished(config: PretrainConfig, step: int, world: World) -> int:
-    """Tell that there is nothing left to do, and how to go on or begin anew."""
-    if world.is_main:
-        section = config.phases[-1].section
-        print(
-            f"{config.run.dir} is finished: {step:,} of {config.total_steps:,} steps. To train longer, raise "
-            f"--{section}.total-steps; to begin anew, name another --run.dir or remove {config.run.dir}"
-        )
-    return EXIT_OK
+    """Tell that there is nothing left to do."""
+    longer = f"--{config.phases[-1].section}.total-steps"
+    return telling.say_finished(config.run.dir, step, config.total_steps, world, longer=longer)
 
 
 def after_step(job: Job, meter: Meter, step: int, log: RunLog | None) -> None:

@@ -16,9 +16,7 @@ from contextlib import ExitStack, closing, nullcontext
 import torch
 
 from shoal.data.loader import Batch, LoaderConfig, training_steps
-from shoal.decide.order import samples
 from shoal.env import Joined
-from shoal.errors import EXIT_OK
 from shoal.optim.schedules import learning_rate
 from shoal.recipes.t5.config import T5PretrainConfig
 from shoal.recipes.t5.job import Job, build, model_inputs, restore
@@ -31,7 +29,8 @@ from shoal.train.optimizers import set_learning_rate
 from shoal.train.run_dir import open_run_dir
 from shoal.train.run_log import RunLog, has_ended
 from shoal.train.signals import StopRequest
-from shoal.train.telling import leave
+from shoal.train.step import sample_names as step_samples
+from shoal.train.telling import leave, say_finished
 from shoal.train.window import StepWindow
 from shoal.train.world import join_world
 
@@ -59,21 +58,10 @@ def pretrain(config: T5PretrainConfig, joined: Joined, command: list[str]) -> in
         first_step = restored.step if restored else 0
         last = config.train.total_steps
         if first_step > last or (first_step == last and has_ended(run_dir, first_step, world)):
-            return say_finished(job, first_step)
+            return say_finished(run_dir, first_step, last, world, longer="--train.total-steps")
         log = stack.enter_context(open_log(job, restored, command)) if world.is_main else None
         with memory_advice(job.batch.micro_batch_size, remedy="a longer --parallel.pipeline"):
             return run_steps(job, first_step, stop, log)
-
-
-def say_finished(job: Job, step: int) -> int:
-    """Tell that there is nothing left to do, and how to go on or begin anew."""
-    if job.world.is_main:
-        directory = job.config.run.dir
-        print(
-            f"{directory} is finished: {step:,} of {job.config.train.total_steps:,} steps. To train longer, "
-            f"raise --train.total-steps; to begin anew, name another --run.dir or remove {directory}"
-        )
-    return EXIT_OK
 
 
 def run_steps(job: Job, first_step: int, stop: StopRequest, log: RunLog | None) -> int:
@@ -138,5 +126,4 @@ def take_step(job: Job, step: int, batch: Batch, window: StepWindow) -> float:
 def sample_names(job: Job, step: int) -> list[str]:
     """Return which examples global batch ``step`` is made of, as epoch:index."""
     size = job.batch.global_batch_size
-    epochs, indices = samples((step - 1) * size, size, job.reader.num_examples, job.reader.seed)
-    return [f"{epoch}:{index}" for epoch, index in zip(epochs, indices, strict=True)]
+    return step_samples((step - 1) * size, size, job.reader.num_examples, job.reader.seed)

@@ -99,9 +99,7 @@ def describe(config: T5PretrainConfig, num_workers: int, *, dry_run: bool) -> li
         f"{sequences * spans.num_tokens / max(num_tokens, 1):,.1f} times the {num_tokens:,} tokens of "
         f"{config.data.path}",
         f"parameters   {config.num_parameters:,}",
-        f"memory       about {_size(memory.total_bytes)} a worker: weights {_size(memory.weights_bytes)}, "
-        f"gradients {_size(memory.gradients_bytes)}, optimizer {_size(memory.optimizer_bytes)}, activations "
-        f"{_size(memory.activations_bytes)}",
+        f"memory       {memory}",
         *predicted,
     ]
 
@@ -138,7 +136,3 @@ def estimate(config: T5PretrainConfig, batch: BatchPlan) -> MemoryEstimate:
         activation_checkpointing=False,
     )
     return replace(whole, optimizer_bytes=0) if config.optim.optimizer == "adafactor" else whole
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,37 @@
+"""Epochs as optimizer steps: vision's recipes are defined in epochs, and steps need not align with them.
+
+The stream of samples is endless (``order``), so a global batch may hold the last images of one epoch and the
+first of the next. Epoch ``e`` ends with the step whose last sample is nearest to its own: step
+``round(e · examples / global batch)``, a half rounded up. The rounding does not add up: the run has as many
+samples as its epochs have, to within half a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epochs:
+    """Which steps the epochs of a run end with."""
+
+    num_examples: int
+    """Examples in an epoch."""
+    global_batch_size: int
+
+    def steps(self, epochs: float) -> int:
+        """Return after how many steps ``epochs`` epochs are over."""
+        return math.floor(epochs * self.num_examples / self.global_batch_size + 0.5)
+
+    def finished(self, step: int) -> int:
+        """Return how many epochs are over after ``step``: the largest number whose ``steps`` are no more."""
+        return (self.global_batch_size * (2 * step + 1) - 1) // (2 * self.num_examples)
+
+    def ends_multiple(self, step: int, every: int) -> bool:
+        """Whether an epoch ends with ``step`` whose number is a multiple of ``every``; never for 0."""
+        return every > 0 and self.finished(step) // every > self.finished(step - 1) // every
+
+    def at(self, samples: int) -> float:
+        """Return how many epochs ``samples`` samples are."""
+        return samples / self.num_examples

@@ -1,0 +1,172 @@
+"""All settings of training a residual network; presets are the TOML files beside this one. No torch."""
+
+# Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from shoal.data.images.augment import AugmentConfig
+from shoal.errors import UsageError
+from shoal.models.resnet_config import ResNetConfig
+from shoal.train.config import (
+    DistributedConfig,
+    LoopConfig,
+    RunPlaceConfig,
+    VisionOptimizerConfig,
+    require_positive,
+)
+from shoal.train.parallel_config import parse_bytes
+
+PRESETS = ("imagenet-16k", "imagenet-lars-32k", "imagenet-fast", "cifar10", "tiny")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which images, and how they are read."""
+
+    path: str | None = None
+    """Directory that `shoal prepare images` wrote, or s3://BUCKET/PREFIX of one."""
+    made_images: int = 0
+    """Without a path: make so many training images in the run directory, and a fifth more to validate on."""
+    made_size: int = 32
+    """Side of the made images, in pixels."""
+    verify: Literal["sizes", "checksums"] = "sizes"
+    """Compare only sizes at the start, or read every byte once (by the main worker)."""
+    decode_threads: int | None = None
+    """Threads of a worker that decode images; default: the processors that there are for it."""
+    loader_processes: int = 0
+    """Processes that decode images; 0: threads of the worker, which share its memory."""
+    on_bad: Literal["refuse", "skip"] = "refuse"
+    """What to do with a training image that cannot be decoded: end, naming it, or take another instead."""
+    cache: Path | None = None
+    """Folder on a fast local disk, or in memory, into which shards are copied as they are needed."""
+    cache_bytes: str = "64GB"
+    """How large it may become. Shards beyond that are read where they are; with block_size, the shards that
+    were not needed for longest make room."""
+    block_size: int = 0
+    """For slow storage: shuffle within windows of blocks of so many consecutive images; 0: shuffle all."""
+    blocks_in_window: int = 16
+    """Blocks in such a window."""
+
+    def __post_init__(self) -> None:
+        require_positive("data", self, "decode_threads", "blocks_in_window", "made_size")
+        for name in ("made_images", "loader_processes", "block_size"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"data.{name} {getattr(self, name)} must be at least 0")
+        parse_bytes(self.cache_bytes, "data.cache_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(LoopConfig):
+    """The loop: how long, how large a batch, in what form."""
+
+    total_epochs: float = 90.0
+    """Times that the images are seen; the optimizer steps follow from it."""
+    global_batch_size: int = 16_384
+    """Images in one optimizer step, over all workers."""
+    micro_batch_size: int | None = None
+    """Images a worker computes at once, over which its norms average; default: the largest divisor of its
+    share up to 64."""
+    channels_last: bool = True
+    """Keep the channels of a pixel together in memory, as matrix units want them."""
+    label_smoothing: float = 0.0
+    """Part of the target that is spread evenly over all classes."""
+
+    def __post_init__(self) -> None:
+        require_positive("train", self, "global_batch_size", "micro_batch_size", "max_nonfinite_steps")
+        if not self.total_epochs > 0:
+            raise UsageError(f"train.total_epochs {self.total_epochs} must be above 0")
+        if not 0 <= self.label_smoothing < 1:
+            raise UsageError(f"train.label_smoothing {self.label_smoothing} must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetOptimConfig(VisionOptimizerConfig):
+    """The optimizer and its schedule, in epochs."""
+
+    base_learning_rate: float = 0.1
+    """Learning rate for a batch of 256; the run's is in proportion to its batch (linear scaling)."""
+    learning_rate: float | None = None
+    """Learning rate at the end of the warm-up, whatever the batch; default: by base_learning_rate."""
+    warmup_epochs: float = 10.0
+    """Epochs of linear warm-up."""
+    warmup_from: float = 0.001
+    """Learning rate of the first step, where there is a warm-up."""
+    end_learning_rate: float = 0.0
+    """Learning rate after the last step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """How held-out images are seen."""
+
+    every_epochs: int = 1
+    """Epochs between evaluations; 0: only at the end."""
+    size: int = 224
+    """Side of the square in the middle of an image that the model sees, in pixels."""
+    resize: int = 256
+    """Length of an image's shorter side before that."""
+    batch_size: int = 256
+    """Images a worker evaluates at once. It does not follow the number of workers, so scores do not."""
+
+    def __post_init__(self) -> None:
+        require_positive("validation", self, "size", "resize", "batch_size")
+        if self.every_epochs < 0:
+            raise UsageError(f"validation.every_epochs {self.every_epochs} must be at least 0")
+        if self.size > self.resize:
+            raise UsageError(
+                f"validation.size {self.size} does not fit into validation.resize {self.resize}: lower the "
+                "one or raise the other"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRunConfig(RunPlaceConfig):
+    """Where the run lives and what it writes when."""
+
+    log_frequency: int = 50
+    """Steps between lines of the record."""
+    checkpoint_every_epochs: int = 1
+    """Epochs between checkpoints."""
+    keep_checkpoints: int = 3
+    """How many checkpoints stay on disk."""
+
+    def __post_init__(self) -> None:
+        require_positive("run", self, "log_frequency", "checkpoint_every_epochs", "keep_checkpoints")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetTrainConfig:
+    """Training a residual network on images with a label each."""
+
+    recipe: ClassVar[str] = "resnet50"
+    """Its name in commands and records."""
+    fixed: ClassVar[tuple[str, ...]] = (
+        "model",
+        "augment",
+        "data.made_images",
+        "data.made_size",
+        "data.block_size",
+        "data.blocks_in_window",
+        "train.seed",
+        "train.global_batch_size",
+        "optim.optimizer",
+    )
+    """What must stay when a run goes on: weights, optimizer state and the images that are still to come."""
+
+    model: ResNetConfig = field(default_factory=ResNetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: ResNetOptimConfig = field(default_factory=ResNetOptimConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    run: EpochRunConfig = field(default_factory=EpochRunConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.optim.warmup_epochs <= self.train.total_epochs:
+            raise UsageError(
+                f"optim.warmup_epochs {self.optim.warmup_epochs} must lie between 0 and train.total_epochs "
+                f"{self.train.total_epochs}"
+            )
