@@ -72,6 +72,8 @@ def reencode(data: bytes, config: ReencodeConfig) -> Encoded:
     """
     from PIL import Image
 
+    if not data:
+        raise BadImage("is empty")
     with _bad_image_errors(), Image.open(io.BytesIO(data)) as image:
         width, height = image.size
         orientation = _orientation(image)

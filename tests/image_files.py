@@ -1,0 +1,62 @@
+"""Image files of every kind that a data set may hold, and ImageNet's tars in small."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+ORIENTATION = 0x0112
+
+
+def photo(width: int = 40, height: int = 30, *, seed: int = 0, mode: str = "RGB") -> Image.Image:
+    """A smooth picture, which JPEG keeps nearly as it is, of which no two corners are alike."""
+    rng = np.random.default_rng(seed)
+    corners = rng.integers(0, 256, (2, 2, 3), dtype=np.uint8)
+    corners[0, 0], corners[1, 1] = (250, 20, 20), (20, 20, 250)
+    small = Image.fromarray(corners)
+    return small.resize((width, height), Image.Resampling.BILINEAR).convert(mode)
+
+
+def encoded(image: Image.Image, format: str = "JPEG", **options: Any) -> bytes:
+    """The bytes of an image file."""
+    out = io.BytesIO()
+    image.save(out, format, **({"quality": 95} | options if format == "JPEG" else options))
+    return out.getvalue()
+
+
+def turned(orientation: int, **options: Any) -> bytes:
+    """A JPEG that says in EXIF how it is to be turned."""
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    return encoded(photo(**options), exif=exif.tobytes())
+
+
+def pixels(data: bytes, mode: str = "RGB") -> np.ndarray[Any, np.dtype[np.int64]]:
+    """What an image file shows, as whole numbers that can be subtracted."""
+    with Image.open(io.BytesIO(data)) as image:
+        return np.asarray(image.convert(mode)).astype(np.int64)
+
+
+def write_folder(path: Path, files: dict[str, bytes]) -> Path:
+    """Write files by their names relative to ``path``."""
+    for name, data in files.items():
+        file = path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+    return path
+
+
+def tar_of(files: dict[str, bytes]) -> bytes:
+    """An uncompressed tar with these members, as GNU tar makes it."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return out.getvalue()

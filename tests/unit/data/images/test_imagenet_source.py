@@ -1,0 +1,179 @@
+"""ImageNet's tars in small: places of images within tars, forms of the ground truth, and damage."""
+
+import base64
+import io
+import re
+import tarfile
+
+import pytest
+
+from image_files import encoded, photo, tar_of
+from shoal.data.images.imagenet import TRAIN_TAR, VALIDATION_TAR
+from shoal.data.images.open_source import open_source
+from shoal.errors import ShoalError, UsageError
+
+# The development kit's meta.mat in small, as scipy's savemat writes it: numbers 1 to 3 are n02119789,
+# n01440764 and n02100735, and 1001 is a synset that is not a class.
+META = base64.b85decode(
+    "O+i#lK|&xkE-)ZXK~ybfX>4U6ARr(hARr(hARr(hARr(hARr(hARr(hARr(hARr(hARr(hARr(hARr(hARr(hARr(hARr(hA"
+    "Rr(hARr(hARr(hARr(hARr(hARr(hARr(hARr(hARr(hARr(hARr(hARr(h00Bu&4*&oFm;nF)c%0=`K~KUk6fO)9G$DH9*d"
+    "O3w!|CAU5;cLu7^4Xumj%k&xOHYNLH>a^FaA(|g6-IJ)DZ?dc;F>3-TRjBTi<)_TN?ndYy!{_t5`r4tgN2IHQ|-SkA$-YWr#"
+    "EJz6Q<`{6qNg{(1Ct)76cxGrW}oFAuBr$L3))VOhZQL$(IcS>TK@@h1_YF|Zb-8WeE{BjRD6P<Z4L>X5+o5Cd%i>fkq@6D6N"
+    "Y#zCB4HGY;nJHxBx@LCz(X%bVtYZ!g2*H3V%GuWcjQFLVdN;sT`@8@td^WPAIfjf>uPFRtBwG}-Xv%vLz=tXEDWmi})qtn<@"
+    "msWzOrq)&Er<UcXy#2qsye`Fm{IW~tZSQ|B4Aa!DD|15~@^tEoj*K~?V_cBmQ1~)-;gm3Z*!|yi9%!K4JkWLP;xd!}Hl4itd"
+    "q+KAG!BYk%Te^V{&_munvMo0p?A=I-<v=9EOGCJ8J4MUs6)|vizp|2QSAI2D|{Jq>~c8ABpx0)``E1?O<Vo1<?%Iz-vOKLzt"
+    "6`v2KZ&b"
+)
+CLASSES = ("n01440764", "n02100735", "n02119789")
+TRAIN = {
+    f"{name}.tar": {f"{name}_{i}.JPEG": encoded(photo(seed=10 * number + i)) for i in range(3)}
+    for number, name in enumerate(reversed(CLASSES))
+}
+VALIDATION = {f"ILSVRC2012_val_{i:08d}.JPEG": encoded(photo(seed=100 + i)) for i in (2, 1, 3, 4)}
+TRUTH = "2\n3\n1\n1\n"
+LABELS = [0, 1, 2, 2]
+"""2 is n01440764, the first of the sorted synsets; 3 is n02100735, 1 is n02119789."""
+
+
+@pytest.fixture
+def imagenet(tmp_path):
+    (tmp_path / TRAIN_TAR).write_bytes(tar_of({name: tar_of(files) for name, files in TRAIN.items()}))
+    (tmp_path / VALIDATION_TAR).write_bytes(tar_of(VALIDATION))
+    return tmp_path
+
+
+def give_devkit(path, *, packed=True):
+    files = {"ILSVRC2012_validation_ground_truth.txt": TRUTH.encode(), "meta.mat": META}
+    folder = "ILSVRC2012_devkit_t12/data"
+    if not packed:
+        (path / folder).mkdir(parents=True)
+        for name, data in files.items():
+            (path / folder / name).write_bytes(data)
+        return
+    with tarfile.open(path / "ILSVRC2012_devkit_t12.tar.gz", "w:gz") as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(f"{folder}/{name}")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+
+
+def read(image):
+    with image.path.open("rb") as file:
+        file.seek(image.offset)
+        return file.read(image.size)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_images_are_found_where_they_lie(imagenet, packed):
+    give_devkit(imagenet, packed=packed)
+    source = open_source(imagenet if packed else imagenet / TRAIN_TAR)
+    assert source.classes == CLASSES and source.splits == ("train", "validation")
+    train = list(source.images("train"))
+    assert [image.label for image in train] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    for image in train:
+        name = CLASSES[image.label]
+        assert re.fullmatch(rf"{name}_\d", image.key)
+        assert read(image) == TRAIN[f"{name}.tar"][f"{image.key}.JPEG"]
+    assert train[0].name == f"{imagenet / TRAIN_TAR}: n01440764.tar: n01440764_0.JPEG"
+    validation = list(source.images("validation"))
+    assert [(image.key, image.label) for image in validation] == [
+        (f"ILSVRC2012_val_{i:08d}", label) for i, label in enumerate(LABELS, 1)
+    ]
+    for image in validation:
+        assert read(image) == VALIDATION[f"{image.key}.JPEG"]
+
+
+def test_forms_of_the_ground_truth(imagenet, tmp_path):
+    def labels(**options):
+        return [image.label for image in open_source(imagenet, **options).images("validation")]
+
+    named = tmp_path / "imagenet_2012_validation_synset_labels.txt"
+    named.write_text("n01440764\nn02100735\nn02119789\nn02119789\n")
+    assert labels() == LABELS
+    numbers, order = tmp_path / "truth.txt", tmp_path / "order.txt"
+    numbers.write_text(TRUTH)
+    order.write_text("n02119789 kit fox\nn01440764 tench\n\nn02100735 English setter\n")
+    assert labels(ground_truth=numbers, synsets=order) == LABELS
+    order.write_text("\n".join(CLASSES))
+    with pytest.raises(UsageError, match="in sorted order"):
+        labels(ground_truth=numbers, synsets=order)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda path: (path / VALIDATION_TAR).unlink(), "img_val.tar: there is no such file"),
+        (
+            lambda path: (path / "ILSVRC2012_devkit_t12.tar.gz").unlink(),
+            "has no ground truth.*ILSVRC2012_devkit_t12.tar.gz",
+        ),
+        (
+            lambda path: (path / "ILSVRC2012_validation_ground_truth.txt").write_text("1\n2\n"),
+            "has 2 lines for 4 validation",
+        ),
+        (
+            lambda path: (path / "imagenet_2012_validation_synset_labels.txt").write_text("n02119788\n" * 4),
+            "line 1: 'n02119788' is not a class of the training images. Did you mean 'n02119789'",
+        ),
+        (
+            lambda path: (path / "ILSVRC2012_validation_ground_truth.txt").write_text("9\n" * 4),
+            "has no number 9",
+        ),
+        (
+            lambda path: (path / "ILSVRC2012_validation_ground_truth.txt").write_text("1001\n" * 4),
+            "'1001' is not a class",
+        ),
+        (lambda path: (path / "meta.mat").write_bytes(META[:200]), "meta.mat is not the list of synsets"),
+        (lambda path: (path / TRAIN_TAR).write_bytes(tar_of(VALIDATION)), "has no tars of classes"),
+    ],
+)
+def test_missing_and_wrong_files(imagenet, change, words):
+    give_devkit(imagenet)
+    change(imagenet)
+    with pytest.raises(ShoalError, match=words):
+        open_source(imagenet)
+
+
+def test_numbers_without_their_meaning(imagenet):
+    (imagenet / "ILSVRC2012_validation_ground_truth.txt").write_text(TRUTH)
+    with pytest.raises(UsageError, match=r"what they mean is missing: put meta\.mat"):
+        open_source(imagenet)
+
+
+def test_damaged_tars_are_noticed(imagenet):
+    """tarfile itself ends quietly at each of these."""
+    give_devkit(imagenet)
+    path = imagenet / TRAIN_TAR
+    whole = path.read_bytes()
+
+    def error():
+        with pytest.raises(ShoalError) as caught:
+            list(open_source(imagenet).images("train"))
+        return str(caught.value)
+
+    path.write_bytes(whole[: len(whole) // 2])
+    assert f"{path} was cut short in n0" in error()
+    with tarfile.open(path.with_name(VALIDATION_TAR)) as tar:
+        assert len(tar.getnames()) == 4
+    path.write_bytes(whole)
+    with tarfile.open(path) as tar:
+        inner = tar.getmembers()[0].offset_data  # the tar of n02119789
+    second = inner + 512 + -(-len(TRAIN["n02119789.tar"]["n02119789_0.JPEG"]) // 512) * 512
+    damaged = bytearray(whole)
+    damaged[second + 3] ^= 1  # in the header of its second image
+    path.write_bytes(damaged)
+    assert "n02119789.tar is damaged at byte" in error()
+    path.write_bytes(b"\x1f\x8b" + whole[2:])
+    assert "is not an uncompressed tar" in error()
+    # an inner tar without its end, as from a download that stopped, packed whole into the outer one
+    inner_tar = tar_of(TRAIN["n01440764.tar"])
+    path.write_bytes(
+        tar_of(
+            {
+                "n01440764.tar": inner_tar[: second - inner],
+                "n02100735.tar": inner_tar,
+                "n02119789.tar": inner_tar,
+            }
+        )
+    )
+    assert "n01440764.tar was cut short: it has no end" in error()
