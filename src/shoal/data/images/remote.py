@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 from shoal.errors import ShoalError, UsageError
@@ -120,10 +121,11 @@ class S3Files:
 
         try:
             answer = self._client.get_object(Bucket=self.bucket, Key=self._key(name), **where)
-            found = int(answer.get("ContentRange", "").rpartition("/")[2] or answer["ContentLength"])
-            if total is not None and found != total:
-                raise self._wrong_size(name, found, total)
-            data: bytes = answer["Body"].read()
+            with closing(answer["Body"]) as body:
+                found = int(answer.get("ContentRange", "").rpartition("/")[2] or answer["ContentLength"])
+                if total is not None and found != total:
+                    raise self._wrong_size(name, found, total)
+                data: bytes = body.read()
         except exceptions.ClientError as error:
             raise self._refused(name, error.response, total) from None
         except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
