@@ -1,0 +1,91 @@
+"""Non-maximum suppression of all images, levels and classes of a batch at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal import native
+from shoal.models.detection.boxes import pairwise_iou
+
+NO_BOX = float("-inf")
+"""The score of a place that holds no box."""
+
+_MAX_PAIRS = 1 << 28
+"""So many overlaps are in memory at once on a GPU (1 GiB each of a few temporaries): groups in parts."""
+_ROUNDS_A_CHECK = 4
+"""Asking the GPU whether it is done costs more than another round."""
+
+
+def suppress(boxes: Tensor, scores: Tensor, iou_threshold: float, classes: Tensor | None = None) -> Tensor:
+    """Return which boxes to keep, bool ``[G, N]``.
+
+    A box goes if one with a higher score (or an equal one at a lower place) in the same group and class stays
+    and overlaps it by an IoU above the threshold: per group and class the boxes of torchvision's ``nms``.
+    Groups are images, or the levels of all images.
+
+    Args:
+        boxes: float32 ``[G, N, 4]``.
+        scores: float32 ``[G, N]``, :data:`NO_BOX` for places that hold no box.
+        classes: int64 ``[G, N]``; without them all boxes of a group compete.
+    """
+    if boxes.device.type == "cpu" and native.is_built() and boxes.dtype == torch.float32:
+        keep = torch.empty(scores.shape, dtype=torch.uint8)
+        native.core().suppress_boxes(
+            boxes.detach().contiguous(),
+            scores.detach().float().contiguous(),
+            None if classes is None else classes.contiguous(),
+            keep,
+            iou_threshold,
+            torch.get_num_threads(),
+        )
+        return keep.view(torch.bool)
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    boxes = boxes.gather(1, order[..., None].expand_as(boxes))
+    classes = None if classes is None else classes.gather(1, order)
+    there = scores.gather(1, order) > NO_BOX
+    group = max(1, _MAX_PAIRS // max(1, scores.shape[1] ** 2))
+    parts = [
+        _suppress_sorted(
+            boxes[n : n + group],
+            there[n : n + group],
+            iou_threshold,
+            None if classes is None else classes[n : n + group],
+        )
+        for n in range(0, len(boxes), group)
+    ]
+    keep = torch.cat(parts) if parts else there
+    return torch.zeros_like(keep).scatter(1, order, keep)
+
+
+def _suppress_sorted(boxes: Tensor, there: Tensor, iou_threshold: float, classes: Tensor | None) -> Tensor:
+    """Greedy suppression as the fixed point of "kept, unless a kept box before it overlaps it".
+
+    After n rounds the first n boxes are right, and all of them after as many as there are boxes in the
+    longest chain each of which saves the next: most often a few (Zheng et al., "Cluster-NMS", arXiv
+    2005.03572, proposition 1).
+    """
+    over = pairwise_iou(boxes, boxes) > iou_threshold
+    over &= torch.ones(over.shape[1:], dtype=torch.bool, device=over.device).triu(1)
+    if classes is not None:
+        over &= classes[:, :, None] == classes[:, None, :]
+    # 0 and 1 times 0 and 1, summed up: "any" as a matrix product, which is above 0 whatever the precision
+    over = over.to(torch.float16 if over.is_cuda else torch.float32)
+    keep = there
+    for round_ in range(1, boxes.shape[1] + 1):
+        hit = torch.bmm(keep[:, None].to(over.dtype), over)[:, 0] > 0
+        after = there & ~hit
+        if round_ % _ROUNDS_A_CHECK == 0 and torch.equal(after, keep):
+            break
+        keep = after
+    return keep
+
+
+def top_places(scores: Tensor, keep: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the places ``[G, K]`` of the kept boxes with the highest scores, and which of them hold one.
+
+    ``K`` is ``count``, or ``N`` if that is less. The best come first, of equal ones the first.
+    """
+    ranked = scores.masked_fill(~keep, NO_BOX).sort(dim=1, descending=True, stable=True)
+    count = min(count, scores.shape[1])
+    return ranked.indices[:, :count], ranked.values[:, :count] > NO_BOX
