@@ -13,7 +13,9 @@ into the entropy code, which has no short cut.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -157,16 +159,46 @@ def decode(encoded: Encoded) -> Pixels:
     """
     if not len(encoded):
         raise ShoalError("not an image: it has no bytes")
+    try:
+        pixels = _decoder()(encoded)
+    except _UNDECODABLE as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ShoalError(f"not an image that can be decoded: {reason}") from None
+    if pixels.ndim != 3:
+        raise ShoalError(f"not a single image: it has {pixels.shape[0]} frames")
+    return pixels
+
+
+_UNDECODABLE = (RuntimeError, ValueError, OSError, SyntaxError, EOFError)
+"""What torch's operators raise, and what Pillow does."""
+
+
+@cache
+def _decoder() -> Callable[[Encoded], Pixels]:
+    _torchvision()
+    # torchvision 0.29 warns at each call of its decoders that it will drop them. The operator below them does
+    # not warn, and is a tenth faster than Pillow, which takes over where there is none.
+    return _with_torchvision if hasattr(torch.ops.image, "decode_image") else _with_pillow
+
+
+def _with_torchvision(encoded: Encoded) -> Pixels:
     # bytearray: torch warns of memory that it must not write, and 100 kB are copied in 5 us.
     data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    try:
-        image: torch.Tensor = _torchvision().io.decode_image(data, mode="RGB")
-    except (RuntimeError, ValueError) as error:
-        raise ShoalError(f"not an image that can be decoded: {str(error).splitlines()[0]}") from None
-    if image.ndim != 3:
-        raise ShoalError(f"not a single image: it has {image.shape[0]} frames")
-    pixels: Pixels = image.permute(1, 2, 0).numpy()
+    image: torch.Tensor = torch.ops.image.decode_image(data, _RGB, False)
+    if image.ndim == 4:  # frames of a GIF
+        image = image.squeeze(0)
+    pixels: Pixels = image.movedim(-3, -1).numpy()
     return pixels
+
+
+_RGB = 3  # torchvision.io.ImageReadMode.RGB
+
+
+def _with_pillow(encoded: Encoded) -> Pixels:
+    from PIL import Image
+
+    with Image.open(BytesIO(encoded)) as image:
+        return np.array(image.convert("RGB"))
 
 
 def resized(pixels: Pixels, box: Box | None, height: int, width: int) -> Pixels:
