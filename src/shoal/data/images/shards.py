@@ -91,6 +91,11 @@ class ImageShards:
         """Width and height of each image in pixels, int64 ``[N, 2]``."""
         return np.stack([self._column("width"), self._column("height")], axis=1).astype(np.int64)
 
+    @property
+    def num_image_bytes(self) -> int:
+        """Bytes of all encoded images."""
+        return int(self._column("size").sum(dtype=np.int64))
+
     def label(self, number: int) -> int:
         """Return the label of an image, or -1."""
         return int(self._record(number)[1]["label"])

@@ -1,0 +1,167 @@
+"""Images decoded on the GPU: the host only reads bytes, nvJPEG and the device do the rest.
+
+``EncodedReader`` gives batches of encoded images in the same order as ``reader.ImageReader``.
+``GpuTransform`` decodes a batch (torchvision's ``decode_jpeg`` on a CUDA device), crops, resizes, mirrors,
+lights, normalises and erases it as ``transform.TrainTransform`` does, by the same draws. What nvJPEG does not
+decode (CMYK, other formats) is decoded on the host. Colours are not jittered here.
+
+Not measured: it was written and compared with the CPU's path on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from shoal.data.images.augment import AugmentConfig, Key, draws
+from shoal.data.images.shards import ImageShards
+from shoal.data.images.transform import decode, normalisation
+from shoal.errors import ShoalError, UsageError
+
+
+class EncodedReader:
+    """Makes batches of encoded images (``steps.SizedReader``), for ``loader.streamed_steps``. Picklable."""
+
+    def __init__(self, shards: ImageShards, *, seed: int) -> None:
+        self.shards = shards
+        self.seed = seed
+        self._labels = shards.labels
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (partial(EncodedReader, seed=self.seed), (self.shards,))
+
+    @property
+    def num_examples(self) -> int:
+        """Images in one epoch."""
+        return len(self.shards)
+
+    @property
+    def example_bytes(self) -> int:
+        """Bytes of one image in a batch: the mean of all."""
+        return self.shards.num_image_bytes // max(len(self.shards), 1)
+
+    @property
+    def example_tokens(self) -> int:
+        """As many as make a block of one micro-batch."""
+        return self.example_bytes
+
+    def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
+        """Return the images ``indices``: ``encoded`` (objects, ``[B]``) and what ``micro_batch`` keeps.
+
+        Raises:
+            ShoalError: a shard cannot be read.
+        """
+        indices_ = np.array(indices, dtype=np.int64, ndmin=1)
+        epochs_ = np.empty_like(indices_)
+        epochs_[:] = epochs
+        self.shards.will_need(indices_.tolist())
+        encoded = np.empty(len(indices_), dtype=object)
+        for row, index in enumerate(indices_.tolist()):
+            encoded[row] = self.shards.read(index)
+        return {
+            "encoded": encoded,
+            "labels": self._labels[indices_],
+            "epoch": epochs_,
+            "index": indices_,
+        }
+
+    def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Return ``encoded`` as uint8 ``[sum of lengths]``, ``lengths`` int64 ``[B]``, and the rest."""
+        encoded = arrays["encoded"].tolist()
+        return {
+            **arrays,
+            "encoded": np.frombuffer(bytearray().join(encoded), dtype=np.uint8),
+            "lengths": np.array([len(image) for image in encoded], dtype=np.int64),
+        }
+
+
+class GpuTransform:
+    """Makes training images of the batches of an ``EncodedReader``, on the device."""
+
+    def __init__(self, config: AugmentConfig, *, seed: int, device: torch.device) -> None:
+        """Take what ``config`` says.
+
+        Raises:
+            UsageError: the device is no CUDA device, or colours are to be jittered.
+        """
+        _check_device(device)
+        for name in ("brightness", "contrast", "saturation", "hue"):
+            if getattr(config, name):
+                raise _not_here(f"{name} {getattr(config, name)}")
+        if config.crop == "padded":
+            raise _not_here(f"crop {config.crop!r}")
+        self.config, self.seed, self.device = config, seed, device
+        scale, shift = normalisation(config.mean, config.std)
+        self._scale, self._shift = (
+            torch.tensor(x, device=device).reshape(1, 3, 1, 1) for x in (scale, shift)
+        )
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the images of a batch, float32 ``[B, 3, S, S]`` on the device.
+
+        Raises:
+            ShoalError: an image cannot be decoded; it is named by its index.
+        """
+        keys = [
+            (self.seed, *names)
+            for names in zip(batch["epoch"].tolist(), batch["index"].tolist(), strict=True)
+        ]
+        size = max(self.config.size_at(epoch) for _, epoch, _ in keys)
+        encoded = torch.split(batch["encoded"], batch["lengths"].tolist())
+        made = [
+            self._cropped(image, key, size)
+            for image, key in zip(self._decoded(encoded, keys), keys, strict=True)
+        ]
+        return torch.stack(made)
+
+    def _cropped(self, image: Tensor, key: Key, size: int) -> Tensor:
+        drawn = draws(self.config, key, image.shape[1], image.shape[2], size)
+        box = drawn.crop
+        crop = image[None, :, box.top : box.top + box.height, box.left : box.left + box.width].float()
+        pixels = interpolate(crop, (size, size), mode="bilinear", antialias=True).round_().clamp_(0, 255)
+        if drawn.flip:
+            pixels = pixels.flip(3)
+        light = torch.tensor(drawn.light, device=self.device).reshape(1, 3, 1, 1) * 255.0
+        made = ((pixels + light) * self._scale + self._shift)[0]
+        if (box_ := drawn.erased) is not None:
+            made[:, box_.top : box_.top + box_.height, box_.left : box_.left + box_.width] = 0
+        return made
+
+    def _decoded(self, encoded: Sequence[Tensor], keys: Sequence[Key]) -> list[Tensor]:
+        """Return uint8 ``[3, H, W]`` each, on the device; one by one on the host where nvJPEG gives up."""
+        from torchvision.io import decode_jpeg
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torchvision: the argument device is in beta
+                images: list[Tensor] = decode_jpeg(list(encoded), mode="RGB", device=self.device)
+            return images
+        except (RuntimeError, ValueError):
+            return [self._decoded_here(data, key) for data, key in zip(encoded, keys, strict=True)]
+
+    def _decoded_here(self, data: Tensor, key: Key) -> Tensor:
+        try:
+            pixels = torch.from_numpy(decode(data.numpy().tobytes()))
+        except ShoalError as error:
+            raise ShoalError(f"image {key[2]} of the split: {error}") from None
+        return pixels.permute(2, 0, 1).to(self.device)
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise UsageError(
+            f"images are decoded on the GPU only where there is a CUDA device, and this worker has {device}; "
+            "decode in threads of the worker instead"
+        )
+
+
+def _not_here(what: str) -> UsageError:
+    return UsageError(f"{what} is not done on the GPU; decode in threads of the worker, or leave it out")

@@ -1,0 +1,75 @@
+"""The GPU's path on the CPU: the same images as the CPU's own, but for torch's two ways to resize."""
+
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from shoal.data.images import gpu
+from shoal.data.images.augment import AugmentConfig
+from shoal.data.images.gpu import EncodedReader, GpuTransform
+from shoal.data.images.reader import ImageReader
+from shoal.data.images.shards import ImageShards
+from shoal.data.images.transform import TrainTransform
+from shoal.data.loader import LoaderConfig, streamed_steps
+from shoal.data.steps import Share
+from shoal.errors import ShoalError, UsageError
+from synthetic_images import write_images
+
+CPU = torch.device("cpu")
+CONFIG = AugmentConfig(size=32, lighting=0.1, erase=0.5)
+
+
+def encoded(number, form="JPEG", mode="RGB"):
+    rng = np.random.default_rng(number)
+    small = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8))
+    file = io.BytesIO()
+    small.resize((80 + number, 60), Image.Resampling.BICUBIC).convert(mode).save(file, form)
+    return file.getvalue()
+
+
+@pytest.fixture
+def shards(tmp_path):
+    images = [encoded(0), encoded(1, mode="L"), encoded(2, form="PNG"), *(encoded(i) for i in range(3, 12))]
+    write_images(tmp_path, images, num_shards=2)
+    return ImageShards(tmp_path, "train")
+
+
+def batches(reader):
+    share = Share(global_batch_size=8, micro_batch_size=4)
+    return [batch for step in streamed_steps(reader, share, LoaderConfig(), num_steps=3) for batch in step]
+
+
+def test_images_are_those_of_the_cpu(shards, monkeypatch):
+    monkeypatch.setattr(gpu, "_check_device", lambda device: None)
+    transform = GpuTransform(CONFIG, seed=5, device=CPU)
+    wanted = batches(ImageReader(shards, TrainTransform(CONFIG), seed=5, threads=1))
+    found = batches(pickle.loads(pickle.dumps(EncodedReader(shards, seed=5))))
+    assert len(found) == len(wanted) == 6
+    step = 1 / 255 / min(CONFIG.std)  # of the pixels before they are normalised
+    for a, b in zip(found, wanted, strict=True):
+        for name in ("labels", "epoch", "index"):
+            assert torch.equal(a[name], b[name])
+        difference = (transform(a) - b["images"]).abs()
+        assert difference.max() <= 1.01 * step and difference.mean() < 0.2 * step
+
+
+def test_bytes_that_are_no_image_are_named(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "_check_device", lambda device: None)
+    write_images(tmp_path / "bad", [encoded(0), b"no image"])
+    reader = EncodedReader(ImageShards(tmp_path / "bad", "train"), seed=5)
+    arrays = reader.micro_batch(reader.batch(0, [0, 1]))
+    with pytest.raises(ShoalError, match="image 1 of the split: not an image"):
+        GpuTransform(CONFIG, seed=5, device=CPU)({k: torch.from_numpy(v) for k, v in arrays.items()})
+
+
+def test_what_it_does_not_do_is_refused(monkeypatch):
+    with pytest.raises(UsageError, match="only where there is a CUDA device, and this worker has cpu"):
+        GpuTransform(CONFIG, seed=5, device=CPU)
+    monkeypatch.setattr(gpu, "_check_device", lambda device: None)
+    for options, words in (({"hue": 0.1}, "hue 0.1 is not done"), ({"crop": "padded"}, "crop 'padded' is")):
+        with pytest.raises(UsageError, match=words):
+            GpuTransform(AugmentConfig(size=32, **options), seed=5, device=CPU)
