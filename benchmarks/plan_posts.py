@@ -153,7 +153,7 @@ def _rented(entry: dict[str, Any], catalog: Catalog) -> Rented:
     machines = catalog.machines(entry["cluster"])
     model = workload(entry["recipe"], 512)
     p3dn = catalog.machines("1xp3dn.24xlarge").instance
-    flops, _ = achieved(model, entry["recipe"], p3dn, catalog)
+    flops, _ = achieved(model, entry["recipe"], p3dn)
     own, given = (require_accelerators(Machines(count=1, instance=i)) for i in (machines.instance, p3dn))
     # Of another accelerator: the same share of its peak.
     flops *= own.peak("fp16") / given.peak("fp16")

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from benchmarks.plan_rows import PER_GPU_METRICS, THROUGHPUT, TIME, Row, recipe_of, sequence_length_of
 from shoal.cli.workloads import workload
-from shoal.plan.convergence import Convergence, convergence_of
+from shoal.plan.convergence import Convergence, at_any_batch, convergence_of
 from shoal.plan.hardware import Machines, require_accelerators
 from shoal.plan.memory import largest_micro_batch
 from shoal.plan.network import CONNECTIONS_PER_PEER
+from shoal.plan.predict import START_S
 from shoal.plan.step import Layout, achieved_flops_for, step_time
 from shoal.plan.training import run_time
 from shoal.plan.workload import Workload
@@ -19,8 +20,23 @@ from shoal.plan.workload import Workload
 MIB = 1 << 20
 
 # Layouts of models that no device holds: tensor (with context) parallel, pipeline stages, chunks of layers a
-# stage. GPT-3's and Llama's are recalled from MLPerf configurations of NVIDIA's submissions, not looked up.
-_SPLIT = {"gpt3-175b": (4, 8, 6), "llama3.1-405b": (8, 8, 7), "llama3.1-70b": (8, 1, 1)}
+# stage, samples of a micro-batch. Files are those of github.com/mlcommons/training_results_vX.
+_SPLIT = {
+    # v3.1, NVIDIA/benchmarks/gpt3/implementations/pytorch/config_DGXH100_*x4x8_mbs1.sh; chunks are recalled
+    "gpt3-175b": (4, 8, 6, 1),
+    "llama3.1-405b": (8, 8, 7, 1),  # recalled from configurations of NVIDIA's submissions, not looked up
+    "llama3.1-70b": (8, 1, 1, 1),
+}
+_SPLIT_OF_SYSTEM = (
+    # v4.0, NVIDIA/benchmarks/gpt3/implementations/nemo/config_DGXH100_{64x8x128x4x8_mbs2,
+    # 1344x8x6x4x6_mbs1_cg,1452x8x6x4x6_mbs1_cg}.sh
+    (r"MLPerf v4\.0 NVIDIA eos_n64_", "gpt3-175b", (4, 8, 4, 2)),
+    (r"MLPerf v4\.0 NVIDIA eos-dfw_n1(344|452)_", "gpt3-175b", (4, 6, 8, 1)),
+)
+_LORA_DEVICES = {"H100-80GB": 4, "H200-141GB": 2, "B200-180GB": 1}
+"""That hold a replica of Llama 2 70B: llama2_70b_lora/.../config_DGXH100_1x8x4xtp4pp1cp1.sh and
+config_DGXH200_1x8x2xtp2pp1cp1.sh of v4.0 (NVIDIA), config_DGXB200_1x8x1xtp1pp1cp1.sh of v5.0
+(GigaComputing)."""
 _TWO_HOPS = r"post 000|posts/000|000\.txt|fastest training times for BERT"
 """The post of 2019 on BERT and Mask R-CNN describes its own all-reduce in two hops through C5n hosts."""
 _SHARDED = ("gpt", "llama")
@@ -29,16 +45,15 @@ _SHARDED = ("gpt", "llama")
 def layout_of(row: Row, recipe: str, model: Workload, workers: Machines) -> Layout:
     """Return how the row's batch was spread, by rules that see neither this row's value nor any other's."""
     assert row.global_batch
-    tensor, stages, virtual = _SPLIT.get(recipe, (1, 1, 1))
-    if (
-        recipe == "llama2-70b-lora"
-    ):  # fits on four devices; more samples' devices than samples split the sequence
-        tensor = max(4, row.gpus // row.global_batch)
+    tensor, stages, virtual, samples = _split_of(row, recipe)
+    if recipe == "llama2-70b-lora":  # more devices than its samples need split the sequence
+        least = _LORA_DEVICES.get(require_accelerators(workers).name, 4)
+        tensor = max(least, row.gpus // row.global_batch)
     wire_bytes = 4 if re.search(r"\b(FP32|TF32)\b", f"{row.system} {row.hardware}") else 2
     trained = model.num_parameters * model.trainable / (tensor * stages) * wire_bytes
     share = row.global_batch * tensor * stages / row.gpus
     if recipe.startswith(_SHARDED):
-        micro: float = 1.0
+        micro: float = samples
     else:
         micro = largest_micro_batch(
             model, require_accelerators(workers), share=share, activation_bytes=wire_bytes
@@ -58,6 +73,13 @@ def layout_of(row: Row, recipe: str, model: Workload, workers: Machines) -> Layo
         overlap="TF2.1+Horovod" not in row.system,
         connections=1 if "TF2.1+Horovod" in row.system else CONNECTIONS_PER_PEER,
     )
+
+
+def _split_of(row: Row, recipe: str) -> tuple[int, int, int, int]:
+    for pattern, of_recipe, split in _SPLIT_OF_SYSTEM:
+        if recipe == of_recipe and re.search(pattern, row.system):
+            return split
+    return _SPLIT.get(recipe, (1, 1, 1, 1))
 
 
 def predict_row(row: Row, workers: Machines, achieved_flops: float) -> float:
@@ -81,6 +103,8 @@ def predict_row(row: Row, workers: Machines, achieved_flops: float) -> float:
         step_s=step_s,
         per_replica=layout.per_replica,
         achieved_flops=achieved_flops,
+        # MLPerf's clock starts when everything is set up.
+        start_s=START_S if row.kind == TIME and not row.is_mlperf else 0.0,
     )
     if row.kind == TIME:
         return run.total_s / 60
@@ -151,16 +175,16 @@ def _convergence(row: Row, recipe: str, name: str) -> Convergence:
     if recipe.endswith("rcnn") and fixed:
         coco = convergence_of("mask-rcnn")
         epochs = float(fixed[1])
-        return replace(coco, points=((1, epochs), (1 << 30, epochs)))
+        return replace(coco, points=at_any_batch(epochs))
     length = sequence_length_of(row)
     phases = [phase for phase in convergence_of(recipe).phases if length in (None, phase.sequence_length)]
     samples = float(sum(phase.steps * phase.batch for phase in phases))
-    return Convergence(name=name, source="fixed length", points=((1, samples), (1 << 30, samples)))
+    return Convergence(name=name, source="fixed length", points=at_any_batch(samples))
 
 
 def _phases(row: Row, recipe: str, workers: Machines, achieved_flops: float) -> float:
     """Return minutes of BERT's two phases, each with its own sequence length, batch and steps."""
-    total_s = 0.0
+    total_s = START_S
     for phase in convergence_of(recipe).phases:
         model = workload(recipe, phase.sequence_length)
         part = replace(row, global_batch=phase.batch)

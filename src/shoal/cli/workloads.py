@@ -50,6 +50,15 @@ def recipe_names() -> list[str]:
     return [*_IMAGES, *_BERT, *_ALBERT, "t5-3b", *_GPT, *_LLAMA]
 
 
+def require_recipe(name: str) -> None:
+    """Raise UsageError, with the recipes that there are, unless ``name`` is one."""
+    if name not in recipe_names():
+        raise UsageError(
+            f"recipe {name!r} is not known.{did_you_mean(name, recipe_names())} "
+            f"Choose one of {', '.join(recipe_names())}, or a model of yours with --model module:function"
+        )
+
+
 @lru_cache(maxsize=64)
 def workload(name: str, sequence_length: int | None = None) -> Workload:
     """Return a recipe's workload.
@@ -58,11 +67,7 @@ def workload(name: str, sequence_length: int | None = None) -> Workload:
         UsageError: there is no such recipe, or it has no sequences.
         ShoalError: a library that its model comes from is missing.
     """
-    if name not in recipe_names():
-        raise UsageError(
-            f"recipe {name!r} is not known.{did_you_mean(name, recipe_names())} "
-            f"Choose one of {', '.join(recipe_names())}, or a model of yours with --model module:function"
-        )
+    require_recipe(name)
     if name in _IMAGES:
         if sequence_length is not None:
             raise UsageError(f"recipe {name} has images, not sequences; leave --sequence-length out")

@@ -66,6 +66,11 @@ class Convergence:
         return batch > self.largest_batch
 
 
+def at_any_batch(amount: float) -> tuple[tuple[int, float], ...]:
+    """Return the points of a training that takes the same epochs (or samples) whatever its batch."""
+    return ((1, amount), (1 << 40, amount))
+
+
 def convergence_of(name: str) -> Convergence:
     """Return the table of a recipe.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from shoal.errors import UsageError
 from shoal.plan.hardware import Accelerator
+from shoal.plan.pipeline import fullest_share
 from shoal.plan.step import Layout
 from shoal.plan.workload import Workload
 
@@ -35,9 +36,15 @@ def device_memory(
 ) -> DeviceMemory:
     """Return what the fullest accelerator of a layout holds.
 
-    The first of p stages keeps the activations of up to p micro-batches of its 1 / p of the layers.
+    Of a pipeline that is the device whose stages have the most parameters. The first of p stages keeps the
+    activations of up to p micro-batches of its 1 / p of the layers.
+
+    Args:
+        replicas: over which a sharded optimizer is spread.
+        activation_bytes: of an element that is kept for the backward pass.
     """
-    own = workload.num_parameters / layout.per_replica
+    share = fullest_share(workload, stages=layout.stages, virtual=layout.virtual)
+    own = workload.num_parameters * share / layout.tensor
     trained = own * workload.trainable
     shards = replicas if layout.sharded_optimizer else 1
     kept = workload.saved_bytes * activation_bytes / 2 * micro_batch / layout.tensor

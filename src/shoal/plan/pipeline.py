@@ -9,8 +9,9 @@ filling and draining, stages of unequal size, and relays that nothing hides.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 
-from shoal.decide.actions import Schedule
+from shoal.decide.actions import Schedule, loop_placement
 from shoal.decide.cost import Link, ModelCost, StageCost, Unit, stage_costs
 from shoal.decide.partition import partition
 from shoal.decide.schedule import make_schedule
@@ -62,6 +63,20 @@ def bubble_s(
     return max(makespan - micro_batches * compute_s, 0.0)
 
 
+def fullest_share(workload: Workload, *, stages: int, virtual: int) -> float:
+    """Return the share of the parameters that the device with the most of them holds."""
+    if stages == 1:
+        return 1.0
+    num_stages = stages * min(virtual, len(workload.layers) // stages)
+    bounds = (0, *_cuts(workload, num_stages), len(workload.layers))
+    held = [0] * stages
+    for place, (begin, end) in zip(
+        loop_placement(stages, num_stages // stages), pairwise(bounds), strict=True
+    ):
+        held[place] += sum(layer.num_parameters for layer in workload.layers[begin:end])
+    return max(held) / max(workload.num_parameters, 1)
+
+
 def _link(
     workload: Workload, workers: Machines, *, stages: int, tensor: int, flow_bytes_per_s: float
 ) -> Link | None:
@@ -98,12 +113,22 @@ def _simulator(schedule: Schedule) -> Simulator:
 
 
 @lru_cache(maxsize=256)
+def _cuts(workload: Workload, num_stages: int) -> tuple[int, ...]:
+    """Return the layers at which the second, third, ... stage begins, with as even FLOPs as can be."""
+    return tuple(partition(_model_cost(workload), num_stages))
+
+
+@lru_cache(maxsize=256)
 def _shares(workload: Workload, num_stages: int) -> tuple[float, ...]:
-    """Return each stage's share of the FLOPs, with the cuts that make the largest share small."""
+    """Return each stage's share of the FLOPs."""
+    cost = _model_cost(workload)
+    return tuple(stage.forward_s for stage in stage_costs(cost, _cuts(workload, num_stages)))
+
+
+def _model_cost(workload: Workload) -> ModelCost:
     total = workload.forward_flops or 1.0
     units = tuple(
         Unit(name=layer.name, forward_s=layer.forward_flops / total, backward_s=0.0)
         for layer in workload.layers
     )
-    cost = ModelCost(units=units, relay_bytes=(0,) * (len(units) - 1), source="roofline")
-    return tuple(stage.forward_s for stage in stage_costs(cost, partition(cost, num_stages)))
+    return ModelCost(units=units, relay_bytes=(0,) * (len(units) - 1), source="roofline")

@@ -10,10 +10,9 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from shoal.errors import UsageError
 from shoal.plan.convergence import Convergence
-from shoal.plan.hardware import Accelerator, Catalog, Instance, Machines, require_accelerators
-from shoal.plan.memory import DeviceMemory, device_memory
+from shoal.plan.hardware import Accelerator, Instance, Machines, require_accelerators
+from shoal.plan.memory import DeviceMemory, device_memory, largest_micro_batch
 from shoal.plan.step import Layout, StepTime, achieved_flops_for, num_replicas, step_time
 from shoal.plan.training import RunTime, cost, run_time
 from shoal.plan.workload import Workload
@@ -21,6 +20,8 @@ from shoal.plan.workload import Workload
 ASSUMED_UTILISATION = 0.35
 """Share of peak where nobody has published or measured a throughput: what tuned trainings of transformers
 reach (Chowdhery et al. 2022, arXiv 2204.02311, table 3, lists 21 to 46 %)."""
+START_S = 120.0
+"""From starting the hosts' processes to the first step, where nothing better is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Job:
 
     recipe: str
     parts: tuple[Part, ...]
-    start_s: float = 120.0
+    start_s: float = START_S
     """From starting the hosts' processes to the first step: data, communicators, compilation."""
     checkpoint_every_steps: int | None = 1000
 
@@ -146,7 +147,6 @@ def achieved(
     workload: Workload,
     recipe: str,
     instance: Instance,
-    catalog: Catalog,
     *,
     samples_per_s: float | None = None,
     global_batch: int | None = None,
@@ -174,8 +174,6 @@ def achieved(
 def _from_rate(
     workload: Workload, instance: Instance, batch: int, samples_per_s: float, peak: float
 ) -> float:
-    from shoal.plan.memory import largest_micro_batch
-
     host = Machines(count=1, instance=instance)
     share = batch / instance.num_accelerators
     micro = largest_micro_batch(workload, require_accelerators(host), share=share)
@@ -200,9 +198,3 @@ def _same(entry: dict[str, Any], workload: Workload, recipe: str, accelerator: A
 def _published() -> tuple[dict[str, Any], ...]:
     text = (resources.files("shoal.plan") / "catalog" / "throughput.toml").read_text(encoding="utf-8")
     return tuple(tomllib.loads(text)["host"])
-
-
-def check_throughput(samples_per_s: float | None) -> None:
-    """Raise UsageError unless the throughput can be one."""
-    if samples_per_s is not None and not (math.isfinite(samples_per_s) and samples_per_s > 0):
-        raise UsageError(f"--throughput is {samples_per_s}; it must be a positive number of samples a second")

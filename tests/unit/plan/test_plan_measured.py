@@ -14,7 +14,8 @@ from plan_made import hosts, model
 from shoal.bench.results import Network as CommNetwork
 from shoal.bench.results import Row, write_json
 from shoal.bench.train import KIND, TrainResult
-from shoal.cli.planning import Request, run
+from shoal.cli.plan_request import Request
+from shoal.cli.planning import run
 from shoal.decide.links import ring_seconds, two_hop_seconds
 from shoal.errors import UsageError
 from shoal.plan.measured import TRAIN_KIND, MeasuredComm, MeasuredTrain, read_measured
@@ -137,27 +138,8 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
         read_measured(tmp_path / "absent.json")
 
 
-def request(*measured: Path, **changed: Any) -> Request:
-    made: dict[str, Any] = {
-        "recipe": "albert-base",
-        "cluster": "8xp3dn.24xlarge",
-        "helpers": None,
-        "goal": "time",
-        "global_batch": None,
-        "sequence_length": None,
-        "model": None,
-        "algorithm": None,
-        "throughput": None,
-        "start_s": 0.0,
-        "compare": False,
-        "sweep": None,
-        "page": None,
-        "trace": None,
-        "json": None,
-        "catalog": (),
-        "measured": measured,
-    }
-    return Request(**{**made, **changed})
+def command(*measured: Path, recipe: str = "albert-base", **options: Any) -> int:
+    return run(recipe, Request(cluster="8xp3dn.24xlarge", start_s=0.0, measured=measured, **options))
 
 
 def test_the_command_uses_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +162,7 @@ def test_the_command_uses_both_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     plans = {}
     for name, files in (("published", ()), ("train", ("train.json",)), ("both", ("train.json", comm.name))):
         path = tmp_path / f"{name}-plan.json"
-        assert run(request(*(tmp_path / file for file in files), json=path)) == 0
+        assert command(*(tmp_path / file for file in files), json=path) == 0
         plans[name] = json.loads(path.read_text())
     said = capsys.readouterr().out
     assert "measured: 931 sequences/s of 512 tokens on 8 × device" in said
@@ -191,9 +173,9 @@ def test_the_command_uses_both_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert rates["both"] < rates["train"], "a slower network must show"
 
     with pytest.raises(UsageError, match="is of recipe albert-base, not of bert-base"):
-        run(request(tmp_path / "train.json", recipe="bert-base"))
+        command(tmp_path / "train.json", recipe="bert-base")
     with pytest.raises(UsageError, match=r"--throughput and --measured .* say the same"):
-        run(request(tmp_path / "train.json", throughput=900.0))
+        command(tmp_path / "train.json", throughput=900.0)
 
 
 def test_presets_are_the_planners_models() -> None:

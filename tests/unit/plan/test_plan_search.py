@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from plan_made import hosts, model
-from shoal.cli.planning import Request, run
 from shoal.errors import UsageError
 from shoal.plan.convergence import Convergence
 from shoal.plan.predict import Job, Part
@@ -110,66 +107,3 @@ def test_what_breaks_first_depends_on_what_is_stretched() -> None:
     beyond = replace(part(batch=1 << 12), convergence=replace(TABLE, largest_batch=1 << 10))
     assert strains(beyond, hosts(2), Layout(global_batch=1 << 12))[0].assumption.startswith("the batch still")
     assert breaks_first(part(batch=1 << 16), hosts(2, nic=1e12), Layout(global_batch=1 << 16)) is None
-
-
-def request(**changes: object) -> Request:
-    return replace(
-        Request(
-            recipe="",
-            cluster="8xp3dn.24xlarge",
-            helpers=None,
-            goal="time",
-            global_batch=512,
-            sequence_length=None,
-            model="test_plan_workloads:made_model",
-            algorithm=None,
-            throughput=None,
-            start_s=10.0,
-            compare=False,
-            sweep=None,
-            page=None,
-            trace=None,
-            json=None,
-            catalog=(),
-        ),
-        **changes,
-    )
-
-
-def test_the_command_answers_and_writes_its_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    files = {"json": tmp_path / "plan.json", "page": tmp_path / "plan.html", "trace": tmp_path / "plan.trace"}
-    assert run(request(helpers="4xc5n.18xlarge", compare=True, sweep="nodes=1..8", **files)) == 0
-    said = capsys.readouterr().out
-    for words in ("time to train", "where the time goes", "the best layouts", "4 c5n.18xlarge helpers"):
-        assert words in said
-    plan = json.loads(files["json"].read_text())
-    assert [p["cluster"] for p in plan["sweep"]] == [f"{n}xp3dn.24xlarge" for n in (1, 2, 4, 8)]
-    assert sum(plan["best"]["where_s"].values()) == pytest.approx(plan["best"]["total_s"])
-    assert "<svg" in files["page"].read_text() and "polyline" in files["page"].read_text()
-    events = json.loads(files["trace"].read_text())["traceEvents"]
-    assert {"forward", "backward", "optimizer"} <= {event["name"] for event in events}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"cluster": "8xp3dn.24xlage"}, r"Did you mean 'p3dn.24xlarge'\?"),
-        ({"cluster": "8xc5n.18xlarge"}, "has no accelerators"),
-        ({"model": None}, "name a recipe"),
-        ({"model": None, "recipe": "resnet5"}, r"Did you mean 'resnet50'\?"),
-        ({"global_batch": None}, "--model needs --global-batch"),
-        ({"sweep": "1..8"}, "not of the form nodes=1..256"),
-        ({"sweep": "nodes=8..1"}, "the smaller number first"),
-        ({"throughput": -1.0}, "--throughput is -1.0"),
-        ({"algorithm": "rings"}, r"Did you mean 'ring'\?"),
-    ],
-)
-def test_what_the_command_refuses(
-    changes: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    with pytest.raises(UsageError, match=message):
-        run(request(**changes))

@@ -1,0 +1,178 @@
+"""``shoal plan`` as it is typed: its answer, its files, and every refusal in one line with exit status 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.bench.train import TrainResult
+from shoal.cli.app import main
+from shoal.errors import EXIT_OK, EXIT_USAGE
+
+CLUSTER = ("--cluster", "8xp3dn.24xlarge")
+SMALL = ("--model", "test_plan_command:small_model", "--global-batch", "512")
+HUGE = ("--model", "test_plan_command:huge_model", "--global-batch", "512")
+ENTRY = """
+[instance.mine]
+accelerator = "V100-32GB"
+num_accelerators = 4
+local_network = "nvlink"
+local_gbyte_per_s = 150
+network = "ethernet"
+nic_gbit_per_s = 40
+memory_gib = 128
+price_per_hour = 7.5
+price_source = "invoice of May"
+source = "our rack"
+"""
+
+
+def linear(width: int) -> tuple[Any, dict[str, Any], int]:
+    import torch
+    from torch import nn
+
+    class Made(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(16, width), nn.Linear(width, width), nn.Linear(width, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layers(x).sum()
+            return out
+
+    return Made(), {"x": torch.zeros(8, 16)}, 8
+
+
+def small_model() -> tuple[Any, dict[str, Any], int]:
+    return linear(32)
+
+
+def huge_model() -> tuple[Any, dict[str, Any], int]:
+    """A layer of 10 billion parameters, which no pipeline can cut."""
+    return linear(100_000)
+
+
+@pytest.fixture(autouse=True)
+def _models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """Run ``shoal plan`` with these words; return the exit status."""
+    monkeypatch.setattr(sys, "argv", ["shoal", "plan", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_the_answer_and_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {kind: tmp_path / f"plan.{kind}" for kind in ("json", "page", "trace")}
+    options = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
+    more = ("--helpers", "4xc5n.18xlarge", "--compare", "--sweep", "nodes=1..8")
+    assert typed(monkeypatch, *SMALL, *CLUSTER, *more, *options) == EXIT_OK
+    said = capsys.readouterr().out
+    for words in ("time to train", "where the time goes", "the best layouts", "4 c5n.18xlarge helpers"):
+        assert words in said
+    plan = json.loads(files["json"].read_text())
+    assert [p["cluster"] for p in plan["sweep"]] == [f"{n}xp3dn.24xlarge" for n in (1, 2, 4, 8)]
+    assert sum(plan["best"]["where_s"].values()) == pytest.approx(plan["best"]["total_s"])
+    assert "<svg" in files["page"].read_text() and "polyline" in files["page"].read_text()
+    events = json.loads(files["trace"].read_text())["traceEvents"]
+    assert {"forward", "backward", "optimizer"} <= {event["name"] for event in events}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((*SMALL, "--cluster", "8xp3dn.24xlage"), "not in the catalog. Did you mean 'p3dn.24xlarge'?"),
+        ((*SMALL, "--cluster", "8xc5n.18xlarge"), "has no accelerators"),
+        ((*SMALL, *CLUSTER, "--helpers", "4xc5n.18xlrge"), "Did you mean 'c5n.18xlarge'?"),
+        (("resnet5", *CLUSTER), "recipe 'resnet5' is not known. Did you mean 'resnet50'?"),
+        (CLUSTER, "name a recipe"),
+        (("resnet50", *SMALL, *CLUSTER), "one of both"),
+        (("bert-large", *CLUSTER, "--sequence-length", "64"), "has phases of 128 and 512 tokens"),
+        ((*SMALL[:2], *CLUSTER), "--model needs --global-batch"),
+        ((*SMALL[:2], "--global-batch", "0", *CLUSTER), "--global-batch is 0; it must be at least 1"),
+        ((*SMALL, *CLUSTER, "--sweep", "1..8"), "not of the form nodes=1..256"),
+        ((*SMALL, *CLUSTER, "--sweep", "nodes=8..1"), "the smaller number first"),
+        ((*SMALL, *CLUSTER, "--throughput", "-1"), "--throughput is -1.0; it must be a positive number"),
+        ((*SMALL, *CLUSTER, "--algorithm", "rings"), "Did you mean 'ring'?"),
+        ((*SMALL, *CLUSTER, "--algorithm", "two-hop-helpers"), "two-hop-helpers needs --helpers"),
+        ((*SMALL, "--cluster", "8xDGX-2", "--goal", "cost"), "DGX-2 has no price an hour"),
+        ((*SMALL, *CLUSTER, "--measured", "absent.json"), "--measured absent.json cannot be read"),
+    ],
+)
+def test_refusals_are_one_line(
+    words: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert typed(monkeypatch, *words) == EXIT_USAGE
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_what_does_not_fit_says_how_much_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert typed(monkeypatch, *HUGE, *CLUSTER) == EXIT_USAGE
+    said = capsys.readouterr().err
+    # The stage with that layer alone has 40 GB of weights and gradients.
+    assert "fits on no layout of 8xp3dn.24xlarge" in said
+    assert "GiB more than there are" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("price_per_hour = 7.5", "price_per_hour = -7.5"), "price_per_hour is -7.5; it must be at least 0"),
+        (("nic_gbit_per_s = 40\n", ""), "mine.toml: instance 'mine' lacks nic_gbit_per_s; add it"),
+        (("memory_gib = 128\n", "memory_gb = 128\n"), "unknown key 'memory_gb'. Did you mean 'memory_gib'?"),
+    ],
+)
+def test_what_is_wrong_in_a_catalog(
+    change: tuple[str, str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(ENTRY)
+    words = (*SMALL, "--cluster", "4xmine", "--catalog", str(path))
+    assert typed(monkeypatch, *words) == EXIT_OK
+    assert "invoice of May" in capsys.readouterr().out
+    path.write_text(ENTRY.replace(*change))
+    assert typed(monkeypatch, *words) == EXIT_USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_a_measured_file_of_another_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "train.json"
+    TrainResult(
+        recipe="albert-base",
+        sequence_length=512,
+        num_parameters=12_000_000,
+        device="device",
+        num_devices=8,
+        precision="fp32",
+        global_batch=8,
+        micro_batch=1,
+        samples_s=(1.0,),
+        parts_s={"forward": 1.0},
+        peak_memory_bytes=1,
+        flops_per_sample=1.0,
+        matmul_flops_per_s=1.0,
+    ).write(path)
+    assert typed(monkeypatch, *SMALL, *CLUSTER, "--measured", str(path)) == EXIT_USAGE
+    assert f"--measured {path} is of recipe albert-base, not of {SMALL[1]}" in capsys.readouterr().err
