@@ -1,10 +1,11 @@
-"""How long does a step of LAMB (ALBERT-base, BERT-base) or LARS (ResNet-50) take, against other libraries?
+"""How long does a step of LAMB, LARS or NovoGrad take, against other libraries?
 
-timm's and pytorch_optimizer's optimizers on the same shapes, weights and gradients, each in its faster form
-(``foreach`` on or off, measured first); the row's peer is the faster library. timm clips the global norm as
-we do; pytorch_optimizer clips nothing and does not correct the bias, so it does less. Memory traffic bounds
-the step: weights, gradients and two moments are read, three of them written, and pass 2 reads three again
-where they have left the caches. LARS has one moment; its rows have no target yet.
+LAMB on the shapes of ALBERT-base and BERT-base, LARS on ResNet-50's, NovoGrad on Mask R-CNN's. timm's and
+pytorch_optimizer's optimizers on the same shapes, weights and gradients, each in its faster form (``foreach``
+on or off, measured first); the row's peer is the faster library. In LAMB timm clips the global norm as we
+do; pytorch_optimizer clips nothing and does not correct the bias, so it does less. Memory traffic bounds the
+step: weights, gradients and two moments (LARS and NovoGrad: one) are read, all but the gradients written, and
+pass 2 reads again what has left the caches.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch.optim import Optimizer
 from benchmarks.harness import Benchmark, peer_module
 from shoal.optim.lamb import Lamb, parameter_groups
 from shoal.optim.lars import Lars
+from shoal.optim.novograd import NovoGrad
 
 _SETTLE_S = 0.01
 """The threads of torch's last operation spin for some milliseconds; neither side starts among them."""
@@ -33,6 +36,10 @@ def parameters_like(model: str) -> list[tuple[str, nn.Parameter]]:
     with torch.device("meta"):
         if model == "resnet50":
             shapes = peer_module("torchvision.models").resnet50().named_parameters()
+        elif model == "mask_rcnn":
+            detection = peer_module("torchvision.models.detection")
+            plain = {"weights": None, "weights_backbone": None}
+            shapes = detection.maskrcnn_resnet50_fpn(**plain).named_parameters()
         elif model == "albert-base":
             transformers = peer_module("transformers")
             config = transformers.AlbertConfig(
@@ -115,7 +122,29 @@ def compare_lars(bench: Benchmark, model: str) -> None:
 
     for library, make in (("timm", timm_lars), ("pytorch_optimizer", other_lars)):
         ours = Lars(groups(), lr=_LR, momentum=0.9)
-        add_row(bench, f"{model}, LARS", ours=ours, make=make, library=library, target=None)
+        add_row(bench, f"{model}, LARS", ours=ours, make=make, library=library, target=2.5)
+
+
+def compare_novograd(bench: Benchmark, model: str) -> None:
+    """Add the rows of NovoGrad; ours corrects the bias, which the others cannot. timm's has one form only."""
+    timm_optim, other = peer_module("timm.optim"), peer_module("pytorch_optimizer")
+    options = {"lr": _LR, "betas": (0.9, 0.25), "eps": 1e-7}
+
+    def groups() -> list[dict[str, Any]]:
+        split = parameter_groups(parameters_like(model), 1.25e-3)
+        return [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in split]
+
+    def timm_novograd(foreach: bool) -> Optimizer:
+        optimizer: Optimizer = timm_optim.NvNovoGrad(groups(), **options)
+        return optimizer
+
+    def other_novograd(foreach: bool) -> Optimizer:
+        optimizer: Optimizer = other.NovoGrad(groups(), **options, foreach=foreach)
+        return optimizer
+
+    for library, make in (("timm", timm_novograd), ("pytorch_optimizer", other_novograd)):
+        ours = NovoGrad(groups(), **options, bias_correction=True)
+        add_row(bench, f"{model}, NovoGrad", ours=ours, make=make, library=library, target=2.5)
 
 
 def add_row(
@@ -145,11 +174,17 @@ def add_row(
 def main() -> int:
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of all sides")
+    options.add_argument("--only", nargs="+", choices=("lamb", "lars", "novograd"), help="default: all")
     bench = Benchmark("optimizers", options=options)
     torch.set_num_threads(bench.args.threads)
-    for model in ("albert-base", "bert-base"):
-        compare_lamb(bench, model)
-    compare_lars(bench, "resnet50")
+    rows = {
+        "lamb": [partial(compare_lamb, bench, model) for model in ("albert-base", "bert-base")],
+        "lars": [partial(compare_lars, bench, "resnet50")],
+        "novograd": [partial(compare_novograd, bench, "mask_rcnn")],
+    }
+    for name in bench.args.only or rows:
+        for add_rows in rows[name]:
+            add_rows()
     return bench.finish()
 
 

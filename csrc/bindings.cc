@@ -24,6 +24,7 @@
 #include "engine/reduce.h"
 #include "image/finish.h"
 #include "optim/lamb.h"
+#include "optim/momentum.h"
 
 namespace nb = nanobind;
 
@@ -129,7 +130,52 @@ std::pair<double, double> lamb_step(const Addresses& weights, const Addresses& g
                                    weight_decay,  grad_scale, bias_correction, trust_ratio};
   const shoal::Level level = level_of(level_name);
   nb::gil_scoped_release release;
-  const shoal::LambNorms norms = shoal::lamb_step(tensors, options, num_threads, level);
+  const shoal::Norms norms = shoal::lamb_step(tensors, options, num_threads, level);
+  return {norms.grad_sq, norms.weight_sq};
+}
+
+std::vector<shoal::MomentumTensor> momentum_tensors(const Addresses& weights, const Addresses& grads,
+                                                    const Addresses& momenta, const Counts& counts) {
+  std::vector<shoal::MomentumTensor> tensors;
+  for (std::size_t k = 0; k < counts.size(); ++k) {
+    tensors.push_back(
+        {floats_at(weights.at(k)), floats_at(grads.at(k)), floats_at(momenta.at(k)), counts[k]});
+  }
+  return tensors;
+}
+
+std::pair<double, double> lars_step(const Addresses& weights, const Addresses& grads,
+                                    const Addresses& momenta, const Counts& counts, double learning_rate,
+                                    double momentum, double weight_decay, double eta, double eps,
+                                    double grad_scale, bool clips, bool nesterov, bool trust_ratio,
+                                    int num_threads, const std::optional<std::string>& level_name) {
+  const auto tensors = momentum_tensors(weights, grads, momenta, counts);
+  const shoal::LarsOptions options{learning_rate, momentum, weight_decay, eta,        eps,
+                                   grad_scale,    clips,    nesterov,     trust_ratio};
+  const shoal::Level level = level_of(level_name);
+  nb::gil_scoped_release release;
+  const shoal::Norms norms = shoal::lars_step(tensors, options, num_threads, level);
+  return {norms.grad_sq, norms.weight_sq};
+}
+
+std::pair<double, double> novograd_step(const Addresses& weights, const Addresses& grads,
+                                        const Addresses& momenta, const Addresses& norm_sqs,
+                                        const Counts& counts, const std::vector<double>& steps,
+                                        double learning_rate, double beta1, double beta2, double eps,
+                                        double weight_decay, double grad_scale, bool bias_correction,
+                                        bool grad_averaging, bool init_zero, bool reg_inside_moment,
+                                        int num_threads, const std::optional<std::string>& level_name) {
+  const auto tensors = momentum_tensors(weights, grads, momenta, counts);
+  std::vector<shoal::NovoGradState> states;
+  for (std::size_t k = 0; k < counts.size(); ++k) {
+    states.push_back({floats_at(norm_sqs.at(k)), steps.at(k)});
+  }
+  const shoal::NovoGradOptions options{learning_rate,   beta1,          beta2,     eps,
+                                       weight_decay,    grad_scale,     bias_correction,
+                                       grad_averaging,  init_zero,      reg_inside_moment};
+  const shoal::Level level = level_of(level_name);
+  nb::gil_scoped_release release;
+  const shoal::Norms norms = shoal::novograd_step(tensors, states, options, num_threads, level);
   return {norms.grad_sq, norms.weight_sq};
 }
 
@@ -367,6 +413,15 @@ NB_MODULE(_core, m) {
         nb::arg("exp_avg_sqs"), nb::arg("counts"), nb::arg("steps"), nb::kw_only(), nb::arg("learning_rate"),
         nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"), nb::arg("weight_decay"), nb::arg("grad_scale"),
         nb::arg("bias_correction"), nb::arg("trust_ratio"), nb::arg("num_threads"), nb::arg("level").none());
+  m.def("lars_step", &lars_step, nb::arg("weights"), nb::arg("grads"), nb::arg("momenta"), nb::arg("counts"),
+        nb::kw_only(), nb::arg("learning_rate"), nb::arg("momentum"), nb::arg("weight_decay"), nb::arg("eta"),
+        nb::arg("eps"), nb::arg("grad_scale"), nb::arg("clips"), nb::arg("nesterov"), nb::arg("trust_ratio"),
+        nb::arg("num_threads"), nb::arg("level").none());
+  m.def("novograd_step", &novograd_step, nb::arg("weights"), nb::arg("grads"), nb::arg("momenta"),
+        nb::arg("norm_sqs"), nb::arg("counts"), nb::arg("steps"), nb::kw_only(), nb::arg("learning_rate"),
+        nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"), nb::arg("weight_decay"), nb::arg("grad_scale"),
+        nb::arg("bias_correction"), nb::arg("grad_averaging"), nb::arg("init_zero"),
+        nb::arg("reg_inside_moment"), nb::arg("num_threads"), nb::arg("level").none());
   m.def("sum_of_squares", &sum_of_squares, nb::arg("values"), nb::arg("counts"), nb::arg("num_threads"),
         nb::arg("level").none());
   m.def("finish_image", &finish_image, nb::arg("pixels").noconvert(), nb::arg("out").noconvert(),

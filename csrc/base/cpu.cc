@@ -1,5 +1,9 @@
 #include "base/cpu.h"
 
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
 namespace shoal {
 
 std::vector<std::pair<std::string_view, bool>> cpu_features() {
@@ -29,6 +33,13 @@ std::vector<Level> supported_levels() {
 Level best_level() {
   static const Level best = supported_levels().back();
   return best;
+}
+
+void require_level(Level level) {
+  const std::vector<Level> levels = supported_levels();
+  if (std::find(levels.begin(), levels.end(), level) == levels.end()) {
+    throw std::invalid_argument("this processor cannot run the level '" + std::string(name_of(level)) + "'");
+  }
 }
 
 std::string_view name_of(Level level) {

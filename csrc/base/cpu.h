@@ -16,6 +16,9 @@ std::vector<Level> supported_levels();
 
 Level best_level();
 
+// Throws std::invalid_argument for a level that is not among the supported ones.
+void require_level(Level level);
+
 std::string_view name_of(Level level);
 std::optional<Level> level_named(std::string_view name);
 

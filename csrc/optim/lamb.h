@@ -1,11 +1,12 @@
 // LAMB on the CPU: per tensor, pass 1 updates the moments and takes the norms, pass 2 applies the update
-// that it makes again from the moments (cheaper than to store it). Memory traffic bounds both.
+// that it makes again from the moments (cheaper than to store it).
 #pragma once
 
 #include <cstddef>
 #include <span>
 
 #include "base/cpu.h"
+#include "optim/two_passes.h"
 
 namespace shoal {
 
@@ -30,17 +31,11 @@ struct LambOptions {
   bool trust_ratio;  // off: the ratio is 1
 };
 
-// Sums of squares over all tensors: of the scaled gradients, and of the weights before the update.
-struct LambNorms {
-  double grad_sq;
-  double weight_sq;
-};
-
 // m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2, u = m^ / (sqrt(v^) + eps) + weight_decay w,
 // w = w - learning_rate ratio u, ratio = |w| / |u| where both are above 0, else 1. All in fp32, the sums of
 // squares in blocks whose order does not depend on the number of threads: neither do the bits of the result.
-LambNorms lamb_step(std::span<const LambTensor> tensors, const LambOptions& options, int num_threads,
-                    Level level = best_level());
+Norms lamb_step(std::span<const LambTensor> tensors, const LambOptions& options, int num_threads,
+                Level level = best_level());
 
 // The sum of squares over all tensors, in the same fixed order.
 struct ConstTensor {

@@ -162,6 +162,104 @@ def lamb_step(
     return math.sqrt(grad_sq), math.sqrt(weight_sq)
 
 
+def lars_step(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    *,
+    learning_rate: float,
+    momentum: float,
+    weight_decay: float,
+    eta: float,
+    eps: float = 0.0,
+    grad_scale: float = 1.0,
+    clips: bool = False,
+    nesterov: bool = False,
+    trust_ratio: bool = True,
+    num_threads: int = 1,
+    level: Level | None = None,
+) -> tuple[float, float]:
+    """Update weights and momenta in place by LARS (:mod:`shoal.optim.lars` has the formulas).
+
+    Tensors, returned norms and errors are as in :func:`lamb_step`; so are the bits.
+
+    Args:
+        weights: and ``grads`` and ``momenta``.
+        clips: the form LARC.
+    """
+    counts = [weight.numel() for weight in weights]
+    addresses = [_addresses(tensors, weights) for tensors in (weights, grads, momenta)]
+    grad_sq, weight_sq = core().lars_step(
+        *addresses,
+        counts,
+        learning_rate=learning_rate,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        eta=eta,
+        eps=eps,
+        grad_scale=grad_scale,
+        clips=clips,
+        nesterov=nesterov,
+        trust_ratio=trust_ratio,
+        num_threads=num_threads,
+        level=level,
+    )
+    return math.sqrt(grad_sq), math.sqrt(weight_sq)
+
+
+def novograd_step(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    norm_sqs: Sequence[Tensor],
+    steps: Sequence[float],
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    grad_scale: float = 1.0,
+    bias_correction: bool = False,
+    grad_averaging: bool = False,
+    init_zero: bool = False,
+    reg_inside_moment: bool = True,
+    num_threads: int = 1,
+    level: Level | None = None,
+) -> tuple[float, float]:
+    """Update weights, momenta and squared norms in place by NovoGrad (:mod:`shoal.optim.novograd`).
+
+    Tensors, returned norms and errors are as in :func:`lamb_step`; so are the bits.
+
+    Args:
+        weights: and ``grads`` and ``momenta``.
+        norm_sqs: a number for each weight, fp32 tensors on the CPU.
+        steps: for each tensor the number of this update, from 1.
+    """
+    counts = [weight.numel() for weight in weights]
+    if len(norm_sqs) != len(counts) or any(norm_sq.numel() != 1 for norm_sq in norm_sqs):
+        raise UsageError(f"NovoGrad takes one squared norm for each of the {len(counts)} weights")
+    addresses = [_addresses(tensors, weights) for tensors in (weights, grads, momenta)]
+    grad_sq, weight_sq = core().novograd_step(
+        *addresses,
+        _addresses(norm_sqs, norm_sqs),
+        counts,
+        list(steps),
+        learning_rate=learning_rate,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        weight_decay=weight_decay,
+        grad_scale=grad_scale,
+        bias_correction=bias_correction,
+        grad_averaging=grad_averaging,
+        init_zero=init_zero,
+        reg_inside_moment=reg_inside_moment,
+        num_threads=num_threads,
+        level=level,
+    )
+    return math.sqrt(grad_sq), math.sqrt(weight_sq)
+
+
 def l2_norm(tensors: Sequence[Tensor], *, num_threads: int = 1, level: Level | None = None) -> float:
     """Return the norm over all elements of contiguous fp32 tensors on the CPU.
 

@@ -29,19 +29,30 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from shoal import native
 from shoal.errors import UsageError
-from shoal.optim.moments import Group, MomentsOptimizer, Params, Scale, Squares, States
+from shoal.optim.moments import (
+    Group,
+    Implementation,
+    MomentsOptimizer,
+    Params,
+    Scale,
+    Squares,
+    States,
+    native_entries,
+    native_grads,
+)
 from shoal.optim.sharded import local_part, whole_squares
 
 Form = Literal["lars", "larc"]
 
 
 class Lars(MomentsOptimizer):
-    """LARS and LARC on ``_foreach_`` operations: any device, any floating type, FSDP2's shards.
+    """LARS and LARC with few passes over memory: a native kernel on the CPU, else ``_foreach_`` operations.
 
     The state of each parameter is ``momentum_buffer``, as in torch's SGD. Parameters sharded by FSDP2 get the
-    norms of the whole tensors. Gradients that are not finite make weights that are not finite: check before
-    the step.
+    norms of the whole tensors. On the CPU the bits of the result do not depend on the number of threads.
+    Gradients that are not finite make weights that are not finite: check before the step.
 
     Args:
         params: parameters or groups; a group may set ``lr``, ``momentum``, ``weight_decay``, ``eta``,
@@ -53,9 +64,11 @@ class Lars(MomentsOptimizer):
         eps: added to the ratio's denominator, in the form ``lars``.
         form: ``lars`` or ``larc``.
         nesterov: Nesterov's momentum.
+        implementation: ``native`` for float32 on the CPU, ``foreach`` for any device, ``auto`` takes the
+            native kernel where it can.
 
     Raises:
-        UsageError: a value is out of its range.
+        UsageError: a value is out of its range, or a parameter does not suit the implementation.
     """
 
     def __init__(
@@ -69,17 +82,15 @@ class Lars(MomentsOptimizer):
         eps: float = 0.0,
         form: Form = "lars",
         nesterov: bool = False,
+        implementation: Implementation = "auto",
     ) -> None:
         if form not in ("lars", "larc"):
             raise UsageError(f"form={form!r} must be 'lars' or 'larc'")
         self.form = form
+        self._label = form.upper()
         self.nesterov = nesterov
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eta": eta, "eps": eps}
-        super().__init__(params, {**defaults, "trust_ratio": True})
-
-    @property
-    def _label(self) -> str:  # type: ignore[override]
-        return self.form.upper()
+        super().__init__(params, {**defaults, "trust_ratio": True}, implementation=implementation)
 
     def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         return {"momentum_buffer": torch.zeros_like(parameter)}
@@ -88,59 +99,42 @@ class Lars(MomentsOptimizer):
         lr, decay = float(group["lr"]), group["weight_decay"]
         weights = [local_part(parameter) for parameter in params]
         grads = [local_part(parameter.grad) for parameter in params]
-        grad_squares = whole_squares(params, grads) * scale**2
-        weight_squares = whole_squares(params, weights)
-        if not group["trust_ratio"]:
-            ratios = torch.ones_like(weight_squares)
-        elif self.form == "lars":
+        momenta = [local_part(state["momentum_buffer"]) for state in states]
+        changes = list(torch._foreach_mul(grads, scale))
+        grad_squares, weight_squares = whole_squares(params, changes), whole_squares(params, weights)
+        if decay != 0.0:
+            torch._foreach_add_(changes, weights, alpha=decay)
+        ratios = torch.ones_like(weight_squares)
+        if group["trust_ratio"] and self.form == "lars":
             weight_norms, grad_norms = weight_squares.sqrt(), grad_squares.sqrt()
-            bound = grad_norms + decay * weight_norms + group["eps"]
+            bounds = grad_norms + decay * weight_norms + group["eps"]
             both = (weight_norms > 0) & (grad_norms > 0)
-            ratios = torch.where(both, group["eta"] * weight_norms / bound, 1.0)
-        else:
-            ratios = _clipped_ratios(group, params, grads, weights, weight_squares, scale)
-        rates = ratios * lr if self.form == "lars" else ratios
-        dtype = weights[0].dtype
-        self._move(
-            group, params, list((rates * scale).to(dtype).unbind()), list((rates * decay).to(dtype).unbind())
-        )
-        return grad_squares.sum(), weight_squares.sum()
-
-    def _move(
-        self, group: dict[str, Any], params: list[Tensor], of_grads: list[Tensor], of_weights: list[Tensor]
-    ) -> None:
-        """Add the gradients and the weights, each times its factor, to the momenta; move the weights."""
-        weights = [local_part(parameter) for parameter in params]
-        grads = [local_part(parameter.grad) for parameter in params]
-        momenta = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in params]
-        alpha = -1.0 if self.form == "lars" else -float(group["lr"])
-
-        def add_to(sums: list[Tensor]) -> None:
-            torch._foreach_addcmul_(sums, grads, of_grads)
-            if group["weight_decay"] != 0.0:
-                torch._foreach_addcmul_(sums, weights, of_weights)
-
+            ratios = torch.where(both, group["eta"] * weight_norms / bounds, 1.0)
+        elif group["trust_ratio"]:
+            weight_norms, norms = weight_squares.sqrt(), whole_squares(params, changes).sqrt()
+            both = (weight_norms > 0) & (norms > 0)
+            ratios = (torch.where(both, group["eta"] * weight_norms / norms, 1.0) / lr).clamp(max=1.0)
+        inside, outside = (lr, 1.0) if self.form == "lars" else (1.0, lr)
+        torch._foreach_mul_(changes, list((ratios * inside).to(weights[0].dtype).unbind()))
         torch._foreach_mul_(momenta, group["momentum"])
-        add_to(momenta)
+        torch._foreach_add_(momenta, changes)
         moves = momenta
         if self.nesterov:
-            moves = list(torch._foreach_mul(momenta, group["momentum"]))
-            add_to(moves)
-        torch._foreach_add_(weights, moves, alpha=alpha)
+            torch._foreach_add_(changes, momenta, alpha=group["momentum"])
+            moves = changes
+        torch._foreach_add_(weights, moves, alpha=-outside)
+        return grad_squares.sum(), weight_squares.sum()
 
-
-def _clipped_ratios(
-    group: dict[str, Any],
-    params: list[Tensor],
-    grads: list[Tensor],
-    weights: list[Tensor],
-    weight_squares: Tensor,
-    scale: Tensor | float,
-) -> Tensor:
-    """Return LARC's ratios: ``eta |w| / |g + weight_decay w|`` in units of ``lr``, at most 1."""
-    with_decay = list(torch._foreach_mul(grads, scale))
-    torch._foreach_add_(with_decay, weights, alpha=group["weight_decay"])
-    weight_norms, norms = weight_squares.sqrt(), whole_squares(params, with_decay).sqrt()
-    both = (weight_norms > 0) & (norms > 0)
-    rates = torch.where(both, group["eta"] * weight_norms / norms, 1.0)
-    return (rates / float(group["lr"])).clamp(max=1.0)
+    def _update_native(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
+        grad_norm, weight_norm = native.lars_step(
+            params,
+            native_grads(params),
+            native_entries(params, states, "momentum_buffer"),
+            learning_rate=float(group["lr"]),
+            grad_scale=float(scale),
+            clips=self.form == "larc",
+            nesterov=self.nesterov,
+            num_threads=torch.get_num_threads(),
+            **{name: group[name] for name in ("momentum", "weight_decay", "eta", "eps", "trust_ratio")},
+        )
+        return grad_norm**2, weight_norm**2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class MomentsOptimizer(Optimizer):
     and, where it has one, by a native kernel for float32 on the CPU.
     """
 
-    _label: ClassVar[str]
+    _label: str
     """The optimizer's name in messages."""
 
     def __init__(

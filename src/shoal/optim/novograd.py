@@ -26,16 +26,38 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from shoal.optim.moments import Group, MomentsOptimizer, Params, Scale, Squares, States
+from shoal import native
+from shoal.optim.moments import (
+    Group,
+    Implementation,
+    MomentsOptimizer,
+    Params,
+    Scale,
+    Squares,
+    States,
+    native_entries,
+    native_grads,
+)
 from shoal.optim.sharded import local_part, whole_squares
+
+_NATIVE_OPTIONS = (
+    "betas",
+    "eps",
+    "weight_decay",
+    "bias_correction",
+    "grad_averaging",
+    "init_zero",
+    "reg_inside_moment",
+)
 
 
 class NovoGrad(MomentsOptimizer):
-    """NovoGrad on ``_foreach_`` operations: any device, any floating type, FSDP2's shards.
+    """NovoGrad with few passes over memory: one native kernel on the CPU, ``_foreach_`` operations elsewhere.
 
     The state of each parameter is ``step``, ``exp_avg`` and ``exp_avg_sq``, the last one a single number that
     every worker with a shard keeps. Parameters sharded by FSDP2 get the norms of the whole tensors. Gradients
-    that are not finite make weights that are not finite: check before the step.
+    that are not finite make weights that are not finite: check before the step. On the CPU the bits of the
+    result do not depend on the number of threads.
 
     Args:
         params: parameters or groups; a group may set ``lr``, ``betas``, ``eps``, ``weight_decay``,
@@ -48,9 +70,11 @@ class NovoGrad(MomentsOptimizer):
         grad_averaging: take the new gradient into the momentum times 1 - beta1.
         init_zero: begin with a squared norm of 0 instead of the first one.
         reg_inside_moment: divide by the norm and decay inside the momentum, as in the paper.
+        implementation: ``native`` for float32 on the CPU, ``foreach`` for any device, ``auto`` takes the
+            native kernel where it can.
 
     Raises:
-        UsageError: a value is out of its range.
+        UsageError: a value is out of its range, or a parameter does not suit the implementation.
     """
 
     _label = "NovoGrad"
@@ -67,6 +91,7 @@ class NovoGrad(MomentsOptimizer):
         grad_averaging: bool = False,
         init_zero: bool = False,
         reg_inside_moment: bool = True,
+        implementation: Implementation = "auto",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -78,7 +103,7 @@ class NovoGrad(MomentsOptimizer):
             "init_zero": init_zero,
             "reg_inside_moment": reg_inside_moment,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, implementation=implementation)
 
     def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         local = local_part(parameter)
@@ -103,6 +128,20 @@ class NovoGrad(MomentsOptimizer):
             rates = [rate / (1.0 - beta1**step) for rate, step in zip(rates, steps, strict=True)]
         _move(group, weights, grads, momenta, roots + group["eps"], roots.new_tensor(rates), scale)
         return squares.sum(), weight_squares.sum()
+
+    def _update_native(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
+        grad_norm, weight_norm = native.novograd_step(
+            params,
+            native_grads(params),
+            native_entries(params, states, "exp_avg"),
+            [state["exp_avg_sq"] for state in states],
+            [state["step"].item() for state in states],
+            learning_rate=float(group["lr"]),
+            grad_scale=float(scale),
+            num_threads=torch.get_num_threads(),
+            **{name: group[name] for name in _NATIVE_OPTIONS},
+        )
+        return grad_norm**2, weight_norm**2
 
 
 def _blended(group: Group, states: States, squares: Tensor, steps: list[float]) -> Tensor:

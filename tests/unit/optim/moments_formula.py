@@ -1,4 +1,4 @@
-"""What the tests of LAMB and LANS share: parameters, gradients, and the moments' formula in float64."""
+"""What the tests of the optimizers share: parameters, gradients, and the moments' formula in float64."""
 
 from __future__ import annotations
 
@@ -30,6 +30,30 @@ def set_gradients(params: list[nn.Parameter], step: int, scale: float = 1.0) -> 
 def groups_of(params: list[nn.Parameter], weight_decay: float = 0.01) -> list[dict[str, Any]]:
     names = [f"layer{k}.{'weight' if p.ndim > 1 else 'bias'}" for k, p in enumerate(params)]
     return parameter_groups(zip(names, params, strict=True), weight_decay)
+
+
+def parameters_after(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], *, scale: float = 1.0, num_steps: int = 6
+) -> list[nn.Parameter]:
+    """Return the parameters after steps of the optimizer, each with gradients of its own."""
+    params = make_parameters()
+    optimizer = make(params)
+    for step in range(num_steps):
+        set_gradients(params, step, scale)
+        optimizer.step()
+    return params
+
+
+def large_parameters(seed: int = 3) -> list[nn.Parameter]:
+    """Return parameters of many blocks and waves of the native kernels with gradients, some channels-last."""
+    generator = torch.Generator().manual_seed(seed)
+    params = []
+    for shape in [(100_003,), (16_384,), (40, 41), (800, 750), (7,), (64, 32, 3, 3), (9, 5, 1, 1), (16_385,)]:
+        form = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+        weight, grad = (torch.randn(shape, generator=generator) * size for size in (0.1, 1.0))
+        params.append(nn.Parameter(weight.contiguous(memory_format=form)))
+        params[-1].grad = grad
+    return params
 
 
 def after_steps(

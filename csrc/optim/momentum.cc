@@ -1,0 +1,207 @@
+#include "optim/momentum.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "base/simd.h"
+
+namespace shoal {
+namespace {
+
+struct Block {
+  float* weight;
+  const float* grad;
+  float* momentum;
+};
+
+// change = of_grad g + of_weight w, m = keep m + change, w = w - (by_momentum m + by_change change + by_weight w)
+struct Motion {
+  float keep, of_grad, of_weight, by_momentum, by_change, by_weight;
+};
+
+}  // namespace
+
+#define SHOAL_LEVEL portable
+#define SHOAL_TARGET
+#include "optim/squares.inc"
+#include "optim/momentum_kernels.inc"
+#undef SHOAL_LEVEL
+#undef SHOAL_TARGET
+
+#if defined(__x86_64__)
+#define SHOAL_LEVEL avx2
+#define SHOAL_TARGET [[gnu::target("avx2,f16c")]]
+#include "optim/squares.inc"
+#include "optim/momentum_kernels.inc"
+#undef SHOAL_LEVEL
+#undef SHOAL_TARGET
+
+#define SHOAL_LEVEL avx512
+#define SHOAL_TARGET [[gnu::target("avx512f")]]
+#include "optim/squares.inc"
+#include "optim/momentum_kernels.inc"
+#undef SHOAL_LEVEL
+#undef SHOAL_TARGET
+#endif
+
+namespace {
+
+struct Kernels {
+  double (*squares)(const float*, std::size_t count);
+  double (*squares_of_sum)(const Block&, std::size_t count, float of_grad, float of_weight);
+  void (*move)(const Motion&, const Block&, std::size_t count);
+};
+
+Kernels kernels_of(Level level) {
+  require_level(level);
+  switch (level) {
+#if defined(__x86_64__)
+    case Level::avx512: return {avx512::squares_block, avx512::squares_of_sum_block, avx512::move_block};
+    case Level::avx2: return {avx2::squares_block, avx2::squares_of_sum_block, avx2::move_block};
+#endif
+    default: return {portable::squares_block, portable::squares_of_sum_block, portable::move_block};
+  }
+}
+
+float narrow(double x) { return static_cast<float>(x); }
+
+struct TensorSums {
+  double grad_sq = 0.0, weight_sq = 0.0, decayed_sq = 0.0;
+};
+
+// What LARS and NovoGrad share: a derived class turns a tensor's sums into its motion.
+class MomentumRule {
+ public:
+  using Sums = TensorSums;
+
+  Sums measure(const Piece& piece) const {
+    const Block block = block_of(piece);
+    const double scale_sq = grad_scale_ * grad_scale_;
+    return {kernels_.squares(block.grad, piece.count) * scale_sq, kernels_.squares(block.weight, piece.count),
+            measures_decayed_
+                ? kernels_.squares_of_sum(block, piece.count, narrow(grad_scale_), narrow(weight_decay_))
+                : 0.0};
+  }
+
+  void move(const Piece& piece) const { kernels_.move(motions_[piece.tensor], block_of(piece), piece.count); }
+
+ protected:
+  MomentumRule(std::span<const MomentumTensor> tensors, double grad_scale, double weight_decay,
+               bool measures_decayed, Level level)
+      : motions_(tensors.size()),
+        tensors_(tensors),
+        grad_scale_(grad_scale),
+        weight_decay_(weight_decay),
+        measures_decayed_(measures_decayed),
+        kernels_(kernels_of(level)) {}
+
+  static Sums total(std::span<const Sums> blocks) {
+    Sums all;
+    for (const Sums& sums : blocks) {
+      all.grad_sq += sums.grad_sq;
+      all.weight_sq += sums.weight_sq;
+      all.decayed_sq += sums.decayed_sq;
+    }
+    return all;
+  }
+
+  std::vector<Motion> motions_;  // by tensor
+
+ private:
+  Block block_of(const Piece& piece) const {
+    const MomentumTensor& t = tensors_[piece.tensor];
+    return {t.weight + piece.begin, t.grad + piece.begin, t.momentum + piece.begin};
+  }
+
+  std::span<const MomentumTensor> tensors_;
+  double grad_scale_, weight_decay_;
+  bool measures_decayed_;
+  Kernels kernels_;
+};
+
+class LarsRule : public MomentumRule {
+ public:
+  LarsRule(std::span<const MomentumTensor> tensors, const LarsOptions& options, Level level)
+      : MomentumRule(tensors, options.grad_scale, options.weight_decay, options.clips && options.trust_ratio,
+                     level),
+        options_(options) {}
+
+  void settle(std::size_t tensor, std::span<const Sums> blocks) {
+    const LarsOptions& o = options_;
+    const double inside = ratio(total(blocks)) * (o.clips ? 1.0 : o.learning_rate);
+    const double outside = o.clips ? o.learning_rate : 1.0;
+    motions_[tensor] = {.keep = narrow(o.momentum),
+                        .of_grad = narrow(inside * o.grad_scale),
+                        .of_weight = narrow(inside * o.weight_decay),
+                        .by_momentum = narrow(outside * (o.nesterov ? o.momentum : 1.0)),
+                        .by_change = narrow(o.nesterov ? outside : 0.0),
+                        .by_weight = 0.0f};
+  }
+
+ private:
+  double ratio(const Sums& sums) const {
+    const LarsOptions& o = options_;
+    if (!o.trust_ratio) return 1.0;
+    const double weight_norm = std::sqrt(sums.weight_sq);
+    if (o.clips) {
+      const bool both = sums.weight_sq > 0.0 && sums.decayed_sq > 0.0;
+      return std::min(1.0, (both ? o.eta * weight_norm / std::sqrt(sums.decayed_sq) : 1.0) / o.learning_rate);
+    }
+    const double grad_norm = std::sqrt(sums.grad_sq);
+    const bool both = sums.weight_sq > 0.0 && sums.grad_sq > 0.0;
+    return both ? o.eta * weight_norm / (grad_norm + o.weight_decay * weight_norm + o.eps) : 1.0;
+  }
+
+  const LarsOptions& options_;
+};
+
+class NovoGradRule : public MomentumRule {
+ public:
+  NovoGradRule(std::span<const MomentumTensor> tensors, std::span<const NovoGradState> states,
+               const NovoGradOptions& options, Level level)
+      : MomentumRule(tensors, options.grad_scale, options.weight_decay, false, level),
+        states_(states),
+        options_(options) {}
+
+  void settle(std::size_t tensor, std::span<const Sums> blocks) {
+    const NovoGradOptions& o = options_;
+    const NovoGradState& state = states_[tensor];
+    const double square = total(blocks).grad_sq, before = *state.norm_sq;
+    const bool begins = state.step == 1.0 && !o.init_zero;
+    *state.norm_sq = narrow(begins ? square : o.beta2 * before + (1.0 - o.beta2) * square);
+    double norm = std::sqrt(static_cast<double>(*state.norm_sq)), rate = o.learning_rate;
+    if (o.bias_correction) {
+      norm /= std::sqrt(1.0 - std::pow(o.beta2, state.step));
+      rate /= 1.0 - std::pow(o.beta1, state.step);
+    }
+    const double share = o.grad_averaging ? 1.0 - o.beta1 : 1.0, divisor = norm + o.eps;
+    const bool inside = o.reg_inside_moment;
+    motions_[tensor] = {.keep = narrow(o.beta1),
+                        .of_grad = narrow(share * o.grad_scale / (inside ? divisor : 1.0)),
+                        .of_weight = narrow(inside ? share * o.weight_decay : 0.0),
+                        .by_momentum = narrow(rate / (inside ? 1.0 : divisor)),
+                        .by_change = 0.0f,
+                        .by_weight = narrow(inside ? 0.0 : o.learning_rate * o.weight_decay)};
+  }
+
+ private:
+  std::span<const NovoGradState> states_;
+  const NovoGradOptions& options_;
+};
+
+}  // namespace
+
+Norms lars_step(std::span<const MomentumTensor> tensors, const LarsOptions& options, int num_threads,
+                Level level) {
+  LarsRule rule(tensors, options, level);
+  return TwoPasses(tensors, rule).run(num_threads);
+}
+
+Norms novograd_step(std::span<const MomentumTensor> tensors, std::span<const NovoGradState> states,
+                    const NovoGradOptions& options, int num_threads, Level level) {
+  NovoGradRule rule(tensors, states, options, level);
+  return TwoPasses(tensors, rule).run(num_threads);
+}
+
+}  // namespace shoal

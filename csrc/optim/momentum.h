@@ -1,0 +1,61 @@
+// LARS and NovoGrad on the CPU: pass 1 takes the norms of a tensor's gradient and weights, pass 2 adds a sum of
+// both to the momentum and moves the weights. src/shoal/optim/{lars,novograd}.py have the formulas.
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "base/cpu.h"
+#include "optim/two_passes.h"
+
+namespace shoal {
+
+// One fp32 tensor and its momentum.
+struct MomentumTensor {
+  float* weight;
+  const float* grad;
+  float* momentum;
+  std::size_t count;
+};
+
+struct LarsOptions {
+  double learning_rate;
+  double momentum;
+  double weight_decay;
+  double eta;
+  double eps;
+  double grad_scale;  // gradients are multiplied by it on the fly
+  bool clips;         // LARC: the learning rate is outside of the momentum, and no ratio is above 1
+  bool nesterov;
+  bool trust_ratio;  // off: the ratio is 1
+};
+
+// All in fp32, norms and ratios in double from sums of squares in blocks whose order does not depend on the
+// number of threads: neither do the bits of the result.
+Norms lars_step(std::span<const MomentumTensor> tensors, const LarsOptions& options, int num_threads,
+                Level level = best_level());
+
+// What a tensor has beside its momentum: the running squared norm, and the number of this update from 1.
+struct NovoGradState {
+  float* norm_sq;
+  double step;
+};
+
+struct NovoGradOptions {
+  double learning_rate;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  double grad_scale;
+  bool bias_correction;
+  bool grad_averaging;
+  bool init_zero;
+  bool reg_inside_moment;
+};
+
+// `states` are those of `tensors`.
+Norms novograd_step(std::span<const MomentumTensor> tensors, std::span<const NovoGradState> states,
+                    const NovoGradOptions& options, int num_threads, Level level = best_level());
+
+}  // namespace shoal
