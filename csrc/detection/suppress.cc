@@ -12,7 +12,7 @@
 namespace shoal {
 namespace {
 
-constexpr std::size_t kLanes = 32;
+constexpr std::size_t kLanes = 32, kFewBoxes = 8192;
 
 // The boxes that were kept, in packs. A new box is compared with them, not every kept box with all later ones:
 // what is suppressed is left at the first pack that does it, and never looked at again.
@@ -100,7 +100,9 @@ void suppress_boxes(const SuppressInput& input, double iou_threshold, std::uint8
                     Level level) {
   const float threshold = as_float(iou_threshold);
   Claims claims(input.num_groups);
-  run_on_threads(num_threads, [&] {
+  // starting another thread takes as long as a thousand boxes, or several thousand of many classes
+  const bool few = input.num_groups * input.size < kFewBoxes;
+  run_on_threads(few ? 1 : num_threads, [&] {
     std::vector<Candidate> candidates;
     Kept kept(level);
     for (std::size_t group; claims.next(group);) {
