@@ -126,7 +126,7 @@ def _mixed_in_windows(
 
 
 def samples(
-    first_sample: int, num_samples: int, num_examples: int, seed: int
+    first_sample: int, num_samples: int, num_examples: int, seed: int, blocks: BlockShuffle | None = None
 ) -> tuple[Int64Array, Int64Array]:
     """Return (epochs, indices), each int64 ``[num_samples]``, of a run of the endless stream.
 
@@ -136,7 +136,8 @@ def samples(
     Raises:
         ValueError: ``num_examples`` is not positive.
     """
-    return examples_of(np.arange(first_sample, first_sample + num_samples), num_examples, seed)
+    numbers = np.arange(first_sample, first_sample + num_samples)
+    return examples_of(numbers, num_examples, seed, blocks)
 
 
 def examples_of(

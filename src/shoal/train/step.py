@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoal.decide.draws import random_keys
-from shoal.decide.order import samples
+from shoal.decide.order import BlockShuffle, samples
 from shoal.record import Step
 from shoal.train.clock import StepClock
 from shoal.train.config import OptimizerConfig
@@ -76,9 +76,11 @@ def dropout_seed(seed: int, word: int, step: int, rank: int) -> int:
     return int(random_keys(seed, word, step, rank).item())
 
 
-def sample_names(first: int, count: int, num_examples: int, seed: int) -> list[str]:
+def sample_names(
+    first: int, count: int, num_examples: int, seed: int, blocks: BlockShuffle | None = None
+) -> list[str]:
     """Return which examples ``count`` samples from ``first`` on are, as epoch:index."""
-    epochs, indices = samples(first, count, num_examples, seed)
+    epochs, indices = samples(first, count, num_examples, seed, blocks)
     return [f"{epoch}:{index}" for epoch, index in zip(epochs, indices, strict=True)]
 
 
