@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from shoal.cli.settings import this_command
+from shoal.recipes.start import Launch
+
 evaluate = App(name="evaluate", help="Score predictions by the official rules.")
 
 
@@ -75,3 +78,41 @@ def evaluate_coco(
     from shoal.data.coco import evaluate as coco
 
     print(coco.evaluate(annotations, results, on_bad=on_bad, out=json))
+
+
+@evaluate.command(name="imagenet")
+def evaluate_imagenet(
+    source: Path,
+    *,
+    data: str,
+    split: Literal["validation", "train"] = "validation",
+    batch_size: int = 256,
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    json: Path | None = None,
+    how: Annotated[Launch, Parameter(name="*")] = Launch(),  # noqa: B008
+) -> int:
+    """Count the images whose class a network finds likeliest, or among five; each image once.
+
+    The counts do not depend on the number of workers.
+
+    Parameters
+    ----------
+    source
+        A run of `shoal train resnet50`, one of its checkpoints, or a directory that `shoal export` wrote.
+    data
+        Directory that `shoal prepare images` wrote, or s3://BUCKET/PREFIX of one.
+    split
+        Which of its images.
+    batch_size
+        Images that a worker computes at once.
+    precision
+        Autocast type; auto: bf16 where the device computes in it natively, else fp32.
+    json
+        File for the figures as well.
+    """
+    from shoal.recipes.resnet import score
+
+    what = score.Scoring(
+        source=source, data=data, split=split, batch_size=batch_size, precision=precision, out=json
+    )
+    return score.run(what, how, command=this_command())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from shoal.cli.settings import settings_from
+from shoal.cli.settings import settings_from, this_command
 from shoal.recipes.finetune.config import (
     PRESETS,
     T5_PRESETS,
@@ -79,7 +78,7 @@ def finetune_squad(
         model=replace(settings.model, path=model or settings.model.path),
         data=replace(settings.data, path=data or settings.data.path, eval=eval or settings.data.eval),
     )
-    return start.finetune_squad(settings, how, preset=preset, command=_this_command())
+    return start.finetune_squad(settings, how, preset=preset, command=this_command())
 
 
 @finetune.command(name="classify")
@@ -124,7 +123,7 @@ def finetune_classify(
         model=replace(settings.model, path=model or settings.model.path),
         data=replace(given, path=data or given.path, eval=eval or given.eval, labels=labels or given.labels),
     )
-    return start.finetune_classify(settings, how, preset=preset, command=_this_command())
+    return start.finetune_classify(settings, how, preset=preset, command=this_command())
 
 
 @finetune.command(name="t5")
@@ -179,8 +178,4 @@ def finetune_t5(
             labels=labels or given.labels,
         ),
     )
-    return start.finetune_t5(settings, how, preset=preset, command=_this_command())
-
-
-def _this_command() -> list[str]:
-    return [sys.executable, "-m", "shoal", *sys.argv[1:]]
+    return start.finetune_t5(settings, how, preset=preset, command=this_command())

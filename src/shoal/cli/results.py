@@ -6,18 +6,21 @@ from pathlib import Path
 
 
 def export(source: Path, *, out: Path | None = None) -> None:
-    """Write a run's model and tokenizer as a directory that transformers loads.
+    """Write a run's model as a directory that others load.
+
+    A language model and its tokenizer for transformers; a network for images as safetensors under
+    torchvision's names and a config.json.
 
     Parameters
     ----------
     source
         A run directory, whose newest checkpoint is taken, or one of its checkpoints.
     out
-        What to write; default: transformers-STEP in the run directory.
+        What to write; default: transformers-STEP or model-STEP in the run directory.
     """
-    from shoal.recipes.export import export_run
+    from shoal.recipes.exporting import export_any
 
-    print(export_run(source, out))
+    print(export_any(source, out))
 
 
 def report(*runs: Path, out: Path | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Callable
 from importlib import resources
@@ -41,3 +42,8 @@ def settings_from(
             cyclopts.config.Dict(tree, source=source)(app, commands, arguments)
 
     return fill_in
+
+
+def this_command() -> list[str]:
+    """Return this process's command, with which workers are started."""
+    return [sys.executable, "-m", "shoal", *sys.argv[1:]]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from shoal.cli.settings import settings_from
+from shoal.cli.settings import settings_from, this_command
 from shoal.env import Joined
 from shoal.recipes.albert import config as albert
 from shoal.recipes.bert import config as bert
@@ -67,7 +66,7 @@ def train_albert(
 
         return pretrain(resolved, place, command)
 
-    return start.run(settings, how, work, preset=preset, command=_this_command())
+    return start.run(settings, how, work, preset=preset, command=this_command())
 
 
 @train.command(name="bert")
@@ -97,7 +96,7 @@ def train_bert(
 
         return pretrain(resolved, place, command)
 
-    return start.run(settings, how, work, preset=preset, command=_this_command())
+    return start.run(settings, how, work, preset=preset, command=this_command())
 
 
 @train.command(name="t5")
@@ -136,7 +135,7 @@ def train_t5(
 
     parallel = settings.parallel
     parallel = replace(parallel, devices=devices or parallel.devices, memory=memory or parallel.memory)
-    return start.run(replace(settings, parallel=parallel), how, work, preset=preset, command=_this_command())
+    return start.run(replace(settings, parallel=parallel), how, work, preset=preset, command=this_command())
 
 
 @train.command(name="resnet50")
@@ -167,8 +166,4 @@ def train_resnet50(
 
         return train(resolved, place, command)
 
-    return start.run(settings, how, work, preset=preset, command=_this_command())
-
-
-def _this_command() -> list[str]:
-    return [sys.executable, "-m", "shoal", *sys.argv[1:]]
+    return start.run(settings, how, work, preset=preset, command=this_command())

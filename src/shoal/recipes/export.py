@@ -19,7 +19,7 @@ from shoal.recipes.t5 import export as t5
 from shoal.record import Start, read_record
 from shoal.train.checkpoint import load_model
 from shoal.train.config import load_toml
-from shoal.train.run_dir import CONFIG_FILE
+from shoal.train.run_dir import CONFIG_FILE, run_dir_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +60,7 @@ def export_run(source: Path, out: Path | None = None) -> Path:
         UsageError: ``source`` belongs to no pretraining run, or transformers has no form for its model.
         ShoalError: there is no checkpoint, or it is damaged.
     """
-    run_dir = source if (source / CONFIG_FILE).is_file() else source.resolve().parent.parent
-    if not (run_dir / CONFIG_FILE).is_file():
-        raise UsageError(
-            f"{source} is neither a run directory nor a checkpoint in one: it has no {CONFIG_FILE}"
-        )
+    run_dir = run_dir_of(source)
     tree = load_toml(run_dir / CONFIG_FILE)
     recipe = _RECIPES[recipe_of(run_dir)]
     data = Path(tree["data"]["path"])

@@ -36,6 +36,20 @@ def open_run_dir(path: Path, config: Mapping[str, Any], fixed: Sequence[str]) ->
     temporary.rename(file)
 
 
+def run_dir_of(source: Path) -> Path:
+    """Return the run directory that ``source`` is, or is a checkpoint of.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    run_dir = source if (source / CONFIG_FILE).is_file() else source.resolve().parent.parent
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise UsageError(
+            f"{source} is neither a run directory nor a checkpoint in one: it has no {CONFIG_FILE}"
+        )
+    return run_dir
+
+
 def require_writable(path: Path) -> None:
     """Make the directory and try to write in it.
 

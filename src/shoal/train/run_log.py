@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import platform
 from collections.abc import Iterable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -164,12 +165,11 @@ def has_ended(run_dir: Path, step: int, world: World) -> bool:
 
 def versions() -> dict[str, str]:
     """Return the versions that a run's figures depend on."""
-    return {
-        "shoal": shoal.__version__,
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "python": platform.python_version(),
-    }
+    found = {"shoal": shoal.__version__, "torch": torch.__version__}
+    for package in ("transformers", "torchvision"):  # either may be missing where the other is needed
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return {**found, "python": platform.python_version()}
 
 
 def device_name(device: torch.device) -> str:

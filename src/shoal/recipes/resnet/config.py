@@ -72,13 +72,24 @@ class TrainConfig(LoopConfig):
     """Keep the channels of a pixel together in memory, as matrix units want them."""
     label_smoothing: float = 0.0
     """Part of the target that is spread evenly over all classes."""
+    mixup: float = 0.0
+    """Mix each image with its neighbour, a share drawn from Beta(this, this) for each step; 0: not."""
+    average_decay: float = 0.0
+    """Evaluate and export an exponential average of the weights with this decay a step; 0: the weights."""
+    norm_images: int = 0
+    """Take the norms' statistics anew from so many training images before each evaluation; 0: not."""
 
     def __post_init__(self) -> None:
         require_positive("train", self, "global_batch_size", "micro_batch_size", "max_nonfinite_steps")
         if not self.total_epochs > 0:
             raise UsageError(f"train.total_epochs {self.total_epochs} must be above 0")
-        if not 0 <= self.label_smoothing < 1:
-            raise UsageError(f"train.label_smoothing {self.label_smoothing} must be at least 0 and below 1")
+        for name in ("label_smoothing", "average_decay"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"train.{name} {getattr(self, name)} must be at least 0 and below 1")
+        if not 0 <= self.mixup <= 1:
+            raise UsageError(f"train.mixup {self.mixup} must be from 0 (off) to 1")
+        if self.norm_images < 0:
+            raise UsageError(f"train.norm_images {self.norm_images} must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +162,8 @@ class ResNetTrainConfig:
         "data.blocks_in_window",
         "train.seed",
         "train.global_batch_size",
+        "train.mixup",
+        "train.average_decay",
         "optim.optimizer",
     )
     """What must stay when a run goes on: weights, optimizer state and the images that are still to come."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from shoal.data.images.shards import ImageShards
@@ -70,6 +71,16 @@ def num_classes(config: ResNetTrainConfig, found: int) -> int:
             f"model.num_classes {wanted} is too small for the {found:,} classes of {location_of(config)}"
         )
     return wanted
+
+
+def with_classes(config: ResNetTrainConfig) -> ResNetTrainConfig:
+    """Return the settings with the number of classes, which is that of the images unless more are asked for.
+
+    Raises:
+        UsageError: the images are not there, have no labels, or more classes than the settings name.
+    """
+    found = len(ImageShards(location_of(config), "train").manifest.classes)
+    return replace(config, model=replace(config.model, num_classes=num_classes(config, found)))
 
 
 def counts_of(config: ResNetTrainConfig) -> tuple[int, int, int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,10 @@ from torch import Tensor, nn
 
 from shoal import record
 from shoal.data.images.reader import ImageReader
+from shoal.data.images.transform import TrainTransform
 from shoal.data.loader import Batch, held_out_batches
+from shoal.recipes.resnet.job import Job
+from shoal.train.norm_statistics import reestimate_norms
 from shoal.train.precision import Precision
 from shoal.train.world import World
 
@@ -52,6 +57,35 @@ def evaluate(
     )
 
 
+def scored_model(job: Job) -> nn.Module:
+    """Return the model to evaluate and to export: the weights or their average, with statistics that fit.
+
+    The statistics of an average, or of weights that learnt on smaller images, are others than the running
+    ones; the images for them are always the same, at the final size.
+    """
+    config = job.config
+    model = job.average.model if job.average else job.model
+    if not config.train.norm_images:
+        return model
+    model = copy.deepcopy(model)
+    reader = ImageReader(
+        job.train_reader.shards,
+        TrainTransform(replace(config.augment, first_size=None)),
+        seed=config.train.seed,
+        threads=job.train_reader.num_threads,
+        channels_last=config.train.channels_last,
+        on_bad=config.data.on_bad,
+    )
+
+    def forward(batch: Batch) -> None:
+        with job.precision.autocast():
+            model.forward(in_form_of(model, batch["images"], job.world.device))
+
+    batches = _batches(reader, job.world, config.validation.batch_size, limit=config.train.norm_images)
+    reestimate_norms(model, batches, forward, job.world.control)
+    return model
+
+
 def num_correct(logits: Tensor, labels: Tensor) -> Tensor:
     """Return how many ``labels`` ``[B]`` are the likeliest class and among the five likeliest, ``[2]``."""
     likeliest = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
@@ -66,9 +100,10 @@ def in_form_of(model: nn.Module, images: Tensor, device: torch.device) -> Tensor
     return images.to(device, non_blocking=True, memory_format=form)
 
 
-def _batches(reader: ImageReader, world: World, batch_size: int) -> Iterator[Batch]:
+def _batches(reader: ImageReader, world: World, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
     return held_out_batches(
         reader,
+        limit=limit,
         micro_batch_size=batch_size,
         rank=world.place.rank,
         num_workers=world.num_workers,

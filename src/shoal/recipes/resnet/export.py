@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -17,13 +17,22 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shoal.data.files import write_atomically
+from shoal.data.images.augment import check_normalisation
+from shoal.data.images.shards import ImageShards
 from shoal.errors import ShoalError, UsageError
 from shoal.models.resnet import new_resnet
 from shoal.models.resnet_config import ResNetConfig
 from shoal.recipes.resnet.config import ResNetTrainConfig
+from shoal.recipes.resnet.data import MADE
+from shoal.train.checkpoint import load_model
+from shoal.train.config import load_toml, required
+from shoal.train.run_dir import CONFIG_FILE, run_dir_of
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 FORMAT = "shoal-resnet"
+EXPORT = "model"
+"""Folder of a run directory with the trained network."""
+_NUMBERS = ("size", "resize", "mean", "std")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,30 +40,43 @@ class Exported:
     """A network and what it needs to be used."""
 
     model: nn.Module
+    network: ResNetConfig
     classes: tuple[str, ...]
+    """Their names in the order of the labels."""
     size: int
-    """Side of the square in the middle of an image that the model sees."""
+    """Side of the square in the middle of an image that the model sees, in pixels."""
     resize: int
     """Length of an image's shorter side before that."""
     mean: tuple[float, float, float]
+    """What is subtracted from red, green, blue (values from 0 to 1), and what they are divided by."""
     std: tuple[float, float, float]
 
 
-def write_export(model: nn.Module, config: ResNetTrainConfig, classes: Sequence[str], out: Path) -> None:
-    """Write ``model``, whole or not at all; an older export in ``out`` is replaced."""
+def exported(model: nn.Module, config: ResNetTrainConfig, classes: Sequence[str]) -> Exported:
+    """Return a trained ``model`` with what its run's settings say about its use."""
+    return Exported(
+        model=model,
+        network=config.model,
+        classes=tuple(classes),
+        size=config.validation.size,
+        resize=config.validation.resize,
+        mean=config.augment.mean,
+        std=config.augment.std,
+    )
+
+
+def write_export(what: Exported, out: Path) -> None:
+    """Write a directory, whole or not at all; an older export in ``out`` is replaced."""
     temporary = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in what.model.state_dict().items()}
     save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
     tree = {
         "format": FORMAT,
-        "model": asdict(config.model),
-        "classes": list(classes),
-        "size": config.validation.size,
-        "resize": config.validation.resize,
-        "mean": list(config.augment.mean),
-        "std": list(config.augment.std),
+        "model": asdict(what.network),
+        "classes": what.classes,
+        **{name: getattr(what, name) for name in _NUMBERS},
     }
     write_atomically(temporary / CONFIG, (json.dumps(tree, indent=1, ensure_ascii=False) + "\n").encode())
     shutil.rmtree(out, ignore_errors=True)
@@ -71,24 +93,73 @@ def read_export(directory: Path) -> Exported:
     path = directory / CONFIG
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        if tree.get("format") != FORMAT:
+        if tree["format"] != FORMAT:
             raise UsageError(f"{path} is not that of a network that shoal trained")
+        network = ResNetConfig(**tree["model"])
         classes = tuple(map(str, tree["classes"]))
-        settings = replace(ResNetConfig(), **tree["model"])
-        model = new_resnet(settings, settings.num_classes or len(classes))
+        model = new_resnet(network, network.num_classes or len(classes))
         model.load_state_dict(load_file(directory / WEIGHTS))
-        mean, std = (tuple(map(float, tree[name])) for name in ("mean", "std"))
-        return Exported(
-            model=model,
-            classes=classes,
-            size=int(tree["size"]),
-            resize=int(tree["resize"]),
-            mean=(mean[0], mean[1], mean[2]),
-            std=(std[0], std[1], std[2]),
-        )
+        mean, std = tree["mean"], tree["std"]
+        check_normalisation(mean, std)
+        size, resize = int(tree["size"]), int(tree["resize"])
     except FileNotFoundError as error:
         raise UsageError(
-            f"{directory} is neither a run nor an exported network: {error.filename} is not there"
+            f"{directory} is neither a run nor an exported network: {Path(error.filename).name} is missing"
         ) from None
-    except (SafetensorError, ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ShoalError(f"{directory} cannot be read: {' '.join(str(error).split())[:200]}") from None
+    return Exported(
+        model=model,
+        network=network,
+        classes=classes,
+        size=size,
+        resize=resize,
+        mean=tuple(mean),
+        std=tuple(std),
+    )
+
+
+def read_checkpoint(source: Path) -> tuple[Exported, int]:
+    """Return the network of a run's newest checkpoint, or of one of its checkpoints, and the step.
+
+    The weights are their average where the run keeps one; the norms have their running statistics.
+
+    Raises:
+        UsageError: ``source`` is neither a run of this recipe nor a checkpoint in one.
+        ShoalError: there is no checkpoint, or it is damaged.
+    """
+    run_dir = run_dir_of(source)
+    config = load_toml(run_dir / CONFIG_FILE)
+    try:
+        network = ResNetConfig(**config["model"])
+        validation, augment, train = (config[name] for name in ("validation", "augment", "train"))
+        key = "average" if train["average_decay"] else "model"
+        mean, std = tuple(augment["mean"]), tuple(augment["std"])
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{run_dir} is not a run of `shoal train resnet50` ({error})") from None
+    classes = ImageShards(config["data"].get("path", run_dir / MADE), "train").manifest.classes
+    model = new_resnet(network, required(network.num_classes))
+    step = load_model(source, model, key=key)
+    what = Exported(
+        model=model,
+        network=network,
+        classes=classes,
+        size=validation["size"],
+        resize=validation["resize"],
+        mean=mean,
+        std=std,
+    )
+    return what, step
+
+
+def export_run(source: Path, out: Path | None = None) -> Path:
+    """Write the network of ``source`` and return the directory; default: ``model-STEP`` in the run directory.
+
+    Raises:
+        UsageError: and
+        ShoalError: as :func:`read_checkpoint`.
+    """
+    what, step = read_checkpoint(source)
+    out = out or run_dir_of(source) / f"model-{step}"
+    write_export(what, out)
+    return out

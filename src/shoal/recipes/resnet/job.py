@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from shoal.data.steps import Share
 from shoal.decide.order import BlockShuffle
 from shoal.models.resnet import new_resnet, norms_of, running_statistics
 from shoal.recipes.resnet.config import ResNetTrainConfig
-from shoal.recipes.resnet.data import location_of, num_classes
+from shoal.recipes.resnet.data import location_of
 from shoal.recipes.resnet.plan import Plan, make_plan
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.clock import StepClock
 from shoal.train.config import as_tree, required
+from shoal.train.ema import WeightAverage
 from shoal.train.gradients import data_parallel
 from shoal.train.optimizers import build_optimizer
 from shoal.train.parallel_config import parse_bytes
@@ -43,6 +44,7 @@ class Job:
     held_out_reader: ImageReader
     model: nn.Module
     trained: Trained
+    average: WeightAverage | None
     checkpointer: Checkpointer
 
     @property
@@ -82,8 +84,10 @@ class Job:
 
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint holds; the data's state is the one integer ``samples``."""
+        average = {"average": self.average.model} if self.average else {}
         return {
             "model": self.model,
+            **average,
             "optimizer": self.trained.optimizer,
             "loss_scale": self.trained.scale.state_dict(),
             "samples": self.plan.samples(step),
@@ -94,8 +98,6 @@ class Job:
 def build(config: ResNetTrainConfig, world: World) -> Job:
     """Open the images, make the model and what surrounds it."""
     train_reader, held_out_reader = open_data(config, world)
-    classes = train_reader.shards.manifest.classes
-    config = replace(config, model=replace(config.model, num_classes=num_classes(config, len(classes))))
     precision = choose_precision(config.train.precision, world.device)
     clock = StepClock(world.device)
     model = make_model(config, world)
@@ -114,6 +116,7 @@ def build(config: ResNetTrainConfig, world: World) -> Job:
             scale=LossScale(enabled=precision.name == "fp16", static=config.train.loss_scale),
             clock=clock,
         ),
+        average=WeightAverage(model, config.train.average_decay) if config.train.average_decay else None,
         checkpointer=Checkpointer(required(config.run.dir), keep=config.run.keep_checkpoints),
     )
 

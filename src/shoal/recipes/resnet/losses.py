@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.data.images.mixing import mix, mixup_weight, soft_targets
 from shoal.data.loader import Batch
+from shoal.recipes.resnet.evaluation import in_form_of
 from shoal.recipes.resnet.job import Job
 from shoal.train.gradients import loss_weight
 
@@ -14,23 +16,23 @@ NUM_SUMS = 2
 """Sums a micro-batch adds to: loss, images whose likeliest class is theirs."""
 
 
-def images_of(job: Job, batch: Batch) -> Tensor:
-    """Return a batch's images ``[B, 3, H, W]`` on the device, in the form that the model computes in."""
-    form = torch.channels_last if job.config.train.channels_last else torch.contiguous_format
-    return batch["images"].to(job.world.device, non_blocking=True, memory_format=form)
+def weighted_loss(job: Job, step: int, sums: Tensor, batch: Batch) -> Tensor:
+    """Return this micro-batch's part of the mean loss over the global batch of ``step``, scaled for fp16.
 
-
-def weighted_loss(job: Job, sums: Tensor, batch: Batch) -> Tensor:
-    """Return this micro-batch's part of the mean loss over the global batch, scaled for fp16.
-
-    Its loss and the number of right guesses are added to ``sums``.
+    Its loss and the number of right guesses (of a mixed image: the larger part's class) go to ``sums``.
     """
-    labels = batch["labels"].to(job.world.device, non_blocking=True)
+    train, device = job.config.train, job.world.device
+    weight = mixup_weight(train.mixup, train.seed, step)
+    images = mix(in_form_of(job.model, batch["images"], device), weight)
     with job.precision.autocast():
-        logits = job.ddp(images_of(job, batch))
-    loss = F.cross_entropy(
-        logits.float(), labels, label_smoothing=job.config.train.label_smoothing, reduction="sum"
+        logits = job.ddp(images).float()
+    targets = soft_targets(
+        batch["labels"].to(device, non_blocking=True),
+        logits.shape[1],
+        weight=weight,
+        smoothing=train.label_smoothing,
     )
-    num_right = (logits.detach().argmax(dim=1) == labels).sum()
+    loss = F.cross_entropy(logits, targets, reduction="sum")
+    num_right = (logits.detach().argmax(dim=1) == targets.argmax(dim=1)).sum()
     sums += torch.stack([loss.detach(), num_right]).double()
     return loss * (loss_weight(job.world, job.plan.batch.global_batch_size) * job.trained.scale.value)

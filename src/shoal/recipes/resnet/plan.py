@@ -60,6 +60,11 @@ def make_plan(config: ResNetTrainConfig, *, num_examples: int, num_workers: int)
         micro_batch_size=train.micro_batch_size,
         unit="images",
     )
+    if train.mixup and batch.micro_batch_size % 2:
+        raise UsageError(
+            f"train.mixup pairs neighbours, but a micro-batch has {batch.micro_batch_size} images: choose an "
+            "even train.micro_batch_size"
+        )
     epochs = Epochs(num_examples=num_examples, global_batch_size=train.global_batch_size)
     total_steps = epochs.steps(train.total_epochs)
     if total_steps < 1:

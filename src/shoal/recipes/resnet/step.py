@@ -70,7 +70,9 @@ def agree(job: Job, meter: Meter, step: int, stop: StopRequest) -> bool:
     num_bad, num_stops = job.world.sum_counts(not meter.loss_was_finite, stop.requested is not None)
     if meter.watch.note(bad=num_bad > 0):
         reader, size = job.train_reader, job.plan.batch.global_batch_size
-        names = train_step.sample_names(job.plan.samples(step - 2), size, reader.num_examples, reader.seed)
+        names = train_step.sample_names(
+            job.plan.samples(step - 2), size, reader.num_examples, reader.seed, job.blocks
+        )
         raise meter.watch.error(step - 1, names)
     return num_stops > 0
 
@@ -81,13 +83,16 @@ def take_step(job: Job, meter: Meter, step: int, micro_batches: MicroBatches) ->
     grad_norm = train_step.take_step(
         job.trained,
         micro_batches,
-        partial(weighted_loss, job, sums),
+        partial(weighted_loss, job, step, sums),
         job.config.optim,
         learning_rate=job.plan.learning_rate(step),
         dropout_seed=train_step.dropout_seed(job.config.train.seed, DROPOUT, step, job.world.place.rank),
     )
     average_over_workers(job.statistics)
     job.clock.mark("gradient_wait")
+    if job.average:
+        job.average.update(job.model, step)
+        job.clock.mark("optimizer")
     meter.loss_was_finite = math.isfinite(float(sums.sum()))
     meter.window.add(sums.cpu(), job.plan.batch.global_batch_size, grad_norm)
     job.clock.end_step()
@@ -120,7 +125,7 @@ def warm_up(job: Job) -> None:
     with closing(steps):
         first = next(next(steps))
     sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=job.world.device)
-    accumulate(job.ddp, [first], partial(weighted_loss, job, sums), job.clock)
+    accumulate(job.ddp, [first], partial(weighted_loss, job, 1, sums), job.clock)
     job.trained.optimizer.zero_grad()
     for buffer, value in zip(buffers, before, strict=True):
         buffer.copy_(value)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from shoal import record
 from shoal.errors import EXIT_OK
-from shoal.recipes.resnet.evaluation import TOP1, evaluate
-from shoal.recipes.resnet.export import write_export
+from shoal.recipes.resnet.evaluation import TOP1, evaluate, scored_model
+from shoal.recipes.resnet.export import EXPORT, exported, write_export
 from shoal.recipes.resnet.job import Job
 from shoal.train import telling
 from shoal.train.checkpoint import Restored
@@ -16,9 +18,6 @@ from shoal.train.signals import StopRequest
 from shoal.train.step import step_row
 from shoal.train.telling import report_checkpoints, start_row
 from shoal.train.window import Meter
-
-EXPORT = "model"
-"""Folder of the run directory with the trained model."""
 
 
 def open_log(job: Job, restored: Restored | None, command: list[str]) -> RunLog:
@@ -59,17 +58,17 @@ def after_step(job: Job, meter: Meter, step: int, log: RunLog | None) -> None:
     if epochs.ends_multiple(step, config.run.checkpoint_every_epochs) or step == last:
         job.checkpointer.save(step, job.state(step))
     if epochs.ends_multiple(step, config.validation.every_epochs) and step != last:
-        scores = score(job, step)
+        scores = score(job, step, scored_model(job))
         if log:
             log.evaluation(scores)
     report_checkpoints(job.checkpointer, log)
     job.clock.begin_step()
 
 
-def score(job: Job, step: int) -> record.Evaluation:
-    """Return the scores on the held-out images as the model is after ``step``."""
+def score(job: Job, step: int, model: nn.Module) -> record.Evaluation:
+    """Return the scores of ``model`` on the held-out images."""
     return evaluate(
-        job.model,
+        model,
         job.held_out_reader,
         job.world,
         job.precision,
@@ -107,13 +106,14 @@ def leave(job: Job, step: int, stop: StopRequest, log: RunLog | None) -> int:
 def finish(job: Job, seconds: float, log: RunLog | None) -> int:
     """Wait for the last checkpoint, evaluate, export the model, write the summary."""
     step = job.plan.total_steps
-    scores = score(job, step)
+    model = scored_model(job)
+    scores = score(job, step, model)
     job.checkpointer.finish()
     report_checkpoints(job.checkpointer, log)
     if log:
         log.evaluation(scores)
         directory = required(job.config.run.dir) / EXPORT
-        write_export(job.model, job.config, job.train_reader.shards.manifest.classes, directory)
+        write_export(exported(model, job.config, job.train_reader.shards.manifest.classes), directory)
         log.end(record.End(step=step, seconds=seconds, metrics=scores.metrics))
         right = round(scores.metrics[TOP1] * scores.num_samples)
         log.say(

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 
 from shoal.env import Joined
 from shoal.recipes.resnet.config import ResNetTrainConfig
-from shoal.recipes.resnet.data import make_images_if_due
+from shoal.recipes.resnet.data import make_images_if_due, with_classes
 from shoal.recipes.resnet.job import Job, build, restore
 from shoal.recipes.resnet.losses import NUM_SUMS
 from shoal.recipes.resnet.step import agree, batches_after, take_step, warm_up
@@ -41,7 +41,7 @@ def train(config: ResNetTrainConfig, joined: Joined, command: list[str]) -> int:
     """
     stop = StopRequest()
     with join_world(joined, config.distributed) as world, ExitStack() as stack:
-        together(world.control, lambda: prepare(config, world))
+        config = prepare(config, world)
         job = build(config, world)
         restored = restore(job)
         first_step, last = restored.step if restored else 0, job.plan.total_steps
@@ -57,11 +57,17 @@ def train(config: ResNetTrainConfig, joined: Joined, command: list[str]) -> int:
             return finish(job, time.monotonic() - began, log)
 
 
-def prepare(config: ResNetTrainConfig, world: World) -> None:
-    """Open the run directory, and make images in it where none are named; the main worker does."""
-    if world.is_main:
-        open_run_dir(required(config.run.dir), as_tree(config), config.fixed)
-        make_images_if_due(config)
+def prepare(config: ResNetTrainConfig, world: World) -> ResNetTrainConfig:
+    """Open the run directory, and make images in it where none are named; return the complete settings."""
+    together(world.control, lambda: make_images_if_due(config) if world.is_main else None)
+    config = with_classes(config)
+
+    def open_dir() -> None:
+        if world.is_main:
+            open_run_dir(required(config.run.dir), as_tree(config), config.fixed)
+
+    together(world.control, open_dir)
+    return config
 
 
 def run_steps(job: Job, first_step: int, stop: StopRequest, log: RunLog | None) -> int:
