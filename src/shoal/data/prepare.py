@@ -126,7 +126,7 @@ def prepare_text(config: PrepareConfig, *, progress: bool = True) -> Manifest:
     files = find_files(others, config.format) if others or not config.sources else []
     with locked(config.out), Progress(shown=progress, what="text") as shown:
         if config.overwrite:
-            clear(config.out, _is_ours)
+            clear(config.out, "text", _is_ours)
         open_plan(config.out, _plan(config, files))
         if (config.out / MANIFEST).is_file():
             shutil.rmtree(config.out / RECORDS, ignore_errors=True)  # killed while removing them

@@ -21,6 +21,9 @@ LOCK = "prepare.lock"
 RECORDS = "pieces"
 """Folder of what only an unfinished preparation needs."""
 
+_KIND, _TEXT = "kind", "text"
+"""What a plan prepares; plans of text do not say so."""
+
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
@@ -59,10 +62,10 @@ def open_plan(out: Path, plan: dict[str, Any]) -> None:
             )
         write_atomically(path, (json.dumps(plan, indent=1, ensure_ascii=False) + "\n").encode())
         return
-    try:
-        old = dict(json.loads(path.read_bytes()))
-    except (ValueError, TypeError):
-        raise ShoalError(f"{path} is damaged; run again with --overwrite to begin anew") from None
+    old = _read_plan(path)
+    if old is None:
+        raise ShoalError(f"{path} is damaged; run again with --overwrite to begin anew")
+    _check_kind(out, old, plan.get(_KIND, _TEXT))
     # through JSON, so that tuples compare as the lists they were written as
     new = json.loads(json.dumps(plan))
     changes = [
@@ -77,16 +80,18 @@ def open_plan(out: Path, plan: dict[str, Any]) -> None:
         )
 
 
-def clear(out: Path, is_ours: Callable[[str], bool]) -> None:
-    """Remove what a preparation wrote to ``out``: plan, manifest, records, and files that ``is_ours`` names.
+def clear(out: Path, kind: str, is_ours: Callable[[str], bool]) -> None:
+    """Remove what a preparation of ``kind`` wrote: plan, manifest, records, files that ``is_ours`` names.
 
     Files of others stay.
 
     Raises:
+        UsageError: the directory belongs to another kind of data.
         ShoalError: a file cannot be removed.
     """
     if not (out / PLAN).is_file():
         return
+    _check_kind(out, _read_plan(out / PLAN), kind)
     try:
         (out / MANIFEST).unlink(missing_ok=True)  # first: from here on the directory is unfinished
         if (out / RECORDS).is_dir():
@@ -99,3 +104,19 @@ def clear(out: Path, is_ours: Callable[[str], bool]) -> None:
             (out / PLAN).unlink()
     except OSError as error:
         raise ShoalError(f"{error.filename}: cannot be removed: {error.strerror}") from error
+
+
+def _read_plan(path: Path) -> dict[str, Any] | None:
+    """Return the plan of a directory, or ``None`` if it is damaged."""
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError):
+        return None
+
+
+def _check_kind(out: Path, plan: dict[str, Any] | None, kind: str) -> None:
+    found = kind if plan is None else plan.get(_KIND, _TEXT)
+    if found != kind:
+        raise UsageError(
+            f"{out} holds {found} that was prepared, not {kind}; give another directory as --out"
+        )

@@ -43,6 +43,7 @@ from shoal.data.progress import Progress
 from shoal.data.workers import num_cores, run_tasks
 from shoal.errors import UsageError, did_you_mean
 
+KIND = "images"
 SKIPPED = "skipped.txt"
 """Images that could not be read: split, name and reason, with tabs between."""
 
@@ -106,9 +107,9 @@ def prepare_images(
     """
     config = config or ImagePrepareConfig()
     check_pillow()
-    with locked(out), Progress(shown=progress, what="images") as shown:
+    with locked(out), Progress(shown=progress, what=KIND) as shown:
         if config.overwrite:
-            clear(out, lambda name: _SHARD.fullmatch(name) is not None or name == SKIPPED)
+            clear(out, KIND, lambda name: _SHARD.fullmatch(name) is not None or name == SKIPPED)
         open_plan(out, _plan(source, config))
         if (out / MANIFEST).is_file():
             shutil.rmtree(out / RECORDS, ignore_errors=True)  # killed while removing them
@@ -124,7 +125,7 @@ def prepare_images(
 def _plan(source: ImageSource, config: ImagePrepareConfig) -> dict[str, Any]:
     """Return all that the result depends on, in JSON's terms."""
     fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in _HOW_NOT_WHAT}
-    return {"kind": "images", "source": source.description, "source_state": source.state(), **fields}
+    return {"kind": KIND, "source": source.description, "source_state": source.state(), **fields}
 
 
 def list_source(source: ImageSource, out: Path, shown: Progress) -> dict[str, Totals]:
