@@ -65,10 +65,10 @@ class ImageShardInfo:
 class ImageManifest:
     """The contents of ``manifest.json``.
 
-    ``classes`` are the names in the order of the labels; none where the data has no labels of its own
-    (detection: annotations ride along). ``source`` says in words what the images are. ``splits`` maps
-    "train" and "validation" to their shards, in the order in which images are numbered. ``skipped`` counts
-    the images of the source that could not be read; ``skipped.txt`` names them.
+    ``classes`` are the names in the order of the labels; images of detection data have no label, and what
+    their annotations call a class is for that data to say. ``source`` says in words what the images are.
+    ``splits`` maps "train" and "validation" to their shards, in the order in which images are numbered.
+    ``skipped`` counts the images of the source that could not be read; ``skipped.txt`` names them.
     """
 
     classes: tuple[str, ...]

@@ -117,7 +117,7 @@ def prepare_images(
             return ImageManifest.load(out)
         for line in source.remarks:
             shown.say(line)
-        totals = list_source(source, out, shown)
+        totals = _list_source(source, out, shown)
         results = _run_shards(_tasks(totals, config), totals, out, config, shown)
         return _finish(source, config, results, out, shown)
 
@@ -128,7 +128,7 @@ def _plan(source: ImageSource, config: ImagePrepareConfig) -> dict[str, Any]:
     return {"kind": KIND, "source": source.description, "source_state": source.state(), **fields}
 
 
-def list_source(source: ImageSource, out: Path, shown: Progress) -> dict[str, Totals]:
+def _list_source(source: ImageSource, out: Path, shown: Progress) -> dict[str, Totals]:
     """Write down what the source holds, unless an earlier run did; return the totals of each split.
 
     Raises:
@@ -151,7 +151,7 @@ def list_source(source: ImageSource, out: Path, shown: Progress) -> dict[str, To
 
 
 def check_totals(source: ImageSource, totals: dict[str, Totals]) -> None:
-    """Check that there is something to train on, in each class.
+    """Check that there is something to train on, in each class unless no image has a label.
 
     Raises:
         UsageError: there is not.
@@ -161,7 +161,7 @@ def check_totals(source: ImageSource, totals: dict[str, Totals]) -> None:
     empty = [
         name for name, count in zip(source.classes, totals[TRAIN].class_counts, strict=True) if not count
     ]
-    if empty:
+    if empty and len(empty) < len(source.classes):
         raise UsageError(
             f"{source.description}: class {empty[0]!r} has no image to train on"
             + (f", nor have {len(empty) - 1} more ({', '.join(empty[1:4])})" if empty[1:] else "")

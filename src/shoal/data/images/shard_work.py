@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -108,10 +109,10 @@ def images_of(task: ShardTask, num_images: int, seed: int) -> list[int]:
 
 def num_shards(num_images: int, num_bytes: int, shard_bytes: int) -> int:
     """Return into how many shards a split is cut: about ``shard_bytes`` each, none without images."""
-    return min(num_images, math.ceil(num_bytes / shard_bytes))
+    return min(num_images, max(1, math.ceil(num_bytes / shard_bytes)))
 
 
-def check_allowed(skipped: list[tuple[str, str]] | tuple[tuple[str, str], ...], on_bad: OnBad) -> None:
+def check_allowed(skipped: Sequence[tuple[str, str]], on_bad: OnBad) -> None:
     """Refuse images that cannot be used, unless they may be skipped.
 
     Raises:

@@ -41,7 +41,7 @@ class ImageSource(Protocol):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes in the order of their labels; none where images have no label."""
+        """The names of the classes in the order of their labels."""
         ...
 
     @property
