@@ -15,7 +15,9 @@ struct Block {
   float* momentum;
 };
 
-// change = of_grad g + of_weight w, m = keep m + change, w = w - (by_momentum m + by_change change + by_weight w)
+// change = of_grad g + of_weight w
+// m = keep m + change
+// w = w - (by_momentum m + by_change change + by_weight w)
 struct Motion {
   float keep, of_grad, of_weight, by_momentum, by_change, by_weight;
 };

@@ -21,6 +21,8 @@ from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
 from shoal.optim.novograd import NovoGrad
 from shoal.optim.sharded import local_box
+from shoal.train.config import VisionOptimizerConfig
+from shoal.train.optimizers import build_optimizer
 
 # neither size of the first two divides by 2; of one row the second shard is empty
 SHAPES = {
@@ -50,6 +52,10 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "lars": partial(Lars, lr=0.5, eta=0.1),
     "larc": partial(Lars, lr=0.1, eta=0.05, form="larc", nesterov=True),
     "novograd": without_ratio(partial(NovoGrad, bias_correction=True)),
+    "novograd, decay outside": without_ratio(partial(NovoGrad, reg_inside_moment=False, init_zero=True)),
+    "sgd": lambda groups: build_optimizer(
+        [("weight", p) for group in groups for p in group["params"]], VisionOptimizerConfig(), 0.05
+    ),
     "adafactor": without_ratio(Adafactor),
     "adafactor, factored": without_ratio(partial(Adafactor, min_factored_size=9, beta1=0.5)),
     "adamw": without_ratio(torch.optim.AdamW),

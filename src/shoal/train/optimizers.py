@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoal.optim.adafactor import Adafactor
@@ -78,7 +79,8 @@ def _made(name: str, groups: list[dict[str, Any]], options: dict[str, Any]) -> O
         momentum = {"momentum": options["momentum"], "nesterov": options["nesterov"]}
         if name == "sgd":
             momentum["nesterov"] &= options["momentum"] > 0  # without momentum the same, which torch refuses
-            return torch.optim.SGD(groups, lr=0.0, fused=True, **momentum)
+            whole = not any(isinstance(p, DTensor) for group in groups for p in group["params"])
+            return torch.optim.SGD(groups, lr=0.0, fused=whole, **momentum)  # torch fuses no shards
         form: Form = "larc" if options["lars_form"] == "larc" else "lars"
         return Lars(groups, lr=0.0, eta=options["trust_coefficient"], form=form, **momentum)
     betas = options.pop("beta1"), options.pop("beta2")
