@@ -22,9 +22,14 @@ _COLOURS = {
 }
 
 
-def page_of(job: Job, plans: Sequence[Plan], curve: Sequence[Plan]) -> str:
-    """Return the page: the best plan, where its time goes, the best layouts, and the curve of a sweep."""
-    best = plans[0]
+def page_of(job: Job, plans: Sequence[Plan], curve: Sequence[Plan], notes: Sequence[str] = ()) -> str:
+    """Return the page: the best plan, where its time goes, the best layouts, and the curve of a sweep.
+
+    Args:
+        notes: sentences that matter beside the figures.
+    """
+    best, unit = plans[0], job.parts[0].workload.unit
+    money = "" if best.dollars is None else f", ${best.dollars:,.0f}"
     rows = "".join(
         f"<tr><td>{html.escape(r.plan.layouts[0].algorithm)}</td><td>{duration(r.plan.total_s)}</td>"
         f"<td>{'' if r.plan.dollars is None else f'${r.plan.dollars:,.0f}'}</td>"
@@ -37,11 +42,15 @@ def page_of(job: Job, plans: Sequence[Plan], curve: Sequence[Plan]) -> str:
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
         "<style>body{font:15px/1.5 system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}"
         "td,th{padding:.2rem .8rem .2rem 0;text-align:left}</style>"
-        f"<h1>{title}{helpers}</h1><p>{duration(best.total_s)}, {best.samples_per_s:,.0f} samples/s, "
+        f"<h1>{title}{helpers}</h1><p>{duration(best.total_s)}{money}, "
+        f"{best.samples_per_s:,.0f} {html.escape(unit)}/s, "
         f"{100 * best.efficiency:.1f} % of single hosts. Basis: {html.escape(job.parts[0].basis)}.</p>"
+        f"{''.join(f'<p>{html.escape(note)}</p>' for note in notes)}"
         f"<h2>Where the time goes</h2>{_bar(best)}"
         "<h2>The best layouts</h2><table><tr><th>algorithm<th>time<th>cost<th>scaling<th>why</tr>"
-        f"{rows}</table>" + (f"<h2>Scaling</h2>{curve_svg(curve)}" if len(curve) > 1 else "") + "</html>\n"
+        f"{rows}</table>"
+        + (f"<h2>Scaling: {html.escape(unit)}/s over hosts</h2>{curve_svg(curve)}" if len(curve) > 1 else "")
+        + "</html>\n"
     )
 
 

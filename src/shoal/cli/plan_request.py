@@ -26,6 +26,8 @@ class Request:
     inputs and the number of samples in them. Needs --global-batch."""
     algorithm: str | None = None
     """Plan with this one only: ring, hierarchical-ring, tree, two-hop or two-hop-helpers."""
+    wire: Literal["fp32", "bf16"] = "fp32"
+    """Precision of gradients on the network; `shoal train` sends fp32."""
     throughput: float | None = None
     """Samples a second that you measured on one host of the cluster with this recipe."""
     measured: tuple[Path, ...] = ()

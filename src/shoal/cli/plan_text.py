@@ -24,10 +24,10 @@ def answer(
     """
     lines = _best(job, plans[0]) + _bars(plans[0]) + _best_layouts(plans)
     if has_helpers:
-        lines += ["", _helpers_line(plans)]
+        lines += ["", helpers_line(plans)]
     if compare:
         lines += _comparison(plans)
-    lines += _limits(job, plans[0])
+    lines += ["", limits_line(job, plans[0])]
     return lines + (_curve_table(curve) if curve else [])
 
 
@@ -46,6 +46,8 @@ def _best(job: Job, plan: Plan) -> list[str]:
         f"  scaling           {100 * plan.efficiency:.1f} % of {plan.workers.count} single hosts",
         f"  global batch      {', '.join(f'{p.global_batch:,}' for p in job.parts)}"
         f" (a device {_share(layout, plan)})",
+        f"  gradients         {'fp32' if layout.wire_bytes == 4 else 'bf16'}, buckets of "
+        f"{layout.bucket_bytes / 2**20:.0f} MiB",
         f"  memory a device   {plan.memory.total_bytes / 2**30:.1f} of {room / 2**30:.0f} GiB",
         f"  basis             {part.basis}",
         *([f"  network           {network}"] if network.startswith("measured") else []),
@@ -93,7 +95,8 @@ def _best_layouts(plans: Sequence[Plan]) -> list[str]:
     return lines
 
 
-def _helpers_line(plans: Sequence[Plan]) -> str:
+def helpers_line(plans: Sequence[Plan]) -> str:
+    """Return what the helpers bring in time and money."""
     with_helpers = next((plan for plan in plans if plan.helpers), None)
     without = next((plan for plan in plans if not plan.helpers), None)
     if with_helpers is None or without is None:
@@ -120,15 +123,15 @@ def _comparison(plans: Sequence[Plan]) -> list[str]:
     return lines
 
 
-def _limits(job: Job, plan: Plan) -> list[str]:
-    """Say which assumption breaks first, on these hosts or on the way to more."""
+def limits_line(job: Job, plan: Plan) -> str:
+    """Return which assumption breaks first, on these hosts or on the way to more."""
     part, layout = job.parts[0], plan.layouts[0]
     first = breaks_first(part, plan.workers, layout, plan.helpers)
     if first:
         count, strain = first
-        return ["", f"from {count:,} hosts on, do not rely on: {strain.assumption} ({strain.detail})"]
+        return f"From {count:,} hosts on, do not rely on: {strain.assumption} ({strain.detail})."
     strain = strains(part, plan.workers, layout, plan.helpers)[0]
-    return ["", f"the most stretched assumption holds: {strain.assumption} ({strain.detail})"]
+    return f"The most stretched assumption holds: {strain.assumption} ({strain.detail})."
 
 
 def _curve_table(curve: Sequence[Plan]) -> list[str]:

@@ -12,7 +12,7 @@ from shoal.cli.plan_files import as_json, trace_of
 from shoal.cli.plan_job import make_job, measured_files, with_network
 from shoal.cli.plan_page import page_of
 from shoal.cli.plan_request import Request
-from shoal.cli.plan_text import answer
+from shoal.cli.plan_text import answer, helpers_line, limits_line
 from shoal.errors import ShoalError, UsageError
 from shoal.plan.hardware import Catalog, Machines, require_accelerators
 from shoal.plan.predict import Job, Plan
@@ -38,10 +38,11 @@ def run(recipe: str, request: Request) -> int:
     plans = _search(job, request, workers, helpers)
     curve = [_on_so_many(job, request, workers, helpers, count) for count in counts]
     print("\n".join(answer(job, plans, curve, has_helpers=helpers is not None, compare=request.compare)))
+    notes = [*([helpers_line(plans)] if helpers else []), limits_line(job, plans[0])]
     if request.json:
         _write(request.json, json.dumps(as_json(job, plans, curve), indent=1) + "\n")
     if request.page:
-        _write(request.page, page_of(job, plans, curve))
+        _write(request.page, page_of(job, plans, curve, notes))
     if request.trace:
         _write(request.trace, json.dumps(trace_of(plans[0])) + "\n")
     return 0
@@ -65,7 +66,14 @@ def sweep_counts(text: str) -> list[int]:
 
 def _search(job: Job, request: Request, workers: Machines, helpers: Machines | None) -> list[Plan]:
     algorithms: Sequence[str] | None = [request.algorithm] if request.algorithm else None
-    return search(job, workers, helpers, goal=request.goal, algorithms=algorithms)
+    return search(
+        job,
+        workers,
+        helpers,
+        goal=request.goal,
+        algorithms=algorithms,
+        wire_bytes=4 if request.wire == "fp32" else 2,
+    )
 
 
 def _on_so_many(job: Job, request: Request, workers: Machines, helpers: Machines | None, count: int) -> Plan:

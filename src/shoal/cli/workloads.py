@@ -10,6 +10,8 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ShoalError, UsageError, did_you_mean
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 
 _SAMPLES = 2
 """In the batch that is counted: batch norm needs more than one value."""
-_BERT = {"bert-base": (768, 12, 12, 3072), "bert-large": (1024, 24, 16, 4096)}
-_ALBERT = {"albert-base": (768, 12, 12, 3072), "albert-large": (1024, 24, 16, 4096)}
+_BERT = ("bert-tiny", "bert-base", "bert-large")
+_ALBERT = ("albert-tiny", "albert-base", "albert-large")
 _LLAMA = {
     # hidden, layers, heads, key-value heads, feed-forward, vocabulary: Dubey et al. 2024 (arXiv 2407.21783,
     # table 3) and Touvron et al. 2023 (arXiv 2307.09288)
@@ -72,9 +74,9 @@ def workload(name: str, sequence_length: int | None = None) -> Workload:
         if sequence_length is not None:
             raise UsageError(f"recipe {name} has images, not sequences; leave --sequence-length out")
         return _resnet() if name == "resnet50" else _detector(name)
-    length = sequence_length or _LENGTHS.get(name, 2048 if name in _GPT else 512)
     if name in _BERT or name in _ALBERT:
-        return _masked_lm(name, length)
+        return _masked_lm(name, sequence_length)
+    length = sequence_length or _LENGTHS.get(name, 2048 if name in _GPT else 512)
     if name == "t5-3b":
         return _t5(length)
     return _decoder(name, length)
@@ -192,33 +194,27 @@ def _detector(name: str) -> Workload:
     return replace(dense, num_kernels=dense.num_kernels + _DETECTOR_GLUE, optimizer_bytes=MOMENTUM_BYTES)
 
 
-def _masked_lm(name: str, length: int) -> Workload:
-    """Our own pretraining models over full packed sequences, 15 % of the tokens masked."""
+def _masked_lm(name: str, sequence_length: int | None) -> Workload:
+    """The model of a recipe's preset over full packed sequences, 15 % of the tokens masked."""
     import torch
 
     _needs("transformers", "text")
     from shoal.models.albert_config import AlbertModelConfig
     from shoal.models.bert_config import BertModelConfig
     from shoal.models.pretraining import AlbertPretraining, BertPretraining
+    from shoal.train.config import load_toml
 
-    hidden, layers, heads, intermediate = {**_BERT, **_ALBERT}[name]
-    sizes: dict[str, Any] = {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": intermediate,
-    }
+    recipe, preset = name.split("-")
+    sizes = load_toml(Path(str(resources.files("shoal.recipes"))) / recipe / "presets" / f"{preset}.toml")
+    config: Any = (BertModelConfig if name in _BERT else AlbertModelConfig)(**sizes["model"])
+    length = sequence_length or sizes.get("data", {}).get("max_seq_length", config.max_position_embeddings)
     num_tokens, num_masked = _SAMPLES * length, int(_SAMPLES * length * 0.15)
 
     def ids(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int64)
 
     with torch.device("meta"):
-        model: nn.Module
-        if name in _BERT:
-            model = BertPretraining(BertModelConfig(**sizes))
-        else:
-            model = AlbertPretraining(AlbertModelConfig(**sizes))
+        model: nn.Module = (BertPretraining if name in _BERT else AlbertPretraining)(config)
         batch = {
             "tokens": ids(num_tokens),
             "types": ids(num_tokens),

@@ -14,7 +14,7 @@ from shoal.plan.hardware import Machines, require_accelerators
 from shoal.plan.memory import RESERVED, device_memory
 from shoal.plan.network import ALGORITHMS
 from shoal.plan.predict import Job, Part, Plan, predict
-from shoal.plan.step import Layout
+from shoal.plan.step import Layout, num_replicas
 
 Goal = Literal["time", "cost"]
 _STAGES = (1, 2, 4, 8, 16, 32, 64)
@@ -28,7 +28,7 @@ class Ranked:
     reason: str
 
 
-def layouts_of(part: Part, workers: Machines, *, algorithm: str) -> list[Layout]:
+def layouts_of(part: Part, workers: Machines, *, algorithm: str, wire_bytes: int = 4) -> list[Layout]:
     """Return the layouts of a part that fit: stages × micro-batch × sharded optimizer, as few of each as fit.
 
     A model that fits on one device is not split; another is tried with the fewest stages and twice as many.
@@ -39,43 +39,21 @@ def layouts_of(part: Part, workers: Machines, *, algorithm: str) -> list[Layout]
         UsageError: nothing fits; says how much is missing on the nearest.
     """
     room = require_accelerators(workers).memory_bytes * (1 - RESERVED)
-    buckets = recommended_bucket_bytes(
-        workers.count, ranks_per_host=max(workers.instance.num_accelerators, 1)
-    )
     found: list[Layout] = []
-    nearest: tuple[float, Layout] | None = None
+    tried: list[tuple[float, Layout]] = []
     for stages in _STAGES:
         if workers.num_accelerators % stages or stages > len(part.workload.layers):
             continue
-        replicas = workers.num_accelerators // stages
-        share = part.global_batch / replicas
-        for sharded in (False, True):
-            layout = None
-            for micro in _micro_batches(share, stages):
-                layout = Layout(
-                    global_batch=part.global_batch,
-                    micro_batch=micro,
-                    stages=stages,
-                    virtual=2 if stages > 1 else 1,
-                    algorithm=algorithm,
-                    bucket_bytes=max(buckets, part.workload.num_parameters // 16 // stages),
-                    sharded_optimizer=sharded,
-                )
-                needed = device_memory(
-                    part.workload, layout, replicas=replicas, micro_batch=micro
-                ).total_bytes
-                if needed <= room:
-                    found.append(layout)
-                    break
-                if nearest is None or needed < nearest[0]:
-                    nearest = needed, layout
-            if found and found[-1] is layout:
-                break
-        if found and stages >= 2 * found[0].stages - 1:
+        if found and stages > found[0].stages * (1 if found[0].stages == 1 else 2):
             break  # more stages than the model needs only add bubbles
+        for layout in _candidates(part, workers, stages=stages, algorithm=algorithm, wire_bytes=wire_bytes):
+            needed = _needed_bytes(part, workers, layout)
+            tried.append((needed, layout))
+            if needed <= room:
+                found.append(layout)
+                break
     if not found:
-        assert nearest
-        needed, layout = nearest
+        needed, layout = min(tried, key=lambda pair: pair[0])
         raise UsageError(
             f"{part.workload.name} fits on no layout of {workers}: the nearest, {layout.stages} stages with "
             f"micro-batches of {layout.micro_batch:g} and the optimizer sharded, needs "
@@ -83,6 +61,35 @@ def layouts_of(part: Part, workers: Machines, *, algorithm: str) -> list[Layout]
             "take more or larger devices"
         )
     return found
+
+
+def _candidates(
+    part: Part, workers: Machines, *, stages: int, algorithm: str, wire_bytes: int
+) -> Iterator[Layout]:
+    """Yield the layouts with so many stages, the one that is best where it fits first."""
+    buckets = recommended_bucket_bytes(
+        workers.count, ranks_per_host=max(workers.instance.num_accelerators, 1)
+    )
+    share = part.global_batch * stages / workers.num_accelerators
+    for sharded in (False, True):
+        for micro in _micro_batches(share, stages):
+            yield Layout(
+                global_batch=part.global_batch,
+                micro_batch=micro,
+                stages=stages,
+                virtual=2 if stages > 1 else 1,
+                algorithm=algorithm,
+                wire_bytes=wire_bytes,
+                bucket_bytes=max(buckets, part.workload.num_parameters // 16 // stages),
+                sharded_optimizer=sharded,
+            )
+
+
+def _needed_bytes(part: Part, workers: Machines, layout: Layout) -> float:
+    replicas = num_replicas(workers, layout)
+    assert layout.micro_batch is not None
+    memory = device_memory(part.workload, layout, replicas=replicas, micro_batch=layout.micro_batch)
+    return memory.total_bytes
 
 
 def _micro_batches(share: float, stages: int) -> Iterator[float]:
@@ -102,11 +109,13 @@ def search(
     *,
     goal: Goal = "time",
     algorithms: Sequence[str] | None = None,
+    wire_bytes: int = 4,
 ) -> list[Plan]:
     """Return all plans, the best first.
 
     Args:
         algorithms: default: all that the hosts allow, helpers only where there are some.
+        wire_bytes: of an element of a gradient on the network.
 
     Raises:
         UsageError: the model fits on no layout, or money is asked for where a host has no price.
@@ -116,7 +125,9 @@ def search(
         used = helpers if algorithm == "two-hop-helpers" else None
         if algorithm == "two-hop-helpers" and helpers is None:
             continue
-        choices = [layouts_of(part, workers, algorithm=algorithm) for part in job.parts]
+        choices = [
+            layouts_of(part, workers, algorithm=algorithm, wire_bytes=wire_bytes) for part in job.parts
+        ]
         plans += [predict(job, workers, layouts, used) for layouts in itertools.product(*choices)]
     if not plans:
         raise UsageError("no algorithm is left to plan with; two-hop-helpers needs --helpers")
