@@ -48,7 +48,7 @@ struct Brain {  // the bits of a bfloat16
 #undef SHOAL_TARGET
 
 #define SHOAL_LEVEL avx512
-#define SHOAL_TARGET [[gnu::target("avx512f,prefer-vector-width=512")]]
+#define SHOAL_TARGET [[gnu::target("avx512f")]]
 #include "image/finish_kernels.inc"
 #undef SHOAL_LEVEL
 #undef SHOAL_TARGET
