@@ -15,6 +15,7 @@ from shoal.errors import UsageError
 
 _BLOCK_CHARS = 1 << 22
 _SPACE = " \t\r\n"
+_NUMBER_GOES_ON = ("", ".", "e", "E")
 
 
 def top_level_entries(path: Path) -> Iterator[tuple[str, int | None, Any]]:
@@ -109,8 +110,8 @@ class _Window:
                 if not self._read():
                     raise self._wrong(error.msg, error.pos) from None
                 continue
-            # a number that ends with the window may go on after it
-            if end < len(self._text) or not self._read():
+            # a number may go on after the window's end: 12|3, 12.|3
+            if self._text[end : end + 1] not in _NUMBER_GOES_ON or not self._read():
                 self._at = end
                 self._block_chars = _BLOCK_CHARS
                 return value

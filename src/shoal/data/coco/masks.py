@@ -34,7 +34,7 @@ def as_compressed(segmentation: Segmentation, height: int, width: int) -> Rle | 
         rle = polygons[0] if len(polygons) == 1 else library.merge(polygons)
     try:
         library.area([rle])
-    except ValueError:
+    except (ValueError, RuntimeError):
         return None
     return dict(rle)
 

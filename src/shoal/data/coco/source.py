@@ -1,0 +1,195 @@
+"""COCO's images and annotations as a source of image shards: what ``shoal prepare coco`` prepares.
+
+The annotations of an image ride along as ``KEY.json``, an object with ``image_id``, ``width`` and ``height``
+(those that the boxes and masks are for) and ``annotations``, COCO's own objects without what was bad.
+Categories are in ``categories.json`` beside the manifest; labels are their places in it, from 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from shoal.data.coco.annotations import CocoAnnotations, CocoImage, CocoObject, read_annotations
+from shoal.data.coco.bad import OnBad
+from shoal.data.files import write_atomically
+from shoal.data.images.folder import unique_keys
+from shoal.data.images.manifest import ImageManifest
+from shoal.data.images.prepare import ImagePrepareConfig, prepare_images
+from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
+from shoal.errors import ShoalError, UsageError
+
+CATEGORIES = "categories.json"
+"""The categories in the order of their labels: an array of objects with id and name."""
+
+
+@dataclass(frozen=True)
+class CocoSplit:
+    """A folder of images and the file of their annotations."""
+
+    images: Path
+    annotations: Path
+
+
+class CocoSource:
+    """Images with annotations (:class:`shoal.data.images.sources.ImageSource`)."""
+
+    classes: tuple[str, ...] = ()
+    """None: an image has many objects and no label of its own."""
+
+    def __init__(
+        self,
+        train: CocoSplit,
+        validation: CocoSplit | None = None,
+        *,
+        on_bad: OnBad = "refuse",
+        keep_empty: bool = False,
+    ) -> None:
+        """Read the annotations and find the images.
+
+        Args:
+            train: to train on.
+            validation: to score on; its categories are those of ``train``.
+            on_bad: refuse the first annotation or image that cannot be used, or skip and count such.
+            keep_empty: train on images without objects (crowds are none), too; all are there to score on.
+
+        Raises:
+            UsageError: a file is not COCO, an image is missing (unless skipped), or categories differ.
+            ShoalError: an image cannot be looked at.
+        """
+        self._splits = {TRAIN: train} | ({VALIDATION: validation} if validation else {})
+        self._truth: dict[str, CocoAnnotations] = {}
+        self._files: dict[str, list[tuple[CocoImage, Path, int]]] = {}
+        self._remarks: list[str] = []
+        digest = blake2b(digest_size=16)
+        for name, split in self._splits.items():
+            truth = self._truth[name] = read_annotations(split.annotations, on_bad=on_bad)
+            if truth.categories != self.categories:
+                raise UsageError(
+                    f"{split.annotations} has other categories than {train.annotations}; "
+                    "both must have the same"
+                )
+            num_empty = 0
+            files = self._files[name] = []
+            for index, image in enumerate(truth.images.values()):
+                if name == TRAIN and not keep_empty and all(o.is_crowd for o in truth.objects[image.id]):
+                    num_empty += 1
+                elif facts := _facts(truth, split.images, image, index):
+                    path, size, changed_ns = facts
+                    files.append((image, path, size))
+                    digest.update(
+                        f"{name}\0{path}\0{size}\0{changed_ns}\n".encode("utf-8", "surrogateescape")
+                    )
+            digest.update(_file_digest(split.annotations))
+            self._remarks += truth.bad.lines()
+            if num_empty:
+                self._remarks.append(f"{num_empty:,} images without objects are left out (--keep-empty)")
+        self._state = f"{digest.hexdigest()} {on_bad} {keep_empty}"
+
+    @property
+    def categories(self) -> Mapping[int, str]:
+        """Names by id, in the order of their labels."""
+        return self._truth[TRAIN].categories
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(self._splits)
+
+    @property
+    def description(self) -> str:
+        parts = [f"{split.images} with {split.annotations}" for split in self._splits.values()]
+        return f"COCO: {' and '.join(parts)}, {len(self.categories)} categories"
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return tuple(self._remarks)
+
+    def state(self) -> str:
+        return self._state
+
+    def images(self, split: str) -> Iterator[SourceImage]:
+        truth, files = self._truth[split], self._files[split]
+        keys = unique_keys([image.file_name for image, _, _ in files])
+        for key, (image, path, size) in zip(keys, files, strict=True):
+            text = as_json(image, truth.objects[image.id])
+            yield SourceImage(key, path, 0, size, annotations=text)
+
+
+def prepare_coco(source: CocoSource, out: Path, *, config: ImagePrepareConfig) -> ImageManifest:
+    """Prepare ``source`` into ``out``: image shards, their manifest, and :data:`CATEGORIES`.
+
+    Raises:
+        UsageError: as :func:`shoal.data.images.prepare.prepare_images`.
+        ShoalError: likewise.
+    """
+    manifest = prepare_images(source, out, config=config)
+    categories = [{"id": number, "name": name} for number, name in source.categories.items()]
+    write_atomically(out / CATEGORIES, json.dumps(categories, indent=1).encode() + b"\n")
+    return manifest
+
+
+def read_categories(directory: Path) -> dict[int, str]:
+    """Return the names of the categories by id, in the order of their labels 1, 2, ….
+
+    Raises:
+        UsageError: the directory was not prepared from COCO.
+    """
+    path = directory / CATEGORIES
+    try:
+        return {int(entry["id"]): str(entry["name"]) for entry in json.loads(path.read_bytes())}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(
+            f"{path} is missing or is no list of categories; prepare the directory with shoal prepare coco"
+        ) from None
+
+
+def as_json(image: CocoImage, objects: tuple[CocoObject, ...]) -> str:
+    """Return what rides along with an image; see the module's docstring."""
+    annotations = [
+        {
+            "id": one.id,
+            "category_id": one.category_id,
+            "bbox": one.box,
+            "area": one.area,
+            "iscrowd": int(one.is_crowd),
+            "segmentation": _as_lists(one),
+        }
+        for one in objects
+    ]
+    tree = {"image_id": image.id, "width": image.width, "height": image.height, "annotations": annotations}
+    return json.dumps(tree, separators=(",", ":"))
+
+
+def _as_lists(one: CocoObject) -> Any:
+    if one.segmentation is None or isinstance(one.segmentation, dict):
+        return one.segmentation
+    return [polygon.tolist() for polygon in one.segmentation]
+
+
+def _facts(
+    truth: CocoAnnotations, folder: Path, image: CocoImage, index: int
+) -> tuple[Path, int, int] | None:
+    """Return path, bytes and time of change of an image, ``None`` if it is skipped."""
+    place = f"images[{index}] (id {image.id})"
+    name = PurePosixPath(image.file_name)
+    if name.is_absolute() or ".." in name.parts or not name.name:
+        truth.bad.add("an image whose file_name leads out of the folder", place, repr(image.file_name))
+        return None
+    path = folder / name
+    try:
+        facts = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        truth.bad.add("an image whose file is missing", place, str(path))
+        return None
+    except OSError as error:
+        raise ShoalError(f"{path} cannot be read: {error.strerror}") from error
+    return path, facts.st_size, facts.st_mtime_ns
+
+
+def _file_digest(path: Path) -> bytes:
+    facts = path.stat()
+    return f"{path}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode("utf-8", "surrogateescape")

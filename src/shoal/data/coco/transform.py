@@ -1,0 +1,245 @@
+"""An image with its objects, resized, jittered in scale and mirrored; boxes and masks follow.
+
+Either the shorter side becomes one of some lengths, unless the longer one would exceed its limit (Mask
+R-CNN's and torchvision's rule), or, with ``scales``, the image is resized by a random factor and cropped or
+padded to a square (large-scale jitter: Ghiasi et al., arXiv 2012.07177). Draws are a pure function of (seed,
+epoch, index).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.data.coco.annotations import Rle
+from shoal.data.coco.library import mask_library
+from shoal.data.coco.masks import as_compressed, bitmaps, encoded
+from shoal.data.images.places import Bytes
+from shoal.data.images.transform import decode, resized
+from shoal.decide.draws import draw, random_keys, uniform
+from shoal.errors import ShoalError, UsageError
+
+_DETECTION = 25  # this module's word among the uses of one seed
+_FLIP, _SHORTER, _SCALE, _TOP, _LEFT = range(5)
+_LEAST_PIXELS = 1.0
+
+Pixels = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectionAugmentConfig:
+    """What happens to an image and its objects before a detector sees them."""
+
+    shorter: tuple[int, ...] = (800,)
+    """Length of the shorter side in pixels; of several, one is drawn."""
+    longer: int = 1333
+    """The longer side has at most so many pixels; the shorter one is shorter then."""
+    flip: float = 0.5
+    """Share of images that are mirrored left to right."""
+    scales: tuple[float, float] | None = None
+    """Smallest and largest factor of large-scale jitter (.1 and 2, say) instead of the two."""
+    canvas: int = 1024
+    """Side of the square that large-scale jitter crops or pads to."""
+
+    def __post_init__(self) -> None:
+        """Check each field by itself.
+
+        Raises:
+            UsageError: a value is out of its range.
+        """
+        if not self.shorter or min(self.shorter) < 1 or self.longer < 1 or self.canvas < 1:
+            raise UsageError(
+                f"shorter={self.shorter}, longer={self.longer}, canvas={self.canvas}: each must be at "
+                "least 1 pixel"
+            )
+        if not 0 <= self.flip <= 1:
+            raise UsageError(f"flip={self.flip} must be from 0 to 1")
+        if self.scales is not None and not 0 < self.scales[0] <= self.scales[1]:
+            raise UsageError(f"scales={self.scales} must be two factors above 0, the smaller first")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """How an image comes to lie in its new frame: resized, shifted, cut, mirrored, in this order."""
+
+    resized: tuple[int, int]
+    """Height and width that the whole image is resized to."""
+    top: int
+    left: int
+    """The pixel of the resized image that becomes the frame's first one."""
+    frame: tuple[int, int]
+    """Height and width of the result; pixels beyond the image are padding."""
+    flip: bool
+
+
+def placement(
+    config: DetectionAugmentConfig, key: tuple[int, int, int], height: int, width: int
+) -> Placement:
+    """Draw what happens to an image of ``height`` and ``width``; ``key`` is (seed, epoch, index)."""
+    seed, epoch, index = key
+    u = uniform(draw(random_keys(seed, _DETECTION, epoch, index), np.arange(5))).tolist()
+    flip = u[_FLIP] < config.flip
+    if config.scales is None:
+        shorter = config.shorter[int(u[_SHORTER] * len(config.shorter))]
+        scale = min(shorter / min(height, width), config.longer / max(height, width))
+        # a whisker more: 480 * (800 / 480) is 799.9999… in floats
+        size = (max(1, math.floor(height * scale + 1e-6)), max(1, math.floor(width * scale + 1e-6)))
+        return Placement(resized=size, top=0, left=0, frame=size, flip=flip)
+    low, high = config.scales
+    scale = (low + u[_SCALE] * (high - low)) * config.canvas / max(height, width)
+    size = (max(1, round(height * scale)), max(1, round(width * scale)))
+    top, left = (
+        int(u[n] * (max(side - config.canvas, 0) + 1)) for n, side in zip((_TOP, _LEFT), size, strict=True)
+    )
+    return Placement(resized=size, top=top, left=left, frame=(config.canvas, config.canvas), flip=flip)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectionExample:
+    """An image and its objects in the new frame."""
+
+    image: Pixels
+    """uint8 ``[H, W, 3]``; padding is 0."""
+    image_id: int
+    original_size: tuple[int, int]
+    """Height and width that the annotations of the file are for."""
+    boxes: npt.NDArray[np.float32]
+    """x1, y1, x2, y2 in pixels, cut at the frame, ``[N, 4]``."""
+    categories: npt.NDArray[np.int64]
+    """Category ids ``[N]``."""
+    crowds: npt.NDArray[np.bool_]
+    """``[N]``."""
+    masks: list[Rle | None]
+    """Run lengths in the frame; ``None`` for an object that has no mask."""
+
+
+def transformed(pixels: Pixels, extra: Bytes, place: Placement) -> DetectionExample:
+    """Return the image and the objects of ``extra`` (``KEY.json``) as ``place`` says.
+
+    Objects of which the frame shows less than a pixel are left out.
+
+    Raises:
+        ShoalError: the annotations are for an image of another shape, or are damaged.
+    """
+    try:
+        tree = json.loads(bytes(extra))
+        height, width, objects = tree["height"], tree["width"], tree["annotations"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ShoalError(
+            f"annotations of an image cannot be read ({error}); prepare the images again"
+        ) from None
+    # an image may have become smaller when it was prepared, to whole pixels
+    if abs(pixels.shape[0] / height - pixels.shape[1] / width) * max(height, width) > 2:
+        raise ShoalError(
+            f"image {tree['image_id']} has {pixels.shape[1]} x {pixels.shape[0]} pixels, but its annotations "
+            f"are for {width} x {height}; was it turned? Prepare matching images and annotations"
+        )
+    boxes = np.array([one["bbox"] for one in objects], dtype=np.float64).reshape(-1, 4)
+    boxes = placed_boxes(boxes, (height, width), place)
+    seen = ((boxes[:, 2:] - boxes[:, :2]) >= _LEAST_PIXELS).all(axis=1)
+    masks = [placed_mask(one["segmentation"], (height, width), place) for one in objects]
+    seen &= [mask is None or mask_library().area([mask])[0] > 0 for mask in masks]
+    chosen = np.flatnonzero(seen).tolist()
+    return DetectionExample(
+        image=placed_pixels(pixels, place),
+        image_id=int(tree["image_id"]),
+        original_size=(height, width),
+        boxes=boxes[chosen].astype(np.float32),
+        categories=np.array([objects[n]["category_id"] for n in chosen], dtype=np.int64),
+        crowds=np.array([objects[n]["iscrowd"] for n in chosen], dtype=np.bool_),
+        masks=[masks[n] for n in chosen],
+    )
+
+
+class DetectionTransform:
+    """Decodes, places and returns an image with its objects. Picklable."""
+
+    def __init__(self, config: DetectionAugmentConfig) -> None:
+        self.config = config
+
+    def __call__(self, encoded_image: Bytes, extra: Bytes, key: tuple[int, int, int]) -> DetectionExample:
+        """Return the example; ``key`` is (seed, epoch, index) of its draws.
+
+        Raises:
+            ShoalError: the image or its annotations cannot be read, or do not belong together.
+        """
+        pixels = decode(encoded_image)
+        height, width = pixels.shape[:2]
+        return transformed(pixels, extra, placement(self.config, key, height, width))
+
+
+def placed_pixels(pixels: Pixels, place: Placement) -> Pixels:
+    """Return the pixels of the frame, uint8 ``[H, W, 3]``."""
+    whole = resized(pixels, None, *place.resized)
+    height, width = place.frame
+    part = whole[place.top : place.top + height, place.left : place.left + width]
+    out = part
+    if part.shape[:2] != place.frame:
+        out = np.zeros((height, width, 3), dtype=np.uint8)
+        out[: part.shape[0], : part.shape[1]] = part
+    return np.ascontiguousarray(out[:, ::-1]) if place.flip else out
+
+
+def placed_boxes(
+    boxes: npt.NDArray[np.float64], size: tuple[int, int], place: Placement
+) -> npt.NDArray[np.float64]:
+    """Return x1, y1, x2, y2 in the frame, cut at it, of x, y, width, height in an image of ``size``."""
+    scale = np.array([place.resized[1] / size[1], place.resized[0] / size[0]])
+    low = boxes[:, :2] * scale - (place.left, place.top)
+    high = (boxes[:, :2] + boxes[:, 2:]) * scale - (place.left, place.top)
+    limit = np.minimum(place.frame, (place.resized[0] - place.top, place.resized[1] - place.left))[::-1]
+    low, high = low.clip(0, limit), high.clip(0, limit)
+    if place.flip:
+        low[:, 0], high[:, 0] = place.frame[1] - high[:, 0], place.frame[1] - low[:, 0]
+    return np.concatenate([low, high], axis=1)
+
+
+def placed_mask(segmentation: Any, size: tuple[int, int], place: Placement) -> Rle | None:
+    """Return the mask in the frame as run lengths, ``None`` where there is none.
+
+    Polygons are moved and then rasterised. Run lengths are sampled at the middle of each new pixel.
+
+    Raises:
+        ShoalError: run lengths are damaged.
+    """
+    if not segmentation:
+        return None
+    height, width = place.frame
+    if isinstance(segmentation, list):
+        polygons = [
+            _placed_polygon(np.asarray(points, dtype=np.float64), size, place) for points in segmentation
+        ]
+        library = mask_library()
+        return dict(library.merge(library.frPyObjects(polygons, height, width)))
+    rle = as_compressed(segmentation, *size)
+    if rle is None:
+        raise ShoalError("the run lengths of a mask are damaged; prepare the images again")
+    rows, columns = (
+        _sources(first, count, resized_side, side)
+        for first, count, resized_side, side in zip(
+            (place.top, place.left), place.frame, place.resized, size, strict=True
+        )
+    )
+    mask = np.zeros((height, width), dtype=np.uint8)
+    part = bitmaps([rle], *size)[0][rows[:, None], columns]
+    mask[: len(rows), : len(columns)] = part
+    return encoded((mask[:, ::-1] if place.flip else mask)[None])[0]
+
+
+def _placed_polygon(points: npt.NDArray[np.float64], size: tuple[int, int], place: Placement) -> list[float]:
+    x = points[0::2] * (place.resized[1] / size[1]) - place.left
+    y = points[1::2] * (place.resized[0] / size[0]) - place.top
+    x = place.frame[1] - x if place.flip else x
+    flat: list[float] = np.stack([x, y], axis=1).ravel().tolist()
+    return flat
+
+
+def _sources(first: int, count: int, resized_side: int, side: int) -> npt.NDArray[np.int64]:
+    """Return which pixel of the original each pixel of the frame shows, along one side; padding has none."""
+    at = np.arange(first, min(first + count, resized_side))
+    return ((at + 0.5) * (side / resized_side)).astype(np.int64).clip(0, side - 1)

@@ -1,0 +1,91 @@
+"""``shoal prepare coco``: from images and annotations to shards that are read again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli.app import app
+from shoal.data.coco.annotations import read_annotations
+from shoal.data.coco.results import KINDS
+from shoal.data.coco.source import read_categories
+from shoal.data.coco.transform import DetectionAugmentConfig, DetectionTransform
+from shoal.data.images.shards import ImageShards
+from shoal.env import test_data_dir as data_dir
+from shoal.errors import UsageError
+
+TINY = data_dir() / "coco_tiny100" / "tiny_coco"
+pytestmark = pytest.mark.skipif(not TINY.is_dir(), reason="SHOAL_TEST_DATA has no coco_tiny100")
+
+
+def files(split: str) -> tuple[Path, Path]:
+    return TINY / f"{split}2017", TINY / "annotations" / f"instances_{split}2017.json"
+
+
+def prepare(out: Path, images: Path, annotations: Path, *options: str) -> None:
+    command = ["prepare", "coco", "--images", images, "--annotations", annotations, "--out", out, *options]
+    app([*map(str, command), "--processes", "2"], result_action="return_value", exit_on_error=False)
+
+
+def test_shards_of_coco(tmp_path: Path) -> None:
+    images, annotations = files("train")
+    other_images, other_annotations = files("val")
+    out = tmp_path / "out"
+    options = ["--validation-images", str(other_images), "--validation-annotations", str(other_annotations)]
+    prepare(out, images, annotations, *options, "--shard-bytes", "4000000")
+    assert KINDS == ("bbox", "segm")
+    transform = DetectionTransform(DetectionAugmentConfig(shorter=(160,), longer=300))
+    for split, path in (("train", annotations), ("validation", other_annotations)):
+        truth = read_annotations(path)
+        shards = ImageShards(out, split)
+        seen = set()
+        for number in range(len(shards)):
+            tree = json.loads(bytes(shards.extra(number)))
+            image = truth.images[tree["image_id"]]
+            seen.add(image.id)
+            assert (image.width, image.height) == (tree["width"], tree["height"])
+            assert shards.sizes[number].tolist() == [image.width, image.height]
+            assert (
+                bytes(shards.read(number))
+                == (path.parents[1] / f"{path.stem[10:]}" / image.file_name).read_bytes()
+            )
+            found = [(one["id"], one["category_id"], one["bbox"]) for one in tree["annotations"]]
+            assert found == [(o.id, o.category_id, list(o.box)) for o in truth.objects[image.id]]
+            if number < 5:
+                example = transform(shards.read(number), shards.extra(number), (1, 0, number))
+                assert min(example.image.shape[:2]) <= 160
+                assert len(example.boxes) == len(example.masks) <= len(found)
+        empty = {n for n, found in truth.objects.items() if all(o.is_crowd for o in found)}
+        assert seen == truth.images.keys() - (empty if split == "train" else set())
+        assert read_categories(out) == truth.categories
+
+
+def changed(path: Path, tmp_path: Path, values: dict[str, Any]) -> Path:
+    tree = json.loads(path.read_bytes())
+    tree["annotations"][0].update(values)
+    (tmp_path / "changed.json").write_text(json.dumps(tree))
+    return tmp_path / "changed.json"
+
+
+def test_bad_annotations_are_refused_or_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images, annotations = files("val")
+    bad = changed(annotations, tmp_path, {"bbox": [1, 2, 0, 5]})
+    with pytest.raises(
+        UsageError, match=r"changed.json: annotations\[0\] .* box has no area inside its image"
+    ):
+        prepare(tmp_path / "out", images, bad)
+    prepare(tmp_path / "out", images, bad, "--on-bad", "skip")
+    assert "1 an annotation whose box has no area inside its image" in capsys.readouterr().err
+
+
+def test_missing_image_and_half_a_validation_set(tmp_path: Path) -> None:
+    images, annotations = files("val")
+    with pytest.raises(UsageError, match=r"images\[0\] .* is an image whose file is missing: "):
+        prepare(tmp_path / "out", tmp_path, annotations)
+    with pytest.raises(UsageError, match="belong together; give both or none"):
+        prepare(tmp_path / "out", images, annotations, "--validation-images", str(images))
+    with pytest.raises(UsageError, match=r"categories.json is missing"):
+        read_categories(tmp_path)

@@ -1,0 +1,269 @@
+"""What is wrong in files of annotations and results: a clear refusal, or a counted skip."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_coco import made_results, made_truth, write
+
+from shoal.cli.app import app
+from shoal.data.coco import json_stream
+from shoal.data.coco.annotations import CocoAnnotations, read_annotations
+from shoal.data.coco.json_stream import top_level_entries
+from shoal.data.coco.results import read_results, write_results
+from shoal.errors import UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # pycocotools
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def first(tree: dict[str, Any], **values: Any) -> None:
+    tree["annotations"][0].update(values)
+
+
+def another(tree: dict[str, Any], key: str) -> None:
+    tree[key].append(copy.deepcopy(tree[key][0]))
+
+
+def an_rle(size: list[int], counts: Any) -> dict[str, Any]:
+    return {"size": size, "counts": counts}
+
+
+BAD_ENTRIES: dict[str, tuple[Change, str]] = {
+    "doubled annotation": (
+        lambda t: another(t, "annotations"),
+        "an annotation whose id another one has: id 40",
+    ),
+    "doubled image": (lambda t: another(t, "images"), "an image whose id another one has: id 100"),
+    "doubled category": (lambda t: another(t, "categories"), "a category whose id another one has: id 8"),
+    "no such image": (lambda t: first(t, image_id=5), "an annotation of an image that is not in the file"),
+    "no such category": (lambda t: first(t, category_id=5), "an annotation of a category that is not in"),
+    "box of no area": (lambda t: first(t, bbox=[3, 4, 0, 5]), "whose box has no area inside its image"),
+    "box outside": (lambda t: first(t, bbox=[70, 4, 9, 5]), r"inside its image: \[70.0, 4.0, 9.0, 5.0\] in"),
+    "box of text": (lambda t: first(t, bbox=["1", 2, 3, 4]), "whose bbox is not 4 finite numbers"),
+    "box of three": (lambda t: first(t, bbox=[1, 2, 3]), "whose bbox is not 4 finite numbers"),
+    "box of NaN": (lambda t: first(t, bbox=[1, 2, 3, float("nan")]), "whose bbox is not 4 finite numbers"),
+    "area of text": (lambda t: first(t, area="big"), "whose area is no finite number: 'big'"),
+    "crowd of two": (lambda t: first(t, iscrowd=2), "whose iscrowd is neither 0 nor 1: 2"),
+    "id of text": (lambda t: first(t, id="x"), "an entry whose id is no whole number: 'x'"),
+    "polygon of two": (
+        lambda t: first(t, segmentation=[[1, 2, 3, 4]]),
+        "polygons are not lists of at least 3",
+    ),
+    "run lengths short": (lambda t: first(t, segmentation=an_rle([50, 60], [5, 5])), "do not fill the image"),
+    "run lengths turned": (
+        lambda t: first(t, segmentation=an_rle([60, 50], [3000])),
+        "for another size than",
+    ),
+    "run lengths below 0": (
+        lambda t: first(t, segmentation=an_rle([50, 60], [-1])),
+        "run lengths are not COCO's",
+    ),
+    "run lengths of what": (
+        lambda t: first(t, segmentation=an_rle([50, 60], "é")),
+        "run lengths are not COCO's",
+    ),
+    "image of no size": (lambda t: t["images"][-1].update(width=0), "an image without a size"),
+    "entry of text": (lambda t: t["annotations"].append("dog"), "an entry that is no object: 'dog'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ENTRIES)
+def test_bad_annotations(name: str, tmp_path: Path) -> None:
+    change, rule = BAD_ENTRIES[name]
+    truth = made_truth(1)
+    whole = read_annotations(write(tmp_path / "good.json", truth))
+    change(truth)
+    path = write(tmp_path / "bad.json", truth)
+    with pytest.raises(
+        UsageError, match=rf"^{path}: (annotations|images|categories)\[\d+\].* is .*{rule}.*skip"
+    ):
+        read_annotations(path)
+    skipped = read_annotations(path, on_bad="skip")
+    assert sum(skipped.bad.counts.values()) == 1
+    (line,) = skipped.bad.lines()
+    assert line.startswith(f"{path}: 1 a")
+    gone = 0 if name in ("doubled annotation", "doubled image", "doubled category", "entry of text") else 1
+    if name == "image of no size":  # the last image, which has no object
+        assert len(skipped.images) == len(whole.images) - 1
+        gone = 0
+    assert skipped.num_objects == whole.num_objects - gone
+
+
+def test_odd_boxes_can_be_kept(tmp_path: Path) -> None:
+    truth = made_truth(1)
+    first(truth, bbox=[70, 4, 0, 5])
+    kept = read_annotations(write(tmp_path / "odd.json", truth), boxes="keep")
+    assert kept.num_objects == len(truth["annotations"])
+    assert not kept.bad.counts
+
+
+def test_annotations_as_they_are(tmp_path: Path) -> None:
+    truth = made_truth(4)
+    found = read_annotations(write(tmp_path / "truth.json", truth))
+    assert list(found.images) == [image["id"] for image in truth["images"]]
+    assert list(found.categories.items()) == [(3, "hen"), (7, "fox"), (8, "egg")]
+    assert found.labels == {3: 1, 7: 2, 8: 3}
+    assert found.objects[truth["images"][-1]["id"]] == ()
+    for image, objects in found.objects.items():
+        wanted = [one for one in truth["annotations"] if one["image_id"] == image]
+        assert [(o.id, o.category_id, list(o.box), o.is_crowd) for o in objects] == [
+            (w["id"], w["category_id"], w["bbox"], bool(w["iscrowd"])) for w in wanted
+        ]
+        for one, want in zip(objects, wanted, strict=True):
+            shape = one.segmentation
+            assert isinstance(shape, tuple | dict)
+            lists = [polygon.tolist() for polygon in shape] if isinstance(shape, tuple) else shape
+            assert lists == want["segmentation"]
+
+
+NOT_COCO = {
+    "": "the file is empty",
+    "  \n": "the file is empty",
+    "hello": "begins with 'h'",
+    "[]": "an array; that is the form of COCO results",
+    "{}": "has no key 'images'",
+    '{"images": [], "annotation": [], "categories": []}': "Did you mean 'annotation'",
+    '{"images": [], "annotations": [], "categories": []}': "holds no image",
+    '{"images": {}, "annotations": [], "categories": []}': "'images' is no array",
+    '{"images": [], "images": []}': "the key 'images' is there twice",
+    '{"infos_": [1 2]}': "line 1, character 14: is not JSON: ',' is expected",
+    '{"info": [{"id": 1},\n {"id": ]}': "line 2, .*is not JSON: Expecting value",
+    '{"images": [': "at its end: is not JSON",
+    '{"images": []} x': "text follows after the end",
+    "[[[" * 200_000: "nested too deeply",
+}
+
+
+@pytest.mark.parametrize("text", NOT_COCO, ids=range(len(NOT_COCO)))
+def test_files_that_are_not_coco(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=NOT_COCO[text]) as caught:
+        read_annotations(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        read_annotations(tmp_path / "none.json")
+    (tmp_path / "latin.json").write_bytes(b'{"images": ["\xe9"]}')
+    with pytest.raises(UsageError, match="is not UTF-8"):
+        read_annotations(tmp_path / "latin.json")
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 64])
+def test_entries_do_not_depend_on_the_window(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = {"a": [1234, -5.5e-30, "x,]", {"b": [1, {}]}], "n": 120, "é\n": [], "o": {"p": [7]}, "t": True}
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(tree, indent=1), encoding="utf-8")
+    monkeypatch.setattr(json_stream, "_BLOCK_CHARS", block)
+    assert list(top_level_entries(path)) == [
+        ("a", 0, 1234),
+        ("a", 1, -5.5e-30),
+        ("a", 2, "x,]"),
+        ("a", 3, {"b": [1, {}]}),
+        ("n", None, 120),
+        ("é\n", None, []),
+        ("o", None, {"p": [7]}),
+        ("t", None, True),
+    ]
+    path.write_text("[10, 20\n, 30]", encoding="utf-8")
+    assert [value for _, _, value in top_level_entries(path)] == [10, 20, 30]
+
+
+# ---- results --------------------------------------------------------------------------------------------
+
+BAD_RESULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown image": ({"image_id": 5}, "a result for an image that is not in the ground truth: 5"),
+    "unknown category": ({"category_id": 5}, "a result of a category that is not in the ground truth: 5"),
+    "no score": ({"score": None}, "a result whose score is no finite number: None"),
+    "endless score": ({"score": float("inf")}, "a result whose score is no finite number: inf"),
+    "neither": ({"bbox": [], "segmentation": None}, "a result with neither bbox nor segmentation"),
+    "box of less": ({"bbox": [1, 2, -3, 4]}, "a result whose bbox is not x, y, width, height"),
+    "mask of another size": (
+        {"segmentation": an_rle([9, 9], "P1")},
+        "a result whose mask is for another size than the image's",
+    ),
+    "damaged mask": ({"segmentation": "abc"}, "a result whose segmentation is not COCO's: 'abc'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_RESULTS)
+def test_bad_results(name: str, tmp_path: Path) -> None:
+    values, rule = BAD_RESULTS[name]
+    annotations, results = a_truth(tmp_path)
+    results[3].update(values)
+    path = write(tmp_path / "results.json", results)
+    with pytest.raises(UsageError, match=rf"^{path}: \[3\] is {rule}"):
+        read_results([path], annotations)
+    found = read_results([path], annotations, on_bad="skip")
+    assert sum(found.bad[0].counts.values()) == 1
+    kept = sum(len(one) for kinds in found.detections.values() for one in kinds.values())
+    assert kept == 2 * len(results) - (1 if name.startswith(("box", "mask", "damaged")) else 2)
+
+
+def a_truth(folder: Path) -> tuple[CocoAnnotations, list[dict[str, Any]]]:
+    truth = made_truth(1)
+    return read_annotations(write(folder / "truth.json", truth)), made_results(truth, 2)
+
+
+def test_run_lengths_beyond_the_image(tmp_path: Path) -> None:
+    annotations, results = a_truth(tmp_path)
+    shape = results[0]["segmentation"]
+    for counts in ("o" * 9, shape["counts"] + "000", [5000]):
+        results[0]["segmentation"] = {**shape, "counts": counts}
+        with pytest.raises(UsageError, match="segmentation is not COCO's"):
+            read_results([write(tmp_path / "r.json", results)], annotations)
+
+
+def test_an_image_in_two_files(tmp_path: Path) -> None:
+    annotations, results = a_truth(tmp_path)
+    paths = [write(tmp_path / "a.json", results[:9]), write(tmp_path / "b.json", results[8:])]
+    with pytest.raises(
+        UsageError, match=r"b.json: .* of which another file holds results: image_id \d+, in "
+    ):
+        read_results(paths, annotations)
+    images = {one["image_id"] for one in results[:9]}
+    found = read_results(paths, annotations, on_bad="skip")
+    assert sum(map(len, found.detections["bbox"].values())) == 9 + sum(
+        one["image_id"] not in images for one in results[8:]
+    )
+
+
+def test_results_that_are_annotations(tmp_path: Path) -> None:
+    annotations, _ = a_truth(tmp_path)
+    with pytest.raises(UsageError, match="is an object with the key 'info'; results of COCO are an array"):
+        read_results([tmp_path / "truth.json"], annotations)
+
+
+def test_written_results_are_read_again(tmp_path: Path) -> None:
+    annotations, results = a_truth(tmp_path)
+    write_results(tmp_path / "out.json", results)
+    assert json.loads((tmp_path / "out.json").read_text()) == results
+    assert read_results([tmp_path / "out.json"], annotations).detections.keys() == {"bbox", "segm"}
+
+
+def test_command_tells_what_it_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, results = a_truth(tmp_path)
+    results[0]["image_id"] = 5
+    path, out = write(tmp_path / "results.json", results), tmp_path / "out.json"
+    command = ["evaluate", "coco", "--annotations", str(tmp_path / "truth.json"), "--results", str(path)]
+    app([*command, "--on-bad", "skip", "--json", str(out)], result_action="return_value")
+    printed = capsys.readouterr()
+    assert f"{path}: 1 a result for an image that is not in the ground truth ([0])" in printed.err
+    assert printed.out.count(" = ") == 24
+    tree = json.loads(out.read_text())
+    assert tree["skipped"] == {str(path): {"a result for an image that is not in the ground truth": 1}}
+    assert [one["name"] for one in tree["by_category"]] == ["hen", "fox", "egg"]
+    with pytest.raises(UsageError, match="no result that can be scored"):
+        write(path, [])
+        app(command, result_action="return_value", exit_on_error=False)
