@@ -7,6 +7,8 @@ from typing import Literal
 
 from cyclopts import App
 
+from shoal.errors import UsageError
+
 prepare = App(name="prepare", help="Turn raw data into shards that training reads.")
 
 
@@ -79,7 +81,7 @@ def prepare_images(
     source: Path,
     /,
     *,
-    out: Path,
+    out: Path | None = None,
     resize: int = 0,
     quality: int = 90,
     validation: float | None = None,
@@ -100,7 +102,7 @@ def prepare_images(
         A folder with train/CLASS/ and val/CLASS/ (or validation/, test/), a folder of class folders, or the
         folder of ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar.
     out
-        Directory for shards and manifest.
+        Directory for shards and manifest; needed unless it is a dry run.
     resize
         Make images smaller whose shorter side has more pixels than this (480, say); 0 leaves sizes alone.
     quality
@@ -128,6 +130,8 @@ def prepare_images(
     from shoal.data.images.dry_run import dry_run as try_out
     from shoal.data.images.open_source import open_source
 
+    if out is None and not dry_run:
+        raise UsageError("--out is missing: the directory for shards and manifest")
     config = images.ImagePrepareConfig(
         resize=resize,
         quality=quality,
@@ -138,7 +142,79 @@ def prepare_images(
         overwrite=overwrite,
     )
     found = open_source(source, validation=validation, seed=seed, ground_truth=ground_truth, synsets=synsets)
-    if dry_run:
+    if out is None or dry_run:
         print("\n".join([found.description, *found.remarks, *try_out(found, config).lines()]))
     else:
         images.prepare_images(found, out, config=config)
+
+
+@prepare.command(name="coco")
+def prepare_coco(
+    *,
+    images: Path,
+    annotations: Path,
+    out: Path,
+    validation_images: Path | None = None,
+    validation_annotations: Path | None = None,
+    keep_empty: bool = False,
+    resize: int = 0,
+    quality: int = 90,
+    shard_bytes: int = 128 << 20,
+    on_bad: Literal["refuse", "skip"] = "refuse",
+    seed: int = 0,
+    processes: int = 0,
+    overwrite: bool = False,
+) -> None:
+    """Turn COCO's images and annotations into image shards. Run it again to continue after a stop or a crash.
+
+    Parameters
+    ----------
+    images
+        Folder of the images to train on, like train2017.
+    annotations
+        Their annotations, like instances_train2017.json.
+    out
+        Directory for shards, manifest and categories.
+    validation_images
+        Folder of the images to score on, like val2017.
+    validation_annotations
+        Their annotations, like instances_val2017.json.
+    keep_empty
+        Train on images without objects, too.
+    resize
+        Make images smaller whose shorter side has more pixels than this; 0 leaves sizes alone.
+    quality
+        JPEG quality of what has to be encoded again, 1 to 95.
+    shard_bytes
+        Bytes of source images that make one shard, about.
+    on_bad
+        Stop at an annotation or image that cannot be used, or skip and count such.
+    seed
+        Another seed puts the images into another order.
+    processes
+        Worker processes; 0: one a core. The result does not depend on it.
+    overwrite
+        Remove what an earlier preparation wrote there, and begin anew.
+    """
+    from shoal.data.coco.source import CocoSource, CocoSplit
+    from shoal.data.coco.source import prepare_coco as prepare_split
+    from shoal.data.images.prepare import ImagePrepareConfig
+
+    config = ImagePrepareConfig(
+        resize=resize,
+        quality=quality,
+        shard_bytes=shard_bytes,
+        on_bad=on_bad,
+        seed=seed,
+        processes=processes,
+        overwrite=overwrite,
+    )
+    validation = None
+    if validation_images and validation_annotations:
+        validation = CocoSplit(validation_images, validation_annotations)
+    elif validation_images or validation_annotations:
+        raise UsageError(
+            "--validation-images and --validation-annotations belong together; give both or none"
+        )
+    source = CocoSource(CocoSplit(images, annotations), validation, on_bad=on_bad, keep_empty=keep_empty)
+    prepare_split(source, out, config=config)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from shoal.data.coco.annotations import Rle
 from shoal.data.coco.library import mask_library
-from shoal.data.coco.masks import as_compressed, bitmaps, encoded
+from shoal.data.coco.masks import areas, as_compressed, bitmaps, encoded
 from shoal.data.images.places import Bytes
 from shoal.data.images.transform import decode, resized
 from shoal.decide.draws import draw, random_keys, uniform
@@ -141,10 +141,9 @@ def transformed(pixels: Pixels, extra: Bytes, place: Placement) -> DetectionExam
         )
     boxes = np.array([one["bbox"] for one in objects], dtype=np.float64).reshape(-1, 4)
     boxes = placed_boxes(boxes, (height, width), place)
-    seen = ((boxes[:, 2:] - boxes[:, :2]) >= _LEAST_PIXELS).all(axis=1)
+    large = ((boxes[:, 2:] - boxes[:, :2]) >= _LEAST_PIXELS).all(axis=1).tolist()
     masks = [placed_mask(one["segmentation"], (height, width), place) for one in objects]
-    seen &= [mask is None or mask_library().area([mask])[0] > 0 for mask in masks]
-    chosen = np.flatnonzero(seen).tolist()
+    chosen = [n for n, mask in enumerate(masks) if large[n] and (mask is None or areas([mask])[0])]
     return DetectionExample(
         image=placed_pixels(pixels, place),
         image_id=int(tree["image_id"]),
