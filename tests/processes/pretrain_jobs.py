@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,20 +26,25 @@ from shoal.models.t5_config import T5ModelConfig
 from shoal.recipes.albert.config import AlbertPretrainConfig, DataConfig
 from shoal.recipes.bert.config import BertPretrainConfig, PhaseConfig
 from shoal.recipes.bert.config import DataConfig as BertDataConfig
+from shoal.recipes.resnet.config import ResNetTrainConfig
+from shoal.recipes.resnet.score import Scoring
 from shoal.recipes.t5.config import DataConfig as T5DataConfig
 from shoal.recipes.t5.config import T5OptimConfig, T5PretrainConfig
 from shoal.record import Step, read_record
 from shoal.train.config import LoopConfig, OptimConfig, OptimizerConfig, RunConfig, TrainConfig
 
-AnyConfig = AlbertPretrainConfig | BertPretrainConfig | T5PretrainConfig
-Config = TypeVar("Config", AlbertPretrainConfig, BertPretrainConfig, T5PretrainConfig)
+AnyConfig = AlbertPretrainConfig | BertPretrainConfig | T5PretrainConfig | ResNetTrainConfig
+Config = TypeVar("Config", AlbertPretrainConfig, BertPretrainConfig, T5PretrainConfig, ResNetTrainConfig)
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "torch._dynamo",
+        "torchvision.io",
+        "torchvision.transforms.v2.functional",
         "shoal.recipes.albert.pretrain",
         "shoal.recipes.bert.pretrain",
+        "shoal.recipes.resnet.train",
         "shoal.recipes.t5.pretrain",
     ]
 )
@@ -117,7 +123,7 @@ def small_config(text: Path, run_dir: Path, **changes: Any) -> AlbertPretrainCon
             checkpoint_frequency=3,
         ),
     )
-    return _changed(config, changes)
+    return changed(config, changes)
 
 
 def small_bert_config(text: Path, run_dir: Path, **changes: Any) -> BertPretrainConfig:
@@ -159,7 +165,7 @@ def small_bert_config(text: Path, run_dir: Path, **changes: Any) -> BertPretrain
             checkpoint_frequency=3,
         ),
     )
-    return _changed(config, changes)
+    return changed(config, changes)
 
 
 def small_t5_config(text: Path, run_dir: Path, **changes: Any) -> T5PretrainConfig:
@@ -180,10 +186,10 @@ def small_t5_config(text: Path, run_dir: Path, **changes: Any) -> T5PretrainConf
             checkpoint_frequency=3,
         ),
     )
-    return _changed(config, changes)
+    return changed(config, changes)
 
 
-def _changed(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
+def changed(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
     for section, values in changes.items():
         config = replace(config, **{section: replace(getattr(config, section), **values)})  # type: ignore[type-var]
     return config
@@ -191,11 +197,20 @@ def _changed(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
 
 def start(config: AnyConfig, num_workers: int) -> list[BaseProcess]:
     """Start the workers of a job."""
+    return _start(_work, config, num_workers)
+
+
+def score(what: Scoring, num_workers: int) -> list[int | None]:
+    """Score a network and return the workers' exit codes."""
+    return wait(_start(_score, what, num_workers))
+
+
+def _start(target: Callable[..., None], what: Any, num_workers: int) -> list[BaseProcess]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = [
-        _context.Process(target=_work, args=(config, rank, num_workers, port)) for rank in range(num_workers)
+        _context.Process(target=target, args=(what, rank, num_workers, port)) for rank in range(num_workers)
     ]
     for process in processes:
         process.start()
@@ -262,6 +277,7 @@ def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
 
     from shoal.recipes.albert.pretrain import pretrain as pretrain_albert
     from shoal.recipes.bert.pretrain import pretrain as pretrain_bert
+    from shoal.recipes.resnet.train import train as train_resnet
     from shoal.recipes.t5.pretrain import pretrain as pretrain_t5
 
     torch.set_num_threads(1)
@@ -269,11 +285,26 @@ def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
     config.run.dir.mkdir(parents=True, exist_ok=True)
     log = (config.run.dir / f"worker-{rank}.log").open("a")
     os.dup2(log.fileno(), sys.stderr.fileno())
-    place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
-    joined = Joined(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
+    joined = _joined(rank, num_workers, port)
     if isinstance(config, T5PretrainConfig):
         run_worker(lambda: pretrain_t5(config, joined, ["test"]))
+    elif isinstance(config, ResNetTrainConfig):
+        run_worker(lambda: train_resnet(config, joined, ["test"]))
     elif isinstance(config, BertPretrainConfig):
         run_worker(lambda: pretrain_bert(config, joined, ["test"]))
     else:
         run_worker(lambda: pretrain_albert(config, joined, ["test"]))
+
+
+def _score(what: Scoring, rank: int, num_workers: int, port: int) -> None:
+    import torch
+
+    from shoal.recipes.resnet.score import score
+
+    torch.set_num_threads(1)
+    run_worker(lambda: score(what, _joined(rank, num_workers, port)))
+
+
+def _joined(rank: int, num_workers: int, port: int) -> Joined:
+    place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
+    return Joined(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")

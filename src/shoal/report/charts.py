@@ -30,6 +30,7 @@ MAX_AREAS = 80
 MAX_TICKS = 60
 """Checkpoints up to which each gets a tick on the curves; more would be one thick line."""
 _OPTIMIZER_STEP = "optimizer step"
+_EPOCH = "epoch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,24 @@ class Chart:
     svg: str
     keys: Sequence[Key]
     notes: Sequence[str]
+
+
+def by_epoch(runs: Sequence[Run]) -> bool:
+    """Whether the x axis is the epoch: where all runs are defined in epochs, whatever their batches."""
+    return all(run.start.epoch_samples > 0 for run in runs)
+
+
+def _x(runs: Sequence[Run], run: Run, step: float) -> float:
+    """Return where a step of a run lies on the x axis."""
+    if not by_epoch(runs):
+        return float(step)
+    return step * run.start.global_batch_size / run.start.epoch_samples
+
+
+def _placed(
+    runs: Sequence[Run], run: Run, points: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    return [(_x(runs, run, step), value) for step, value in points]
 
 
 def curve_charts(runs: Sequence[Run]) -> list[Chart]:
@@ -81,7 +100,7 @@ def _metric_chart(runs: Sequence[Run], name: str, splits: Sequence[str]) -> Char
             if name == "loss" or name in row.metrics
         ]
         if points:
-            lines += _training_lines(points, colour)
+            lines += _training_lines(_placed(runs, run, points), colour)
             keys.append(_key(colour, "━", _owner(runs, run, "training")))
             notes += _notes(runs, run, points)
         for place, split in enumerate(splits):
@@ -92,7 +111,7 @@ def _metric_chart(runs: Sequence[Run], name: str, splits: Sequence[str]) -> Char
             ]
             if scores:
                 marker = _MARKERS[place % len(_MARKERS)]
-                lines.append(Line(series=finite(scores), colour=colour, dots=marker))
+                lines.append(Line(series=finite(_placed(runs, run, scores)), colour=colour, dots=marker))
                 keys.append(_key(colour, _SYMBOLS[marker], _owner(runs, run, split)))
     if not lines:
         return None
@@ -113,7 +132,7 @@ def _step_chart(runs: Sequence[Run], title: str, unit: str, value: Callable[[Ste
         points = [(float(row.step), value(row)) for row in run.steps]
         if points:
             colour = plots.run_colour(index)
-            lines.append(Line(series=thin(finite(points)), colour=colour))
+            lines.append(Line(series=thin(finite(_placed(runs, run, points))), colour=colour))
             keys.append(_key(colour, "━", run.name))
             notes += _notes(runs, run, points)
     if not lines:
@@ -137,13 +156,13 @@ def _chart(
     if top is not None:
         notes = [*notes, f"Axis cut at {words.number(top, 3)}; ▲ marks higher values."]
     axes = Axes(
-        description=f"{title} over the optimizer steps",
-        x_name=_OPTIMIZER_STEP,
+        description=f"{title} over the {'epochs' if by_epoch(runs) else 'optimizer steps'}",
+        x_name=_EPOCH if by_epoch(runs) else _OPTIMIZER_STEP,
         metric=metric,
-        last_x=max(run.last_step for run in runs),
+        last_x=max(_x(runs, run, run.last_step) for run in runs),
         log=log,
         top=top,
-        marks=[mark for index, run in enumerate(runs) for mark in _step_marks(run, index)],
+        marks=[mark for index, run in enumerate(runs) for mark in _step_marks(runs, run, index)],
         rules=rules,
     )
     unit = ", ".join(filter(None, [unit, "log scale" if log else ""]))
@@ -273,10 +292,11 @@ def _history(run: Run) -> Iterable[Resume | Stop]:
     return [row for row in run.rows if isinstance(row, Resume | Stop)]
 
 
-def _step_marks(run: Run, index: int) -> list[Mark]:
+def _step_marks(runs: Sequence[Run], run: Run, index: int) -> list[Mark]:
     ticks = run.checkpoints if len(run.checkpoints) <= MAX_TICKS else []
     rows = [*ticks, *_history(run)]
-    return [Mark(x=row.step, what=row.kind, colour=plots.run_colour(index)) for row in rows]
+    colour = plots.run_colour(index)
+    return [Mark(x=_x(runs, run, row.step), what=row.kind, colour=colour) for row in rows]
 
 
 def _owner(runs: Sequence[Run], run: Run, what: str) -> str:

@@ -144,6 +144,7 @@ def facts(runs: Sequence[Run]) -> list[Line]:
         ("samples", lambda run: f"{run.steps[-1].samples:,}" if run.steps else _MISSING),
         ("throughput", lambda run: words.rate(mean_rate(run), run.start.unit) if run.steps else _MISSING),
         ("step time", lambda run: words.milliseconds(mean_step_s(run)) if run.steps else _MISSING),
+        *([("scaling efficiency", lambda run: efficiency(runs, run))] if _num_worlds(runs) > 1 else []),
         ("global batch", global_batches),
         ("world", lambda run: world(run.start)),
         ("backend", lambda run: run.start.backend),
@@ -209,6 +210,20 @@ def skipped(run: Run) -> str:
     if not steps:
         return "none"
     return f"{run.num_skipped:,} (reported at step {words.ranges(steps)})"
+
+
+def _num_worlds(runs: Sequence[Run]) -> int:
+    return len({run.start.num_workers for run in runs})
+
+
+def efficiency(runs: Sequence[Run], run: Run) -> str:
+    """Return a run's rate a worker, relative to the run of the same recipe with the fewest workers."""
+    alike = [other for other in runs if other.start.recipe == run.start.recipe and other.steps]
+    base = min(alike, key=lambda other: other.start.num_workers, default=run)
+    if not run.steps or base.start.num_workers == run.start.num_workers:
+        return _MISSING
+    share = (mean_rate(run) / run.start.num_workers) / (mean_rate(base) / base.start.num_workers)
+    return f"{words.percent(share)} (from {words.plural(base.start.num_workers, 'worker')})"
 
 
 def _num_resumes(run: Run) -> int:

@@ -15,13 +15,15 @@ _METRICS = {
     "sop_accuracy": "Sentence-order accuracy",
     "nsp_loss": "Next-sentence loss",
     "nsp_accuracy": "Next-sentence accuracy",
+    "top1_accuracy": "Top-1 accuracy",
+    "top5_accuracy": "Top-5 accuracy",
     "span_loss": "Span-corruption loss",
     "span_accuracy": "Span-corruption accuracy",
 }
 _REFERENCES = {
     "mlm_loss": "unigram entropy",
     "span_loss": "unigrams, sentinels known",
-    **dict.fromkeys(("sop_loss", "sop_accuracy", "nsp_loss", "nsp_accuracy"), "chance"),
+    **dict.fromkeys(("sop_loss", "sop_accuracy", "nsp_loss", "nsp_accuracy", "top1_accuracy"), "chance"),
 }
 _PARTS = {"gradient_wait": "gradient wait"}
 _SPELT_OUT = {"mlm": "masked-LM", "sop": "sentence-order", "nsp": "next-sentence", "lr": "learning rate"}

@@ -73,6 +73,33 @@ def say_finished(run_dir: Path | None, step: int, total_steps: int, world: World
     return EXIT_OK
 
 
+def speed_line(run_dir: Path, world: World, unit: str) -> str:
+    """Return how fast the steps since the last start were, and which part was not waiting for other workers.
+
+    That part is what scaling costs nothing of: one worker alone has no other to wait for.
+    """
+    seconds = waited = samples = 0.0
+    before = 0
+    for row in record.read_record(run_dir):
+        if isinstance(row, record.Start):
+            seconds = waited = samples = 0.0
+            before = 0
+        elif isinstance(row, record.Resume):
+            before = row.step
+        elif isinstance(row, record.Step):
+            num_steps = row.step - before
+            seconds += num_steps * row.step_s
+            waited += num_steps * row.parts_s["gradient_wait"]
+            samples += num_steps * row.step_s * row.samples_per_s
+            before = row.step
+    if not seconds:
+        return "no step was done"
+    return (
+        f"{samples / seconds:,.0f} {unit}/s, {samples / seconds / world.num_workers:,.0f} a worker; "
+        f"{100 * (1 - waited / seconds):.1f} % of the time was not spent waiting for other workers"
+    )
+
+
 def leave(
     checkpointer: Checkpointer, step: int, state: Mapping[str, Any], stop: StopRequest, log: RunLog | None
 ) -> int:

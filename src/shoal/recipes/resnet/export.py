@@ -106,6 +106,8 @@ def read_export(directory: Path) -> Exported:
         raise UsageError(
             f"{directory} is neither a run nor an exported network: {Path(error.filename).name} is missing"
         ) from None
+    except ShoalError:
+        raise
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ShoalError(f"{directory} cannot be read: {' '.join(str(error).split())[:200]}") from None
     return Exported(

@@ -16,7 +16,7 @@ from shoal.train.progress import Progress
 from shoal.train.run_log import RunLog
 from shoal.train.signals import StopRequest
 from shoal.train.step import step_row
-from shoal.train.telling import report_checkpoints, start_row
+from shoal.train.telling import report_checkpoints, speed_line, start_row
 from shoal.train.window import Meter
 
 
@@ -114,6 +114,7 @@ def finish(job: Job, seconds: float, log: RunLog | None) -> int:
         log.evaluation(scores)
         directory = required(job.config.run.dir) / EXPORT
         write_export(exported(model, job.config, job.train_reader.shards.manifest.classes), directory)
+        log.say(speed_line(required(job.config.run.dir), job.world, job.plan.batch.unit))
         log.end(record.End(step=step, seconds=seconds, metrics=scores.metrics))
         right = round(scores.metrics[TOP1] * scores.num_samples)
         log.say(

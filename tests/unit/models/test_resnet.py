@@ -1,0 +1,82 @@
+"""Residual networks against torchvision's, and how their weights begin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.errors import UsageError
+from shoal.models.resnet import ResNet9, new_resnet
+from shoal.models.resnet_config import BLOCKS, BOTTLENECKED, ResNetConfig
+from shoal.optim.lamb import parameter_groups
+
+
+@pytest.mark.parametrize("network", sorted(BLOCKS))
+def test_names_and_shapes_are_torchvisions(network: str) -> None:
+    models = pytest.importorskip("torchvision.models")
+    with torch.device("meta"):
+        ours = new_resnet(ResNetConfig(network=network), 1_000)  # type: ignore[arg-type]
+        theirs = getattr(models, network)()
+    shapes = [{name: t.shape for name, t in model.state_dict().items()} for model in (ours, theirs)]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("network", ["resnet18", "resnet50"])
+def test_with_torchvisions_weights_the_logits_are_torchvisions(network: str) -> None:
+    models = pytest.importorskip("torchvision.models")
+    torch.manual_seed(0)
+    theirs = getattr(models, network)(num_classes=7).eval()
+    ours = new_resnet(ResNetConfig(network=network), 7).eval()  # type: ignore[arg-type]
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(2, 3, 65, 65)  # odd: strides in the wrong convolution would show
+    assert torch.equal(ours(images), theirs(images))
+
+
+@pytest.mark.parametrize("network", ["resnet18", "resnet50", "resnet9"])
+def test_each_residual_branch_begins_as_zero(network: str) -> None:
+    torch.manual_seed(0)
+    model = new_resnet(ResNetConfig(network=network), 5)  # type: ignore[arg-type]
+    zeros = [name for name, p in model.named_parameters() if name.endswith("weight") and not p.any()]
+    if network == "resnet9":
+        assert zeros == ["second_branch.2.weight", "fourth_branch.2.weight"]
+    else:
+        last = "bn3" if network in BOTTLENECKED else "bn2"
+        blocks = [f"layer{i + 1}.{j}" for i, num in enumerate(BLOCKS[network]) for j in range(num)]
+        assert zeros == [f"{block}.{last}.weight" for block in blocks]
+    model(torch.randn(4, 3, 32, 32)).square().sum().backward()
+    learn = dict(model.named_parameters())
+    assert all(learn[name].grad is not None and learn[name].grad.any() for name in zeros)  # type: ignore[union-attr]
+
+
+def test_weights_begin_by_hes_rule_on_what_goes_out() -> None:
+    torch.manual_seed(0)
+    model = new_resnet(ResNetConfig(), 1_000)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d) and module.weight.numel() > 10_000:
+            fan_out = module.out_channels * module.kernel_size[0] * module.kernel_size[1]
+            assert float(module.weight.detach().std()) == pytest.approx((2 / fan_out) ** 0.5, rel=0.03), name
+    assert float(model.fc.weight.detach().std()) == pytest.approx(0.01, rel=0.01)  # type: ignore[union-attr,operator]
+    assert not model.fc.bias.any()  # type: ignore[union-attr,operator]
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    model = new_resnet(ResNetConfig(), 10)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decayed, plain = parameter_groups(model.named_parameters(), 1e-4)
+    assert {names[p] for p in plain["params"]} == {
+        name for name in names.values() if "bn" in name or "downsample.1" in name or name == "fc.bias"
+    }
+    assert decayed["weight_decay"] == 1e-4 and plain["weight_decay"] == 0
+
+
+def test_width_and_scale() -> None:
+    torch.manual_seed(0)
+    one = new_resnet(ResNetConfig(network="resnet9", width=4), 3).eval()
+    scaled = new_resnet(ResNetConfig(network="resnet9", width=4, logit_scale=0.125), 3).eval()
+    scaled.load_state_dict(one.state_dict())
+    assert isinstance(one, ResNet9) and one.fc.in_features == 32
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(scaled(images), one(images) * 0.125)
+    with pytest.raises(UsageError, match=r"model\.width 0 must be at least 1"):
+        ResNetConfig(width=0)
