@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -234,6 +236,58 @@ def add_rows(bench: Benchmark, setting: Setting, models: dict[str, Workload]) ->
     return compared
 
 
+# ---- calibrated as a user does it ------------------------------------------------------------------------
+
+RECIPE, HOSTS, RATE, SAMPLES = "albert", 4, "100mbit", 32
+
+
+def add_measured_row(bench: Benchmark, num_steps: int) -> None:
+    """Compare ``shoal plan --measured`` with a recipe's own steps on emulated hosts, by commands alone."""
+    setting = Setting(HOSTS, RATE, ())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        train, comm, plan, real = (folder / f"{what}.json" for what in ("train", "comm", "plan", "real"))
+        catalog = folder / "emulated.toml"
+        catalog.write_text(catalog_text(setting, memory_bytes_per_s=1e10, latency_s=0.0), encoding="utf-8")
+        steps = ("--preset", "tiny", "--batch", str(SAMPLES), "--steps", str(num_steps))
+        emulated = ("--hosts", str(HOSTS), "--nic", RATE)
+        _shoal("bench", "train", RECIPE, *steps, "--workers", str(HOSTS), "--json", str(train))
+        _shoal("bench", "comm", *emulated, "--backends", "gloo", "--sizes", "1m,2m,4m", "--json", str(comm))
+        _shoal(
+            *("plan", f"{RECIPE}-tiny", "--cluster", f"{HOSTS}xemulated", "--catalog", str(catalog)),
+            *("--measured", str(train), "--measured", str(comm), "--algorithm", "hierarchical-ring"),
+            *("--global-batch", str(SAMPLES * HOSTS), "--json", str(plan)),
+        )
+        (predicted_step_s,) = json.loads(plan.read_text())["best"]["step_s"]
+        _shoal("bench", "train", RECIPE, *steps, "--on", "emulated", *emulated, "--json", str(real))
+        samples_s = json.loads(real.read_text())["samples_s"]
+    error = predicted_step_s / statistics.median(samples_s) - 1
+    bench.add(
+        f"{RECIPE}-tiny, {HOSTS} hosts, {RATE}, by shoal plan --measured",
+        ours=[predicted_step_s],
+        peer=samples_s,
+        peer_name=f"its own steps: the prediction is {100 * error:+.1f} % off; calibrated by shoal bench",
+        unit="s",
+    )
+
+
+def _shoal(*words: str) -> None:
+    """Run a command of shoal.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"shoal {' '.join(words)} failed:\n{done.stderr[-4000:]}")
+
+
 def main() -> int:
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument("--hosts", type=int, action="append", help="only clusters of so many")
@@ -249,6 +303,8 @@ def main() -> int:
         chosen = setting.in_quick or not bench.quick
         if chosen and setting.num_hosts in (bench.args.hosts or [setting.num_hosts]):
             compared += add_rows(bench, setting, models)
+    if not bench.quick:
+        add_measured_row(bench, num_steps=12)
     scored = [row for row in compared if row.is_scored]
     if not scored:
         raise SystemExit(f"the processors were more than {100 * BUSY:.0f} % busy in every row")
