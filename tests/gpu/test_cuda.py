@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ import pretrain_jobs as jobs
 
 from shoal.errors import EXIT_OK
 from shoal.optim.lamb import Lamb
+from shoal.optim.lars import Lars
+from shoal.optim.novograd import NovoGrad
 from shoal.train.clock import StepClock
 
 pytestmark = [
@@ -21,14 +25,24 @@ pytestmark = [
 ]
 
 
-def test_lamb_takes_the_same_steps_as_on_the_cpu() -> None:
+OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+    "lamb": partial(Lamb, lr=0.01),
+    "lars": partial(Lars, lr=0.5, weight_decay=0.02, eta=0.1),
+    "larc": partial(Lars, lr=0.1, weight_decay=0.02, eta=0.05, form="larc", nesterov=True),
+    "novograd": partial(NovoGrad, lr=0.01, weight_decay=0.02, bias_correction=True),
+    "novograd, outside": partial(NovoGrad, lr=0.01, weight_decay=0.02, reg_inside_moment=False),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_take_the_same_steps_as_on_the_cpu(name: str) -> None:
     torch.manual_seed(0)
     start = [torch.randn(64, 48), torch.randn(48)]
     grads = [[torch.randn_like(w) for w in start] for _ in range(3)]
     results = []
     for device in ("cpu", "cuda"):
         weights = [torch.nn.Parameter(w.clone().to(device)) for w in start]
-        optimizer = Lamb(weights, lr=0.01)
+        optimizer = OPTIMIZERS[name](weights)
         for step in grads:
             for weight, grad in zip(weights, step, strict=True):
                 weight.grad = grad.to(device)
