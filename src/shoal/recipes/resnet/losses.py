@@ -12,14 +12,15 @@ from shoal.recipes.resnet.evaluation import in_form_of
 from shoal.recipes.resnet.job import Job
 from shoal.train.gradients import loss_weight
 
-NUM_SUMS = 2
-"""Sums a micro-batch adds to: loss, images whose likeliest class is theirs."""
+NUM_SUMS = 3
+"""Sums a micro-batch adds to: loss, images whose likeliest class is theirs, images that replace bad ones."""
 
 
 def weighted_loss(job: Job, step: int, sums: Tensor, batch: Batch) -> Tensor:
     """Return this micro-batch's part of the mean loss over the global batch of ``step``, scaled for fp16.
 
-    Its loss and the number of right guesses (of a mixed image: the larger part's class) go to ``sums``.
+    Its loss and the number of right guesses (of a mixed image: the larger part's class) go to ``sums``,
+    and so does the number of images that stand where others could not be decoded.
     """
     train, device = job.config.train, job.world.device
     weight = mixup_weight(train.mixup, train.seed, step)
@@ -34,5 +35,6 @@ def weighted_loss(job: Job, step: int, sums: Tensor, batch: Batch) -> Tensor:
     )
     loss = F.cross_entropy(logits, targets, reduction="sum")
     num_right = (logits.detach().argmax(dim=1) == targets.argmax(dim=1)).sum()
-    sums += torch.stack([loss.detach(), num_right]).double()
+    num_replaced = loss.new_full((), float(batch["replaced"].sum()))
+    sums += torch.stack([loss.detach(), num_right, num_replaced]).double()
     return loss * (loss_weight(job.world, job.plan.batch.global_batch_size) * job.trained.scale.value)

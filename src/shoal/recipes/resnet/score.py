@@ -61,6 +61,8 @@ def run(what: Scoring, how: Launch, *, command: list[str]) -> int:
 
 def score(what: Scoring, joined: Joined) -> int:
     """Score with all workers; the main one prints the counts and writes the file."""
+    import torch
+
     from shoal.data.images.reader import ImageReader, default_decode_threads
     from shoal.data.images.transform import CentreTransform
     from shoal.recipes.resnet.evaluation import LOSS, TOP1, TOP5, evaluate
@@ -75,8 +77,8 @@ def score(what: Scoring, joined: Joined) -> int:
         centre = CentreTransform(network.size, network.resize, mean=network.mean, std=network.std)
         threads = default_decode_threads(world.place.num_local_workers)
         found = evaluate(
-            network.model.to(world.device),
-            ImageReader(shards, centre, seed=0, threads=threads),
+            network.model.to(world.device).to(memory_format=torch.channels_last),
+            ImageReader(shards, centre, seed=0, threads=threads, channels_last=True),
             world,
             choose_precision(what.precision, world.device),
             batch_size=what.batch_size,

@@ -81,7 +81,7 @@ def write_line(job: Job, meter: Meter, step: int, log: RunLog | None) -> None:
     """Write the averages since the last line, and begin anew."""
     window = meter.window
     job.world.sum_values(window.sums)
-    loss, num_right = (float(value) / window.count for value in window.sums)
+    loss, right, replaced = (float(value) for value in window.sums)
     if log:
         row = step_row(
             job.trained,
@@ -90,8 +90,8 @@ def write_line(job: Job, meter: Meter, step: int, log: RunLog | None) -> None:
             samples=job.plan.samples(step),
             global_batch_size=job.plan.batch.global_batch_size,
             learning_rate=job.plan.learning_rate(step),
-            loss=loss,
-            metrics={TOP1: num_right},
+            loss=loss / window.count,
+            metrics={TOP1: right / window.count, **({"replaced_images": replaced} if replaced else {})},
         )
         log.step(row)
     window.reset()
