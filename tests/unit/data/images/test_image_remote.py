@@ -37,6 +37,7 @@ def chain(monkeypatch, tmp_path):
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(name, str(tmp_path / "absent"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "made")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "up")
     return monkeypatch
