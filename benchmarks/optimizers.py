@@ -65,14 +65,19 @@ def settled_ms(optimizer: Optimizer) -> Callable[[], float]:
     return measure
 
 
-def faster_form(make: Callable[[bool], Optimizer]) -> tuple[Callable[[], float], str]:
-    """Return the faster of ``foreach`` on and off, by three steps of each after one to warm up."""
-    forms = {f"foreach={foreach}": settled_ms(make(foreach)) for foreach in (False, True)}
+def faster_form(makes: dict[str, Callable[[], Optimizer]]) -> tuple[Callable[[], float], str]:
+    """Return the fastest of some forms and its name, by three steps of each after one to warm up."""
+    forms = {name: settled_ms(make()) for name, make in makes.items()}
     for step in forms.values():
         step()
     medians = {name: statistics.median(step() for _ in range(3)) for name, step in forms.items()}
     best = min(medians, key=medians.__getitem__)
     return forms[best], best
+
+
+def both(make: Callable[[bool], Optimizer]) -> dict[str, Callable[[], Optimizer]]:
+    """Return the two forms of an optimizer that has ``foreach``."""
+    return {f"foreach={foreach}": partial(make, foreach) for foreach in (False, True)}
 
 
 def compare_lamb(bench: Benchmark, model: str) -> None:
@@ -99,7 +104,7 @@ def compare_lamb(bench: Benchmark, model: str) -> None:
             bench,
             model + (", clipped" if max_norm else ""),
             ours=Lamb(parameter_groups(named, 0.01), lr=_LR, max_grad_norm=max_norm),
-            make=make,
+            forms=both(make),
             library=library,
             target=2.5,
         )
@@ -122,7 +127,7 @@ def compare_lars(bench: Benchmark, model: str) -> None:
 
     for library, make in (("timm", timm_lars), ("pytorch_optimizer", other_lars)):
         ours = Lars(groups(), lr=_LR, momentum=0.9)
-        add_row(bench, f"{model}, LARS", ours=ours, make=make, library=library, target=2.5)
+        add_row(bench, f"{model}, LARS", ours=ours, forms=both(make), library=library, target=2.5)
 
 
 def compare_novograd(bench: Benchmark, model: str) -> None:
@@ -134,7 +139,7 @@ def compare_novograd(bench: Benchmark, model: str) -> None:
         split = parameter_groups(parameters_like(model), 1.25e-3)
         return [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in split]
 
-    def timm_novograd(foreach: bool) -> Optimizer:
+    def timm_novograd() -> Optimizer:
         optimizer: Optimizer = timm_optim.NvNovoGrad(groups(), **options)
         return optimizer
 
@@ -142,9 +147,9 @@ def compare_novograd(bench: Benchmark, model: str) -> None:
         optimizer: Optimizer = other.NovoGrad(groups(), **options, foreach=foreach)
         return optimizer
 
-    for library, make in (("timm", timm_novograd), ("pytorch_optimizer", other_novograd)):
+    for library, forms in (("timm", {"a loop": timm_novograd}), ("pytorch_optimizer", both(other_novograd))):
         ours = NovoGrad(groups(), **options, bias_correction=True)
-        add_row(bench, f"{model}, NovoGrad", ours=ours, make=make, library=library, target=2.5)
+        add_row(bench, f"{model}, NovoGrad", ours=ours, forms=forms, library=library, target=2.5)
 
 
 def add_row(
@@ -152,13 +157,13 @@ def add_row(
     case: str,
     *,
     ours: Optimizer,
-    make: Callable[[bool], Optimizer],
+    forms: dict[str, Callable[[], Optimizer]],
     library: str,
     target: float | None,
 ) -> None:
     num_millions = sum(p.numel() for group in ours.param_groups for p in group["params"]) / 1e6
     name, _, detail = case.partition(", ")
-    peer, form = faster_form(make)
+    peer, form = faster_form(forms)
     bench.compare(
         f"{name}, {num_millions:.0f} M parameters, {bench.args.threads} threads" + (detail and f", {detail}"),
         ours=settled_ms(ours),
