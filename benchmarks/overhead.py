@@ -17,12 +17,14 @@ from benchmarks.machine import ForeignCores
 from benchmarks.train_step_worker import our_steps, place, settings, write_text
 from shoal.models.pretraining import AlbertPretraining
 from shoal.recipes.masked_lm.job import Job, build
+from shoal.recipes.masked_lm.losses import NUM_SUMS
 from shoal.recipes.masked_lm.model import make_model
-from shoal.recipes.masked_lm.step import Meter, warm_up
+from shoal.recipes.masked_lm.step import warm_up
 from shoal.recipes.masked_lm.telling import write_line
 from shoal.train.config import required
 from shoal.train.progress import Progress
 from shoal.train.run_log import RunLog
+from shoal.train.window import Meter
 from shoal.train.world import join_world
 
 STEPS_BETWEEN = 50
@@ -52,7 +54,7 @@ def main() -> int:
             required(config.run.dir).mkdir()
             job = build(config, world, make_model(config, world, AlbertPretraining))
             warm_up(job)
-            meter = Meter.of(job)
+            meter = Meter.of(config.train, NUM_SUMS)
             steps = our_steps(job, meter)
             added: list[float] = []
             foreign: list[float] = []

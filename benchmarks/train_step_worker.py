@@ -27,10 +27,12 @@ from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.pretraining import AlbertPretraining, transformers_config
 from shoal.recipes.albert.config import AlbertPretrainConfig, DataConfig
 from shoal.recipes.masked_lm.job import Job, build
+from shoal.recipes.masked_lm.losses import NUM_SUMS
 from shoal.recipes.masked_lm.model import make_model
-from shoal.recipes.masked_lm.step import Meter, agree, batches_after, take_step, warm_up
+from shoal.recipes.masked_lm.step import agree, batches_after, take_step, warm_up
 from shoal.train.config import OptimConfig, RunConfig, TrainConfig
 from shoal.train.signals import StopRequest
+from shoal.train.window import Meter
 from shoal.train.world import World, join_world
 
 WARM_UP_STEPS = 3
@@ -117,7 +119,7 @@ class ByTurns(TrainerCallback):
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._steps = our_steps(job, Meter.of(job))
+        self._steps = our_steps(job, Meter.of(job.config.train, NUM_SUMS))
         self.samples: dict[str, list[float]] = {"ours": [], "peer": []}
         self._begin_s = 0.0
 
