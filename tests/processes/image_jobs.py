@@ -51,7 +51,6 @@ def small_config(images: Path, run_dir: Path, **changes: Any) -> ResNetTrainConf
             mixup=0.2,
             label_smoothing=0.1,
             average_decay=0.8,
-            norm_images=20,
         ),
         optim=ResNetOptimConfig(learning_rate=0.05, warmup_epochs=0.5, momentum=0.9),
         validation=ValidationConfig(size=16, resize=18, batch_size=5),
