@@ -95,6 +95,24 @@ def test_where_no_try_fits_the_middle_is_cut_as_by_torchvision(height, width):
     assert draws(config, (SEED, 0, 0), height, width, 8).crop == Box(**peer)
 
 
+def test_a_resized_crop_reaches_every_place():
+    config = AugmentConfig(area=(1 / 6, 1 / 6), ratio=(1.0, 1.0))
+    boxes = Counter(d.crop for d in drawn(config, 500, height=4, width=6))
+    assert set(boxes) == {Box(top, left, 2, 2) for top in range(3) for left in range(5)}
+
+
+def test_flips_say_nothing_about_crops():
+    sample = drawn(AugmentConfig())
+    for measure in (
+        lambda b: b.height * b.width,
+        lambda b: b.width / b.height,
+        lambda b: b.left,
+        lambda b: b.top,
+    ):
+        values = [measure(d.crop) for d in sample]
+        assert abs(np.corrcoef(values, [d.flip for d in sample])[0, 1]) < 4 / math.sqrt(NUM)
+
+
 def test_padded_crops_are_uniform_over_all_places():
     config = AugmentConfig(size=32, crop="padded", padding=4)
     places = Counter((d.crop.top, d.crop.left) for d in drawn(config, height=32, width=32, size=32))
