@@ -19,7 +19,7 @@ class TrainBench:
     """What is timed, and how; the options of ``shoal bench train``."""
 
     batch: int | None = None
-    """Sequences a worker computes at once; default: the recipe's."""
+    """Sequences or images that a worker computes at once; default: the recipe's."""
     accumulate: int = 1
     """Micro-batches of an optimizer step."""
     steps: int = 5
@@ -43,13 +43,14 @@ class TrainResult:
     recipe: str
     """Recipe and preset, as the planner calls them: ``albert-base``."""
     sequence_length: int
+    """1 where a sample is no sequence."""
     num_parameters: int
     device: str
     num_devices: int
     precision: str
     global_batch: int
     micro_batch: int
-    """Sequences that a device computes at once."""
+    """Samples that a device computes at once."""
     samples_s: tuple[float, ...]
     """Seconds of each step."""
     parts_s: dict[str, float]
@@ -57,7 +58,9 @@ class TrainResult:
     peak_memory_bytes: int
     """Of the main worker: on a GPU torch's, else the process's."""
     flops_per_sample: float
-    """Of forward and backward products over a whole sequence, an addition and a multiplication being two."""
+    """Of forward and backward products over a whole sample, an addition and a multiplication being two."""
+    unit: str = "sequences"
+    """What a sample is."""
     matmul_flops_per_s: float
     """That a device reaches in one large matrix product of the same precision: what utilisation is of."""
 
@@ -78,6 +81,10 @@ class TrainResult:
     def utilisation(self) -> float:
         return self.flops_per_s / self.matmul_flops_per_s
 
+    @property
+    def _samples(self) -> str:
+        return f"sequences of {self.sequence_length} tokens" if self.unit == "sequences" else self.unit
+
     def lines(self) -> list[str]:
         """Return the result for people."""
         accumulation = self.global_batch // (self.micro_batch * self.num_devices)
@@ -89,16 +96,16 @@ class TrainResult:
         )
         spread = f"{time_text(min(self.samples_s))} to {time_text(max(self.samples_s))}"
         return [
-            f"{self.recipe}, {self.num_parameters:,} parameters, sequences of {self.sequence_length} tokens, "
-            f"{self.precision}, on {self.num_devices} × {self.device}",
-            f"  batch         {self.micro_batch} sequences × {accumulation} × {self.num_devices} devices = "
+            f"{self.recipe}, {self.num_parameters:,} parameters, {self._samples}, {self.precision}, on "
+            f"{self.num_devices} × {self.device}",
+            f"  batch         {self.micro_batch} {self.unit} × {accumulation} × {self.num_devices} devices = "
             f"{self.global_batch:,}",
             f"  step          {time_text(self.step_s)}, median of {len(self.samples_s)} ({spread}): "
             f"{1 / self.step_s:.4g} steps/s",
-            f"  throughput    {self.samples_per_s:.4g} sequences/s",
+            f"  throughput    {self.samples_per_s:.4g} {self.unit}/s",
             f"  time          {parts}",
             f"  peak memory   {size_text(self.peak_memory_bytes)}",
-            f"  FLOPs         {self.flops_per_sample / 1e9:,.4g} GFLOP a sequence, "
+            f"  FLOPs         {self.flops_per_sample / 1e9:,.4g} GFLOP a sample, "
             f"{self.flops_per_s / 1e12:.4g} TFLOP/s a device",
             f"  utilisation   {100 * self.utilisation:.1f} % of the "
             f"{self.matmul_flops_per_s / 1e12:.4g} TFLOP/s of one large matrix product here",

@@ -16,18 +16,26 @@ from shoal.env import Joined
 from shoal.errors import UsageError
 from shoal.recipes.albert import config as albert
 from shoal.recipes.bert import config as bert
+from shoal.recipes.resnet import config as resnet
 from shoal.recipes.start import Launch, start
 from shoal.recipes.t5 import config as t5
 
 bench_train = App(
     name="train",
-    help="Time some steps of a recipe on this machine, on text that is made up; nothing is kept.",
+    help="Time some steps of a recipe on this machine, on data that is made up; nothing is kept.",
     default_parameter=Parameter(consume_multiple=True),
 )
-bench_train.config = (settings_from(lambda command: f"{command}/presets", lambda _: "base"),)
+bench_train.config = (
+    settings_from(
+        lambda command: f"{'resnet' if command == 'resnet50' else command}/presets",
+        lambda command: "imagenet-16k" if command == "resnet50" else "base",
+    ),
+)
 
 Settings = Parameter(name="*")
-Config = albert.AlbertPretrainConfig | bert.BertPretrainConfig | t5.T5PretrainConfig
+Config = (
+    albert.AlbertPretrainConfig | bert.BertPretrainConfig | t5.T5PretrainConfig | resnet.ResNetTrainConfig
+)
 
 
 @bench_train.command(name="albert")
@@ -92,6 +100,24 @@ def bench_t5(
             "model; leave it out"
         )
     return _run(settings, how, what, name=f"t5-{preset}")
+
+
+@bench_train.command(name="resnet50")
+def bench_resnet50(
+    *,
+    preset: Literal[resnet.PRESETS] = "imagenet-16k",  # type: ignore[valid-type]
+    settings: Annotated[resnet.ResNetTrainConfig, Settings] = resnet.ResNetTrainConfig(),  # noqa: B008
+    how: Annotated[Launch, Settings] = Launch(),  # noqa: B008
+    what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
+) -> int:
+    """Time ResNet-50's training, decoding of images included.
+
+    Parameters
+    ----------
+    preset
+        Settings to start from.
+    """
+    return _run(settings, how, what, name=settings.model.network)
 
 
 def _run(settings: Config, how: Launch, what: TrainBench, *, name: str) -> int:

@@ -1,57 +1,46 @@
-"""A worker of ``shoal bench train``: made text, the recipe's own job and steps, a clock."""
+"""A worker of ``shoal bench train``: made data, the recipe's own job and steps, a clock."""
 
 from __future__ import annotations
 
 import random
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.bench.train import TrainBench, TrainResult
+from shoal.cli.bench_train_clock import result_of, timed
 from shoal.data.span_config import MAX_SENTINELS
 from shoal.env import Joined
 from shoal.errors import EXIT_OK
 from shoal.recipes.albert.config import AlbertPretrainConfig
 from shoal.recipes.bert.config import BertPretrainConfig
+from shoal.recipes.resnet.config import ResNetTrainConfig
 from shoal.recipes.t5.config import T5PretrainConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from shoal.train.clock import StepClock
     from shoal.train.world import World
 
-Config = AlbertPretrainConfig | BertPretrainConfig | T5PretrainConfig
+TextConfig = AlbertPretrainConfig | BertPretrainConfig | T5PretrainConfig
+Config = TextConfig | ResNetTrainConfig
 _NUM_DOCUMENTS = 200
 _SENTENCES, _TOKENS = 60, 20
 """Of a document: 1,200 tokens, so that sequences are whole."""
 _SPECIAL_IDS = 5
-_MATMUL_SIDE = {"cpu": 1024, "cuda": 8192}
-_MATMUL_S = 0.3
 
 
 def measure(config: Config, place: Joined, what: TrainBench, *, name: str) -> int:
     """Run the steps; the main worker prints and writes what it measured. Returns the exit code."""
-    from shoal.train.health import memory_advice
     from shoal.train.world import join_world
 
     with (
-        tempfile.TemporaryDirectory(prefix="shoal-bench-") as text,
+        tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder,
         join_world(place, config.distributed) as world,
     ):
-        folder = Path(text)
-        config = prepared(config, folder, what, num_workers=world.num_workers)
-        _, sizes = _sizes(config)
-        with memory_advice(sizes.micro_batch_size):
-            if isinstance(config, T5PretrainConfig):
-                write_text(folder, config.model.vocab_size - MAX_SENTINELS)
-                result = _measure_t5(config, world, what, name)
-            else:
-                write_text(folder, config.model.vocab_size)
-                result = _measure_masked_lm(config, world, what, name)
+        result = _result(config, Path(folder), world, what, name)
         if world.is_main:
             print("\n".join(result.lines()))
             if what.json:
@@ -60,7 +49,27 @@ def measure(config: Config, place: Joined, what: TrainBench, *, name: str) -> in
     return EXIT_OK
 
 
-def prepared(config: Config, folder: Path, what: TrainBench, *, num_workers: int) -> Config:
+def _result(config: Config, folder: Path, world: World, what: TrainBench, name: str) -> TrainResult:
+    from shoal.cli import bench_train_images
+    from shoal.train.config import required
+    from shoal.train.health import memory_advice
+
+    if isinstance(config, ResNetTrainConfig):
+        images = bench_train_images.prepared(config, folder, what, num_workers=world.num_workers)
+        with memory_advice(
+            required(images.train.micro_batch_size), unit="images", remedy="--train.precision bf16"
+        ):
+            return bench_train_images.measure_images(images, world, what)
+    text = prepared(config, folder, what, num_workers=world.num_workers)
+    with memory_advice(_sizes(text)[1].micro_batch_size):
+        if isinstance(text, T5PretrainConfig):
+            write_text(folder, text.model.vocab_size - MAX_SENTINELS)
+            return _measure_t5(text, world, what, name)
+        write_text(folder, text.model.vocab_size)
+        return _measure_masked_lm(text, world, what, name)
+
+
+def prepared(config: TextConfig, folder: Path, what: TrainBench, *, num_workers: int) -> TextConfig:
     """Return the settings of a run over made text in which every sequence is whole."""
     data: Any = replace(config.data, path=folder)
     if not isinstance(config, T5PretrainConfig):
@@ -74,7 +83,7 @@ def prepared(config: Config, folder: Path, what: TrainBench, *, num_workers: int
     return replace(config, data=data, run=run, **changed)
 
 
-def _sizes(config: Config) -> tuple[str, Any]:
+def _sizes(config: TextConfig) -> tuple[str, Any]:
     """Return name and settings of the section that has the batch; of BERT the one phase that runs."""
     if isinstance(config, BertPretrainConfig):
         return "phase1", config.phase1
@@ -135,10 +144,12 @@ def _measure_masked_lm(config: Any, world: World, what: TrainBench, name: str) -
                 yield
 
     samples_s, parts_s = timed(steps(), job.clock, what)
-    return _result(
-        config,
+    return result_of(
         world,
         name=name,
+        num_parameters=config.num_parameters,
+        global_batch=_sizes(config)[1].global_batch_size,
+        micro_batch=_sizes(config)[1].micro_batch_size,
         sequence_length=job.phase.max_seq_length,
         precision=job.precision.name,
         samples_s=samples_s,
@@ -172,32 +183,18 @@ def _measure_t5(config: T5PretrainConfig, world: World, what: TrainBench, name: 
         samples_s, parts_s = timed(steps(), job.clock, what)
     finally:
         job.stage.close()
-    return _result(
-        config,
+    return result_of(
         world,
         name=name,
+        num_parameters=config.num_parameters,
+        global_batch=_sizes(config)[1].global_batch_size,
+        micro_batch=_sizes(config)[1].micro_batch_size,
         sequence_length=config.data.input_length,
         precision=job.precision.name,
         samples_s=samples_s,
         parts_s=parts_s,
         flops=_flops(lambda: new_t5(config.model, pad_id=0, end_id=3), seen[0], lambda out: out.loss),
     )
-
-
-def timed(
-    steps: Iterator[None], clock: StepClock, what: TrainBench
-) -> tuple[tuple[float, ...], dict[str, float]]:
-    """Take the steps; return the seconds of each timed one, and their mean by part."""
-    for _ in range(what.warm_up):
-        next(steps)
-    clock.reset()
-    samples_s = []
-    for _ in range(what.steps):
-        before = clock.total_s
-        next(steps)
-        samples_s.append(clock.total_s - before)
-    steps.close()  # type: ignore[attr-defined]
-    return tuple(samples_s), clock.parts_s()
 
 
 def _flops(make: Any, batch: dict[str, torch.Tensor], loss: Any) -> float:
@@ -212,59 +209,3 @@ def _flops(make: Any, batch: dict[str, torch.Tensor], loss: Any) -> float:
     inputs = {name: tensor.to("meta") for name, tensor in batch.items()}
     profile = profile_step(model.train(), lambda: loss(model(**inputs)), num_samples=num_samples)
     return 3 * sum(flops for _, _, flops in profile.layers) / num_samples
-
-
-def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of one large square product: the best of some tenths of a second."""
-    import torch
-
-    side = _MATMUL_SIDE[device.type]
-    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-
-    def product_s() -> float:
-        begin_s = time.perf_counter()
-        torch.mm(left, right)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - begin_s
-
-    best, begin_s = product_s(), time.perf_counter()
-    while time.perf_counter() - begin_s < _MATMUL_S:
-        best = min(best, product_s())
-    return 2 * side**3 / best
-
-
-def _result(
-    config: Config,
-    world: World,
-    *,
-    name: str,
-    sequence_length: int,
-    precision: str,
-    samples_s: Sequence[float],
-    parts_s: dict[str, float],
-    flops: float,
-) -> TrainResult:
-    import torch
-
-    from shoal.train.window import peak_memory_bytes
-
-    device = world.device
-    cpu = f"CPU ({torch.get_num_threads()} threads)"
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    _, sizes = _sizes(config)
-    return TrainResult(
-        recipe=name,
-        sequence_length=sequence_length,
-        num_parameters=config.num_parameters,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-        num_devices=world.num_workers,
-        precision=precision,
-        global_batch=sizes.global_batch_size,
-        micro_batch=sizes.micro_batch_size,
-        samples_s=tuple(samples_s),
-        parts_s=parts_s,
-        peak_memory_bytes=peak_memory_bytes(device),
-        flops_per_sample=flops,
-        matmul_flops_per_s=matmul_flops_per_s(device, dtype),
-    )

@@ -38,6 +38,8 @@ class MeasuredTrain:
     global_batch: int
     micro_batch: int
     samples_per_s: float
+    unit: str
+    """What a sample is."""
 
     def achieved_flops(self, recipe: str, workload: Workload, instance: Instance) -> float:
         """Return the FLOP/s of an accelerator of ``instance`` at which the planner gives this throughput.
@@ -74,9 +76,13 @@ class MeasuredTrain:
             ) from error
 
     @property
+    def _tokens(self) -> str:
+        return f" of {self.sequence_length} tokens" if self.unit == "sequences" else ""
+
+    @property
     def basis(self) -> str:
         return (
-            f"measured: {self.samples_per_s:.4g} sequences/s of {self.sequence_length} tokens on "
+            f"measured: {self.samples_per_s:.4g} {self.unit}/s{self._tokens} on "
             f"{self.num_devices} × {self.device}, {self.path}"
         )
 
@@ -153,6 +159,7 @@ def _train(path: Path, read: dict[str, Any]) -> MeasuredTrain:
         global_batch=int(read["global_batch"]),
         micro_batch=int(read["micro_batch"]),
         samples_per_s=float(read["samples_per_s"]),
+        unit=str(read["unit"]),
     )
     sizes = (
         "sequence_length",
