@@ -82,7 +82,7 @@ def main() -> int:
             [run["mib"] for run in found],
             MOST_MEMORY_MIB,
             unit="MiB",
-            formula="a laptop's browser tab; most of it is Python and numpy",
+            formula="a small part of a laptop; most of it is Python and numpy",
         )
     return bench.finish()
 
