@@ -223,13 +223,14 @@ Of each result **one host's figure is given** and the rest predicted. These figu
 planner was built, so this is no blind test ([plan.md](plan.md)). Throughput efficiency is the rate of n hosts
 over n times the rate of one host; the time ratio is one host's time over n times that of n hosts. A dash: not
 published."""
-_RENTED_NOTE = """One p3dn.24xlarge at 931 (base) or 322 (large) sequences/s is given for all. The other
-hosts show what a prediction is worth that has no host of its own kind to start from: far too fast. p3.16xlarge
-has the same chip and half the batch a device; why it took 1.7 times as long we do not know. Of g4dn.12xlarge the
-peak is what cuBLAS reaches on a T4 (41.6 TFLOP/s, recalled), not the data sheet's 65; what is bound by memory,
-at 320 GB/s beside 900, the same share of the peak leaves out. Give
-`--throughput` or `--measured`. Prices are the catalog's, recalled and not confirmed: look them up. The post names
-no costs, only that g4dn.12xlarge is the most cost-efficient."""
+_RENTED_NOTE = """\
+One p3dn.24xlarge at 931 (base) or 322 (large) sequences/s is given for all. The other hosts show
+what a prediction is worth that has no host of its own kind to start from: far too fast. p3.16xlarge
+has the same chip and half the batch a device; why it took 1.7 times as long we do not know. Of
+g4dn.12xlarge the peak is what cuBLAS reaches on a T4 (41.6 TFLOP/s, recalled), not the data sheet's
+65; what is bound by memory, at 320 GB/s beside 900, the same share of the peak leaves out. Give
+`--throughput` or `--measured`. Prices are the catalog's, recalled and not confirmed: look them up.
+The post names no costs, only that g4dn.12xlarge is the most cost-efficient."""
 _T5_NOTE = """\
 No host's figure is published, so this starts from no measurement: {assumed:.0f} % of the peak is
 assumed. Nor are steps and batch: {steps:,} steps of {batch:,} sequences of 512 tokens are those of
