@@ -119,6 +119,6 @@ def test_collectives_at_once_hide_each_others_latency(at_once: int, hidden: int)
     workers = hosts(2, per_host=1, nic=1e9, latency_s=0.01)
     how = collective("hierarchical-ring", workers, at_once=at_once)
     ready = [(0.0, 1e8)] * 4
-    # Each takes 0.1 s on the wire and two hops of 10 ms after it; two at once share the wire and wait together.
+    # Each takes 0.1 s on the wire and two hops of 10 ms; two at once share the wire and wait together.
     expected = 4 * 0.1 + (4 - hidden) * 0.02
     assert exchange(ready, how, capacities(workers)).end_s == pytest.approx(expected, rel=0.01)
