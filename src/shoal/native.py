@@ -281,10 +281,11 @@ def _addresses(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[int
         if tensor.itemsize != 4 or not tensor.is_floating_point() or tensor.device.type != "cpu":
             raise UsageError(f"native kernels take float32 on the CPU, got {tensor.dtype} on {tensor.device}")
         shape, strides, expected = tensor.shape, tensor.stride(), weight.stride()
-        alike = shape == weight.shape and all(
-            size == 1 or ours == theirs for size, ours, theirs in zip(shape, strides, expected, strict=True)
+        alike = shape == weight.shape and (
+            strides == expected
+            or all(n == 1 or ours == theirs for n, ours, theirs in zip(shape, strides, expected, strict=True))
         )
-        if not alike or not _is_dense(shape, strides):
+        if not alike or not (tensor.is_contiguous() or _is_dense(shape, strides)):
             raise UsageError(
                 f"native kernels take tensors without gaps that lie like their weights, got {tuple(shape)} "
                 f"with strides {strides} for a weight {tuple(weight.shape)} with strides {expected}"

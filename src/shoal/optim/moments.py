@@ -159,8 +159,8 @@ def adam_state(parameter: Tensor) -> dict[str, Any]:
 
 def laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """Return a tensor with its elements in the order of the parameter's in memory: itself, or a copy."""
-    pairs = zip(parameter.shape, parameter.stride(), tensor.stride(), strict=True)
-    if all(size == 1 or ours == theirs for size, ours, theirs in pairs):
+    shape, ours, theirs = parameter.shape, parameter.stride(), tensor.stride()
+    if ours == theirs or all(size == 1 or a == b for size, a, b in zip(shape, ours, theirs, strict=True)):
         return tensor
     return torch.empty_like(parameter).copy_(tensor)
 
