@@ -364,6 +364,8 @@ void bind_engine(nb::module_& m) {
       .def_rw("eager_bytes", &shoal::EngineOptions::eager_bytes)
       .def_rw("connections_per_peer", &shoal::EngineOptions::connections_per_peer)
       .def_rw("send_buffer_bytes", &shoal::EngineOptions::send_buffer_bytes)
+      .def_rw("fabric", &shoal::EngineOptions::fabric)
+      .def_rw("shuffle", &shoal::EngineOptions::shuffle)
       .def_rw("peer_grace_s", &shoal::EngineOptions::peer_grace_s)
       .def_rw("straggler_s", &shoal::EngineOptions::straggler_s)
       .def_rw("wide_partials", &shoal::EngineOptions::wide_partials)
@@ -390,13 +392,23 @@ void bind_engine(nb::module_& m) {
   nb::class_<shoal::HelperServer>(m, "HelperServer")
       .def("__init__",
            [](shoal::HelperServer* self, const std::string& address, int port, const nb::bytes& secret,
-              int send_buffer_bytes) {
-             new (self) shoal::HelperServer(address, port, secret_of(secret), send_buffer_bytes);
-           })
+              int send_buffer_bytes, const std::string& fabric) {
+             new (self) shoal::HelperServer(address, port, secret_of(secret), send_buffer_bytes, fabric);
+           },
+           nb::arg("address"), nb::arg("port"), nb::arg("secret"), nb::arg("send_buffer_bytes"), nb::arg("fabric") = "")
       .def_prop_ro("port", &shoal::HelperServer::port)
       .def("start", &shoal::HelperServer::start, Release())
       .def("stop", &shoal::HelperServer::stop, Release())
       .def("counters", &shoal::HelperServer::counters, Release());
+}
+
+// (built, version, problem, ((provider, problem), ...)): what of libfabric can be used here.
+std::tuple<bool, std::string, std::string, std::vector<std::pair<std::string, std::string>>> fabric_state(
+    const std::string& address) {
+  shoal::FabricState state = shoal::look_at_fabric(address);
+  std::vector<std::pair<std::string, std::string>> providers;
+  for (shoal::FabricProvider& each : state.providers) providers.emplace_back(std::move(each.name), std::move(each.problem));
+  return {state.built, state.version, state.problem, std::move(providers)};
 }
 
 }  // namespace
@@ -406,6 +418,7 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);  // a process that ends without destroy_process_group() leaves its engine
   m.def("cpu_features", &cpu_features);
   m.def("simd_levels", &simd_levels);
+  m.def("fabric_state", &fabric_state, nb::call_guard<nb::gil_scoped_release>());
   // noconvert: a converted copy of the output would take the sum and be thrown away
   m.def("sum_in_rank_order", &sum_in_rank_order, nb::arg("out").noconvert(), nb::arg("inputs").noconvert(),
         nb::arg("dtype").none(), nb::arg("num_threads"), nb::arg("level").none());

@@ -20,7 +20,7 @@
 #include "engine/op.h"
 #include "engine/sum_server.h"
 #include "engine/topology.h"
-#include "transport/tcp.h"
+#include "transport/open.h"
 
 namespace shoal {
 
@@ -40,6 +40,8 @@ struct EngineOptions {
   std::size_t eager_bytes = 1 << 20;          // sent to a rank that has not begun the operation
   int connections_per_peer = 1;
   int send_buffer_bytes = 128 << 10;
+  std::string fabric;  // libfabric's providers that carry chunks, one a rail, separated by commas; empty: TCP does
+  std::uint64_t shuffle = 0;  // for tests: seed of the order in which libfabric's messages are heard; 0: as they come
   double peer_grace_s = 2.0;
   double straggler_s = 1.0;
   bool wide_partials = true;
@@ -242,7 +244,7 @@ class Engine : private Sink {
   std::uint64_t num_ticks_ = 0;
   std::uint64_t last_told_ = ~std::uint64_t{0};
 
-  std::unique_ptr<TcpTransport> transport_;
+  std::unique_ptr<Transport> transport_;
   std::unique_ptr<HostStage> stage_;
 };
 

@@ -119,6 +119,7 @@ void Engine::on_frame(int peer, const FrameHeader& header, Payload payload) {
     case FrameType::goodbye:
       if (!topology_->is_helper(peer)) states_[static_cast<std::size_t>(peer)].left = true;
       return;
+    case FrameType::fabric: return;  // a helper's, for those who have libfabric
   }
 }
 

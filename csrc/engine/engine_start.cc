@@ -2,7 +2,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <numeric>
 #include <stdexcept>
 
 #include "base/clock.h"
@@ -19,13 +18,16 @@ constexpr double kHelperS = 30.0;  // helpers are started before the workers
 }  // namespace
 
 Engine::Engine(EngineOptions options) : options_(std::move(options)), records_(kRecords) {
-  TcpOptions tcp;
-  tcp.address = options_.address;
-  tcp.port = options_.port;
-  tcp.secret = options_.secret;
-  tcp.send_buffer_bytes = options_.send_buffer_bytes;
-  tcp.grace_s = options_.peer_grace_s;
-  transport_.reset(new TcpTransport(std::move(tcp), *this));
+  TransportOptions transport;
+  transport.tcp.address = options_.address;
+  transport.tcp.port = options_.port;
+  transport.tcp.secret = options_.secret;
+  transport.tcp.send_buffer_bytes = options_.send_buffer_bytes;
+  transport.tcp.grace_s = options_.peer_grace_s;
+  transport.fabric = options_.fabric;
+  transport.shuffle = options_.shuffle;
+  transport.payload_bytes = std::max(transport.payload_bytes, 2 * options_.chunk_bytes);  // 16 bits may travel as 32
+  transport_ = open_transport(std::move(transport), *this);
 }
 
 Engine::~Engine() {
@@ -80,7 +82,9 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
     if (rank == options_.rank) continue;
     const PeerInfo& peer = peers_[static_cast<std::size_t>(rank)];
     const bool same_host = topology_->host_of(rank) == topology_->my_host();
-    meet(rank, peer.address, peer.port, same_host ? 0 : options_.connections_per_peer, rank < options_.rank);
+    const int data = same_host || !options_.fabric.empty() ? 0 : options_.connections_per_peer;
+    meet(rank, peer.address, peer.port, data, rank < options_.rank);
+    if (!options_.fabric.empty()) ++wanted[static_cast<std::size_t>(rank)];  // its word where the fabric reaches it
   }
   for (int k = 0; k < num_helpers; ++k) {
     const HelperInfo& helper = helpers_[static_cast<std::size_t>(k)];
@@ -123,8 +127,7 @@ void Engine::open_stage(const std::string& segment, double timeout_s) {
 
 // Waits for the connections of each peer. Throws std::runtime_error that names who has not come.
 void Engine::await_all(const std::vector<std::size_t>& wanted, Clock::time_point until, double timeout_s) {
-  const std::size_t all = std::accumulate(wanted.begin(), wanted.end(), std::size_t{0});
-  while (!transport_->wait_for_connections(all, kSliceS)) {
+  while (!transport_->wait_for_connections(wanted, kSliceS)) {
     if (const std::string why = error(); !why.empty()) throw std::runtime_error(why);
     if (Clock::now() < until) continue;
     std::string missing;

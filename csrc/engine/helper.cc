@@ -6,13 +6,16 @@
 
 namespace shoal {
 
-HelperServer::HelperServer(const std::string& address, int port, Bytes secret, int send_buffer_bytes) {
-  TcpOptions options;
-  options.address = address;
-  options.port = port;
-  options.secret = std::move(secret);
-  options.send_buffer_bytes = send_buffer_bytes;
-  transport_.reset(new TcpTransport(std::move(options), *this));
+HelperServer::HelperServer(const std::string& address, int port, Bytes secret, int send_buffer_bytes,
+                           const std::string& fabric, std::uint64_t shuffle) {
+  TransportOptions options;
+  options.tcp.address = address;
+  options.tcp.port = port;
+  options.tcp.secret = std::move(secret);
+  options.tcp.send_buffer_bytes = send_buffer_bytes;
+  options.fabric = fabric;
+  options.shuffle = shuffle;
+  transport_ = open_transport(std::move(options), *this);
 }
 
 HelperServer::~HelperServer() {

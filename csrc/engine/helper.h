@@ -8,14 +8,15 @@
 #include <string>
 
 #include "engine/sum_server.h"
-#include "transport/tcp.h"
+#include "transport/open.h"
 
 namespace shoal {
 
 class HelperServer : private Sink {
  public:
   // Listens at once. Throws std::runtime_error where it cannot.
-  HelperServer(const std::string& address, int port, Bytes secret, int send_buffer_bytes);
+  HelperServer(const std::string& address, int port, Bytes secret, int send_buffer_bytes,
+               const std::string& fabric = "", std::uint64_t shuffle = 0);
   ~HelperServer() override;
 
   int port() const { return transport_->port(); }
@@ -47,7 +48,7 @@ class HelperServer : private Sink {
   std::map<int, Member> members_;
   int next_peer_ = 0;
   std::atomic<std::uint64_t> num_groups_{0}, num_summed_{0}, held_bytes_{0};
-  std::unique_ptr<TcpTransport> transport_;
+  std::unique_ptr<Transport> transport_;
 };
 
 }  // namespace shoal

@@ -18,6 +18,7 @@ enum class FrameType : std::uint8_t {
   tell,         // two contributions at `seq` did not agree: announce yours
   fail,         // payload: why the group has failed
   goodbye,      // this rank leaves the group in order
+  fabric,       // payload: where libfabric reaches this process; between transports only
 };
 
 // Little-endian on the wire, as on every machine that we run on.

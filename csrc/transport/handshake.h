@@ -23,11 +23,6 @@ inline constexpr std::size_t kHelloBytes = 24;
 inline constexpr std::size_t kChallengeBytes = 48;
 inline constexpr std::size_t kIdentityBytes = 176;
 
-struct Introduction {
-  Identity who;
-  bool control = false;
-};
-
 Bytes random_bytes(std::size_t count);
 
 // The steps, as pure functions of the bytes seen so far. Those that read throw std::runtime_error where the

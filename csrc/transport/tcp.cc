@@ -69,6 +69,14 @@ TcpTransport::~TcpTransport() {
   }
 }
 
+void TcpTransport::take_in(Guest& guest) {
+  guest_ = &guest;
+  for (int fd : guest.wait_fds()) {
+    epoll_event event{EPOLLIN, {.fd = fd}};
+    epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event);
+  }
+}
+
 void TcpTransport::start() {
   thread_ = std::thread([this] { run(); });
 }
@@ -121,9 +129,14 @@ void TcpTransport::call_peer(int peer, const Introduction& me, double timeout_s)
   post([this, fd, peer, control = me.control] { adopt(fd, peer, control); });
 }
 
-bool TcpTransport::wait_for_connections(std::size_t count, double timeout_s) {
+bool TcpTransport::wait_for_connections(const std::vector<std::size_t>& wanted, double timeout_s) {
   std::unique_lock lock(established_mutex_);
-  return established_changed_.wait_for(lock, seconds(timeout_s), [&] { return num_established_ >= count; });
+  return established_changed_.wait_for(lock, seconds(timeout_s), [&] {
+    for (std::size_t peer = 0; peer < wanted.size(); ++peer) {
+      if (established_[static_cast<int>(peer)] < wanted[peer]) return false;
+    }
+    return true;
+  });
 }
 
 std::size_t TcpTransport::connections_of(int peer) {
@@ -138,7 +151,7 @@ bool TcpTransport::flush(double timeout_s) {
     const auto left = std::make_shared<std::promise<std::size_t>>();
     post([this, left] {
       flush_dirty();
-      std::size_t bytes = 0;
+      std::size_t bytes = guest_ ? guest_->unsent_bytes() : 0;
       for (const auto& [fd, connection] : connections_) {
         int unacknowledged = 0;
         ioctl(fd, SIOCOUTQ, &unacknowledged);
@@ -170,7 +183,8 @@ void TcpTransport::run() {
   std::array<epoll_event, 64> events;
   while (!stopping_) {
     const double until_tick = options_.tick_s - std::chrono::duration<double>(Clock::now() - last_tick).count();
-    const int wait_ms = std::max(0, static_cast<int>(until_tick * 1000) + 1);
+    int wait_ms = std::max(0, static_cast<int>(until_tick * 1000) + 1);
+    if (const int most_ms = guest_ ? guest_->max_wait_ms() : -1; most_ms >= 0) wait_ms = std::min(wait_ms, most_ms);
     const int count = epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), wait_ms);
     for (int k = 0; k < count; ++k) {
       const int fd = events[static_cast<std::size_t>(k)].data.fd;
@@ -186,6 +200,7 @@ void TcpTransport::run() {
       }
     }
     run_tasks();
+    if (guest_) guest_->work();
     const double elapsed = std::chrono::duration<double>(Clock::now() - last_tick).count();
     if (elapsed >= options_.tick_s) {
       last_tick = Clock::now();

@@ -34,30 +34,52 @@ struct TcpOptions {
   double tick_s = 0.25;
 };
 
+// Something else that the transport's thread looks after beside its sockets: libfabric's endpoints. All calls
+// come on that thread.
+class Guest {
+ public:
+  virtual ~Guest() = default;
+  // They become readable when there is work.
+  virtual std::vector<int> wait_fds() = 0;
+  // How long the thread may sleep: -1 as long as it likes, 0 not at all. Asked before each sleep.
+  virtual int max_wait_ms() = 0;
+  virtual void work() = 0;
+  // What the other ends have not got yet.
+  virtual std::size_t unsent_bytes() = 0;
+};
+
 class TcpTransport : public Transport {
  public:
   // Listens at once. Throws std::runtime_error that names the address, the port and the reason.
   TcpTransport(TcpOptions options, Sink& sink);
   ~TcpTransport() override;
 
-  int port() const { return port_; }
-  void start();
-  void stop();
+  // Before start(); the guest outlives stop().
+  void take_in(Guest& guest);
 
-  // From the thread that sets the group up, before or after start().
-  void set_peer(int peer, const std::string& address, int port);
-  void call_peer(int peer, const Introduction& me, double timeout_s);
-  // Whether `count` connections stand within the time.
-  bool wait_for_connections(std::size_t count, double timeout_s);
-  std::size_t connections_of(int peer);  // made so far
-  // Sends what waits until the peers' kernels have acknowledged it; false when nothing moves for so long.
-  bool flush(double timeout_s);
+  int port() const override { return port_; }
+  void start() override;
+  void stop() override;
+
+  void set_peer(int peer, const std::string& address, int port) override;
+  void call_peer(int peer, const Introduction& me, double timeout_s) override;
+  bool wait_for_connections(const std::vector<std::size_t>& wanted, double timeout_s) override;
+  std::size_t connections_of(int peer) override;
+  // Arrived: the peers' kernels have acknowledged it.
+  bool flush(double timeout_s) override;
 
   void post(std::function<void()> task) override;
   void send(int peer, FrameHeader header, Payload payload) override;
   void drop(int peer) override;
   void drop_data() override;
   std::map<std::string, std::uint64_t> counters() const override;
+
+  // For the guest, on the transport's thread: it reaches the peer too, which counts as a connection; it no longer
+  // does, and unless the peer's own connections end within the grace, in order or not, the peer is down; the peer
+  // has sent what cannot be.
+  void count_connection(int peer);
+  void suspect(int peer, const std::string& why);
+  void declare_down(int peer, const std::string& why);
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -88,7 +110,6 @@ class TcpTransport : public Transport {
   void adopt(int fd, int peer, bool control);
   void serve(const std::shared_ptr<Connection>& connection, std::uint32_t events);
   void end_connection(const std::shared_ptr<Connection>& connection, const std::string& why);
-  void declare_down(int peer, const std::string& why);
   void flush_dirty();
   void write(const std::shared_ptr<Connection>& connection);
   void watch(Connection& connection, bool writable);
@@ -102,6 +123,7 @@ class TcpTransport : public Transport {
   TcpOptions options_;
   Sink& sink_;
   BufferPool pool_;
+  Guest* guest_ = nullptr;
   int port_ = 0;
   int listen_fd_ = -1, epoll_fd_ = -1, wake_fd_ = -1;
   std::thread thread_;
@@ -117,7 +139,6 @@ class TcpTransport : public Transport {
 
   std::mutex established_mutex_;
   std::condition_variable established_changed_;
-  std::size_t num_established_ = 0;
   std::map<int, std::size_t> established_;  // by peer
 
   std::atomic<std::uint64_t> queued_frames_{0}, bytes_sent_{0}, bytes_received_{0}, frames_sent_{0},

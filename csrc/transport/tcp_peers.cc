@@ -112,9 +112,12 @@ void TcpTransport::adopt(int fd, int index, bool control) {
   if (control) peer.control = connection;
   epoll_event event{EPOLLIN, {.fd = fd}};
   epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event);
+  count_connection(index);
+}
+
+void TcpTransport::count_connection(int index) {
   {
     const std::lock_guard lock(established_mutex_);
-    ++num_established_;
     ++established_[index];
   }
   established_changed_.notify_all();
@@ -138,11 +141,16 @@ void TcpTransport::tick(double elapsed_s) {
   sink_.on_tick();
 }
 
+void TcpTransport::suspect(int index, const std::string& why) {
+  Peer& peer = peer_at(index);
+  if (peer.ended.empty()) peer.ended = why;
+}
+
 bool TcpTransport::check_ended(int index, Peer& peer, double elapsed_s) {
   if (peer.ended.empty()) return false;
   peer.ended_s += std::min(elapsed_s, 2 * options_.tick_s);
   if (peer.ended_s <= options_.grace_s) return false;
-  declare_down(index, "one of its connections ended: " + std::string(peer.ended));
+  declare_down(index, "one of its connections ended: " + peer.ended);
   return true;
 }
 

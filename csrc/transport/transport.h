@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <string>
+#include <vector>
 
 #include "transport/frame.h"
 
@@ -18,6 +19,11 @@ struct Identity {
   std::string group;
   int rank = 0;
   int size = 0;
+};
+
+struct Introduction {
+  Identity who;
+  bool control = false;
 };
 
 class Sink {
@@ -36,6 +42,20 @@ class Sink {
 class Transport {
  public:
   virtual ~Transport() = default;
+
+  // It listens as soon as it is made.
+  virtual int port() const = 0;
+  virtual void start() = 0;
+  virtual void stop() = 0;
+
+  // From the thread that sets the group up, before or after start().
+  virtual void set_peer(int peer, const std::string& address, int port) = 0;
+  virtual void call_peer(int peer, const Introduction& me, double timeout_s) = 0;
+  // Whether each peer has as many connections as `wanted` within the time.
+  virtual bool wait_for_connections(const std::vector<std::size_t>& wanted, double timeout_s) = 0;
+  virtual std::size_t connections_of(int peer) = 0;  // made so far
+  // Sends what waits until it has arrived; false when nothing moves for so long.
+  virtual bool flush(double timeout_s) = 0;
 
   // Runs a task on the transport's thread. Any thread.
   virtual void post(std::function<void()> task) = 0;

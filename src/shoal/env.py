@@ -28,6 +28,8 @@ HELPERS = "SHOAL_HELPERS"
 """Servers on helper hosts: ``10.0.0.7:4400,10.0.0.8:4400*2.0``, the second with twice the bandwidth."""
 INTERFACE = "SHOAL_INTERFACE"
 """Address or name of the network interface on which the backend listens."""
+TRANSPORT = "SHOAL_TRANSPORT"
+"""What carries the backend's chunks: ``tcp``, or ``ofi:`` and libfabric's providers; the same on all hosts."""
 HOST_ID = "SHOAL_HOST_ID"
 """Overrides what tells whether two workers share a host; tests make several hosts of one machine with it."""
 
@@ -169,6 +171,11 @@ def without_helpers() -> Iterator[None]:
 def interface(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the address or interface name in ``SHOAL_INTERFACE``, or ``None``."""
     return (os.environ if environ is None else environ).get(INTERFACE) or None
+
+
+def transport(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the transport that ``SHOAL_TRANSPORT`` names, or ``None``."""
+    return (os.environ if environ is None else environ).get(TRANSPORT) or None
 
 
 def host_id(environ: Mapping[str, str] | None = None) -> str | None:

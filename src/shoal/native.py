@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,6 +59,33 @@ def cpu_features() -> dict[str, bool]:
         ShoalError: the native core is missing.
     """
     return dict(core().cpu_features())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """What of libfabric can be used here.
+
+    Attributes:
+        built: whether this core was built with it.
+        version: of the library, empty where it is not found.
+        problem: why it cannot be loaded, if so.
+        providers: of each provider that offers what backend shoal needs, why it cannot be opened, or nothing.
+    """
+
+    built: bool
+    version: str
+    problem: str
+    providers: dict[str, str]
+
+
+def fabric(address: str) -> Fabric:
+    """Open an endpoint of each of libfabric's providers at this IPv4 address, and close it again.
+
+    Raises:
+        ShoalError: the native core is missing.
+    """
+    built, version, problem, providers = core().fabric_state(address)
+    return Fabric(built=built, version=version, problem=problem, providers=dict(providers))
 
 
 def simd_levels() -> tuple[Level, ...]:

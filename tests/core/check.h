@@ -7,13 +7,14 @@
 #include <ostream>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace check {
 
 struct Test {
-  const char* name;
-  void (*run)();
+  std::string name;
+  std::function<void()> run;
 };
 
 // In the order of the files' static initialisation; main sorts by name.
@@ -37,7 +38,7 @@ std::string show(const T& value) {
 }
 
 struct Registered {
-  Registered(const char* name, void (*run)()) { tests().push_back({name, run}); }
+  Registered(std::string name, std::function<void()> run) { tests().push_back({std::move(name), std::move(run)}); }
 };
 
 // The message of the exception of type E that `call` throws; fails when it throws none.

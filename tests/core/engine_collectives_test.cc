@@ -71,7 +71,7 @@ void all_kinds(Group& group, const Placement& placement, std::size_t count) {
   });
 }
 
-TEST(engine_every_kind_on_every_placement) {
+TEST_OVER_EACH(engine_every_kind_on_every_placement) {
   for (const Placement& placement : placements()) {
     Group group(placement);
     for (std::size_t count : {0, 1, 1000, 33'333}) all_kinds(group, placement, count);
@@ -80,7 +80,7 @@ TEST(engine_every_kind_on_every_placement) {
 }
 
 // 300,001 floats are many chunks a server; the small options force every queue and window to fill.
-TEST(engine_long_tensors_with_small_windows_and_few_slots) {
+TEST_OVER_EACH(engine_long_tensors_with_small_windows_and_few_slots) {
   for (const Placement& placement : placements()) {
     Group group(placement, [](shoal::EngineOptions& options) {
       options.chunk_bytes = 8 << 10;
@@ -96,7 +96,7 @@ TEST(engine_long_tensors_with_small_windows_and_few_slots) {
 }
 
 // A barrier ends on no rank before it has begun on all.
-TEST(engine_nobody_passes_a_barrier_before_the_last_comes) {
+TEST_OVER_EACH(engine_nobody_passes_a_barrier_before_the_last_comes) {
   for (const Placement& placement : placements()) {
     Group group(placement);
     std::atomic<int> begun{0};
@@ -110,7 +110,7 @@ TEST(engine_nobody_passes_a_barrier_before_the_last_comes) {
 }
 
 // Dozens of operations of all kinds under way at once, waited for in another order on each rank.
-TEST(engine_many_operations_in_flight) {
+TEST_OVER_EACH(engine_many_operations_in_flight) {
   constexpr std::size_t kOps = 36, kCount = 2001;
   for (const Placement& placement : placements()) {
     Group group(placement);
@@ -144,7 +144,7 @@ TEST(engine_many_operations_in_flight) {
 
 // Three groups of the same ranks; even ranks begin in one order and odd ranks in the other. Nothing may wait for
 // the callers' order across groups.
-TEST(engine_groups_overlapping_in_opposite_orders) {
+TEST_OVER_EACH(engine_groups_overlapping_in_opposite_orders) {
   const Placement placement{"", {"a", "a", "b", "c"}, 1};
   std::vector<std::unique_ptr<Group>> groups;
   for (int k = 0; k < 3; ++k) groups.push_back(std::make_unique<Group>(placement, Group::Tweak{}, "g" + std::to_string(k)));
@@ -166,7 +166,7 @@ TEST(engine_groups_overlapping_in_opposite_orders) {
 }
 
 // One rank is far ahead: what it sends waits, bounded, until the other begins.
-TEST(engine_a_rank_that_begins_late) {
+TEST_OVER_EACH(engine_a_rank_that_begins_late) {
   for (const auto& hosts : {std::vector<std::string>{"a", "b", "c"}, {"a", "a", "b"}}) {
     const Placement placement{"", hosts};
     Group group(placement, [](shoal::EngineOptions& options) { options.eager_bytes = 64 << 10; });
@@ -183,7 +183,7 @@ TEST(engine_a_rank_that_begins_late) {
   }
 }
 
-TEST(engine_watch_reports_each_operation_once) {
+TEST_OVER_EACH(engine_watch_reports_each_operation_once) {
   Group group({"", {"a", "b"}});
   group.each([&](int, Engine& engine) {
     std::vector<std::vector<float>> x(8, std::vector<float>(5000, 1.0f));
@@ -204,7 +204,7 @@ TEST(engine_watch_reports_each_operation_once) {
   });
 }
 
-TEST(engine_counters_and_trace_while_it_runs) {
+TEST_OVER_EACH(engine_counters_and_trace_while_it_runs) {
   Group group({"", {"a", "a", "b"}});
   group.each([&](int, Engine& engine) {
     engine.trace(true);

@@ -29,7 +29,7 @@ std::string why_it_fails(Engine& engine, std::uint64_t handle) {
   }
 }
 
-TEST(engine_abort_frees_all_waiters_everywhere) {
+TEST_OVER_EACH(engine_abort_frees_all_waiters_everywhere) {
   for (const Placement& placement : placements()) {
     Group group(placement);
     const int last = group.size() - 1;
@@ -55,7 +55,7 @@ TEST(engine_abort_frees_all_waiters_everywhere) {
   }
 }
 
-TEST(engine_all_ranks_abort_and_close_at_once) {
+TEST_OVER_EACH(engine_all_ranks_abort_and_close_at_once) {
   for (int round = 0; round < 3; ++round) {
     for (const Placement& placement : placements()) {
       Group group(placement);
@@ -79,7 +79,7 @@ TEST(engine_all_ranks_abort_and_close_at_once) {
 }
 
 // A helper goes while sums are under way: the same bits come out, and no exception.
-TEST(engine_a_helper_is_lost_in_the_middle) {
+TEST_OVER_EACH(engine_a_helper_is_lost_in_the_middle) {
   for (const auto& [hosts, num_helpers] : {std::pair{std::vector<std::string>{"a", "b", "c"}, 2},
                                            {{"a", "b", "c"}, 1},
                                            {{"a", "a", "b", "b"}, 2}}) {
@@ -116,7 +116,7 @@ TEST(engine_a_helper_is_lost_in_the_middle) {
   }
 }
 
-TEST(engine_all_helpers_are_lost_and_workers_do_not_serve) {
+TEST_OVER_EACH(engine_all_helpers_are_lost_and_workers_do_not_serve) {
   Group group({"", {"a", "b"}, 1}, [](shoal::EngineOptions& options) { options.serve_beside_workers = false; });
   group.each([&](int, Engine& engine) {
     std::vector<float> x(50'000, 1.0f);
@@ -136,7 +136,7 @@ TEST(engine_all_helpers_are_lost_and_workers_do_not_serve) {
 }
 
 // Who leaves early does no harm to those who want nothing more of it.
-TEST(engine_one_rank_closes_early) {
+TEST_OVER_EACH(engine_one_rank_closes_early) {
   for (const Placement& placement : placements()) {
     Group group(placement);
     group.each([&](int rank, Engine& engine) {
@@ -162,7 +162,7 @@ TEST(engine_one_rank_closes_early) {
 }
 
 // Servers close as soon as their own part has ended, with results kept back for a rank that has not begun.
-TEST(engine_results_kept_back_survive_the_servers_close) {
+TEST_OVER_EACH(engine_results_kept_back_survive_the_servers_close) {
   for (const auto& hosts : {std::vector<std::string>{"a", "b", "c"}, {"a", "b", "b", "c"}}) {
     const int n = static_cast<int>(hosts.size());
     Group group({"", hosts}, [](shoal::EngineOptions& options) { options.eager_bytes = 16 << 10; });
@@ -178,7 +178,7 @@ TEST(engine_results_kept_back_survive_the_servers_close) {
   }
 }
 
-TEST(engine_destroyed_with_operations_under_way) {
+TEST_OVER_EACH(engine_destroyed_with_operations_under_way) {
   for (const Placement& placement : placements()) {
     const std::size_t n = placement.hosts.size();
     std::vector<float> x(100'000, 1.0f);
@@ -194,7 +194,7 @@ TEST(engine_destroyed_with_operations_under_way) {
   }
 }
 
-TEST(engine_a_passed_deadline_names_who_is_missing) {
+TEST_OVER_EACH(engine_a_passed_deadline_names_who_is_missing) {
   Group group({"", {"a", "b"}});
   group.each([&](int rank, Engine& engine) {
     if (rank == 1) return;
@@ -207,7 +207,7 @@ TEST(engine_a_passed_deadline_names_who_is_missing) {
   });
 }
 
-TEST(engine_ranks_that_ask_for_different_things_are_named) {
+TEST_OVER_EACH(engine_ranks_that_ask_for_different_things_are_named) {
   for (const Placement& placement : placements()) {
     Group group(placement);
     group.each([&](int rank, Engine& engine) {
@@ -225,7 +225,7 @@ TEST(engine_ranks_that_ask_for_different_things_are_named) {
   }
 }
 
-TEST(engine_what_cannot_be_is_refused_at_once) {
+TEST_OVER_EACH(engine_what_cannot_be_is_refused_at_once) {
   Group group({"", {"a", "b"}});
   std::vector<float> x(10, 1.0f);
   for (auto combine : {shoal::Combine::band, shoal::Combine::bor, shoal::Combine::bxor}) {
@@ -256,7 +256,7 @@ int knock(int port) {
   return fd;
 }
 
-TEST(engine_strangers_do_no_harm_while_it_runs) {
+TEST_OVER_EACH(engine_strangers_do_no_harm_while_it_runs) {
   Group group({"", {"a", "b"}, 1});
   std::atomic<bool> over{false};
   const std::vector<int> ports{group.engine(0).port(), group.engine(1).port(), group.helpers[0]->port()};
@@ -286,11 +286,12 @@ TEST(engine_strangers_do_no_harm_while_it_runs) {
   CHECK(group.engine(0).counters().at("strangers_dropped") > 0);
 }
 
-TEST(engine_a_wrong_secret_is_refused_and_said) {
+TEST_OVER_EACH(engine_a_wrong_secret_is_refused_and_said) {
   shoal::EngineOptions options;
   options.size = 2;
   options.group = "g";
   options.secret = kSecret;
+  options.fabric = carrier.fabric;
   Engine first(options);
   options.rank = 1;
   options.secret = {'o', 't', 'h', 'e', 'r'};

@@ -1,4 +1,5 @@
-// A whole group in one process: engines as threads, over loopback and shared memory, helper hosts too.
+// A whole group in one process: engines as threads, over loopback and shared memory, helper hosts too; over each
+// transport by turns.
 #pragma once
 
 #include <algorithm>
@@ -24,6 +25,37 @@ namespace shoal_test {
 inline constexpr double kDeadlineS = 30;  // nothing here takes a second; reached only by a hang
 
 inline const shoal::Bytes kSecret = {'s', 'e', 'c', 'r', 'e', 't'};
+
+// What carries a group's chunks.
+struct Carrier {
+  std::string name;
+  std::string fabric;  // EngineOptions.fabric
+  std::uint64_t shuffle = 0;
+};
+
+inline const std::vector<Carrier>& carriers() {
+  static const std::vector<Carrier> all = {
+      {"tcp", ""},
+#ifdef SHOAL_HAS_LIBFABRIC
+      {"ofi shuffled", "tcp;ofi_rxm", 7},
+      {"ofi two rails", "tcp;ofi_rxm,tcp;ofi_rxm"},
+#endif
+  };
+  return all;
+}
+
+inline Carrier carrier;  // of the test that runs
+
+struct RegisteredForEach {
+  RegisteredForEach(const std::string& name, void (*run)()) {
+    for (const Carrier& each : carriers()) {
+      check::tests().push_back({name + " [" + each.name + "]", [each, run] {
+                                  carrier = each;
+                                  run();
+                                }});
+    }
+  }
+};
 
 // Runs call(0) ... call(n - 1), each on a thread of its own. The first exception comes out.
 inline void on_threads(int n, const std::function<void(int)>& call) {
@@ -80,7 +112,7 @@ class Group {
     const int n = static_cast<int>(placement.hosts.size());
     std::vector<shoal::HelperInfo> helper_infos;
     for (int k = 0; k < placement.num_helpers; ++k) {
-      helpers.push_back(std::make_unique<shoal::HelperServer>("127.0.0.1", 0, kSecret, 0));
+      helpers.push_back(std::make_unique<shoal::HelperServer>("127.0.0.1", 0, kSecret, 0, carrier.fabric, carrier.shuffle));
       helpers.back()->start();
       helper_infos.push_back({"127.0.0.1", helpers.back()->port(), "helper" + std::to_string(k)});
     }
@@ -91,6 +123,8 @@ class Group {
       options.size = n;
       options.group = name;
       options.secret = kSecret;
+      options.fabric = carrier.fabric;
+      options.shuffle = carrier.shuffle ? carrier.shuffle + static_cast<std::uint64_t>(rank) : 0;
       if (tweak) tweak(options);
       engines.push_back(std::make_unique<shoal::Engine>(options));
       peers.push_back({placement.hosts[static_cast<std::size_t>(rank)], "127.0.0.1", engines.back()->port(), rank, 1000 + rank});
@@ -179,3 +213,9 @@ std::vector<T> in_promised_order(const std::vector<std::string>& hosts, const st
 }
 
 }  // namespace shoal_test
+
+// A test that runs once over each transport.
+#define TEST_OVER_EACH(name)                                                        \
+  static void test_##name();                                                        \
+  static const shoal_test::RegisteredForEach registered_##name(#name, test_##name); \
+  static void test_##name()

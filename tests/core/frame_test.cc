@@ -24,7 +24,7 @@ using shoal::Payload;
 
 FrameHeader some_header(std::mt19937_64& random) {
   FrameHeader header;
-  header.type = static_cast<FrameType>(random() % 9);
+  header.type = static_cast<FrameType>(random() % 10);
   header.kind = static_cast<std::uint8_t>(random() % 7);
   header.element = static_cast<std::uint8_t>(random() % 8);
   header.seq = random();
@@ -61,7 +61,7 @@ TEST(frame_sealed_nonsense_is_refused) {
     return check_header(header) != "";
   };
   CHECK(!refused([](FrameHeader&, Payload&) {}));
-  CHECK(refused([](FrameHeader& h, Payload&) { h.type = static_cast<FrameType>(9); }));
+  CHECK(refused([](FrameHeader& h, Payload&) { h.type = static_cast<FrameType>(10); }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.kind = 7; }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.element = 8; }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.input = 8; }));

@@ -34,15 +34,15 @@ bool wanted(std::string_view name, int argc, char** argv) {
 bool run(const check::Test& test) {
   const int before = check::failures.load();
   // Before the test: a crash or a hang names it.
-  std::printf("%s ", test.name);
+  std::printf("%s ", test.name.c_str());
   std::fflush(stdout);
   const auto begin = std::chrono::steady_clock::now();
   try {
     test.run();
   } catch (const std::exception& error) {
-    check::fail(test.name, 0, std::string("exception: ") + error.what());
+    check::fail(test.name.c_str(), 0, std::string("exception: ") + error.what());
   } catch (...) {
-    check::fail(test.name, 0, "an exception that is no std::exception");
+    check::fail(test.name.c_str(), 0, "an exception that is no std::exception");
   }
   const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - begin;
   const bool ok = check::failures.load() == before;
@@ -54,7 +54,7 @@ bool run(const check::Test& test) {
 
 int main(int argc, char** argv) {
   auto& tests = check::tests();
-  std::sort(tests.begin(), tests.end(), [](auto& a, auto& b) { return std::string_view(a.name) < b.name; });
+  std::sort(tests.begin(), tests.end(), [](auto& a, auto& b) { return a.name < b.name; });
   int num_run = 0;
   std::string failed;
   for (const check::Test& test : tests) {

@@ -56,7 +56,12 @@ def emulate(
 
 
 def serve(
-    *, address: str, port: int = 7070, secret_file: Path | None = None, report_every_s: float = 0.0
+    *,
+    address: str,
+    port: int = 7070,
+    secret_file: Path | None = None,
+    report_every_s: float = 0.0,
+    transport: str | None = None,
 ) -> int:
     """Sum gradients on a helper host for workers whose backend is shoal, until SIGTERM or Ctrl-C.
 
@@ -73,7 +78,11 @@ def serve(
         File with the job's secret; default: SHOAL_SECRET_FILE or SHOAL_SECRET.
     report_every_s
         Print counters so often; 0 for never.
+    transport
+        tcp, or ofi: and libfabric's providers, the same as the workers'; default: SHOAL_TRANSPORT, or else tcp.
     """
     from shoal.comm import server
 
-    return server.serve(address=address, port=port, secret_file=secret_file, report_every_s=report_every_s)
+    return server.serve(
+        address=address, port=port, secret_file=secret_file, report_every_s=report_every_s, transport=transport
+    )

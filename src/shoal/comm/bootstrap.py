@@ -17,7 +17,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shoal import env
-from shoal.comm.engine import CommError, Engine, EngineOptions, Helper, Peer
+from shoal.comm.engine import CommError, Engine, EngineOptions, Helper, Peer, fabric_providers
 from shoal.comm.probe import measure_helpers
 from shoal.decide.links import MIB, chunk_pattern, recommended_bucket_bytes
 from shoal.errors import ShoalError, UsageError
@@ -110,6 +110,7 @@ def connect_engine(
     """
     try:
         options = options or EngineOptions()
+        options = replace(options, transport=options.transport or env.transport())
         rules = _common_rules(store, rank, timeout, options)
         engine, address = _listen(store, rules, rank, size, group, options)
     except ShoalError as problem:
@@ -144,9 +145,9 @@ def connect_engine(
         _measured.update(zip((helper.name for helper in helpers), measured, strict=True))
         engine.set_pattern(chunk_pattern(hosts, measured))
         if rank == 0:
-            _tell(num_hosts, size, f", {rate * 8e-6:,.0f} Mbit/s each", measured)
+            _tell(num_hosts, size, options.transport, f", {rate * 8e-6:,.0f} Mbit/s each", measured)
     elif rank == 0 and num_hosts > 1:
-        _tell(num_hosts, size, "", bandwidths)
+        _tell(num_hosts, size, options.transport, "", bandwidths)
     return engine
 
 
@@ -194,14 +195,15 @@ def helper_bandwidths() -> tuple[float, ...]:
 _told: set[str] = set()
 
 
-def _tell(num_hosts: int, size: int, rate: str, helpers: list[float]) -> None:
+def _tell(num_hosts: int, size: int, transport: str | None, rate: str, helpers: list[float]) -> None:
     bucket = recommended_bucket_bytes(num_hosts, ranks_per_host=-(-size // num_hosts))
     links = (
         f"; {len(helpers)} helpers with {', '.join(f'{ratio:g}' for ratio in helpers)} times that"
         if helpers
         else ""
     )
-    line = f"shoal: {num_hosts} hosts over TCP{rate}{links}; bucket_cap_mb={bucket // MIB} suits"
+    over = f"libfabric ({providers})" if (providers := fabric_providers(transport)) else "TCP"
+    line = f"shoal: {num_hosts} hosts over {over}{rate}{links}; bucket_cap_mb={bucket // MIB} suits"
     if line not in _told:
         _told.add(line)
         print(line, file=sys.stderr)

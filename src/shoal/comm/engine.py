@@ -17,6 +17,26 @@ Event = tuple[str, int, int, int, int]
 """What happened, from and to in ns of ``time.monotonic_ns``, number of the operation, index of the chunk."""
 
 
+_FABRIC = "ofi:"
+
+
+def fabric_providers(transport: str | None) -> str:
+    """Return libfabric's providers in the words of :attr:`EngineOptions.transport`; an empty text is TCP.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if transport is None or transport == "tcp":
+        return ""
+    providers = transport.removeprefix(_FABRIC)
+    if not transport.startswith(_FABRIC) or not all(each.strip() == each != "" for each in providers.split(",")):
+        raise UsageError(
+            f"transport {transport!r} is not known; it is tcp, or ofi: and libfabric's providers separated by "
+            "commas, as in ofi:efa or ofi:tcp;ofi_rxm; `shoal doctor` lists those that can be used here"
+        )
+    return providers
+
+
 class CommError(ShoalError):
     """The group has failed: a peer was lost, a deadline passed, or ranks ask for different things."""
 
@@ -69,6 +89,8 @@ class EngineOptions:
         workers_serve: whether workers carry chunks of a lost helper.
         order: "host" adds up inside each host first; "rank" adds in plain rank order for any placement, and
             sends each rank's tensor over the network for it.
+        transport: "tcp", or "ofi:" and libfabric's providers, one a rail, separated by commas: "ofi:efa",
+            "ofi:tcp;ofi_rxm,tcp;ofi_rxm". ``None``: what SHOAL_TRANSPORT says, or else TCP.
     """
 
     chunk_bytes: int = 32 << 10
@@ -85,6 +107,7 @@ class EngineOptions:
     partial: str = "float32"
     workers_serve: bool = True
     order: str = "host"
+    transport: str | None = None
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -98,6 +121,7 @@ class EngineOptions:
                 f"EngineOptions.chunk_bytes is {self.chunk_bytes} and shared_chunk_bytes "
                 f"{self.shared_chunk_bytes}; they are multiples of 128"
             )
+        fabric_providers(self.transport)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -157,6 +181,7 @@ class Engine:
         settings.address, settings.port = address, port
         settings.wide_partials = options.partial == "float32"
         settings.serve_beside_workers = options.workers_serve
+        settings.fabric = fabric_providers(options.transport)
         for name in _SAME_NAME:
             setattr(settings, name, getattr(options, name))
         self._group_error: type[Exception] = native.core().GroupError
@@ -283,5 +308,5 @@ class Engine:
         return list(self._engine.take_trace())
 
 
-_SAME_NAME = tuple({each.name for each in fields(EngineOptions)} - {"partial", "workers_serve", "order"})
+_SAME_NAME = tuple({each.name for each in fields(EngineOptions)} - {"partial", "workers_serve", "order", "transport"})
 """Options that the core has under the same name."""

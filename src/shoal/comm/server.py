@@ -15,13 +15,19 @@ import time
 from pathlib import Path
 
 from shoal import env, native
+from shoal.comm.engine import fabric_providers
 from shoal.errors import EXIT_OK, ShoalError, UsageError
 
 DEFAULT_PORT = 7070
 
 
 def serve(
-    *, address: str, port: int = DEFAULT_PORT, secret_file: Path | None = None, report_every_s: float = 0.0
+    *,
+    address: str,
+    port: int = DEFAULT_PORT,
+    secret_file: Path | None = None,
+    report_every_s: float = 0.0,
+    transport: str | None = None,
 ) -> int:
     """Sum until SIGTERM or Ctrl-C; return the exit code.
 
@@ -30,10 +36,11 @@ def serve(
         port: port to listen on; 0 takes a free one.
         secret_file: file with the job's secret; default: what the environment says.
         report_every_s: print counters so often; 0 for never.
+        transport: as in ``EngineOptions``, the same as the workers'; default: what the environment says.
 
     Raises:
-        UsageError: there is no secret.
-        ShoalError: the address or the port cannot be had.
+        UsageError: there is no secret, or no such transport.
+        ShoalError: the address, the port or the transport cannot be had.
     """
     secret = env.secret({env.SECRET_FILE: str(secret_file)} if secret_file else None)
     if secret is None:
@@ -41,9 +48,10 @@ def serve(
             "a server admits only who knows the job's secret: set SHOAL_SECRET_FILE (a file that only you "
             "can read) or SHOAL_SECRET, the same here and on the workers"
         )
+    fabric = fabric_providers(transport or env.transport())
     core = native.core()
     try:
-        server = core.HelperServer(address, port, secret, 128 << 10)
+        server = core.HelperServer(address, port, secret, 128 << 10, fabric)
     except RuntimeError as error:
         raise ShoalError(f"shoal serve: {error}; choose another --port or --address") from None
     stop = threading.Event()
@@ -79,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--secret-file", type=Path, help="file with the job's secret")
     parser.add_argument("--report-every-s", type=float, default=0.0, help="print counters so often")
+    parser.add_argument("--transport", help="tcp, or ofi:PROVIDER,... as the workers' (default: SHOAL_TRANSPORT)")
     given = parser.parse_args(argv)
     try:
         return serve(**vars(given))

@@ -5,21 +5,25 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal import env
 from shoal.doctor.check import Check, gibibytes, judged
 from shoal.errors import ShoalError
 
+if TYPE_CHECKING:
+    from shoal.native import Fabric
+
 LITTLE_DISK_BYTES = 5 * 2**30
 """Below this a few checkpoints of a large model fill the disk."""
 LITTLE_SHARED_BYTES = 128 * 2**20
+_LOOPBACK = "127.0.0.1"
 
 
 def checks(torch: Any, folder: Path) -> list[Check]:
     """Look at what training uses; ``torch`` may be ``None``, ``folder`` is where runs would lie."""
     of_torch = [] if torch is None else [_precision(torch), _backends(torch)]
-    return [*of_torch, _transports(), _launcher(), _disk(folder)]
+    return [*of_torch, _transports(), *_libfabric(), _launcher(), _disk(folder)]
 
 
 def _precision(torch: Any) -> Check:
@@ -65,6 +69,34 @@ def _transports() -> Check:
         well=room >= LITTLE_SHARED_BYTES,
         otherwise="note",
         remedy="backend shoal needs about 3 MiB a worker and group there: docker run --shm-size 1g",
+    )
+
+
+def _libfabric() -> list[Check]:
+    """Which providers ``EngineOptions(transport="ofi:…")`` can name here."""
+    from shoal import native
+
+    if not native.is_built():
+        return []
+    return [fabric_check(native.fabric(_LOOPBACK))]
+
+
+def fabric_check(fabric: Fabric) -> Check:
+    """Say what of libfabric can be used; nothing needs it but hosts whose network is EFA or the like."""
+    if not fabric.built:
+        found, remedy = "not built in", "for EFA and the like: apt-get install libfabric-dev, then install shoal again"
+        return Check(name="libfabric", state="note", found=found, remedy=remedy)
+    if not fabric.version:
+        remedy = "for EFA and the like: apt-get install libfabric1, or set LD_LIBRARY_PATH to where it is"
+        return Check(name="libfabric", state="note", found=f"cannot be loaded: {fabric.problem}", remedy=remedy)
+    usable = [name for name, problem in fabric.providers.items() if not problem]
+    broken = [f"{name} does not open ({problem})" for name, problem in fabric.providers.items() if problem]
+    return judged(
+        "libfabric",
+        "; ".join([f"{fabric.version}, usable providers: {', '.join(usable) or 'none'}", *broken]),
+        well=bool(usable),
+        otherwise="note",
+        remedy="fi_info says what it finds; TCP needs none of it",
     )
 
 

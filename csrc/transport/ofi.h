@@ -1,0 +1,113 @@
+// Chunks over libfabric, all else over TCP.
+//
+// TCP's control connections stay: over them peers prove that they know the secret, tell that they run, fail or leave,
+// and are found to be lost, as without libfabric. Once a connection stands, each side tells the other over it where
+// its rails are and which 16 random bytes a message to it begins with; messages that begin otherwise are strangers'.
+// From then on frames with elements go round the rails. No order of messages is assumed, and a peer that has told
+// nothing (a helper without libfabric) gets everything over TCP.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/ofi_rail.h"
+#include "transport/open.h"
+#include "transport/tcp.h"
+
+namespace shoal {
+
+class OfiTransport : public Transport, private Sink, private Guest {
+ public:
+  // Throws std::runtime_error that names the provider and the reason.
+  OfiTransport(TransportOptions options, Sink& sink);
+  ~OfiTransport() override;
+
+  int port() const override { return tcp_.port(); }
+  void start() override { tcp_.start(); }
+  void stop() override;
+  void set_peer(int peer, const std::string& address, int port) override { tcp_.set_peer(peer, address, port); }
+  void call_peer(int peer, const Introduction& me, double timeout_s) override;
+  // A peer's word where its rails are counts as a connection.
+  bool wait_for_connections(const std::vector<std::size_t>& wanted, double timeout_s) override {
+    return tcp_.wait_for_connections(wanted, timeout_s);
+  }
+  std::size_t connections_of(int peer) override { return tcp_.connections_of(peer); }
+  bool flush(double timeout_s) override { return tcp_.flush(timeout_s); }
+
+  void post(std::function<void()> task) override { tcp_.post(std::move(task)); }
+  void send(int peer, FrameHeader header, Payload payload) override;
+  void drop(int peer) override;
+  void drop_data() override;
+  std::map<std::string, std::uint64_t> counters() const override;
+
+ private:
+  using Token = std::array<std::uint8_t, 16>;
+
+  struct Outgoing {
+    FrameHeader header;
+    Payload payload;
+  };
+
+  struct Link {                 // to a peer
+    Token ours{};               // what its messages to us begin with
+    bool told = false;          // it knows our rails
+    bool down = false;
+    std::vector<fi_addr_t> at;  // its rails; empty until it has told
+    Token theirs{};
+    std::size_t most_bytes = 0;   // of a message that it takes
+    std::deque<Outgoing> queue;
+    Rail::Slot* refused = nullptr;  // filled, but rail `next` could not take it yet
+    std::size_t refused_bytes = 0;
+    std::size_t next = 0;         // rail
+    std::size_t under_way = 0;    // messages
+  };
+
+  // Sink of TCP
+  int on_identity(const Identity& who, std::string& why_not) override;
+  void on_frame(int peer, const FrameHeader& header, Payload payload) override;
+  void on_down(int peer, const std::string& why) override;
+  void on_tick() override { sink_.on_tick(); }
+
+  // Guest of TCP's thread
+  std::vector<int> wait_fds() override;
+  int max_wait_ms() override;
+  void work() override;
+  std::size_t unsent_bytes() override;
+
+  void tell(int peer);
+  std::string learn(Link& link, const Payload& payload);
+  bool pump(int peer, Link& link);
+  std::size_t fill(Rail::Slot& slot, const Link& link, const Outgoing& frame) const;
+  void forget(int peer);
+  void read(bool all);
+  void ended(std::size_t rail, const Rail::Completion& completion);
+  void hear(std::size_t rail, const Rail::Completion& completion);
+  void shuffle(std::vector<std::pair<std::size_t, Rail::Completion>>& batch, bool all);
+  void stranger(const char* what);
+
+  TransportOptions options_;
+  Sink& sink_;
+  TcpTransport tcp_;
+  BufferPool pool_;
+  std::size_t message_bytes_;
+  std::vector<std::unique_ptr<Rail>> rails_;
+  std::map<int, Link> links_;
+  std::map<Token, int> peer_of_;
+  std::vector<std::pair<std::size_t, Rail::Completion>> kept_;  // back, when completions are shuffled
+  std::mt19937_64 random_;
+  std::uint64_t busy_ns_ = 0;  // when something last happened on a rail that must be polled
+  std::atomic<std::uint64_t> bytes_sent_{0}, bytes_received_{0}, frames_sent_{0}, frames_received_{0}, strangers_{0};
+};
+
+// Opens a rail of the provider at this address and closes it; an empty string, or why it cannot be had.
+std::string try_rail(const std::string& provider, const std::string& address);
+
+}  // namespace shoal

@@ -1,0 +1,123 @@
+// What is particular to libfabric; every test of engines runs over it too (carriers() in engine_group.h).
+#ifdef SHOAL_HAS_LIBFABRIC
+
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "engine_group.h"
+#include "transport/open.h"
+
+namespace {
+
+using namespace shoal_test;
+using shoal::Engine;
+using shoal::Kind;
+
+bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+void sums_are_right(Group& group, const std::vector<std::string>& hosts, std::size_t count) {
+  std::vector<std::vector<float>> inputs;
+  for (int rank = 0; rank < group.size(); ++rank) inputs.push_back(values<float>(count, static_cast<std::uint64_t>(rank)));
+  const auto sum = in_promised_order(hosts, inputs, [](float a, float b) { return a + b; });
+  group.each([&](int rank, Engine& engine) {
+    auto x = inputs[static_cast<std::size_t>(rank)];
+    run(engine, Kind::all_reduce, x.data(), x.data(), x.size());
+    CHECK(x == sum);
+  });
+}
+
+// Providers that need no hardware. The library may lack some of them; what it lacks is said, not failed.
+TEST(ofi_every_provider_that_is_here) {
+  carrier = {};
+  const shoal::FabricState state = shoal::look_at_fabric("127.0.0.1");
+  CHECK(state.built);
+  CHECK_EQ(state.problem, "");
+  int tried = 0;
+  for (const std::string name : {"tcp;ofi_rxm", "tcp", "sockets", "udp;ofi_rxd", "shm"}) {
+    const auto found = std::find_if(state.providers.begin(), state.providers.end(), [&](const auto& each) { return each.name == name; });
+    if (found == state.providers.end() || !found->problem.empty()) {
+      std::printf("(without %s) ", name.c_str());
+      continue;
+    }
+    ++tried;
+    const std::vector<std::string> hosts{"a", "b", "c"};
+    Group group({"", hosts}, [&](shoal::EngineOptions& options) { options.fabric = name; });
+    for (std::size_t count : {1, 1000, 200'003}) sums_are_right(group, hosts, count);
+    CHECK(group.engine(0).counters().at("fabric_bytes_sent") > 4 * 200'000u);
+    group.close();
+  }
+  CHECK(tried > 0);
+}
+
+// Every chunk between hosts goes over libfabric, by turns over the rails; heartbeats and the like do not.
+TEST(ofi_carries_the_chunks_and_nothing_else) {
+  carrier = {};
+  Group group({"", {"a", "b"}}, [](shoal::EngineOptions& options) { options.fabric = "tcp;ofi_rxm,tcp;ofi_rxm"; });
+  group.each([&](int, Engine& engine) {
+    std::vector<float> x(1 << 20, 1.0f);
+    run(engine, Kind::all_reduce, x.data(), x.data(), x.size());
+    CHECK_EQ(x[5], 2.0f);
+    const auto counts = engine.counters();
+    const std::uint64_t half = x.size() * sizeof(float) / 2;  // pushed to the other, and the other's sums
+    const std::uint64_t frames = counts.at("fabric_frames_sent");
+    CHECK(frames >= 2 * half / (32 << 10));
+    CHECK(counts.at("fabric_bytes_sent") >= 2 * half);
+    CHECK(counts.at("fabric_bytes_sent") <= 2 * half + frames * 96);
+    CHECK(counts.at("bytes_sent") - counts.at("fabric_bytes_sent") < 16 << 10);
+  });
+  group.close();
+}
+
+// A helper without libfabric, and frames larger than a message of it, take TCP.
+TEST(ofi_falls_back_to_tcp) {
+  carrier = {};
+  const std::vector<std::string> hosts{"a", "b", "c"};
+  Group group({"", hosts, 1}, [](shoal::EngineOptions& options) { options.fabric = "tcp;ofi_rxm"; });
+  sums_are_right(group, hosts, 300'001);
+  CHECK(group.helpers[0]->counters().at("bytes_received") > 100'000u);
+  CHECK_EQ(group.helpers[0]->counters().count("fabric_bytes_sent"), 0u);
+  CHECK(group.engine(1).counters().at("fabric_bytes_sent") > 100'000u);
+  group.close();
+}
+
+TEST(ofi_helpers_of_other_message_sizes) {
+  carrier = {"", "tcp;ofi_rxm"};
+  const std::vector<std::string> hosts{"a", "b"};
+  Group group({"", hosts, 1}, [](shoal::EngineOptions& options) { options.chunk_bytes = 256 << 10; });  // the helper's: 64 KiB
+  sums_are_right(group, hosts, 500'001);
+  CHECK(group.helpers[0]->counters().at("bytes_received") > 500'000u);
+  group.close();
+}
+
+TEST(ofi_what_cannot_be_had_is_one_clear_error) {
+  shoal::EngineOptions options;
+  options.size = 2;
+  options.fabric = "nonesuch";
+  CHECK(contains(CHECK_THROWS(std::runtime_error, Engine(options)), "libfabric's provider nonesuch is not here"));
+}
+
+TEST(ofi_ranks_with_other_providers_are_named) {
+  shoal::EngineOptions options;
+  options.size = 2;
+  options.group = "g";
+  options.secret = kSecret;
+  options.fabric = "tcp;ofi_rxm";
+  Engine first(options);
+  options.rank = 1;
+  options.fabric = "tcp;ofi_rxm,tcp;ofi_rxm";
+  Engine second(options);
+  const std::vector<shoal::PeerInfo> peers{{"a", "127.0.0.1", first.port(), 0, 1}, {"b", "127.0.0.1", second.port(), 1, 2}};
+  std::atomic<int> named{0};
+  on_threads(2, [&](int rank) {
+    const std::string why = CHECK_THROWS(std::runtime_error, (rank ? second : first).connect(peers, {}, {0, 1}, "unused", 5.0));
+    if (contains(why, "its libfabric providers are")) ++named;  // who hears it second may only see the first one go
+  });
+  CHECK(named >= 1);
+}
+
+}  // namespace
+
+#endif
