@@ -29,7 +29,7 @@ HELPERS = "SHOAL_HELPERS"
 INTERFACE = "SHOAL_INTERFACE"
 """Address or name of the network interface on which the backend listens."""
 TRANSPORT = "SHOAL_TRANSPORT"
-"""What carries the backend's chunks: ``tcp``, or ``ofi:`` and libfabric's providers; the same on all hosts."""
+"""What carries the backend's chunks: ``tcp``, or ``ofi:`` and libfabric's providers; alike on all hosts."""
 HOST_ID = "SHOAL_HOST_ID"
 """Overrides what tells whether two workers share a host; tests make several hosts of one machine with it."""
 

@@ -1,4 +1,4 @@
-"""Backend ``"shoal"`` over libfabric: the same sums, the same errors, and what is said where it is not there."""
+"""Backend ``"shoal"`` over libfabric: the same sums and errors, and what is said where it is not there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COUNT = 100_000
 
 
 def usable_providers() -> str:
-    """Return what libfabric offers here. Asked in a process of its own: those of the tests are forked from this one."""
+    """Return what libfabric offers here; asked in a process of its own, as tests fork from this one."""
     ask = "from shoal import native; print(native.fabric('127.0.0.1').providers)"
     return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
 

@@ -79,10 +79,14 @@ def serve(
     report_every_s
         Print counters so often; 0 for never.
     transport
-        tcp, or ofi: and libfabric's providers, the same as the workers'; default: SHOAL_TRANSPORT, or else tcp.
+        tcp, or ofi: and libfabric's providers, as the workers have it; default: SHOAL_TRANSPORT, or tcp.
     """
     from shoal.comm import server
 
     return server.serve(
-        address=address, port=port, secret_file=secret_file, report_every_s=report_every_s, transport=transport
+        address=address,
+        port=port,
+        secret_file=secret_file,
+        report_every_s=report_every_s,
+        transport=transport,
     )

@@ -29,10 +29,12 @@ def fabric_providers(transport: str | None) -> str:
     if transport is None or transport == "tcp":
         return ""
     providers = transport.removeprefix(_FABRIC)
-    if not transport.startswith(_FABRIC) or not all(each.strip() == each != "" for each in providers.split(",")):
+    if not transport.startswith(_FABRIC) or not all(
+        each.strip() == each != "" for each in providers.split(",")
+    ):
         raise UsageError(
-            f"transport {transport!r} is not known; it is tcp, or ofi: and libfabric's providers separated by "
-            "commas, as in ofi:efa or ofi:tcp;ofi_rxm; `shoal doctor` lists those that can be used here"
+            f"transport {transport!r} is not known; it is tcp, or ofi: and libfabric's providers separated "
+            "by commas, as in ofi:efa or ofi:tcp;ofi_rxm; `shoal doctor` lists those that can be used here"
         )
     return providers
 
@@ -308,5 +310,7 @@ class Engine:
         return list(self._engine.take_trace())
 
 
-_SAME_NAME = tuple({each.name for each in fields(EngineOptions)} - {"partial", "workers_serve", "order", "transport"})
+_SAME_NAME = tuple(
+    {each.name for each in fields(EngineOptions)} - {"partial", "workers_serve", "order", "transport"}
+)
 """Options that the core has under the same name."""

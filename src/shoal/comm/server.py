@@ -87,7 +87,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--secret-file", type=Path, help="file with the job's secret")
     parser.add_argument("--report-every-s", type=float, default=0.0, help="print counters so often")
-    parser.add_argument("--transport", help="tcp, or ofi:PROVIDER,... as the workers' (default: SHOAL_TRANSPORT)")
+    parser.add_argument(
+        "--transport", help="tcp, or ofi:PROVIDER,... as the workers' (default: SHOAL_TRANSPORT)"
+    )
     given = parser.parse_args(argv)
     try:
         return serve(**vars(given))

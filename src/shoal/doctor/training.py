@@ -84,11 +84,16 @@ def _libfabric() -> list[Check]:
 def fabric_check(fabric: Fabric) -> Check:
     """Say what of libfabric can be used; nothing needs it but hosts whose network is EFA or the like."""
     if not fabric.built:
-        found, remedy = "not built in", "for EFA and the like: apt-get install libfabric-dev, then install shoal again"
+        found, remedy = (
+            "not built in",
+            "for EFA and the like: apt-get install libfabric-dev, then install shoal again",
+        )
         return Check(name="libfabric", state="note", found=found, remedy=remedy)
     if not fabric.version:
         remedy = "for EFA and the like: apt-get install libfabric1, or set LD_LIBRARY_PATH to where it is"
-        return Check(name="libfabric", state="note", found=f"cannot be loaded: {fabric.problem}", remedy=remedy)
+        return Check(
+            name="libfabric", state="note", found=f"cannot be loaded: {fabric.problem}", remedy=remedy
+        )
     usable = [name for name, problem in fabric.providers.items() if not problem]
     broken = [f"{name} does not open ({problem})" for name, problem in fabric.providers.items() if problem]
     return judged(
