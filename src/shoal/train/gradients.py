@@ -48,12 +48,15 @@ def data_parallel(
     The communication hook is the default one; it tells ``clock`` when the last gradient of the backward pass
     is ready: what backward takes from there on is waiting for other workers.
     """
-    per_host = world.place.num_local_workers
-    bucket_mb = config.bucket_mb or recommended_bucket_bytes(world.num_hosts, ranks_per_host=per_host) / MIB
+    recommended = recommended_bucket_bytes(
+        world.num_hosts,
+        ranks_per_host=world.place.num_local_workers,
+        gradient_bytes=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
+    )
     ddp = DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        bucket_cap_mb=bucket_mb,
+        bucket_cap_mb=config.bucket_mb or recommended / MIB,
         gradient_as_bucket_view=True,
         **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
     )
