@@ -141,7 +141,7 @@ def transformed(pixels: Pixels, extra: Bytes, place: Placement) -> DetectionExam
         )
     boxes = np.array([one["bbox"] for one in objects], dtype=np.float64).reshape(-1, 4)
     boxes = placed_boxes(boxes, (height, width), place)
-    large = ((boxes[:, 2:] - boxes[:, :2]) >= _LEAST_PIXELS).all(axis=1).tolist()
+    large: list[bool] = np.all(boxes[:, 2:] - boxes[:, :2] >= _LEAST_PIXELS, axis=1).tolist()
     masks = [placed_mask(one["segmentation"], (height, width), place) for one in objects]
     chosen = [n for n, mask in enumerate(masks) if large[n] and (mask is None or areas([mask])[0])]
     return DetectionExample(
