@@ -125,7 +125,8 @@ def warm_up(job: Job) -> None:
     with closing(steps):
         first = next(next(steps))
     sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=job.world.device)
-    accumulate(job.ddp, [first], partial(weighted_loss, job, 1, sums), job.clock)
+    with job.ddp.rehearsal():
+        accumulate(job.ddp, [first], partial(weighted_loss, job, 1, sums), job.clock)
     job.trained.optimizer.zero_grad()
     for buffer, value in zip(buffers, before, strict=True):
         buffer.copy_(value)
