@@ -94,7 +94,7 @@ def test_averages_and_residuals_are_numpys(tmp_path: Path, backend: str, size: i
 
 def many_tensors(rank: int, out: Path) -> None:
     """With buckets of a few tensors, which DDP arranges anew after the first step."""
-    ddp, wire = wired(SHAPES, bucket_mb=0.006)
+    ddp, wire = wired(SHAPES, bucket_mb=0.003)
     total = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     for step in range(6):
         with wire.aside() if step == 2 else nullcontext():
@@ -228,7 +228,7 @@ def test_float64_gradients_are_not_rounded(tmp_path: Path) -> None:
 
 
 def save_and_go_on(rank: int, out: Path) -> None:
-    ddp, wire = wired(SHAPES, bucket_mb=0.006)
+    ddp, wire = wired(SHAPES, bucket_mb=0.003)
     checkpointer = Checkpointer(out / "run")
     for step in range(5):
         averages = backward(ddp, SHAPES, rank, step)
@@ -239,7 +239,7 @@ def save_and_go_on(rank: int, out: Path) -> None:
 
 
 def restore_and_go_on(rank: int, out: Path, size: int) -> None:
-    ddp, wire = wired(SHAPES, bucket_mb=0.006)
+    ddp, wire = wired(SHAPES, bucket_mb=0.003)
     with wire.aside():  # as a recipe warms up: DDP arranges its buckets
         backward(ddp, SHAPES, rank, 99)
     restored = Checkpointer(out / "run").restore({"model": ddp, "wire": wire})

@@ -170,7 +170,9 @@ class EightBitWire:
         own = place.residual[self._rank]
         blocks.add_in_order(place.received, own, self._rank)
         blocks.encode(own, *blocks.parts(place.served))
-        exchange.work = dist.all_gather_into_tensor(place.sums, place.served, group=self._back, async_op=True)
+        exchange.work = dist.all_gather_into_tensor(
+            place.sums.view(-1), place.served, group=self._back, async_op=True
+        )
         self._reading.submit(_guarded, self._read, exchange)
 
     def _read(self, exchange: _Exchange) -> None:
