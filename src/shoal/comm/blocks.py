@@ -7,6 +7,8 @@ is known exactly: x - fl(q · s) is representable in float32 (Sterbenz's lemma; 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,8 @@ def parts(rows: Tensor) -> tuple[Tensor, Tensor]:
     blocks, then their scales.
     """
     num_blocks = rows.shape[-1] // BLOCK_BYTES
-    values = rows[..., : num_blocks * BLOCK].view(torch.int8).unflatten(-1, (num_blocks, BLOCK))
+    values = rows[..., : num_blocks * BLOCK].view(torch.int8)
+    values = values.view(*rows.shape[:-1], num_blocks, BLOCK)
     return values, rows[..., num_blocks * BLOCK :].view(torch.float32)
 
 
@@ -43,8 +46,7 @@ def encode(numbers: Tensor, values: Tensor, scales: Tensor) -> None:
     A block with a number that is not finite becomes NaN as a whole and leaves nothing: who receives it sees
     that the step is to be skipped, and later steps are not spoilt.
     """
-    pieces = zip(numbers.split(_PIECE), values.split(_PIECE), scales.split(_PIECE), strict=True)
-    for piece, rounded, scale in pieces:
+    for piece, rounded, scale in _pieces(numbers, values, scales):
         scale.copy_(piece.abs().amax(1).div_(LEVELS))
         scale.masked_fill_(scale < _LEAST_SCALE, 0.0)
         steps = piece.div(scale.masked_fill(scale == 0.0, 1.0)[:, None]).round_()
@@ -58,9 +60,7 @@ def encode(numbers: Tensor, values: Tensor, scales: Tensor) -> None:
 
 def decode(values: Tensor, scales: Tensor, out: Tensor) -> None:
     """Write what ``values [m, BLOCK]`` and ``scales [m]`` stand for to ``out [m, BLOCK]`` (float32)."""
-    for piece, rounded, scale in zip(
-        out.split(_PIECE), values.split(_PIECE), scales.split(_PIECE), strict=True
-    ):
+    for piece, rounded, scale in _pieces(out, values, scales):
         piece.copy_(rounded).mul_(scale[:, None])
 
 
@@ -93,8 +93,12 @@ def write_out(rows: Tensor, flat: Tensor) -> None:
     What ``flat`` has no room for is the padding at the end.
     """
     values, scales = parts(rows)
-    for row, part in enumerate(flat.split(values.shape[1] * BLOCK)):
+    for row, part in enumerate(torch.split(flat, values.shape[1] * BLOCK)):
         whole, rest = divmod(len(part), BLOCK)
         decode(values[row, :whole], scales[row, :whole], part[: whole * BLOCK].view(whole, BLOCK))
         if rest:
             part[whole * BLOCK :].copy_(values[row, whole, :rest]).mul_(scales[row, whole])
+
+
+def _pieces(numbers: Tensor, values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    return zip(*(torch.split(each, _PIECE) for each in (numbers, values, scales)), strict=True)

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
@@ -40,7 +41,7 @@ from shoal.comm import blocks
 from shoal.errors import UsageError
 
 
-def bf16_wire(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
+def bf16_wire(group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
     """Average a bucket of float32 gradients in bf16; other dtypes travel as they are.
 
     On backend shoal servers add in float32 and round once; gloo and NCCL round at every addition.
@@ -55,14 +56,14 @@ def bf16_wire(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Futur
     def widen(total: Future[list[Tensor]]) -> Tensor:
         return buffer.copy_(total.value()[0]).div_(size)
 
-    return work.get_future().then(widen)  # type: ignore[union-attr, no-any-return]
+    future: Future[Tensor] = work.get_future().then(widen)
+    return future
 
 
 @dataclass(kw_only=True)
 class _Place:
     """What is kept for a bucket, whose numbers are made up with zeros to n parts of m whole blocks."""
 
-    parameters: tuple[nn.Parameter, ...]
     residual: Tensor
     """float32 [n, m, BLOCK]"""
     sent: Tensor
@@ -118,15 +119,17 @@ class EightBitWire:
         ranks = dist.get_process_group_ranks(self._group)
         if ranks != sorted(ranks):
             raise UsageError(f"EightBitWire: the group has the ranks {ranks}; make it with them in order")
-        self._back = dist.new_group(
+        back = dist.new_group(
             ranks,
             timeout=timeout,
             backend=dist.get_backend(self._group),
             use_local_synchronization=True,
         )
+        assert isinstance(back, dist.ProcessGroup)
+        self._back = back
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        self._names = {parameter: name for name, parameter in parameters}
-        self._residuals: dict[nn.Parameter, Tensor] = {}
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in parameters}
+        self._residuals: dict[Tensor, Tensor] = {}
         self._places: dict[tuple[int, ...], _Place] = {}
         # One thread each: buckets go through a stage in the order in which they came.
         self._adding = ThreadPoolExecutor(1, "shoal-8bit-sums")
@@ -134,7 +137,7 @@ class EightBitWire:
         self._is_aside = False
         self.__name__ = self.__qualname__ = type(self).__name__  # DDP asks a hook for them
 
-    def __call__(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    def __call__(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """Average a bucket. ``state`` is not used.
 
         Raises:
@@ -191,7 +194,7 @@ class EightBitWire:
 
     # ---- residuals ----------------------------------------------------------------------------------------
 
-    def _place(self, bucket: dist.GradBucket) -> _Place:
+    def _place(self, bucket: GradBucket) -> _Place:
         """Return what is kept for a bucket; where DDP has arranged its buckets anew, residuals move along."""
         parameters = tuple(bucket.parameters())
         key = tuple(map(id, parameters))
@@ -201,7 +204,6 @@ class EightBitWire:
         num_blocks = blocks.blocks_of(-(-count // self._size))
         rows = [torch.zeros(self._size, num_blocks * blocks.BLOCK_BYTES, dtype=torch.uint8) for _ in range(3)]
         place = _Place(
-            parameters=parameters,
             residual=torch.zeros(self._size, num_blocks, blocks.BLOCK),
             sent=rows[0],
             received=rows[1],
