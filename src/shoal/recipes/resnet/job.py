@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from shoal.data.images.cache import CacheConfig
-from shoal.data.images.reader import ImageReader, default_decode_threads
+from shoal.data.images.reader import ImageReader
 from shoal.data.images.shards import ImageShards
+from shoal.data.images.threads import default_decode_threads
 from shoal.data.images.transform import CentreTransform, TrainTransform
 from shoal.data.loader import LoaderConfig
 from shoal.data.steps import Share
