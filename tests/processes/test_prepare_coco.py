@@ -58,9 +58,9 @@ def test_shards_of_coco(tmp_path: Path) -> None:
             if number < 5:
                 key = (1, 0, number)
                 height, width = transform.frame(key, image.height, image.width)
-                out = np.full((3, height, width), np.nan, dtype=np.float32)
-                objects = transform(shards.read(number), shards.extra(number), out, key)
-                assert min(height, width) <= 160 and np.isfinite(out).all()
+                pixels = np.full((3, height, width), np.nan, dtype=np.float32)
+                objects = transform(shards.read(number), shards.extra(number), pixels, key)
+                assert min(height, width) <= 160 and np.isfinite(pixels).all()
                 assert len(objects.boxes) == len(objects.masks) <= len(found)
         empty = {n for n, found in truth.objects.items() if all(o.is_crowd for o in found)}
         assert seen == truth.images.keys() - (empty if split == "train" else set())
