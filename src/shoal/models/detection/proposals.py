@@ -49,7 +49,8 @@ class Predicted:
 def predicted(logits: Sequence[Tensor], deltas: Sequence[Tensor], anchors: Tensor) -> Predicted:
     """Put levels together: logits ``[B, K, h, w]`` and deltas ``[B, K·4, h, w]``, K anchors a place."""
     flat_logits = [one.permute(0, 2, 3, 1).flatten(1) for one in logits]
-    flat_deltas = [one.unflatten(1, (-1, 4)).permute(0, 3, 4, 1, 2).flatten(1, 3) for one in deltas]
+    # channels are the coordinates of the first anchor of a place, then those of the next
+    flat_deltas = [one.permute(0, 2, 3, 1).reshape(len(one), -1, 4) for one in deltas]
     return Predicted(
         anchors=anchors,
         logits=torch.cat(flat_logits, dim=1),

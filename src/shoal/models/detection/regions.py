@@ -128,7 +128,7 @@ def region_losses(
         logits.float(), sampled.labels, label_smoothing=label_smoothing, reduction="sum"
     )
     rows = (sampled.labels > 0).nonzero()[:, 0]
-    found = deltas.unflatten(1, (-1, 4))[rows, sampled.labels[rows]].float()
+    found = deltas.view(len(deltas), -1, 4)[rows, sampled.labels[rows]].float()
     regions, wanted = sampled.regions[rows], boxes[sampled.regions[rows, 0].long(), sampled.objects[rows]]
     if box_loss == "giou":
         box = giou_loss(decode(found, regions[:, 1:], _WEIGHTS), wanted).sum()
@@ -166,7 +166,7 @@ def detect(
 ) -> Detected:
     """Return the best boxes, suppressed by class, from logits ``[B·P, C]`` and deltas ``[B·P, C·4]``."""
     num_images, num_boxes = proposals.there.shape
-    scores = logits.float().softmax(dim=-1)[:, 1:].unflatten(0, (num_images, num_boxes))
+    scores = logits.float().softmax(dim=-1)[:, 1:].reshape(num_images, num_boxes, -1)
     scores = scores.masked_fill(~proposals.there[..., None], 0.0).flatten(1)
     candidates = scores > least_score
     count = int(candidates.sum(dim=1).amax())
