@@ -27,6 +27,9 @@ The story of one gradient:
 8.  The last sum to arrive completes the ``Work``: a waiting thread wakes, or ``work.Completer`` sets the
     future on which DDP waits. The gradient is where it was, averaged.
 
+Gradients that travel in fewer bytes (``hooks``: bf16, or 8-bit blocks with error feedback) are a hook of
+DistributedDataParallel on top of this.
+
 What does not run on the engine (``scatter``, ``gather``, ``all_to_all``, ``send``, ``recv``, sparse
 tensors) goes to an inner gloo group that is made when it is first needed (``inner``). The collectives
 among them announce themselves through the engine all the same.
