@@ -26,43 +26,13 @@ std::vector<std::string> split(const std::string& text) {
   return parts;
 }
 
-// What a peer is told: numbers of four bytes, texts and addresses with their length before them.
-void put(std::string& out, std::size_t number) {
-  for (int k = 0; k < 4; ++k) out += static_cast<char>(number >> (8 * k));
+// An empty string, or what is wrong with a message.
+std::string check_message(const FrameHeader& header, const std::byte* data, std::size_t size) {
+  if (std::string wrong = check_header(header); !wrong.empty()) return wrong;
+  if (header.payload_bytes != size) return "a message does not hold what its header announces";
+  if (size && crc32c(data, size) != header.payload_crc) return "a frame's payload does not match its checksum";
+  return "";
 }
-
-template <class Text>
-void put(std::string& out, const Text& text) {
-  put(out, text.size());
-  out.append(text.begin(), text.end());
-}
-
-class Reader {
- public:
-  explicit Reader(std::string text) : text_(std::move(text)) {}
-
-  std::size_t number() {
-    std::size_t value = 0;
-    for (int k = 0; k < 4; ++k) value |= static_cast<std::size_t>(static_cast<std::uint8_t>(next())) << (8 * k);
-    return value;
-  }
-
-  std::string text() {
-    const std::size_t size = number();
-    if (size > text_.size() - at_) throw std::runtime_error("what it tells about its rails is cut off");
-    at_ += size;
-    return text_.substr(at_ - size, size);
-  }
-
- private:
-  char next() {
-    if (at_ >= text_.size()) throw std::runtime_error("what it tells about its rails is cut off");
-    return text_[at_++];
-  }
-
-  std::string text_;
-  std::size_t at_ = 0;
-};
 
 }  // namespace
 
@@ -107,93 +77,7 @@ std::map<std::string, std::uint64_t> OfiTransport::counters() const {
   return counts;
 }
 
-// ---- who is where ---------------------------------------------------------------------------------------
-
-void OfiTransport::call_peer(int peer, const Introduction& me, double timeout_s) {
-  tcp_.call_peer(peer, me, timeout_s);
-  post([this, peer] { tell(peer); });
-}
-
-int OfiTransport::on_identity(const Identity& who, std::string& why_not) {
-  const int peer = sink_.on_identity(who, why_not);
-  if (peer >= 0) post([this, peer] { tell(peer); });  // by then the connection is a peer's
-  return peer;
-}
-
-void OfiTransport::tell(int peer) {
-  Link& link = links_[peer];
-  if (std::exchange(link.told, true)) return;
-  const Bytes random = random_bytes(link.ours.size());
-  std::copy(random.begin(), random.end(), link.ours.begin());
-  peer_of_[link.ours] = peer;
-  std::string text;
-  put(text, random);
-  put(text, message_bytes_);
-  put(text, rails_.size());
-  for (const auto& rail : rails_) {
-    put(text, rail->provider());
-    put(text, rail->address());
-  }
-  FrameHeader header;
-  header.type = FrameType::fabric;
-  tcp_.send(peer, header, payload_of(text));
-}
-
-// An empty string, or why its rails do not fit ours.
-std::string OfiTransport::learn(Link& link, const Payload& payload) {
-  try {
-    Reader reader(text_of(payload));
-    const std::string token = reader.text();
-    if (token.size() != link.theirs.size()) return "its token has " + std::to_string(token.size()) + " bytes";
-    std::copy(token.begin(), token.end(), link.theirs.begin());
-    link.most_bytes = std::min(message_bytes_, reader.number());
-    std::vector<fi_addr_t> at;
-    std::string providers;
-    const std::size_t count = reader.number();
-    for (std::size_t k = 0; k < count; ++k) {
-      const std::string provider = reader.text(), address = reader.text();
-      providers += (k ? "," : "") + provider;
-      if (k < rails_.size() && provider == rails_[k]->provider()) {
-        at.push_back(rails_[k]->insert(Bytes(address.begin(), address.end())));
-      }
-    }
-    if (providers != options_.fabric) {
-      return "its libfabric providers are " + providers + ", ours " + options_.fabric + "; give all the same";
-    }
-    link.at = std::move(at);
-    return "";
-  } catch (const std::runtime_error& error) {
-    return error.what();
-  }
-}
-
-void OfiTransport::on_frame(int peer, const FrameHeader& header, Payload payload) {
-  if (header.type != FrameType::fabric) return sink_.on_frame(peer, header, std::move(payload));
-  Link& link = links_[peer];
-  if (link.down || !link.at.empty()) return;
-  if (const std::string wrong = learn(link, payload); !wrong.empty()) return tcp_.declare_down(peer, wrong);
-  tcp_.count_connection(peer);
-}
-
-// What the peer sent before it went is heard first: all of it has arrived, or it would not have left.
-void OfiTransport::on_down(int peer, const std::string& why) {
-  read(true);
-  forget(peer);
-  sink_.on_down(peer, why);
-}
-
-void OfiTransport::drop(int peer) {
-  forget(peer);
-  tcp_.drop(peer);
-}
-
-// Its address stays in the rails' tables: to take one out while messages to it are under way is undefined.
-void OfiTransport::forget(int peer) {
-  Link& link = links_[peer];
-  link.down = true;
-  std::deque<Outgoing> queue;
-  queue.swap(link.queue);  // letting go of payloads may call back
-}
+// ---- out ------------------------------------------------------------------------------------------------
 
 void OfiTransport::drop_data() {
   std::deque<Outgoing> all;
@@ -203,8 +87,6 @@ void OfiTransport::drop_data() {
   }
   tcp_.drop_data();
 }
-
-// ---- out ------------------------------------------------------------------------------------------------
 
 void OfiTransport::send(int peer, FrameHeader header, Payload payload) {
   const auto found = links_.find(peer);
@@ -218,11 +100,11 @@ void OfiTransport::send(int peer, FrameHeader header, Payload payload) {
   pump(peer, link);
 }
 
-// Hands what waits for a peer to the rails by turns. False: some is left that no completion will wake us for.
-bool OfiTransport::pump(int peer, Link& link) {
+// Hands what waits for a peer to the rails by turns.
+void OfiTransport::pump(int peer, Link& link) {
   try {
     while (!link.down && (link.refused || !link.queue.empty())) {
-      if (link.under_way >= kUnderWay * rails_.size()) return true;
+      if (link.under_way >= kUnderWay * rails_.size()) return;
       Rail& rail = *rails_[link.next];
       if (!link.refused) {
         const Outgoing frame = std::move(link.queue.front());
@@ -231,7 +113,7 @@ bool OfiTransport::pump(int peer, Link& link) {
         link.refused->peer = peer;
         link.refused_bytes = fill(*link.refused, link, frame);
       }
-      if (!rail.post(link.refused, link.at[link.next], link.refused_bytes)) return false;
+      if (!rail.post(link.refused, link.at[link.next], link.refused_bytes)) return;
       link.refused = nullptr;
       link.next = (link.next + 1) % rails_.size();
       ++link.under_way;
@@ -239,10 +121,8 @@ bool OfiTransport::pump(int peer, Link& link) {
       bytes_sent_ += link.refused_bytes;
     }
   } catch (const std::runtime_error& error) {
-    tcp_.suspect(peer, error.what());
-    forget(peer);
+    lose(peer, error.what());
   }
-  return true;
 }
 
 std::size_t OfiTransport::fill(Rail::Slot& slot, const Link& link, const Outgoing& frame) const {
@@ -291,23 +171,33 @@ void OfiTransport::work() {
 
 // Hears what has come and frees what has gone; `all`: until nothing is left.
 void OfiTransport::read(bool all) {
-  do {
-    std::vector<std::pair<std::size_t, Rail::Completion>> batch;
-    std::vector<Rail::Completion> completions;
-    for (std::size_t k = 0; k < rails_.size(); ++k) {
-      completions.clear();
-      rails_[k]->read(completions);
-      for (Rail::Completion& each : completions) batch.emplace_back(k, std::move(each));
+  try {
+    while (read_once(all) && all) {
     }
-    if (!batch.empty()) busy_ns_ = now_ns();
-    const bool more = !batch.empty();
-    if (options_.shuffle) shuffle(batch, all);
-    for (const auto& [rail, completion] : batch) {
-      if (completion.slot->receives) hear(rail, completion);
-      else ended(rail, completion);
+  } catch (const std::runtime_error& error) {  // a rail of ours is broken: nobody can be reached
+    for (auto& [peer, link] : links_) {
+      if (!link.down) lose(peer, error.what());
     }
-    if (!more) return;
-  } while (all);
+  }
+}
+
+// Whether something had come.
+bool OfiTransport::read_once(bool all) {
+  std::vector<std::pair<std::size_t, Rail::Completion>> batch;
+  std::vector<Rail::Completion> completions;
+  for (std::size_t k = 0; k < rails_.size(); ++k) {
+    completions.clear();
+    rails_[k]->read(completions);
+    for (Rail::Completion& each : completions) batch.emplace_back(k, std::move(each));
+  }
+  const bool any = !batch.empty();
+  if (any) busy_ns_ = now_ns();
+  if (options_.shuffle) shuffle(batch, all);
+  for (const auto& [rail, completion] : batch) {
+    if (completion.slot->receives) hear(rail, completion);
+    else ended(rail, completion);
+  }
+  return any;
 }
 
 // For tests: any order, and some only in a later round.
@@ -325,42 +215,36 @@ void OfiTransport::ended(std::size_t rail, const Rail::Completion& completion) {
   Link& link = links_[peer];
   --link.under_way;
   rails_[rail]->give_back(completion.slot);
-  if (!completion.problem.empty() && !link.down) {
-    tcp_.suspect(peer, completion.problem);
-    forget(peer);
-  }
+  if (!completion.problem.empty() && !link.down) lose(peer, completion.problem);
+}
+
+// The peer whose token a message begins with; -1: a stranger's.
+int OfiTransport::sender_of(const Rail::Completion& completion) const {
+  if (!completion.problem.empty() || completion.bytes < kPrefixBytes) return -1;
+  Token token;
+  std::memcpy(token.data(), completion.slot->data, token.size());
+  const auto found = peer_of_.find(token);
+  return found == peer_of_.end() ? -1 : found->second;
 }
 
 void OfiTransport::hear(std::size_t rail, const Rail::Completion& completion) {
   Rail::Slot* const slot = completion.slot;
-  const std::byte* const data = slot->data;
-  Token token;
+  const int peer = sender_of(completion);
+  if (peer < 0) stranger("it does not begin with a token of ours");
+  const auto link = links_.find(peer);
+  if (link == links_.end() || link->second.down) return rails_[rail]->receive_again(slot);
   FrameHeader header;
-  int peer = -1;
-  std::string wrong;
+  std::memcpy(&header, slot->data + sizeof(Token), sizeof header);
+  const std::byte* const data = slot->data + kPrefixBytes;
+  const std::size_t size = completion.bytes - kPrefixBytes;
+  const std::string wrong = check_message(header, data, size);
   Payload payload;
-  if (completion.problem.empty() && completion.bytes >= kPrefixBytes) {
-    std::memcpy(token.data(), data, token.size());
-    std::memcpy(&header, data + token.size(), sizeof header);
-    const auto found = peer_of_.find(token);
-    if (found != peer_of_.end()) peer = found->second;
-  }
-  if (peer >= 0) {
-    wrong = check_header(header);
-    const std::size_t size = completion.bytes - kPrefixBytes;
-    if (wrong.empty() && header.payload_bytes != size) wrong = "a message does not hold what its header announces";
-    if (wrong.empty() && size && crc32c(data + kPrefixBytes, size) != header.payload_crc) {
-      wrong = "a frame's payload does not match its checksum";
-    }
-    if (wrong.empty()) {
-      const auto copy = pool_.take(size);
-      if (size) std::memcpy(copy.get(), data + kPrefixBytes, size);
-      payload = {copy.get(), size, copy, header.payload_crc, true};
-    }
+  if (wrong.empty()) {
+    const auto copy = pool_.take(size);
+    if (size) std::memcpy(copy.get(), data, size);
+    payload = {copy.get(), size, copy, header.payload_crc, true};
   }
   rails_[rail]->receive_again(slot);
-  if (peer < 0) return stranger("it does not begin with a token of ours");
-  if (links_[peer].down) return;
   ++frames_received_;
   bytes_received_ += completion.bytes;
   if (!wrong.empty()) return tcp_.declare_down(peer, wrong);

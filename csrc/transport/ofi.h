@@ -74,7 +74,7 @@ class OfiTransport : public Transport, private Sink, private Guest {
   int on_identity(const Identity& who, std::string& why_not) override;
   void on_frame(int peer, const FrameHeader& header, Payload payload) override;
   void on_down(int peer, const std::string& why) override;
-  void on_tick() override { sink_.on_tick(); }
+  void on_tick() override;
 
   // Guest of TCP's thread
   std::vector<int> wait_fds() override;
@@ -84,11 +84,14 @@ class OfiTransport : public Transport, private Sink, private Guest {
 
   void tell(int peer);
   std::string learn(Link& link, const Payload& payload);
-  bool pump(int peer, Link& link);
+  void pump(int peer, Link& link);
   std::size_t fill(Rail::Slot& slot, const Link& link, const Outgoing& frame) const;
   void forget(int peer);
+  void lose(int peer, const std::string& why);
   void read(bool all);
+  bool read_once(bool all);
   void ended(std::size_t rail, const Rail::Completion& completion);
+  int sender_of(const Rail::Completion& completion) const;
   void hear(std::size_t rail, const Rail::Completion& completion);
   void shuffle(std::vector<std::pair<std::size_t, Rail::Completion>>& batch, bool all);
   void stranger(const char* what);

@@ -145,7 +145,8 @@ void Rail::read(std::vector<Completion>& ended) {
     if (fi_cq_readerr(queue_.get(), &error, 0) > 0 && error.op_context) {
       ended.push_back({static_cast<Slot*>(error.op_context), 0, provider_ + ": " + library_.strerror(error.err)});
     }
-    count = 0;
+  } else if (count != -FI_EAGAIN) {
+    require_success(library_, count, provider_ + ", fi_cq_read");
   }
   for (long k = 0; k < count; ++k) {
     const fi_cq_msg_entry& entry = entries[static_cast<std::size_t>(k)];
