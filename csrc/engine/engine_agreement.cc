@@ -106,9 +106,9 @@ void Engine::move_to_stand_ins(int server, const OpPtr& op) {
     }
     if (part.step == Op::Step::waiting) {
       if (part.sent_ns == 0) continue;  // still in the outbox, and goes to the stand-in from there
-      outbox_.outstanding -= std::min(outbox_.outstanding, part.contribution.size);
+      outbox_.arrived(*op, index);
       part.sent_ns = 0;
-      outbox_.waiting.emplace_back(op, index);
+      outbox_.add(op, index);
       continue;
     }
     const auto held = op->retained.find(index);

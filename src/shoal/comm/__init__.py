@@ -25,7 +25,8 @@ The story of one gradient:
     fp32, rounds once, and, second hop, sends the sum to every host, while later chunks are still on their
     way to it.
 8.  The last sum to arrive completes the ``Work``: a waiting thread wakes, or ``work.Completer`` sets the
-    future on which DDP waits. The gradient is where it was, averaged.
+    future on which DDP waits. The gradient is where it was, averaged. With ``priority.prioritize`` nobody
+    waits: later buckets overtake earlier ones, and the next forward pass begins with what has arrived.
 
 What does not run on the engine (``scatter``, ``gather``, ``all_to_all``, ``send``, ``recv``, sparse
 tensors) goes to an inner gloo group that is made when it is first needed (``inner``). The collectives
