@@ -1,13 +1,14 @@
 """What do urgent first layers and layer-wise steps bring DDP on 8 emulated hosts?
 
-BERT-base's shape on links of 200 Mbit/s, plain DDP and ``shoal.comm.priority`` over the same backend, by turns:
-bitwise the same weights. Each turn has processes of its own, or two sets of buckets would not fit. Plain DDP hides communication behind the backward pass; with priorities it is
-hidden behind the next forward pass too, so the gain depends on how long a forward pass takes beside the sums.
-All hosts share the cores of this machine, and their forward passes take as long as everybody's: 128 tokens on 2 cores
-take what 512 would with a core a host.
+BERT-base's shape on links of 200 Mbit/s, plain DDP and ``shoal.comm.priority`` over the same backend, by
+turns; each turn has processes of its own, or two sets of buckets would not fit. Plain DDP hides communication
+behind the backward pass; with priorities it is hidden behind the next forward pass too, so the gain depends
+on how long a forward pass takes beside the sums. All hosts share the cores of this machine, and their forward
+passes take as long as everybody's: 128 tokens on 2 cores take what 512 would with a core a host.
 
-A sample is the steady state: the seconds of a step between the ends of two ``step()``, after one that warms up,
-so that each forward pass waits for the gradients of the step before. Both sides' weights must be equal at the end.
+A sample is the steady state: the seconds of a step between the ends of two ``step()``, after one that warms
+up, so that each forward pass waits for the gradients of the step before. Both sides' weights must be equal at
+the end.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SIDES = ("plain", "priority")
 
 
 def measure(case: Case, num_layers: int, num_steps: int, side: str) -> dict[str, Any]:
-    """Train on a cluster; return the seconds of ``num_steps`` steps and the digest of the weights after them."""
+    """Train on a cluster; return the seconds of ``num_steps`` steps and a digest of the weights then."""
     with (
         tempfile.TemporaryDirectory() as folder,
         Cluster(hosts=NUM_HOSTS, helpers=case.num_helpers, nic=NIC, announce_rates=False) as cluster,

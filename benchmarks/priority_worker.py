@@ -8,6 +8,7 @@ SPEC is JSON: ``{"helpers": 8, "sequence": 128, "layers": 12, "steps": 3, "side"
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sys
 import time
@@ -56,8 +57,7 @@ def seconds_of(
         ends.append(time.perf_counter())
     if training is not None:
         training.finish()
-    measured = ends[WARM_UPS - 1 :]
-    return groups.largest([end - begin for begin, end in zip(measured, measured[1:], strict=False)])
+    return groups.largest([end - begin for begin, end in itertools.pairwise(ends[WARM_UPS - 1 :])])
 
 
 def main() -> None:

@@ -204,7 +204,7 @@ def layers() -> nn.Sequential:
 
 
 def pushes(rank: int, group: Any, *, taken_over: bool) -> list[int]:
-    """Return the operations of rank 0's messages in one step; rank 1 begins when rank 0's are all asked for."""
+    """Return the operations of this rank's messages in one step; rank 1's begins when rank 0 has asked for all."""
     model = DistributedDataParallel(layers(), process_group=group, bucket_cap_mb=0.0158)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stepper = prioritize(model, optimizer) if taken_over else optimizer
@@ -240,7 +240,7 @@ def messages(rank: int) -> None:
     group.engine.set_pattern([1])
     group.engine.trace(True)
     plain, ours = (pushes(rank, group, taken_over=taken_over) for taken_over in (False, True))
-    assert Counter(ours) == Counter(plain) == Counter({bucket: 3 for bucket in range(5)})
+    assert Counter(ours) == Counter(plain) == Counter(dict.fromkeys(range(5), 3))
     if rank == 0:
         assert list(dict.fromkeys(plain)) == [0, 1, 2, 3, 4]
         # the window was full of the first bucket; next goes the one with the first layer

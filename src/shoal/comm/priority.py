@@ -7,21 +7,21 @@
         training.step()  # in the place of optimizer.step(); returns at once
     training.finish()
 
-1.  The backward pass fills buckets from the last layers to the first. Each bucket's sum begins with a priority
-    that grows with its number (:func:`priority_of`): a later bucket holds layers that the next forward pass
-    needs sooner, and overtakes what still waits to be sent. ``backward()`` waits for none of them.
+1.  The backward pass fills buckets from the last layers to the first. Each bucket's sum begins with a
+    priority that grows with its number (:func:`priority_of`): a later bucket holds layers that the next
+    forward pass needs sooner, and overtakes what waits to be sent. ``backward()`` waits for none of them.
 2.  ``step()`` notes the learning rates and other options of this step and returns.
 3.  In the next forward pass each module, before it runs, waits for the buckets that hold its parameters; the
     optimizer takes its step for the parameters of each bucket, once, as it arrives.
-4.  What the forward pass has not used is waited for at its end, before the next backward pass needs the buckets.
+4.  What the forward pass has not used is waited for at its end, before the backward pass needs the bucket.
 
 The weights are those of plain DDP to the last bit, for optimizers that update each parameter from its own
-gradient and state (SGD, Adam, AdamW, LARS, LAMB, LANS, NovoGrad, Adafactor). What needs all gradients at once,
-such as clipping by their global norm, would have to wait for the last bucket and is refused.
+gradient and state (SGD, Adam, AdamW, LARS, LAMB, LANS, NovoGrad, Adafactor). What needs all gradients at
+once, such as clipping by their global norm, would have to wait for the last bucket and is refused.
 
-Source of the idea: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training" (arXiv
-1905.03960), and the layer-wise steps of Peng et al., "A Generic Communication Scheduler for Distributed DNN
-Training Acceleration" (SOSP 2019).
+Source of the idea: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training"
+(arXiv 1905.03960), and the layer-wise steps of Peng et al., "A Generic Communication Scheduler for
+Distributed DNN Training Acceleration" (SOSP 2019).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def prioritize(model: DistributedDataParallel, optimizer: Optimizer | OptimizerF
 
     Args:
         model: without a communication hook of its own.
-        optimizer: over parameters of ``model``, or a function that makes one of them. Its ``step()`` is not to
-            be called any more; its state stays one, and is saved and loaded as ever.
+        optimizer: over parameters of ``model``, or a function that makes one of them. Its ``step()`` is not
+            to be called any more; its state stays one, and is saved and loaded as ever.
 
     Raises:
         UsageError: the optimizer needs all gradients at once, or the model cannot be taken over.
@@ -193,8 +193,8 @@ class Prioritized:
         for parameter, gradient, version in given:
             if parameter.grad is not gradient or gradient._version != version:
                 raise UsageError(
-                    "the gradients were changed between backward() and step(), when they had not arrived: clipping "
-                    "by the global norm, unscaling and zero_grad() there need plain DDP"
+                    "the gradients were changed between backward() and step(), when they had not arrived: "
+                    "clipping by the global norm, unscaling and zero_grad() there need plain DDP"
                 )
 
     def _detach_fresh(self) -> None:
@@ -307,7 +307,7 @@ class Prioritized:
     def _refuse_other_steps(self, *_: Any) -> None:
         if not self._stepping:
             raise UsageError(
-                "optimizer.step() was called after prioritize(): call step() of what prioritize() has returned"
+                "optimizer.step() was called after prioritize(): call step() of what prioritize() returned"
             )
 
 
@@ -335,8 +335,8 @@ def _check_same_options(optimizer: Optimizer, group: Options, options: Options) 
     for name, value in group.items():
         if name != "params" and (name not in options or value is not options[name]):
             raise UsageError(
-                f"prioritize: {type(optimizer).__name__} keeps {name!r} in its parameter groups and changes it in "
-                "each step; it cannot step for some parameters at a time; use plain DDP"
+                f"prioritize: {type(optimizer).__name__} keeps {name!r} in its parameter groups and changes "
+                "it in each step; it cannot step for some parameters at a time; use plain DDP"
             )
 
 
@@ -348,8 +348,8 @@ def _check_optimizer(model: DistributedDataParallel, optimizer: Optimizer) -> No
         for key in _CLIPPING:
             if options.get(key):
                 raise UsageError(
-                    f"prioritize: {name} clips by the global norm ({key}={options[key]}), which is known only when "
-                    "all gradients have arrived; switch that off, or use plain DDP"
+                    f"prioritize: {name} clips by the global norm ({key}={options[key]}), which is known only "
+                    "when all gradients have arrived; switch that off, or use plain DDP"
                 )
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
