@@ -204,7 +204,7 @@ def layers() -> nn.Sequential:
 
 
 def pushes(rank: int, group: Any, *, taken_over: bool) -> list[int]:
-    """Return the operations of this rank's messages in one step; rank 1's begins when rank 0 has asked for all."""
+    """Return the operations of this rank's messages in a step; rank 1 begins after rank 0 has asked."""
     model = DistributedDataParallel(layers(), process_group=group, bucket_cap_mb=0.0158)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stepper = prioritize(model, optimizer) if taken_over else optimizer

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer, SparseAdam
@@ -145,7 +146,7 @@ class Prioritized:
 
     # ---- the backward pass --------------------------------------------------------------------------------
 
-    def _begin_sum(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _begin_sum(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Begin a bucket's average; DDP is told that it is there, so that it does not wait."""
         if self._due:
             raise UsageError(
@@ -348,8 +349,8 @@ def _check_optimizer(model: DistributedDataParallel, optimizer: Optimizer) -> No
         for key in _CLIPPING:
             if options.get(key):
                 raise UsageError(
-                    f"prioritize: {name} clips by the global norm ({key}={options[key]}), which is known only "
-                    "when all gradients have arrived; switch that off, or use plain DDP"
+                    f"prioritize: {name} clips by the global norm ({key}={options[key]}), which is "
+                    "known only when all gradients have arrived; switch that off, or use plain DDP"
                 )
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
