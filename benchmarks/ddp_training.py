@@ -44,10 +44,12 @@ class Training:
         self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False, **cap)
         self.group: dist.ProcessGroup | None = groups.control
         """None: gradients stay where they are."""
+        self.hook: Callable[..., Any] = default_hooks.allreduce_hook
+        """How they travel."""
 
         def average(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
             assert self.group is not None
-            return default_hooks.allreduce_hook(self.group, bucket)
+            return self.hook(self.group, bucket)
 
         self.ddp.register_comm_hook(None, average)
         self._optimizer = torch.optim.SGD(model.parameters())  # no momentum: it would take memory

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shoal.cli.app import app
@@ -55,9 +56,12 @@ def test_shards_of_coco(tmp_path: Path) -> None:
             found = [(one["id"], one["category_id"], one["bbox"]) for one in tree["annotations"]]
             assert found == [(o.id, o.category_id, list(o.box)) for o in truth.objects[image.id]]
             if number < 5:
-                example = transform(shards.read(number), shards.extra(number), (1, 0, number))
-                assert min(example.image.shape[:2]) <= 160
-                assert len(example.boxes) == len(example.masks) <= len(found)
+                key = (1, 0, number)
+                height, width = transform.frame(key, image.height, image.width)
+                pixels = np.full((3, height, width), np.nan, dtype=np.float32)
+                objects = transform(shards.read(number), shards.extra(number), pixels, key)
+                assert min(height, width) <= 160 and np.isfinite(pixels).all()
+                assert len(objects.boxes) == len(objects.masks) <= len(found)
         empty = {n for n, found in truth.objects.items() if all(o.is_crowd for o in found)}
         assert seen == truth.images.keys() - (empty if split == "train" else set())
         assert read_categories(out) == truth.categories

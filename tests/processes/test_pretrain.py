@@ -16,6 +16,7 @@ import torch
 
 from shoal import record
 from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, UsageError
+from shoal.recipes.albert.config import AlbertPretrainConfig
 from shoal.recipes.export import export_run
 from shoal.record import read_record
 
@@ -167,6 +168,25 @@ def test_other_numbers_of_workers_continue_on_the_same_data(
     found, wanted = jobs.losses(tmp_path / "parts"), jobs.losses(tmp_path / "whole")
     assert found.keys() == wanted.keys()
     assert found == pytest.approx(wanted, rel=2e-5)
+
+
+def test_with_8_bit_gradients_a_run_continues_bitwise_and_with_other_workers(
+    data: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    def config(name: str, **run: int) -> AlbertPretrainConfig:
+        return jobs.small_config(data, tmp_path / name, distributed={"wire": "int8"}, run=run)
+
+    assert jobs.run(config("whole")) == [EXIT_OK] * 2
+    whole = jobs.losses(tmp_path / "whole")
+    assert whole != jobs.losses(whole_run) and whole == pytest.approx(jobs.losses(whole_run), rel=2e-2)
+    workers = jobs.start(config("parts", checkpoint_frequency=1), 2)
+    jobs.wait_for_step(tmp_path / "parts", 6, workers)
+    jobs.kill(workers)
+    shutil.copytree(tmp_path / "parts", tmp_path / "other")
+    assert jobs.run(config("parts")) == [EXIT_OK] * 2
+    assert jobs.losses(tmp_path / "parts") == whole
+    assert jobs.run(config("other"), 3) == [EXIT_OK] * 3
+    assert jobs.losses(tmp_path / "other") == pytest.approx(whole, rel=2e-2)
 
 
 def test_the_newest_checkpoint_damaged_the_one_before_is_used(

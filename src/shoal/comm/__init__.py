@@ -28,6 +28,9 @@ The story of one gradient:
     future on which DDP waits. The gradient is where it was, averaged. With ``priority.prioritize`` nobody
     waits: later buckets overtake earlier ones, and the next forward pass begins with what has arrived.
 
+Gradients that travel in fewer bytes (``hooks``: bf16, or 8-bit blocks with error feedback) are a hook of
+DistributedDataParallel on top of this.
+
 What does not run on the engine (``scatter``, ``gather``, ``all_to_all``, ``send``, ``recv``, sparse
 tensors) goes to an inner gloo group that is made when it is first needed (``inner``). The collectives
 among them announce themselves through the engine all the same.

@@ -33,13 +33,14 @@ class DelegatingGroup(EngineGroup):
 
     def _delegate(
         self, name: str, start: Start, opts: Any,
-        *, root: int = 0, shape: Sequence[int] = (), result: Any = None, finish: Finish | None = None,
+        *, root: int = 0, shape: Sequence[int] = (), num_bytes: int = 0, result: Any = None,
+        finish: Finish | None = None,
     ) -> Work:  # fmt: skip
-        """Announce a collective through the engine and start it on the inner group."""
+        """Announce a collective through the engine, which counts it, and start it on the inner group."""
         opts.timeout = self._limit(opts.timeout)
         timeout_s = opts.timeout.total_seconds()
         handle = self._begin(
-            Operation(kind="delegated", op=name, root=root, shape=shape, timeout_s=timeout_s)
+            Operation(kind="delegated", op=name, root=root, count=num_bytes, shape=shape, timeout_s=timeout_s)
         )
 
         def end() -> None:
@@ -103,7 +104,7 @@ class DelegatingGroup(EngineGroup):
         return self._delegate(
             "all_to_all_single",
             lambda g: g.alltoall_base(output, input, output_sizes, input_sizes, opts),
-            opts,
+            opts, num_bytes=input.numel() * input.element_size(),
         )  # fmt: skip
 
     # Messages have no number in the group's sequence: only two ranks know of them.

@@ -34,7 +34,7 @@ from shoal.data.steps import (
     submit_read,
     submit_read_one,
 )
-from shoal.decide.order import BlockShuffle, micro_batches, worker_part
+from shoal.decide.order import Order, micro_batches, worker_part
 from shoal.errors import ShoalError, UsageError
 
 _Task = TypeVar("_Task")
@@ -121,12 +121,12 @@ def streamed_steps(
     *,
     num_steps: int,
     samples_consumed: int = 0,
-    blocks: BlockShuffle | None = None,
+    order: Order | None = None,
     pin_memory: bool = False,
 ) -> Generator[Iterator[Batch]]:
     """Yield, for each of ``num_steps`` optimizer steps, an iterator over this worker's micro-batches.
 
-    The same batches and the same state as ``training_steps`` (the order may be one of ``blocks``), for
+    The same batches and the same state as ``training_steps`` (unless another ``order`` is given), for
     examples of which a whole step is too much to hold, or to wait for: each micro-batch is made by itself,
     and ``config.max_prefetched_bytes`` say how many are ready ahead, over the borders of steps. What an
     iterator was not asked for before the next step is dropped. Closing the outer one ends threads and
@@ -135,7 +135,7 @@ def streamed_steps(
     Raises:
         ShoalError: as for ``training_steps``.
     """
-    steps = StepReader(reader=reader, share=share, samples_consumed=samples_consumed, blocks=blocks)
+    steps = StepReader(reader=reader, share=share, samples_consumed=samples_consumed, order=order)
     processes = loader_processes(steps, config.num_loader_processes) if config.num_loader_processes else None
     threads = ThreadPoolExecutor(max_workers=_NUM_STREAMS, thread_name_prefix="shoal-loader")
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.decide.draws import Int64Array
-from shoal.decide.order import BlockShuffle, examples_of, micro_batches, worker_part
+from shoal.decide.order import Order, ShuffledOrder, micro_batches, worker_part
 
 _BLOCK_TOKENS = 1 << 14
 """NumPy's cost a call is most of a small batch: 32 × 128 tokens take 0.75 ms alone, 0.34 ms four at a time.
@@ -73,13 +73,13 @@ class Share:
 class StepReader:
     """Step number → the worker's micro-batches of that step. Step 0 begins after ``samples_consumed``.
 
-    The order is the full shuffle unless ``blocks`` say otherwise.
+    The order is the full shuffle by the reader's seed unless another one is given.
     """
 
     reader: Reader
     share: Share
     samples_consumed: int
-    blocks: BlockShuffle | None = None
+    order: Order | None = None
 
     @property
     def steps_at_once(self) -> int:
@@ -128,7 +128,10 @@ class StepReader:
         return self.reader.micro_batch(self.reader.batch(epochs, indices))
 
     def _examples(self, numbers: Int64Array) -> tuple[Int64Array, Int64Array]:
-        return examples_of(numbers, self.reader.num_examples, self.reader.seed, self.blocks)
+        order = self.order
+        if order is None:
+            order = ShuffledOrder(num_examples=self.reader.num_examples, seed=self.reader.seed)
+        return order.examples_of(numbers)
 
     @property
     def _part(self) -> range:

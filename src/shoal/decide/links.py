@@ -31,6 +31,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 
 SMALLEST_SHARD_BYTES = 256 * KIB
+FEWEST_BUCKETS = 8
 DDP_BUCKET_BYTES = 25 * MIB  # DistributedDataParallel's default
 
 # A pattern longer than this would not come round within a few buckets.
@@ -287,17 +288,26 @@ def gain_over_ring(
     return ring_seconds(1, links) / two_hop_seconds(1, links, helper_bandwidths)
 
 
-def recommended_bucket_bytes(num_hosts: int, *, ranks_per_host: int = 1) -> int:
+def recommended_bucket_bytes(
+    num_hosts: int, *, ranks_per_host: int = 1, gradient_bytes: int | None = None
+) -> int:
     """Return the size of DDP's buckets at which every rank still sums at least 256 KiB of each.
 
     A rank owns 1 / (hosts × ranks a host) of a bucket. Small pieces cost more in handling than in bytes:
-    Fairring fell behind a ring at 100 KiB (25 MiB over 256 GPUs). Never below DDP's default.
+    Fairring fell behind a ring at 100 KiB (25 MiB over 256 GPUs). Never below DDP's default. Where all
+    gradients are known, there are eight buckets at least: the last one to be ready is sent when nothing is
+    left to compute beside it.
+
+    Args:
+        gradient_bytes: of the whole model, if it is known.
 
     Returns:
         Bytes, a multiple of 1 MiB.
     """
-    needed = num_hosts * ranks_per_host * SMALLEST_SHARD_BYTES
-    return max(DDP_BUCKET_BYTES, -(-needed // MIB) * MIB)
+    needed = -(-num_hosts * ranks_per_host * SMALLEST_SHARD_BYTES // MIB) * MIB
+    if gradient_bytes is not None:
+        needed = min(needed, gradient_bytes // FEWEST_BUCKETS // MIB * MIB)
+    return max(DDP_BUCKET_BYTES, needed)
 
 
 def chunk_bytes_for(

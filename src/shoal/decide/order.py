@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -156,6 +157,26 @@ def examples_of(
     if blocks is not None:
         return epochs, block_shuffled(positions, num_examples, seed, epochs, blocks)
     return epochs, shuffled(positions, num_examples, seed, epochs)
+
+
+class Order(Protocol):
+    """Which example each sample of the endless stream is: a function of its number alone. Picklable."""
+
+    def examples_of(self, numbers: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:
+        """Return (epochs, indices) of samples with any numbers, int64 like ``numbers``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffledOrder:
+    """The full shuffle of each epoch, or one by blocks (:class:`Order`)."""
+
+    num_examples: int
+    seed: int
+    blocks: BlockShuffle | None = None
+
+    def examples_of(self, numbers: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:
+        """Return (epochs, indices) of samples with any numbers, int64 like ``numbers``."""
+        return examples_of(numbers, self.num_examples, self.seed, self.blocks)
 
 
 def worker_part(size: int, rank: int, num_workers: int) -> range:

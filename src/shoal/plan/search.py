@@ -68,7 +68,9 @@ def _candidates(
 ) -> Iterator[Layout]:
     """Yield the layouts with so many stages, the one that is best where it fits first."""
     buckets = recommended_bucket_bytes(
-        workers.count, ranks_per_host=max(workers.instance.num_accelerators, 1)
+        workers.count,
+        ranks_per_host=max(workers.instance.num_accelerators, 1),
+        gradient_bytes=4 * part.workload.num_parameters // stages,  # fp32, as DDP's buckets hold them
     )
     share = part.global_batch * stages / workers.num_accelerators
     for sharded in (False, True):

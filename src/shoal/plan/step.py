@@ -119,9 +119,54 @@ def step_time(
     Raises:
         UsageError: the layout does not divide the accelerators.
     """
-    accelerator = require_accelerators(workers)
-    num_workers = workers.num_accelerators
     replicas = num_replicas(workers, layout)
+    done = _compute(workload, workers, layout, replicas, achieved_flops=achieved_flops, kernel_s=kernel_s)
+    late = slowest(workers.num_accelerators, jitter, seed) - 1.0
+    computed_s = (done.forward_s + done.backward_s + done.bubble_s) * (1 + late)
+    if replicas > 1:
+        sent = _average(
+            workload, workers, helpers, layout, begin_s=computed_s - done.window_s, window_s=done.window_s
+        )
+    else:
+        sent = Exchange(end_s=computed_s, spans=(), busy_s={})
+    gathered_s = 0.0
+    if layout.sharded_optimizer:
+        gathered_s = max(0.0, max(sent.busy_s.values(), default=0.0) - done.window_s / 2)
+    return StepTime(
+        forward_s=done.forward_s,
+        backward_s=done.backward_s,
+        bubble_s=done.bubble_s,
+        straggler_s=late * (done.forward_s + done.backward_s + done.bubble_s),
+        exposed_s=max(0.0, sent.end_s - computed_s) + gathered_s,
+        optimizer_s=_update_s(workload, workers, layout, replicas),
+        micro_batches=done.micro_batches,
+        exchange=sent,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Computed:
+    """What one worker computes in a step, in seconds."""
+
+    forward_s: float
+    backward_s: float
+    bubble_s: float
+    window_s: float
+    """The end of the backward pass, in which gradients become ready."""
+    micro_batches: int
+
+
+def _compute(
+    workload: Workload,
+    workers: Machines,
+    layout: Layout,
+    replicas: int,
+    *,
+    achieved_flops: float,
+    kernel_s: float,
+) -> _Computed:
+    """Return the forward and backward passes of a worker's share of the batch."""
+    accelerator = require_accelerators(workers)
     share = layout.global_batch / replicas
     # A share below one sample splits the samples themselves (spatial or context parallel): no accumulation.
     micro = min(layout.micro_batch or (1.0 if layout.stages > 1 else share), share)
@@ -129,7 +174,6 @@ def step_time(
     flops_s = share / count * workload.training_flops / (layout.per_replica * achieved_flops)
     kernels_s = kernel_s * KERNEL_CLOCK_HZ / accelerator.clock_hz * workload.num_kernels / layout.stages
     compute_s = flops_s + kernels_s
-    forward_s, backward_s = count * compute_s / 3, count * compute_s * 2 / 3
     bubble_s = 0.0
     if layout.stages > 1:
         bubble_s = pipeline.bubble_s(
@@ -143,13 +187,28 @@ def step_time(
             compute_s=compute_s,
             flow_bytes_per_s=layout.connections * workers.instance.flow_bytes_per_s,
         )
-    late = slowest(num_workers, jitter, seed) - 1.0
-    straggler_s = late * (forward_s + backward_s + bubble_s)
-
     # In chunks (interleaved stages) each chunk's last passes come at another time: gradients become ready
     # over the backward passes of the last ``stages`` micro-batches, not of one.
     window_s = compute_s * 2 / 3 * (min(count, layout.stages) if layout.virtual > 1 else 1)
-    begin_s = (forward_s + backward_s + bubble_s) * (1 + late) - window_s
+    return _Computed(
+        forward_s=count * compute_s / 3,
+        backward_s=count * compute_s * 2 / 3,
+        bubble_s=bubble_s,
+        window_s=window_s,
+        micro_batches=count,
+    )
+
+
+def _average(
+    workload: Workload,
+    workers: Machines,
+    helpers: Machines | None,
+    layout: Layout,
+    *,
+    begin_s: float,
+    window_s: float,
+) -> Exchange:
+    """Return how the gradients travel that become ready in the window after ``begin_s``."""
     trained = workload.trainable / layout.per_replica * layout.wire_bytes
     buckets = gradient_buckets(workload.layers, layout.bucket_bytes, trained)
     # Sharded, gradients are only scattered; the new parameters are gathered in the next forward pass.
@@ -158,40 +217,24 @@ def step_time(
         (begin_s + (done if layout.overlap else 1.0) * window_s, halved * num_bytes)
         for done, num_bytes in buckets
     ]
-    computed_s = begin_s + window_s
-    local_group = max(1, workers.instance.num_accelerators // layout.per_replica)
-    if replicas > 1:
-        how = collective(
-            layout.algorithm,
-            workers,
-            helpers,
-            local_group=local_group,
-            at_once=layout.collectives_at_once,
-        )
-        sent = exchange(
-            ready,
-            how,
-            capacities(workers, helpers, algorithm=layout.algorithm, connections=layout.connections),
-        )
-    else:
-        sent = Exchange(end_s=computed_s, spans=(), busy_s={})
-    gathered_s = 0.0
-    if layout.sharded_optimizer:
-        gathered_s = max(0.0, max(sent.busy_s.values(), default=0.0) - window_s / 2)
+    how = collective(
+        layout.algorithm,
+        workers,
+        helpers,
+        local_group=max(1, workers.instance.num_accelerators // layout.per_replica),
+        at_once=layout.collectives_at_once,
+    )
+    links = capacities(workers, helpers, algorithm=layout.algorithm, connections=layout.connections)
+    return exchange(ready, how, links)
+
+
+def _update_s(workload: Workload, workers: Machines, layout: Layout, replicas: int) -> float:
+    """Return the time of the optimizer's pass through memory."""
     updated = workload.num_parameters * workload.trainable / layout.per_replica
     if layout.sharded_optimizer:
         updated /= replicas
-    optimizer_s = updated * workload.optimizer_bytes / (accelerator.memory_bytes_per_s * MEMORY_EFFICIENCY)
-    return StepTime(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        bubble_s=bubble_s,
-        straggler_s=straggler_s,
-        exposed_s=max(0.0, sent.end_s - computed_s) + gathered_s,
-        optimizer_s=optimizer_s,
-        micro_batches=count,
-        exchange=sent,
-    )
+    bytes_per_s = require_accelerators(workers).memory_bytes_per_s * MEMORY_EFFICIENCY
+    return updated * workload.optimizer_bytes / bytes_per_s
 
 
 def num_replicas(workers: Machines, layout: Layout) -> int:

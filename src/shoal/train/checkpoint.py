@@ -114,10 +114,10 @@ class Checkpointer:
     def save(self, step: int, state: Mapping[str, Any], *, wait: bool = False) -> None:
         """Begin to save ``state``; on return it may change. With ``wait``, return when it is on disk.
 
-        ``state`` maps names to models, optimizers, tensors that are alike on all workers, and plain values
-        that JSON can hold (those of the first worker are stored; of optimizers over the stages of a model,
-        all workers' together). A step that is saved already is not saved again. Only one save is in flight:
-        this one waits for the one before.
+        ``state`` maps names to models, optimizers, tensors that are alike on all workers, state of which each
+        worker has its own (``checkpoint_state.OwnState``), and plain values that JSON can hold (those of the
+        first worker are stored; of optimizers over the stages of a model, all workers' together). A step that
+        is saved already is not saved again. Only one save is in flight: this one waits for the one before.
 
         Raises:
             ShoalError: this save failed, or the one before. Older checkpoints are untouched, and ``save`` can

@@ -8,9 +8,9 @@ workers there were. A tied parameter is stored once, and its other names beside 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,23 @@ _MOST_NAMES_SHOWN = 5
 
 Held = dict[str, Any]
 """What a worker's models and optimizers consist of, by the keys of its state; values that JSON can hold."""
+
+
+@runtime_checkable
+class OwnState(Protocol):
+    """State of which every worker has its own part, under names that no other worker uses.
+
+    Any number of workers read back what any number have saved; a checkpoint may also hold nothing of it.
+    """
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """Return this worker's tensors, for a checkpoint."""
+
+    def tensors_to_read(self, saved: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors to fill, by those of all workers' ``saved`` names that this worker takes over."""
+
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what the tensors have been filled with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +120,7 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 def flatten(state: Mapping[str, Any]) -> FlatState:
     """Return the tensors of ``state`` under flat names, and its plain values.
 
-    ``state`` maps names to models, optimizers, tensors, and values that JSON can hold.
+    ``state`` maps names to models, optimizers, tensors, workers' own state, and values that JSON can hold.
 
     Raises:
         ShoalError: a value is none of these, or an optimizer updates a parameter of no model in ``state``.
@@ -122,6 +139,8 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
             tensors |= {f"{key}.state.{name}": t for name, t in tensors_of(item, names, key).items()}
         elif isinstance(item, Tensor):
             tensors[key] = item.detach()
+        elif isinstance(item, OwnState):
+            tensors |= {f"{key}.{name}": tensor for name, tensor in item.own_tensors().items()}
         else:
             values[key] = checked_json(key, item)
     return FlatState(tensors=tensors, optimizers=optimizers, values=values)
@@ -162,6 +181,7 @@ def restore(
     targets: dict[str, Tensor] = {}
     fresh: dict[str, dict[str, dict[str, Tensor]]] = {}
     renamed: dict[str, str] = {}
+    own: dict[str, dict[str, Tensor]] = {}
     for key, item in state.items():
         if isinstance(item, nn.Module):
             everywhere = {name for worker in workers for name in worker["models"].get(key, ())}
@@ -175,6 +195,9 @@ def restore(
         elif isinstance(item, Tensor):
             _check_model(key, {"": item}, {"": saved[key]} if key in saved else {}, {""})
             targets[key] = item.detach()
+        elif isinstance(item, OwnState):
+            own[key] = item.tensors_to_read(_below(saved, key))
+            targets |= {f"{key}.{name}": tensor for name, tensor in own[key].items()}
     names = {p: renamed.get(name, name) for p, name in _names_of_parameters(state).items()}
     optimizers = {key: item for key, item in state.items() if isinstance(item, Optimizer)}
     for key in optimizers:
@@ -185,6 +208,8 @@ def restore(
         for name, tensors in fresh[key].items():
             targets |= {f"{key}.state.{name}.{entry}": tensor for entry, tensor in tensors.items()}
     read(targets)
+    for key, tensors in own.items():
+        state[key].read(tensors)
     for key, optimizer in optimizers.items():
         load_optimizer(optimizer, names, fresh[key], values[key])
     return {

@@ -211,8 +211,30 @@ class DistributedConfig:
     """Where to compute; auto: a GPU a worker if there are enough, else the CPU."""
     timeout_s: float = 600.0
     """Deadline of every collective."""
+    wire: Literal["fp32", "bf16", "int8"] = "fp32"
+    """What fp32 gradients travel as: bf16 halves the bytes, int8 (blocks with error feedback, CPU only) takes
+    a quarter."""
     bucket_mb: float | None = None
     """Size of DistributedDataParallel's buckets in MiB; default: 25, more from about 100 workers on."""
+
+
+def check_wire(distributed: DistributedConfig, *, precision: str, clip: str) -> None:
+    """Check that gradients can travel as the settings ask.
+
+    Raises:
+        UsageError: residuals would change their meaning with the loss scale, or no average passes the wire.
+    """
+    if distributed.wire == "int8" and precision == "fp16":
+        raise UsageError(
+            "distributed.wire int8 with train.precision fp16: what one step leaves over for the next would "
+            "be in the units of a loss scale that changes; use --train.precision bf16 or "
+            "--distributed.wire bf16"
+        )
+    if distributed.wire != "fp32" and clip == "worker":
+        raise UsageError(
+            f"distributed.wire {distributed.wire} with optim.clip worker: each worker's clipped gradient is "
+            "averaged in fp32; use --optim.clip global or --distributed.wire fp32"
+        )
 
 
 def required(value: T | None) -> T:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.comm.hooks import EightBitWire, bf16_wire
 from shoal.decide.links import MIB, recommended_bucket_bytes
+from shoal.errors import UsageError
 from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig
 from shoal.train.world import World
@@ -40,28 +43,56 @@ class MicroBatches(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
 
+class DataParallel(DistributedDataParallel):
+    """A model whose gradients are averaged over all workers; ``wire`` is what keeps state for that."""
+
+    wire: EightBitWire | None = None
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """Return what surrounds backward passes whose gradients nobody uses: they leave no state."""
+        return nullcontext() if self.wire is None else self.wire.aside()
+
+    def wire_state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
+        return {} if self.wire is None else {"wire": self.wire}
+
+
 def data_parallel(
     model: nn.Module, world: World, config: DistributedConfig, clock: StepClock
-) -> DistributedDataParallel:
+) -> DataParallel:
     """Wrap ``model`` so that backward averages its gradients over all workers.
 
-    The communication hook is the default one; it tells ``clock`` when the last gradient of the backward pass
-    is ready: what backward takes from there on is waiting for other workers.
+    The communication hook tells ``clock`` when the last gradient of the backward pass is ready: what backward
+    takes from there on is waiting for other workers.
+
+    Raises:
+        UsageError: 8-bit gradients on a GPU.
     """
-    per_host = world.place.num_local_workers
-    bucket_mb = config.bucket_mb or recommended_bucket_bytes(world.num_hosts, ranks_per_host=per_host) / MIB
-    ddp = DistributedDataParallel(
+    recommended = recommended_bucket_bytes(
+        world.num_hosts,
+        ranks_per_host=world.place.num_local_workers,
+        gradient_bytes=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
+    )
+    ddp = DataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        bucket_cap_mb=bucket_mb,
+        bucket_cap_mb=config.bucket_mb or recommended / MIB,
         gradient_as_bucket_view=True,
         **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
     )
 
+    hook: Callable[..., Any] = bf16_wire if config.wire == "bf16" else default_hooks.allreduce_hook
+    if config.wire == "int8":
+        if world.device.type != "cpu":
+            raise UsageError(
+                "distributed.wire int8 takes CPU tensors, and this run computes on GPUs: use bf16 or fp32"
+            )
+        ddp.wire = hook = EightBitWire(model.named_parameters(), timeout=timedelta(seconds=config.timeout_s))
+
     def average(group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
         if bucket.is_last():
             clock.mark("backward")
-        return default_hooks.allreduce_hook(group, bucket)
+        return hook(group, bucket)
 
     ddp.register_comm_hook(dist.group.WORLD, average)
     return ddp

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoal.decide.draws import random_keys
@@ -17,7 +16,7 @@ from shoal.decide.order import BlockShuffle, samples
 from shoal.record import Step
 from shoal.train.clock import StepClock
 from shoal.train.config import OptimizerConfig
-from shoal.train.gradients import MicroBatches, accumulate, average_and_clip, norm_of
+from shoal.train.gradients import DataParallel, MicroBatches, accumulate, average_and_clip, norm_of
 from shoal.train.optimizers import set_learning_rate
 from shoal.train.precision import LossScale
 from shoal.train.window import StepWindow, peak_memory_bytes
@@ -29,7 +28,7 @@ class Trained:
     """What a step changes and what it goes through."""
 
     world: World
-    ddp: DistributedDataParallel
+    ddp: DataParallel
     optimizer: Optimizer
     scale: LossScale
     clock: StepClock

@@ -12,9 +12,14 @@ import torch
 
 from shoal.errors import ShoalError, UsageError
 from shoal.recipes.albert.config import AlbertPretrainConfig
+from shoal.recipes.finetune.config import FinetuneConfig
+from shoal.recipes.finetune.config import TrainConfig as FinetuneTrainConfig
+from shoal.recipes.resnet.config import ResNetTrainConfig
+from shoal.recipes.resnet.config import TrainConfig as ImageTrainConfig
+from shoal.recipes.t5.config import T5PretrainConfig
 from shoal.record import PARTS, Step
 from shoal.train.clock import StepClock
-from shoal.train.config import DistributedConfig, as_tree, to_toml
+from shoal.train.config import DistributedConfig, TrainConfig, as_tree, check_wire, to_toml
 from shoal.train.health import NonFiniteWatch, memory_advice
 from shoal.train.precision import LossScale, choose_precision, has_native_bf16
 from shoal.train.progress import Progress, duration
@@ -180,3 +185,22 @@ def test_backends() -> None:
     assert choose_backend(DistributedConfig(backend="GLOO"), CPU) == "gloo"
     with pytest.raises(UsageError, match=r"'glo' is not a backend .* Did you mean 'gloo'\?"):
         choose_backend(DistributedConfig(backend="glo"), CPU)
+
+
+def test_wires_that_cannot_be_are_refused() -> None:
+    int8, bf16 = DistributedConfig(wire="int8"), DistributedConfig(wire="bf16")
+    check_wire(int8, precision="bf16", clip="global")
+    check_wire(bf16, precision="fp16", clip="global")
+    check_wire(DistributedConfig(), precision="fp16", clip="worker")
+    with pytest.raises(UsageError, match=r"wire int8 with train\.precision fp16"):
+        check_wire(int8, precision="fp16", clip="global")
+    with pytest.raises(UsageError, match=r"wire bf16 with optim\.clip worker"):
+        check_wire(bf16, precision="fp32", clip="worker")
+    with pytest.raises(UsageError, match=r"wire int8 with train\.precision fp16"):
+        AlbertPretrainConfig(distributed=int8, train=TrainConfig(precision="fp16"))
+    with pytest.raises(UsageError, match=r"wire int8 with train\.precision fp16"):
+        ResNetTrainConfig(distributed=int8, train=ImageTrainConfig(precision="fp16"))
+    with pytest.raises(UsageError, match=r"wire int8 with train\.precision fp16"):
+        FinetuneConfig(distributed=int8, train=FinetuneTrainConfig(precision="fp16"))
+    with pytest.raises(UsageError, match="wire bf16: the stages of T5"):
+        T5PretrainConfig(distributed=bf16)

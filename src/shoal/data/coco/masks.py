@@ -60,6 +60,20 @@ def bitmaps(rles: Sequence[Rle], height: int, width: int) -> Bitmaps:
     return np.ascontiguousarray(planes.transpose(2, 0, 1))
 
 
+def crops(rles: Sequence[Rle]) -> list[tuple[int, int, Bitmaps]]:
+    """Return the first row, the first column and 0 and 1 ``[h, w]`` of a part that holds each whole mask.
+
+    The part is the box around the mask where that is tall, and whole columns of it where one run goes on
+    from column to column.
+    """
+    library = mask_library()
+    parts = []
+    for rle, (x, y, w, h) in zip(rles, boxes(rles).astype(np.int64).tolist(), strict=True):
+        plane = np.asarray(library.decode(rle), dtype=np.uint8)
+        parts.append((y, x, plane[y : y + h, x : x + w]))
+    return parts
+
+
 def encoded(masks: Bitmaps) -> list[Rle]:
     """Return run lengths with COCO's string, as text, of masks ``[N, height, width]`` of 0 and 1."""
     if not len(masks):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,10 @@ import numpy.typing as npt
 from shoal.data.coco.annotations import Rle
 from shoal.data.coco.library import mask_library
 from shoal.data.coco.masks import areas, as_compressed, bitmaps, encoded
+from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD, check_normalisation
+from shoal.data.images.pixels import Triple, finish
 from shoal.data.images.places import Bytes
-from shoal.data.images.transform import decode, resized
+from shoal.data.images.transform import IDENTITY, decode, normalisation, resized
 from shoal.decide.draws import draw, random_keys, uniform
 from shoal.errors import ShoalError, UsageError
 
@@ -100,11 +102,9 @@ def placement(
 
 
 @dataclass(frozen=True, kw_only=True)
-class DetectionExample:
-    """An image and its objects in the new frame."""
+class DetectionObjects:
+    """The objects of an image in its new frame."""
 
-    image: Pixels
-    """uint8 ``[H, W, 3]``; padding is 0."""
     image_id: int
     original_size: tuple[int, int]
     """Height and width that the annotations of the file are for."""
@@ -112,64 +112,104 @@ class DetectionExample:
     """x1, y1, x2, y2 in pixels, cut at the frame, ``[N, 4]``."""
     categories: npt.NDArray[np.int64]
     """Category ids ``[N]``."""
-    crowds: npt.NDArray[np.bool_]
-    """``[N]``."""
-    masks: list[Rle | None]
-    """Run lengths in the frame; ``None`` for an object that has no mask."""
+    masks: list[Rle]
+    """Run lengths in the frame."""
 
 
-def transformed(pixels: Pixels, extra: Bytes, place: Placement) -> DetectionExample:
-    """Return the image and the objects of ``extra`` (``KEY.json``) as ``place`` says.
+def placed_objects(extra: Bytes, shape: tuple[int, int], place: Placement) -> DetectionObjects:
+    """Return the objects of ``extra`` (``KEY.json``) of an image of height and width ``shape``.
 
-    Objects of which the frame shows less than a pixel are left out.
+    Objects of which the frame shows less than a pixel are left out, and so are crowds, which are no single
+    objects to learn from.
 
     Raises:
-        ShoalError: the annotations are for an image of another shape, or are damaged.
+        ShoalError: the annotations are for an image of another shape, are damaged, or an object has no mask.
     """
     try:
         tree = json.loads(bytes(extra))
-        height, width, objects = tree["height"], tree["width"], tree["annotations"]
+        image_id, height, width = int(tree["image_id"]), tree["height"], tree["width"]
+        objects = [one for one in tree["annotations"] if not one["iscrowd"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ShoalError(
             f"annotations of an image cannot be read ({error}); prepare the images again"
         ) from None
     # an image may have become smaller when it was prepared, to whole pixels
-    if abs(pixels.shape[0] / height - pixels.shape[1] / width) * max(height, width) > 2:
+    if abs(shape[0] / height - shape[1] / width) * max(height, width) > 2:
         raise ShoalError(
-            f"image {tree['image_id']} has {pixels.shape[1]} x {pixels.shape[0]} pixels, but its annotations "
-            f"are for {width} x {height}; was it turned? Prepare matching images and annotations"
+            f"image {image_id} has {shape[1]} x {shape[0]} pixels, but its annotations are for "
+            f"{width} x {height}; was it turned? Prepare matching images and annotations"
         )
     boxes = np.array([one["bbox"] for one in objects], dtype=np.float64).reshape(-1, 4)
     boxes = placed_boxes(boxes, (height, width), place)
-    large = ((boxes[:, 2:] - boxes[:, :2]) >= _LEAST_PIXELS).all(axis=1).tolist()
-    masks = [placed_mask(one["segmentation"], (height, width), place) for one in objects]
-    chosen = [n for n, mask in enumerate(masks) if large[n] and (mask is None or areas([mask])[0])]
-    return DetectionExample(
-        image=placed_pixels(pixels, place),
-        image_id=int(tree["image_id"]),
+    large = np.all(boxes[:, 2:] - boxes[:, :2] >= _LEAST_PIXELS, axis=1)
+    seen: list[int] = np.flatnonzero(large).tolist()
+    masks = {n: _mask_of(objects[n], image_id, (height, width), place) for n in seen}
+    seen = [n for n, area in zip(seen, areas(list(masks.values())), strict=True) if area]
+    return DetectionObjects(
+        image_id=image_id,
         original_size=(height, width),
-        boxes=boxes[chosen].astype(np.float32),
-        categories=np.array([objects[n]["category_id"] for n in chosen], dtype=np.int64),
-        crowds=np.array([objects[n]["iscrowd"] for n in chosen], dtype=np.bool_),
-        masks=[masks[n] for n in chosen],
+        boxes=boxes[seen].astype(np.float32),
+        categories=np.array([objects[n]["category_id"] for n in seen], dtype=np.int64),
+        masks=[masks[n] for n in seen],
     )
 
 
+def _mask_of(one: dict[str, Any], image_id: int, size: tuple[int, int], place: Placement) -> Rle:
+    mask = placed_mask(one["segmentation"], size, place)
+    if mask is None:
+        raise ShoalError(
+            f"object {one['id']} of image {image_id} has a box but no segmentation; Mask R-CNN learns from "
+            "masks: give it one, or leave the object out, and prepare the images again"
+        )
+    return mask
+
+
 class DetectionTransform:
-    """Decodes, places and returns an image with its objects. Picklable."""
+    """Makes an image with its objects, varied by its key. Picklable; threads may call it side by side."""
 
-    def __init__(self, config: DetectionAugmentConfig) -> None:
+    def __init__(
+        self,
+        config: DetectionAugmentConfig,
+        *,
+        mean: Triple = IMAGENET_MEAN,
+        std: Triple = IMAGENET_STD,
+    ) -> None:
+        """Vary as ``config`` says; ``mean`` and ``std`` are of red, green, blue, for values from 0 to 1.
+
+        Raises:
+            UsageError: a value is out of its range.
+        """
+        check_normalisation(mean, std)
         self.config = config
+        self._scale, self._shift = normalisation(mean, std)
 
-    def __call__(self, encoded_image: Bytes, extra: Bytes, key: tuple[int, int, int]) -> DetectionExample:
-        """Return the example; ``key`` is (seed, epoch, index) of its draws.
+    def frame(self, key: tuple[int, int, int], height: int, width: int) -> tuple[int, int]:
+        """Return height and width that an image of ``height`` and ``width`` comes to have."""
+        return placement(self.config, key, height, width).frame
+
+    def __call__(
+        self, encoded_image: Bytes, extra: Bytes, out: npt.NDArray[Any], key: tuple[int, int, int]
+    ) -> DetectionObjects:
+        """Write the image of ``key`` = (seed, epoch, index) to ``out`` and return its objects.
+
+        ``out`` is ``[3, H, W]``, as large as the frame: float32, uint16 (the bits of bfloat16), both
+        normalised, or uint8 (as decoded).
 
         Raises:
             ShoalError: the image or its annotations cannot be read, or do not belong together.
         """
         pixels = decode(encoded_image)
-        height, width = pixels.shape[:2]
-        return transformed(pixels, extra, placement(self.config, key, height, width))
+        shape = pixels.shape[0], pixels.shape[1]
+        place = placement(self.config, key, *shape)
+        if place.frame != out.shape[1:]:
+            raise ShoalError(
+                f"an image has {shape[1]} x {shape[0]} pixels, which the index of its shard does not say; "
+                "prepare the images again"
+            )
+        scale, shift = IDENTITY if out.dtype == np.uint8 else (self._scale, self._shift)
+        unflipped = placed_pixels(pixels, replace(place, flip=False))
+        finish(unflipped, out, scale=scale, shift=shift, flip=place.flip)
+        return placed_objects(extra, shape, place)
 
 
 def placed_pixels(pixels: Pixels, place: Placement) -> Pixels:

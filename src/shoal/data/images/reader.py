@@ -8,11 +8,9 @@ torch.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -21,13 +19,12 @@ import numpy.typing as npt
 
 from shoal.data.images.places import Bytes
 from shoal.data.images.shards import ImageShards
+from shoal.data.images.threads import DecodeThreads
 from shoal.decide.draws import Int64Array, below, draw, random_keys
 from shoal.errors import ShoalError, UsageError
 
 _REPLACEMENT = 13  # this module's word among the uses of one seed
 _TRIES = 8
-_PIECES_A_THREAD = 8
-"""A batch is cut into so many pieces for each thread: few enough to hand out, enough to end together."""
 
 DTypeName = Literal["float32", "uint16", "uint8"]
 OnBad = Literal["refuse", "skip"]
@@ -45,12 +42,6 @@ class Transform(Protocol):
         Raises:
             ShoalError: the bytes are not an image that can be decoded.
         """
-
-
-def default_decode_threads(num_local_workers: int = 1, num_loader_processes: int = 0) -> int:
-    """Return the processors of this host for each of its workers, or for each of their loader processes."""
-    num_processes = num_local_workers * max(1, num_loader_processes)
-    return max(1, len(os.sched_getaffinity(0)) // num_processes)
 
 
 class ImageReader:
@@ -86,18 +77,15 @@ class ImageReader:
         """
         if not len(shards):
             raise UsageError(f"{shards.location}: the split {shards.split!r} has no images; prepare some")
-        if threads is not None and threads < 1:
-            raise UsageError(f"decode_threads {threads} must be at least 1")
         self.shards = shards
         self.transform = transform
-        self.num_threads = threads or default_decode_threads()
+        self._threads = DecodeThreads(threads)
         self._seed = seed
         self._dtype: DTypeName = dtype
         self._channels_last = channels_last
         self._on_bad: OnBad = on_bad
         self._labels = shards.labels
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
         self._told: set[int] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -110,6 +98,11 @@ class ImageReader:
             on_bad=self._on_bad,
         )
         return (again, (self.shards, self.transform))
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that decode."""
+        return self._threads.count
 
     @property
     def num_examples(self) -> int:
@@ -150,13 +143,11 @@ class ImageReader:
         images = self._empty(count, epochs_)
         used = indices_.copy()
 
-        def make(rows: range) -> None:
-            for row in rows:
-                used[row] = self._make(images[row], int(epochs_[row]), int(indices_[row]))
+        def make(row: int) -> None:
+            used[row] = self._make(images[row], int(epochs_[row]), int(indices_[row]))
 
         self.shards.will_need(indices_.tolist())
-        size = max(1, count // (self.num_threads * _PIECES_A_THREAD))
-        self._in_threads(make, [range(count)[i : i + size] for i in range(0, count, size)])
+        self._threads.run(make, count)
         return {
             "images": images,
             "labels": self._labels[used],
@@ -211,19 +202,3 @@ class ImageReader:
             self._told.add(index)
         if is_new:
             print(f"{problem}; another image takes its place", file=sys.stderr, flush=True)
-
-    def _in_threads(self, make: Callable[[range], None], pieces: list[range]) -> None:
-        if self.num_threads == 1:
-            for rows in pieces:
-                make(rows)
-            return
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="shoal-decode")
-        futures = [self._pool.submit(make, rows) for rows in pieces]
-        try:
-            for done in futures:
-                done.result()
-        finally:
-            for left in futures:
-                left.cancel()

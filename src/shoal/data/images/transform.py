@@ -73,7 +73,7 @@ class TrainTransform:
             pixels = _mirrored_crop(pixels, drawn.crop)
         else:
             pixels = resized(pixels, drawn.crop, size, size)
-        scale, shift = _IDENTITY if out.dtype == np.uint8 else (self._scale, self._shift)
+        scale, shift = IDENTITY if out.dtype == np.uint8 else (self._scale, self._shift)
         red, green, blue = (s + 255.0 * k * x for s, k, x in zip(shift, scale, drawn.light, strict=True))
         finish(pixels, out, scale=scale, shift=(red, green, blue), flip=drawn.flip, jitter=drawn.jitter)
         if (box := drawn.erased) is not None:
@@ -138,11 +138,11 @@ class CentreTransform:
             side = max(1, round(self.fraction * min(height, width)))
             box = Box(_half(height - side), _half(width - side), side, side)
             pixels = resized(pixels, box, self.size, self.size)
-        scale, shift = _IDENTITY if out.dtype == np.uint8 else (self._scale, self._shift)
+        scale, shift = IDENTITY if out.dtype == np.uint8 else (self._scale, self._shift)
         finish(pixels, out, scale=scale, shift=shift)
 
 
-_IDENTITY: tuple[Triple, Triple] = ((1.0, 1.0, 1.0), (0.0, 0.0, 0.0))
+IDENTITY: tuple[Triple, Triple] = ((1.0, 1.0, 1.0), (0.0, 0.0, 0.0))
 
 
 def normalisation(mean: Triple, std: Triple) -> tuple[Triple, Triple]:

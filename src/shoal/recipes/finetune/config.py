@@ -8,7 +8,7 @@ from typing import Literal
 
 from shoal.data.squad.config import AnswerConfig, WindowConfig
 from shoal.errors import UsageError
-from shoal.train.config import DistributedConfig, LoopConfig, OptimConfig, require_positive
+from shoal.train.config import DistributedConfig, LoopConfig, OptimConfig, check_wire, require_positive
 
 PRESETS = ("bert", "albert", "tiny")
 T5_PRESETS = ("t5", "tiny")
@@ -95,6 +95,7 @@ class FinetuneConfig:
         require_positive("train", self.train, "max_nonfinite_steps")
         require_positive("run", self.run, "log_frequency", "evaluation_frequency", "evaluation_batch_size")
         require_positive("run", self.run, "checkpoint_frequency", "keep_checkpoints")
+        check_wire(self.distributed, precision=self.train.precision, clip=self.optim.clip)
         if not self.train.epochs > 0:
             raise UsageError(f"train.epochs {self.train.epochs} must be above 0")
         if not 0 <= self.optim.warmup_share <= 1:

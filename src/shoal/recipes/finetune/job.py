@@ -92,6 +92,7 @@ class Job:
         return {
             "model": self.task.model,
             "optimizer": self.trained.optimizer,
+            **self.trained.ddp.wire_state(),
             "loss_scale": self.trained.scale.state_dict(),
             "samples": step * self.plan.batch.global_batch_size,
             "config": as_tree(self.config),

@@ -105,7 +105,8 @@ def warm_up(job: Job) -> None:
     with closing(training_batches(job.task.data, job.deal, range(1))) as steps:
         first = next(steps)[:1]
     sums = torch.zeros(1, dtype=torch.float64, device=job.world.device)
-    accumulate(job.trained.ddp, first, partial(weighted_loss, job, 1, sums), job.trained.clock)
+    with job.trained.ddp.rehearsal():
+        accumulate(job.trained.ddp, first, partial(weighted_loss, job, 1, sums), job.trained.clock)
     job.trained.optimizer.zero_grad()
 
 

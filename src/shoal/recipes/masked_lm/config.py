@@ -9,7 +9,14 @@ from typing import ClassVar, Literal
 from shoal.errors import UsageError
 from shoal.models.encoder_config import EncoderConfig
 from shoal.optim.schedules import Schedule, learning_rate
-from shoal.train.config import DistributedConfig, LoopConfig, OptimizerConfig, RunConfig, require_positive
+from shoal.train.config import (
+    DistributedConfig,
+    LoopConfig,
+    OptimizerConfig,
+    RunConfig,
+    check_wire,
+    require_positive,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +145,7 @@ class PretrainConfig:
         require_positive("train", self.train, "max_nonfinite_steps")
         require_positive("run", self.run, "log_frequency", "validation_frequency", "validation_samples")
         require_positive("run", self.run, "checkpoint_frequency", "keep_checkpoints")
+        check_wire(self.distributed, precision=self.train.precision, clip=self.optim.clip)
         self._check_finetune()
         longest = self.model.max_position_embeddings
         for phase in self.phases:

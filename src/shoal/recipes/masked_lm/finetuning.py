@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 
 from shoal import record
 from shoal.data.squad.config import WindowConfig
@@ -92,7 +93,7 @@ def finetune_settings(config: PretrainConfig) -> SquadFinetuneConfig:
             precision=config.train.precision,
         ),
         optim=FinetuneOptimConfig(learning_rate=short.learning_rate),
-        distributed=config.distributed,
+        distributed=replace(config.distributed, wire="fp32"),  # a wire with state makes a group each time
     )
 
 

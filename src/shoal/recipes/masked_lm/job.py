@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
-
 from shoal.data.examples import ExampleConfig, ExampleReader
 from shoal.data.shards import TextShards
 from shoal.data.steps import Share
@@ -16,7 +14,7 @@ from shoal.recipes.masked_lm.config import Phase, PretrainConfig
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.clock import StepClock
 from shoal.train.config import as_tree, required
-from shoal.train.gradients import data_parallel
+from shoal.train.gradients import DataParallel, data_parallel
 from shoal.train.optimizers import build_optimizer
 from shoal.train.precision import LossScale, Precision, choose_precision
 from shoal.train.step import Trained
@@ -39,7 +37,7 @@ class Job:
     checkpointer: Checkpointer
 
     @property
-    def ddp(self) -> DistributedDataParallel:
+    def ddp(self) -> DataParallel:
         return self.trained.ddp
 
     @property
@@ -55,6 +53,7 @@ class Job:
         return {
             "model": self.model,
             "optimizer": self.trained.optimizer,
+            **self.ddp.wire_state(),
             "loss_scale": self.scale.state_dict(),
             "samples": self.phase.samples(step),
             "config": as_tree(self.config),

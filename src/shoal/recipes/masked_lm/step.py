@@ -82,7 +82,8 @@ def warm_up(job: Job) -> None:
     with closing(steps):
         first = next(steps)[:1]
     sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=job.world.device)
-    accumulate(job.ddp, first, partial(weighted_loss, job, 1, sums), job.clock)
+    with job.ddp.rehearsal():
+        accumulate(job.ddp, first, partial(weighted_loss, job, 1, sums), job.clock)
     job.trained.optimizer.zero_grad()
 
 

@@ -14,6 +14,7 @@ from shoal.train.config import (
     LoopConfig,
     RunPlaceConfig,
     VisionOptimizerConfig,
+    check_wire,
     require_positive,
 )
 from shoal.train.parallel_config import parse_bytes
@@ -178,6 +179,7 @@ class ResNetTrainConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
+        check_wire(self.distributed, precision=self.train.precision, clip=self.optim.clip)
         if not 0 <= self.optim.warmup_epochs <= self.train.total_epochs:
             raise UsageError(
                 f"optim.warmup_epochs {self.optim.warmup_epochs} must lie between 0 and train.total_epochs "

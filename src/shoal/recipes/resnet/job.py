@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from shoal.data.images.cache import CacheConfig
-from shoal.data.images.reader import ImageReader, default_decode_threads
+from shoal.data.images.reader import ImageReader
 from shoal.data.images.shards import ImageShards
+from shoal.data.images.threads import default_decode_threads
 from shoal.data.images.transform import CentreTransform, TrainTransform
 from shoal.data.loader import LoaderConfig
 from shoal.data.steps import Share
@@ -24,7 +24,7 @@ from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.clock import StepClock
 from shoal.train.config import as_tree, required
 from shoal.train.ema import WeightAverage
-from shoal.train.gradients import data_parallel
+from shoal.train.gradients import DataParallel, data_parallel
 from shoal.train.optimizers import build_optimizer
 from shoal.train.parallel_config import parse_bytes
 from shoal.train.precision import LossScale, Precision, choose_precision
@@ -48,7 +48,7 @@ class Job:
     checkpointer: Checkpointer
 
     @property
-    def ddp(self) -> DistributedDataParallel:
+    def ddp(self) -> DataParallel:
         return self.trained.ddp
 
     @property
@@ -89,6 +89,7 @@ class Job:
             "model": self.model,
             **average,
             "optimizer": self.trained.optimizer,
+            **self.ddp.wire_state(),
             "loss_scale": self.trained.scale.state_dict(),
             "samples": self.plan.samples(step),
             "config": as_tree(self.config),

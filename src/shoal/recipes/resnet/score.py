@@ -63,7 +63,8 @@ def score(what: Scoring, joined: Joined) -> int:
     """Score with all workers; the main one prints the counts and writes the file."""
     import torch
 
-    from shoal.data.images.reader import ImageReader, default_decode_threads
+    from shoal.data.images.reader import ImageReader
+    from shoal.data.images.threads import default_decode_threads
     from shoal.data.images.transform import CentreTransform
     from shoal.recipes.resnet.evaluation import LOSS, TOP1, TOP5, evaluate
     from shoal.train.config import DistributedConfig

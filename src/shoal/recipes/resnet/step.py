@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.data.loader import Batch, LoaderConfig, streamed_steps
+from shoal.decide.order import ShuffledOrder
 from shoal.recipes.resnet.job import Job
 from shoal.recipes.resnet.losses import NUM_SUMS, weighted_loss
 from shoal.train import step as train_step
@@ -44,13 +45,14 @@ class MicroBatches:
 @contextmanager
 def batches_after(job: Job, step: int) -> Iterator[Iterator[tuple[int, MicroBatches]]]:
     """Give (number, this worker's micro-batches) of each step that follows ``step``."""
+    reader = job.train_reader
     steps = streamed_steps(
-        job.train_reader,
+        reader,
         job.share,
         job.loader,
         num_steps=job.plan.total_steps - step,
         samples_consumed=job.plan.samples(step),
-        blocks=job.blocks,
+        order=ShuffledOrder(num_examples=reader.num_examples, seed=reader.seed, blocks=job.blocks),
         pin_memory=job.world.device.type == "cuda",
     )
     count, clock = job.plan.batch.accumulation_steps, job.clock
@@ -125,7 +127,8 @@ def warm_up(job: Job) -> None:
     with closing(steps):
         first = next(next(steps))
     sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=job.world.device)
-    accumulate(job.ddp, [first], partial(weighted_loss, job, 1, sums), job.clock)
+    with job.ddp.rehearsal():
+        accumulate(job.ddp, [first], partial(weighted_loss, job, 1, sums), job.clock)
     job.trained.optimizer.zero_grad()
     for buffer, value in zip(buffers, before, strict=True):
         buffer.copy_(value)

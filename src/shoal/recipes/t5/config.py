@@ -88,6 +88,11 @@ class T5PretrainConfig:
         require_positive("run", self.run, "checkpoint_frequency", "keep_checkpoints")
         if self.train.precision == "fp16":
             raise UsageError("train.precision fp16: T5's activations overflow in it; use bf16 or fp32")
+        if self.distributed.wire != "fp32":
+            raise UsageError(
+                f"distributed.wire {self.distributed.wire}: the stages of T5 average their gradients in "
+                "fp32; leave it out"
+            )
         if self.train.compile:
             raise UsageError("train.compile does not go with the stages of T5: leave it out")
         self.spans()

@@ -12,14 +12,15 @@ import pytest
 import torch
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
-from shoal.data.coco.masks import bitmaps, encoded
+from shoal.data.coco.masks import bitmaps, crops, encoded
 from shoal.data.coco.transform import (
     DetectionAugmentConfig,
     DetectionTransform,
     Placement,
     placed_boxes,
+    placed_objects,
+    placed_pixels,
     placement,
-    transformed,
 )
 from shoal.errors import ShoalError, UsageError
 
@@ -49,7 +50,7 @@ def an_image(*, as_polygons: bool) -> tuple[npt.NDArray[np.uint8], bytes]:
                 "category_id": 10 + n,
                 "bbox": [x, y, width, height],
                 "area": width * height,
-                "iscrowd": int(n == 3),
+                "iscrowd": 0,
                 "segmentation": segmentation,
             }
         )
@@ -88,22 +89,37 @@ def test_boxes_and_masks_follow(name: str, flip: bool, as_polygons: bool) -> Non
     resized = (HEIGHT * factor, WIDTH * factor)
     place = Placement(resized=resized, top=top, left=left, frame=frame, flip=flip)
     pixels, extra = an_image(as_polygons=as_polygons)
-    example = transformed(pixels, extra, place)
+    objects, image = placed_objects(extra, pixels.shape[:2], place), placed_pixels(pixels, place)
 
     masks = [by_hand(rectangle_mask(*rectangle), factor, place) for rectangle in RECTANGLES]
     seen = [n for n, mask in enumerate(masks) if mask.any()]
-    assert example.categories.tolist() == [10 + n for n in seen]
-    assert example.crowds.tolist() == [n == 3 for n in seen]
-    found = bitmaps([mask for mask in example.masks if mask], *frame)
-    assert np.array_equal(found, np.stack([masks[n] for n in seen]))
-    assert example.boxes.tolist() == [box_of(masks[n]) for n in seen]
-    assert (example.image_id, example.original_size) == (7, (HEIGHT, WIDTH))
+    assert objects.categories.tolist() == [10 + n for n in seen]
+    assert np.array_equal(bitmaps(objects.masks, *frame), np.stack([masks[n] for n in seen]))
+    assert objects.boxes.tolist() == [box_of(masks[n]) for n in seen]
+    assert (objects.image_id, objects.original_size) == (7, (HEIGHT, WIDTH))
+    for (top, left, part), mask in zip(crops(objects.masks), (masks[n] for n in seen), strict=True):
+        whole = np.zeros(frame, dtype=np.uint8)
+        whole[top : top + part.shape[0], left : left + part.shape[1]] = part
+        assert np.array_equal(whole, mask)
     if factor == 1:
-        assert np.array_equal(example.image, by_hand(pixels, 1, place))
+        assert np.array_equal(image, by_hand(pixels, 1, place))
     else:  # colours blend at edges only
-        same = (example.image == by_hand(pixels, factor, place)).all(axis=2)
-        assert example.image.shape == (*frame, 3)
+        same = (image == by_hand(pixels, factor, place)).all(axis=2)
+        assert image.shape == (*frame, 3)
         assert same.mean() > 0.8
+
+
+def test_crowds_are_left_out_and_an_object_needs_a_mask() -> None:
+    pixels, extra = an_image(as_polygons=True)
+    place = placement(DetectionAugmentConfig(shorter=(40,)), (0, 0, 0), HEIGHT, WIDTH)
+    tree = json.loads(extra)
+    tree["annotations"][1]["iscrowd"] = 1
+    tree["annotations"][1]["segmentation"] = None
+    objects = placed_objects(json.dumps(tree).encode(), pixels.shape[:2], place)
+    assert objects.categories.tolist() == [10, 12, 13]
+    tree["annotations"][1]["iscrowd"] = 0
+    with pytest.raises(ShoalError, match="object 1 of image 7 has a box but no segmentation"):
+        placed_objects(json.dumps(tree).encode(), pixels.shape[:2], place)
 
 
 def test_annotations_of_an_image_that_was_made_smaller() -> None:
@@ -111,14 +127,12 @@ def test_annotations_of_an_image_that_was_made_smaller() -> None:
     pixels, extra = an_image(as_polygons=True)
     config = DetectionAugmentConfig(shorter=(40,), longer=1000, flip=0.0)
     small = np.ascontiguousarray(pixels[::2, ::2])
-    example = transformed(small, extra, placement(config, (0, 0, 0), *small.shape[:2]))
-    assert example.boxes.tolist() == [[x, y, x + w, y + h] for x, y, w, h in RECTANGLES]
+    objects = placed_objects(extra, small.shape[:2], placement(config, (0, 0, 0), *small.shape[:2]))
+    assert objects.boxes.tolist() == [[x, y, x + w, y + h] for x, y, w, h in RECTANGLES]
     with pytest.raises(ShoalError, match=r"image 7 has 40 x 60 pixels, but its annotations are for 60 x 40"):
-        transformed(
-            np.ascontiguousarray(pixels.transpose(1, 0, 2)), extra, placement(config, (0, 0, 0), 60, 40)
-        )
+        placed_objects(extra, (60, 40), placement(config, (0, 0, 0), 60, 40))
     with pytest.raises(ShoalError, match="annotations of an image cannot be read"):
-        transformed(pixels, b"{}", placement(config, (0, 0, 0), 40, 60))
+        placed_objects(b"{}", (40, 60), placement(config, (0, 0, 0), 40, 60))
 
 
 @pytest.mark.parametrize("size", [(480, 640), (640, 427), (333, 1000), (100, 100), (51, 997)])

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from shoal.data.images.cache import CacheConfig
-from shoal.data.images.reader import ImageReader, default_decode_threads
+from shoal.data.images.reader import ImageReader
 from shoal.data.images.shards import ImageShards
+from shoal.data.images.threads import default_decode_threads
 from shoal.data.loader import LoaderConfig, held_out_batches, streamed_steps, training_steps
 from shoal.data.steps import Share
-from shoal.decide.order import BlockShuffle, examples_of
+from shoal.decide.order import BlockShuffle, ShuffledOrder, examples_of
 from shoal.errors import ShoalError, UsageError
 from synthetic_images import BAD, StampTransform, key_of, random_images, write_images
 
@@ -72,7 +73,7 @@ def streamed(
             LoaderConfig(num_loader_processes=processes, max_prefetched_bytes=5000),
             num_steps=num_steps,
             samples_consumed=consumed,
-            blocks=blocks,
+            order=ShuffledOrder(num_examples=N, seed=SEED, blocks=blocks) if blocks else None,
         )
         for rank in range(num_workers)
     ]

@@ -1,0 +1,186 @@
+"""Batches for a detector: images padded to one size, their boxes, labels and masks. Pure functions of a seed.
+
+Images come from prepared shards (``source.prepare_coco``) and are varied by ``transform``, in threads. Each
+micro-batch is as large as its largest image, so ``shoal.decide.groups.GroupedOrder``, handed to
+``shoal.data.loader.streamed_steps``, puts images of one aspect together.
+
+A bitmap of the whole image for every object would be ten times the image; a mask travels as the bitmap of
+the part of the image that holds it. Those of an image follow each other in one row of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.data.coco.masks import Bitmaps, crops
+from shoal.data.coco.transform import DetectionObjects, DetectionTransform
+from shoal.data.images.reader import DTypeName
+from shoal.data.images.shards import ImageShards
+from shoal.data.images.threads import DecodeThreads
+from shoal.errors import ShoalError, UsageError
+
+SIZE_STEP = 32
+"""Batches have sides of whole multiples of it: the coarsest feature map of a ResNet has strides of 32."""
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class DetectionReader:
+    """Makes batches of images and objects from the shards of a split (``steps.SizedReader``). Picklable."""
+
+    def __init__(
+        self,
+        shards: ImageShards,
+        transform: DetectionTransform,
+        categories: Mapping[int, str],
+        *,
+        seed: int,
+        threads: int | None = None,
+        dtype: DTypeName = "float32",
+    ) -> None:
+        """Read ``shards``.
+
+        Args:
+            shards: of a split of a directory that ``prepare_coco`` wrote.
+            transform: what becomes of each image and its objects.
+            categories: names by id (``source.read_categories``); labels are 1, 2, … in this order.
+            seed: decides the order, and is the transform's first word.
+            threads: that decode; default: the processors that this process may use.
+            dtype: of the images: what the transform writes (uint16: the bits of bfloat16).
+
+        Raises:
+            UsageError: the split has no images, or there are no threads.
+        """
+        if not len(shards):
+            raise UsageError(f"{shards.location}: the split {shards.split!r} has no images; prepare some")
+        self.shards = shards
+        self.transform = transform
+        self.categories = dict(categories)
+        self.seed = seed
+        self._threads = DecodeThreads(threads)
+        self._dtype: DTypeName = dtype
+        self._labels = {category: label for label, category in enumerate(self.categories, 1)}
+        self._sizes = shards.sizes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        again = partial(DetectionReader, seed=self.seed, threads=self._threads.count, dtype=self._dtype)
+        return (again, (self.shards, self.transform, self.categories))
+
+    @property
+    def num_examples(self) -> int:
+        """Images in one epoch of the plain order."""
+        return len(self.shards)
+
+    @property
+    def example_tokens(self) -> int:
+        """Values of one image: as many as make a block of one micro-batch."""
+        config = self.transform.config
+        if config.scales is not None:
+            return 3 * config.canvas**2
+        return 3 * (max(config.shorter) + SIZE_STEP) * (config.longer + SIZE_STEP)
+
+    @property
+    def example_bytes(self) -> int:
+        """Bytes of one image in a batch: at its largest, with masks that cover it once."""
+        return self.example_tokens * np.dtype(self._dtype).itemsize + self.example_tokens // 3
+
+    def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> Arrays:
+        """Return the images ``indices`` (``[B]``, below ``num_examples``) as they are in ``epochs``.
+
+        - ``images`` ``[B, 3, H, W]``: at the top left of each its frame, the rest is 0; H and W are the
+          smallest multiples of :data:`SIZE_STEP` that hold all frames;
+        - ``sizes`` int64 ``[B, 2]``: height and width of each frame;
+        - ``num_objects`` int64 ``[B]``; M below is the largest, and what an image has fewer is filled by 0;
+        - ``boxes`` float32 ``[B, M, 4]``: x1, y1, x2, y2 in pixels of the frame;
+        - ``labels`` int64 ``[B, M]``, from 1;
+        - ``masks`` uint8 ``[B, P]``: bitmaps of 0 and 1, row by row, those of an image one after the other;
+        - ``mask_places`` int64 ``[B, M, 5]``: where each begins in ``masks``, the row and the column of the
+          frame where its first pixel lies, its height, its width; beyond it the mask is 0;
+        - ``image_id`` int64 ``[B]``, ``original_size`` int64 ``[B, 2]``: height and width in the annotations;
+        - ``epoch``, ``index`` int64 ``[B]``: the names of the examples.
+
+        Raises:
+            ShoalError: an image or its annotations cannot be used, or a shard cannot be read.
+        """
+        indices_ = np.array(indices, dtype=np.int64, ndmin=1)
+        epochs_ = np.empty_like(indices_)
+        epochs_[:] = epochs
+        names = zip(epochs_.tolist(), indices_.tolist(), strict=True)
+        keys = [(self.seed, epoch, index) for epoch, index in names]
+        frames = [
+            self.transform.frame(key, height, width)
+            for key, (width, height) in zip(keys, self._sizes[indices_].tolist(), strict=True)
+        ]
+        height, width = (-(-max(sides) // SIZE_STEP) * SIZE_STEP for sides in zip(*frames, strict=True))
+        images = np.zeros((len(keys), 3, height, width), self._dtype)
+        made: dict[int, tuple[DetectionObjects, list[tuple[int, int, Bitmaps]]]] = {}
+
+        def make(row: int) -> None:
+            height, width = frames[row]
+            objects = self._make(images[row, :, :height, :width], keys[row])
+            made[row] = objects, crops(objects.masks)
+
+        self.shards.will_need(indices_.tolist())
+        self._threads.run(make, len(keys))
+        return {
+            "images": images,
+            "sizes": np.array(frames, dtype=np.int64),
+            **self._padded([made[row][0] for row in range(len(keys))]),
+            **_packed([made[row][1] for row in range(len(keys))]),
+            "epoch": epochs_,
+            "index": indices_,
+        }
+
+    def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Return them as they are."""
+        return dict(arrays)
+
+    def _make(self, out: npt.NDArray[Any], key: tuple[int, int, int]) -> DetectionObjects:
+        index = key[-1]
+        try:
+            return self.transform(self.shards.read(index), self.shards.extra(index), out, key)
+        except ShoalError as error:
+            raise type(error)(f"{self.shards.name(index)}: {error}") from None
+
+    def _padded(self, images: Sequence[DetectionObjects]) -> Arrays:
+        counts = np.array([len(one.boxes) for one in images], dtype=np.int64)
+        boxes = np.zeros((len(images), counts.max(), 4), dtype=np.float32)
+        labels = np.zeros((len(images), counts.max()), dtype=np.int64)
+        for row, (one, count) in enumerate(zip(images, counts.tolist(), strict=True)):
+            boxes[row, :count] = one.boxes
+            labels[row, :count] = [self._label(category) for category in one.categories.tolist()]
+        return {
+            "num_objects": counts,
+            "boxes": boxes,
+            "labels": labels,
+            "image_id": np.array([one.image_id for one in images], dtype=np.int64),
+            "original_size": np.array([one.original_size for one in images], dtype=np.int64),
+        }
+
+    def _label(self, category: int) -> int:
+        try:
+            return self._labels[category]
+        except KeyError:
+            raise ShoalError(
+                f"{self.shards.location}: an object has the category {category}, which the list of "
+                "categories does not have; they come from different preparations"
+            ) from None
+
+
+def _packed(images: Sequence[Sequence[tuple[int, int, Bitmaps]]]) -> Arrays:
+    """Return ``masks`` and ``mask_places`` of the parts of each image."""
+    num_bytes = [sum(bitmap.size for _, _, bitmap in parts) for parts in images]
+    masks = np.zeros((len(images), max(num_bytes)), dtype=np.uint8)
+    places = np.zeros((len(images), max(map(len, images)), 5), dtype=np.int64)
+    for row, parts in enumerate(images):
+        start = 0
+        for number, (top, left, bitmap) in enumerate(parts):
+            masks[row, start : start + bitmap.size].reshape(bitmap.shape)[...] = bitmap
+            places[row, number] = start, top, left, *bitmap.shape
+            start += bitmap.size
+    return {"masks": masks, "mask_places": places}
