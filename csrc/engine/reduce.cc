@@ -36,25 +36,8 @@ struct Task {
 
 }  // namespace
 
-#define SHOAL_LEVEL portable
-#define SHOAL_TARGET
-#include "engine/reduce_kernels.inc"
-#undef SHOAL_LEVEL
-#undef SHOAL_TARGET
-
-#if defined(__x86_64__)
-#define SHOAL_LEVEL avx2
-#define SHOAL_TARGET [[gnu::target("avx2,f16c")]]
-#include "engine/reduce_kernels.inc"
-#undef SHOAL_LEVEL
-#undef SHOAL_TARGET
-
-#define SHOAL_LEVEL avx512
-#define SHOAL_TARGET [[gnu::target("avx512f")]]
-#include "engine/reduce_kernels.inc"
-#undef SHOAL_LEVEL
-#undef SHOAL_TARGET
-#endif
+#define SHOAL_KERNELS "engine/reduce_kernels.inc"
+#include "base/every_level.inc"
 
 namespace {
 

@@ -34,25 +34,8 @@ struct Brain {  // the bits of a bfloat16
 
 }  // namespace
 
-#define SHOAL_LEVEL portable
-#define SHOAL_TARGET
-#include "image/finish_kernels.inc"
-#undef SHOAL_LEVEL
-#undef SHOAL_TARGET
-
-#if defined(__x86_64__)
-#define SHOAL_LEVEL avx2
-#define SHOAL_TARGET [[gnu::target("avx2,f16c")]]
-#include "image/finish_kernels.inc"
-#undef SHOAL_LEVEL
-#undef SHOAL_TARGET
-
-#define SHOAL_LEVEL avx512
-#define SHOAL_TARGET [[gnu::target("avx512f")]]
-#include "image/finish_kernels.inc"
-#undef SHOAL_LEVEL
-#undef SHOAL_TARGET
-#endif
+#define SHOAL_KERNELS "image/finish_kernels.inc"
+#include "base/every_level.inc"
 
 namespace {
 

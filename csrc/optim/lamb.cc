@@ -27,28 +27,8 @@ struct BlockOptions {
 
 }  // namespace
 
-#define SHOAL_LEVEL portable
-#define SHOAL_TARGET
-#include "optim/squares.inc"
-#include "optim/lamb_kernels.inc"
-#undef SHOAL_LEVEL
-#undef SHOAL_TARGET
-
-#if defined(__x86_64__)
-#define SHOAL_LEVEL avx2
-#define SHOAL_TARGET [[gnu::target("avx2,f16c")]]
-#include "optim/squares.inc"
-#include "optim/lamb_kernels.inc"
-#undef SHOAL_LEVEL
-#undef SHOAL_TARGET
-
-#define SHOAL_LEVEL avx512
-#define SHOAL_TARGET [[gnu::target("avx512f")]]
-#include "optim/squares.inc"
-#include "optim/lamb_kernels.inc"
-#undef SHOAL_LEVEL
-#undef SHOAL_TARGET
-#endif
+#define SHOAL_KERNELS "optim/lamb_kernels.inc"
+#include "base/every_level.inc"
 
 namespace {
 

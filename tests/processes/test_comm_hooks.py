@@ -109,7 +109,7 @@ def many_tensors(rank: int, out: Path) -> None:
 def test_nothing_of_a_gradient_is_lost_however_buckets_change(tmp_path: Path) -> None:
     """Sum of what was received + sum of the residuals = sum of the gradients / n, to float32's rounding."""
     run_group(many_tensors, 3, tmp_path, tmp_path, hosts=HOSTS[:3])
-    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)]
+    parts = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(3)]
     for number, shape in enumerate(SHAPES):
         received = parts[0][0][number]
         assert all(torch.equal(received, other[0][number]) for other in parts), "the same bits on all workers"
@@ -130,7 +130,7 @@ def in_bf16(rank: int, out: Path) -> None:
 def test_bf16_is_added_in_float32_and_rounded_once(tmp_path: Path) -> None:
     run_group(in_bf16, 3, tmp_path, tmp_path, hosts=HOSTS[:3])
     for rank in range(3):
-        found = torch.load(tmp_path / f"{rank}.pt")
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         for number, shape in enumerate(SHAPES):
             a, b, c = (gradient(shape, number, other, 0).bfloat16().float() for other in range(3))
             assert torch.equal(found[number], ((a + b) + c).bfloat16().float() / 3)
@@ -256,7 +256,7 @@ def restore_and_go_on(rank: int, out: Path, size: int) -> None:
         np.testing.assert_array_equal(value.numpy(), wanted)
     if size == 3:
         averages = [backward(ddp, SHAPES, rank, step) for step in (3, 4)][-1]
-        last = torch.load(out / f"last-{rank}.pt")
+        last = torch.load(out / f"last-{rank}.pt", weights_only=True)
         assert all(torch.equal(a, b) for a, b in zip(averages, last, strict=True)), "as if never interrupted"
     else:
         backward(ddp, SHAPES, rank, 3)

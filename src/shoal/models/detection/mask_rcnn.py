@@ -1,0 +1,274 @@
+"""Mask R-CNN (He et al., arXiv 1703.06870) on a ResNet with a feature pyramid, whole batches at a time.
+
+The network is torchvision's, with its names of parameters, so either side loads the other's weights; what
+happens between its layers (matching, sampling, suppression, targets) is this package's, on padded batches.
+With the same weights and the same samples, losses and detections are torchvision's.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.errors import UsageError
+from shoal.models.detection.library import torchvision
+from shoal.models.detection.pasting import paste_bitmaps
+from shoal.models.detection.projecting import project_masks
+from shoal.models.detection.proposals import Predicted, Proposals, predicted, proposal_losses, propose
+from shoal.models.detection.regions import (
+    BoxLoss,
+    Detected,
+    Sampled,
+    detect,
+    pool,
+    region_losses,
+    sample_regions,
+)
+from shoal.models.detection.sampling import draw
+
+_BOX_SIZE, _MASK_SIZE = 7, 14  # of what is pooled from the pyramid
+_ANCHOR_RATIOS = (0.5, 1.0, 2.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskRCNNConfig:
+    """A detector and how it learns; the values are torchvision's."""
+
+    backbone: Literal["resnet18", "resnet34", "resnet50", "resnet101"] = "resnet50"
+    frozen_stages: int = 0
+    """So many of the backbone's five (the stem is the first) do not learn; 2 from trained weights."""
+    frozen_norms: bool = False
+    """Whether the backbone's norms keep their statistics and do not learn: from trained weights."""
+    anchor_sizes: tuple[int, ...] = (32, 64, 128, 256, 512)
+    """Side of the anchors on each of the five levels, in pixels."""
+    proposal_samples: int = 256
+    """Anchors of an image that the first stage learns from, at most half of them positive."""
+    proposals_a_level: int = 2000
+    """Boxes of each level before suppression, in training; half of them otherwise."""
+    proposals: int = 2000
+    """Boxes of an image after suppression, in training; half of them otherwise."""
+    region_samples: int = 512
+    """Regions of an image that the second stage learns from, at most a quarter of them positive."""
+    box_loss: BoxLoss = "smooth_l1"
+    """Loss of the second stage's boxes."""
+    label_smoothing: float = 0.0
+    """Part of the second stage's class labels that is spread over all classes."""
+    least_score: float = 0.05
+    """Detections are at least so sure."""
+    detections: int = 100
+    """The best of an image are kept."""
+
+    def __post_init__(self) -> None:
+        """Check each field by itself.
+
+        Raises:
+            UsageError: a value is out of its range.
+        """
+        if not 0 <= self.frozen_stages <= 5:
+            raise UsageError(f"frozen_stages {self.frozen_stages} must be from 0 to 5")
+        if len(self.anchor_sizes) != 5 or min(self.anchor_sizes) < 1:
+            raise UsageError(f"anchor_sizes {self.anchor_sizes} must be five sides of at least 1 pixel")
+        for name in ("proposal_samples", "proposals_a_level", "proposals", "region_samples", "detections"):
+            if getattr(self, name) < 2:
+                raise UsageError(f"{name} {getattr(self, name)} must be at least 2")
+        for name in ("label_smoothing", "least_score"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"{name} {getattr(self, name)} must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detections:
+    """What was found in the images of a batch."""
+
+    boxes: Tensor
+    """float32 ``[N, 4]``, in pixels of the images, those of the first image first, the best of each first."""
+    scores: Tensor
+    """float32 ``[N]``."""
+    labels: Tensor
+    """int64 ``[N]``, from 1."""
+    masks: Tensor
+    """float32 ``[N, 28, 28]``: the probability of each place within the box."""
+    counts: list[int]
+    """How many each image has."""
+
+    def scaled(self, sizes: Tensor, wanted: Tensor) -> Tensor:
+        """Return the boxes in images of other sizes; both int64 ``[B, 2]``, height and width."""
+        ratios = (wanted.float() / sizes.float()).flip(1).repeat(1, 2).to(self.boxes.device)
+        counts = torch.tensor(self.counts, device=self.boxes.device)
+        return self.boxes * ratios.repeat_interleave(counts, dim=0)
+
+    def bitmaps(self, boxes: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Return each image's masks, bool ``[counts[b], height, width]``; ``boxes`` are ``scaled`` to it."""
+        return paste_bitmaps(self.masks, boxes, self.counts, sizes)
+
+
+class MaskRCNN(nn.Module):
+    """Finds objects of ``num_classes`` kinds (labels 1, 2, …), each with its box and mask."""
+
+    def __init__(self, config: MaskRCNNConfig, num_classes: int) -> None:
+        """Draw new weights from torch's generator.
+
+        Raises:
+            ShoalError: torchvision is not installed.
+        """
+        super().__init__()
+        detection = torchvision().models.detection
+        norm = torchvision().ops.FrozenBatchNorm2d if config.frozen_norms else nn.BatchNorm2d
+        backbone = detection.backbone_utils.resnet_fpn_backbone(
+            backbone_name=config.backbone,
+            weights=None,
+            norm_layer=norm,
+            trainable_layers=5 - config.frozen_stages,
+        )
+        anchors = detection.anchor_utils.AnchorGenerator(
+            tuple((size,) for size in config.anchor_sizes), (_ANCHOR_RATIOS,) * len(config.anchor_sizes)
+        )
+        whole = detection.MaskRCNN(backbone, num_classes + 1, rpn_anchor_generator=anchors)
+        self.config = config
+        self.backbone, self.rpn, self.roi_heads = whole.backbone, whole.rpn, whole.roi_heads
+
+    def forward(self, images: Tensor, targets: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
+        """Return the losses as sums, each with the number that it is to be divided by.
+
+        Divided over the whole global batch, the gradient does not depend on how many workers share it. The
+        keys are torchvision's names of losses (``loss_objectness``, ``loss_rpn_box_reg``,
+        ``loss_classifier``, ``loss_box_reg``, ``loss_mask``) and ``count_proposal``, ``count_region``,
+        ``count_mask``: anchors, regions, and pixels of masks.
+
+        Args:
+            images: normalised ``[B, 3, H, W]``, padded at the bottom and on the right.
+            targets: ``sizes``, ``boxes``, ``labels``, ``num_objects``, ``masks``, ``mask_places`` as
+                ``shoal.data.coco.reader.DetectionReader.batch`` says.
+            keys: int64 ``[B]``: decide which anchors and regions are sampled.
+        """
+        config, boxes, counts = self.config, targets["boxes"], targets["num_objects"]
+        if not boxes.shape[1]:  # a batch without objects: there is none to count, but a row to index
+            boxes = boxes.new_zeros(len(boxes), 1, 4)
+            targets = {**targets, "labels": counts.new_zeros(len(boxes), 1)}
+        pyramid, found = self._first_stage(images)
+        first = proposal_losses(
+            found,
+            boxes,
+            counts,
+            draw(keys, torch.zeros_like(keys)),
+            high=0.7,
+            low=0.3,
+            num_samples=config.proposal_samples,
+            positive_fraction=0.5,
+        )
+        sampled = sample_regions(
+            self._propose(found, targets["sizes"], halved=False),
+            boxes,
+            targets["labels"],
+            counts,
+            draw(keys, torch.ones_like(keys)),
+            threshold=0.5,
+            num_samples=config.region_samples,
+            positive_fraction=0.25,
+        )
+        second = region_losses(
+            *self._classify(pyramid, sampled.regions),
+            sampled,
+            boxes,
+            box_loss=config.box_loss,
+            label_smoothing=config.label_smoothing,
+        )
+        mask_loss, num_pixels = self._mask_loss(pyramid, sampled, targets)
+        return {
+            "loss_objectness": first.objectness,
+            "loss_rpn_box_reg": first.box,
+            "loss_classifier": second.classifier,
+            "loss_box_reg": second.box,
+            "loss_mask": mask_loss,
+            "count_proposal": first.count,
+            "count_region": second.count,
+            "count_mask": num_pixels,
+        }
+
+    @torch.no_grad()
+    def detect(self, images: Tensor, sizes: Tensor) -> Detections:
+        """Return what is in ``images`` (as for ``forward``) of ``sizes [B, 2]``, height and width."""
+        config = self.config
+        pyramid, found = self._first_stage(images)
+        proposals = self._propose(found, sizes, halved=True)
+        image = torch.arange(len(images), device=images.device)
+        detected = detect(
+            *self._classify(pyramid, _regions(image[:, None], proposals.boxes)),
+            proposals,
+            sizes,
+            least_score=config.least_score,
+            iou_threshold=0.5,
+            most=config.detections,
+        )
+        return self._with_masks(pyramid, detected)
+
+    def _first_stage(self, images: Tensor) -> tuple[list[Tensor], Predicted]:
+        """Return the levels of the pyramid that regions are pooled from, and what is said of each anchor."""
+        levels = list(self.backbone(images).values())
+        logits, deltas = self.rpn.head(levels)
+        generator, shapes = self.rpn.anchor_generator, [level.shape[2:] for level in levels]
+        generator.set_cell_anchors(torch.float32, images.device)
+        height, width = images.shape[2:]
+        strides = [(height // rows, width // columns) for rows, columns in shapes]
+        anchors = torch.cat(generator.grid_anchors(shapes, strides))
+        return levels[:-1], predicted(logits, deltas, anchors)
+
+    def _propose(self, found: Predicted, sizes: Tensor, *, halved: bool) -> Proposals:
+        divisor = 2 if halved else 1
+        return propose(
+            found,
+            sizes,
+            most_a_level=self.config.proposals_a_level // divisor,
+            most=self.config.proposals // divisor,
+            iou_threshold=0.7,
+        )
+
+    def _classify(self, pyramid: list[Tensor], regions: Tensor) -> tuple[Tensor, Tensor]:
+        heads = self.roi_heads
+        logits, deltas = heads.box_predictor(heads.box_head(pool(pyramid, regions, _BOX_SIZE)))
+        return logits, deltas
+
+    def _mask_logits(self, pyramid: list[Tensor], regions: Tensor, labels: Tensor) -> Tensor:
+        """Return ``[N, 28, 28]`` of regions ``[N, 5]``, those of the class that each is labelled with."""
+        heads = self.roi_heads
+        logits = heads.mask_predictor(heads.mask_head(pool(pyramid, regions, _MASK_SIZE)))
+        chosen: Tensor = logits[torch.arange(len(labels), device=labels.device), labels].float()
+        return chosen
+
+    def _mask_loss(
+        self, pyramid: list[Tensor], sampled: Sampled, targets: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        rows = (sampled.labels > 0).nonzero()[:, 0]
+        regions, objects = sampled.regions[rows], sampled.objects[rows]
+        logits = self._mask_logits(pyramid, regions, sampled.labels[rows])
+        image = regions[:, 0].long()
+        wanted = project_masks(
+            targets["masks"],
+            targets["mask_places"][image, objects],
+            image,
+            regions[:, 1:],
+            targets["sizes"][image],
+            logits.shape[-1],
+        )
+        loss = F.binary_cross_entropy_with_logits(logits, wanted, reduction="sum")
+        return loss, torch.tensor(logits.numel(), device=logits.device)
+
+    def _with_masks(self, pyramid: list[Tensor], detected: Detected) -> Detections:
+        image, place = detected.there.nonzero(as_tuple=True)
+        boxes, labels = detected.boxes[image, place], detected.labels[image, place]
+        return Detections(
+            boxes=boxes,
+            scores=detected.scores[image, place],
+            labels=labels,
+            masks=self._mask_logits(pyramid, _regions(image, boxes), labels).sigmoid(),
+            counts=detected.there.sum(dim=1).tolist(),
+        )
+
+
+def _regions(image: Tensor, boxes: Tensor) -> Tensor:
+    """Return rows of image and box ``[N, 5]``; ``image`` broadcasts over ``boxes [..., 4]``."""
+    numbers = image.expand(boxes.shape[:-1])[..., None].to(boxes.dtype)
+    return torch.cat([numbers, boxes], dim=-1).flatten(0, -2)

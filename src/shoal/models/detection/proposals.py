@@ -1,0 +1,136 @@
+"""Region proposals of all images of a batch at once: which boxes may hold an object, and what they learn.
+
+Ren et al., arXiv 1506.01497, on the levels of a feature pyramid (Lin et al., arXiv 1612.03144).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.models.detection.coding import Weights, clipped, decode, encode
+from shoal.models.detection.matching import BETWEEN, match_boxes
+from shoal.models.detection.sampling import sample_balanced
+from shoal.models.detection.suppression import NO_BOX, suppress, top_places
+
+_WEIGHTS: Weights = (1.0, 1.0, 1.0, 1.0)
+_LEAST_SIDE = 1e-3
+_BETA = 1 / 9  # where the smooth L1 loss becomes linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposals:
+    """Boxes that may hold an object, the best first."""
+
+    boxes: Tensor
+    """float32 ``[B, P, 4]``."""
+    there: Tensor
+    """bool ``[B, P]``: whether a place holds a box."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """What the network says of each anchor, the levels one after the other."""
+
+    anchors: Tensor
+    """float32 ``[A, 4]``."""
+    logits: Tensor
+    """``[B, A]``: whether it holds an object."""
+    deltas: Tensor
+    """``[B, A, 4]``: where that is (:mod:`shoal.models.detection.coding`)."""
+    level_counts: Sequence[int]
+    """Anchors of each level."""
+
+
+def predicted(logits: Sequence[Tensor], deltas: Sequence[Tensor], anchors: Tensor) -> Predicted:
+    """Put levels together: logits ``[B, K, h, w]`` and deltas ``[B, K·4, h, w]``, K anchors a place."""
+    flat_logits = [one.permute(0, 2, 3, 1).flatten(1) for one in logits]
+    # channels are the coordinates of the first anchor of a place, then those of the next
+    flat_deltas = [one.permute(0, 2, 3, 1).reshape(len(one), -1, 4) for one in deltas]
+    return Predicted(
+        anchors=anchors,
+        logits=torch.cat(flat_logits, dim=1),
+        deltas=torch.cat(flat_deltas, dim=1),
+        level_counts=[one.shape[1] for one in flat_logits],
+    )
+
+
+@torch.no_grad()
+def propose(
+    found: Predicted, sizes: Tensor, *, most_a_level: int, most: int, iou_threshold: float
+) -> Proposals:
+    """Return the best boxes: of each level the ``most_a_level`` best that do not overlap, of these ``most``.
+
+    Args:
+        found: by the network; nothing is learnt through the boxes.
+        sizes: int64 ``[B, 2]``: height and width of each image.
+        most_a_level: so many of each level are looked at.
+        most: so many of an image are kept, of all levels.
+        iou_threshold: boxes of one level that overlap by more are suppressed.
+    """
+    places, levels, first = [], [], 0
+    for level, count in enumerate(found.level_counts):
+        best = found.logits[:, first : first + count].topk(min(most_a_level, count), dim=1).indices
+        places.append(best + first)
+        levels.append(torch.full_like(best, level))
+        first += count
+    place, level_of = torch.cat(places, dim=1), torch.cat(levels, dim=1)
+    deltas = found.deltas.gather(1, place[..., None].expand(-1, -1, 4)).float()
+    boxes = clipped(decode(deltas, found.anchors[place], _WEIGHTS), sizes)
+    scores = found.logits.gather(1, place).float().sigmoid()
+    too_small = ((boxes[..., 2:] - boxes[..., :2]) < _LEAST_SIDE).any(dim=-1)
+    scores = scores.masked_fill(too_small, NO_BOX)
+    kept, there = top_places(scores, suppress(boxes, scores, iou_threshold, level_of), most)
+    return Proposals(boxes=boxes.gather(1, kept[..., None].expand(-1, -1, 4)), there=there)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProposalLosses:
+    """Sums over anchors, to be divided by ``count`` (of all workers, where there are several)."""
+
+    objectness: Tensor
+    box: Tensor
+    count: Tensor
+    """Anchors that were sampled."""
+
+
+def proposal_losses(
+    found: Predicted,
+    boxes: Tensor,
+    num_objects: Tensor,
+    keys: Tensor,
+    *,
+    high: float,
+    low: float,
+    num_samples: int,
+    positive_fraction: float,
+) -> ProposalLosses:
+    """Return the losses of anchors that ``sample_balanced`` draws.
+
+    Args:
+        found: by the network.
+        boxes: of the objects, float32 ``[B, M, 4]``, padded.
+        num_objects: int64 ``[B]``.
+        keys: int64 ``[B]``, of the draws.
+        high: anchors that overlap an object by at least this IoU are positive, and so is its best one;
+        low: those that overlap all by less are negative.
+        num_samples: anchors of an image, of which
+        positive_fraction: are at most positive.
+    """
+    matches = match_boxes(boxes, num_objects, found.anchors, high=high, low=low, allow_low_quality=True)
+    labels = (matches >= 0).long().masked_fill(matches == BETWEEN, -1)
+    positive, negative = sample_balanced(
+        labels, keys, num_samples=num_samples, positive_fraction=positive_fraction
+    )
+    sampled = positive | negative
+    objectness = F.binary_cross_entropy_with_logits(
+        found.logits.float(), positive.float(), weight=sampled.float(), reduction="sum"
+    )
+    image, place = positive.nonzero(as_tuple=True)
+    targets = encode(boxes[image, matches[image, place]], found.anchors[place], _WEIGHTS)
+    box = F.smooth_l1_loss(found.deltas[image, place].float(), targets, beta=_BETA, reduction="sum")
+    return ProposalLosses(objectness=objectness, box=box, count=sampled.sum())

@@ -1,0 +1,188 @@
+"""The second stage: regions of all images in one list, pooled from a pyramid, classified, refined.
+
+A region is a row: the number of its image, then x1, y1, x2, y2 in pixels of that image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.models.detection.boxes import giou_loss
+from shoal.models.detection.coding import Weights, clipped, decode, encode
+from shoal.models.detection.library import torchvision
+from shoal.models.detection.matching import BELOW_LOW, match_boxes
+from shoal.models.detection.proposals import Proposals
+from shoal.models.detection.sampling import sample_balanced
+from shoal.models.detection.suppression import NO_BOX, suppress, top_places
+
+BoxLoss = Literal["smooth_l1", "giou"]
+
+_WEIGHTS: Weights = (10.0, 10.0, 5.0, 5.0)
+_BETA = 1 / 9
+_SAMPLES = 2  # bilinear samples of a pooled value, along each axis
+_LEAST_SIDE = 1e-2
+_USUAL_SIDE, _USUAL_LEVEL = 224, 4  # a box as large as ImageNet's images belongs to the level of stride 16
+_FIRST_LEVEL = 2  # of stride 4
+
+
+def pool(pyramid: Sequence[Tensor], regions: Tensor, size: int) -> Tensor:
+    """Return what a pyramid shows of regions ``[N, 5]``, ``[N, C, size, size]``.
+
+    The levels have strides 4, 8, …. Each region is taken from the level of its size (Lin et al., arXiv
+    1612.03144, equation 1).
+    """
+    areas = (regions[:, 3] - regions[:, 1]) * (regions[:, 4] - regions[:, 2])
+    level_of = torch.floor(_USUAL_LEVEL + torch.log2(areas.sqrt() / _USUAL_SIDE) + 1e-6)
+    level_of = level_of.clamp(_FIRST_LEVEL, _FIRST_LEVEL + len(pyramid) - 1) - _FIRST_LEVEL
+    out = pyramid[0].new_zeros(len(regions), pyramid[0].shape[1], size, size)
+    for level, features in enumerate(pyramid):
+        chosen = (level_of == level).nonzero()[:, 0]
+        scale = 1 / (1 << (_FIRST_LEVEL + level))
+        pooled = torchvision().ops.roi_align(
+            features, regions[chosen].to(features.dtype), size, spatial_scale=scale, sampling_ratio=_SAMPLES
+        )
+        out[chosen] = pooled
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Regions to learn from, and the object of each."""
+
+    regions: Tensor
+    """float32 ``[N, 5]``."""
+    labels: Tensor
+    """int64 ``[N]``; 0: background."""
+    objects: Tensor
+    """int64 ``[N]``: the number of its object in its image; any number for background."""
+
+
+@torch.no_grad()
+def sample_regions(
+    proposals: Proposals,
+    boxes: Tensor,
+    labels: Tensor,
+    num_objects: Tensor,
+    keys: Tensor,
+    *,
+    threshold: float,
+    num_samples: int,
+    positive_fraction: float,
+) -> Sampled:
+    """Draw regions from the proposals and the objects themselves, those of the first image first.
+
+    Args:
+        proposals: of each image.
+        boxes: of the objects, float32 ``[B, M, 4]``, padded, with ``labels [B, M]`` and ``num_objects [B]``.
+        keys: int64 ``[B]``, of the draws.
+        threshold: a region with at least this IoU with an object has its label.
+        num_samples: regions of an image, of which
+        positive_fraction: at most hold an object.
+    """
+    candidates = torch.cat([proposals.boxes, boxes], dim=1)
+    is_object = torch.arange(boxes.shape[1], device=boxes.device) < num_objects[:, None]
+    there = torch.cat([proposals.there, is_object], dim=1)
+    matches = match_boxes(boxes, num_objects, candidates, high=threshold, low=threshold)
+    objects = matches.clamp(min=0)
+    label = labels.gather(1, objects) if boxes.shape[1] else torch.zeros_like(matches)
+    label = label.masked_fill(matches == BELOW_LOW, 0).masked_fill(~there, -1)
+    positive, negative = sample_balanced(
+        label, keys, num_samples=num_samples, positive_fraction=positive_fraction
+    )
+    image, place = (positive | negative).nonzero(as_tuple=True)
+    regions = torch.cat([image[:, None].to(candidates.dtype), candidates[image, place]], dim=1)
+    return Sampled(regions=regions, labels=label[image, place], objects=objects[image, place])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionLosses:
+    """Sums over regions, to be divided by ``count`` (of all workers, where there are several)."""
+
+    classifier: Tensor
+    box: Tensor
+    count: Tensor
+    """Regions that were sampled."""
+
+
+def region_losses(
+    logits: Tensor,
+    deltas: Tensor,
+    sampled: Sampled,
+    boxes: Tensor,
+    *,
+    box_loss: BoxLoss,
+    label_smoothing: float,
+) -> RegionLosses:
+    """Return the losses of class and box.
+
+    Logits are ``[N, C]``, deltas ``[N, C·4]``, the objects' boxes ``[B, M, 4]``.
+    A box is learnt for the class of its object only. ``giou`` compares the boxes themselves.
+    """
+    classifier = F.cross_entropy(
+        logits.float(), sampled.labels, label_smoothing=label_smoothing, reduction="sum"
+    )
+    rows = (sampled.labels > 0).nonzero()[:, 0]
+    found = deltas.view(len(deltas), -1, 4)[rows, sampled.labels[rows]].float()
+    regions, wanted = sampled.regions[rows], boxes[sampled.regions[rows, 0].long(), sampled.objects[rows]]
+    if box_loss == "giou":
+        box = giou_loss(decode(found, regions[:, 1:], _WEIGHTS), wanted).sum()
+    else:
+        targets = encode(wanted, regions[:, 1:], _WEIGHTS)
+        box = F.smooth_l1_loss(found, targets, beta=_BETA, reduction="sum")
+    count = torch.tensor(len(sampled.labels), device=logits.device)
+    return RegionLosses(classifier=classifier, box=box, count=count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detected:
+    """Boxes that hold an object, of each image the best first."""
+
+    boxes: Tensor
+    """float32 ``[B, D, 4]``."""
+    scores: Tensor
+    """float32 ``[B, D]``."""
+    labels: Tensor
+    """int64 ``[B, D]``."""
+    there: Tensor
+    """bool ``[B, D]``."""
+
+
+@torch.no_grad()
+def detect(
+    logits: Tensor,
+    deltas: Tensor,
+    proposals: Proposals,
+    sizes: Tensor,
+    *,
+    least_score: float,
+    iou_threshold: float,
+    most: int,
+) -> Detected:
+    """Return the best boxes, suppressed by class, from logits ``[B·P, C]`` and deltas ``[B·P, C·4]``."""
+    num_images, num_boxes = proposals.there.shape
+    scores = logits.float().softmax(dim=-1)[:, 1:].reshape(num_images, num_boxes, -1)
+    scores = scores.masked_fill(~proposals.there[..., None], 0.0).flatten(1)
+    candidates = scores > least_score
+    count = int(candidates.sum(dim=1).amax())
+    ranked = scores.masked_fill(~candidates, NO_BOX).sort(dim=1, descending=True, stable=True)
+    scores, place = ranked.values[:, :count], ranked.indices[:, :count]
+    num_classes = logits.shape[1] - 1
+    box, label = place // num_classes, place % num_classes + 1
+    image = torch.arange(num_images, device=place.device)[:, None]
+    chosen = deltas.view(num_images, num_boxes, -1, 4)[image, box, label].float()
+    boxes = clipped(decode(chosen, proposals.boxes[image, box], _WEIGHTS), sizes)
+    too_small = ((boxes[..., 2:] - boxes[..., :2]) < _LEAST_SIDE).any(dim=-1)
+    scores = scores.masked_fill(too_small, NO_BOX)
+    kept, there = top_places(scores, suppress(boxes, scores, iou_threshold, label), most)
+    return Detected(
+        boxes=boxes.gather(1, kept[..., None].expand(-1, -1, 4)),
+        scores=scores.gather(1, kept),
+        labels=label.gather(1, kept),
+        there=there,
+    )
