@@ -127,11 +127,12 @@ def same_weights(rank: int) -> None:
             assert model.module.unused.weight.grad is None
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_weights_are_those_of_plain_ddp(tmp_path: Path, size: int) -> None:
     run_group(same_weights, size, tmp_path, hosts=HOSTS)
 
 
+@pytest.mark.slow
 def test_other_backends_will_do(tmp_path: Path) -> None:
     run_group(same_weights, 2, tmp_path, backend="gloo")
 

@@ -26,8 +26,7 @@ Distributed DNN Training Acceleration" (SOSP 2019).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,20 +34,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import Optimizer
 
+from shoal.comm.partial_steps import PartialSteps, trained
 from shoal.errors import UsageError
 
 _BACKGROUND = -(1 << 20)
 """Below 0, the priority of collectives that somebody waits for."""
 
-_CLIPPING = ("max_grad_norm", "max_norm", "clip_grad_norm", "grad_clip_norm", "gradient_clipping")
-"""Names of options that optimizers have for the largest global norm."""
-
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-Options = dict[str, Any]
 
 
 def priority_of(bucket: int) -> int:
@@ -75,9 +70,12 @@ def prioritize(model: DistributedDataParallel, optimizer: Optimizer | OptimizerF
     if model._comm_hooks:
         name = getattr(model._comm_hooks[0][0], "__qualname__", "?")
         raise UsageError(f"prioritize: the model has the communication hook {name} already; register none")
-    made = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
-    _check_optimizer(model, made)
-    return Prioritized(model, made)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UsageError(f"prioritize takes no sparse gradients, as {module} makes; give it sparse=False")
+    return Prioritized(
+        model, optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
+    )
 
 
 @dataclass(eq=False)
@@ -99,15 +97,12 @@ class Prioritized:
 
     def __init__(self, model: DistributedDataParallel, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self._steps = PartialSteps(optimizer, model)
         self._model = model
         self._fresh: list[_Bucket] = []  # of the last backward pass, without a step yet
         self._due: dict[Tensor, _Bucket] = {}  # by parameter: the step has been asked for
-        self._options: list[Options] = []  # of that step, a dict for each parameter group
         self._in_backward = False
-        self._stepping = False
-        self._called: set[nn.Module] | None = (
-            set()
-        )  # in the first forward pass; None once it has been looked at
+        self._called: set[nn.Module] | None = set()  # in the first forward pass; None once looked at
         self._needs: dict[nn.Module, list[Tensor]] = {}
         self._register()
 
@@ -132,8 +127,7 @@ class Prioritized:
             for parameter in bucket.parameters:
                 parameter.grad = None
         self._fresh = []
-        self._options = [_options_of(group) for group in self.optimizer.param_groups]
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
+        self._steps.ask()
 
     def finish(self) -> None:
         """Wait for all gradients and take the steps that are due: before weights are read or saved.
@@ -158,9 +152,8 @@ class Prioritized:
             self._fresh = []  # gradients of an earlier pass have been added to these
             self._in_backward = True
             after = torch.autograd.Variable._execution_engine.queue_callback
-            after(
-                lambda: after(self._end_of_backward)
-            )  # behind DDP's own, which is queued with the last bucket
+            # behind DDP's own callback, which is queued with the last bucket
+            after(lambda: after(self._end_of_backward))
         group = self._model.process_group
         buffer = bucket.buffer()
         buffer.mul_(1.0 / dist.get_world_size(group))  # as DDP does without a hook: dividing gives other bits
@@ -218,7 +211,7 @@ class Prioritized:
         model.register_comm_hook(None, lambda state, bucket: self._begin_sum(bucket))
         root = model.module
         for module in root.modules():
-            self._needs[module] = _trained(module.parameters(recurse=False))
+            self._needs[module] = trained(module.parameters(recurse=False))
             # before the module's own, which may compute a weight from parameters (weight_norm)
             module.register_forward_pre_hook(self._before, prepend=True)
         root.register_forward_hook(self._after)
@@ -227,7 +220,6 @@ class Prioritized:
             owner.register_load_state_dict_pre_hook(lambda *_: self.finish())
         optimizer.register_state_dict_pre_hook(lambda _: self.finish())
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
-        optimizer.register_step_pre_hook(self._refuse_other_steps)
 
     def _before(self, module: nn.Module, inputs: Any) -> None:
         if module is self._model.module:
@@ -269,47 +261,9 @@ class Prioritized:
             bucket = self._due.get(parameter)
             if bucket is not None:
                 bucket.work.wait()
-                self._step_for(bucket)
+                self._steps.take(bucket.parameters, bucket.gradients)
                 for each in bucket.parameters:
                     del self._due[each]
-
-    @torch.no_grad()
-    def _step_for(self, bucket: _Bucket) -> None:
-        for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
-            parameter.grad = gradient
-        self._stepping = True
-        try:
-            with self._groups_of(set(bucket.parameters)):
-                self.optimizer.step()
-        finally:
-            self._stepping = False
-        for parameter in bucket.parameters:
-            parameter.grad = None
-            # an optimizer's own kernels may not say that they have changed it: autograd must know, should the
-            # forward pass have used it already
-            torch.autograd.graph.increment_version(parameter)
-
-    @contextmanager
-    def _groups_of(self, chosen: set[Tensor]) -> Iterator[None]:
-        """Leave the optimizer only these parameters, and the options of the step that is due."""
-        groups = self.optimizer.param_groups
-        now = [dict(group) for group in groups]
-        for group, options in zip(groups, self._options, strict=True):
-            group.update(options, params=[p for p in group["params"] if p in chosen])
-        try:
-            yield
-            for group, options in zip(groups, self._options, strict=True):
-                _check_same_options(self.optimizer, group, options)
-        finally:
-            for group, before in zip(groups, now, strict=True):
-                group.clear()
-                group.update(before)
-
-    def _refuse_other_steps(self, *_: Any) -> None:
-        if not self._stepping:
-            raise UsageError(
-                "optimizer.step() was called after prioritize(): call step() of what prioritize() returned"
-            )
 
 
 def _laid_out(parameter: Tensor, buffer: Tensor, gradient: Tensor) -> Tensor:
@@ -317,47 +271,3 @@ def _laid_out(parameter: Tensor, buffer: Tensor, gradient: Tensor) -> Tensor:
     if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
         return gradient
     return buffer.as_strided(parameter.size(), parameter.stride(), gradient.storage_offset())
-
-
-def _trained(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [parameter for parameter in parameters if parameter.requires_grad]
-
-
-def _options_of(group: Options) -> Options:
-    """Return the options of a parameter group as they are now; schedulers change tensors in place."""
-    return {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
-
-
-def _check_same_options(optimizer: Optimizer, group: Options, options: Options) -> None:
-    for name, value in group.items():
-        if name != "params" and (name not in options or value is not options[name]):
-            raise UsageError(
-                f"prioritize: {type(optimizer).__name__} keeps {name!r} in its parameter groups and changes "
-                "it in each step; it cannot step for some parameters at a time; use plain DDP"
-            )
-
-
-def _check_optimizer(model: DistributedDataParallel, optimizer: Optimizer) -> None:
-    name = type(optimizer).__name__
-    if isinstance(optimizer, LBFGS | SparseAdam | ZeroRedundancyOptimizer):
-        raise UsageError(f"prioritize: {name} cannot step for some parameters at a time; use plain DDP")
-    for options in (vars(optimizer), *optimizer.param_groups):
-        for key in _CLIPPING:
-            if options.get(key):
-                raise UsageError(
-                    f"prioritize: {name} clips by the global norm ({key}={options[key]}), which is "
-                    "known only when all gradients have arrived; switch that off, or use plain DDP"
-                )
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise UsageError(f"prioritize takes no sparse gradients, as {module} makes; give it sparse=False")
-    ours = set(_trained(model.parameters()))
-    for group in optimizer.param_groups:
-        if not ours.issuperset(p for p in group["params"] if p.requires_grad):
-            raise UsageError(
-                f"prioritize: {name} has parameters that are not the model's; give it only those"
-            )
