@@ -74,7 +74,7 @@ class MaskRCNN(nn.Module):
         self.backbone, self.rpn, self.roi_heads = whole.backbone, whole.rpn, whole.roi_heads
 
     def forward(self, images: Tensor, targets: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
-        """Return the losses of each image as sums, and the numbers that they are to be divided by, all ``[B]``.
+        """Return each image's losses as sums, and the numbers that they are to be divided by, all ``[B]``.
 
         The mean over images of each image's mean loss does not depend on how images are shared by workers and
         micro-batches, without any exchange; with one image a worker it is torchvision's loss. The keys are
