@@ -7,8 +7,9 @@
 //
 // Priorities alone could stop everything: a rank whose window is full of an urgent operation that another has not
 // begun, while that one waits for an older operation. So the oldest operation may always have one chunk on its way:
-// with that, every operation that all ranks have begun ends, whatever priorities they gave it and in whatever order
-// their windows filled.
+// all ranks send its chunks in the same order, so that those of the rank that has sent the fewest are all answered, and
+// its next one can go. So every operation that all ranks have begun ends, whatever priorities they gave it and in
+// whatever order their windows filled.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +33,7 @@ class Outbox {
   // beside `rank` needs no window, and nor does the first chunk when nothing is on its way.
   std::optional<Item> next(std::size_t window, int rank);
 
-  // The chunk, sent to another host's server, has been answered or is to be sent again.
+  // The chunk, sent to another host's server, has been answered, or is served beside this rank now.
   void arrived(const Op& op, std::uint64_t index);
 
   std::size_t bytes_on_the_way() const { return on_the_way_; }

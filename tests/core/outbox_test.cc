@@ -100,14 +100,28 @@ TEST(outbox_of_one_priority_never_exceeds_the_window) {
   CHECK_EQ(outbox.bytes_on_the_way(), 30u);
 }
 
-TEST(outbox_puts_what_is_sent_again_back_into_its_place) {
+// As sums inside a host end in any order.
+TEST(outbox_sends_the_lowest_chunk_that_it_has) {
   Outbox outbox;
-  const OpPtr op = waiting(outbox, 0, 0, 4);
-  waiting(outbox, 1, 0, 1);
+  const OpPtr op = waiting(outbox, 0, 0, 0);
+  op->parts.resize(5);
+  for (auto& part : op->parts) {
+    part.server = kOther;
+    part.contribution.size = kBytes;
+  }
+  for (const std::uint64_t index : {0, 4, 2}) outbox.add(op, index);
+  CHECK(sent(outbox, 20) == (Sent{{0, 0}, {0, 2}}));
+  outbox.add(op, 3);
+  CHECK(sent(outbox, 1000) == (Sent{{0, 3}, {0, 4}}));
+}
+
+TEST(outbox_gives_the_room_of_what_arrived_to_the_others) {
+  Outbox outbox;
+  const OpPtr op = waiting(outbox, 0, 0, 2);
+  waiting(outbox, 1, 0, 2);
   CHECK(sent(outbox, 20) == (Sent{{0, 0}, {0, 1}}));
-  outbox.arrived(*op, 0);  // its server was lost
-  outbox.add(op, 0);
-  CHECK(sent(outbox, 30) == (Sent{{0, 0}, {0, 2}}));
+  outbox.arrived(*op, 1);
+  CHECK(sent(outbox, 20) == (Sent{{1, 0}}));
 }
 
 }  // namespace
