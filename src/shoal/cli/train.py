@@ -159,11 +159,12 @@ def train_resnet50(
     config
         TOML file with settings that go before the preset's; options go before both.
     """
-    from shoal.recipes.resnet import start
+    from shoal.recipes.images import start
+    from shoal.recipes.resnet.start import describe
 
     def work(resolved: resnet.ResNetTrainConfig, place: Joined, command: list[str]) -> int:
         from shoal.recipes.resnet.train import train
 
         return train(resolved, place, command)
 
-    return start.run(settings, how, work, preset=preset, command=this_command())
+    return start.run(settings, how, work, describe, preset=preset, command=this_command())
