@@ -37,20 +37,24 @@ inline const std::vector<Carrier>& carriers() {
   static const std::vector<Carrier> all = {
       {"tcp", ""},
 #ifdef SHOAL_HAS_LIBFABRIC
-      {"ofi shuffled", "tcp;ofi_rxm", 7},
-      {"ofi two rails", "tcp;ofi_rxm,tcp;ofi_rxm"},
+      {"ofi, two rails, shuffled", "tcp;ofi_rxm,tcp;ofi_rxm", 7},
 #endif
   };
   return all;
 }
 
-inline Carrier carrier;  // of the test that runs
+inline Carrier carrier;  // of the groups that are made now
+
+struct Over {
+  explicit Over(const Carrier& of_now) { carrier = of_now; }
+  ~Over() { carrier = {}; }
+};
 
 struct RegisteredForEach {
   RegisteredForEach(const std::string& name, void (*run)()) {
     for (const Carrier& each : carriers()) {
       check::tests().push_back({name + " [" + each.name + "]", [each, run] {
-                                  carrier = each;
+                                  const Over over(each);
                                   run();
                                 }});
     }

@@ -31,7 +31,6 @@ void sums_are_right(Group& group, const std::vector<std::string>& hosts, std::si
 
 // Providers that need no hardware. The library may lack some of them; what it lacks is said, not failed.
 TEST(ofi_every_provider_that_is_here) {
-  carrier = {};
   const shoal::FabricState state = shoal::look_at_fabric("127.0.0.1");
   CHECK(state.built);
   CHECK_EQ(state.problem, "");
@@ -54,7 +53,6 @@ TEST(ofi_every_provider_that_is_here) {
 
 // Every chunk between hosts goes over libfabric, by turns over the rails; heartbeats and the like do not.
 TEST(ofi_carries_the_chunks_and_nothing_else) {
-  carrier = {};
   Group group({"", {"a", "b"}}, [](shoal::EngineOptions& options) { options.fabric = "tcp;ofi_rxm,tcp;ofi_rxm"; });
   group.each([&](int, Engine& engine) {
     std::vector<float> x(1 << 20, 1.0f);
@@ -73,7 +71,6 @@ TEST(ofi_carries_the_chunks_and_nothing_else) {
 
 // A helper without libfabric, and frames larger than a message of it, take TCP.
 TEST(ofi_falls_back_to_tcp) {
-  carrier = {};
   const std::vector<std::string> hosts{"a", "b", "c"};
   Group group({"", hosts, 1}, [](shoal::EngineOptions& options) { options.fabric = "tcp;ofi_rxm"; });
   sums_are_right(group, hosts, 300'001);
@@ -84,7 +81,7 @@ TEST(ofi_falls_back_to_tcp) {
 }
 
 TEST(ofi_helpers_of_other_message_sizes) {
-  carrier = {"", "tcp;ofi_rxm"};
+  const Over over({"", "tcp;ofi_rxm"});
   const std::vector<std::string> hosts{"a", "b"};
   Group group({"", hosts, 1}, [](shoal::EngineOptions& options) { options.chunk_bytes = 256 << 10; });  // the helper's: 64 KiB
   sums_are_right(group, hosts, 500'001);

@@ -25,16 +25,16 @@ OVER_FABRIC = "ofi:tcp;ofi_rxm"
 COUNT = 100_000
 
 
-def usable_providers() -> str:
-    """Return what libfabric offers here; asked in a process of its own, as tests fork from this one."""
+@pytest.fixture(scope="module")
+def libfabric() -> None:
+    """Skip where it is not there; asked in a process of its own, as tests fork from this one."""
     ask = "from shoal import native; print(native.fabric('127.0.0.1').providers)"
-    return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+    if "'tcp;ofi_rxm': ''" not in told:
+        pytest.skip(f"this shoal was built without libfabric, or it is not installed: it offers {told}")
 
 
-needs_libfabric = pytest.mark.skipif(
-    "'tcp;ofi_rxm': ''" not in usable_providers(),
-    reason="this shoal was built without libfabric, or it is not installed",
-)
+needs_libfabric = pytest.mark.usefixtures("libfabric")
 
 
 @pytest.mark.parametrize(
