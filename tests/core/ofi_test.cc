@@ -29,7 +29,8 @@ void sums_are_right(Group& group, const std::vector<std::string>& hosts, std::si
   });
 }
 
-// Providers that need no hardware. The library may lack some of them; what it lacks is said, not failed.
+// Providers that need no hardware. The library may lack some of them; what it lacks is said, not failed. Not "net", which
+// was an experiment of libfabric 1.16 and 1.17 and leaks what it was asked for.
 TEST(ofi_every_provider_that_is_here) {
   const shoal::FabricState state = shoal::look_at_fabric("127.0.0.1");
   CHECK(state.built);
@@ -53,7 +54,10 @@ TEST(ofi_every_provider_that_is_here) {
 
 // Every chunk between hosts goes over libfabric, by turns over the rails; heartbeats and the like do not.
 TEST(ofi_carries_the_chunks_and_nothing_else) {
-  Group group({"", {"a", "b"}}, [](shoal::EngineOptions& options) { options.fabric = "tcp;ofi_rxm,tcp;ofi_rxm"; });
+  Group group({"", {"a", "b"}}, [](shoal::EngineOptions& options) {
+    options.fabric = "tcp;ofi_rxm,tcp;ofi_rxm";
+    options.shuffle = 3;
+  });
   group.each([&](int, Engine& engine) {
     std::vector<float> x(1 << 20, 1.0f);
     run(engine, Kind::all_reduce, x.data(), x.data(), x.size());

@@ -53,7 +53,7 @@ def serve(
     try:
         server = core.HelperServer(address, port, secret, 128 << 10, fabric)
     except RuntimeError as error:
-        raise ShoalError(f"shoal serve: {error}; choose another --port or --address") from None
+        raise ShoalError(f"shoal serve: {error}; choose another --port, --address or --transport") from None
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
