@@ -96,10 +96,10 @@ def training_images(
     """Return what reads batches of the training images, and what makes images of a batch.
 
     Raises:
-        UsageError: they are to be decoded on a GPU, and there is none, or it cannot vary them so.
+        UsageError: they are to be made on the device, which does not vary them so.
     """
     augment, seed = config.augment, config.train.seed
-    if config.data.decode == "gpu":
+    if config.data.decode == "device":
         return EncodedReader(shards, seed=seed), GpuTransform(augment, seed=seed, device=world.device)
     reader = ImageReader(
         shards,
