@@ -33,9 +33,10 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from benchmarks.harness import Benchmark, Measured, peer_module
+from shoal.data.coco.augment import DetectionAugmentConfig
 from shoal.data.coco.reader import DetectionReader
 from shoal.data.coco.source import CocoSource, CocoSplit, prepare_coco, read_categories
-from shoal.data.coco.transform import DetectionAugmentConfig, DetectionTransform
+from shoal.data.coco.transform import DetectionTransform
 from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from shoal.data.images.prepare import ImagePrepareConfig
 from shoal.data.images.shards import ImageShards

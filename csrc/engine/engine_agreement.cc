@@ -78,7 +78,9 @@ int Engine::route(std::uint64_t seq, std::uint64_t index, int server) {
   return topology_->stand_in(seq, index, lost_helpers_, options_.serve_beside_workers);
 }
 
-// Chunks that a lost helper has not answered go to their stand-ins: the same sums in the same order.
+// Chunks that a lost helper has not answered go to their stand-ins: the same sums in the same order. They go at
+// once, past what waits for the window: if they stood behind it, two ranks could each have a window full of chunks
+// that the other holds back.
 void Engine::helper_lost(int helper, const std::string& why, bool tell) {
   if (helper < 0 || helper >= topology_->num_helpers() || lost_helpers_[static_cast<std::size_t>(helper)]) return;
   lost_helpers_[static_cast<std::size_t>(helper)] = true;
@@ -106,9 +108,9 @@ void Engine::move_to_stand_ins(int server, const OpPtr& op) {
     }
     if (part.step == Op::Step::waiting) {
       if (part.sent_ns == 0) continue;  // still in the outbox, and goes to the stand-in from there
-      outbox_.outstanding -= std::min(outbox_.outstanding, part.contribution.size);
-      part.sent_ns = 0;
-      outbox_.waiting.emplace_back(op, index);
+      if (part.server == options_.rank) outbox_.outstanding -= std::min(outbox_.outstanding, part.contribution.size);
+      send_contribution(op, index);
+      if (failed_) return;
       continue;
     }
     const auto held = op->retained.find(index);

@@ -46,6 +46,16 @@ std::uint32_t get(const Bytes& in, std::size_t at) {
   return value;
 }
 
+// Nobody answered, or the other side ended the connection before it did: it may have had too many others to hear.
+struct Unheard : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+[[noreturn]] void throw_broken() {
+  if (errno == ECONNRESET || errno == EPIPE) throw Unheard(std::strerror(errno));
+  throw std::runtime_error(std::strerror(errno));
+}
+
 // Waits until the socket can be read or written, or says that time is up.
 void wait_for(int fd, short events, Clock::time_point deadline) {
   while (true) {
@@ -64,7 +74,7 @@ void send_all(int fd, const Bytes& bytes, Clock::time_point deadline) {
     const ssize_t sent = ::send(fd, bytes.data() + done, bytes.size() - done, MSG_NOSIGNAL);
     if (sent > 0) done += static_cast<std::size_t>(sent);
     else if (errno == EAGAIN || errno == EINTR) wait_for(fd, POLLOUT, deadline);
-    else throw std::runtime_error(std::strerror(errno));
+    else throw_broken();
   }
 }
 
@@ -74,9 +84,9 @@ Bytes receive(int fd, std::size_t count, Clock::time_point deadline) {
   while (done < count) {
     const ssize_t got = ::recv(fd, bytes.data() + done, count - done, 0);
     if (got > 0) done += static_cast<std::size_t>(got);
-    else if (got == 0) throw std::runtime_error("it hung up (is its secret the same as ours?)");
+    else if (got == 0) throw Unheard("it hung up");
     else if (errno == EAGAIN || errno == EINTR) wait_for(fd, POLLIN, deadline);
-    else throw std::runtime_error(std::strerror(errno));
+    else throw_broken();
   }
   return bytes;
 }
@@ -106,6 +116,23 @@ void introduce(int fd, const Bytes& secret, const Introduction& intro, Clock::ti
   const Bytes listener = read_challenge(secret, caller, receive(fd, kChallengeBytes, deadline));
   send_all(fd, make_identity(secret, caller, listener, intro), deadline);
   if (receive(fd, 1, deadline)[0] != 1) throw std::runtime_error("it refused us");
+}
+
+int try_once(const sockaddr_in& to, const Bytes& secret, const Introduction& intro, Clock::time_point connect_by,
+             Clock::time_point deadline) {
+  int fd = -1;
+  try {
+    fd = connect_once(to, connect_by);
+  } catch (const std::runtime_error& error) {
+    throw Unheard(error.what());
+  }
+  try {
+    introduce(fd, secret, intro, deadline);
+    return fd;
+  } catch (...) {
+    close(fd);
+    throw;
+  }
 }
 
 }  // namespace
@@ -190,19 +217,12 @@ int call(const std::string& address, int port, const Bytes& secret, const Introd
     // A lost SYN is sent again after a second only: several short attempts get through sooner.
     const auto attempt = std::min(deadline, Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                                                std::chrono::duration<double>(kAttemptS)));
-    int fd = -1;
     try {
-      fd = connect_once(to, attempt);
-    } catch (const std::runtime_error& error) {
+      return try_once(to, secret, intro, attempt, deadline);
+    } catch (const Unheard& error) {
       why = error.what();
       poll(nullptr, 0, 20);
-      continue;
-    }
-    try {
-      introduce(fd, secret, intro, deadline);
-      return fd;
     } catch (const std::runtime_error& error) {
-      close(fd);
       throw std::runtime_error(address + ":" + std::to_string(port) + ": " + error.what());
     }
   }

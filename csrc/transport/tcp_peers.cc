@@ -69,9 +69,9 @@ void TcpTransport::hear_newcomer(int fd) {
     const Introduction intro = read_identity(options_.secret, newcomer.caller, newcomer.listener, received);
     std::string why;
     const int peer = sink_.on_identity(intro.who, why);
-    if (peer < 0) throw std::runtime_error(why);
-    const std::uint8_t welcome = 1;
+    const std::uint8_t welcome = peer >= 0;  // who hears nothing tries again
     [[maybe_unused]] const ssize_t sent = ::send(fd, &welcome, 1, MSG_NOSIGNAL);
+    if (peer < 0) throw std::runtime_error(why);
     newcomers_.erase(fd);
     epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr);
     adopt(fd, peer, intro.control);

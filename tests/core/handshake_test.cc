@@ -1,9 +1,15 @@
 #include "transport/handshake.h"
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <cstdint>
 #include <functional>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -104,6 +110,57 @@ TEST(handshake_call_names_the_address_and_the_reason) {
   const std::string nobody = CHECK_THROWS(std::runtime_error, shoal::call("127.0.0.1", 1, kSecret, some_introduction(), 0.1));
   CHECK(nobody.find("127.0.0.1:1 was not reached") == 0);
   CHECK_EQ(CHECK_THROWS(std::runtime_error, shoal::call("nowhere", 1, kSecret, some_introduction(), 0.1)), "'nowhere' is not an IPv4 address");
+}
+
+// A listener on this host that takes each connection, reads `read` bytes of it, says `answer` and hangs up.
+class Listener {
+ public:
+  Listener(std::size_t read, Bytes answer) : fd_(socket(AF_INET, SOCK_STREAM, 0)) {
+    sockaddr_in at{};
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof at;
+    CHECK(bind(fd_, reinterpret_cast<sockaddr*>(&at), size) == 0 && listen(fd_, 16) == 0);
+    getsockname(fd_, reinterpret_cast<sockaddr*>(&at), &size);
+    port = ntohs(at.sin_port);
+    thread_ = std::thread([this, read, answer] {
+      for (int fd; (fd = accept(fd_, nullptr, nullptr)) >= 0; close(fd)) {
+        ++num_calls;
+        Bytes bytes(read);
+        if (read) recv(fd, bytes.data(), read, MSG_WAITALL);
+        send(fd, answer.data(), answer.size(), MSG_NOSIGNAL);
+      }
+    });
+  }
+  ~Listener() { stop(); }
+  void stop() {
+    if (!thread_.joinable()) return;
+    shutdown(fd_, SHUT_RDWR);
+    thread_.join();
+    close(fd_);
+  }
+
+  int port = 0, num_calls = 0;  // read once it has stopped
+
+ private:
+  int fd_;
+  std::thread thread_;
+};
+
+TEST(handshake_call_tries_again_where_the_other_side_hangs_up_and_not_where_it_does_not_know_the_secret) {
+  for (const std::size_t read : {std::size_t{0}, shoal::kHelloBytes}) {  // a reset, and the end of the stream
+    Listener crowded(read, {});
+    const std::string why = CHECK_THROWS(std::runtime_error, shoal::call("127.0.0.1", crowded.port, kSecret, some_introduction(), 0.3));
+    CHECK(why.find("was not reached") != std::string::npos);
+    crowded.stop();
+    CHECK(crowded.num_calls > 1);
+  }
+  Listener stranger(shoal::kHelloBytes, Bytes(shoal::kChallengeBytes, 7));
+  const std::string why =
+      CHECK_THROWS(std::runtime_error, shoal::call("127.0.0.1", stranger.port, kSecret, some_introduction(), 5));
+  CHECK(why.find("it does not know the job's secret") != std::string::npos);
+  stranger.stop();
+  CHECK_EQ(stranger.num_calls, 1);
 }
 
 }  // namespace

@@ -8,7 +8,18 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from comm_group import Group, HelperProcess, expected, stream
+from comm_group import (
+    BOUND_S,
+    DEADLINE_S,
+    Group,
+    HelperProcess,
+    Member,
+    base,
+    digest,
+    expected,
+    scale,
+    stream,
+)
 
 from shoal.comm.engine import EngineOptions
 
@@ -77,6 +88,36 @@ def _kill_helpers(hosts: str, num_helpers: int, num_killed: int, seed: int) -> N
             events = "\n".join(group.values(rank, "events")[0])
             for helper in order:  # nobody learnt of it after the last sum: they were killed in the stream
                 assert f"helper {helper.name} was lost" in events
+
+
+def test_a_rank_that_begins_after_the_loss_meets_another_whose_window_is_full() -> None:
+    """Each sends the lowest chunks first, whatever was lost: else two full windows wait for each other."""
+    count = 1_000_000  # 123 chunks; rank 0 has 24 of them under way, rank 1 has 3
+    options = [EngineOptions(least_window_bytes=256 << 10), EngineOptions()]
+    with HelperProcess("h0") as helper:
+        with Group(begin_in_turn, "ab", count, helpers=[helper], options=options) as group:
+            group.expect(0, "begun")
+            time.sleep(0.2)  # its window fills
+            helper.kill()
+            group.expect(0, "lost")
+            group.tell(1)
+            for rank in range(2):
+                group.expect(rank, "done", deadline_s=3 * BOUND_S)
+                assert group.values(rank, "sum") == expected("ab", 1, count)
+
+
+def begin_in_turn(member: Member, count: int) -> None:
+    """Rank 1 begins its sum when the test says so, rank 0 at once; it tells of the helper's loss."""
+    if member.rank == 1:
+        assert member.told(DEADLINE_S)
+    data = base(member.rank, count) * scale(0)
+    handle = member.begin("all_reduce", data)
+    member.report("begun")
+    while member.rank == 0 and not member.engine.take_events():
+        time.sleep(0.01)
+    member.report("lost")
+    member.end(handle)
+    member.report("sum", digest(data))
 
 
 def test_without_servers_the_job_ends_and_names_the_last_one() -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from shoal.cli.app import app
 from shoal.data.coco.annotations import read_annotations
+from shoal.data.coco.augment import DetectionAugmentConfig
 from shoal.data.coco.results import KINDS
 from shoal.data.coco.source import read_categories
-from shoal.data.coco.transform import DetectionAugmentConfig, DetectionTransform
+from shoal.data.coco.transform import DetectionTransform
 from shoal.data.images.shards import ImageShards
 from shoal.env import test_data_dir as data_dir
 from shoal.errors import UsageError

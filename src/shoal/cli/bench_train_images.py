@@ -53,10 +53,11 @@ def measure_images(config: ResNetTrainConfig, world: World, what: TrainBench) ->
 
     from shoal.models.profile import profile_step
     from shoal.models.resnet import new_resnet
+    from shoal.recipes.images.step import agree, batches_after
     from shoal.recipes.resnet.data import make_images_if_due
     from shoal.recipes.resnet.job import build
     from shoal.recipes.resnet.losses import NUM_SUMS
-    from shoal.recipes.resnet.step import agree, batches_after, take_step, warm_up
+    from shoal.recipes.resnet.step import take_step, warm_up
     from shoal.train.signals import StopRequest
     from shoal.train.window import Meter
 

@@ -41,8 +41,7 @@ def evaluate(annotations: Path, results: Sequence[Path], *, on_bad: OnBad, out: 
         print(f"shoal: {line}", file=sys.stderr)
     scores = [score_results(truth, found, kind) for kind in KINDS if kind in found.detections]
     if out is not None:
-        tree: dict[str, Any] = {score.kind: dict(score.figures) for score in scores}
-        tree["by_category"] = [_of_category(truth, scores, category) for category in truth.categories]
+        tree = as_tree(truth, scores)
         tree["skipped"] = {str(entries.path): entries.counts for entries in bad if entries.counts}
         write_atomically(out, json.dumps(tree, indent=2).encode() + b"\n")
     return "\n\n".join(f"{_WORDS[score.kind]} ({score.kind})\n{score.table()}" for score in scores)
@@ -51,6 +50,13 @@ def evaluate(annotations: Path, results: Sequence[Path], *, on_bad: OnBad, out: 
 def score_results(truth: CocoAnnotations, found: CocoResults, kind: Kind) -> CocoScore:
     """Return the figures of one kind, in this process alone."""
     return summarise(truth, [overlaps_of(truth, found.detections.get(kind, {}), kind)], kind)
+
+
+def as_tree(truth: CocoAnnotations, scores: Sequence[CocoScore]) -> dict[str, Any]:
+    """Return the figures of boxes and masks, in full precision and by category, as JSON can hold them."""
+    tree: dict[str, Any] = {score.kind: dict(score.figures) for score in scores}
+    tree["by_category"] = [_of_category(truth, scores, category) for category in truth.categories]
+    return tree
 
 
 def _of_category(truth: CocoAnnotations, scores: Sequence[CocoScore], category: int) -> dict[str, Any]:

@@ -1,15 +1,8 @@
-"""An image with its objects, resized, jittered in scale and mirrored; boxes and masks follow.
-
-Either the shorter side becomes one of some lengths, unless the longer one would exceed its limit (Mask
-R-CNN's and torchvision's rule), or, with ``scales``, the image is resized by a random factor and cropped or
-padded to a square (large-scale jitter: Ghiasi et al., arXiv 2012.07177). Draws are a pure function of (seed,
-epoch, index).
-"""
+"""An image with its objects, resized, jittered in scale, mirrored (``augment``); boxes and masks follow."""
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,88 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.data.coco.annotations import Rle
+from shoal.data.coco.augment import DetectionAugmentConfig, Placement, placement
 from shoal.data.coco.library import mask_library
 from shoal.data.coco.masks import areas, as_compressed, bitmaps, encoded
 from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD, check_normalisation
 from shoal.data.images.pixels import Triple, finish
 from shoal.data.images.places import Bytes
 from shoal.data.images.transform import IDENTITY, decode, normalisation, resized
-from shoal.decide.draws import draw, random_keys, uniform
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ShoalError
 
-_DETECTION = 25  # this module's word among the uses of one seed
-_FLIP, _SHORTER, _SCALE, _TOP, _LEFT = range(5)
 _LEAST_PIXELS = 1.0
 
 Pixels = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DetectionAugmentConfig:
-    """What happens to an image and its objects before a detector sees them."""
-
-    shorter: tuple[int, ...] = (800,)
-    """Length of the shorter side in pixels; of several, one is drawn."""
-    longer: int = 1333
-    """The longer side has at most so many pixels; the shorter one is shorter then."""
-    flip: float = 0.5
-    """Share of images that are mirrored left to right."""
-    scales: tuple[float, float] | None = None
-    """Smallest and largest factor of large-scale jitter (.1 and 2, say) instead of the two."""
-    canvas: int = 1024
-    """Side of the square that large-scale jitter crops or pads to."""
-
-    def __post_init__(self) -> None:
-        """Check each field by itself.
-
-        Raises:
-            UsageError: a value is out of its range.
-        """
-        if not self.shorter or min(self.shorter) < 1 or self.longer < 1 or self.canvas < 1:
-            raise UsageError(
-                f"shorter={self.shorter}, longer={self.longer}, canvas={self.canvas}: each must be at "
-                "least 1 pixel"
-            )
-        if not 0 <= self.flip <= 1:
-            raise UsageError(f"flip={self.flip} must be from 0 to 1")
-        if self.scales is not None and not 0 < self.scales[0] <= self.scales[1]:
-            raise UsageError(f"scales={self.scales} must be two factors above 0, the smaller first")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """How an image comes to lie in its new frame: resized, shifted, cut, mirrored, in this order."""
-
-    resized: tuple[int, int]
-    """Height and width that the whole image is resized to."""
-    top: int
-    left: int
-    """The pixel of the resized image that becomes the frame's first one."""
-    frame: tuple[int, int]
-    """Height and width of the result; pixels beyond the image are padding."""
-    flip: bool
-
-
-def placement(
-    config: DetectionAugmentConfig, key: tuple[int, int, int], height: int, width: int
-) -> Placement:
-    """Draw what happens to an image of ``height`` and ``width``; ``key`` is (seed, epoch, index)."""
-    seed, epoch, index = key
-    u = uniform(draw(random_keys(seed, _DETECTION, epoch, index), np.arange(5))).tolist()
-    flip = u[_FLIP] < config.flip
-    if config.scales is None:
-        shorter = config.shorter[int(u[_SHORTER] * len(config.shorter))]
-        scale = min(shorter / min(height, width), config.longer / max(height, width))
-        # a whisker more: 480 * (800 / 480) is 799.9999… in floats
-        size = (max(1, math.floor(height * scale + 1e-6)), max(1, math.floor(width * scale + 1e-6)))
-        return Placement(resized=size, top=0, left=0, frame=size, flip=flip)
-    low, high = config.scales
-    scale = (low + u[_SCALE] * (high - low)) * config.canvas / max(height, width)
-    size = (max(1, round(height * scale)), max(1, round(width * scale)))
-    top, left = (
-        int(u[n] * (max(side - config.canvas, 0) + 1)) for n, side in zip((_TOP, _LEFT), size, strict=True)
-    )
-    return Placement(resized=size, top=top, left=left, frame=(config.canvas, config.canvas), flip=flip)
 
 
 @dataclass(frozen=True, kw_only=True)

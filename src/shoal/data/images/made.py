@@ -48,7 +48,7 @@ def draw_image(name: str, size: int, rng: np.random.Generator) -> npt.NDArray[np
     x, y = (size * rng.uniform(0.35, 0.65) for _ in range(2))
     rows, columns = np.mgrid[:size, :size].astype(np.float64)
     across, down = (columns - x) / radius, (rows - y) / radius
-    inside = _inside(shape, across, down)
+    inside = covered(shape, across, down)
     background = rng.uniform(0.2, 0.7, 3) + rng.normal(0.0, 0.08, (size, size, 3))
     paint = np.array(COLOURS[colour]) * rng.uniform(0.7, 1.0) + rng.normal(0.0, 0.04, (size, size, 3))
     pixels: npt.NDArray[Any] = np.where(inside[..., None], paint, background)
@@ -149,7 +149,7 @@ class _MadeSource(FolderSource):
         return self._description
 
 
-def _inside(
+def covered(
     shape: str, across: npt.NDArray[np.float64], down: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.bool_]:
     """Return which pixels a shape covers; coordinates are in units of its radius."""

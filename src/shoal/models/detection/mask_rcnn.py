@@ -7,76 +7,31 @@ With the same weights and the same samples, losses and detections are torchvisio
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.errors import UsageError
+from shoal.models.detection.config import MaskRCNNConfig
 from shoal.models.detection.library import torchvision
 from shoal.models.detection.pasting import paste_bitmaps
 from shoal.models.detection.projecting import project_masks
 from shoal.models.detection.proposals import Predicted, Proposals, predicted, proposal_losses, propose
 from shoal.models.detection.regions import (
-    BoxLoss,
     Detected,
     Sampled,
     detect,
     pool,
     region_losses,
     sample_regions,
+    sum_by_image,
 )
 from shoal.models.detection.sampling import draw
 
 _BOX_SIZE, _MASK_SIZE = 7, 14  # of what is pooled from the pyramid
 _ANCHOR_RATIOS = (0.5, 1.0, 2.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskRCNNConfig:
-    """A detector and how it learns; the values are torchvision's."""
-
-    backbone: Literal["resnet18", "resnet34", "resnet50", "resnet101"] = "resnet50"
-    frozen_stages: int = 0
-    """So many of the backbone's five (the stem is the first) do not learn; 2 from trained weights."""
-    frozen_norms: bool = False
-    """Whether the backbone's norms keep their statistics and do not learn: from trained weights."""
-    anchor_sizes: tuple[int, ...] = (32, 64, 128, 256, 512)
-    """Side of the anchors on each of the five levels, in pixels."""
-    proposal_samples: int = 256
-    """Anchors of an image that the first stage learns from, at most half of them positive."""
-    proposals_a_level: int = 2000
-    """Boxes of each level before suppression, in training; half of them otherwise."""
-    proposals: int = 2000
-    """Boxes of an image after suppression, in training; half of them otherwise."""
-    region_samples: int = 512
-    """Regions of an image that the second stage learns from, at most a quarter of them positive."""
-    box_loss: BoxLoss = "smooth_l1"
-    """Loss of the second stage's boxes."""
-    label_smoothing: float = 0.0
-    """Part of the second stage's class labels that is spread over all classes."""
-    least_score: float = 0.05
-    """Detections are at least so sure."""
-    detections: int = 100
-    """The best of an image are kept."""
-
-    def __post_init__(self) -> None:
-        """Check each field by itself.
-
-        Raises:
-            UsageError: a value is out of its range.
-        """
-        if not 0 <= self.frozen_stages <= 5:
-            raise UsageError(f"frozen_stages {self.frozen_stages} must be from 0 to 5")
-        if len(self.anchor_sizes) != 5 or min(self.anchor_sizes) < 1:
-            raise UsageError(f"anchor_sizes {self.anchor_sizes} must be five sides of at least 1 pixel")
-        for name in ("proposal_samples", "proposals_a_level", "proposals", "region_samples", "detections"):
-            if getattr(self, name) < 2:
-                raise UsageError(f"{name} {getattr(self, name)} must be at least 2")
-        for name in ("label_smoothing", "least_score"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UsageError(f"{name} {getattr(self, name)} must be at least 0 and below 1")
+_REGION_POSITIVES = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,28 +70,18 @@ class MaskRCNN(nn.Module):
             ShoalError: torchvision is not installed.
         """
         super().__init__()
-        detection = torchvision().models.detection
-        norm = torchvision().ops.FrozenBatchNorm2d if config.frozen_norms else nn.BatchNorm2d
-        backbone = detection.backbone_utils.resnet_fpn_backbone(
-            backbone_name=config.backbone,
-            weights=None,
-            norm_layer=norm,
-            trainable_layers=5 - config.frozen_stages,
-        )
-        anchors = detection.anchor_utils.AnchorGenerator(
-            tuple((size,) for size in config.anchor_sizes), (_ANCHOR_RATIOS,) * len(config.anchor_sizes)
-        )
-        whole = detection.MaskRCNN(backbone, num_classes + 1, rpn_anchor_generator=anchors)
+        whole = _new_parts(config, num_classes + 1)
         self.config = config
         self.backbone, self.rpn, self.roi_heads = whole.backbone, whole.rpn, whole.roi_heads
 
     def forward(self, images: Tensor, targets: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
-        """Return the losses as sums, each with the number that it is to be divided by.
+        """Return each image's losses as sums, and the numbers that they are to be divided by, all ``[B]``.
 
-        Divided over the whole global batch, the gradient does not depend on how many workers share it. The
-        keys are torchvision's names of losses (``loss_objectness``, ``loss_rpn_box_reg``,
-        ``loss_classifier``, ``loss_box_reg``, ``loss_mask``) and ``count_proposal``, ``count_region``,
-        ``count_mask``: anchors, regions, and pixels of masks.
+        The mean over images of each image's mean loss does not depend on how images are shared by workers and
+        micro-batches, without any exchange; with one image a worker it is torchvision's loss. The keys are
+        torchvision's names of losses (``loss_objectness``, ``loss_rpn_box_reg``, ``loss_classifier``,
+        ``loss_box_reg``, ``loss_mask``) and ``count_proposal``, ``count_region``, ``count_mask``: anchors,
+        regions, and pixels of masks.
 
         Args:
             images: normalised ``[B, 3, H, W]``, padded at the bottom and on the right.
@@ -167,7 +112,7 @@ class MaskRCNN(nn.Module):
             draw(keys, torch.ones_like(keys)),
             threshold=0.5,
             num_samples=config.region_samples,
-            positive_fraction=0.25,
+            positive_fraction=_REGION_POSITIVES,
         )
         second = region_losses(
             *self._classify(pyramid, sampled.regions),
@@ -253,8 +198,10 @@ class MaskRCNN(nn.Module):
             targets["sizes"][image],
             logits.shape[-1],
         )
-        loss = F.binary_cross_entropy_with_logits(logits, wanted, reduction="sum")
-        return loss, torch.tensor(logits.numel(), device=logits.device)
+        losses = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none").sum(dim=(1, 2))
+        num_pixels = torch.full_like(image, logits.shape[-1] ** 2)
+        num_images = len(targets["sizes"])
+        return sum_by_image(losses, image, num_images), sum_by_image(num_pixels, image, num_images)
 
     def _with_masks(self, pyramid: list[Tensor], detected: Detected) -> Detections:
         image, place = detected.there.nonzero(as_tuple=True)
@@ -268,7 +215,56 @@ class MaskRCNN(nn.Module):
         )
 
 
+def largest_step(model: MaskRCNN, images: Tensor) -> Tensor:
+    """Return a number that all of ``model`` takes part in, the heads with as many regions as they may have.
+
+    For counting on the meta device, where no region can be found.
+    """
+    heads, channels = model.roi_heads, model.config.channels
+    num_regions = len(images) * model.config.region_samples
+    levels = list(model.backbone(images).values())
+    logits, deltas = model.rpn.head(levels)
+    classes, boxes = heads.box_predictor(
+        heads.box_head(images.new_empty(num_regions, channels, _BOX_SIZE, _BOX_SIZE))
+    )
+    num_positives = int(num_regions * _REGION_POSITIVES)
+    masks = heads.mask_predictor(
+        heads.mask_head(images.new_empty(num_positives, channels, _MASK_SIZE, _MASK_SIZE))
+    )
+    return torch.stack([one.sum() for one in (*logits, *deltas, classes, boxes, masks)]).sum()
+
+
 def _regions(image: Tensor, boxes: Tensor) -> Tensor:
     """Return rows of image and box ``[N, 5]``; ``image`` broadcasts over ``boxes [..., 4]``."""
     numbers = image.expand(boxes.shape[:-1])[..., None].to(boxes.dtype)
     return torch.cat([numbers, boxes], dim=-1).flatten(0, -2)
+
+
+def _new_parts(config: MaskRCNNConfig, num_labels: int) -> Any:
+    """Return torchvision's model, whose layers are used, with its ways to draw weights."""
+    detection, channels = torchvision().models.detection, config.channels
+    norm = torchvision().ops.FrozenBatchNorm2d if config.norms_frozen else nn.BatchNorm2d
+    backbone = detection.backbone_utils.resnet_fpn_backbone(
+        backbone_name=config.backbone,
+        weights=None,
+        norm_layer=norm,
+        trainable_layers=5 - config.stages_frozen,
+    )
+    backbone.fpn = torchvision().ops.FeaturePyramidNetwork(
+        [block[0].in_channels for block in backbone.fpn.inner_blocks],
+        channels,
+        extra_blocks=torchvision().ops.feature_pyramid_network.LastLevelMaxPool(),
+    )
+    backbone.out_channels = channels
+    anchors = detection.anchor_utils.AnchorGenerator(
+        tuple((size,) for size in config.anchor_sizes), (_ANCHOR_RATIOS,) * len(config.anchor_sizes)
+    )
+    features = 4 * channels
+    return detection.MaskRCNN(
+        backbone,
+        rpn_anchor_generator=anchors,
+        box_head=detection.faster_rcnn.TwoMLPHead(channels * _BOX_SIZE**2, features),
+        box_predictor=detection.faster_rcnn.FastRCNNPredictor(features, num_labels),
+        mask_head=detection.mask_rcnn.MaskRCNNHeads(channels, (channels,) * 4, 1),
+        mask_predictor=detection.mask_rcnn.MaskRCNNPredictor(channels, channels, num_labels),
+    )

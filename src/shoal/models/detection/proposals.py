@@ -90,7 +90,7 @@ def propose(
 
 @dataclass(frozen=True, kw_only=True)
 class ProposalLosses:
-    """Sums over anchors, to be divided by ``count`` (of all workers, where there are several)."""
+    """Of each image the sums over its anchors, to be divided by ``count``; all ``[B]``."""
 
     objectness: Tensor
     box: Tensor
@@ -128,9 +128,13 @@ def proposal_losses(
     )
     sampled = positive | negative
     objectness = F.binary_cross_entropy_with_logits(
-        found.logits.float(), positive.float(), weight=sampled.float(), reduction="sum"
+        found.logits.float(), positive.float(), weight=sampled.float(), reduction="none"
     )
     image, place = positive.nonzero(as_tuple=True)
     targets = encode(boxes[image, matches[image, place]], found.anchors[place], _WEIGHTS)
-    box = F.smooth_l1_loss(found.deltas[image, place].float(), targets, beta=_BETA, reduction="sum")
-    return ProposalLosses(objectness=objectness, box=box, count=sampled.sum())
+    box = F.smooth_l1_loss(found.deltas[image, place].float(), targets, beta=_BETA, reduction="none")
+    return ProposalLosses(
+        objectness=objectness.sum(dim=1),
+        box=box.new_zeros(len(boxes)).index_add(0, image, box.sum(dim=1)),
+        count=sampled.sum(dim=1),
+    )

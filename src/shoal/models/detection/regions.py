@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +14,12 @@ from torch import Tensor
 
 from shoal.models.detection.boxes import giou_loss
 from shoal.models.detection.coding import Weights, clipped, decode, encode
+from shoal.models.detection.config import BoxLoss
 from shoal.models.detection.library import torchvision
 from shoal.models.detection.matching import BELOW_LOW, match_boxes
 from shoal.models.detection.proposals import Proposals
 from shoal.models.detection.sampling import sample_balanced
 from shoal.models.detection.suppression import NO_BOX, suppress, top_places
-
-BoxLoss = Literal["smooth_l1", "giou"]
 
 _WEIGHTS: Weights = (10.0, 10.0, 5.0, 5.0)
 _BETA = 1 / 9
@@ -35,17 +33,18 @@ def pool(pyramid: Sequence[Tensor], regions: Tensor, size: int) -> Tensor:
     """Return what a pyramid shows of regions ``[N, 5]``, ``[N, C, size, size]``.
 
     The levels have strides 4, 8, …. Each region is taken from the level of its size (Lin et al., arXiv
-    1612.03144, equation 1).
+    1612.03144, equation 1). Regions stay float32 whatever the features are: bf16 has 8 bits for a place among
+    hundreds of pixels.
     """
     areas = (regions[:, 3] - regions[:, 1]) * (regions[:, 4] - regions[:, 2])
     level_of = torch.floor(_USUAL_LEVEL + torch.log2(areas.sqrt() / _USUAL_SIDE) + 1e-6)
     level_of = level_of.clamp(_FIRST_LEVEL, _FIRST_LEVEL + len(pyramid) - 1) - _FIRST_LEVEL
-    out = pyramid[0].new_zeros(len(regions), pyramid[0].shape[1], size, size)
+    out = regions.new_zeros(len(regions), pyramid[0].shape[1], size, size)
     for level, features in enumerate(pyramid):
         chosen = (level_of == level).nonzero()[:, 0]
         scale = 1 / (1 << (_FIRST_LEVEL + level))
         pooled = torchvision().ops.roi_align(
-            features, regions[chosen].to(features.dtype), size, spatial_scale=scale, sampling_ratio=_SAMPLES
+            features.float(), regions[chosen], size, spatial_scale=scale, sampling_ratio=_SAMPLES
         )
         out[chosen] = pooled
     return out
@@ -102,7 +101,7 @@ def sample_regions(
 
 @dataclass(frozen=True, kw_only=True)
 class RegionLosses:
-    """Sums over regions, to be divided by ``count`` (of all workers, where there are several)."""
+    """Of each image the sums over its regions, to be divided by ``count``; all ``[B]``."""
 
     classifier: Tensor
     box: Tensor
@@ -125,18 +124,27 @@ def region_losses(
     A box is learnt for the class of its object only. ``giou`` compares the boxes themselves.
     """
     classifier = F.cross_entropy(
-        logits.float(), sampled.labels, label_smoothing=label_smoothing, reduction="sum"
+        logits.float(), sampled.labels, label_smoothing=label_smoothing, reduction="none"
     )
     rows = (sampled.labels > 0).nonzero()[:, 0]
+    image = sampled.regions[:, 0].long()
     found = deltas.view(len(deltas), -1, 4)[rows, sampled.labels[rows]].float()
-    regions, wanted = sampled.regions[rows], boxes[sampled.regions[rows, 0].long(), sampled.objects[rows]]
+    regions, wanted = sampled.regions[rows], boxes[image[rows], sampled.objects[rows]]
     if box_loss == "giou":
-        box = giou_loss(decode(found, regions[:, 1:], _WEIGHTS), wanted).sum()
+        box = giou_loss(decode(found, regions[:, 1:], _WEIGHTS), wanted)
     else:
         targets = encode(wanted, regions[:, 1:], _WEIGHTS)
-        box = F.smooth_l1_loss(found, targets, beta=_BETA, reduction="sum")
-    count = torch.tensor(len(sampled.labels), device=logits.device)
-    return RegionLosses(classifier=classifier, box=box, count=count)
+        box = F.smooth_l1_loss(found, targets, beta=_BETA, reduction="none").sum(dim=1)
+    return RegionLosses(
+        classifier=sum_by_image(classifier, image, len(boxes)),
+        box=sum_by_image(box, image[rows], len(boxes)),
+        count=torch.bincount(image, minlength=len(boxes)),
+    )
+
+
+def sum_by_image(values: Tensor, image: Tensor, num_images: int) -> Tensor:
+    """Return the sums ``[num_images]`` of ``values [N]``, each of the image whose number it has."""
+    return values.new_zeros(num_images).index_add(0, image, values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,59 +3,39 @@
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from shoal.data.images.augment import AugmentConfig
 from shoal.errors import UsageError
 from shoal.models.resnet_config import ResNetConfig
-from shoal.train.config import (
-    DistributedConfig,
-    LoopConfig,
-    RunPlaceConfig,
-    VisionOptimizerConfig,
-    check_wire,
-    require_positive,
-)
-from shoal.train.parallel_config import parse_bytes
+from shoal.recipes.images.config import ImageDataConfig, ImageTrainConfig
+from shoal.train.config import LoopConfig, RunPlaceConfig, VisionOptimizerConfig, require_positive
 
 PRESETS = ("imagenet-16k", "imagenet-lars-32k", "imagenet-fast", "cifar10", "tiny")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(ImageDataConfig):
     """Which images, and how they are read."""
 
-    path: str | None = None
-    """Directory that `shoal prepare images` wrote, or s3://BUCKET/PREFIX of one."""
-    made_images: int = 0
-    """Without a path: make so many training images in the run directory, and a fifth more to validate on."""
-    made_size: int = 32
-    """Side of the made images, in pixels."""
-    verify: Literal["sizes", "checksums"] = "sizes"
-    """Compare only sizes at the start, or read every byte once (by the main worker)."""
-    decode_threads: int | None = None
-    """Threads of a worker that decode images; default: the processors that there are for it."""
-    loader_processes: int = 0
-    """Processes that decode images; 0: threads of the worker, which share its memory."""
+    decode: Literal["host", "device"] = "host"
+    """Where training images are decoded and varied: in threads of the host, or on the worker's device (nvJPEG
+    on a GPU; without colour jitter and padded crops)."""
     on_bad: Literal["refuse", "skip"] = "refuse"
     """What to do with a training image that cannot be decoded: end, naming it, or take another instead."""
-    cache: Path | None = None
-    """Folder on a fast local disk, or in memory, into which shards are copied as they are needed."""
-    cache_bytes: str = "64GB"
-    """How large it may become. Shards beyond that are read where they are; with block_size, the shards that
-    were not needed for longest make room."""
     block_size: int = 0
-    """For slow storage: shuffle within windows of blocks of so many consecutive images; 0: shuffle all."""
+    """For slow storage: shuffle within windows of blocks of so many consecutive images; 0: shuffle all. In a
+    full cache the shards that were not needed for longest then make room."""
     blocks_in_window: int = 16
     """Blocks in such a window."""
 
     def __post_init__(self) -> None:
-        require_positive("data", self, "decode_threads", "blocks_in_window", "made_size")
-        for name in ("made_images", "loader_processes", "block_size"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"data.{name} {getattr(self, name)} must be at least 0")
-        parse_bytes(self.cache_bytes, "data.cache_bytes")
+        super().__post_init__()
+        require_positive("data", self, "blocks_in_window")
+        if self.decode == "device" and self.on_bad == "skip":
+            raise UsageError("data.on_bad 'skip' is done on the host only: set data.decode 'host', or refuse")
+        if self.block_size < 0:
+            raise UsageError(f"data.block_size {self.block_size} must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,11 +129,11 @@ class EpochRunConfig(RunPlaceConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResNetTrainConfig:
+class ResNetTrainConfig(ImageTrainConfig):
     """Training a residual network on images with a label each."""
 
     recipe: ClassVar[str] = "resnet50"
-    """Its name in commands and records."""
+    prepare: ClassVar[str] = "shoal prepare images"
     fixed: ClassVar[tuple[str, ...]] = (
         "model",
         "augment",
@@ -167,7 +147,6 @@ class ResNetTrainConfig:
         "train.average_decay",
         "optim.optimizer",
     )
-    """What must stay when a run goes on: weights, optimizer state and the images that are still to come."""
 
     model: ResNetConfig = field(default_factory=ResNetConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -176,10 +155,9 @@ class ResNetTrainConfig:
     optim: ResNetOptimConfig = field(default_factory=ResNetOptimConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     run: EpochRunConfig = field(default_factory=EpochRunConfig)
-    distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
-        check_wire(self.distributed, precision=self.train.precision, clip=self.optim.clip)
+        super().__post_init__()
         if not 0 <= self.optim.warmup_epochs <= self.train.total_epochs:
             raise UsageError(
                 f"optim.warmup_epochs {self.optim.warmup_epochs} must lie between 0 and train.total_epochs "

@@ -3,58 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from shoal.data.images.shards import ImageShards
-from shoal.data.manifest import MANIFEST
 from shoal.errors import UsageError
+from shoal.recipes.images.data import MADE, check_named, location_of, must_make_images
 from shoal.recipes.resnet.config import ResNetTrainConfig
 from shoal.train.config import required
 
-MADE = "images"
-"""Folder of the run directory with the images that it made."""
 NUM_CLASSES_MADE = 10
-
-
-def location_of(config: ResNetTrainConfig) -> Path | str:
-    """Return where the prepared images are: a directory, or s3://BUCKET/PREFIX."""
-    return config.data.path or required(config.run.dir) / MADE
-
-
-def check_named(config: ResNetTrainConfig) -> None:
-    """Check that images are named, or to be made.
-
-    Raises:
-        UsageError: neither.
-    """
-    if config.data.path is None and not config.data.made_images:
-        raise UsageError(
-            "data.path is not set: name the directory that `shoal prepare images` wrote, "
-            "e.g. --data.path runs/images"
-        )
 
 
 def make_images_if_due(config: ResNetTrainConfig) -> None:
     """Make the run's own images, where none are named and they are not there yet."""
-    check_named(config)
-    directory = required(config.run.dir) / MADE
-    if config.data.path is not None or (directory / MANIFEST).is_file():
+    if not must_make_images(config):
         return
     from shoal.data.images.made import make_images
 
     make_images(
-        directory,
+        required(config.run.dir) / MADE,
         num_classes=NUM_CLASSES_MADE,
         num_train=config.data.made_images,
-        num_validation=num_made_held_out(config),
+        num_validation=config.data.num_made_held_out,
         size=config.data.made_size,
         seed=config.train.seed,
     )
-
-
-def num_made_held_out(config: ResNetTrainConfig) -> int:
-    """Return how many images to validate on the run makes."""
-    return max(config.data.made_images // 5, 1)
 
 
 def num_classes(config: ResNetTrainConfig, found: int) -> int:
@@ -91,6 +63,6 @@ def counts_of(config: ResNetTrainConfig) -> tuple[int, int, int]:
     """
     check_named(config)
     if config.data.path is None:
-        return config.data.made_images, num_made_held_out(config), NUM_CLASSES_MADE
+        return config.data.made_images, config.data.num_made_held_out, NUM_CLASSES_MADE
     train, held_out = (ImageShards(location_of(config), split) for split in ("train", "validation"))
     return len(train), len(held_out), len(train.manifest.classes)

@@ -6,32 +6,26 @@ configuration says which network it is, what its classes are called and how imag
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
-from shoal.data.files import write_atomically
 from shoal.data.images.augment import check_normalisation
 from shoal.data.images.shards import ImageShards
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import UsageError
 from shoal.models.resnet import new_resnet
 from shoal.models.resnet_config import ResNetConfig
+from shoal.recipes.images.data import MADE
+from shoal.recipes.images.export import WEIGHTS, read_tree, reading, write_directory
 from shoal.recipes.resnet.config import ResNetTrainConfig
-from shoal.recipes.resnet.data import MADE
 from shoal.train.checkpoint import load_model
 from shoal.train.config import load_toml, required
 from shoal.train.run_dir import CONFIG_FILE, run_dir_of
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
 FORMAT = "shoal-resnet"
-EXPORT = "model"
-"""Folder of a run directory with the trained network."""
 _NUMBERS = ("size", "resize", "mean", "std")
 
 
@@ -67,20 +61,13 @@ def exported(model: nn.Module, config: ResNetTrainConfig, classes: Sequence[str]
 
 def write_export(what: Exported, out: Path) -> None:
     """Write a directory, whole or not at all; an older export in ``out`` is replaced."""
-    temporary = out.with_name(f"{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in what.model.state_dict().items()}
-    save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
     tree = {
         "format": FORMAT,
         "model": asdict(what.network),
         "classes": what.classes,
         **{name: getattr(what, name) for name in _NUMBERS},
     }
-    write_atomically(temporary / CONFIG, (json.dumps(tree, indent=1, ensure_ascii=False) + "\n").encode())
-    shutil.rmtree(out, ignore_errors=True)
-    temporary.rename(out)
+    write_directory(out, what.model, tree)
 
 
 def read_export(directory: Path) -> Exported:
@@ -90,11 +77,8 @@ def read_export(directory: Path) -> Exported:
         UsageError: ``directory`` is no such directory.
         ShoalError: its files are damaged.
     """
-    path = directory / CONFIG
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        if tree["format"] != FORMAT:
-            raise UsageError(f"{path} is not that of a network that shoal trained")
+    with reading(directory):
+        tree = read_tree(directory, FORMAT)
         network = ResNetConfig(**tree["model"])
         classes = tuple(map(str, tree["classes"]))
         model = new_resnet(network, network.num_classes or len(classes))
@@ -102,14 +86,6 @@ def read_export(directory: Path) -> Exported:
         mean, std = tree["mean"], tree["std"]
         check_normalisation(mean, std)
         size, resize = int(tree["size"]), int(tree["resize"])
-    except FileNotFoundError as error:
-        raise UsageError(
-            f"{directory} is neither a run nor an exported network: {Path(error.filename).name} is missing"
-        ) from None
-    except ShoalError:
-        raise
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise ShoalError(f"{directory} cannot be read: {' '.join(str(error).split())[:200]}") from None
     return Exported(
         model=model,
         network=network,

@@ -2,132 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shoal.data.images.cache import CacheConfig
+from shoal.data.images.gpu import EncodedReader, GpuTransform
 from shoal.data.images.reader import ImageReader
 from shoal.data.images.shards import ImageShards
-from shoal.data.images.threads import default_decode_threads
 from shoal.data.images.transform import CentreTransform, TrainTransform
-from shoal.data.loader import LoaderConfig
-from shoal.data.steps import Share
-from shoal.decide.order import BlockShuffle
-from shoal.models.resnet import new_resnet, norms_of, running_statistics
-from shoal.recipes.resnet.config import ResNetTrainConfig
-from shoal.recipes.resnet.data import location_of
+from shoal.data.loader import Batch
+from shoal.decide.order import BlockShuffle, ShuffledOrder
+from shoal.models.resnet import new_resnet
+from shoal.recipes.images.data import decode_threads, open_shards
+from shoal.recipes.images.job import ImageJob, trained_parts
+from shoal.recipes.resnet.config import DataConfig, ResNetTrainConfig
 from shoal.recipes.resnet.plan import Plan, make_plan
-from shoal.train.checkpoint import Checkpointer, Restored
-from shoal.train.clock import StepClock
-from shoal.train.config import as_tree, required
+from shoal.train.checkpoint import Checkpointer
+from shoal.train.config import required
 from shoal.train.ema import WeightAverage
-from shoal.train.gradients import DataParallel, data_parallel
-from shoal.train.optimizers import build_optimizer
-from shoal.train.parallel_config import parse_bytes
-from shoal.train.precision import LossScale, Precision, choose_precision
-from shoal.train.step import Trained
+from shoal.train.precision import choose_precision
 from shoal.train.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(ImageJob):
     """Everything that the steps share; built once, changed only by what it holds."""
 
     config: ResNetTrainConfig
-    world: World
     plan: Plan
-    precision: Precision
-    train_reader: ImageReader
+    train_reader: ImageReader | EncodedReader
     held_out_reader: ImageReader
-    model: nn.Module
-    trained: Trained
+    images_of: Callable[[Batch], Tensor]
+    """Makes the images of a training batch, float32 ``[B, 3, S, S]``, on any device."""
     average: WeightAverage | None
-    checkpointer: Checkpointer
-
-    @property
-    def ddp(self) -> DataParallel:
-        return self.trained.ddp
-
-    @property
-    def clock(self) -> StepClock:
-        return self.trained.clock
-
-    @property
-    def share(self) -> Share:
-        """Which part of each global batch is this worker's."""
-        return Share(
-            global_batch_size=self.plan.batch.global_batch_size,
-            micro_batch_size=self.plan.batch.micro_batch_size,
-            rank=self.world.place.rank,
-            num_workers=self.world.num_workers,
-        )
-
-    @property
-    def blocks(self) -> BlockShuffle | None:
-        """The order for slow storage, where that is asked for."""
-        data = self.config.data
-        if not data.block_size:
-            return None
-        return BlockShuffle(block_size=data.block_size, blocks_in_window=data.blocks_in_window)
-
-    @property
-    def loader(self) -> LoaderConfig:
-        return LoaderConfig(num_loader_processes=self.config.data.loader_processes)
-
-    @property
-    def statistics(self) -> list[torch.Tensor]:
-        """The running means and variances of the model's norms."""
-        return running_statistics(norms_of(self.model))
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint holds; the data's state is the one integer ``samples``."""
+        """What a checkpoint holds: the average of the weights, too, where the run keeps one."""
         average = {"average": self.average.model} if self.average else {}
-        return {
-            "model": self.model,
-            **average,
-            "optimizer": self.trained.optimizer,
-            **self.ddp.wire_state(),
-            "loss_scale": self.trained.scale.state_dict(),
-            "samples": self.plan.samples(step),
-            "config": as_tree(self.config),
-        }
+        return {**super().state(step), **average}
 
 
 def build(config: ResNetTrainConfig, world: World) -> Job:
     """Open the images, make the model and what surrounds it."""
-    train_reader, held_out_reader = open_data(config, world)
+    train, held_out = open_shards(config, world, evict=config.data.block_size > 0)
+    train_reader, images_of = training_images(config, train, world)
     precision = choose_precision(config.train.precision, world.device)
-    clock = StepClock(world.device)
     model = make_model(config, world)
+    num_examples = train_reader.num_examples
     return Job(
         config=config,
         world=world,
-        plan=make_plan(config, num_examples=train_reader.num_examples, num_workers=world.num_workers),
+        plan=make_plan(config, num_examples=num_examples, num_workers=world.num_workers),
         precision=precision,
         train_reader=train_reader,
-        held_out_reader=held_out_reader,
+        held_out_reader=held_out_images(config, held_out, world),
+        images_of=images_of,
+        order=ShuffledOrder(num_examples=num_examples, seed=config.train.seed, blocks=blocks_of(config.data)),
         model=model,
-        trained=Trained(
-            world=world,
-            ddp=data_parallel(model, world, config.distributed, clock),
-            optimizer=build_optimizer(model.named_parameters(), config.optim),
-            scale=LossScale(enabled=precision.name == "fp16", static=config.train.loss_scale),
-            clock=clock,
-        ),
+        trained=trained_parts(config, model, world, precision),
         average=WeightAverage(model, config.train.average_decay) if config.train.average_decay else None,
         checkpointer=Checkpointer(required(config.run.dir), keep=config.run.keep_checkpoints),
     )
 
 
-def restore(job: Job) -> Restored | None:
-    """Load the newest good checkpoint of the run, if there is one."""
-    restored = job.checkpointer.restore(job.state(0))
-    if restored:
-        job.trained.scale.load_state_dict(restored.values["loss_scale"])
-    return restored
+def blocks_of(data: DataConfig) -> BlockShuffle | None:
+    """Return the order for slow storage, where that is asked for."""
+    if not data.block_size:
+        return None
+    return BlockShuffle(block_size=data.block_size, blocks_in_window=data.blocks_in_window)
 
 
 def make_model(config: ResNetTrainConfig, world: World) -> nn.Module:
@@ -144,31 +90,35 @@ def make_model(config: ResNetTrainConfig, world: World) -> nn.Module:
     return model
 
 
-def open_data(config: ResNetTrainConfig, world: World) -> tuple[ImageReader, ImageReader]:
-    """Return the readers of the training and the held-out images; the main worker verifies their bytes."""
-    data, augment, validation = config.data, config.augment, config.validation
-    cache = None
-    if data.cache is not None:
-        size = parse_bytes(data.cache_bytes, "data.cache_bytes")
-        cache = CacheConfig(directory=data.cache, num_bytes=size, evict=data.block_size > 0)
-    verify = data.verify if world.is_main else "sizes"
-    location = location_of(config)
-    train, held_out = (
-        ImageShards(location, split, verify=verify, cache=cache) for split in ("train", "validation")
+def training_images(
+    config: ResNetTrainConfig, shards: ImageShards, world: World
+) -> tuple[ImageReader | EncodedReader, Callable[[Batch], Tensor]]:
+    """Return what reads batches of the training images, and what makes images of a batch.
+
+    Raises:
+        UsageError: they are to be made on the device, which does not vary them so.
+    """
+    augment, seed = config.augment, config.train.seed
+    if config.data.decode == "device":
+        return EncodedReader(shards, seed=seed), GpuTransform(augment, seed=seed, device=world.device)
+    reader = ImageReader(
+        shards,
+        TrainTransform(augment),
+        seed=seed,
+        threads=decode_threads(config.data, world),
+        channels_last=config.train.channels_last,
+        on_bad=config.data.on_bad,
     )
-    threads = data.decode_threads or default_decode_threads(
-        world.place.num_local_workers, data.loader_processes
-    )
-    seed, last = config.train.seed, config.train.channels_last
-    centre = CentreTransform(validation.size, validation.resize, mean=augment.mean, std=augment.std)
-    return (
-        ImageReader(
-            train,
-            TrainTransform(augment),
-            seed=seed,
-            threads=threads,
-            channels_last=last,
-            on_bad=data.on_bad,
-        ),
-        ImageReader(held_out, centre, seed=seed, threads=threads, channels_last=last),
+    return reader, itemgetter("images")
+
+
+def held_out_images(config: ResNetTrainConfig, shards: ImageShards, world: World) -> ImageReader:
+    """Return what reads the held-out images: the middle of each."""
+    validation, augment = config.validation, config.augment
+    return ImageReader(
+        shards,
+        CentreTransform(validation.size, validation.resize, mean=augment.mean, std=augment.std),
+        seed=config.train.seed,
+        threads=decode_threads(config.data, world),
+        channels_last=config.train.channels_last,
     )

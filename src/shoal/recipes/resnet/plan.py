@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.decide.batch import BatchPlan, plan_batch
+from shoal.decide.batch import plan_batch
 from shoal.decide.epochs import Epochs
 from shoal.errors import UsageError
-from shoal.optim.schedules import Schedule, learning_rate, linear_scaled
+from shoal.optim.schedules import Schedule, linear_scaled
+from shoal.recipes.images.plan import ImagePlan
 from shoal.recipes.resnet.config import ResNetTrainConfig
 
 BASE_BATCH = 256
@@ -15,24 +16,11 @@ BASE_BATCH = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(ImagePlan):
     """The arithmetic of a run."""
 
     epochs: Epochs
-    batch: BatchPlan
     schedule: Schedule
-
-    @property
-    def total_steps(self) -> int:
-        return self.schedule.total_steps
-
-    def samples(self, step: int) -> int:
-        """Return how many images the run has seen after ``step``: the whole state of its data."""
-        return step * self.batch.global_batch_size
-
-    def learning_rate(self, step: int) -> float:
-        """Return the rate of ``step``, counted from 1."""
-        return learning_rate(self.schedule, step - 1)
 
     def lines(self, total_epochs: float) -> list[str]:
         """Return the arithmetic in words."""
@@ -83,4 +71,4 @@ def make_plan(config: ResNetTrainConfig, *, num_examples: int, num_workers: int)
         power=optim.power,
         decay_from=optim.decay_from,
     )
-    return Plan(epochs=epochs, batch=batch, schedule=schedule)
+    return Plan(epochs=epochs, batch=batch, schedule=schedule, total_steps=total_steps)

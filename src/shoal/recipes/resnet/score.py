@@ -99,7 +99,8 @@ def score(what: Scoring, joined: Joined) -> int:
 
 def _read(source: Path) -> tuple[Exported, int]:
     """Return the network of an export (a run's own where it has one), else of a checkpoint, and its step."""
-    from shoal.recipes.resnet.export import CONFIG, EXPORT, read_checkpoint, read_export
+    from shoal.recipes.images.export import CONFIG, EXPORT
+    from shoal.recipes.resnet.export import read_checkpoint, read_export
 
     for directory in (source / EXPORT, source):
         if (directory / CONFIG).is_file():

@@ -1,44 +1,15 @@
-"""From settings to workers: checks what can be checked before any starts, then starts or joins them."""
+"""Checks what can be checked before workers start, and tells what a run would be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 from shoal.decide.memory import MemoryEstimate
-from shoal.env import Joined
 from shoal.recipes.resnet.config import ResNetTrainConfig
 from shoal.recipes.resnet.data import counts_of, num_classes
 from shoal.recipes.resnet.plan import Plan, make_plan
-from shoal.recipes.start import Launch, named, start
-from shoal.train.config import as_tree, required, to_toml
+from shoal.train.config import as_tree, to_toml
 
 
-def run(
-    config: ResNetTrainConfig,
-    how: Launch,
-    train: Callable[[ResNetTrainConfig, Joined, list[str]], int],
-    *,
-    preset: str,
-    command: list[str],
-) -> int:
-    """Join the workers if this process is one, else start them; return the exit code.
-
-    Raises:
-        UsageError: settings that cannot work together or with the images.
-        ShoalError: a worker failed.
-    """
-    resolved = replace(config, run=named(config.run, f"{config.recipe}-{preset}"))
-    return start(
-        how,
-        command=command,
-        run_dir=required(resolved.run.dir),
-        describe=lambda num_workers: describe(resolved, num_workers, dry_run=how.dry_run),
-        work=lambda place: train(resolved, place, command),
-    )
-
-
-def describe(config: ResNetTrainConfig, num_workers: int, *, dry_run: bool) -> list[str]:
+def describe(config: ResNetTrainConfig, num_workers: int, dry_run: bool) -> list[str]:
     """Check the settings; return what a dry run prints: settings, arithmetic, parameters, memory.
 
     Raises:

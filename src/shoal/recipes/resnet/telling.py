@@ -6,46 +6,34 @@ from torch import nn
 
 from shoal import record
 from shoal.errors import EXIT_OK
+from shoal.recipes.images import telling as images
+from shoal.recipes.images.export import EXPORT
 from shoal.recipes.resnet.evaluation import TOP1, evaluate, scored_model
-from shoal.recipes.resnet.export import EXPORT, exported, write_export
+from shoal.recipes.resnet.export import exported, write_export
 from shoal.recipes.resnet.job import Job
 from shoal.train import telling
 from shoal.train.checkpoint import Restored
-from shoal.train.config import as_tree, required
-from shoal.train.progress import Progress
+from shoal.train.config import required
 from shoal.train.run_log import RunLog
 from shoal.train.signals import StopRequest
-from shoal.train.step import step_row
-from shoal.train.telling import report_checkpoints, speed_line, start_row
+from shoal.train.telling import report_checkpoints, speed_line
 from shoal.train.window import Meter
 
 
 def open_log(job: Job, restored: Restored | None, command: list[str]) -> RunLog:
-    """Begin the record: the settings, the arithmetic of the run, the world, where it goes on from."""
-    config, plan = job.config, job.plan
-    first_step = restored.step if restored else 0
-    log = RunLog(required(config.run.dir), Progress(plan.total_steps, first_step, unit=plan.batch.unit))
-    log.start(
-        start_row(
-            run=required(config.run.name),
-            recipe=config.recipe,
-            command=command,
-            config=as_tree(config),
-            world=job.world,
-            precision=job.precision,
-            num_parameters=sum(p.numel() for p in job.model.parameters()),
-            total_steps=plan.total_steps,
-            batch=plan.batch,
-            references={TOP1: 1 / required(config.model.num_classes)},
-            epoch_samples=plan.epochs.num_examples,
-        )
+    """Begin the record."""
+    lines = [
+        *job.plan.lines(job.config.train.total_epochs),
+        f"held out     {job.held_out_reader.num_examples:,} images",
+    ]
+    return images.open_log(
+        job,
+        restored,
+        command,
+        lines=lines,
+        epoch_samples=job.plan.epochs.num_examples,
+        references={TOP1: 1 / required(job.config.model.num_classes)},
     )
-    for line in plan.lines(config.train.total_epochs):
-        log.say(line)
-    log.say(f"held out     {job.held_out_reader.num_examples:,} images")
-    if restored:
-        log.resume(record.Resume(step=restored.step, path=str(restored.path), damaged=restored.damaged))
-    return log
 
 
 def after_step(job: Job, meter: Meter, step: int, log: RunLog | None) -> None:
@@ -82,20 +70,8 @@ def write_line(job: Job, meter: Meter, step: int, log: RunLog | None) -> None:
     window = meter.window
     job.world.sum_values(window.sums)
     loss, right, replaced = (float(value) for value in window.sums)
-    if log:
-        row = step_row(
-            job.trained,
-            window,
-            step=step,
-            samples=job.plan.samples(step),
-            global_batch_size=job.plan.batch.global_batch_size,
-            learning_rate=job.plan.learning_rate(step),
-            loss=loss / window.count,
-            metrics={TOP1: right / window.count, **({"replaced_images": replaced} if replaced else {})},
-        )
-        log.step(row)
-    window.reset()
-    job.clock.reset()
+    metrics = {TOP1: right / window.count, **({"replaced_images": replaced} if replaced else {})}
+    images.write_line(job, meter, step, log, loss=loss / window.count, metrics=metrics)
 
 
 def leave(job: Job, step: int, stop: StopRequest, log: RunLog | None) -> int:

@@ -15,11 +15,13 @@ import time
 from contextlib import ExitStack
 
 from shoal.env import Joined
+from shoal.recipes.images.job import restore
+from shoal.recipes.images.step import agree, batches_after
 from shoal.recipes.resnet.config import ResNetTrainConfig
 from shoal.recipes.resnet.data import make_images_if_due, with_classes
-from shoal.recipes.resnet.job import Job, build, restore
+from shoal.recipes.resnet.job import Job, build
 from shoal.recipes.resnet.losses import NUM_SUMS
-from shoal.recipes.resnet.step import agree, batches_after, take_step, warm_up
+from shoal.recipes.resnet.step import take_step, warm_up
 from shoal.recipes.resnet.telling import after_step, finish, leave, open_log
 from shoal.train.config import as_tree, required
 from shoal.train.exchange import together

@@ -12,16 +12,9 @@ import pytest
 import torch
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
+from shoal.data.coco.augment import DetectionAugmentConfig, Placement, placement
 from shoal.data.coco.masks import bitmaps, crops, encoded
-from shoal.data.coco.transform import (
-    DetectionAugmentConfig,
-    DetectionTransform,
-    Placement,
-    placed_boxes,
-    placed_objects,
-    placed_pixels,
-    placement,
-)
+from shoal.data.coco.transform import DetectionTransform, placed_boxes, placed_objects, placed_pixels
 from shoal.errors import ShoalError, UsageError
 
 HEIGHT, WIDTH = 40, 60

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ from torchvision.ops import generalized_box_iou_loss, roi_align
 
 from shoal.errors import UsageError
 from shoal.models.detection.coding import decode
-from shoal.models.detection.mask_rcnn import MaskRCNN, MaskRCNNConfig
+from shoal.models.detection.config import MaskRCNNConfig
+from shoal.models.detection.mask_rcnn import MaskRCNN
 from shoal.models.detection.projecting import project_masks
 from shoal.models.detection.regions import Sampled, region_losses
 from shoal.models.detection.sampling import draw, sample_balanced
@@ -136,7 +139,7 @@ def test_losses_and_gradients_are_torchvisions(sampled: str) -> None:
     sum(expected.values()).backward()
 
     sums = ours(images, targets, keys)
-    found = {name: sums[name] / sums[f"count_{COUNTS[name]}"] for name in NAMES}
+    found = {name: sums[name].sum() / sums[f"count_{COUNTS[name]}"].sum() for name in NAMES}
     sum(found.values()).backward()
     for name in NAMES:
         assert expected[name] > 0
@@ -182,9 +185,10 @@ def test_nothing_to_learn_and_nothing_found() -> None:
     targets = {**targets, "boxes": targets["boxes"][:, :0], "labels": targets["labels"][:, :0]}
     targets["mask_places"], targets["masks"] = targets["mask_places"][:, :0], targets["masks"][:, :0]
     sums = ours(images, targets, torch.tensor([1, 2]))
-    assert sums["loss_mask"] == sums["loss_box_reg"] == sums["loss_rpn_box_reg"] == 0
-    assert sums["count_mask"] == 0 and sums["count_region"] == 2 * CONFIG.region_samples
-    sum(sums[name] for name in NAMES).backward()
+    for name in ("loss_mask", "loss_box_reg", "loss_rpn_box_reg", "count_mask"):
+        assert sums[name].tolist() == [0, 0]
+    assert sums["count_region"].tolist() == [CONFIG.region_samples] * 2
+    sum(sums[name].sum() for name in NAMES).backward()
     ours.eval()
     with torch.no_grad():
         ours.roi_heads.box_predictor.cls_score.bias[0] = 1e4  # all background
@@ -192,8 +196,36 @@ def test_nothing_to_learn_and_nothing_found() -> None:
     assert found.counts == [0, 0] and found.masks.shape == (0, 28, 28)
 
 
-def test_what_does_not_learn() -> None:
-    config = MaskRCNNConfig(backbone="resnet18", frozen_stages=2, frozen_norms=True)
+def test_losses_belong_to_their_images() -> None:
+    """With norms that do not look at the batch, images of one frame are learnt as each would be alone."""
+    torch.manual_seed(1)
+    ours = MaskRCNN(replace(CONFIG, frozen_norms=True), CLASSES)
+    images, targets, _ = a_batch((3, 2))
+    targets["sizes"] = torch.tensor([[96, 128], [96, 128]])
+    keys = torch.tensor([5, 6])
+    both_images = ours(images, targets, keys)
+    for n in range(2):
+        one = {name: tensor[n : n + 1] for name, tensor in targets.items()}
+        alone = ours(images[n : n + 1], one, keys[n : n + 1])
+        for name, values in both_images.items():
+            torch.testing.assert_close(values[n], alone[name][0], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_a_narrow_network() -> None:
+    """Fewer channels from the pyramid on; the names stay."""
+    narrow, usual = (MaskRCNN(replace(CONFIG, channels=n), CLASSES) for n in (32, 256))
+    assert list(narrow.state_dict()) == list(usual.state_dict())
+    shapes = {name: tensor.shape for name, tensor in narrow.state_dict().items()}
+    assert shapes["backbone.fpn.layer_blocks.0.0.weight"] == (32, 32, 3, 3)
+    assert shapes["roi_heads.box_head.fc7.weight"] == (128, 128)
+    assert shapes["roi_heads.mask_predictor.mask_fcn_logits.weight"] == (CLASSES + 1, 32, 1, 1)
+    images, targets, _ = a_batch((3, 3))
+    sums = narrow(images, targets, torch.tensor([1, 2]))
+    assert all(sums[name].sum() > 0 for name in NAMES)
+
+
+def test_what_does_not_learn_from_trained_weights() -> None:
+    config = MaskRCNNConfig(backbone="resnet18", weights=Path("named.safetensors"))
     model = MaskRCNN(config, 3)
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     body = {name for name, _ in model.named_parameters() if name.startswith("backbone.body")}
@@ -233,16 +265,23 @@ def test_giou_and_smoothed_labels() -> None:
     found = region_losses(logits, deltas, sampled, boxes, box_loss="giou", label_smoothing=0.1)
     spread = torch.full((4, 6), 0.1 / 6)
     spread[torch.arange(4), sampled.labels] += 0.9
-    torch.testing.assert_close(found.classifier, -(spread * logits.log_softmax(1)).sum())
+    torch.testing.assert_close(found.classifier[0], -(spread * logits.log_softmax(1)).sum())
     rows = torch.tensor([0, 1, 3])
     predicted = decode(deltas.view(4, 6, 4)[rows, sampled.labels[rows]], regions[rows, 1:], (10, 10, 5, 5))
     wanted = boxes[0, sampled.objects[rows]]
     expected = generalized_box_iou_loss(predicted, wanted, reduction="sum")
-    torch.testing.assert_close(found.box, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.box[0], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "values", [{"frozen_stages": 6}, {"anchor_sizes": (1, 2)}, {"proposals": 1}, {"label_smoothing": 1.0}]
+    "values",
+    [
+        {"frozen_stages": 6},
+        {"anchor_sizes": (1, 2)},
+        {"proposals": 1},
+        {"label_smoothing": 1.0},
+        {"channels": 0},
+    ],
 )
 def test_settings_out_of_range(values: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(values))):

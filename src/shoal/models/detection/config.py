@@ -1,0 +1,81 @@
+"""The settings of a detector. No torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shoal.errors import UsageError
+
+BoxLoss = Literal["smooth_l1", "giou"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskRCNNConfig:
+    """A detector and how it learns; the values are torchvision's."""
+
+    weights: Path | None = None
+    """Trained weights to begin with, a safetensors file with torchvision's names: of a residual network for
+    classification, or of a whole detector."""
+    backbone: Literal["resnet18", "resnet34", "resnet50", "resnet101"] = "resnet50"
+    """The residual network below the pyramid."""
+    channels: int = 256
+    """Channels of the pyramid and of the heads; the boxes' head has four times as many features."""
+    frozen_stages: int | None = None
+    """So many of the backbone's five (the stem is the first) do not learn; default: 2 from trained weights,
+    0 from random ones."""
+    frozen_norms: bool | None = None
+    """Whether the backbone's norms keep their statistics and do not learn; default: from trained weights."""
+    anchor_sizes: tuple[int, ...] = (32, 64, 128, 256, 512)
+    """Side of the anchors on each of the five levels, in pixels."""
+    proposal_samples: int = 256
+    """Anchors of an image that the first stage learns from, at most half of them positive."""
+    proposals_a_level: int = 2000
+    """Boxes of each level before suppression, in training; half of them otherwise."""
+    proposals: int = 2000
+    """Boxes of an image after suppression, in training; half of them otherwise."""
+    region_samples: int = 512
+    """Regions of an image that the second stage learns from, at most a quarter of them positive."""
+    box_loss: BoxLoss = "smooth_l1"
+    """Loss of the second stage's boxes."""
+    label_smoothing: float = 0.0
+    """Part of the second stage's class labels that is spread over all classes."""
+    least_score: float = 0.05
+    """Detections are at least so sure."""
+    detections: int = 100
+    """The best of an image are kept."""
+
+    def __post_init__(self) -> None:
+        """Check each field by itself.
+
+        Raises:
+            UsageError: a value is out of its range.
+        """
+        if not 0 <= self.stages_frozen <= 5:
+            raise UsageError(f"model.frozen_stages {self.frozen_stages} must be from 0 to 5")
+        if len(self.anchor_sizes) != 5 or min(self.anchor_sizes) < 1:
+            raise UsageError(f"model.anchor_sizes {self.anchor_sizes} must be five sides of at least 1 pixel")
+        for name, least in {
+            "channels": 1,
+            "proposal_samples": 2,
+            "proposals_a_level": 2,
+            "proposals": 2,
+            "region_samples": 4,
+            "detections": 1,
+        }.items():
+            if getattr(self, name) < least:
+                raise UsageError(f"model.{name} {getattr(self, name)} must be at least {least}")
+        for name in ("label_smoothing", "least_score"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"model.{name} {getattr(self, name)} must be at least 0 and below 1")
+
+    @property
+    def stages_frozen(self) -> int:
+        """How many of the backbone's stages do not learn."""
+        if self.frozen_stages is None:
+            return 2 if self.weights else 0
+        return self.frozen_stages
+
+    @property
+    def norms_frozen(self) -> bool:
+        """Whether the backbone's norms do not learn."""
+        return self.weights is not None if self.frozen_norms is None else self.frozen_norms
