@@ -84,7 +84,7 @@ def evaluate(
             images = images_on(world.device, batch["images"], channels_last=channels_last)
             with precision.autocast():
                 detections = model.detect(images, batch["sizes"].to(world.device, non_blocking=True))
-            _add(found, detections, batch, list(reader.categories))
+            add_found(found, detections, batch, list(reader.categories))
             numbers += batch["index"].tolist()
     model.train(was_training)
     truth = prepared_truth(
@@ -110,8 +110,15 @@ def recorded(scores: Sequence[CocoScore]) -> dict[str, float]:
     return {name: value for name, value in figures.items() if value >= 0}
 
 
-def _add(found: Found, detections: Detections, batch: Batch, categories: Sequence[int]) -> None:
-    """Add what was found in a batch, in the images' own sizes."""
+def add_found(found: Found, detections: Detections, batch: Batch, categories: Sequence[int]) -> None:
+    """Add what was found in a batch, in the images' own sizes.
+
+    Args:
+        found: by kind and id of the image; both kinds in the same order.
+        detections: of the batch.
+        batch: its ``sizes``, ``original_size`` and ``image_id``, as of ``DetectionReader.batch``.
+        categories: their ids in the order of the labels.
+    """
     sizes = batch["original_size"]
     boxes = detections.scaled(batch["sizes"], sizes)
     bitmaps = detections.bitmaps(boxes, [(int(height), int(width)) for height, width in sizes])
