@@ -31,6 +31,7 @@ from shoal.models.detection.sampling import draw
 
 _BOX_SIZE, _MASK_SIZE = 7, 14  # of what is pooled from the pyramid
 _ANCHOR_RATIOS = (0.5, 1.0, 2.0)
+_REGION_POSITIVES = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ class MaskRCNN(nn.Module):
             draw(keys, torch.ones_like(keys)),
             threshold=0.5,
             num_samples=config.region_samples,
-            positive_fraction=0.25,
+            positive_fraction=_REGION_POSITIVES,
         )
         second = region_losses(
             *self._classify(pyramid, sampled.regions),
@@ -212,6 +213,25 @@ class MaskRCNN(nn.Module):
             masks=self._mask_logits(pyramid, _regions(image, boxes), labels).sigmoid(),
             counts=detected.there.sum(dim=1).tolist(),
         )
+
+
+def largest_step(model: MaskRCNN, images: Tensor) -> Tensor:
+    """Return a number that all of ``model`` takes part in, the heads with as many regions as they may have.
+
+    For counting on the meta device, where no region can be found.
+    """
+    heads, channels = model.roi_heads, model.config.channels
+    num_regions = len(images) * model.config.region_samples
+    levels = list(model.backbone(images).values())
+    logits, deltas = model.rpn.head(levels)
+    classes, boxes = heads.box_predictor(
+        heads.box_head(images.new_empty(num_regions, channels, _BOX_SIZE, _BOX_SIZE))
+    )
+    num_positives = int(num_regions * _REGION_POSITIVES)
+    masks = heads.mask_predictor(
+        heads.mask_head(images.new_empty(num_positives, channels, _MASK_SIZE, _MASK_SIZE))
+    )
+    return torch.stack([one.sum() for one in (*logits, *deltas, classes, boxes, masks)]).sum()
 
 
 def _regions(image: Tensor, boxes: Tensor) -> Tensor:
