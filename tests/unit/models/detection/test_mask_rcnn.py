@@ -31,6 +31,7 @@ CONFIG = MaskRCNNConfig(
     anchor_sizes=(8, 16, 32, 64, 128),
     proposals_a_level=60,
     proposals=100,
+    proposals_used=50,
     proposal_samples=40,
     region_samples=32,
 )
@@ -66,9 +67,9 @@ def both(config: MaskRCNNConfig) -> tuple[MaskRCNN, TheirMaskRCNN]:
             tuple((s,) for s in config.anchor_sizes), ((0.5, 1.0, 2.0),) * 5
         ),
         rpn_pre_nms_top_n_train=config.proposals_a_level,
-        rpn_pre_nms_top_n_test=config.proposals_a_level // 2,
+        rpn_pre_nms_top_n_test=config.proposals_used,
         rpn_post_nms_top_n_train=config.proposals,
-        rpn_post_nms_top_n_test=config.proposals // 2,
+        rpn_post_nms_top_n_test=config.proposals_used,
         rpn_batch_size_per_image=config.proposal_samples,
         box_batch_size_per_image=config.region_samples,
     )
