@@ -190,6 +190,7 @@ def test_nothing_to_learn_and_nothing_found() -> None:
         assert sums[name].tolist() == [0, 0]
     assert sums["count_region"].tolist() == [CONFIG.region_samples] * 2
     sum(sums[name].sum() for name in NAMES).backward()
+    assert all(parameter.grad is not None for parameter in ours.parameters())  # as DDP demands
     ours.eval()
     with torch.no_grad():
         ours.roi_heads.box_predictor.cls_score.bias[0] = 1e4  # all background
