@@ -39,6 +39,7 @@ def small_config(scenes: Path, run_dir: Path, **changes: Any) -> MaskRCNNTrainCo
             proposal_samples=16,
             proposals_a_level=30,
             proposals=20,
+            proposals_used=20,
             region_samples=16,
             box_loss="giou",
             label_smoothing=0.1,

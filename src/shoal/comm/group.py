@@ -110,11 +110,12 @@ class EngineGroup(ProcessGroup):
         timeout: timedelta,
         result: Any,
         finish: Callable[[], None] | None = None,
+        priority: int = 0,
     ) -> EngineWork:
         """Give the engine an operation on two blocks of memory, which stay alive until it is done."""
         asked = Operation(
             kind=kind, input=input.data_ptr(), output=output.data_ptr(), count=count, dtype=dtype,
-            op=op, root=root, shape=shape, timeout_s=self._limit(timeout).total_seconds(),
+            op=op, root=root, shape=shape, timeout_s=self._limit(timeout).total_seconds(), priority=priority,
         )  # fmt: skip
         handle = self._begin(asked)
         work = EngineWork(self, handle, kind, result, (input, output), finish)
