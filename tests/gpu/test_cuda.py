@@ -11,6 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
+import image_jobs
 import pretrain_jobs as jobs
 
 from shoal.errors import EXIT_OK
@@ -77,3 +78,16 @@ def test_a_run_on_one_gpu_continues_where_it_was_killed(tmp_path: Path, precisio
     found = jobs.losses(tmp_path / "run")
     assert sorted(found) == list(range(1, 13))
     assert found[12] < found[1]
+
+
+def test_images_decoded_by_nvjpeg_train_alike(tmp_path: Path) -> None:
+    images = image_jobs.prepare_small(tmp_path)
+    found = {}
+    for decode in ("host", "device"):
+        config = image_jobs.small_config(
+            images, tmp_path / decode, train={"compile": False}, data={"decode": decode}
+        )
+        assert jobs.run(config, 1) == [EXIT_OK]
+        found[decode] = jobs.losses(tmp_path / decode)
+    assert found["device"].keys() == found["host"].keys()
+    assert found["device"][1] == pytest.approx(found["host"][1], rel=0.005)

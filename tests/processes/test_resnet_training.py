@@ -102,6 +102,17 @@ def test_the_number_of_workers_changes_no_loss_but_in_rounding(whole_run: Path, 
     assert scores(run_alone) != scores(whole_run)  # the norms' statistics are other ones
 
 
+def test_images_decoded_on_the_device_train_alike(images: Path, run_alone: Path, tmp_path: Path) -> None:
+    """Here on the CPU; pixels are at most one step of 255 from those that the host's threads make."""
+    config = image_jobs.small_config(
+        images, tmp_path / "run", train={"norm_images": 20}, data={"decode": "device"}
+    )
+    assert jobs.run(config, 1) == [EXIT_OK]
+    found, wanted = jobs.losses(tmp_path / "run"), jobs.losses(run_alone)
+    assert found.keys() == wanted.keys()
+    assert found[1] == pytest.approx(wanted[1], rel=0.005) and found[1] != wanted[1]
+
+
 def test_another_number_of_workers_takes_up_the_same_images(
     images: Path, whole_run: Path, run_alone: Path, tmp_path: Path
 ) -> None:

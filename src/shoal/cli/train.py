@@ -12,6 +12,7 @@ from shoal.cli.settings import settings_from, this_command
 from shoal.env import Joined
 from shoal.recipes.albert import config as albert
 from shoal.recipes.bert import config as bert
+from shoal.recipes.mask_rcnn import config as mask_rcnn
 from shoal.recipes.masked_lm import start
 from shoal.recipes.resnet import config as resnet
 from shoal.recipes.start import Launch
@@ -19,7 +20,7 @@ from shoal.recipes.t5 import config as t5
 
 _FOLDERS = {"resnet50": "resnet"}
 """Recipes whose folder is not called as their command."""
-_DEFAULT_PRESETS = {"resnet50": "imagenet-16k"}
+_DEFAULT_PRESETS = {"mask_rcnn": "coco-1x", "resnet50": "imagenet-16k"}
 """Presets of commands whose default is not ``base``."""
 
 train = App(
@@ -164,6 +165,38 @@ def train_resnet50(
 
     def work(resolved: resnet.ResNetTrainConfig, place: Joined, command: list[str]) -> int:
         from shoal.recipes.resnet.train import train
+
+        return train(resolved, place, command)
+
+    return start.run(settings, how, work, describe, preset=preset, command=this_command())
+
+
+@train.command(name="mask_rcnn")
+def train_mask_rcnn(
+    *,
+    preset: Literal[mask_rcnn.PRESETS] = "coco-1x",  # type: ignore[valid-type]
+    config: Path | None = None,
+    settings: Annotated[mask_rcnn.MaskRCNNTrainConfig, Settings] = mask_rcnn.MaskRCNNTrainConfig(),  # noqa: B008
+    how: Annotated[Launch, Settings] = Launch(),  # noqa: B008
+) -> int:
+    """Train Mask R-CNN to find objects in images, each with its box and mask.
+
+    Held-out images are scored by COCO's rules, with all workers. Started alone, the command starts the
+    workers; started by torchrun, mpirun or anything that sets RANK and WORLD_SIZE, it joins them. Run it
+    again to continue after a stop or a crash.
+
+    Parameters
+    ----------
+    preset
+        Settings to start from.
+    config
+        TOML file with settings that go before the preset's; options go before both.
+    """
+    from shoal.recipes.images import start
+    from shoal.recipes.mask_rcnn.start import describe
+
+    def work(resolved: mask_rcnn.MaskRCNNTrainConfig, place: Joined, command: list[str]) -> int:
+        from shoal.recipes.mask_rcnn.train import train
 
         return train(resolved, place, command)
 

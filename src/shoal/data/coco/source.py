@@ -20,6 +20,7 @@ from shoal.data.files import write_atomically
 from shoal.data.images.folder import unique_keys
 from shoal.data.images.manifest import ImageManifest
 from shoal.data.images.prepare import ImagePrepareConfig, prepare_images
+from shoal.data.images.remote import SCHEME, S3Files
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
 from shoal.errors import ShoalError, UsageError
 
@@ -132,15 +133,21 @@ def prepare_coco(source: CocoSource, out: Path, *, config: ImagePrepareConfig) -
     return manifest
 
 
-def read_categories(directory: Path) -> dict[int, str]:
+def read_categories(location: Path | str) -> dict[int, str]:
     """Return the names of the categories by id, in the order of their labels 1, 2, ….
+
+    Args:
+        location: the directory, or s3://BUCKET/PREFIX of one.
 
     Raises:
         UsageError: the directory was not prepared from COCO.
+        ShoalError: it is in S3 and cannot be read.
     """
-    path = directory / CATEGORIES
+    path = f"{location}/{CATEGORIES}"
     try:
-        return {int(entry["id"]): str(entry["name"]) for entry in json.loads(path.read_bytes())}
+        remote = str(location).startswith(SCHEME)
+        data = S3Files(str(location)).read(CATEGORIES) if remote else Path(path).read_bytes()
+        return {int(entry["id"]): str(entry["name"]) for entry in json.loads(data)}
     except (OSError, ValueError, KeyError, TypeError):
         raise UsageError(
             f"{path} is missing or is no list of categories; prepare the directory with shoal prepare coco"

@@ -1,5 +1,6 @@
 """Images decoded on the GPU: the host only reads bytes, nvJPEG and the device do the rest.
 
+A device without nvJPEG, the CPU, decodes with libjpeg, so that tests and small machines take the same path.
 ``EncodedReader`` gives batches of encoded images in the same order as ``reader.ImageReader``.
 ``GpuTransform`` decodes a batch (torchvision's ``decode_jpeg`` on a CUDA device), crops, resizes, mirrors,
 lights, normalises and erases it as ``transform.TrainTransform`` does, by the same draws. What nvJPEG does not
@@ -54,7 +55,7 @@ class EncodedReader:
         return self.example_bytes
 
     def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
-        """Return the images ``indices``: ``encoded`` (objects, ``[B]``) and what ``micro_batch`` keeps.
+        """Return the images ``indices``: ``encoded`` (objects, ``[B]``); the rest as ``ImageReader`` does.
 
         Raises:
             ShoalError: a shard cannot be read.
@@ -69,6 +70,7 @@ class EncodedReader:
         return {
             "encoded": encoded,
             "labels": self._labels[indices_],
+            "replaced": np.zeros(len(indices_), dtype=bool),
             "epoch": epochs_,
             "index": indices_,
         }
@@ -90,9 +92,8 @@ class GpuTransform:
         """Take what ``config`` says.
 
         Raises:
-            UsageError: the device is no CUDA device, or colours are to be jittered.
+            UsageError: colours are to be jittered, or crops to be padded.
         """
-        _check_device(device)
         for name in ("brightness", "contrast", "saturation", "hue"):
             if getattr(config, name):
                 raise _not_here(f"{name} {getattr(config, name)}")
@@ -155,13 +156,5 @@ class GpuTransform:
         return pixels.permute(2, 0, 1).to(self.device)
 
 
-def _check_device(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise UsageError(
-            f"images are decoded on the GPU only where there is a CUDA device, and this worker has {device}; "
-            "decode in threads of the worker instead"
-        )
-
-
 def _not_here(what: str) -> UsageError:
-    return UsageError(f"{what} is not done on the GPU; decode in threads of the worker, or leave it out")
+    return UsageError(f"{what} is not done on the device: leave it out, or set data.decode 'host'")

@@ -31,6 +31,7 @@ from shoal.models.detection.sampling import draw
 
 _BOX_SIZE, _MASK_SIZE = 7, 14  # of what is pooled from the pyramid
 _ANCHOR_RATIOS = (0.5, 1.0, 2.0)
+_REGION_POSITIVES = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +105,14 @@ class MaskRCNN(nn.Module):
             positive_fraction=0.5,
         )
         sampled = sample_regions(
-            self._propose(found, targets["sizes"], halved=False),
+            self._propose(found, targets["sizes"], config.proposals_a_level, config.proposals),
             boxes,
             targets["labels"],
             counts,
             draw(keys, torch.ones_like(keys)),
             threshold=0.5,
             num_samples=config.region_samples,
-            positive_fraction=0.25,
+            positive_fraction=_REGION_POSITIVES,
         )
         second = region_losses(
             *self._classify(pyramid, sampled.regions),
@@ -137,7 +138,7 @@ class MaskRCNN(nn.Module):
         """Return what is in ``images`` (as for ``forward``) of ``sizes [B, 2]``, height and width."""
         config = self.config
         pyramid, found = self._first_stage(images)
-        proposals = self._propose(found, sizes, halved=True)
+        proposals = self._propose(found, sizes, config.proposals_used, config.proposals_used)
         image = torch.arange(len(images), device=images.device)
         detected = detect(
             *self._classify(pyramid, _regions(image[:, None], proposals.boxes)),
@@ -160,15 +161,8 @@ class MaskRCNN(nn.Module):
         anchors = torch.cat(generator.grid_anchors(shapes, strides))
         return levels[:-1], predicted(logits, deltas, anchors)
 
-    def _propose(self, found: Predicted, sizes: Tensor, *, halved: bool) -> Proposals:
-        divisor = 2 if halved else 1
-        return propose(
-            found,
-            sizes,
-            most_a_level=self.config.proposals_a_level // divisor,
-            most=self.config.proposals // divisor,
-            iou_threshold=0.7,
-        )
+    def _propose(self, found: Predicted, sizes: Tensor, most_a_level: int, most: int) -> Proposals:
+        return propose(found, sizes, most_a_level=most_a_level, most=most, iou_threshold=0.7)
 
     def _classify(self, pyramid: list[Tensor], regions: Tensor) -> tuple[Tensor, Tensor]:
         heads = self.roi_heads
@@ -212,6 +206,25 @@ class MaskRCNN(nn.Module):
             masks=self._mask_logits(pyramid, _regions(image, boxes), labels).sigmoid(),
             counts=detected.there.sum(dim=1).tolist(),
         )
+
+
+def largest_step(model: MaskRCNN, images: Tensor) -> Tensor:
+    """Return a number that all of ``model`` takes part in, the heads with as many regions as they may have.
+
+    For counting on the meta device, where no region can be found.
+    """
+    heads, channels = model.roi_heads, model.config.channels
+    num_regions = len(images) * model.config.region_samples
+    levels = list(model.backbone(images).values())
+    logits, deltas = model.rpn.head(levels)
+    classes, boxes = heads.box_predictor(
+        heads.box_head(images.new_empty(num_regions, channels, _BOX_SIZE, _BOX_SIZE))
+    )
+    num_positives = int(num_regions * _REGION_POSITIVES)
+    masks = heads.mask_predictor(
+        heads.mask_head(images.new_empty(num_positives, channels, _MASK_SIZE, _MASK_SIZE))
+    )
+    return torch.stack([one.sum() for one in (*logits, *deltas, classes, boxes, masks)]).sum()
 
 
 def _regions(image: Tensor, boxes: Tensor) -> Tensor:

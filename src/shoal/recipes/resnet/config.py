@@ -18,6 +18,9 @@ PRESETS = ("imagenet-16k", "imagenet-lars-32k", "imagenet-fast", "cifar10", "tin
 class DataConfig(ImageDataConfig):
     """Which images, and how they are read."""
 
+    decode: Literal["host", "device"] = "host"
+    """Where training images are decoded and varied: in threads of the host, or on the worker's device (nvJPEG
+    on a GPU; without colour jitter and padded crops)."""
     on_bad: Literal["refuse", "skip"] = "refuse"
     """What to do with a training image that cannot be decoded: end, naming it, or take another instead."""
     block_size: int = 0
@@ -29,6 +32,8 @@ class DataConfig(ImageDataConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive("data", self, "blocks_in_window")
+        if self.decode == "device" and self.on_bad == "skip":
+            raise UsageError("data.on_bad 'skip' is done on the host only: set data.decode 'host', or refuse")
         if self.block_size < 0:
             raise UsageError(f"data.block_size {self.block_size} must be at least 0")
 

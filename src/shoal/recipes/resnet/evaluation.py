@@ -72,7 +72,7 @@ def scored_model(job: Job) -> nn.Module:
         job.train_reader.shards,
         TrainTransform(replace(config.augment, first_size=None)),
         seed=config.train.seed,
-        threads=job.train_reader.num_threads,
+        threads=job.held_out_reader.num_threads,
         channels_last=config.train.channels_last,
         on_bad=config.data.on_bad,
     )

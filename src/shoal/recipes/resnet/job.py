@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shoal.data.images.gpu import EncodedReader, GpuTransform
 from shoal.data.images.reader import ImageReader
+from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import CentreTransform, TrainTransform
+from shoal.data.loader import Batch
 from shoal.decide.order import BlockShuffle, ShuffledOrder
 from shoal.models.resnet import new_resnet
 from shoal.recipes.images.data import decode_threads, open_shards
@@ -29,8 +34,10 @@ class Job(ImageJob):
 
     config: ResNetTrainConfig
     plan: Plan
-    train_reader: ImageReader
+    train_reader: ImageReader | EncodedReader
     held_out_reader: ImageReader
+    images_of: Callable[[Batch], Tensor]
+    """Makes the images of a training batch, float32 ``[B, 3, S, S]``, on any device."""
     average: WeightAverage | None
 
     def state(self, step: int) -> dict[str, Any]:
@@ -41,7 +48,8 @@ class Job(ImageJob):
 
 def build(config: ResNetTrainConfig, world: World) -> Job:
     """Open the images, make the model and what surrounds it."""
-    train_reader, held_out_reader = open_data(config, world)
+    train, held_out = open_shards(config, world, evict=config.data.block_size > 0)
+    train_reader, images_of = training_images(config, train, world)
     precision = choose_precision(config.train.precision, world.device)
     model = make_model(config, world)
     num_examples = train_reader.num_examples
@@ -51,7 +59,8 @@ def build(config: ResNetTrainConfig, world: World) -> Job:
         plan=make_plan(config, num_examples=num_examples, num_workers=world.num_workers),
         precision=precision,
         train_reader=train_reader,
-        held_out_reader=held_out_reader,
+        held_out_reader=held_out_images(config, held_out, world),
+        images_of=images_of,
         order=ShuffledOrder(num_examples=num_examples, seed=config.train.seed, blocks=blocks_of(config.data)),
         model=model,
         trained=trained_parts(config, model, world, precision),
@@ -81,21 +90,35 @@ def make_model(config: ResNetTrainConfig, world: World) -> nn.Module:
     return model
 
 
-def open_data(config: ResNetTrainConfig, world: World) -> tuple[ImageReader, ImageReader]:
-    """Return the readers of the training and the held-out images; the main worker verifies their bytes."""
-    data, augment, validation = config.data, config.augment, config.validation
-    train, held_out = open_shards(config, world, evict=data.block_size > 0)
-    threads = decode_threads(data, world)
-    seed, last = config.train.seed, config.train.channels_last
-    centre = CentreTransform(validation.size, validation.resize, mean=augment.mean, std=augment.std)
-    return (
-        ImageReader(
-            train,
-            TrainTransform(augment),
-            seed=seed,
-            threads=threads,
-            channels_last=last,
-            on_bad=data.on_bad,
-        ),
-        ImageReader(held_out, centre, seed=seed, threads=threads, channels_last=last),
+def training_images(
+    config: ResNetTrainConfig, shards: ImageShards, world: World
+) -> tuple[ImageReader | EncodedReader, Callable[[Batch], Tensor]]:
+    """Return what reads batches of the training images, and what makes images of a batch.
+
+    Raises:
+        UsageError: they are to be made on the device, which does not vary them so.
+    """
+    augment, seed = config.augment, config.train.seed
+    if config.data.decode == "device":
+        return EncodedReader(shards, seed=seed), GpuTransform(augment, seed=seed, device=world.device)
+    reader = ImageReader(
+        shards,
+        TrainTransform(augment),
+        seed=seed,
+        threads=decode_threads(config.data, world),
+        channels_last=config.train.channels_last,
+        on_bad=config.data.on_bad,
+    )
+    return reader, itemgetter("images")
+
+
+def held_out_images(config: ResNetTrainConfig, shards: ImageShards, world: World) -> ImageReader:
+    """Return what reads the held-out images: the middle of each."""
+    validation, augment = config.validation, config.augment
+    return ImageReader(
+        shards,
+        CentreTransform(validation.size, validation.resize, mean=augment.mean, std=augment.std),
+        seed=config.train.seed,
+        threads=decode_threads(config.data, world),
+        channels_last=config.train.channels_last,
     )

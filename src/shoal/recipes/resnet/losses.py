@@ -24,7 +24,7 @@ def weighted_loss(job: Job, step: int, sums: Tensor, batch: Batch) -> Tensor:
     """
     train, device = job.config.train, job.world.device
     weight = mixup_weight(train.mixup, train.seed, step)
-    images = mix(in_form_of(job.model, batch["images"], device), weight)
+    images = mix(in_form_of(job.model, job.images_of(batch), device), weight)
     with job.precision.autocast():
         logits = job.ddp(images).float()
     targets = soft_targets(

@@ -1,0 +1,160 @@
+"""Objects found in held-out images by all workers, scored by COCO's official rules."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal import record
+from shoal.data.coco.annotations import CocoAnnotations
+from shoal.data.coco.masks import areas, encoded
+from shoal.data.coco.prepared import prepared_truth
+from shoal.data.coco.reader import DetectionReader
+from shoal.data.coco.results import KINDS, Detection, Kind
+from shoal.data.coco.score import CocoScore
+from shoal.data.loader import Batch, held_out_batches
+from shoal.models.detection.mask_rcnn import Detections, MaskRCNN
+from shoal.recipes.mask_rcnn.losses import images_on
+from shoal.train.coco_score import score_across_workers
+from shoal.train.gather import gather_flat
+from shoal.train.precision import Precision
+from shoal.train.world import World
+
+NAMES: dict[Kind, str] = {"bbox": "box", "segm": "mask"}
+_RECORDED = ("AP", "AP50", "AP75")
+_AHEAD = 2
+
+Found = dict[Kind, dict[int, list[Detection]]]
+"""What was found, by kind and id of the image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """An evaluation; its figures are on the main worker alone."""
+
+    found: Found
+    """This worker's part."""
+    truth: CocoAnnotations | None = None
+    scores: list[CocoScore] = field(default_factory=list)
+    """Of boxes and of masks."""
+    row: record.Evaluation | None = None
+
+
+def evaluate(
+    model: MaskRCNN,
+    reader: DetectionReader,
+    world: World,
+    precision: Precision,
+    *,
+    batch_size: int,
+    channels_last: bool,
+    step: int,
+) -> Scored:
+    """Find objects in all images of ``reader`` and score them; all workers call it.
+
+    The images are cut into the same batches however many workers share them, and an image belongs to one of
+    them, so the figures are the same to the last digit.
+
+    Raises:
+        UsageError: an object of the ground truth has no mask.
+        ShoalError: an image or its annotations cannot be read.
+    """
+    began = time.monotonic()
+    found: Found = {kind: {} for kind in KINDS}
+    numbers: list[int] = []
+    was_training = model.training
+    model.eval()
+    batches = held_out_batches(
+        reader,
+        micro_batch_size=batch_size,
+        rank=world.place.rank,
+        num_workers=world.num_workers,
+        dealt=True,
+        num_ahead=_AHEAD,
+        pin_memory=world.device.type == "cuda",
+    )
+    with torch.inference_mode():
+        for batch in batches:
+            images = images_on(world.device, batch["images"], channels_last=channels_last)
+            with precision.autocast():
+                detections = model.detect(images, batch["sizes"].to(world.device, non_blocking=True))
+            add_found(found, detections, batch, list(reader.categories))
+            numbers += batch["index"].tolist()
+    model.train(was_training)
+    truth = prepared_truth(
+        reader.shards, reader.categories, range(reader.num_examples) if world.is_main else numbers
+    )
+    scores = [score_across_workers(world, truth, found[kind], kind) for kind in KINDS]
+    there = [score for score in scores if score]
+    if not there:
+        return Scored(found=found)
+    row = record.Evaluation(
+        step=step,
+        split="validation",
+        num_samples=reader.num_examples,
+        metrics=recorded(there),
+        seconds=time.monotonic() - began,
+    )
+    return Scored(found=found, truth=truth, scores=there, row=row)
+
+
+def recorded(scores: Sequence[CocoScore]) -> dict[str, float]:
+    """Return the figures for the record, without those that have no object to find."""
+    figures = {f"{NAMES[one.kind]}_{name}": one.figures[name] for one in scores for name in _RECORDED}
+    return {name: value for name, value in figures.items() if value >= 0}
+
+
+def add_found(found: Found, detections: Detections, batch: Batch, categories: Sequence[int]) -> None:
+    """Add what was found in a batch, in the images' own sizes.
+
+    Args:
+        found: by kind and id of the image; both kinds in the same order.
+        detections: of the batch.
+        batch: its ``sizes``, ``original_size`` and ``image_id``, as of ``DetectionReader.batch``.
+        categories: their ids in the order of the labels.
+    """
+    sizes = batch["original_size"]
+    boxes = detections.scaled(batch["sizes"], sizes)
+    bitmaps = detections.bitmaps(boxes, [(int(height), int(width)) for height, width in sizes])
+    labels, scores, corners = detections.labels.tolist(), detections.scores.tolist(), boxes.tolist()
+    first = 0
+    for image, count, masks in zip(batch["image_id"].tolist(), detections.counts, bitmaps, strict=True):
+        part = slice(first, first + count)
+        names = [categories[label - 1] for label in labels[part]]
+        shapes = [[x1, y1, x2 - x1, y2 - y1] for x1, y1, x2, y2 in corners[part]]
+        found["bbox"][image] = [
+            Detection(name, score, box, box[2] * box[3])
+            for name, score, box in zip(names, scores[part], shapes, strict=True)
+        ]
+        rles = encoded(masks.cpu().numpy().astype(np.uint8))
+        found["segm"][image] = [
+            Detection(name, score, rle, area)
+            for name, score, rle, area in zip(names, scores[part], rles, areas(rles), strict=True)
+        ]
+        first += count
+
+
+def gather_results(world: World, found: Mapping[Kind, Mapping[int, Sequence[Detection]]]) -> list[Any] | None:
+    """Return COCO's results of all workers by image id on the main worker, ``None`` on the others."""
+    own = [
+        {
+            "image_id": image,
+            "category_id": box.category_id,
+            "score": box.score,
+            "bbox": box.shape,
+            "segmentation": mask.shape,
+        }
+        for image, boxes in found["bbox"].items()
+        for box, mask in zip(boxes, found["segm"][image], strict=True)
+    ]
+    parts = gather_flat(world, np.frombuffer(json.dumps(own).encode(), dtype=np.uint8).copy())
+    if not world.is_main or parts is None:
+        return None
+    entries = [entry for part in parts for entry in json.loads(part.tobytes())]
+    return sorted(entries, key=lambda entry: int(entry["image_id"]))
