@@ -1,14 +1,15 @@
 // What is particular to libfabric; every test of engines runs over it too (carriers() in engine_group.h).
 #ifdef SHOAL_HAS_LIBFABRIC
 
-#include <algorithm>
 #include <cstdio>
 #include <string>
 #include <vector>
 
 #include "check.h"
 #include "engine_group.h"
-#include "transport/open.h"
+
+// For the leak checker: libfabric 1.17 forgets what it knows of a peer that connects while an endpoint is closed.
+extern "C" const char* __lsan_default_suppressions() { return "leak:libfabric.so"; }
 
 namespace {
 
@@ -29,16 +30,17 @@ void sums_are_right(Group& group, const std::vector<std::string>& hosts, std::si
   });
 }
 
-// Providers that need no hardware. The library may lack some of them; what it lacks is said, not failed. Not "net", which
-// was an experiment of libfabric 1.16 and 1.17 and leaks what it was asked for.
+// Providers that need no hardware. The library may lack some of them; what it lacks is said, not failed.
 TEST(ofi_every_provider_that_is_here) {
-  const shoal::FabricState state = shoal::look_at_fabric("127.0.0.1");
-  CHECK(state.built);
-  CHECK_EQ(state.problem, "");
   int tried = 0;
   for (const std::string name : {"tcp;ofi_rxm", "tcp", "sockets", "udp;ofi_rxd", "shm"}) {
-    const auto found = std::find_if(state.providers.begin(), state.providers.end(), [&](const auto& each) { return each.name == name; });
-    if (found == state.providers.end() || !found->problem.empty()) {
+    shoal::EngineOptions options;
+    options.size = 2;
+    options.fabric = name;
+    try {
+      Engine engine(options);
+    } catch (const std::runtime_error& error) {
+      CHECK(contains(error.what(), "is not here"));
       std::printf("(without %s) ", name.c_str());
       continue;
     }
