@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -156,6 +157,17 @@ def test_images_and_weights_must_be_named_and_there(tmp_path: Path) -> None:
     assert describe(config, 1, False) == []
     config = replace(config, model=MaskRCNNConfig(weights=tmp_path / "none.safetensors"))
     with pytest.raises(UsageError, match=r"none\.safetensors does not exist"):
+        describe(config, 1, False)
+
+
+def test_images_to_validate_on_must_be_there(tmp_path: Path) -> None:
+    make_coco(tmp_path / "scenes", num_train=1, num_validation=1, size=32, processes=1)
+    manifest = tmp_path / "scenes" / "manifest.json"
+    tree = json.loads(manifest.read_text())
+    del tree["splits"]["validation"]
+    manifest.write_text(json.dumps(tree))
+    config = MaskRCNNTrainConfig(data=ImageDataConfig(path=str(tmp_path / "scenes")))
+    with pytest.raises(UsageError, match=r"no images to validate on.*shoal prepare coco --help"):
         describe(config, 1, False)
 
 
