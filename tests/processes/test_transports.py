@@ -113,7 +113,9 @@ def test_training_gives_the_same_bits_as_over_tcp(tmp_path: Path) -> None:
 
 
 @needs_libfabric
-@pytest.mark.parametrize("transport", [OVER_FABRIC, f"{OVER_FABRIC},tcp;ofi_rxm"])
+@pytest.mark.parametrize(
+    "transport", [pytest.param(OVER_FABRIC, marks=pytest.mark.slow), f"{OVER_FABRIC},tcp;ofi_rxm"]
+)
 def test_a_killed_worker_is_named_over_libfabric(transport: str) -> None:
     with Group(stream, "abc", 100_000, COUNT, options=EngineOptions(transport=transport)) as group:
         group.expect(0, "sum", count=5)
