@@ -57,7 +57,7 @@ def small_config(scenes: Path, run_dir: Path, **changes: Any) -> MaskRCNNTrainCo
             bias_rate=2.0,
             max_grad_norm=5.0,
         ),
-        validation=ValidationConfig(every_steps=3, shorter=64, longer=64),
+        validation=ValidationConfig(every_steps=3, shorter=64, longer=64, batch_size=2),
         run=StepRunConfig(
             name="test", dir=run_dir, log_frequency=1, checkpoint_every_steps=3, keep_checkpoints=2
         ),
