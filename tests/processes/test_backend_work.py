@@ -282,7 +282,7 @@ def check_refused(rank: int) -> None:
         dist.all_reduce(tensor.short())
     with raises(ValueError, "avg of a torch.int64"):
         dist.all_reduce(tensor.long(), dist.ReduceOp.AVG)
-    with raises(ValueError, "meta", "CPU tensors"):
+    with raises(ValueError, "meta", "CPU and CUDA tensors"):
         dist.all_reduce(tensor.to("meta"))
     with raises(ValueError, "share memory"):
         dist.all_reduce(torch.ones(1).expand(5))

@@ -54,7 +54,7 @@ def register() -> None:
     """
     dist = importlib.import_module("torch.distributed")
     if dist.is_available() and not hasattr(dist.Backend, BACKEND_NAME.upper()):
-        dist.Backend.register_backend(BACKEND_NAME, _create_group, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND_NAME, _create_group, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create_group(meeting: Any, options: Any) -> Any:
