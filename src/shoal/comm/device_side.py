@@ -202,7 +202,7 @@ class DeviceSide:
     def abort(self, reason: str) -> None:
         """Fail the group, on all ranks; a group that ends itself only ends."""
         if not self._stopped.is_set():
-            self._group.engine.abort(reason)
+            self._group.engine.abort(f"rank {self._group.rank} of group {self._group.name}: {reason}")
 
     def _guard(self) -> None:
         while not self._stopped.wait(_POLL_S):

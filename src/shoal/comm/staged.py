@@ -68,23 +68,29 @@ class StagedWork(SingleWork):
         self._device.here().wait_for(self._mark)
         return True
 
-    def deliver(self, mark: Mark | None, error: Exception | None) -> None:
-        """Note the outcome, the first time; called in a step of the lane that brings the result."""
-        with self._lock:
-            if self._delivered.is_set():
-                return
-            self._mark, self._error = mark, error
-            self._delivered.set()
-            begun = self._begun
-        if begun is not None:
-            self._complete(begun)
+    def deliver(self, mark: Mark) -> None:
+        """Note that the result is there behind ``mark``."""
+        self._mark = mark
+        self._delivered.set()
 
-    def _complete(self, begun: Future[Any]) -> None:
+    def fail(self, error: Exception) -> None:
+        """Note how the operation failed, whether or not it seemed to have ended."""
+        self._error = error
+        self._delivered.set()
+        self.complete()
+
+    def complete(self) -> None:
+        """Set the future, if there is one; called where the result may be used."""
+        with self._lock:
+            begun, self._begun = self._begun, None
         # A future of CUDA tensors records events in the streams that are current where it is set.
-        begun.set_result(self._result if self._error is None else None)
+        if begun is not None:
+            begun.set_result(self._result if self._error is None else None)
 
     def is_completed(self) -> bool:
-        return self._delivered.is_set() and (self._mark is None or self._mark.is_done())
+        if not self._delivered.is_set():
+            return False
+        return self._error is not None or self._mark is None or self._mark.is_done()
 
     def _has_ended(self) -> bool:
         return self.is_completed()
@@ -100,13 +106,11 @@ class StagedWork(SingleWork):
             begun: Future[Any] = Future(devices=list(self._device.future_devices()))
             future: Future[Any] = begun.then(self._outcome)
             self._future = future
-            delivered = self._delivered.is_set()
-            if not delivered:
-                self._begun = begun
-        if delivered:
-            if self._mark is not None:
+            self._begun = begun
+        if self._delivered.is_set():
+            if self._mark is not None and self._error is None:
                 self._device.here().wait_for(self._mark)
-            self._complete(begun)
+            self.complete()
         return future
 
     def _outcome(self, _: Future[Any]) -> Any:

@@ -242,13 +242,14 @@ class Staging:
         mark = lane.mark()
         self._under_way.discard(id(job))
         job.ended()
-        lane.run(lambda: job.work.deliver(mark, None))
+        job.work.deliver(mark)
+        lane.run(job.work.complete)
         lane.mark().wait()
 
     def _end(self, job: Job) -> None:
         if job.error is not None:
             job.ended()
-            job.work.deliver(None, job.error)
+            job.work.fail(job.error)
         self._under_way.discard(id(job))
 
     def _fail(self, job: Job, problem: Exception) -> None:
