@@ -32,6 +32,7 @@ from shoal.errors import UsageError
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
+_NAMING_S = 1.0
 _MOST_ELEMENT_BYTES = 8
 
 
@@ -198,6 +199,20 @@ class DeviceSide:
 
     def error(self) -> str | None:
         return self._group.engine.error()
+
+    def explain(self, problem: Exception) -> Exception:
+        """Return the group's reason if it has failed, which names the first cause; else ``problem``.
+
+        A rank that leaves after a failure ends these engines too. The group's own hears of the first cause.
+        """
+        end = time.monotonic() + (_NAMING_S if isinstance(problem, CommError) else 0.0)
+        while not self._stopped.is_set():
+            if reason := self.error():
+                return CommError(reason)
+            if time.monotonic() >= end:
+                break
+            time.sleep(_POLL_S / 10)
+        return problem
 
     def abort(self, reason: str) -> None:
         """Fail the group, on all ranks; a group that ends itself only ends."""

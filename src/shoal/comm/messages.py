@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -116,12 +115,7 @@ class MessageWork(SingleWork):
     def is_completed(self) -> bool:
         if self._error is not None or self._done:
             return True
-        if self._work is None or not self._work.is_completed():
-            return False
-        if self._finish is not None:
-            with contextlib.suppress(Exception):  # it is the next wait's to raise
-                self.wait()
-        return True
+        return self._work is not None and self._work.is_completed()
 
     def _has_ended(self) -> bool:
         return self._done

@@ -40,6 +40,7 @@ class Failing(Protocol):
 
     def error(self) -> str | None: ...
     def abort(self, reason: str) -> None: ...
+    def explain(self, problem: Exception) -> Exception: ...
 
 
 @dataclass
@@ -255,7 +256,7 @@ class Staging:
     def _fail(self, job: Job, problem: Exception) -> None:
         """Note an operation's failure. The other ranks have begun it: the group fails as a whole."""
         if job.error is None:
-            job.error = problem
+            job.error = self._group.explain(problem)
         if not self._group.error():
             self._group.abort(f"{job.name}: {problem}")
 
