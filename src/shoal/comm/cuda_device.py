@@ -76,8 +76,8 @@ class CudaDevice:
         with torch.cuda.device(self.place):
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def inside_host(self, store: Store, rank: int, size: int, timeout: timedelta) -> NcclHost:
-        return NcclHost(store, rank, size, timeout)
+    def inside_host(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> NcclHost:
+        return NcclHost(store, rank, size, timeout, name)
 
     def is_recording(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -96,11 +96,12 @@ class CudaDevice:
 class NcclHost:
     """The GPUs of one host, as a group of NCCL's. Its operations join the stream that is current."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
         from torch.distributed import ProcessGroupNCCL  # not in builds without NCCL
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout * _NCCL_PATIENCE
+        options.group_name = name
         group: Any = ProcessGroupNCCL(store, rank, size, options)
         self._group = group
         # torch 2.11 to 2.14 have the old names only

@@ -159,7 +159,8 @@ class DeviceSide:
     def _beside_in(self, place: Place, lane: int) -> HostRanks:
         """Meet the ranks of this host for one of the two lanes, and see whether they can add up."""
         store = PrefixStore(f"host/{place.host}/{lane}/", self._group.store)
-        ranks = self._device.inside_host(store, place.local, len(place.hosts[0]), self._timeout)
+        name = f"{self._group.name}, host {place.host}, lane {lane}"
+        ranks = self._device.inside_host(store, place.local, len(place.hosts[0]), self._timeout, name)
         ones = torch.ones(len(place.hosts[0]), device=self._device.place)
         part = ones.new_empty(1)
         ranks.reduce_scatter(part, ones, "sum")
@@ -221,6 +222,9 @@ class DeviceSide:
 
     def _guard(self) -> None:
         while not self._stopped.wait(_POLL_S):
+            for engine in self._engines:
+                for event in engine.take_events():
+                    _log.warning("group %s on %s: %s", self._group.name, self._device.place.type, event)
             if reason := self.error():
                 self._break_off(reason)
                 return

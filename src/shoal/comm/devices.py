@@ -66,7 +66,7 @@ class Device(Protocol):
     def buffer(self, num_bytes: int) -> Tensor:
         """Return memory of the host (uint8) which the device copies to and from without the processor."""
 
-    def inside_host(self, store: Store, rank: int, size: int, timeout: timedelta) -> HostRanks:
+    def inside_host(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> HostRanks:
         """Meet the ranks of this host, which all call this; raises if they cannot work together."""
 
     def is_recording(self) -> bool:

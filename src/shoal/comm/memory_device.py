@@ -140,8 +140,8 @@ class MemoryDevice:
     def buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def inside_host(self, store: Store, rank: int, size: int, timeout: timedelta) -> MemoryHost:
-        return MemoryHost(store, rank, size, timeout)
+    def inside_host(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> MemoryHost:
+        return MemoryHost(store, rank, size, timeout, name)
 
     def is_recording(self) -> bool:
         return self._recording
@@ -161,8 +161,8 @@ class MemoryDevice:
 class MemoryHost:
     """Ranks of one host that add up in shared memory, in rank order, with an engine of their own."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        self._engine = connect_engine(store, rank, size, "ranks of a host", rank, timeout, EngineOptions())
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
+        self._engine = connect_engine(store, rank, size, name, rank, timeout, EngineOptions())
         self._timeout_s = timeout.total_seconds()
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:

@@ -135,6 +135,7 @@ class Staging:
             except Exception as problem:
                 self._fail(job, problem)
             self._travelling.put(job)
+            del job  # or its tensors would live until the next one comes
         self._travelling.put(None)
 
     def _send(self, job: Job) -> None:
@@ -216,7 +217,7 @@ class Staging:
                 self._free.put(arriving.buffer)
             else:
                 self._end(job)
-            del arriving, job  # or its tensors would live until the next one comes
+            del arriving, job
 
     def _receive(self, chunk: _Chunk) -> None:
         """Wait for a chunk's sum and queue its copy back; of a failed operation, until its memory is free."""
