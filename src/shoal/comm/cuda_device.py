@@ -99,7 +99,7 @@ class NcclHost:
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
         from torch.distributed import ProcessGroupNCCL  # not in builds without NCCL
 
-        options = ProcessGroupNCCL.Options()
+        options: Any = ProcessGroupNCCL.Options()
         options._timeout = timeout * _NCCL_PATIENCE
         options.group_name = name
         group: Any = ProcessGroupNCCL(store, rank, size, options)
