@@ -58,6 +58,12 @@ class BothWays:
             assert torch.equal(one, other), (one, other)
 
 
+def all_at_once(*tensors: Tensor) -> None:
+    works: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in works:
+        work.wait()
+
+
 def check_reductions(rank: int, size: int, identity: str | None, by_parts: bool) -> None:
     small_pieces()
     same = BothWays(identity)
@@ -79,6 +85,8 @@ def check_reductions(rank: int, size: int, identity: str | None, by_parts: bool)
     same(dist.all_reduce, torch.empty(0))
     same(dist.all_reduce, torch.tensor([rank == 0, False, True]))
     same(dist.all_reduce, part(rank, torch.complex128, 9))
+    # one leaves the device while another comes back
+    same(all_at_once, *[part(rank + each, torch.float32, 301) for each in range(20)])
     with staged(identity) as side:
         assert (side._by_parts is not None) == by_parts
     announced = sum(n for name, n in group_counters().items() if name.startswith("ops_cpu_all_reduce"))
