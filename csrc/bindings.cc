@@ -320,7 +320,7 @@ void connect(shoal::Engine& engine, const std::vector<PeerTuple>& peers, const s
 
 std::uint64_t submit(shoal::Engine& engine, const std::string& kind, std::uintptr_t input, std::uintptr_t output,
                      std::uint64_t count, const std::string& dtype, const std::string& op, int root,
-                     const std::vector<std::int64_t>& shape, double timeout_s) {
+                     const std::vector<std::int64_t>& shape, double timeout_s, int priority) {
   shoal::OpSpec spec;
   spec.kind = shoal::kind_named(kind);
   spec.element = shoal::element_named(dtype);
@@ -329,6 +329,7 @@ std::uint64_t submit(shoal::Engine& engine, const std::string& kind, std::uintpt
   spec.input = reinterpret_cast<const std::byte*>(input);
   spec.output = reinterpret_cast<std::byte*>(output);
   spec.timeout_s = timeout_s;
+  spec.priority = priority;
   spec.shape = shape;
   if (spec.kind == shoal::Kind::delegated) spec.name = op;
   else spec.combine = shoal::combine_named(op);

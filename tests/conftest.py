@@ -1,9 +1,13 @@
-"""Skips are listed with their reasons; where the gate promises what a test needs, a skip is a failure."""
+"""Skips are listed with their reasons; where the gate promises what a test needs, a skip is a failure.
+
+After a long run the modules that took longest are listed too: the quick tests have a budget.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 
 import pytest
 
@@ -38,5 +42,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"skipped: {len(reasons)}")
     for reason in sorted(set(reasons)):
         terminalreporter.write_line(f"  {reasons.count(reason)} × {reason}")
+    _list_slowest(terminalreporter)
     if os.environ.get("CI") and (promised := _not_allowed(reasons)):
         terminalreporter.write_line(f"FAILED: {len(promised)} skips for what the gate should have provided")
+
+
+def _list_slowest(terminalreporter: pytest.TerminalReporter, num_modules: int = 25) -> None:
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if (total := sum(seconds.values())) > 60:
+        terminalreporter.write_line(f"{total:.0f} s in {len(seconds)} modules, most of them in")
+        for module, spent in seconds.most_common(num_modules):
+            terminalreporter.write_line(f"  {spent:6.1f} s  {module}")

@@ -18,6 +18,7 @@
 
 #include "engine/host_stage.h"
 #include "engine/op.h"
+#include "engine/outbox.h"
 #include "engine/sum_server.h"
 #include "engine/topology.h"
 #include "transport/tcp.h"
@@ -124,14 +125,11 @@ class Engine : private Sink {
     std::uint64_t signature;
     std::string text;
   };
-  // Chunks leave in the order of the pattern under one window: so the servers' shares are right at every moment,
-  // not only at the end.
-  struct Outbox {
-    std::deque<std::pair<OpPtr, std::uint64_t>> waiting;
-    std::size_t outstanding = 0;
-    bool busy = false;
-    double window = 0;         // bytes; follows how long answers take
-    std::size_t answered = 0;  // bytes since the window was last set
+  // How much may be on its way. Chunks leave in the order of the pattern under one window: so the servers' shares are
+  // right at every moment, not only at the end.
+  struct Window {
+    double bytes = 0;          // follows how long answers take
+    std::size_t answered = 0;  // bytes since it was last set
   };
   struct Early {
     FrameHeader header;
@@ -171,7 +169,7 @@ class Engine : private Sink {
   void send_result(int peer, FrameHeader header, const Payload& payload);
   void send_deferred();
   void deliver(const FrameHeader& header, Payload payload);
-  void answered(const Op::Part& part);
+  void answered(const Op& op, std::uint64_t index);
   void replay_early(std::uint64_t seq);
   void send(int peer, FrameHeader header, Payload payload);
   std::shared_ptr<const void> hold(const OpPtr& op);
@@ -234,6 +232,8 @@ class Engine : private Sink {
   std::unique_ptr<SumServer> server_;
   std::vector<PeerState> states_;
   Outbox outbox_;
+  Window window_;
+  bool pumping_ = false;
   std::vector<bool> lost_helpers_;
   std::map<std::uint64_t, std::vector<Early>> early_;
   std::map<std::uint64_t, OpPtr> retained_;

@@ -43,6 +43,7 @@ void Engine::fail(const std::string& cause) {
   broadcast(FrameType::fail, 0, 0, 0, cause);
   transport_->drop_data();
   outbox_ = {};
+  window_ = {};
   for (PeerState& state : states_) state.deferred.clear();
   if (server_) server_->clear();
   early_.clear();

@@ -34,6 +34,7 @@ struct OpSpec {
   Combine combine = Combine::sum;
   std::uint64_t count = 0;
   int root = 0;
+  int priority = 0;  // among what waits to be sent; any rank may choose its own
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   double timeout_s = 0;

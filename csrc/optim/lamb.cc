@@ -80,7 +80,7 @@ class LambRule {
     step_size_[tensor] = static_cast<float>(options_.learning_rate * ratio);
   }
 
-  void move(const Piece& piece) const {
+  void move(const Piece& piece, const Sums&) const {
     kernels_.apply(block_options_[piece.tensor], block_of(piece), piece.count, step_size_[piece.tensor]);
   }
 

@@ -22,6 +22,15 @@ struct Motion {
   float keep, of_grad, of_weight, by_momentum, by_change, by_weight;
 };
 
+// decayed = of_grad g + of_weight w
+struct Decay {
+  float of_grad, of_weight;
+};
+
+struct BlockSums {
+  double grad_sq = 0.0, weight_sq = 0.0, decayed_sq = 0.0;
+};
+
 }  // namespace
 
 #define SHOAL_KERNELS "optim/momentum_kernels.inc"
@@ -31,87 +40,73 @@ namespace {
 
 struct Kernels {
   double (*squares)(const float*, std::size_t count);
-  double (*squares_of_sum)(const Block&, std::size_t count, float of_grad, float of_weight);
-  void (*move)(const Motion&, const Block&, std::size_t count);
+  BlockSums (*measure)(const Decay&, const Block&, std::size_t count);
+  double (*move)(const Motion&, const Block&, std::size_t count);
 };
 
 Kernels kernels_of(Level level) {
   require_level(level);
   switch (level) {
 #if defined(__x86_64__)
-    case Level::avx512: return {avx512::squares_block, avx512::squares_of_sum_block, avx512::move_block};
-    case Level::avx2: return {avx2::squares_block, avx2::squares_of_sum_block, avx2::move_block};
+    case Level::avx512: return {avx512::squares_block, avx512::measure_block, avx512::move_block};
+    case Level::avx2: return {avx2::squares_block, avx2::measure_block, avx2::move_block};
 #endif
-    default: return {portable::squares_block, portable::squares_of_sum_block, portable::move_block};
+    default: return {portable::squares_block, portable::measure_block, portable::move_block};
   }
 }
 
 float narrow(double x) { return static_cast<float>(x); }
 
-struct TensorSums {
-  double grad_sq = 0.0, weight_sq = 0.0, decayed_sq = 0.0;
-};
-
 // What LARS and NovoGrad share: a derived class turns a tensor's sums into its motion.
 class MomentumRule {
  public:
-  using Sums = TensorSums;
+  using Sums = BlockSums;
 
-  Sums measure(const Piece& piece) const {
-    const Block block = block_of(piece);
-    const double scale_sq = grad_scale_ * grad_scale_;
-    return {kernels_.squares(block.grad, piece.count) * scale_sq, kernels_.squares(block.weight, piece.count),
-            measures_decayed_
-                ? kernels_.squares_of_sum(block, piece.count, narrow(grad_scale_), narrow(weight_decay_))
-                : 0.0};
+  void move(const Piece& piece, Sums& sums) const {
+    sums.weight_sq = kernels_.move(motions_[piece.tensor], block_of(piece), piece.count);
   }
 
-  void move(const Piece& piece) const { kernels_.move(motions_[piece.tensor], block_of(piece), piece.count); }
-
  protected:
-  MomentumRule(std::span<const MomentumTensor> tensors, double grad_scale, double weight_decay,
-               bool measures_decayed, Level level)
-      : motions_(tensors.size()),
-        tensors_(tensors),
-        grad_scale_(grad_scale),
-        weight_decay_(weight_decay),
-        measures_decayed_(measures_decayed),
-        kernels_(kernels_of(level)) {}
+  MomentumRule(std::span<const MomentumTensor> tensors, double grad_scale, Level level)
+      : motions_(tensors.size()), kernels_(kernels_of(level)), tensors_(tensors), grad_scale_(grad_scale) {}
 
-  static Sums total(std::span<const Sums> blocks) {
+  Block block_of(const Piece& piece) const {
+    const MomentumTensor& t = tensors_[piece.tensor];
+    return {t.weight + piece.begin, t.grad + piece.begin, t.momentum + piece.begin};
+  }
+
+  double scaled_sq(double grad_sq) const { return grad_sq * grad_scale_ * grad_scale_; }
+
+  std::vector<Motion> motions_;  // by tensor
+
+  Kernels kernels_;
+
+ private:
+  std::span<const MomentumTensor> tensors_;
+  double grad_scale_;
+};
+
+class LarsRule : public MomentumRule {
+ public:
+  LarsRule(std::span<const MomentumTensor> tensors, const LarsOptions& options, Level level)
+      : MomentumRule(tensors, options.grad_scale, level), options_(options) {}
+
+  Sums measure(const Piece& piece) const {
+    const Decay decay{narrow(options_.grad_scale), narrow(options_.weight_decay)};
+    Sums sums = kernels_.measure(decay, block_of(piece), piece.count);
+    sums.grad_sq = scaled_sq(sums.grad_sq);
+    return sums;
+  }
+
+  void settle(std::size_t tensor, std::span<const Sums> blocks) {
+    const LarsOptions& o = options_;
     Sums all;
     for (const Sums& sums : blocks) {
       all.grad_sq += sums.grad_sq;
       all.weight_sq += sums.weight_sq;
       all.decayed_sq += sums.decayed_sq;
     }
-    return all;
-  }
-
-  std::vector<Motion> motions_;  // by tensor
-
- private:
-  Block block_of(const Piece& piece) const {
-    const MomentumTensor& t = tensors_[piece.tensor];
-    return {t.weight + piece.begin, t.grad + piece.begin, t.momentum + piece.begin};
-  }
-
-  std::span<const MomentumTensor> tensors_;
-  double grad_scale_, weight_decay_;
-  bool measures_decayed_;
-  Kernels kernels_;
-};
-
-class LarsRule : public MomentumRule {
- public:
-  LarsRule(std::span<const MomentumTensor> tensors, const LarsOptions& options, Level level)
-      : MomentumRule(tensors, options.grad_scale, options.weight_decay, options.clips && options.trust_ratio,
-                     level),
-        options_(options) {}
-
-  void settle(std::size_t tensor, std::span<const Sums> blocks) {
-    const LarsOptions& o = options_;
-    const double inside = ratio(total(blocks)) * (o.clips ? 1.0 : o.learning_rate);
+    const double inside = ratio(all) * (o.clips ? 1.0 : o.learning_rate);
     const double outside = o.clips ? o.learning_rate : 1.0;
     motions_[tensor] = {.keep = narrow(o.momentum),
                         .of_grad = narrow(inside * o.grad_scale),
@@ -142,14 +137,19 @@ class NovoGradRule : public MomentumRule {
  public:
   NovoGradRule(std::span<const MomentumTensor> tensors, std::span<const NovoGradState> states,
                const NovoGradOptions& options, Level level)
-      : MomentumRule(tensors, options.grad_scale, options.weight_decay, false, level),
-        states_(states),
-        options_(options) {}
+      : MomentumRule(tensors, options.grad_scale, level), states_(states), options_(options) {}
+
+  // The norm of the weights is only told, so that pass 2 takes it on its way.
+  Sums measure(const Piece& piece) const {
+    return {.grad_sq = scaled_sq(kernels_.squares(block_of(piece).grad, piece.count))};
+  }
 
   void settle(std::size_t tensor, std::span<const Sums> blocks) {
     const NovoGradOptions& o = options_;
     const NovoGradState& state = states_[tensor];
-    const double square = total(blocks).grad_sq, before = *state.norm_sq;
+    const double before = *state.norm_sq;
+    double square = 0.0;
+    for (const Sums& sums : blocks) square += sums.grad_sq;
     const bool begins = state.step == 1.0 && !o.init_zero;
     *state.norm_sq = narrow(begins ? square : o.beta2 * before + (1.0 - o.beta2) * square);
     double norm = std::sqrt(static_cast<double>(*state.norm_sq)), rate = o.learning_rate;

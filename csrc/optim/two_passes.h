@@ -65,10 +65,10 @@ int threads_for(std::span<const Tensor> tensors, int num_threads) {
 }
 
 // One call's update, shared by its threads. Rule has
-//   Sums: what pass 1 finds in a block, with at least grad_sq and weight_sq;
+//   Sums: of a block, with at least grad_sq and weight_sq;
 //   Sums measure(const Piece&): pass 1;
 //   void settle(std::size_t tensor, std::span<const Sums>): once a tensor, with the sums of its blocks;
-//   void move(const Piece&): pass 2.
+//   void move(const Piece&, Sums&): pass 2; it may add to the sums what was not needed before.
 template <class Tensor, class Rule>
 class TwoPasses {
  public:
@@ -135,7 +135,7 @@ class TwoPasses {
         }
       } else {
         for (std::size_t left; (left = missing.load()) != 0;) missing.wait(left);
-        rule_.move(piece);
+        rule_.move(piece, sums_[task.piece]);
       }
     }
   }

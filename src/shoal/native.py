@@ -272,26 +272,34 @@ def l2_norm(tensors: Sequence[Tensor], *, num_threads: int = 1, level: Level | N
 
 
 def _addresses(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[int]:
-    """Return where the elements lie, after a check that the core may take them as plain floats.
+    """Return where the elements of tensors lie, after a check that the core may take them as plain floats.
 
-    They must lie without gaps, and in the order of the weights' that they belong to.
+    They must lie without gaps, and in the order of the weights' that they belong to. Asks little of tensors
+    that are contiguous: some hundred at every step cost as much as the update of the small ones.
     """
     addresses = []
     for tensor, weight in zip(tensors, weights, strict=True):
-        if tensor.itemsize != 4 or not tensor.is_floating_point() or tensor.device.type != "cpu":
+        if not tensor.is_cpu or tensor.itemsize != 4 or not tensor.is_floating_point():
             raise UsageError(f"native kernels take float32 on the CPU, got {tensor.dtype} on {tensor.device}")
-        shape, strides, expected = tensor.shape, tensor.stride(), weight.stride()
-        alike = shape == weight.shape and (
-            strides == expected
-            or all(n == 1 or ours == theirs for n, ours, theirs in zip(shape, strides, expected, strict=True))
+        plain = tensor.is_contiguous() and (
+            tensor is weight or (weight.is_contiguous() and tensor.shape == weight.shape)
         )
-        if not alike or not (tensor.is_contiguous() or _is_dense(shape, strides)):
+        if not (plain or _lies_like(tensor, weight)):
             raise UsageError(
-                f"native kernels take tensors without gaps that lie like their weights, got {tuple(shape)} "
-                f"with strides {strides} for a weight {tuple(weight.shape)} with strides {expected}"
+                "native kernels take tensors without gaps that lie like their weights, got "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()} for a weight {tuple(weight.shape)} "
+                f"with strides {weight.stride()}"
             )
         addresses.append(tensor.data_ptr())
     return addresses
+
+
+def _lies_like(tensor: Tensor, weight: Tensor) -> bool:
+    """Return whether a tensor has no gaps, and its elements are in the order of the weight's."""
+    shape, strides, expected = tensor.shape, tensor.stride(), weight.stride()
+    if shape != weight.shape or not _is_dense(shape, strides):
+        return False
+    return all(n == 1 or ours == theirs for n, ours, theirs in zip(shape, strides, expected, strict=True))
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

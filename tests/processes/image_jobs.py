@@ -40,7 +40,7 @@ def prepare_small(folder: Path) -> Path:
 def small_config(images: Path, run_dir: Path, **changes: Any) -> ResNetTrainConfig:
     """Return settings for 9 quick steps of 16 images, whose epochs end with steps 3, 6 and 9."""
     config = ResNetTrainConfig(
-        model=ResNetConfig(network="resnet9", width=4),
+        model=ResNetConfig(network="resnet8", width=4),
         data=DataConfig(path=str(images), decode_threads=1),
         augment=AugmentConfig(size=16, first_size=16),
         train=TrainConfig(

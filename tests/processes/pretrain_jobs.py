@@ -26,6 +26,7 @@ from shoal.models.t5_config import T5ModelConfig
 from shoal.recipes.albert.config import AlbertPretrainConfig, DataConfig
 from shoal.recipes.bert.config import BertPretrainConfig, PhaseConfig
 from shoal.recipes.bert.config import DataConfig as BertDataConfig
+from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig
 from shoal.recipes.resnet.config import ResNetTrainConfig
 from shoal.recipes.resnet.score import Scoring
 from shoal.recipes.t5.config import DataConfig as T5DataConfig
@@ -33,8 +34,17 @@ from shoal.recipes.t5.config import T5OptimConfig, T5PretrainConfig
 from shoal.record import Step, read_record
 from shoal.train.config import LoopConfig, OptimConfig, OptimizerConfig, RunConfig, TrainConfig
 
-AnyConfig = AlbertPretrainConfig | BertPretrainConfig | T5PretrainConfig | ResNetTrainConfig
-Config = TypeVar("Config", AlbertPretrainConfig, BertPretrainConfig, T5PretrainConfig, ResNetTrainConfig)
+AnyConfig = (
+    AlbertPretrainConfig | BertPretrainConfig | T5PretrainConfig | ResNetTrainConfig | MaskRCNNTrainConfig
+)
+Config = TypeVar(
+    "Config",
+    AlbertPretrainConfig,
+    BertPretrainConfig,
+    T5PretrainConfig,
+    ResNetTrainConfig,
+    MaskRCNNTrainConfig,
+)
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -277,6 +287,7 @@ def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
 
     from shoal.recipes.albert.pretrain import pretrain as pretrain_albert
     from shoal.recipes.bert.pretrain import pretrain as pretrain_bert
+    from shoal.recipes.mask_rcnn.train import train as train_mask_rcnn
     from shoal.recipes.resnet.train import train as train_resnet
     from shoal.recipes.t5.pretrain import pretrain as pretrain_t5
 
@@ -288,6 +299,8 @@ def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
     joined = _joined(rank, num_workers, port)
     if isinstance(config, T5PretrainConfig):
         run_worker(lambda: pretrain_t5(config, joined, ["test"]))
+    elif isinstance(config, MaskRCNNTrainConfig):
+        run_worker(lambda: train_mask_rcnn(config, joined, ["test"]))
     elif isinstance(config, ResNetTrainConfig):
         run_worker(lambda: train_resnet(config, joined, ["test"]))
     elif isinstance(config, BertPretrainConfig):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,30 +24,33 @@ def test_who_is_stopped_is_named_as_straggler_and_nothing_is_lost(stopped_s: flo
     steps = 80
     with ExitStack() as stack:
         helper = stack.enter_context(HelperProcess("h0"))
-        alone = stack.enter_context(Group(stream, "ab", steps, COUNT, 0.01))
-        together = stack.enter_context(Group(stream, "aab", steps, COUNT, 0.01))
-        first = stack.enter_context(Group(stream, "abc", steps, COUNT, 0.01))
-        helped = stack.enter_context(
-            Group(stream, "abc", steps, COUNT, 0.01, helpers=[helper], pattern=[0, 1, 2, 3])
-        )
-        stopped = {id(alone): 1, id(together): 1, id(first): 0}
-        for group in (alone, together, first):
+
+        def begun(hosts: str, **given: Any) -> Group:
+            """Start one and return while it is far from its end: each is stopped before the next is made."""
+            group = stack.enter_context(Group(stream, hosts, steps, COUNT, 0.01, **given))
             group.expect(0, "sum", count=5)
-            group.signal(stopped[id(group)], signal.SIGSTOP)
-        helped.expect(0, "sum", count=5)
+            return group
+
+        stopped: dict[Group, int] = {}
+        for hosts, rank in (("ab", 1), ("aab", 1), ("abc", 0)):
+            group = begun(hosts)
+            group.signal(rank, signal.SIGSTOP)
+            stopped[group] = rank
+        first = group
+        helped = begun("abc", helpers=[helper], pattern=[0, 1, 2, 3])
         helper.process.send_signal(signal.SIGSTOP)
         time.sleep(stopped_s)
-        for group in (alone, together, first):
-            group.signal(stopped[id(group)], signal.SIGCONT)
+        for group, rank in stopped.items():
+            group.signal(rank, signal.SIGCONT)
         helper.process.send_signal(signal.SIGCONT)
-        for group in (alone, together, first, helped):
+        for group in (*stopped, helped):
             events = []
             for rank in range(group.size):
                 group.expect(rank, "done")
                 assert group.values(rank, "sum") == expected(group.hosts, steps, COUNT)
                 events.append("\n".join(group.values(rank, "events")[0]))
                 assert "was lost" not in events[rank]
-            name = "helper h0" if group is helped else group.name(stopped[id(group)])
+            name = "helper h0" if group is helped else group.name(stopped[group])
             speaker = 1 if group is first else 0  # the lowest rank that waits
             told = [
                 line for line in events[speaker].splitlines() if line.startswith("straggler: operation #")

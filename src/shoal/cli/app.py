@@ -17,6 +17,7 @@ from shoal.cli.finetune import finetune
 from shoal.cli.hosts import emulate, serve
 from shoal.cli.pipeline import pipeline
 from shoal.cli.plan import plan
+from shoal.cli.predict import predict
 from shoal.cli.prepare import prepare
 from shoal.cli.results import doctor, export, report
 from shoal.cli.train import train
@@ -42,6 +43,7 @@ for command in (
     train,
     finetune,
     evaluate,
+    predict,
     plan,
     pipeline,
     emulate,

@@ -25,7 +25,8 @@ The story of one gradient:
     fp32, rounds once, and, second hop, sends the sum to every host, while later chunks are still on their
     way to it.
 8.  The last sum to arrive completes the ``Work``: a waiting thread wakes, or ``work.Completer`` sets the
-    future on which DDP waits. The gradient is where it was, averaged.
+    future on which DDP waits. The gradient is where it was, averaged. With ``priority.prioritize`` nobody
+    waits: later buckets overtake earlier ones, and the next forward pass begins with what has arrived.
 
 Gradients that travel in fewer bytes (``hooks``: bf16, or 8-bit blocks with error feedback) are a hook of
 DistributedDataParallel on top of this.

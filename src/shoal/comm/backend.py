@@ -81,7 +81,15 @@ class ShoalProcessGroup(DelegatingGroup):
         (tensor,), opts = one(tensors, "reduce"), options_of(opts, ReduceOptions, timeout)
         return self._reduce("reduce", tensor, opts, opts.rootRank)
 
-    def _reduce(self, kind: str, tensor: Tensor, opts: Any, root: int) -> Work:
+    def all_reduce_with_priority(self, tensor: Tensor, priority: int) -> Work:
+        """Begin to sum a tensor in place. Of what waits to be sent, higher priorities go first.
+
+        Other collectives have priority 0. The bits do not depend on it, and ranks may give different ones.
+        Between the workers of one host collectives keep the order of the calls.
+        """
+        return self._reduce("all_reduce", tensor, options_of(None, AllreduceOptions), 0, priority)
+
+    def _reduce(self, kind: str, tensor: Tensor, opts: Any, root: int, priority: int = 0) -> Work:
         operands.check([tensor], kind)
         op = operands.reduction(opts.reduceOp, tensor)
         output, finish = operands.destination(tensor)
@@ -95,6 +103,7 @@ class ShoalProcessGroup(DelegatingGroup):
         return self._submit(
             kind, input, output, input.numel(), dtype,
             op=op.name, root=root, shape=tensor.shape, timeout=opts.timeout, result=[tensor], finish=finish,
+            priority=priority,
         )  # fmt: skip
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:

@@ -124,6 +124,8 @@ class Operation:
         root: rank in the group that a broadcast comes from or a reduce goes to.
         shape: for messages.
         timeout_s: the operation's deadline; 0 for none.
+        priority: among what this rank sends, a higher one goes first; for what nobody waits for yet, below 0.
+            The bits do not depend on it.
     """
 
     kind: str
@@ -135,6 +137,7 @@ class Operation:
     root: int = 0
     shape: Sequence[int] = ()
     timeout_s: float
+    priority: int = 0
 
     @property
     def name(self) -> str:
@@ -228,7 +231,7 @@ class Engine:
         try:
             handle: int = self._engine.submit(
                 asked.kind, asked.input, asked.output, asked.count, asked.dtype, asked.op, asked.root,
-                list(asked.shape), asked.timeout_s,
+                list(asked.shape), asked.timeout_s, asked.priority,
             )  # fmt: skip
         except self._group_error as error:
             raise CommError(str(error)) from None

@@ -127,17 +127,21 @@ class EngineGroup(ProcessGroup):
         timeout: timedelta,
         result: Any,
         finish: Callable[[], None] | None = None,
+        priority: int = 0,
     ) -> Work:
         """Begin an operation on two blocks of memory, which stay alive until it is done."""
         side = self._side(input.device) if kind != "barrier" else None
         if side is not None:
-            wanted = Asked(kind=kind, input=input, output=output, dtype=dtype, op=op, root=root, shape=shape)
+            wanted = Asked(
+                kind=kind, input=input, output=output, dtype=dtype,
+                op=op, root=root, shape=shape, priority=priority,
+            )  # fmt: skip
             return self._coalesced(
                 side.submit(wanted, timeout=self._limit(timeout), result=result, finish=finish)
             )
         asked = Operation(
             kind=kind, input=input.data_ptr(), output=output.data_ptr(), count=count, dtype=dtype,
-            op=op, root=root, shape=shape, timeout_s=self._limit(timeout).total_seconds(),
+            op=op, root=root, shape=shape, timeout_s=self._limit(timeout).total_seconds(), priority=priority,
         )  # fmt: skip
         handle = self._begin(asked)
         work = EngineWork(self, handle, kind, result, (input, output), finish)

@@ -195,6 +195,7 @@ class Staging:
                 kind=asked.kind, input=input.data_ptr(), output=output.data_ptr(),
                 count=chunk.columns[1] - chunk.columns[0], dtype=route.dtype, op=route.op, root=route.root,
                 shape=asked.shape, timeout_s=max(job.end_s - time.monotonic(), 1e-3),
+                priority=asked.priority,
             )
         )  # fmt: skip
         if chunk.seen is not None:

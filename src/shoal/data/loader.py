@@ -34,6 +34,7 @@ from shoal.data.steps import (
     submit_read,
     submit_read_one,
 )
+from shoal.decide.draws import Int64Array
 from shoal.decide.order import Order, micro_batches, worker_part
 from shoal.errors import ShoalError, UsageError
 
@@ -165,6 +166,7 @@ def held_out_batches(
     *,
     micro_batch_size: int,
     limit: int | None = None,
+    indices: Int64Array | None = None,
     rank: int = 0,
     num_workers: int = 1,
     dealt: bool = False,
@@ -173,21 +175,21 @@ def held_out_batches(
 ) -> Iterator[Batch]:
     """Yield this worker's part of a fixed set of examples, the same whenever it is called.
 
-    The set is at most ``limit`` examples, spread evenly over the split, as epoch 0 draws them. Workers
-    share it without padding or repetition, so the last micro-batch may be smaller, and workers may differ
-    by a micro-batch: sum over workers after the loop, not inside it. They take contiguous parts, or with
-    ``dealt`` micro-batches in turn, which are then the same for any number of workers. With ``num_ahead`` a
-    thread has so many micro-batches ready ahead.
+    The set is at most ``limit`` examples, spread evenly over the split, or else ``indices`` ``[N]``, in their
+    order; both as epoch 0 draws them. Workers share it without padding or repetition, so the last micro-batch
+    may be smaller, and workers may differ by a micro-batch: sum over workers after the loop, not inside it.
+    They take contiguous parts, or with ``dealt`` micro-batches in turn, which are then the same for any
+    number of workers. With ``num_ahead`` a thread has so many micro-batches ready ahead.
     """
-    indices = evenly_spread(reader.num_examples, limit)
+    chosen = evenly_spread(reader.num_examples, limit) if indices is None else indices
     if dealt:
-        own = micro_batches(range(len(indices)), micro_batch_size)[rank::num_workers]
+        own = micro_batches(range(len(chosen)), micro_batch_size)[rank::num_workers]
     else:
-        own = micro_batches(worker_part(len(indices), rank, num_workers), micro_batch_size)
+        own = micro_batches(worker_part(len(chosen), rank, num_workers), micro_batch_size)
     cuts = iter(own)
 
     def make(cut: range) -> Batch:
-        arrays = reader.micro_batch(reader.batch(0, indices[cut.start : cut.stop]))
+        arrays = reader.micro_batch(reader.batch(0, chosen[cut.start : cut.stop]))
         return _tensors(arrays, pin_memory)
 
     if not num_ahead:

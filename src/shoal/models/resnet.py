@@ -6,8 +6,9 @@ torchvision's names, so either side loads the other's weights. Weights begin as 
 (arXiv 1706.02677, section 5.1): convolutions by He's rule on what goes out of them, the scale of each
 residual branch's last norm 0, the classifier normal with a deviation of 0.01.
 
-:class:`ResNet9` is a small one for images of 32 pixels after David Page's for DAWNBench: 3×3 convolutions, a
-residual branch after the second and the fourth of them, the largest value of each channel at the end.
+:class:`ResNet8` is a small one for images of 32 pixels, after those of David Page for DAWNBench and of Jordan
+2024 (arXiv 2404.00498): seven 3×3 convolutions, every other one a residual branch, most channels where the
+image is small already, the largest value of each channel at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def new_resnet(config: ResNetConfig, num_classes: int) -> nn.Module:
 
     Its ``forward`` takes images ``[B, 3, H, W]`` and returns logits ``[B, num_classes]``.
     """
-    return ResNet9(config, num_classes) if config.network == "resnet9" else ResNet(config, num_classes)
+    return ResNet8(config, num_classes) if config.network == "resnet8" else ResNet(config, num_classes)
 
 
 class ResNet(nn.Module):
@@ -93,28 +94,43 @@ class Block(nn.Module):
         return F.relu(branch + straight, inplace=True)
 
 
-class ResNet9(nn.Module):
-    """Eight convolutions of 3×3 and a classifier; the image's side is halved three times."""
+class ResNet8(nn.Module):
+    """Seven convolutions of 3×3 and a classifier; the image's side is halved three times."""
 
     def __init__(self, config: ResNetConfig, num_classes: int) -> None:
         super().__init__()
         width = config.first_width
         self.logit_scale = config.logit_scale
-        self.first = _Unit(3, width, config)
-        self.second = _Unit(width, 2 * width, config, halve=True)
-        self.second_branch = _branch(2 * width, config)
-        self.third = _Unit(2 * width, 4 * width, config, halve=True)
-        self.fourth = _Unit(4 * width, 8 * width, config, halve=True)
-        self.fourth_branch = _branch(8 * width, config)
-        self.fc = nn.Linear(8 * width, num_classes, bias=False)
+        self.stem = _Unit(3, width, config)
+        self.stages = nn.ModuleList()
+        channels = width
+        for out in (2 * width, 8 * width, 8 * width):
+            self.stages.append(_Stage(channels, out, config))
+            channels = out
+        self.fc = nn.Linear(channels, num_classes, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.second(self.first(images))
-        x = F.relu(x + self.second_branch(x), inplace=True)
-        x = self.fourth(self.third(x))
-        x = F.relu(x + self.fourth_branch(x), inplace=True)
+        x = self.stem(images)
+        for stage in self.stages:
+            x = stage(x)
         logits: Tensor = self.fc(x.amax(dim=(2, 3)))
         return logits * self.logit_scale
+
+
+class _Stage(nn.Module):
+    """A convolution that halves the side, and one more as a residual branch.
+
+    The branch ends with its norm: a ReLU there would let no gradient to a scale of 0.
+    """
+
+    def __init__(self, channels: int, out: int, config: ResNetConfig) -> None:
+        super().__init__()
+        self.unit = _Unit(channels, out, config, halve=True)
+        self.branch = nn.Sequential(_convolution(out, out, 3, 1), _norm(out, config, last=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.unit(x)
+        return F.relu(x + self.branch(x), inplace=True)
 
 
 class _Unit(nn.Sequential):
@@ -127,12 +143,6 @@ class _Unit(nn.Sequential):
     def __init__(self, channels: int, out: int, config: ResNetConfig, *, halve: bool = False) -> None:
         layers = [_convolution(channels, out, 3, 1), _norm(out, config), nn.ReLU(inplace=True)]
         super().__init__(*layers[:1], *([nn.MaxPool2d(2)] if halve else []), *layers[1:])
-
-
-def _branch(channels: int, config: ResNetConfig) -> nn.Sequential:
-    """Return a residual branch. It ends with its norm: a ReLU would let no gradient to a scale of 0."""
-    last = (_convolution(channels, channels, 3, 1), _norm(channels, config, last=True))
-    return nn.Sequential(_Unit(channels, channels, config), *last)
 
 
 def _convolution(channels: int, out: int, kernel: int, stride: int) -> nn.Conv2d:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from shoal.errors import UsageError
 
-Network = Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet9"]
+Network = Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet8"]
 
 BLOCKS: dict[str, tuple[int, int, int, int]] = {
     "resnet18": (2, 2, 2, 2),
@@ -27,11 +27,11 @@ class ResNetConfig:
     """Which residual network."""
 
     network: Network = "resnet50"
-    """resnet18 to resnet152 for images from about 96 pixels on, resnet9 for small ones (32 pixels)."""
+    """resnet18 to resnet152 for images from about 96 pixels on, resnet8 for small ones (32 pixels)."""
     num_classes: int | None = None
     """Classes to tell apart; default: those of the data."""
     width: int | None = None
-    """Channels of the first convolution, all others in proportion; default: 64, of resnet9 16."""
+    """Channels of the first convolution, all others in proportion; default: 64, of resnet8 16."""
     zero_gamma: bool = True
     """Begin with 0 as the scale of each residual branch's last norm, so that each block is the identity."""
     norm_momentum: float = 0.1
@@ -54,4 +54,4 @@ class ResNetConfig:
     @property
     def first_width(self) -> int:
         """Channels of the first convolution."""
-        return self.width or (16 if self.network == "resnet9" else 64)
+        return self.width or (16 if self.network == "resnet8" else 64)

@@ -122,7 +122,7 @@ class MomentsOptimizer(Optimizer):
         if self.implementation == "foreach":
             return False
         suits = (
-            parameter.device.type == "cpu"
+            parameter.is_cpu
             and parameter.dtype == torch.float32
             and (parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last))
             and not isinstance(parameter, DTensor)
@@ -142,9 +142,10 @@ class MomentsOptimizer(Optimizer):
             entry: dict[str, Any] = self.state[parameter]
             if not entry:
                 entry.update(self._new_state(group, parameter))
-            if "step" in entry:
-                entry["step"] += 1
             states.append(entry)
+        steps = [entry["step"] for entry in states if "step" in entry]
+        if steps:
+            torch._foreach_add_(steps, 1.0)
         return states
 
 
@@ -159,6 +160,8 @@ def adam_state(parameter: Tensor) -> dict[str, Any]:
 
 def laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """Return a tensor with its elements in the order of the parameter's in memory: itself, or a copy."""
+    if tensor.is_contiguous() and parameter.is_contiguous():
+        return tensor
     shape, ours, theirs = parameter.shape, parameter.stride(), tensor.stride()
     if ours == theirs or all(size == 1 or a == b for size, a, b in zip(shape, ours, theirs, strict=True)):
         return tensor
@@ -167,7 +170,7 @@ def laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 def native_grads(params: Params) -> list[Tensor]:
     """Return the parameters' gradients as native kernels take them."""
-    return [laid_out_like(p, p.grad) for p in params if p.grad is not None]
+    return [laid_out_like(p, grad) for p in params if (grad := p.grad) is not None]
 
 
 def native_entries(params: Params, states: States, name: str) -> list[Tensor]:

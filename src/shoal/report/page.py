@@ -55,6 +55,7 @@ def render(runs: Sequence[Run]) -> str:
         tables=tables,
         runs=runs,
         run_colours=[plots.css_colour(plots.run_colour(index)) for index in range(len(runs))],
+        by_epoch=charts.by_epoch(runs),
         curves=_numbered(charts.curve_charts(runs), "curve"),
         throughput=_numbered([throughput] if throughput else [], "throughput"),
         parts=_numbered(charts.parts_charts(runs), "part"),

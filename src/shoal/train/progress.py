@@ -52,7 +52,7 @@ class Progress:
         figures = f"loss {row.loss:.3f}" + "".join(
             f"  {name.removesuffix('_accuracy')} {100 * value:.1f} %" for name, value in accuracies.items()
         )
-        figures += f"  {row.samples_per_s:,.0f} {self._unit}/s"
+        figures += f"  {rate(row.samples_per_s)} {self._unit}/s"
         if self._bar is not None:
             short = figures.replace("  ", " ").replace(" %", "%").replace("sequences", "seq")
             self._bar.update(self._task, completed=row.step, text=short)
@@ -73,6 +73,11 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def rate(per_s: float) -> str:
+    """Return samples a second: whole numbers, below 10 with two digits."""
+    return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"
 
 
 def duration(seconds: float) -> str:

@@ -11,6 +11,7 @@ from shoal.decide.batch import BatchPlan
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.train.checkpoint import Checkpointer
 from shoal.train.precision import Precision
+from shoal.train.progress import rate
 from shoal.train.run_log import RunLog, device_name, versions
 from shoal.train.signals import StopRequest
 from shoal.train.world import World
@@ -95,7 +96,7 @@ def speed_line(run_dir: Path, world: World, unit: str) -> str:
     if not seconds:
         return "no step was done"
     return (
-        f"{samples / seconds:,.0f} {unit}/s, {samples / seconds / world.num_workers:,.0f} a worker; "
+        f"{rate(samples / seconds)} {unit}/s, {rate(samples / seconds / world.num_workers)} a worker; "
         f"{100 * (1 - waited / seconds):.1f} % of the time was not spent waiting for other workers"
     )
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shoal.errors import UsageError
-from shoal.models.resnet import ResNet9, new_resnet
+from shoal.models.resnet import ResNet8, new_resnet
 from shoal.models.resnet_config import BLOCKS, BOTTLENECKED, ResNetConfig
 from shoal.optim.lamb import parameter_groups
 
@@ -33,13 +33,13 @@ def test_with_torchvisions_weights_the_logits_are_torchvisions(network: str) -> 
     assert torch.equal(ours(images), theirs(images))
 
 
-@pytest.mark.parametrize("network", ["resnet18", "resnet50", "resnet9"])
+@pytest.mark.parametrize("network", ["resnet18", "resnet50", "resnet8"])
 def test_each_residual_branch_begins_as_zero(network: str) -> None:
     torch.manual_seed(0)
     model = new_resnet(ResNetConfig(network=network), 5)  # type: ignore[arg-type]
     zeros = [name for name, p in model.named_parameters() if name.endswith("weight") and not p.any()]
-    if network == "resnet9":
-        assert zeros == ["second_branch.2.weight", "fourth_branch.2.weight"]
+    if network == "resnet8":
+        assert zeros == [f"stages.{stage}.branch.1.weight" for stage in range(3)]
     else:
         last = "bn3" if network in BOTTLENECKED else "bn2"
         blocks = [f"layer{i + 1}.{j}" for i, num in enumerate(BLOCKS[network]) for j in range(num)]
@@ -72,10 +72,10 @@ def test_norms_and_biases_do_not_decay() -> None:
 
 def test_width_and_scale() -> None:
     torch.manual_seed(0)
-    one = new_resnet(ResNetConfig(network="resnet9", width=4), 3).eval()
-    scaled = new_resnet(ResNetConfig(network="resnet9", width=4, logit_scale=0.125), 3).eval()
+    one = new_resnet(ResNetConfig(network="resnet8", width=4), 3).eval()
+    scaled = new_resnet(ResNetConfig(network="resnet8", width=4, logit_scale=0.125), 3).eval()
     scaled.load_state_dict(one.state_dict())
-    assert isinstance(one, ResNet9) and one.fc.in_features == 32
+    assert isinstance(one, ResNet8) and one.fc.in_features == 32
     images = torch.randn(2, 3, 16, 16)
     assert torch.equal(scaled(images), one(images) * 0.125)
     with pytest.raises(UsageError, match=r"model\.width 0 must be at least 1"):

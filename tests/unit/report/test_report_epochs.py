@@ -9,6 +9,7 @@ import report_records as records
 
 from shoal.record import Evaluation, RecordWriter
 from shoal.report import charts, tables
+from shoal.report.page import render
 from shoal.report.runs import Run, load_runs
 
 
@@ -47,6 +48,7 @@ def test_curves_over_epochs_where_every_run_has_them(tmp_path: Path) -> None:
     assert charts.throughput_chart([small, large]).unit == "images/s"  # type: ignore[union-attr]
     other = run_of(tmp_path / "c", "c", batch=64, workers=1, rate=1, epoch_samples=0)
     assert not charts.by_epoch([small, other])
+    assert "Over epochs." in render([small, large]) and "Over optimizer steps." in render([small, other])
     assert ">optimizer step<" in charts.curve_charts([small, other])[0].svg
 
 

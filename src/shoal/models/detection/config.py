@@ -30,9 +30,11 @@ class MaskRCNNConfig:
     proposal_samples: int = 256
     """Anchors of an image that the first stage learns from, at most half of them positive."""
     proposals_a_level: int = 2000
-    """Boxes of each level before suppression, in training; half of them otherwise."""
+    """Boxes of each level before suppression, in training."""
     proposals: int = 2000
-    """Boxes of an image after suppression, in training; half of them otherwise."""
+    """Boxes of an image after suppression, in training."""
+    proposals_used: int = 1000
+    """Both, when objects are to be found."""
     region_samples: int = 512
     """Regions of an image that the second stage learns from, at most a quarter of them positive."""
     box_loss: BoxLoss = "smooth_l1"
@@ -59,6 +61,7 @@ class MaskRCNNConfig:
             "proposal_samples": 2,
             "proposals_a_level": 2,
             "proposals": 2,
+            "proposals_used": 1,
             "region_samples": 4,
             "detections": 1,
         }.items():

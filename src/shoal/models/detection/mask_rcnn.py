@@ -105,7 +105,7 @@ class MaskRCNN(nn.Module):
             positive_fraction=0.5,
         )
         sampled = sample_regions(
-            self._propose(found, targets["sizes"], halved=False),
+            self._propose(found, targets["sizes"], config.proposals_a_level, config.proposals),
             boxes,
             targets["labels"],
             counts,
@@ -138,7 +138,7 @@ class MaskRCNN(nn.Module):
         """Return what is in ``images`` (as for ``forward``) of ``sizes [B, 2]``, height and width."""
         config = self.config
         pyramid, found = self._first_stage(images)
-        proposals = self._propose(found, sizes, halved=True)
+        proposals = self._propose(found, sizes, config.proposals_used, config.proposals_used)
         image = torch.arange(len(images), device=images.device)
         detected = detect(
             *self._classify(pyramid, _regions(image[:, None], proposals.boxes)),
@@ -161,15 +161,8 @@ class MaskRCNN(nn.Module):
         anchors = torch.cat(generator.grid_anchors(shapes, strides))
         return levels[:-1], predicted(logits, deltas, anchors)
 
-    def _propose(self, found: Predicted, sizes: Tensor, *, halved: bool) -> Proposals:
-        divisor = 2 if halved else 1
-        return propose(
-            found,
-            sizes,
-            most_a_level=self.config.proposals_a_level // divisor,
-            most=self.config.proposals // divisor,
-            iou_threshold=0.7,
-        )
+    def _propose(self, found: Predicted, sizes: Tensor, most_a_level: int, most: int) -> Proposals:
+        return propose(found, sizes, most_a_level=most_a_level, most=most, iou_threshold=0.7)
 
     def _classify(self, pyramid: list[Tensor], regions: Tensor) -> tuple[Tensor, Tensor]:
         heads = self.roi_heads

@@ -78,8 +78,9 @@ class ValidationConfig:
     """Length of an image's shorter side, in pixels, unless the longer one would exceed its limit."""
     longer: int = 1_333
     """The longer side has at most so many pixels."""
-    batch_size: int = 2
-    """Images a worker evaluates at once. It does not follow the number of workers, so scores do not."""
+    batch_size: int = 1
+    """Images a worker evaluates at once. It does not follow the number of workers, so scores do not; more
+    than one changes scores a little, since images of a batch are padded to one size."""
 
     def __post_init__(self) -> None:
         require_positive("validation", self, "shorter", "longer", "batch_size")

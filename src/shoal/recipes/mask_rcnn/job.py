@@ -47,15 +47,17 @@ def build(config: MaskRCNNTrainConfig, world: World) -> Job:
         precision=precision,
         train_reader=train_reader,
         held_out_reader=held_out_reader,
-        order=GroupedOrder(
-            aspect_groups(train_reader.shards.sizes),
-            run_size=config.train.micro_batch_size,
-            seed=config.train.seed,
-        ),
+        order=order_of(config, train_reader),
         model=model,
         trained=trained_parts(config, model, world, precision),
         checkpointer=Checkpointer(required(config.run.dir), keep=config.run.keep_checkpoints),
     )
+
+
+def order_of(config: MaskRCNNTrainConfig, reader: DetectionReader) -> GroupedOrder:
+    """Return the order in which each micro-batch is of one aspect, on any number of workers."""
+    groups = aspect_groups(reader.shards.sizes)
+    return GroupedOrder(groups, run_size=config.train.micro_batch_size, seed=config.train.seed)
 
 
 def begin_with_weights(job: Job) -> str:

@@ -194,6 +194,17 @@ def test_validation_has_each_image_once(directory: Path) -> None:
     ]
     found = [number for batch in batches for number in batch["image_id"].tolist()]
     assert found == [image["id"] for image in truth()["images"]]
+    backwards = np.arange(reader.num_examples)[::-1]
+    dealt = [
+        list(
+            held_out_batches(
+                reader, micro_batch_size=2, indices=backwards, rank=rank, num_workers=3, dealt=True
+            )
+        )
+        for rank in range(3)
+    ]
+    assert [dealt[n % 3][n // 3]["index"].tolist() for n in range(3)] == [[10, 9], [8, 7], [6, 5]]
+    assert sum(len(batch["index"]) for own in dealt for batch in own) == reader.num_examples
 
 
 def test_refusals_name_the_image(directory: Path) -> None:

@@ -31,6 +31,7 @@ CONFIG = MaskRCNNConfig(
     anchor_sizes=(8, 16, 32, 64, 128),
     proposals_a_level=60,
     proposals=100,
+    proposals_used=50,
     proposal_samples=40,
     region_samples=32,
 )
@@ -66,9 +67,9 @@ def both(config: MaskRCNNConfig) -> tuple[MaskRCNN, TheirMaskRCNN]:
             tuple((s,) for s in config.anchor_sizes), ((0.5, 1.0, 2.0),) * 5
         ),
         rpn_pre_nms_top_n_train=config.proposals_a_level,
-        rpn_pre_nms_top_n_test=config.proposals_a_level // 2,
+        rpn_pre_nms_top_n_test=config.proposals_used,
         rpn_post_nms_top_n_train=config.proposals,
-        rpn_post_nms_top_n_test=config.proposals // 2,
+        rpn_post_nms_top_n_test=config.proposals_used,
         rpn_batch_size_per_image=config.proposal_samples,
         box_batch_size_per_image=config.region_samples,
     )
@@ -189,6 +190,7 @@ def test_nothing_to_learn_and_nothing_found() -> None:
         assert sums[name].tolist() == [0, 0]
     assert sums["count_region"].tolist() == [CONFIG.region_samples] * 2
     sum(sums[name].sum() for name in NAMES).backward()
+    assert all(parameter.grad is not None for parameter in ours.parameters())  # as DDP demands
     ours.eval()
     with torch.no_grad():
         ours.roi_heads.box_predictor.cls_score.bias[0] = 1e4  # all background

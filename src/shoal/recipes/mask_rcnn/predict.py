@@ -1,0 +1,187 @@
+"""Objects found in pictures that a person names, as JSON and drawn: ``shoal predict mask_rcnn``."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.data.coco.augment import DetectionAugmentConfig, placement
+from shoal.data.coco.masks import bitmaps
+from shoal.data.coco.reader import SIZE_STEP
+from shoal.data.coco.results import KINDS
+from shoal.data.coco.transform import placed_pixels
+from shoal.data.files import write_atomically
+from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
+from shoal.data.images.pixels import Pixels, finish
+from shoal.data.images.transform import decode, normalisation
+from shoal.errors import ShoalError, UsageError, did_you_mean
+from shoal.recipes.images.export import CONFIG, EXPORT
+from shoal.recipes.mask_rcnn.drawing import Drawn, drawn, png
+from shoal.recipes.mask_rcnn.evaluation import Found, add_found
+from shoal.recipes.mask_rcnn.export import Exported, read_checkpoint, read_export
+from shoal.train.config import DistributedConfig
+from shoal.train.run_dir import require_writable
+from shoal.train.world import choose_device
+
+_ENDING = ".objects"
+"""Between the name of a picture and that of what is written about it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What to find where."""
+
+    images: tuple[Path, ...]
+    model: Path
+    """A run, a checkpoint of one, or an exported detector."""
+    out: Path
+    """Folder for the pictures and the JSON files."""
+    min_score: float
+    classes: tuple[str, ...]
+    """Names of categories; empty: all."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without the model.
+
+        Raises:
+            UsageError: a value is out of its range, a picture is not there, or two would have one name.
+        """
+        if not 0 <= self.min_score <= 1:
+            raise UsageError(f"--min-score {self.min_score} must be from 0 to 1")
+        if not self.images:
+            raise UsageError("no picture is named: give image files")
+        names: dict[str, Path] = {}
+        for image in self.images:
+            if not image.is_file():
+                raise UsageError(
+                    f"{image} {'is a folder' if image.is_dir() else 'does not exist'}: name image files"
+                )
+            other = names.setdefault(image.stem, image)
+            if other != image:
+                raise UsageError(
+                    f"{other} and {image}: both would be written as {image.stem}{_ENDING}.png; predict them "
+                    "into different folders (--out)"
+                )
+
+
+def run(what: Prediction) -> None:
+    """Find objects in each picture, write ``NAME.objects.json`` and ``NAME.objects.png``, say what was found.
+
+    Raises:
+        UsageError: there is no model, it does not know a class, or a file is no image.
+        ShoalError: the model is damaged, or a file cannot be written.
+    """
+    detector = read_detector(what.model)
+    wanted = _known_classes(what, list(detector.categories.values()))
+    require_writable(what.out)
+    device = choose_device(DistributedConfig(), 0, 1)
+    detector.model.to(device).eval()
+    for path in dict.fromkeys(what.images):
+        pixels = _pixels_of(path)
+        objects = [
+            one
+            for one in objects_in(detector, pixels, device)
+            if one["score"] >= what.min_score and one["category"] in wanted
+        ]
+        height, width, _ = pixels.shape
+        tree = {"image": str(path), "height": height, "width": width, "objects": objects}
+        target = what.out / f"{path.stem}{_ENDING}"
+        text = json.dumps(tree, indent=1, ensure_ascii=False)
+        write_atomically(target.with_name(f"{target.name}.json"), f"{text}\n".encode())
+        picture = target.with_name(f"{target.name}.png")
+        write_atomically(picture, png(drawn(pixels, _drawn_objects(objects, detector, height, width))))
+        print(f"{path}: {_told(objects)} ({picture})")
+
+
+def read_detector(source: Path) -> Exported:
+    """Return the detector of an export (a run's own where it has one), else of a checkpoint.
+
+    Raises:
+        UsageError: ``source`` is neither an export nor a run of this recipe nor a checkpoint in one.
+        ShoalError: it is damaged, or has no checkpoint yet.
+    """
+    for directory in (source / EXPORT, source):
+        if (directory / CONFIG).is_file():
+            return read_export(directory)
+    return read_checkpoint(source)[0]
+
+
+def objects_in(detector: Exported, pixels: Pixels, device: torch.device) -> list[dict[str, Any]]:
+    """Return the objects of a picture uint8 ``[H, W, 3]``, the surest first, as in COCO's results.
+
+    Each has ``category_id``, ``category`` (its name), ``score``, ``bbox`` (x, y, width, height in pixels) and
+    ``segmentation`` (run lengths). The picture is brought to the form of the run's validation images.
+    """
+    height, width, _ = pixels.shape
+    view = DetectionAugmentConfig(shorter=(detector.shorter,), longer=detector.longer, flip=0.0)
+    place = placement(view, (0, 0, 0), height, width)
+    frame = [-(-side // SIZE_STEP) * SIZE_STEP for side in place.frame]
+    image = np.zeros((1, 3, *frame), dtype=np.float32)
+    scale, shift = normalisation(IMAGENET_MEAN, IMAGENET_STD)
+    part = image[0, :, : place.frame[0], : place.frame[1]]
+    finish(placed_pixels(pixels, place), part, scale=scale, shift=shift)
+    batch = {
+        "sizes": torch.tensor([place.frame]),
+        "original_size": torch.tensor([[height, width]]),
+        "image_id": torch.tensor([0]),
+    }
+    with torch.inference_mode():
+        detections = detector.model.detect(torch.from_numpy(image).to(device), batch["sizes"].to(device))
+    found: Found = {kind: {} for kind in KINDS}
+    add_found(found, detections, batch, list(detector.categories))
+    return [
+        {
+            "category_id": box.category_id,
+            "category": detector.categories[box.category_id],
+            "score": box.score,
+            "bbox": box.shape,
+            "segmentation": mask.shape,
+        }
+        for box, mask in zip(found["bbox"][0], found["segm"][0], strict=True)
+    ]
+
+
+def _pixels_of(path: Path) -> Pixels:
+    try:
+        return decode(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except ShoalError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def _known_classes(what: Prediction, known: Sequence[str]) -> set[str]:
+    for name in what.classes:
+        if name not in known:
+            raise UsageError(
+                f"--classes {name!r} is none of the {len(known)} that the model {what.model} knows: "
+                f"{', '.join(known[:5])}{', …' * (len(known) > 5)}.{did_you_mean(name, known)}"
+            )
+    return set(what.classes or known)
+
+
+def _drawn_objects(
+    objects: Sequence[dict[str, Any]], detector: Exported, height: int, width: int
+) -> list[Drawn]:
+    """Return them as they are drawn, the surest last."""
+    labels = {number: label for label, number in enumerate(detector.categories, 1)}
+    masks = bitmaps([one["segmentation"] for one in objects], height, width).astype(bool)
+    found = []
+    for one, mask in zip(objects, masks, strict=True):
+        x, y, w, h = one["bbox"]
+        text = f"{one['category']} {one['score']:.0%}"
+        label = labels[one["category_id"]]
+        found.append(Drawn(label=label, text=text, box=(x, y, x + w, y + h), mask=mask))
+    return found[::-1]
+
+
+def _told(objects: Sequence[dict[str, Any]]) -> str:
+    counts = Counter(one["category"] for one in objects)
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common()) or "nothing found"

@@ -1,0 +1,89 @@
+"""Pieces of a Mask R-CNN run: which images share a micro-batch, what is sampled of them, what is recorded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.cluster import WorkerPlace
+from shoal.data.coco.augment import DetectionAugmentConfig
+from shoal.data.coco.made import make_coco
+from shoal.data.coco.score import NAMES, CocoScore
+from shoal.data.loader import LoaderConfig, streamed_steps
+from shoal.data.steps import Share
+from shoal.recipes.images.config import ImageDataConfig
+from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig, TrainConfig, ValidationConfig
+from shoal.recipes.mask_rcnn.evaluation import recorded
+from shoal.recipes.mask_rcnn.job import open_data, order_of
+from shoal.recipes.mask_rcnn.losses import LOSSES, mean_parts, sampling_keys
+from shoal.train.world import World
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> MaskRCNNTrainConfig:
+    scenes = tmp_path_factory.mktemp("data") / "scenes"
+    make_coco(scenes, num_train=11, num_validation=3, size=64, seed=3, processes=1)
+    return MaskRCNNTrainConfig(
+        data=ImageDataConfig(path=str(scenes), decode_threads=1),
+        augment=DetectionAugmentConfig(shorter=(24,), longer=32, flip=0.5),
+        train=TrainConfig(global_batch_size=4, micro_batch_size=2),
+        validation=ValidationConfig(shorter=48, longer=64),
+    )
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    place = WorkerPlace(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
+    return World(
+        place=place,
+        device=torch.device("cpu"),
+        backend="gloo",
+        control=None,
+        launcher="test",  # type: ignore[arg-type]
+    )
+
+
+def test_a_micro_batch_is_of_one_aspect(config: MaskRCNNTrainConfig, world: World) -> None:
+    reader, _ = open_data(config, world)
+    order = order_of(config, reader)
+    num_steps = order.samples_an_epoch // 4
+    share = Share(global_batch_size=4, micro_batch_size=2)
+    seen: dict[int, set[bool]] = {}
+    steps = streamed_steps(reader, share, LoaderConfig(), num_steps=num_steps, order=order)
+    for step in steps:
+        for batch in step:
+            wide = (batch["sizes"][:, 1] > batch["sizes"][:, 0]).tolist()
+            assert len(wide) == 2 and len(set(wide)) == 1
+            assert set(batch["images"].shape[2:]) == {32}  # nothing but the last multiple of 32 is padding
+            for index in batch["index"].tolist():
+                seen.setdefault(index, set()).update(wide)
+    assert len(seen) == 11 and {tuple(aspects) for aspects in seen.values()} == {(True,), (False,)}
+
+
+def test_held_out_images_are_as_validation_says(config: MaskRCNNTrainConfig, world: World) -> None:
+    _, reader = open_data(config, world)
+    first, again = reader.batch(0, [0, 1, 2]), reader.batch(7, [0, 1, 2])
+    assert {tuple(sorted(size)) for size in first["sizes"].tolist()} == {(48, 64)}
+    assert (first["images"] == again["images"]).all()  # never mirrored
+
+
+def test_what_is_sampled_follows_from_epoch_and_image() -> None:
+    batch = {"epoch": torch.tensor([0, 0, 1]), "index": torch.tensor([5, 6, 5])}
+    keys = sampling_keys(1, batch)
+    assert len(set(keys.tolist())) == 3
+    alone = {name: values[1:2] for name, values in batch.items()}
+    assert torch.equal(sampling_keys(1, alone), keys[1:2])
+    assert not torch.equal(sampling_keys(2, batch), keys)
+
+
+def test_an_image_counts_as_much_as_another() -> None:
+    """The mean within an image, then over images; nothing sampled is a loss of 0."""
+    found = {name: torch.tensor([6.0, 10.0, 0.0]) for name in LOSSES}
+    found |= {name: torch.tensor([2, 10, 0]) for name in LOSSES.values()}
+    assert mean_parts(found).tolist() == [4.0] * 5
+
+
+def test_figures_without_an_object_to_find_are_not_recorded() -> None:
+    figures = dict.fromkeys(NAMES, 0.5) | {"AP75": -1.0}
+    scores = [CocoScore(kind="bbox", figures=figures, by_category={})]
+    assert recorded(scores) == {"box_AP": 0.5, "box_AP50": 0.5}

@@ -1,0 +1,263 @@
+"""``shoal predict mask_rcnn``: what is found is what the network finds, and it is drawn where it lies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from shoal.cli.app import app
+from shoal.data.coco.augment import DetectionAugmentConfig
+from shoal.data.coco.made import make_coco
+from shoal.data.coco.masks import bitmaps
+from shoal.data.coco.reader import DetectionReader
+from shoal.data.coco.source import read_categories
+from shoal.data.coco.transform import DetectionTransform
+from shoal.data.images.shards import ImageShards
+from shoal.data.images.transform import decode
+from shoal.errors import UsageError
+from shoal.models.detection.config import MaskRCNNConfig
+from shoal.models.detection.mask_rcnn import MaskRCNN
+from shoal.recipes.mask_rcnn.drawing import MASK_OPACITY, Drawn, colour_of, drawn, line_width
+from shoal.recipes.mask_rcnn.export import Exported, write_export
+from shoal.recipes.mask_rcnn.predict import Prediction, objects_in, run
+
+CPU = torch.device("cpu")
+SHORTER, LONGER = 60, 96
+NETWORK = MaskRCNNConfig(
+    backbone="resnet18",
+    channels=8,
+    anchor_sizes=(8, 16, 32, 64, 128),
+    proposals_a_level=30,
+    proposals=20,
+    detections=4,
+)
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("data") / "scenes"
+    make_coco(out, num_train=1, num_validation=3, size=64, seed=3, processes=1)
+    return out
+
+
+@pytest.fixture(scope="module")
+def detector(scenes: Path) -> Exported:
+    """A network of random weights that are large enough for scores and boxes to differ."""
+    torch.manual_seed(4)
+    categories = read_categories(scenes)
+    model = MaskRCNN(NETWORK, len(categories)).eval()
+    for layer in (model.roi_heads.box_predictor.cls_score, model.roi_heads.mask_predictor.mask_fcn_logits):
+        torch.nn.init.normal_(layer.weight, std=2.0)
+    return Exported(model=model, categories=categories, shorter=SHORTER, longer=LONGER)
+
+
+@pytest.fixture(scope="module")
+def exported(detector: Exported, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("export") / "detector"
+    write_export(detector, out)
+    return out
+
+
+@pytest.fixture
+def pictures(scenes: Path, tmp_path: Path) -> list[Path]:
+    shards = ImageShards(scenes, "validation")
+    paths = [tmp_path / f"picture-{index}.jpg" for index in range(len(shards))]
+    for index, path in enumerate(paths):
+        path.write_bytes(bytes(shards.read(index)))
+    return paths
+
+
+def asked(pictures: list[Path], model: Path, out: Path, **changes: Any) -> Prediction:
+    what = Prediction(images=tuple(pictures), model=model, out=out, min_score=0.0, classes=())
+    return replace(what, **changes)
+
+
+def found_in(out: Path, picture: Path) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads((out / f"{picture.stem}.objects.json").read_text())
+    return tree
+
+
+def test_objects_are_those_of_the_network_on_the_readers_batch(
+    scenes: Path, detector: Exported, pictures: list[Path]
+) -> None:
+    """The oracle goes the way of training and evaluation: shards, reader, a batch of one."""
+    view = DetectionAugmentConfig(shorter=(SHORTER,), longer=LONGER, flip=0.0)
+    shards = ImageShards(scenes, "validation")
+    reader = DetectionReader(shards, DetectionTransform(view), detector.categories, seed=0, threads=1)
+    names = list(detector.categories.values())
+    for index, picture in enumerate(pictures):
+        batch = {name: torch.from_numpy(values) for name, values in reader.batch(0, [index]).items()}
+        theirs = detector.model.detect(batch["images"], batch["sizes"])
+        boxes = theirs.scaled(batch["sizes"], batch["original_size"])
+        height, width = batch["original_size"][0].tolist()
+        masks = theirs.bitmaps(boxes, [(height, width)])[0]
+        ours = objects_in(detector, decode(picture.read_bytes()), CPU)
+        assert len(ours) == NETWORK.detections
+        assert [one["score"] for one in ours] == theirs.scores.tolist()
+        assert [one["category"] for one in ours] == [names[label - 1] for label in theirs.labels.tolist()]
+        corners = [[x, y, x + w, y + h] for x, y, w, h in (one["bbox"] for one in ours)]
+        assert np.allclose(corners, boxes.numpy(), atol=1e-4)
+        found = bitmaps([one["segmentation"] for one in ours], height, width)
+        assert np.array_equal(found, masks.numpy()) and found.any()
+
+
+def test_the_command_writes_what_was_found_and_draws_it(
+    detector: Exported,
+    exported: Path,
+    pictures: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    words = ["predict", "mask_rcnn", *map(str, pictures), "--checkpoint", str(exported), "--out", str(out)]
+    app([*words, "--min-score", "0"], result_action="return_value", exit_on_error=False)
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        f"{picture.stem}.objects.{kind}" for picture in pictures for kind in ("json", "png")
+    )
+    for picture, line in zip(pictures, capsys.readouterr().out.splitlines(), strict=True):
+        pixels = decode(picture.read_bytes())
+        objects = objects_in(detector, pixels, CPU)
+        tree = found_in(out, picture)
+        assert (tree["image"], tree["objects"]) == (str(picture), objects)
+        assert line.startswith(f"{picture}: ") and objects[0]["category"] in line
+        painted = np.array(Image.open(out / f"{picture.stem}.objects.png"))
+        masks = bitmaps([one["segmentation"] for one in objects], *pixels.shape[:2]).astype(bool)
+        shown = [
+            Drawn(
+                label=one["category_id"],
+                text=f"{one['category']} {100 * one['score']:.0f}%",
+                box=(x, y, x + w, y + h),
+                mask=mask,
+            )
+            for one, mask in zip(objects, masks, strict=True)
+            for x, y, w, h in [one["bbox"]]
+        ]
+        assert np.array_equal(painted, drawn(pixels, shown[::-1]))  # the surest on top
+
+
+def test_scores_and_classes_choose(
+    detector: Exported, exported: Path, pictures: list[Path], tmp_path: Path
+) -> None:
+    every = objects_in(detector, decode(pictures[0].read_bytes()), CPU)
+    score, name = every[1]["score"], every[0]["category"]
+    run(asked(pictures[:1], exported, tmp_path / "sure", min_score=score))
+    assert found_in(tmp_path / "sure", pictures[0])["objects"] == every[:2]
+    run(asked(pictures[:1], exported, tmp_path / "one", classes=(name,)))
+    some = [one for one in every if one["category"] == name]
+    assert found_in(tmp_path / "one", pictures[0])["objects"] == some
+
+
+def test_nothing_found_leaves_the_picture_as_it_is(
+    exported: Path, pictures: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(asked(pictures[:1], exported, tmp_path / "out", min_score=1.0))
+    painted = np.array(Image.open(tmp_path / "out" / f"{pictures[0].stem}.objects.png"))
+    assert np.array_equal(painted, decode(pictures[0].read_bytes()))
+    assert f"{pictures[0]}: nothing found" in capsys.readouterr().out
+
+
+# ---- drawing ----------------------------------------------------------------------------------------------
+
+HEIGHT, WIDTH = 500, 600
+
+
+def painted_with(*objects: Drawn) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    pixels = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
+    return pixels, drawn(pixels, objects)
+
+
+def an_object(box: tuple[float, float, float, float], label: int = 1, text: str = "cat 90%") -> Drawn:
+    mask = np.zeros((HEIGHT, WIDTH), dtype=bool)
+    x1, y1, x2, y2 = (round(side) for side in box)
+    mask[y1 + 20 : y2 - 20, x1 + 20 : x2 - 20] = True
+    return Drawn(label=label, text=text, box=box, mask=mask)
+
+
+def test_lines_lie_on_the_edge_of_the_box_and_masks_within() -> None:
+    one = an_object((200.4, 150.2, 400.3, 299.8))
+    pixels, painted = painted_with(one)
+    line, colour = line_width(HEIGHT, WIDTH), np.array(colour_of(1))
+    assert line == 2
+    edge = np.zeros((HEIGHT, WIDTH), dtype=bool)
+    edge[150:300, 200:400] = True
+    edge[150 + line : 300 - line, 200 + line : 400 - line] = False
+    assert (painted[edge] == colour).all()
+    mixed = pixels[one.mask] + MASK_OPACITY * (colour - pixels[one.mask].astype(float))
+    assert np.abs(painted[one.mask] - mixed).max() <= 0.51
+    text = np.zeros((HEIGHT, WIDTH), dtype=bool)
+    text[100:150, 200:400] = True  # above the box
+    assert (painted[text] != pixels[text]).any()
+    elsewhere = ~(edge | one.mask | text)
+    assert np.array_equal(painted[elsewhere], pixels[elsewhere])
+
+
+def test_texts_stay_in_the_picture() -> None:
+    corner = an_object((560.0, 0.0, 600.0, 120.0), label=2, text="refrigerator 100%")
+    pixels, painted = painted_with(corner)
+    changed = (painted != pixels).any(axis=2)
+    rows, columns = np.flatnonzero(changed.any(axis=1)), np.flatnonzero(changed.any(axis=0))
+    assert (rows[0], columns[-1]) == (0, WIDTH - 1)
+    assert columns[0] < 560 - 50 and rows[-1] == 119
+
+
+def test_later_objects_lie_on_earlier_ones() -> None:
+    _, painted = painted_with(
+        an_object((100.0, 100.0, 300.0, 300.0)), an_object((100.0, 100.0, 300.0, 300.0), label=5)
+    )
+    assert tuple(painted[299, 200]) == colour_of(5)
+
+
+@pytest.mark.parametrize(
+    "box", [(-5.0, -5.0, 1.0, 1.0), (599.9, 499.9, 700.0, 700.0), (10.2, 10.2, 10.3, 10.3)]
+)
+def test_boxes_without_a_whole_pixel_can_be_drawn(box: tuple[float, float, float, float]) -> None:
+    mask = np.zeros((HEIGHT, WIDTH), dtype=bool)
+    painted_with(Drawn(label=3, text="", box=box, mask=mask))
+
+
+# ---- mistakes ---------------------------------------------------------------------------------------------
+
+
+def no_image(pictures: list[Path], model: Path, out: Path) -> Prediction:
+    pictures[1].write_text("not a picture")
+    return asked(pictures, model, out)
+
+
+MISTAKES: dict[str, tuple[Callable[[list[Path], Path, Path], Prediction], str]] = {
+    "no image": (no_image, "picture-1.jpg: not an image that can be decoded"),
+    "missing": (lambda p, m, o: asked([o / "x.jpg"], m, o), "x.jpg does not exist"),
+    "folder": (lambda p, m, o: asked([p[0].parent], m, o), "is a folder: name image files"),
+    "one name": (
+        lambda p, m, o: asked([p[0], p[0].with_suffix(".JPG")], m, o),
+        "both would be written as picture-0.objects.png",
+    ),
+    "none": (lambda p, m, o: asked([], m, o), "no picture is named"),
+    "score": (lambda p, m, o: asked(p, m, o, min_score=1.5), "--min-score 1.5 must be from 0 to 1"),
+    "no model": (lambda p, m, o: asked(p, o, o), "neither a run directory nor a checkpoint in one"),
+    "class": (
+        lambda p, m, o: asked(p, m, o, classes=("disk",)),
+        "'disk' is none of the .* Did you mean 'disc'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_told(name: str, pictures: list[Path], exported: Path, tmp_path: Path) -> None:
+    pictures[0].with_suffix(".JPG").write_bytes(pictures[0].read_bytes())
+    ask, message = MISTAKES[name]
+    with pytest.raises(UsageError, match=message):
+        run(ask(pictures, exported, tmp_path / "out"))
+
+
+def test_a_model_of_another_kind_is_refused(pictures: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"format": "shoal-resnet"}')
+    with pytest.raises(UsageError, match="it is no shoal-mask-rcnn"):
+        run(asked(pictures, tmp_path, tmp_path / "out"))
