@@ -117,7 +117,11 @@ class NcclHost:
         self._gather(output, input, AllgatherOptions()).wait()
 
     def abort(self, reason: str) -> None:
-        self._group.abort()
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
 
     def close(self) -> None:
-        self._group.shutdown()
+        """Leave in order, unless it was aborted."""
+        if self._group is not None:
+            self._group.shutdown()
