@@ -136,13 +136,15 @@ def check_moves(rank: int, size: int, identity: str | None, by_parts: bool) -> N
     same(pass_on, torch.full((4,), float(rank)), torch.zeros(4))
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    "placement", ["uneven", "parts", "one host", pytest.param("one device", marks=pytest.mark.slow)]
+)
 def test_sums_have_the_bits_of_the_plain_way(placement: str, tmp_path: Path) -> None:
     hosts, identity, by_parts = PLACEMENTS[placement]
     run_group(check_reductions, len(hosts), tmp_path, len(hosts), identity, by_parts, hosts=hosts)
 
 
-@pytest.mark.parametrize("placement", ["uneven", "parts"])
+@pytest.mark.parametrize("placement", [pytest.param("uneven", marks=pytest.mark.slow), "parts"])
 def test_what_moves_arrives_as_the_plain_way(placement: str, tmp_path: Path) -> None:
     hosts, identity, by_parts = PLACEMENTS[placement]
     run_group(check_moves, len(hosts), tmp_path, len(hosts), identity, by_parts, hosts=hosts)

@@ -131,7 +131,7 @@ def check_lost(rank: int, size: int) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("hosts", [("a", "b"), ("a", "a", "b", "b")])
+@pytest.mark.parametrize("hosts", [pytest.param(("a", "b"), marks=pytest.mark.slow), ("a", "a", "b", "b")])
 def test_a_lost_rank_is_named(hosts: tuple[str, ...], tmp_path: Path) -> None:
     codes = exit_codes(check_lost, len(hosts), tmp_path, len(hosts), hosts=hosts)
     assert codes == [0] * (len(hosts) - 1) + [-signal.SIGKILL]
