@@ -149,7 +149,7 @@ class Staging:
         try:
             for columns in route.chunks(self._buffer_bytes) if route.engine is not None else ():
                 leaving.append(self._leave(job, columns))
-                if len(leaving) == _NUM_AHEAD:
+                while leaving and (len(leaving) == _NUM_AHEAD or not self._has_room):
                     self._submit(leaving[0])
                     leaving.popleft()
             while leaving:
@@ -169,6 +169,10 @@ class Staging:
             self._leaving.run(_copy(_input(chunk), _columns(job.route.source, columns)))
         chunk.buffer.free_after = self._leaving.mark()
         return chunk
+
+    @property
+    def _has_room(self) -> bool:
+        return self._num_unmade > 0 or not self._free.empty()
 
     def _take(self) -> Buffer:
         if self._num_unmade and self._free.empty():
