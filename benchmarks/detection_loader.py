@@ -7,9 +7,9 @@ annotations for both; torchvision would rasterise them.)
 
 The peer is ``CocoDetection`` as torchvision's references use it: wrapped for transforms v2, in a
 ``DataLoader``, mirrored before it is resized, with ``SanitizeBoundingBoxes``. The references resize within
-the model; here that is a transform, so that both sides do the same. (``SanitizeBoundingBoxes`` then drops some
-boxes that end at the image's edge, which rounding has moved beyond it.) It is written two ways (on Pillow's
-images; on tensors), each with one worker process a core and one more; what is fastest in a trial is
+the model; here that is a transform, so that both sides do the same. (Some boxes that end at the image's edge
+are dropped by ``SanitizeBoundingBoxes`` then: rounding has moved them beyond it.) It is written two ways (on
+Pillow's images; on tensors), each with one worker process a core and one more; what is fastest in a trial is
 compared. Ours also pads the images of a batch to one size, which the peer leaves to the model. Its masks are
 bitmaps of whole images, ours of the parts that hold them.
 

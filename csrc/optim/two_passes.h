@@ -19,6 +19,9 @@ inline constexpr std::size_t kBlock = 16384;
 // Pass 1 and pass 2 follow each other over a wave of tensors of about this many elements, so that pass 2
 // finds what pass 1 has touched last (8 to 12 bytes an element) in the caches; a larger tensor is a wave alone.
 inline constexpr std::size_t kWaveElements = std::size_t{1} << 19;
+// So much of the next wave's pass 1 comes before a wave's pass 2: work for the threads that would else wait,
+// and sleep, until the others have measured their last blocks.
+inline constexpr std::size_t kLeadElements = 4 * kBlock;
 inline constexpr std::size_t kElementsPerThread = 32768;
 
 // Sums of squares over all tensors: of the scaled gradients, and of the weights before the update.
@@ -78,7 +81,9 @@ class TwoPasses {
       : tensors_(tensors), rule_(rule), plan_(plan_of(tensors)), sums_(plan_.pieces.size()) {
     order_waves();
     missing_ = std::vector<std::atomic<std::size_t>>(waves_.size());
-    for (std::size_t wave = 0; wave < waves_.size(); ++wave) missing_[wave] = waves_[wave].num_blocks + 1;
+    for (std::size_t wave = 0; wave < waves_.size(); ++wave) {
+      missing_[wave] = 1 + waves_[wave].end_block - waves_[wave].begin_block;
+    }
   }
 
   Norms run(int num_threads) {
@@ -98,29 +103,39 @@ class TwoPasses {
     std::size_t wave;
     int pass;
   };
-  struct Wave {  // the tensors [first, end)
+  struct Wave {  // the tensors [first, end) and their blocks
     std::size_t first;
     std::size_t end;
-    std::size_t num_blocks;
+    std::size_t begin_block;
+    std::size_t end_block;
   };
 
-  // Pass 1 over a wave, then pass 2 backwards: the blocks that pass 1 has left in the caches come first.
+  // Pass 1 over a wave and a little further, then pass 2 over the wave backwards: the blocks that pass 1 has
+  // left in the caches come first.
   void order_waves() {
+    std::vector<std::size_t> wave_of_block;
     for (std::size_t first = 0, end; first < tensors_.size(); first = end) {
       std::size_t num_elements = tensors_[first].count;
       for (end = first + 1; end < tensors_.size(); ++end) {
         num_elements += tensors_[end].count;
         if (num_elements > kWaveElements) break;
       }
-      const std::size_t begin_block = plan_.first_of_tensor[first], end_block = plan_.first_of_tensor[end];
-      for (std::size_t at = begin_block; at < end_block; ++at) tasks_.push_back({at, waves_.size(), 1});
-      for (std::size_t at = end_block; at-- > begin_block;) tasks_.push_back({at, waves_.size(), 2});
-      waves_.push_back({first, end, end_block - begin_block});
+      waves_.push_back({first, end, plan_.first_of_tensor[first], plan_.first_of_tensor[end]});
+      wave_of_block.resize(plan_.first_of_tensor[end], waves_.size() - 1);
+    }
+    std::size_t next = 0;  // block for pass 1
+    for (const Wave& wave : waves_) {
+      const std::size_t limit = wave.end_block;
+      for (std::size_t lead = 0; next < wave_of_block.size() && (next < limit || lead < kLeadElements); ++next) {
+        tasks_.push_back({next, wave_of_block[next], 1});
+        if (next >= limit) lead += plan_.pieces[next].count;
+      }
+      for (std::size_t at = limit; at-- > wave.begin_block;) tasks_.push_back({at, wave_of_block[at], 2});
     }
   }
 
-  // On each thread: claims tasks in order. A task of pass 2 waits for the norms of its wave, that is for
-  // the few blocks that other threads are still working on.
+  // On each thread: claims tasks in order. A task of pass 2 waits for the norms of its wave, where another
+  // thread is still at a block of it.
   void work(Claims& claims) {
     for (std::size_t at; claims.next(at);) {
       const Task& task = tasks_[at];

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
 import tomllib
 from dataclasses import replace
 from importlib import resources
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shoal.cli.app import app
 from shoal.data.coco.augment import DetectionAugmentConfig
 from shoal.data.coco.made import make_coco
 from shoal.errors import UsageError
@@ -159,6 +159,17 @@ def test_images_and_weights_must_be_named_and_there(tmp_path: Path) -> None:
         describe(config, 1, False)
 
 
+def test_images_to_validate_on_must_be_there(tmp_path: Path) -> None:
+    make_coco(tmp_path / "scenes", num_train=1, num_validation=1, size=32, processes=1)
+    manifest = tmp_path / "scenes" / "manifest.json"
+    tree = json.loads(manifest.read_text())
+    del tree["splits"]["validation"]
+    manifest.write_text(json.dumps(tree))
+    config = MaskRCNNTrainConfig(data=ImageDataConfig(path=str(tmp_path / "scenes")))
+    with pytest.raises(UsageError, match=r"no images to validate on.*shoal prepare coco --help"):
+        describe(config, 1, False)
+
+
 def test_the_size_of_the_published_network() -> None:
     """torchvision's maskrcnn_resnet50_fpn has 44,401,393 weights; the stem and the first stage stay."""
     config = preset("coco-1x")
@@ -171,10 +182,9 @@ def test_the_size_of_the_published_network() -> None:
     assert memory.optimizer_bytes == 4 * parameters
 
 
-def test_a_dry_run_of_512_workers(tmp_path: Path) -> None:
+def test_a_dry_run_of_512_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scenes = tmp_path / "scenes"
     make_coco(scenes, num_train=3, num_validation=2, size=32, processes=1)
-    command = [sys.executable, "-m", "shoal", "train", "mask_rcnn", "--preset", "coco-novograd-512"]
     options = [
         "--data.path",
         str(scenes),
@@ -184,10 +194,15 @@ def test_a_dry_run_of_512_workers(tmp_path: Path) -> None:
         "512",
         "--dry-run",
     ]
-    result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert "1 images × 1 accumulation step × 512 workers = 512 images a step" in result.stdout
-    assert "5e-05 to 0.05 in 500 steps, then to 5e-05 along a cosine" in result.stdout
-    assert "held out     2 images of 5 categories" in result.stdout
-    resolved = tomllib.loads(result.stdout.partition("\nbatch ")[0])
-    assert resolved["optim"]["beta2"] == 0.25 and not (tmp_path / "run").exists()
+    options += ["--model.anchor-sizes", "16", "32", "64", "128", "256", "--augment.shorter", "64", "96"]
+    options += ["--augment.longer", "128"]
+    command = ["train", "mask_rcnn", "--preset", "coco-novograd-512", *options]
+    assert app(command, result_action="return_value") == 0
+    said = capsys.readouterr().out
+    assert "1 images × 1 accumulation step × 512 workers = 512 images a step" in said
+    assert "5e-05 to 0.05 in 500 steps, then to 5e-05 along a cosine" in said
+    assert "held out     2 images of 5 categories" in said
+    resolved = tomllib.loads(said.partition("\nbatch ")[0])
+    assert resolved["optim"]["beta2"] == 0.25 and resolved["augment"]["shorter"] == [64, 96]
+    assert resolved["model"]["anchor_sizes"] == [16, 32, 64, 128, 256]
+    assert not (tmp_path / "run").exists()

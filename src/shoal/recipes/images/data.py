@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from shoal.data.images.cache import CacheConfig
 from shoal.data.images.shards import ImageShards
+from shoal.data.images.sources import TRAIN, VALIDATION
 from shoal.data.images.threads import default_decode_threads
 from shoal.data.manifest import MANIFEST
 from shoal.errors import UsageError
@@ -46,6 +48,27 @@ def must_make_images(config: ImageTrainConfig, last_file: str = MANIFEST) -> boo
     return config.data.path is None and not (required(config.run.dir) / MADE / last_file).is_file()
 
 
+def both_splits(
+    config: ImageTrainConfig,
+    *,
+    verify: Literal["sizes", "checksums"] = "sizes",
+    cache: CacheConfig | None = None,
+) -> tuple[ImageShards, ImageShards]:
+    """Return the images to train and to validate on.
+
+    Raises:
+        UsageError: they are not there, or there are none to validate on.
+    """
+    location = location_of(config)
+    train = ImageShards(location, TRAIN, verify=verify, cache=cache)
+    if VALIDATION not in train.manifest.splits:
+        raise UsageError(
+            f"{location} has no images to validate on: prepare it again with some, see "
+            f"`{config.prepare} --help`"
+        )
+    return train, ImageShards(location, VALIDATION, verify=verify, cache=cache)
+
+
 def open_shards(
     config: ImageTrainConfig, world: World, *, evict: bool = False
 ) -> tuple[ImageShards, ImageShards]:
@@ -59,12 +82,7 @@ def open_shards(
     if data.cache is not None:
         size = parse_bytes(data.cache_bytes, "data.cache_bytes")
         cache = CacheConfig(directory=data.cache, num_bytes=size, evict=evict)
-    verify = data.verify if world.is_main else "sizes"
-    location = location_of(config)
-    train, held_out = (
-        ImageShards(location, split, verify=verify, cache=cache) for split in ("train", "validation")
-    )
-    return train, held_out
+    return both_splits(config, verify=data.verify if world.is_main else "sizes", cache=cache)
 
 
 def decode_threads(data: ImageDataConfig, world: World) -> int:

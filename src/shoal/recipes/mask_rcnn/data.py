@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from shoal.data.coco.source import CATEGORIES, read_categories
-from shoal.data.images.shards import ImageShards
-from shoal.recipes.images.data import MADE, check_named, location_of, must_make_images
+from shoal.recipes.images.data import MADE, both_splits, check_named, location_of, must_make_images
 from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig
 from shoal.train.config import required
 
@@ -44,5 +43,5 @@ def counts_of(config: MaskRCNNTrainConfig) -> tuple[int, int, int]:
         from shoal.data.coco.made import NUM_CATEGORIES
 
         return config.data.made_images, config.data.num_made_held_out, NUM_CATEGORIES
-    train, held_out = (ImageShards(location_of(config), split) for split in ("train", "validation"))
+    train, held_out = both_splits(config)
     return len(train), len(held_out), len(categories_of(config))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shoal.data.images.shards import ImageShards
 from shoal.errors import UsageError
-from shoal.recipes.images.data import MADE, check_named, location_of, must_make_images
+from shoal.recipes.images.data import MADE, both_splits, check_named, location_of, must_make_images
 from shoal.recipes.resnet.config import ResNetTrainConfig
 from shoal.train.config import required
 
@@ -64,5 +64,5 @@ def counts_of(config: ResNetTrainConfig) -> tuple[int, int, int]:
     check_named(config)
     if config.data.path is None:
         return config.data.made_images, config.data.num_made_held_out, NUM_CLASSES_MADE
-    train, held_out = (ImageShards(location_of(config), split) for split in ("train", "validation"))
+    train, held_out = both_splits(config)
     return len(train), len(held_out), len(train.manifest.classes)
