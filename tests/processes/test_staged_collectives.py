@@ -64,9 +64,7 @@ def all_at_once(*tensors: Tensor) -> None:
         work.wait()
 
 
-def check_reductions(rank: int, size: int, identity: str | None, by_parts: bool) -> None:
-    small_pieces()
-    same = BothWays(identity)
+def check_reductions(rank: int, size: int, same: BothWays) -> None:
     for dtype, names in REDUCTIONS.items():
         for op in (getattr(dist.ReduceOp, name) for name in names):
             same(partial(dist.all_reduce, op=op), part(rank, dtype, 301))
@@ -87,16 +85,11 @@ def check_reductions(rank: int, size: int, identity: str | None, by_parts: bool)
     same(dist.all_reduce, part(rank, torch.complex128, 9))
     # one leaves the device while another comes back
     same(all_at_once, *[part(rank + each, torch.float32, 301) for each in range(20)])
-    with staged(identity) as side:
-        assert (side._by_parts is not None) == by_parts
     announced = sum(n for name, n in group_counters().items() if name.startswith("ops_cpu_all_reduce"))
     assert announced == ops("all_reduce"), "one for each that was done both ways"
-    assert not has_inner_group()
 
 
-def check_moves(rank: int, size: int, identity: str | None, by_parts: bool) -> None:
-    small_pieces()
-    same = BothWays(identity)
+def check_moves(rank: int, size: int, same: BothWays) -> None:
     for dtype in MOVED:
         tensor, mine = part(rank, dtype, 301), part(rank, dtype, 77)
         for root in (0, size - 1):
@@ -136,15 +129,22 @@ def check_moves(rank: int, size: int, identity: str | None, by_parts: bool) -> N
     same(pass_on, torch.full((4,), float(rank)), torch.zeros(4))
 
 
+def check_all(rank: int, size: int, identity: str | None, by_parts: bool) -> None:
+    small_pieces()
+    check_reductions(rank, size, BothWays(identity))
+    assert not has_inner_group()
+    check_moves(rank, size, BothWays(identity))
+    with staged(identity) as side:
+        assert (side._by_parts is not None) == by_parts
+
+
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "placement", ["uneven", "parts", "one host", pytest.param("one device", marks=pytest.mark.slow)]
+    "placement",
+    ["uneven", "parts", pytest.param("one host", marks=slow), pytest.param("one device", marks=slow)],
 )
-def test_sums_have_the_bits_of_the_plain_way(placement: str, tmp_path: Path) -> None:
+def test_collectives_have_the_bits_of_the_plain_way(placement: str, tmp_path: Path) -> None:
     hosts, identity, by_parts = PLACEMENTS[placement]
-    run_group(check_reductions, len(hosts), tmp_path, len(hosts), identity, by_parts, hosts=hosts)
-
-
-@pytest.mark.parametrize("placement", [pytest.param("uneven", marks=pytest.mark.slow), "parts"])
-def test_what_moves_arrives_as_the_plain_way(placement: str, tmp_path: Path) -> None:
-    hosts, identity, by_parts = PLACEMENTS[placement]
-    run_group(check_moves, len(hosts), tmp_path, len(hosts), identity, by_parts, hosts=hosts)
+    run_group(check_all, len(hosts), tmp_path, len(hosts), identity, by_parts, hosts=hosts)
