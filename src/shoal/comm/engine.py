@@ -69,6 +69,8 @@ class EngineOptions:
         workers_serve: whether workers carry chunks of a lost helper.
         order: "host" adds up inside each host first; "rank" adds in plain rank order for any placement, and
             sends each rank's tensor over the network for it.
+        staging_bytes: a piece of a CUDA tensor that is copied to or from the host at once.
+        staging_buffers: such pieces that have memory on the host, for each group.
     """
 
     chunk_bytes: int = 32 << 10
@@ -85,6 +87,8 @@ class EngineOptions:
     partial: str = "float32"
     workers_serve: bool = True
     order: str = "host"
+    staging_bytes: int = 4 << 20
+    staging_buffers: int = 8
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -97,6 +101,11 @@ class EngineOptions:
             raise UsageError(
                 f"EngineOptions.chunk_bytes is {self.chunk_bytes} and shared_chunk_bytes "
                 f"{self.shared_chunk_bytes}; they are multiples of 128"
+            )
+        if self.staging_bytes < 1 or self.staging_buffers < 2:
+            raise UsageError(
+                f"EngineOptions.staging_bytes is {self.staging_bytes} and staging_buffers "
+                f"{self.staging_buffers}; they are at least 1 and 2"
             )
 
 
@@ -286,5 +295,6 @@ class Engine:
         return list(self._engine.take_trace())
 
 
-_SAME_NAME = tuple({each.name for each in fields(EngineOptions)} - {"partial", "workers_serve", "order"})
+_OURS = {"partial", "workers_serve", "order", "staging_bytes", "staging_buffers"}
+_SAME_NAME = tuple({each.name for each in fields(EngineOptions)} - _OURS)
 """Options that the core has under the same name."""
