@@ -167,7 +167,10 @@ import sys, torch, torch.distributed as dist
 assert "shoal.comm.backend" not in sys.modules, "import torch must not load it"
 dist.init_process_group("shoal", store=dist.HashStore(), rank=0, world_size=1)
 assert "shoal.comm.backend" in sys.modules
-dist.barrier()
+dist.all_reduce(torch.ones(1))
+assert "shoal.comm.cuda_device" not in sys.modules, "only a CUDA tensor needs it"
+assert dist.Backend.backend_capability["shoal"] == ["cpu", "cuda"]
+assert dist.Backend.default_device_backend_map["cuda"] == "nccl"
 dist.destroy_process_group()
 """
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -282,7 +285,7 @@ def check_refused(rank: int) -> None:
         dist.all_reduce(tensor.short())
     with raises(ValueError, "avg of a torch.int64"):
         dist.all_reduce(tensor.long(), dist.ReduceOp.AVG)
-    with raises(ValueError, "meta", "CPU tensors"):
+    with raises(ValueError, "meta", "CPU and CUDA tensors"):
         dist.all_reduce(tensor.to("meta"))
     with raises(ValueError, "share memory"):
         dist.all_reduce(torch.ones(1).expand(5))

@@ -28,6 +28,10 @@ The story of one gradient:
     future on which DDP waits. The gradient is where it was, averaged. With ``priority.prioritize`` nobody
     waits: later buckets overtake earlier ones, and the next forward pass begins with what has arrived.
 
+Gradients of a GPU (``device_side``) come to an engine of their own through pinned memory, chunk by chunk, and
+go back the same way (``staging``); where a host has several GPUs, they add up among themselves first and each
+sends a part (``routes``).
+
 Gradients that travel in fewer bytes (``hooks``: bf16, or 8-bit blocks with error feedback) are a hook of
 DistributedDataParallel on top of this.
 
@@ -55,7 +59,7 @@ def register() -> None:
     """
     dist = importlib.import_module("torch.distributed")
     if dist.is_available() and not hasattr(dist.Backend, BACKEND_NAME.upper()):
-        dist.Backend.register_backend(BACKEND_NAME, _create_group, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND_NAME, _create_group, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create_group(meeting: Any, options: Any) -> Any:

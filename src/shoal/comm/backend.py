@@ -90,7 +90,7 @@ class ShoalProcessGroup(DelegatingGroup):
         return self._reduce("all_reduce", tensor, options_of(None, AllreduceOptions), 0, priority)
 
     def _reduce(self, kind: str, tensor: Tensor, opts: Any, root: int, priority: int = 0) -> Work:
-        operands.check_cpu([tensor], kind)
+        operands.check([tensor], kind)
         op = operands.reduction(opts.reduceOp, tensor)
         output, finish = operands.destination(tensor)
         if kind == "reduce" and root != self._rank:
@@ -108,14 +108,14 @@ class ShoalProcessGroup(DelegatingGroup):
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         opts = options_of(opts, AllreduceCoalescedOptions)
-        operands.check_cpu(tensors, "all_reduce_coalesced")
+        operands.check(tensors, "all_reduce_coalesced")
         return self._fused.all_reduce(list(tensors), opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
         (tensor,) = one(tensors, "broadcast")
         root, opts = (opts, None) if isinstance(opts, int) else (None, opts)
         opts = options_of(opts, BroadcastOptions, timeout)
-        operands.check_cpu([tensor], "broadcast")
+        operands.check([tensor], "broadcast")
         root = opts.rootRank if root is None else root
         output, finish = operands.destination(tensor)
         source = operands.block(tensor) if root == self._rank else output
@@ -131,28 +131,28 @@ class ShoalProcessGroup(DelegatingGroup):
         if outputs and isinstance(outputs[0], Tensor):  # all_gather(list, tensor)
             outputs = [outputs]
         (tensor,), opts = one(inputs, "all_gather"), options_of(opts, AllgatherOptions, timeout)
-        operands.check_cpu([tensor, *outputs[0]], "all_gather")
+        operands.check([tensor, *outputs[0]], "all_gather")
         return self._fused.all_gather_list(list(outputs[0]), tensor, opts)
 
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta = NO_TIMEOUT
     ) -> Work:
         opts = options_of(opts, AllgatherOptions, timeout)
-        operands.check_cpu([output, input], "all_gather_into_tensor")
+        operands.check([output, input], "all_gather_into_tensor")
         return self._fused.all_gather([output], [input], opts)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         opts = options_of(opts, AllgatherOptions)
-        operands.check_cpu([*outputs, *inputs], "all_gather_into_tensor_coalesced")
+        operands.check([*outputs, *inputs], "all_gather_into_tensor_coalesced")
         return self._fused.all_gather(list(outputs), list(inputs), opts)
 
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         opts = options_of(opts, AllgatherOptions)
-        operands.check_cpu([*inputs, *itertools.chain(*output_lists)], "all_gather_coalesced")
+        operands.check([*inputs, *itertools.chain(*output_lists)], "all_gather_coalesced")
         return self._fused.all_gather_lists([list(outputs) for outputs in output_lists], list(inputs), opts)
 
     def reduce_scatter(
@@ -161,21 +161,21 @@ class ShoalProcessGroup(DelegatingGroup):
         if input_lists and isinstance(input_lists[0], Tensor):  # reduce_scatter(tensor, list)
             input_lists = [input_lists]
         (output,), opts = one(outputs, "reduce_scatter"), options_of(opts, ReduceScatterOptions, timeout)
-        operands.check_cpu([output, *input_lists[0]], "reduce_scatter")
+        operands.check([output, *input_lists[0]], "reduce_scatter")
         return self._fused.reduce_scatter_list(output, list(input_lists[0]), opts)
 
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta = NO_TIMEOUT
     ) -> Work:
         opts = options_of(opts, ReduceScatterOptions, timeout)
-        operands.check_cpu([output, input], "reduce_scatter_tensor")
+        operands.check([output, input], "reduce_scatter_tensor")
         return self._fused.reduce_scatter([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         opts = options_of(opts, ReduceScatterOptions)
-        operands.check_cpu([*outputs, *inputs], "reduce_scatter_tensor_coalesced")
+        operands.check([*outputs, *inputs], "reduce_scatter_tensor_coalesced")
         return self._fused.reduce_scatter(list(outputs), list(inputs), opts)
 
     def barrier(self, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:

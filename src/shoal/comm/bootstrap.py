@@ -101,8 +101,12 @@ def connect_engine(
     global_rank: int,
     timeout: timedelta,
     options: EngineOptions | None = None,
+    *,
+    tell: bool = True,
 ) -> Engine:
     """Make this rank's engine and connect it to all others. All ranks call it, with the same ``options``.
+
+    Rank 0 prints what was found, unless it is not to ``tell``.
 
     Raises:
         CommError: a rank did not come in time or refused the secret.
@@ -144,9 +148,9 @@ def connect_engine(
         )
         _measured.update(zip((helper.name for helper in helpers), measured, strict=True))
         engine.set_pattern(chunk_pattern(hosts, measured))
-        if rank == 0:
+        if rank == 0 and tell:
             _tell(num_hosts, size, options.transport, f", {rate * 8e-6:,.0f} Mbit/s each", measured)
-    elif rank == 0 and num_hosts > 1:
+    elif rank == 0 and num_hosts > 1 and tell:
         _tell(num_hosts, size, options.transport, "", bandwidths)
     return engine
 

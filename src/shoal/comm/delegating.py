@@ -53,20 +53,28 @@ class DelegatingGroup(EngineGroup):
             raise
         return DelegatedWork(self.inner, work, name, end, result, finish)
 
-    def _delegate_rooted(
-        self, name: str, start: Start, opts: Any, mine: Sequence[Tensor], lists: Sequence[Sequence[Tensor]]
-    ) -> Work:
-        """Delegate what moves each rank's tensor ``mine`` to or from a row of ``lists`` at the root."""
-        operands.check_cpu([*mine, *itertools.chain(*lists)], name)
-        return self._delegate(name, start, opts, root=opts.rootRank, shape=mine[0].shape)
+    def _given(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors for gloo to read: these, or copies in the host's memory."""
+        side = self._side(tensors[0].device) if tensors else None
+        return list(tensors) if side is None else side.aside.given(tensors)
+
+    def _room(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Finish | None]:
+        """Return tensors for gloo to write: these, or others and what then copies them to the device."""
+        side = self._side(tensors[0].device) if tensors else None
+        return (list(tensors), None) if side is None else side.aside.room(tensors)
 
     def gather(
         self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
     ) -> Work:
         opts = options_of(opts, GatherOptions, timeout)
-        return self._delegate_rooted(
-            "gather", lambda g: g.gather(output_lists, inputs, opts), opts, inputs, output_lists
-        )
+        operands.check([*inputs, *itertools.chain(*output_lists)], "gather")
+        given = self._given(inputs)
+        rooms = [self._room(outputs) for outputs in output_lists]
+        finish = rooms[0][1] if rooms else None
+        return self._delegate(
+            "gather", lambda g: g.gather([room for room, _ in rooms], given, opts), opts,
+            root=opts.rootRank, shape=inputs[0].shape, finish=finish, result=output_lists if finish else None,
+        )  # fmt: skip
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         opts = options_of(opts, GatherOptions)
@@ -80,63 +88,80 @@ class DelegatingGroup(EngineGroup):
         self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
     ) -> Work:
         opts = options_of(opts, ScatterOptions, timeout)
-        return self._delegate_rooted(
-            "scatter", lambda g: g.scatter(outputs, input_lists, opts), opts, outputs, input_lists
-        )
+        operands.check([*outputs, *itertools.chain(*input_lists)], "scatter")
+        given = [self._given(inputs) for inputs in input_lists]
+        room, finish = self._room(outputs)
+        return self._delegate(
+            "scatter", lambda g: g.scatter(room, given, opts), opts,
+            root=opts.rootRank, shape=outputs[0].shape, finish=finish, result=outputs if finish else None,
+        )  # fmt: skip
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         opts = options_of(opts, AllToAllOptions)
-        operands.check_cpu([*outputs, *inputs], "all_to_all")
+        operands.check([*outputs, *inputs], "all_to_all")
         outputs, sizes = list(outputs), [output.numel() for output in outputs]
-        source = torch.cat([operands.block(tensor).view(-1) for tensor in inputs])  # gloo takes no lists
-        target = torch.empty(sum(sizes), dtype=source.dtype)
+        source = torch.cat([operands.block(tensor).view(-1) for tensor in self._given(inputs)])
+        target = torch.empty(sum(sizes), dtype=source.dtype)  # gloo takes no lists
+        room, bring = self._room(outputs)
+        copy = operands.copy_back(room, target)
+
+        def finish() -> None:
+            copy()
+            if bring is not None:
+                bring()
+
         return self._delegate(
             "all_to_all",
             lambda g: g.alltoall_base(target, source, sizes, [tensor.numel() for tensor in inputs], opts),
-            opts, result=outputs, finish=operands.copy_back(outputs, target),
+            opts, result=outputs, finish=finish,
         )  # fmt: skip
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Work:
         opts = options_of(opts, AllToAllOptions)
-        operands.check_cpu([output, input], "all_to_all_single")
+        operands.check([output, input], "all_to_all_single")
+        (given,), ((room,), finish) = self._given([input]), self._room([output])
         return self._delegate(
             "all_to_all_single",
-            lambda g: g.alltoall_base(output, input, output_sizes, input_sizes, opts),
-            opts, num_bytes=input.numel() * input.element_size(),
+            lambda g: g.alltoall_base(room, given, output_sizes, input_sizes, opts),
+            opts, num_bytes=input.numel() * input.element_size(), finish=finish,
+            result=[output] if finish else None,
         )  # fmt: skip
 
     # Messages have no number in the group's sequence: only two ranks know of them.
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> MessageWork:
-        operands.check_cpu(tensors, "send")
-        return self._message(to, lambda g: g.send(tensors, to, tag))
+        operands.check(tensors, "send")
+        given = self._given(tensors)
+        return self._message(to, lambda g: g.send(given, to, tag))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> MessageWork:
-        operands.check_cpu(tensors, "recv")
-        return self._message(source, lambda g: g.recv(tensors, source, tag))
+        operands.check(tensors, "recv")
+        room, finish = self._room(tensors)
+        return self._message(source, lambda g: g.recv(room, source, tag), finish)
 
-    def _message(self, peer: int, start: Start) -> MessageWork:
+    def _message(self, peer: int, start: Start, finish: Finish | None = None) -> MessageWork:
         if not 0 <= peer < self._size or peer == self._rank:
             raise UsageError(
                 f"a message between rank {self._rank} and rank {peer} of a group of {self._size}"
             )
-        work = self._messages.start(peer, start, self._timeout)
+        work = self._messages.start(peer, start, self._timeout, finish)
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> MessageWork:
         """Receive from whoever sends. gloo connects to all ranks for it: each must have its inner group."""
-        operands.check_cpu(tensors, "recv")
+        operands.check(tensors, "recv")
         group = self.inner.group()
         self.inner.want_all()
         for peer in range(self._size):
             if peer != self._rank:
                 self.inner.until_ready(peer, self._timeout)
-        work = MessageWork(self.inner, self._timeout)
-        work.started(group.recv_anysource(tensors, tag))
+        room, finish = self._room(tensors)
+        work = MessageWork(self.inner, self._timeout, finish)
+        work.started(group.recv_anysource(room, tag))
         return work
 
     # other names of the same

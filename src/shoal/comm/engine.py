@@ -93,6 +93,8 @@ class EngineOptions:
             sends each rank's tensor over the network for it.
         transport: "tcp", or "ofi:" and libfabric's providers, one a rail, separated by commas: "ofi:efa",
             "ofi:tcp;ofi_rxm,tcp;ofi_rxm". ``None``: what SHOAL_TRANSPORT says, or else TCP.
+        staging_bytes: a piece of a CUDA tensor that is copied to or from the host at once.
+        staging_buffers: such pieces that have memory on the host, for each group.
     """
 
     chunk_bytes: int = 32 << 10
@@ -110,6 +112,8 @@ class EngineOptions:
     workers_serve: bool = True
     order: str = "host"
     transport: str | None = None
+    staging_bytes: int = 4 << 20
+    staging_buffers: int = 8
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -124,6 +128,11 @@ class EngineOptions:
                 f"{self.shared_chunk_bytes}; they are multiples of 128"
             )
         fabric_providers(self.transport)
+        if self.staging_bytes < 1 or self.staging_buffers < 2:
+            raise UsageError(
+                f"EngineOptions.staging_bytes is {self.staging_bytes} and staging_buffers "
+                f"{self.staging_buffers}; they are at least 1 and 2"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -313,7 +322,6 @@ class Engine:
         return list(self._engine.take_trace())
 
 
-_SAME_NAME = tuple(
-    {each.name for each in fields(EngineOptions)} - {"partial", "workers_serve", "order", "transport"}
-)
+_OURS = {"partial", "workers_serve", "order", "transport", "staging_bytes", "staging_buffers"}
+_SAME_NAME = tuple({each.name for each in fields(EngineOptions)} - _OURS)
 """Options that the core has under the same name."""

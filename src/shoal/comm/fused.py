@@ -14,14 +14,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from shoal.comm import operands
-from shoal.comm.work import EngineWork, JoinedWork
+from shoal.comm.work import JoinedWork
 from shoal.errors import UsageError
 
 
 class Fused:
     """The collectives of one group that take many tensors. ``submit`` is the group's way to the engine."""
 
-    def __init__(self, submit: Callable[..., EngineWork], rank: int, size: int) -> None:
+    def __init__(self, submit: Callable[..., Work], rank: int, size: int) -> None:
         self._submit = submit
         self._rank = rank
         self._size = size
@@ -45,14 +45,21 @@ class Fused:
             works.append(work)
         return _joined(works, tensors)
 
-    def all_gather(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
-        """Each output has ``size`` rows of its input's elements."""
+    def all_gather(
+        self,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: Any,
+        finish_also: operands.Finish | None = None,
+        result: Any = None,
+    ) -> Work:
+        """Each output has ``size`` rows of its input's elements. ``finish_also`` then leaves ``result``."""
         for output, input in zip(outputs, inputs, strict=True):
             check_rows(self._size, "all_gather_into_tensor", "output", output, "input", input)
-        if len(inputs) == 1:
+        if len(inputs) == 1 and finish_also is None:
             return self._all_gather_one(outputs[0], inputs[0], opts)
         source = torch.cat([operands.as_bytes(tensor) for tensor in inputs])
-        rows = torch.empty(self._size, source.numel(), dtype=torch.uint8)
+        rows = source.new_empty(self._size, source.numel())
         staged = [operands.destination(output) for output in outputs]
 
         def finish() -> None:
@@ -63,10 +70,12 @@ class Fused:
                 begin += mine.shape[1]
                 if copy is not None:
                     copy()
+            if finish_also is not None:
+                finish_also()
 
         return self._submit(
-            "all_gather", source, rows, source.numel(), "uint8",
-            shape=source.shape, timeout=opts.timeout, result=outputs, finish=finish,
+            "all_gather", source, rows, source.numel(), "uint8", shape=source.shape, timeout=opts.timeout,
+            result=outputs if result is None else result, finish=finish,
         )  # fmt: skip
 
     def _all_gather_one(self, output: Tensor, input: Tensor, opts: Any) -> Work:
@@ -104,7 +113,7 @@ class Fused:
         source = operands.block(input).view(-1)
         if source.numel() < width:
             source = torch.cat([source, source.new_zeros(width - source.numel())])
-        rows = torch.empty(self._size, width, dtype=input.dtype)
+        rows = source.new_empty(self._size, width)
 
         def finish() -> None:
             for row, output in zip(rows, outputs, strict=True):
@@ -125,17 +134,14 @@ class Fused:
                 f"all_gather_coalesced: output tensors of {given} elements for {self._size} ranks with "
                 f"{wanted} elements each; give a list of such tensors a rank"
             )
-        tables = [torch.empty(self._size, input.numel(), dtype=input.dtype) for input in inputs]
-        work = self.all_gather(tables, inputs, opts)
+        tables = [input.new_empty(self._size, input.numel()) for input in inputs]
 
         def finish() -> None:
             for table, outputs in zip(tables, zip(*output_lists, strict=True), strict=True):
                 for row, output in zip(table, outputs, strict=True):
                     output.detach().copy_(row.view(output.shape))
 
-        assert isinstance(work, EngineWork)
-        work.finish_also(finish, output_lists)
-        return work
+        return self.all_gather(tables, inputs, opts, finish, output_lists)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
         """Each input has ``size`` rows of its output's elements; row r of the sum goes to rank r."""
@@ -163,19 +169,19 @@ class Fused:
                 "this rank's input as large as its output"
             )
         width = max(input.numel() for input in inputs)
-        table = torch.zeros(self._size, width, dtype=output.dtype)
+        table = output.new_zeros(self._size, width)
         for row, input in zip(table, inputs, strict=True):
             row[: input.numel()].copy_(operands.block(input).view(-1))
         return self._reduce_scatter_table([output], table, opts)
 
-    def _reduce_scatter_table(self, outputs: list[Tensor], table: Tensor, opts: Any) -> EngineWork:
+    def _reduce_scatter_table(self, outputs: list[Tensor], table: Tensor, opts: Any) -> Work:
         op = operands.reduction(opts.reduceOp, table)
         if op.factor is not None:
             table = table * op.factor
         target, finish = outputs[0].detach(), None
         direct = len(outputs) == 1 and operands.is_block(target) and target.numel() == table.shape[1]
         if not direct or operands.shares_memory(target, table):
-            target = torch.empty(table.shape[1], dtype=table.dtype)
+            target = table.new_empty(table.shape[1])
             finish = operands.copy_back(outputs, target)
         input, dtype = operands.numbers(table)
         output, _ = operands.numbers(target)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,16 +17,24 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, Work
 
 from shoal.comm import BACKEND_NAME
 from shoal.comm.bootstrap import connect_engine, local_address
+from shoal.comm.device_side import DeviceSide, Membership
+from shoal.comm.devices import Device
 from shoal.comm.engine import CommError, Engine, EngineOptions, Operation
 from shoal.comm.inner import InnerGloo
 from shoal.comm.lone import LoneEngine
 from shoal.comm.messages import Messages
+from shoal.comm.operands import DEVICES
+from shoal.comm.routes import Asked
 from shoal.comm.work import NO_TIMEOUT, Completer, EngineWork, JoinedWork
 from shoal.errors import UsageError
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _LOOPBACK = "127.0.0.1"
+
+
+def _open_cuda(place: torch.device) -> Device:
+    return importlib.import_module("shoal.comm.cuda_device").CudaDevice(place)  # type: ignore[no-any-return]
 
 
 class _Devices(list[torch.device]):
@@ -61,6 +70,10 @@ class EngineGroup(ProcessGroup):
         self._timeout = timeout
         self._name, self._description = name, "undefined"
         self._global_ranks = global_ranks
+        self._options = options or EngineOptions()
+        self.devices: dict[str, Callable[[torch.device], Device]] = {"cuda": _open_cuda}
+        """Devices whose tensors go through staging, by type."""
+        self._sides: dict[torch.device, DeviceSide] = {}
         self.engine: Engine | LoneEngine
         if size == 1:
             self.engine, address = LoneEngine(), _LOOPBACK
@@ -85,10 +98,14 @@ class EngineGroup(ProcessGroup):
         if self.engine.wait(handle, timeout_s):
             return True
         if timeout_s > 0:
-            self.inner.join_if_wanted()
-            for event in self.engine.take_events():
-                _log.warning("group %s: %s", self._name, event)
+            self._idle()
         return False
+
+    def _idle(self) -> None:
+        """See to what others ask of a rank that waits."""
+        self.inner.join_if_wanted()
+        for event in self.engine.take_events():
+            _log.warning("group %s: %s", self._name, event)
 
     def forget(self, handle: int) -> None:
         self._pending.pop(handle, None)
@@ -111,8 +128,17 @@ class EngineGroup(ProcessGroup):
         result: Any,
         finish: Callable[[], None] | None = None,
         priority: int = 0,
-    ) -> EngineWork:
-        """Give the engine an operation on two blocks of memory, which stay alive until it is done."""
+    ) -> Work:
+        """Begin an operation on two blocks of memory, which stay alive until it is done."""
+        side = self._side(input.device) if kind != "barrier" else None
+        if side is not None:
+            wanted = Asked(
+                kind=kind, input=input, output=output, dtype=dtype,
+                op=op, root=root, shape=shape, priority=priority,
+            )  # fmt: skip
+            return self._coalesced(
+                side.submit(wanted, timeout=self._limit(timeout), result=result, finish=finish)
+            )
         asked = Operation(
             kind=kind, input=input.data_ptr(), output=output.data_ptr(), count=count, dtype=dtype,
             op=op, root=root, shape=shape, timeout_s=self._limit(timeout).total_seconds(), priority=priority,
@@ -124,9 +150,29 @@ class EngineGroup(ProcessGroup):
         for oldest in list(self._pending.values()):
             if oldest is work or not oldest.is_completed():
                 break
+        return self._coalesced(work)
+
+    def _coalesced(self, work: Work) -> Work:
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
+
+    def _side(self, place: torch.device) -> DeviceSide | None:
+        """Return what serves tensors on this device; ``None`` if the engine itself does."""
+        if place.type not in self.devices:
+            return None
+        if place not in self._sides:
+            if self._closed:
+                raise CommError(
+                    f"collective on {place}: this process group has been shut down; make a new one"
+                )
+            membership = Membership(
+                store=PrefixStore(f"device/{len(self._sides)}/", self._store), rank=self._rank,
+                size=self._size, name=self._name, global_rank=self._global_ranks[self._rank],
+                engine=self.engine, options=self._options, begin=self._begin, idle=self._idle,
+            )  # fmt: skip
+            self._sides[place] = DeviceSide(self.devices[place.type](place), membership, self._timeout)
+        return self._sides[place]
 
     def _begin(self, asked: Operation) -> int:
         """Give the engine an operation and count it."""
@@ -202,15 +248,15 @@ class EngineGroup(ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return _Devices([_CPU])
+        return _Devices([_CPU, *([torch.device("cuda")] if torch.cuda.is_available() else [])])
 
     def _get_backend(self, device: torch.device) -> EngineGroup:
         """
         Raises:
             UsageError: a device that this backend does not serve.
         """
-        if torch.device(device).type != "cpu":
-            raise UsageError(f"backend shoal serves CPU tensors, and {device} was asked for; use nccl for it")
+        if torch.device(device).type not in DEVICES:
+            raise UsageError(f"backend shoal serves {', '.join(DEVICES)} tensors, and {device} was asked for")
         return self
 
     get_backend = _get_backend
@@ -245,6 +291,8 @@ class EngineGroup(ProcessGroup):
         for work in list(self._pending.values()):
             work.is_completed()
         self._closed = True
+        for side in self._sides.values():
+            side.stop()
         self._completer.stop()
         self.inner.stop()
         self.engine.close()

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import Work
 
 from shoal.comm.engine import CommError
 from shoal.comm.inner import InnerGloo, Start
+from shoal.comm.operands import Finish
 from shoal.comm.work import NO_TIMEOUT, SingleWork
 
 
@@ -23,13 +24,13 @@ class Messages:
         self._peers: dict[int, _Peer] = {}
         self._lock = threading.Lock()
 
-    def start(self, peer: int, start: Start, timeout: timedelta) -> MessageWork:
+    def start(self, peer: int, start: Start, timeout: timedelta, finish: Finish | None = None) -> MessageWork:
         """Start a message now if ``peer`` has an inner group, else as soon as it has; the order is kept."""
         with self._lock:
             queue = self._peers.get(peer)
             if queue is None:
                 queue = self._peers[peer] = _Peer(self._inner, peer)
-        return queue.start(self._inner.group(), start, timeout)
+        return queue.start(self._inner.group(), start, timeout, finish)
 
 
 class _Peer:
@@ -42,8 +43,8 @@ class _Peer:
         self._waiting: deque[tuple[Start, MessageWork]] = deque()
         self._lock = threading.Lock()
 
-    def start(self, group: Any, start: Start, timeout: timedelta) -> MessageWork:
-        work = MessageWork(self._inner, timeout)
+    def start(self, group: Any, start: Start, timeout: timedelta, finish: Finish | None) -> MessageWork:
+        work = MessageWork(self._inner, timeout, finish)
         with self._lock:
             self._ready = self._ready or (not self._waiting and self._inner.is_ready(self._rank))
             if self._ready:
@@ -75,9 +76,10 @@ class _Peer:
 class MessageWork(SingleWork):
     """A message under way to or from one rank."""
 
-    def __init__(self, inner: InnerGloo, timeout: timedelta) -> None:
+    def __init__(self, inner: InnerGloo, timeout: timedelta, finish: Finish | None = None) -> None:
         super().__init__()
         self._inner = inner
+        self._finish = finish
         self._timeout = timeout
         self._is_started = threading.Event()
         self._work: Work | None = None
@@ -101,6 +103,8 @@ class MessageWork(SingleWork):
                 left = limit - timedelta(seconds=time.monotonic() - begin)
                 try:
                     self._work.wait(max(left, timedelta(milliseconds=1)))
+                    if self._finish is not None:
+                        self._finish()
                     self._done = True
                 except RuntimeError as problem:
                     self._error = self._inner.explain(problem)

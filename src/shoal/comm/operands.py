@@ -26,6 +26,8 @@ ENGINE_DTYPES = {
     torch.int32: "int32",
     torch.int64: "int64",
 }
+DEVICES = ("cpu", "cuda")
+"""Types of the devices whose tensors the backend takes."""
 _OPS = {
     ReduceOp.SUM: "sum",
     ReduceOp.AVG: "avg",
@@ -105,7 +107,7 @@ def destination(tensor: Tensor) -> tuple[Tensor, Finish | None]:
             f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has elements that share "
             "memory and cannot take a result; clone() it first"
         )
-    staged = torch.empty(tensor.shape, dtype=tensor.dtype)
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return staged, lambda: _copy(tensor, staged)
 
 
@@ -152,19 +154,23 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
     return begin < other.data_ptr() + other.numel() * other.element_size() and other.data_ptr() < end
 
 
-def check_cpu(tensors: Sequence[Tensor], name: str) -> None:
+def check(tensors: Sequence[Tensor], name: str) -> None:
     """
     Raises:
-        UsageError: a tensor is elsewhere, or is sparse.
+        UsageError: a tensor is on a device that is not ours, or is sparse, or they are on several devices.
     """
     for tensor in tensors:
-        if tensor.device.type != "cpu":
+        if tensor.device.type not in DEVICES:
             raise UsageError(
-                f"{name} of a tensor on {tensor.device}: backend shoal takes CPU tensors; move it with "
-                ".cpu(), or use a group of another backend (nccl) for it"
+                f"{name} of a tensor on {tensor.device}: backend shoal takes CPU and CUDA tensors; "
+                "move it with .cpu(), or use a group of another backend for it"
             )
         if tensor.layout != torch.strided:
             raise UsageError(f"{name} of a {tensor.layout} tensor: make it dense first (.to_dense())")
+        if tensor.device != tensors[0].device:
+            raise UsageError(
+                f"{name} of tensors on {tensors[0].device} and {tensor.device}: move them to one device"
+            )
 
 
 def one(tensors: Any, name: str) -> list[Tensor]:

@@ -114,22 +114,6 @@ class EngineWork(SingleWork):
         else:
             self.settle(None)
 
-    def finish_also(self, finish: Callable[[], None], result: Any) -> None:
-        """Add a step after the others, which then leaves ``result``; only by who has just made this work."""
-        before = self._finish
-
-        def both() -> None:
-            if before is not None:
-                before()
-            finish()
-
-        with self._lock:
-            if self._settled:
-                finish()
-            else:
-                self._finish = both
-            self._result = result
-
     def settle(self, error: Exception | None) -> None:
         """Note that the engine is done with it."""
         with self._lock:
@@ -266,7 +250,7 @@ class JoinedWork(Work):
     def get_future(self) -> Future[Any]:
         def outcome(all_done: Future[Any]) -> Any:
             for part in all_done.value():
-                part.value()
+                part.wait()  # all are done: this raises, and joins streams
             return self._result
 
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(outcome)

@@ -1,0 +1,150 @@
+"""What do gradients on a GPU cost on their way through the host's memory?
+
+Staging: a tensor goes to the host chunk by chunk and comes back, without a network in between; the peer is
+what one would write by hand: one copy to pinned memory, and one back. Overlap: two processes, as two hosts,
+train on the one GPU over TCP of this machine; the peer is computation and averaging one after the other. Such
+a row says that the copies run beside the backward pass; the network is this machine's memory.
+
+``--device memory`` tries the benchmark without a GPU: its figures say nothing about one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Benchmark
+from shoal.comm.cuda_device import CudaDevice
+from shoal.comm.devices import Device
+from shoal.comm.engine import EngineOptions
+from shoal.comm.lone import LoneEngine
+from shoal.comm.memory_device import MemoryDevice
+from shoal.comm.routes import Asked, straight
+from shoal.comm.staged import StagedWork
+from shoal.comm.staging import Job, Staging
+
+MIB = 1 << 20
+SIZES_MIB = (1, 25, 256)
+HOSTS = ("one", "other")
+STAGING_TARGET = 0.8
+"""of a plain copy's bandwidth; both directions at once may give more than 1"""
+MODEL = {"width": 4096, "layers": 8, "batch": 16384, "bucket_mb": 64}
+SMALL_MODEL = {"width": 256, "layers": 4, "batch": 256, "bucket_mb": 0.25}
+
+
+class _NoFailure:
+    """A group that cannot fail."""
+
+    def error(self) -> None:
+        return None
+
+    def abort(self, reason: str) -> None:
+        raise RuntimeError(reason)
+
+    def explain(self, problem: Exception) -> Exception:
+        return problem
+
+
+def staged_and_back(staging: Staging, device: Device, tensor: torch.Tensor) -> None:
+    asked = Asked(kind="all_reduce", input=tensor, output=tensor, dtype="float32")
+    engine: Any = LoneEngine()
+    work = StagedWork(device, "all_reduce", [tensor], lambda: None, lambda: None)
+    staging.begin(
+        Job(
+            name="all_reduce", route=straight(asked, engine, 0, 1), ready=device.here().mark(),
+            end_s=time.monotonic() + 60, work=work, finish=None, ended=lambda: None,
+        )
+    )  # fmt: skip
+    work.wait(timedelta(seconds=60))
+    device.here().mark().wait()
+
+
+def add_staging(bench: Benchmark, device: Device) -> None:
+    options = EngineOptions()
+    staging = Staging(
+        device, _NoFailure(), num_buffers=options.staging_buffers, buffer_bytes=options.staging_bytes
+    )
+    for size in SIZES_MIB[:1] if bench.args.device == "memory" else SIZES_MIB:
+        tensor = torch.zeros(size * MIB // 4, device=device.place)
+        pinned = device.buffer(size * MIB).view(torch.float32)
+
+        def plain(tensor: torch.Tensor = tensor, pinned: torch.Tensor = pinned) -> None:
+            pinned.copy_(tensor, non_blocking=True)
+            tensor.copy_(pinned, non_blocking=True)
+            device.here().mark().wait()
+
+        bench.compare(
+            f"{size} MiB to the host and back",
+            ours=lambda tensor=tensor: staged_and_back(staging, device, tensor),
+            peer=plain,
+            peer_name="a pinned copy each way",
+            target=STAGING_TARGET if size >= 25 else None,
+        )
+    staging.stop()
+    device.close()
+
+
+def add_overlap(bench: Benchmark) -> None:
+    memory = bench.args.device == "memory"
+    spec = (SMALL_MODEL if memory else MODEL) | {
+        "device": bench.args.device,
+        "repeats": 3 if bench.quick else 10,
+        "trace": str(bench.args.trace.absolute()) if bench.args.trace else "",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "samples.json"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        common = os.environ | {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(HOSTS)),
+        }  # fmt: skip
+        argv = [sys.executable, "-m", "benchmarks.cuda_comm_worker", json.dumps(spec), str(out)]
+        workers = [
+            subprocess.Popen(argv, env=common | {"RANK": str(rank), "SHOAL_HOST_ID": host})
+            for rank, host in enumerate(HOSTS)
+        ]
+        codes = [worker.wait() for worker in workers]
+        if any(codes):
+            raise SystemExit(f"a worker of cuda_comm ended with status {max(codes, key=abs)}; see above")
+        samples: dict[str, list[float]] = json.loads(out.read_text())
+    bench.add(
+        f"a step of {spec['layers']} layers of {spec['width']}², two hosts on this device",
+        ours=[1e3 * s for s in samples["step"]],
+        peer=[1e3 * (c + a) for c, a in zip(samples["compute"], samples["average"], strict=True)],
+        peer_name="computation, then averaging",
+        unit="ms",
+    )
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("--device", choices=("cuda", "memory"), default="cuda")
+    options.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a step as a timeline for chrome://tracing"
+    )
+    bench = Benchmark("cuda_comm", options=options)
+    if bench.args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            "cuda_comm measures copies to and from a GPU, and torch finds no CUDA device here; "
+            "--device memory tries the benchmark itself"
+        )
+    device = MemoryDevice() if bench.args.device == "memory" else CudaDevice(torch.device("cuda"))
+    add_staging(bench, device)
+    add_overlap(bench)
+    return bench.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

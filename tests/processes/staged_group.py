@@ -1,0 +1,38 @@
+"""A group whose CPU tensors go the way of CUDA tensors, over the device whose lanes are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from shoal.comm.device_side import DeviceSide
+from shoal.comm.memory_device import MemoryDevice
+
+
+def small_pieces(group: Any = None, num_bytes: int = 4 * 128, num_buffers: int = 2) -> None:
+    """Let tensors of a few kilobytes travel in several chunks, through few buffers."""
+    group = group or dist.group.WORLD
+    group._options = replace(group._options, staging_bytes=num_bytes, staging_buffers=num_buffers)
+
+
+@contextmanager
+def staged(identity: str | None = None, group: Any = None) -> Iterator[DeviceSide]:
+    """Send what is begun inside through staging. The device is made at the first use and stays."""
+    group = group or dist.group.WORLD
+    device = MemoryDevice(identity=identity)
+    group.devices["cpu"] = lambda place: device
+    try:
+        side: DeviceSide = group._side(device.place)
+        yield side
+    finally:
+        del group.devices["cpu"]
+
+
+def device_of(side: DeviceSide) -> MemoryDevice:
+    device = side._device
+    assert isinstance(device, MemoryDevice)
+    return device

@@ -1,0 +1,81 @@
+"""Placement and chunks of CUDA's way: which ranks have parts, and how tables are cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.comm.engine import EngineOptions
+from shoal.comm.routes import Asked, Place, Route, straight
+from shoal.errors import UsageError
+
+
+def place(hosts: str, devices: str, rank: int = 0) -> Place:
+    return Place.of(list(zip(hosts, devices, strict=True)), rank)
+
+
+def test_ranks_of_a_host_have_parts_if_each_has_a_device() -> None:
+    assert place("aabb", "0101").by_parts
+    assert place("aa", "01").by_parts, "one host"
+    assert not place("aabb", "0100").by_parts, "two ranks of a host share a device"
+    assert not place("aab", "010").by_parts, "not as many ranks on each host"
+    assert not place("abc", "000").by_parts, "one rank a host: nothing to add up inside"
+
+
+def test_hosts_come_in_the_order_of_their_lowest_ranks() -> None:
+    found = place("baab", "0011", rank=2)
+    assert found.hosts == ((0, 3), (1, 2))
+    assert (found.host, found.local) == (1, 1)
+    assert found.rails_first() == [0, 1, 3, 2]
+    assert [found.host_of(rank) for rank in range(4)] == [0, 1, 1, 0]
+
+
+def route(kind: str, rank: int = 0, root: int = 0, count: int = 1000, size: int = 3) -> Route:
+    wide = torch.zeros(count * size)
+    asked = Asked(
+        kind=kind, dtype="float32", root=root,
+        input=wide if kind == "reduce_scatter" else wide[:count],
+        output=wide if kind == "all_gather" else wide[:count],
+    )  # fmt: skip
+    engine: object = "an engine"
+    return straight(asked, engine, rank, size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "source", "target"),
+    [
+        ("all_reduce", 1, (1, 1000), (1, 1000)),
+        ("all_gather", 3, (1, 1000), (3, 1000)),
+        ("reduce_scatter", 4, (3, 1000), (1, 1000)),
+    ],
+)
+def test_chunks_cover_all_columns_and_fit_a_buffer(
+    kind: str, rows: int, source: tuple[int, int], target: tuple[int, int]
+) -> None:
+    found = route(kind)
+    assert (found.rows, found.source.shape, found.target.shape) == (rows, source, target)
+    for buffer_bytes in (16, 100, 4096, 1 << 20):
+        chunks = list(found.chunks(buffer_bytes))
+        assert [first for first, _ in chunks] == [0, *(last for _, last in chunks[:-1])]
+        assert chunks[-1][1] == 1000
+        assert all(rows * (last - first) * 4 <= buffer_bytes for first, last in chunks)
+    assert list(found.chunks(1 << 20)) == [(0, 1000)]
+
+
+def test_who_sends_and_who_receives() -> None:
+    roles = {
+        (kind, rank): (found.sends, found.receives)
+        for kind in ("all_reduce", "reduce", "broadcast")
+        for rank in (0, 1)
+        for found in [route(kind, rank, root=1)]
+    }
+    assert roles["all_reduce", 0] == roles["all_reduce", 1] == (True, True)
+    assert roles["reduce", 0] == (True, False)
+    assert roles["reduce", 1] == (True, True)
+    assert roles["broadcast", 0] == (False, True)
+    assert roles["broadcast", 1] == (True, False)
+
+
+def test_options_of_staging() -> None:
+    with pytest.raises(UsageError, match="staging_buffers 1; they are at least 1 and 2"):
+        EngineOptions(staging_buffers=1)
