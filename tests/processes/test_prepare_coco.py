@@ -11,10 +11,11 @@ import pytest
 
 from shoal.cli.app import app
 from shoal.data.coco.annotations import read_annotations
-from shoal.data.coco.augment import DetectionAugmentConfig
+from shoal.data.coco.augment import DetectionAugmentConfig, Placement
+from shoal.data.coco.masks import bitmaps
 from shoal.data.coco.results import KINDS
 from shoal.data.coco.source import read_categories
-from shoal.data.coco.transform import DetectionTransform
+from shoal.data.coco.transform import DetectionTransform, placed_objects
 from shoal.data.images.shards import ImageShards
 from shoal.env import test_data_dir as data_dir
 from shoal.errors import UsageError
@@ -66,6 +67,27 @@ def test_shards_of_coco(tmp_path: Path) -> None:
         empty = {n for n, found in truth.objects.items() if all(o.is_crowd for o in found)}
         assert seen == truth.images.keys() - (empty if split == "train" else set())
         assert read_categories(out) == truth.categories
+
+
+def test_masks_are_computed_beforehand(tmp_path: Path) -> None:
+    """In the frame of the image itself they are the masks that polygons give, to the bit."""
+    found: dict[str, dict[int, list[Any]]] = {}
+    for name, options in (("given", ()), ("runs", ("--masks", "run-lengths"))):
+        prepare(tmp_path / name, *files("val"), *options)
+        shards = ImageShards(tmp_path / name, "train")
+        found[name] = {}
+        for number in range(10):
+            tree = json.loads(bytes(shards.extra(number)))
+            kinds = {type(one["segmentation"]) for one in tree["annotations"] if not one["iscrowd"]}
+            assert kinds == {dict if name == "runs" else list}
+            shape = tree["height"], tree["width"]
+            place = Placement(resized=shape, top=0, left=0, frame=shape, flip=False)
+            objects = placed_objects(shards.extra(number), shape, place)
+            found[name][tree["image_id"]] = [bitmaps([mask], *place.frame) for mask in objects.masks]
+    for image, masks in found["given"].items():
+        assert len(masks) == len(found["runs"][image])
+        for mask, other in zip(masks, found["runs"][image], strict=True):
+            np.testing.assert_array_equal(mask, other)
 
 
 def changed(path: Path, tmp_path: Path, values: dict[str, Any]) -> Path:

@@ -157,6 +157,7 @@ def prepare_coco(
     validation_images: Path | None = None,
     validation_annotations: Path | None = None,
     keep_empty: bool = False,
+    masks: Literal["as-given", "run-lengths"] = "as-given",
     resize: int = 0,
     quality: int = 90,
     shard_bytes: int = 128 << 20,
@@ -181,6 +182,9 @@ def prepare_coco(
         Their annotations, like instances_val2017.json.
     keep_empty
         Train on images without objects, too.
+    masks
+        as-given: polygons become masks in each training batch, exact at its size; run-lengths: here, once,
+        at the size of the image.
     resize
         Make images smaller whose shorter side has more pixels than this; 0 leaves sizes alone.
     quality
@@ -216,5 +220,11 @@ def prepare_coco(
         raise UsageError(
             "--validation-images and --validation-annotations belong together; give both or none"
         )
-    source = CocoSource(CocoSplit(images, annotations), validation, on_bad=on_bad, keep_empty=keep_empty)
+    source = CocoSource(
+        CocoSplit(images, annotations),
+        validation,
+        on_bad=on_bad,
+        keep_empty=keep_empty,
+        run_lengths=masks == "run-lengths",
+    )
     prepare_split(source, out, config=config)

@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.data.coco.annotations import CocoAnnotations, CocoImage, CocoObject, read_annotations
 from shoal.data.coco.bad import OnBad
+from shoal.data.coco.masks import as_compressed
 from shoal.data.files import write_atomically
 from shoal.data.images.folder import unique_keys
 from shoal.data.images.manifest import ImageManifest
@@ -49,6 +50,7 @@ class CocoSource:
         *,
         on_bad: OnBad = "refuse",
         keep_empty: bool = False,
+        run_lengths: bool = False,
     ) -> None:
         """Read the annotations and find the images.
 
@@ -57,11 +59,14 @@ class CocoSource:
             validation: to score on; its categories are those of ``train``.
             on_bad: refuse the first annotation or image that cannot be used, or skip and count such.
             keep_empty: train on images without objects (crowds are none), too; all are there to score on.
+            run_lengths: write every mask as run lengths of the whole image, made once here; else as it is
+                given, and polygons become masks in each training batch.
 
         Raises:
             UsageError: a file is not COCO, an image is missing (unless skipped), or categories differ.
             ShoalError: an image cannot be looked at.
         """
+        self._run_lengths = run_lengths
         self._splits = {TRAIN: train} | ({VALIDATION: validation} if validation else {})
         self._truth: dict[str, CocoAnnotations] = {}
         self._files: dict[str, list[tuple[CocoImage, Path, int]]] = {}
@@ -89,7 +94,7 @@ class CocoSource:
             self._remarks += truth.bad.lines()
             if num_empty:
                 self._remarks.append(f"{num_empty:,} images without objects are left out (--keep-empty)")
-        self._state = f"{digest.hexdigest()} {on_bad} {keep_empty}"
+        self._state = f"{digest.hexdigest()} {on_bad} {keep_empty} {run_lengths}"
 
     @property
     def categories(self) -> Mapping[int, str]:
@@ -116,7 +121,7 @@ class CocoSource:
         truth, files = self._truth[split], self._files[split]
         keys = unique_keys([image.file_name for image, _, _ in files])
         for key, (image, path, size) in zip(keys, files, strict=True):
-            text = as_json(image, truth.objects[image.id])
+            text = as_json(image, truth.objects[image.id], run_lengths=self._run_lengths)
             yield SourceImage(key, path, 0, size, annotations=text)
 
 
@@ -154,7 +159,7 @@ def read_categories(location: Path | str) -> dict[int, str]:
         ) from None
 
 
-def as_json(image: CocoImage, objects: tuple[CocoObject, ...]) -> str:
+def as_json(image: CocoImage, objects: tuple[CocoObject, ...], *, run_lengths: bool = False) -> str:
     """Return what rides along with an image; see the module's docstring."""
     annotations = [
         {
@@ -163,7 +168,7 @@ def as_json(image: CocoImage, objects: tuple[CocoObject, ...]) -> str:
             "bbox": one.box,
             "area": one.area,
             "iscrowd": int(one.is_crowd),
-            "segmentation": _as_lists(one),
+            "segmentation": _run_lengths(one, image) if run_lengths else _as_lists(one),
         }
         for one in objects
     ]
@@ -175,6 +180,14 @@ def _as_lists(one: CocoObject) -> Any:
     if one.segmentation is None or isinstance(one.segmentation, dict):
         return one.segmentation
     return [polygon.tolist() for polygon in one.segmentation]
+
+
+def _run_lengths(one: CocoObject, image: CocoImage) -> Any:
+    rle = None if one.segmentation is None else as_compressed(one.segmentation, image.height, image.width)
+    if rle is None:
+        return _as_lists(one)  # damaged run lengths are refused where annotations are read
+    counts = rle["counts"]
+    return {**rle, "counts": counts.decode("ascii") if isinstance(counts, bytes) else counts}
 
 
 def _facts(
