@@ -90,4 +90,4 @@ def test_images_decoded_by_nvjpeg_train_alike(tmp_path: Path) -> None:
         assert jobs.run(config, 1) == [EXIT_OK]
         found[decode] = jobs.losses(tmp_path / decode)
     assert found["device"].keys() == found["host"].keys()
-    assert found["device"][1] == pytest.approx(found["host"][1], rel=0.005)
+    assert found["device"][1] == pytest.approx(found["host"][1], rel=0.02)

@@ -110,7 +110,7 @@ def test_images_decoded_on_the_device_train_alike(images: Path, run_alone: Path,
     assert jobs.run(config, 1) == [EXIT_OK]
     found, wanted = jobs.losses(tmp_path / "run"), jobs.losses(run_alone)
     assert found.keys() == wanted.keys()
-    assert found[1] == pytest.approx(wanted[1], rel=0.005) and found[1] != wanted[1]
+    assert found[1] == pytest.approx(wanted[1], rel=0.02) and found[1] != wanted[1]
 
 
 def test_another_number_of_workers_takes_up_the_same_images(
