@@ -66,6 +66,7 @@ def test_shoal_beside_gloo_with_what_its_engine_does(tmp_path: Path) -> None:
         assert call["ts"] - 1 <= event["ts"] <= call["ts"] + call["dur"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("tc"), reason="emulated hosts need root and iproute2"
 )

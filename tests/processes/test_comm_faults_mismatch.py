@@ -68,47 +68,44 @@ def run(hosts: str, one: list[Request], others: list[Request]) -> tuple[Group, l
         return group, group.errors(range(group.size), since)
 
 
-@pytest.mark.parametrize("hosts", HOSTS)
-@pytest.mark.parametrize(
-    ("one", "others", "words"),
-    [
-        ([reduction((11, 3))], [reduction((10, 3))], ("float32[11, 3]", "float32[10, 3]")),
-        ([reduction((500_000,))], [SIX], ("float32[500000]", "float32[6]")),
-        ([reduction((6,), "float64")], [SIX], ("float64[6]", "float32[6]")),
-        ([reduction((6,), "int32")], [SIX], ("int32[6]", "float32[6]")),
-        ([reduction((6,), op="max")], [SIX], ("float32[6] (max)", "float32[6] (sum)")),
-        ([BARRIER, SIX], [SIX, BARRIER], ("asks for barrier", "all_reduce of float32[6]")),
-        ([("all_gather", "float32", (6,), {})], [SIX], ("all_gather of float32[6]", "all_reduce of")),
-        (
-            [("broadcast", "float32", (6,), {"root": 1}), BARRIER],
-            [("broadcast", "float32", (6,), {"root": 0}), BARRIER],
-            ("float32[6] from rank 1", "float32[6] from rank 0"),
-        ),
-        (
-            [("reduce", "float32", (6,), {"root": 1}), BARRIER],
-            [("reduce", "float32", (6,), {"root": 0}), BARRIER],
-            ("to rank 1", "to rank 0"),
-        ),
-        ([delegated("scatter", (6,))], [SIX], ("scatter of float32[6]", "all_reduce of float32[6]")),
-        ([delegated("scatter", (6,))], [delegated("gather", (6,))], ("scatter of float32[6]", "gather of")),
-    ],
-    ids=[
-        "shape",
-        "chunks",
-        "width",
-        "dtype",
-        "op",
-        "order",
-        "kind",
-        "root",
-        "target",
-        "delegated",
-        "both delegated",
-    ],
-)
-def test_a_disagreement_names_both_ranks_and_what_they_ask_for(
-    hosts: str, one: list[Request], others: list[Request], words: tuple[str, str]
-) -> None:
+CASES: dict[str, tuple[list[Request], list[Request], tuple[str, str]]] = {
+    "shape": ([reduction((11, 3))], [reduction((10, 3))], ("float32[11, 3]", "float32[10, 3]")),
+    "chunks": ([reduction((500_000,))], [SIX], ("float32[500000]", "float32[6]")),
+    "width": ([reduction((6,), "float64")], [SIX], ("float64[6]", "float32[6]")),
+    "dtype": ([reduction((6,), "int32")], [SIX], ("int32[6]", "float32[6]")),
+    "op": ([reduction((6,), op="max")], [SIX], ("float32[6] (max)", "float32[6] (sum)")),
+    "order": ([BARRIER, SIX], [SIX, BARRIER], ("asks for barrier", "all_reduce of float32[6]")),
+    "kind": ([("all_gather", "float32", (6,), {})], [SIX], ("all_gather of float32[6]", "all_reduce of")),
+    "root": (
+        [("broadcast", "float32", (6,), {"root": 1}), BARRIER],
+        [("broadcast", "float32", (6,), {"root": 0}), BARRIER],
+        ("float32[6] from rank 1", "float32[6] from rank 0"),
+    ),
+    "target": (
+        [("reduce", "float32", (6,), {"root": 1}), BARRIER],
+        [("reduce", "float32", (6,), {"root": 0}), BARRIER],
+        ("to rank 1", "to rank 0"),
+    ),
+    "delegated": ([delegated("scatter", (6,))], [SIX], ("scatter of float32[6]", "all_reduce of float32[6]")),
+    "both delegated": (
+        [delegated("scatter", (6,))],
+        [delegated("gather", (6,))],
+        ("scatter of float32[6]", "gather of"),
+    ),
+}
+"""What rank 1 asks for, what the others ask for, and words of the error."""
+
+MATRIX = [
+    pytest.param(hosts, name, marks=() if hosts == ("ab", "aab")[number % 2] else pytest.mark.slow)
+    for number, name in enumerate(CASES)
+    for hosts in ("aa", "ab", "aba", "aab")
+]
+"""Quick: each case on one placement, each of two placements with half the cases."""
+
+
+@pytest.mark.parametrize(("hosts", "name"), MATRIX)
+def test_a_disagreement_names_both_ranks_and_what_they_ask_for(hosts: str, name: str) -> None:
+    one, others, words = CASES[name]
     group, errors = run(hosts, one, others)
     for text in errors:
         assert "the ranks do not agree about operation #1" in text
@@ -152,7 +149,9 @@ def come_late(member: Member, absent: int, timeout_s: float) -> None:
     member.end(member.begin("barrier", data, count=0))  # raises: the group has failed while it was away
 
 
-@pytest.mark.parametrize("hosts", ["aaa", "aba", "abc"])
+@pytest.mark.parametrize(
+    "hosts", [pytest.param("aaa", marks=pytest.mark.slow), "aba", pytest.param("abc", marks=pytest.mark.slow)]
+)
 def test_a_rank_that_never_comes_is_named_at_the_deadline(hosts: str) -> None:
     timeout_s = 1.5
     with Group(come_late, hosts, 1, timeout_s) as group:
@@ -180,7 +179,9 @@ def give_up(member: Member) -> None:
     member.end(handles[-1])
 
 
-@pytest.mark.parametrize("hosts", ["aaa", "aba", "abc"])
+@pytest.mark.parametrize(
+    "hosts", [pytest.param("aaa", marks=pytest.mark.slow), pytest.param("aba", marks=pytest.mark.slow), "abc"]
+)
 def test_abort_frees_the_waiters_everywhere(hosts: str) -> None:
     with Group(give_up, hosts) as group:
         for rank in (0, 2):

@@ -62,8 +62,15 @@ def compare(
 
 
 @architectures
-@pytest.mark.parametrize("lengths", [LENGTHS, (12, 12, 12)], ids=["mixed", "equal"])
-@pytest.mark.parametrize("some_rows", [False, True], ids=["all rows", "wanted rows"])
+@pytest.mark.parametrize(
+    ("lengths", "some_rows"),
+    [
+        pytest.param(LENGTHS, True, id="mixed, wanted rows"),
+        pytest.param((12, 12, 12), False, id="equal, all rows"),
+        pytest.param(LENGTHS, False, id="mixed, all rows", marks=pytest.mark.slow),
+        pytest.param((12, 12, 12), True, id="equal, wanted rows", marks=pytest.mark.slow),
+    ],
+)
 def test_hidden_states_and_every_gradient(model_type: str, lengths: tuple[int, ...], some_rows: bool) -> None:
     wanted = torch.tensor([13, 0, 30, 5, sum(lengths) - 1, 2]) if some_rows else None
     compare(base_model(model_type), padded_batch(lengths), wanted)
