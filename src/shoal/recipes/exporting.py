@@ -9,7 +9,7 @@ from shoal.record import Start, read_record
 from shoal.train.run_dir import run_dir_of
 
 _MODULES = {"mask_rcnn": "shoal.recipes.mask_rcnn.export", "resnet50": "shoal.recipes.resnet.export"}
-"""Modules with an ``export_run`` of their own, by recipe; the language recipes share one."""
+"""Recipes for images: modules with ``read_checkpoint`` and ``write_export``."""
 
 
 def export_any(source: Path, out: Path | None = None) -> Path:
@@ -24,5 +24,12 @@ def export_any(source: Path, out: Path | None = None) -> Path:
         ShoalError: there is no checkpoint, or it is damaged.
     """
     recipe = next((row.recipe for row in read_record(run_dir_of(source)) if isinstance(row, Start)), "")
-    directory: Path = import_module(_MODULES.get(recipe, "shoal.recipes.export")).export_run(source, out)
-    return directory
+    if recipe not in _MODULES:
+        from shoal.recipes.export import export_run
+
+        return export_run(source, out)
+    module = import_module(_MODULES[recipe])
+    found, step = module.read_checkpoint(source)
+    out = out or run_dir_of(source) / f"model-{step}"
+    module.write_export(found, out)
+    return out

@@ -100,19 +100,6 @@ def read_checkpoint(source: Path) -> tuple[Exported, int]:
     return Exported(model=model, categories=categories, shorter=shorter, longer=longer), step
 
 
-def export_run(source: Path, out: Path | None = None) -> Path:
-    """Write the detector of ``source``, return the directory; default: ``model-STEP`` in the run directory.
-
-    Raises:
-        UsageError: and
-        ShoalError: as :func:`read_checkpoint`.
-    """
-    what, step = read_checkpoint(source)
-    out = out or run_dir_of(source) / f"model-{step}"
-    write_export(what, out)
-    return out
-
-
 def _network(tree: Mapping[str, Any]) -> MaskRCNNConfig:
     """Return the form of a network that was written; what depends on ``weights`` is spelt out."""
     known = {one.name for one in fields(MaskRCNNConfig)}

@@ -128,16 +128,3 @@ def read_checkpoint(source: Path) -> tuple[Exported, int]:
         std=std,
     )
     return what, step
-
-
-def export_run(source: Path, out: Path | None = None) -> Path:
-    """Write the network of ``source`` and return the directory; default: ``model-STEP`` in the run directory.
-
-    Raises:
-        UsageError: and
-        ShoalError: as :func:`read_checkpoint`.
-    """
-    what, step = read_checkpoint(source)
-    out = out or run_dir_of(source) / f"model-{step}"
-    write_export(what, out)
-    return out
