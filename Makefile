@@ -44,14 +44,14 @@ train: $(STAMP)  ## pretrain the tiny ALBERT on English found in this Python, th
 	$(BIN)/shoal report $(RUN)
 
 test: test-core  ## the tests of every change (at most 12 minutes on 2 cores)
-	$(BIN)/pytest -m 'not slow' -n 2
+	$(BIN)/pytest -m 'not slow' -n 2 --dist worksteal
 
 test-core: $(STAMP)  ## the C++ tests under address-, undefined-behaviour and thread sanitizer
 	@$(call core_tests,asan,address$(comma)undefined)
 	@$(call core_tests,tsan,thread)
 
 test-all: $(STAMP)  ## all tests, the complete matrices too; then the quick ones on the oldest torch
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 	$(MAKE) VENV=.venv-oldest TORCH='$(OLDEST)' test
 
 bench: $(STAMP)  ## the figures of the README, to benchmarks/results (an hour on a quiet machine; root)
