@@ -201,5 +201,5 @@ class ImageReader:
             is_new = index not in self._told
             self._told.add(index)
         if is_new:
-            # in one piece: print() writes the end of the line apart, and another thread's line may come between
+            # in one piece: print() writes the end of the line apart, and another thread may come between
             sys.stderr.write(f"{problem}; another image takes its place\n")
