@@ -57,6 +57,8 @@ OpPtr Engine::make_op(OpSpec spec) {
     const std::size_t most = topology_->num_hosts() == 1 ? options_.shared_chunk_bytes : options_.chunk_bytes;
     op->chunks = topology_->cut(op->spec, most, fused_);
     op->parts.resize(op->chunks.size());
+    // where ranks share a host, chunks come out of the host stage in the order of the calls
+    op->ordered = op->spec.priority && op->spec.kind == Kind::all_reduce && !topology_->any_host_shared();
   }
   const std::string name(op->spec.kind == Kind::delegated ? op->spec.name : std::string(name_of(op->spec.kind)));
   counts_["ops_" + name] += 1;

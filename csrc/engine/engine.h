@@ -18,6 +18,7 @@
 
 #include "engine/host_stage.h"
 #include "engine/op.h"
+#include "engine/ordered_outbox.h"
 #include "engine/outbox.h"
 #include "engine/sum_server.h"
 #include "engine/topology.h"
@@ -164,13 +165,18 @@ class Engine : private Sink {
   void push(const OpPtr& op, std::uint64_t index, Payload data, Element input, std::byte* destination);
   void expect(const OpPtr& op, std::uint64_t index, std::byte* destination);
   void pump();
+  void set_order();
+  void heard_order(int peer, const FrameHeader& header);
+  std::uint64_t num_begun_by_all() const;
   double least_window() const;
+  std::size_t open(const Window& window) const;
   void send_contribution(const OpPtr& op, std::uint64_t index);
   FrameHeader header_of(const Op& op, std::uint64_t index, FrameType type) const;
   void answer(int peer, const FrameHeader& header, const Payload& payload);
   void send_result(int peer, FrameHeader header, const Payload& payload);
   void send_deferred();
   void deliver(const FrameHeader& header, Payload payload);
+  void left_the_way(const Op& op, std::uint64_t index);
   void answered(const Op& op, std::uint64_t index);
   void replay_early(std::uint64_t seq);
   void send(int peer, FrameHeader header, Payload payload);
@@ -234,7 +240,9 @@ class Engine : private Sink {
   std::unique_ptr<SumServer> server_;
   std::vector<PeerState> states_;
   Outbox outbox_;
-  Window window_;
+  OrderedOutbox ordered_;
+  Window window_, ordered_window_;
+  std::uint64_t num_runs_ = 0;  // of the order, that rank 0 has set
   bool pumping_ = false;
   std::vector<bool> lost_helpers_;
   std::map<std::uint64_t, std::vector<Early>> early_;

@@ -108,7 +108,7 @@ void Engine::move_to_stand_ins(int server, const OpPtr& op) {
     }
     if (part.step == Op::Step::waiting) {
       if (part.sent_ns == 0) continue;  // still in the outbox, and goes to the stand-in from there
-      if (part.server == options_.rank) outbox_.arrived(*op, index);
+      if (part.server == options_.rank) left_the_way(*op, index);
       send_contribution(op, index);
       if (failed_) return;
       continue;

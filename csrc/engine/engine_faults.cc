@@ -43,7 +43,7 @@ void Engine::fail(const std::string& cause) {
   broadcast(FrameType::fail, 0, 0, 0, cause);
   transport_->drop_data();
   outbox_ = {};
-  window_ = {};
+  ordered_ = {};
   for (PeerState& state : states_) state.deferred.clear();
   if (server_) server_->clear();
   early_.clear();
@@ -112,6 +112,7 @@ void Engine::on_frame(int peer, const FrameHeader& header, Payload payload) {
       return wrong.empty() ? server_->supply(header, std::move(payload)) : malformed(peer, wrong);
     }
     case FrameType::heartbeat: return;
+    case FrameType::order: return heard_order(peer, header);
     case FrameType::server_down:
       return helper_lost(static_cast<int>(header.chunk), text_of(payload), false);
     case FrameType::announce: return heard_announcement(peer, header, text_of(payload));

@@ -36,6 +36,7 @@ struct Op {
   std::map<std::uint64_t, Payload> retained;  // results that came from helpers, in case one is lost
   std::atomic<int> pending{1};                // what is still to be done before the operation has ended here
   std::chrono::steady_clock::time_point begun;
+  bool ordered = false;                       // rank 0 says when its chunks go
   bool announced = false, named = false;      // to the others; its stragglers to people
   std::uint64_t first_ticket = 0;             // host stage: place of the first chunk in the host's stream
 

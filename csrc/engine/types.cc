@@ -52,6 +52,7 @@ std::string describe(const OpSpec& spec) {
   text += "]";
   const bool reduces = spec.kind == Kind::all_reduce || spec.kind == Kind::reduce || spec.kind == Kind::reduce_scatter;
   if (reduces) text += " (" + std::string(name_of(spec.combine)) + ")";
+  if (spec.priority) text += " with a priority";
   if (spec.kind == Kind::broadcast) text += " from rank " + std::to_string(spec.root);
   if (spec.kind == Kind::reduce) text += " to rank " + std::to_string(spec.root);
   return text;
@@ -68,7 +69,8 @@ std::uint64_t signature_of(const OpSpec& spec) {
     for (char c : spec.name) hash = mix(hash, static_cast<unsigned char>(c));
     return hash;
   }
-  return mix(hash, spec.count);
+  hash = mix(hash, spec.count);
+  return mix(hash, static_cast<std::uint64_t>(spec.priority != 0));
 }
 
 }  // namespace shoal

@@ -34,7 +34,7 @@ struct OpSpec {
   Combine combine = Combine::sum;
   std::uint64_t count = 0;
   int root = 0;
-  int priority = 0;  // among what waits to be sent; any rank may choose its own
+  int priority = 0;  // of an all_reduce; 0: in the order of the calls; else among those that have one, higher first
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   double timeout_s = 0;

@@ -13,6 +13,7 @@ enum class FrameType : std::uint8_t {
   result,       // a chunk's result, or (empty) that the contribution has been used
   supply,       // a result from a worker that has it already, to the server that stands in for a lost one
   heartbeat,    // how far this rank is
+  order,        // from rank 0: chunks of `seq` before `chunk` go next; signature = number of the run
   server_down,  // a helper is lost: chunk = its index
   announce,     // payload: what this rank asks for at `seq`
   tell,         // two contributions at `seq` did not agree: announce yours

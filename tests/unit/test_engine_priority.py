@@ -1,16 +1,17 @@
-"""Urgent operations overtake what waits to be sent: the order changes, the bits do not, and nothing hangs."""
+"""Urgent operations overtake what waits: in one order on all ranks, with the same bits, and nothing hangs."""
 
 from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from engine_group import DEADLINE_S, PLACEMENTS, Array, engine_group, expected, random_values, same_bits, wait
-from shoal.comm.engine import Engine, Operation
+from shoal.comm.engine import CommError, Engine, Operation
 
 CHUNK = 8 << 10
 WINDOW = {"chunk_bytes": CHUNK, "least_window_bytes": CHUNK, "window_bytes": CHUNK}
@@ -30,25 +31,57 @@ def pushes(engine: Engine) -> Iterator[int]:
     return (seq for what, _, _, seq, _ in engine.take_trace() if what == "push")
 
 
-def test_urgent_chunks_overtake_and_the_oldest_operation_goes_on() -> None:
-    num_old, num_urgent = 12, 6
+def test_urgent_chunks_overtake_in_the_same_order_everywhere() -> None:
+    num_chunks, priorities = (400, 6), (-2, -1)
+    with engine_group(["a", "b", "c"], num_helpers=1, pattern=[3], **WINDOW) as group:
+        data = [
+            [random_values(num * CHUNK // 4, "float32", 10 * op + rank) for rank in range(3)]
+            for op, num in enumerate(num_chunks)
+        ]
+        sums = [each[0] + each[1] + each[2] for each in data]
+
+        def both(rank: int, engine: Engine) -> None:
+            engine.trace(True)
+            for handle in [begin(engine, data[op][rank], priorities[op]) for op in range(2)]:
+                wait(engine, handle)
+
+        group.each(both)
+        orders = [list(pushes(engine)) for engine in group.engines]
+    assert orders[0] == orders[1] == orders[2]
+    assert Counter(orders[0]) == {0: 400, 1: 6}
+    # Behind the runs that had been set when the urgent one came, and long before the old one's last chunk.
+    assert max(place for place, op in enumerate(orders[0]) if op == 1) < 300
+    for have, want in zip(data, sums, strict=True):
+        assert all(same_bits(each, want) for each in have)
+
+
+def test_operations_without_a_priority_do_not_wait_for_those_with_one() -> None:
+    """One rank waits for an operation that the other begins only after an older one with a priority."""
     with engine_group(["a", "b"], pattern=[1], **WINDOW) as group:
-        first, second = group.engines
-        first.trace(True)
-        olds = [random_values(num_old * CHUNK // 4, "float32", rank) for rank in range(2)]
-        urgents = [random_values(num_urgent * CHUNK // 4, "float32", 2 + rank) for rank in range(2)]
-        sums = [olds[0] + olds[1], urgents[0] + urgents[1]]
-        handles = [begin(first, olds[0], 0), begin(first, urgents[0], 1)]
-        wait(second, begin(second, olds[1], 0))  # ends before this rank begins the urgent one
-        wait(second, begin(second, urgents[1], 1))
-        for handle in handles:
-            wait(first, handle)
-        order = list(pushes(first))
-    # The window is full of the old one when the urgent one comes; what then goes first is urgent, until the
-    # window is full of it. It is not answered, and the old one goes on, one chunk at a time.
-    assert order == [0, 0, 1, 1] + [0] * (num_old - 2) + [1] * (num_urgent - 2)
-    for have, want in zip([*olds, *urgents], [sums[0], sums[0], sums[1], sums[1]], strict=True):
-        assert same_bits(have, want)
+        background = [random_values(9 * CHUNK // 4, "float32", rank) for rank in range(2)]
+        now = [random_values(5 * CHUNK // 4, "float32", 2 + rank) for rank in range(2)]
+        sums = [background[0] + background[1], now[0] + now[1]]
+
+        def both(rank: int, engine: Engine) -> None:
+            handle = begin(engine, background[rank], -1)
+            if rank == 1:
+                wait(engine, handle)
+            wait(engine, begin(engine, now[rank], 0))
+            if rank == 0:
+                wait(engine, handle)
+
+        group.each(both)
+    for have, want in ((background, sums[0]), (now, sums[1])):
+        assert all(same_bits(each, want) for each in have)
+
+
+def test_all_ranks_give_a_priority_or_none() -> None:
+    with engine_group(["a", "b"], straggler_s=0.2) as group:
+        data = [np.ones(10, np.float32) for _ in range(2)]
+        handles = [begin(engine, data[rank], -rank) for rank, engine in enumerate(group.engines)]
+        for engine, handle in zip(group.engines, handles, strict=True):
+            with pytest.raises(CommError, match=r"all_reduce of float32\[10\] \(sum\) with a priority"):
+                wait(engine, handle)
 
 
 @pytest.mark.parametrize(("hosts", "num_helpers"), PLACEMENTS.values(), ids=PLACEMENTS)
@@ -59,12 +92,13 @@ def test_any_priorities_give_the_same_bits(hosts: list[str], num_helpers: int) -
         [random_values(counts[op], "float32", 100 * op + r) for r in range(size)] for op in range(num_ops)
     ]
     wanted = [expected(hosts, inputs[op], "float32") for op in range(num_ops)]
+    priorities = [random.Random(op).randrange(-3, 4) for op in range(num_ops)]
 
     def stream(rank: int, engine: Engine) -> None:
-        draw = random.Random(rank)  # each rank orders and waits as it likes
+        draw = random.Random(rank)  # each rank waits as it likes
         handles: list[int] = []
         for op in range(num_ops):
-            handles.append(begin(engine, inputs[op][rank], draw.randrange(-3, 4)))
+            handles.append(begin(engine, inputs[op][rank], priorities[op]))
             if draw.random() < 0.3:
                 wait(engine, handles.pop(draw.randrange(len(handles))))
             time.sleep(draw.choice([0, 0.002]))

@@ -150,8 +150,9 @@ class Operation:
         root: rank in the group that a broadcast comes from or a reduce goes to.
         shape: for messages.
         timeout_s: the operation's deadline; 0 for none.
-        priority: among what this rank sends, a higher one goes first; for what nobody waits for yet, below 0.
-            The bits do not depend on it.
+        priority: of an all_reduce. 0: it goes in the order of the calls, before all others. Else: among those
+            that have one, in an order that rank 0 sets for all ranks, higher ones first. All ranks give one,
+            or none. The bits do not depend on it.
     """
 
     kind: str

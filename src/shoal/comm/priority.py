@@ -40,15 +40,12 @@ from torch.optim import Optimizer
 from shoal.comm.partial_steps import PartialSteps, trained
 from shoal.errors import UsageError
 
-_BACKGROUND = -(1 << 20)
-"""Below 0, the priority of collectives that somebody waits for."""
-
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 def priority_of(bucket: int) -> int:
     """Return the priority of DDP's bucket of this number: the same on all ranks, higher for later buckets."""
-    return _BACKGROUND + bucket
+    return 1 + bucket
 
 
 def prioritize(model: DistributedDataParallel, optimizer: Optimizer | OptimizerFactory) -> Prioritized:
