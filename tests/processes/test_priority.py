@@ -209,7 +209,7 @@ def pushes(rank: int, group: Any, *, taken_over: bool) -> list[int]:
     model = DistributedDataParallel(layers(1024), process_group=group, bucket_cap_mb=4.002)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stepper = prioritize(model, optimizer) if taken_over else optimizer
-    for _ in range(2):  # in the second, DDP makes its buckets anew
+    for _ in range(3):  # in the second, DDP makes its buckets anew
         group.barrier().wait()
         group.engine.take_trace()
         optimizer.zero_grad()
