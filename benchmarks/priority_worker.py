@@ -2,7 +2,7 @@
 
     python -m benchmarks.priority_worker SPEC OUT
 
-SPEC is JSON: ``{"helpers": 8, "sequence": 128, "layers": 12, "steps": 3, "side": "plain"}``.
+SPEC is JSON: ``{"helpers": 8, "layers": 12, "compute_s": 8.8, "steps": 3, "side": "plain"}``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -17,12 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import BertConfig, BertForPreTraining
 
 from benchmarks.comm_worker import shoal_group
-from benchmarks.ddp_emulated_worker import batch_of
+from benchmarks.priority_shapes import Part, parts_of_bert
 from shoal.bench.groups import Groups
 from shoal.bench.settings import CommBench
 from shoal.comm.priority import prioritize
@@ -31,6 +31,48 @@ from shoal.env import joined
 LEARNING_RATE = 1e-3
 WARM_UPS = 2
 """After the first step DDP orders its buckets anew; the end of the second is where the clock starts."""
+
+
+class Compute(torch.autograd.Function):
+    """What an accelerator does for a part: time passes and the processor is free.
+
+    The output depends on every weight, and each gradient on the output: a part that ran before the step of
+    its weights would change them all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float, *weights: Tensor) -> Tensor:
+        time.sleep(seconds)
+        ctx.seconds = seconds
+        ctx.save_for_backward(*weights)
+        return x + torch.stack([weight.square().mean() for weight in weights]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        time.sleep(2 * ctx.seconds)
+        (gradient,) = gradients
+        return (gradient, None, *(weight * gradient for weight in ctx.saved_tensors))
+
+
+class Emulated(nn.Module):
+    """A part of the model: its weights, and the time that it takes."""
+
+    def __init__(self, part: Part, forward_s: float) -> None:
+        super().__init__()
+        self.forward_s = forward_s
+        for number, shape in enumerate(part.shapes):
+            self.register_parameter(f"weight{number}", nn.Parameter(torch.randn(shape)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Compute.apply(x, self.forward_s, *self.parameters())  # type: ignore[no-untyped-call]
+        return y
+
+
+def model_of(spec: dict[str, Any]) -> nn.Sequential:
+    """Return the parts of BERT-base; a forward pass takes a third of ``compute_s``, a backward pass two."""
+    parts = parts_of_bert(spec["layers"])
+    second = spec["compute_s"] / 3 / sum(part.work for part in parts)
+    return nn.Sequential(*(Emulated(part, part.work * second) for part in parts))
 
 
 def digest_of(model: nn.Module) -> str:
@@ -47,12 +89,11 @@ def seconds_of(
     ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, init_sync=False)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)  # no momentum: it would take memory
     training = prioritize(ddp, optimizer) if spec["side"] == "priority" else None
-    draw = torch.Generator().manual_seed(groups.rank)
     groups.barrier()
     ends = []
-    for _ in range(WARM_UPS + spec["steps"]):
+    for step in range(WARM_UPS + spec["steps"]):
         optimizer.zero_grad()
-        ddp(**batch_of("bert-base", spec["sequence"], draw)).loss.backward()
+        ddp(torch.tensor(float(groups.rank + step))).sin().backward()
         (optimizer if training is None else training).step()
         ends.append(time.perf_counter())
     if training is not None:
@@ -68,14 +109,13 @@ def main() -> None:
     groups = Groups(CommBench(sizes=(), collectives=(), backends=("gloo",)), place)
     group = shoal_group(spec["helpers"])
     torch.manual_seed(0)
-    model = BertForPreTraining(BertConfig(num_hidden_layers=spec["layers"]))
-    torch.manual_seed(1 + groups.rank)  # for dropout
+    model = model_of(spec)
     seconds = seconds_of(model, group, spec, groups)
     digests = groups.gather_json(digest_of(model))
     if len(set(digests)) != 1:
         raise SystemExit(f"the weights of the ranks differ: {digests}")
     if groups.rank == 0:
-        num_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
+        num_bytes = sum(math.prod(parameter.shape) * 4 for parameter in model.parameters())
         result = {"seconds": seconds, "weights": digests[0], "gradient_bytes": num_bytes}
         Path(sys.argv[2]).write_text(json.dumps(result))
     groups.barrier()

@@ -84,9 +84,9 @@ class ShoalProcessGroup(DelegatingGroup):
     def all_reduce_with_priority(self, tensor: Tensor, priority: int) -> Work:
         """Begin to sum a tensor in place. Of what waits to be sent, higher priorities go first.
 
-        Rank 0's priorities decide for all. Other collectives have priority 0, which is no place in that order:
-        they go at once. The bits do not depend on it. Where workers share a host, all keep the order of the
-        calls.
+        Rank 0's priorities decide for all. Other collectives have priority 0, which is no place in that
+        order: they go at once. The bits do not depend on it. Where workers share a host, all keep the order
+        of the calls.
         """
         return self._reduce("all_reduce", tensor, options_of(None, AllreduceOptions), 0, priority)
 
