@@ -10,7 +10,8 @@ namespace shoal {
 
 namespace {
 
-constexpr std::size_t kWindowsAhead = 4;
+constexpr std::size_t kRunsAhead = 4;
+constexpr int kRanksAWindow = 64;
 
 bool is_half(Element element) { return element == Element::float16 || element == Element::bfloat16; }
 
@@ -112,11 +113,11 @@ void Engine::pump() {
 }
 
 // Rank 0: tells the others which chunks go next. Far enough ahead that they never wait for it, and no further, since
-// what becomes urgent goes behind that.
+// what becomes urgent goes behind that. A run is a window's worth, and more where many ranks have to hear of it.
 void Engine::set_order() {
-  const std::size_t window = open(ordered_window_);
-  while (ordered_.bytes_ahead() < kWindowsAhead * window) {
-    const auto run = ordered_.choose(num_begun_by_all(), window);
+  const std::size_t bytes = open(ordered_window_) * static_cast<std::size_t>(1 + options_.size / kRanksAWindow);
+  while (ordered_.bytes_ahead() < kRunsAhead * bytes) {
+    const auto run = ordered_.choose(num_begun_by_all(), bytes);
     if (!run) return;
     ordered_.extend(num_runs_, *run);
     broadcast(FrameType::order, run->seq, run->end, num_runs_++, "");
