@@ -164,23 +164,25 @@ class Engine : private Sink {
   void begin(const OpPtr& op);
   void push(const OpPtr& op, std::uint64_t index, Payload data, Element input, std::byte* destination);
   void expect(const OpPtr& op, std::uint64_t index, std::byte* destination);
-  void pump();
-  void set_order();
-  void heard_order(int peer, const FrameHeader& header);
-  std::uint64_t num_begun_by_all() const;
-  double least_window() const;
-  std::size_t open(const Window& window) const;
   void send_contribution(const OpPtr& op, std::uint64_t index);
   FrameHeader header_of(const Op& op, std::uint64_t index, FrameType type) const;
   void answer(int peer, const FrameHeader& header, const Payload& payload);
   void send_result(int peer, FrameHeader header, const Payload& payload);
   void send_deferred();
   void deliver(const FrameHeader& header, Payload payload);
-  void left_the_way(const Op& op, std::uint64_t index);
-  void answered(const Op& op, std::uint64_t index);
   void replay_early(std::uint64_t seq);
   void send(int peer, FrameHeader header, Payload payload);
   std::shared_ptr<const void> hold(const OpPtr& op);
+
+  // engine_windows.cc: when chunks leave
+  void pump();
+  void set_order();
+  void heard_order(int peer, const FrameHeader& header);
+  std::uint64_t num_begun_by_all() const;
+  double least_window() const;
+  std::size_t open(const Window& window) const;
+  void left_the_way(const Op& op, std::uint64_t index);
+  void answered(const Op& op, std::uint64_t index);
 
   // engine_faults.cc: what goes wrong
   void fail(const std::string& cause);

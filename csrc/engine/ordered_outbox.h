@@ -3,7 +3,7 @@
 // Ranks begin an urgent operation at different moments. Did each turn to it by itself, what it had sent of the one
 // before would lie in its window until all had come back to that one, and the rest would go chunk by chunk: 8 workers
 // of BERT-base took 52 s a step so, and 25 s without priorities. So rank 0 cuts the operations into runs of chunks,
-// chooses which run goes next, and tells all (engine_chunks.cc), some windows ahead of what it sends.
+// chooses which run goes next, and tells all (engine_windows.cc), some windows ahead of what it sends.
 //
 // Nothing hangs: the rank that has sent the fewest chunks has all of them answered, since all others have sent the
 // same, and its next one may go as soon as this rank has begun the operation. It waits for none that it would begin

@@ -1,6 +1,6 @@
 // What waits to be sent in the order of the calls, and how much is on its way without an answer.
 //
-// One window bounds what is on its way (engine_chunks.cc), so queues further on are short. Operations go in the order
+// One window bounds what is on its way (engine_windows.cc), so queues further on are short. Operations go in the order
 // of the calls, and the chunks of one in the order of the pattern of servers. What is added to what does not depend on
 // it. Operations with a priority go another way (ordered_outbox.h).
 //
