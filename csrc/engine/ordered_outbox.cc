@@ -32,32 +32,17 @@ std::optional<Outgoing> OrderedOutbox::next(std::size_t window, int rank) {
   const auto found = lines_.find(run->second.seq);
   if (found == lines_.end() || found->second.num_sent == found->second.num_added) return {};  // not begun here
   Line& line = found->second;
-  const std::uint64_t index = line.num_sent;
-  const std::size_t bytes = bytes_between_hosts(*line.op, index, rank);
-  if (bytes && on_the_way_ && on_the_way_ + bytes > window) return {};
-  Outgoing taken{line.op, index};
-  line.on_the_way += bytes;
-  on_the_way_ += bytes;
-  ahead_ -= std::min(ahead_, line.op->parts[index].contribution.size);
+  Outgoing taken{line.op, line.num_sent};
+  const std::size_t bytes = OnTheWay::counted(*line.op, line.num_sent, rank);
+  if (!on_the_way_.fits(bytes, window)) return {};
+  on_the_way_.sent(line.op->seq, bytes);
+  ahead_ -= std::min(ahead_, line.op->parts[line.num_sent].contribution.size);
   if (++line.num_sent >= run->second.end) {
     runs_.erase(run);
     ++next_run_;
   }
-  forget_if_over(found);
+  if (line.num_sent == line.op->parts.size()) lines_.erase(found);
   return taken;
-}
-
-void OrderedOutbox::arrived(const Op& op, std::uint64_t index) {
-  const auto line = lines_.find(op.seq);
-  if (line == lines_.end()) return;
-  const std::size_t bytes = std::min(line->second.on_the_way, op.parts[index].contribution.size);
-  line->second.on_the_way -= bytes;
-  on_the_way_ -= bytes;
-  forget_if_over(line);
-}
-
-void OrderedOutbox::forget_if_over(std::map<std::uint64_t, Line>::iterator line) {
-  if (line->second.num_sent == line->second.op->parts.size() && line->second.on_the_way == 0) lines_.erase(line);
 }
 
 }  // namespace shoal

@@ -37,9 +37,9 @@ class OrderedOutbox {
 
   // As Outbox's.
   std::optional<Outgoing> next(std::size_t window, int rank);
-  void arrived(const Op& op, std::uint64_t index);
+  void arrived(const Op& op, std::uint64_t index) { on_the_way_.arrived(op, index); }
 
-  std::size_t bytes_on_the_way() const { return on_the_way_; }
+  std::size_t bytes_on_the_way() const { return on_the_way_.bytes(); }
 
   // Of chunks that choose() has put into runs and next() has not taken.
   std::size_t bytes_ahead() const { return ahead_; }
@@ -48,15 +48,13 @@ class OrderedOutbox {
   struct Line {  // an operation's
     OpPtr op;
     std::uint64_t num_added = 0, num_chosen = 0, num_sent = 0;  // chunks
-    std::size_t on_the_way = 0;                                 // bytes
   };
-
-  void forget_if_over(std::map<std::uint64_t, Line>::iterator line);
 
   std::map<std::uint64_t, Line> lines_;  // by number: the oldest operation first
   std::map<std::uint64_t, Run> runs_;    // by number, those not sent
   std::uint64_t next_run_ = 0;
-  std::size_t on_the_way_ = 0, ahead_ = 0;
+  OnTheWay on_the_way_;
+  std::size_t ahead_ = 0;
 };
 
 }  // namespace shoal

@@ -15,18 +15,13 @@
 #include <optional>
 #include <utility>
 
+#include "engine/on_the_way.h"
 #include "engine/op.h"
 
 namespace shoal {
 
 // An operation and the index of a chunk.
 using Outgoing = std::pair<OpPtr, std::uint64_t>;
-
-// Bytes of a chunk that the window counts: none where its server is beside `rank`.
-inline std::size_t bytes_between_hosts(const Op& op, std::uint64_t index, int rank) {
-  const Op::Part& part = op.parts[index];
-  return part.server == rank ? 0 : part.contribution.size;
-}
 
 class Outbox {
  public:
@@ -37,21 +32,18 @@ class Outbox {
   std::optional<Outgoing> next(std::size_t window, int rank);
 
   // The chunk, sent to another host's server, has been answered, or is served beside this rank now.
-  void arrived(const Op& op, std::uint64_t index);
+  void arrived(const Op& op, std::uint64_t index) { on_the_way_.arrived(op, index); }
 
-  std::size_t bytes_on_the_way() const { return on_the_way_; }
+  std::size_t bytes_on_the_way() const { return on_the_way_.bytes(); }
 
  private:
   struct Line {  // an operation's
     OpPtr op;
     std::deque<std::uint64_t> waiting;  // ascending
-    std::size_t on_the_way = 0;         // bytes
   };
 
-  void forget_if_idle(std::map<std::uint64_t, Line>::iterator line);
-
-  std::map<std::uint64_t, Line> lines_;  // by number: the oldest operation first
-  std::size_t on_the_way_ = 0;
+  std::map<std::uint64_t, Line> lines_;  // by number: the oldest operation first; none without a chunk
+  OnTheWay on_the_way_;
 };
 
 }  // namespace shoal

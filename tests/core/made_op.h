@@ -1,7 +1,10 @@
 // Operations for tests of what waits to be sent.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "engine/op.h"
 
@@ -19,6 +22,15 @@ inline shoal::OpPtr operation(std::uint64_t seq, std::size_t num_chunks, int ser
     part.contribution.size = kBytes;
   }
   return op;
+}
+
+using Sent = std::vector<std::pair<std::uint64_t, std::uint64_t>>;  // operations and chunks
+
+template <typename Outbox>
+Sent sent(Outbox& outbox, std::size_t window) {
+  Sent out;
+  while (const auto next = outbox.next(window, kMe)) out.emplace_back(next->first->seq, next->second);
+  return out;
 }
 
 }  // namespace made

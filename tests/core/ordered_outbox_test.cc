@@ -13,9 +13,10 @@ namespace {
 using made::kBytes;
 using made::kMe;
 using made::kOther;
+using made::Sent;
+using made::sent;
 using shoal::OpPtr;
 using shoal::OrderedOutbox;
-using Sent = std::vector<std::pair<std::uint64_t, std::uint64_t>>;
 
 constexpr std::uint64_t kAll = 100;  // all ranks have begun everything
 
@@ -29,12 +30,6 @@ OpPtr waiting(OrderedOutbox& outbox, std::uint64_t seq, int priority, std::size_
 // Sets the order of all that waits, in runs of `bytes`.
 void set_order(OrderedOutbox& outbox, std::uint64_t num_begun, std::size_t bytes, std::uint64_t& number) {
   while (const auto run = outbox.choose(num_begun, bytes)) outbox.extend(number++, *run);
-}
-
-Sent sent(OrderedOutbox& outbox, std::size_t window) {
-  Sent out;
-  while (const auto next = outbox.next(window, kMe)) out.emplace_back(next->first->seq, next->second);
-  return out;
 }
 
 TEST(ordered_outbox_sends_the_most_urgent_first) {

@@ -1,8 +1,5 @@
 #include "engine/outbox.h"
 
-#include <utility>
-#include <vector>
-
 #include "check.h"
 #include "made_op.h"
 
@@ -12,21 +9,16 @@ using made::kBytes;
 using made::kMe;
 using made::kOther;
 using made::operation;
+using made::Sent;
+using made::sent;
 using shoal::OpPtr;
 using shoal::Outbox;
-using Sent = std::vector<std::pair<std::uint64_t, std::uint64_t>>;
 
 // All its chunks wait.
 OpPtr waiting(Outbox& outbox, std::uint64_t seq, std::size_t num_chunks, int server = kOther) {
   const OpPtr op = operation(seq, num_chunks, server);
   for (std::uint64_t index = 0; index < num_chunks; ++index) outbox.add(op, index);
   return op;
-}
-
-Sent sent(Outbox& outbox, std::size_t window) {
-  Sent out;
-  while (const auto next = outbox.next(window, kMe)) out.emplace_back(next->first->seq, next->second);
-  return out;
 }
 
 TEST(outbox_keeps_the_order_of_the_calls) {

@@ -1,0 +1,48 @@
+// What an outbox has sent to other hosts' servers and has no answer to.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+
+#include "engine/op.h"
+
+namespace shoal {
+
+class OnTheWay {
+ public:
+  // What goes to the server beside `rank` is not counted.
+  static std::size_t counted(const Op& op, std::uint64_t index, int rank) {
+    const Op::Part& part = op.parts[index];
+    return part.server == rank ? 0 : part.contribution.size;
+  }
+
+  // What is not counted needs no window, and nor does the first chunk when nothing is on its way.
+  bool fits(std::size_t bytes, std::size_t window) const { return !bytes || !bytes_ || bytes_ + bytes <= window; }
+
+  // Whether the operation or one before it has anything on its way.
+  bool any_up_to(std::uint64_t seq) const { return !of_.empty() && of_.begin()->first <= seq; }
+
+  void sent(std::uint64_t seq, std::size_t bytes) {
+    if (!bytes) return;
+    of_[seq] += bytes;
+    bytes_ += bytes;
+  }
+
+  void arrived(const Op& op, std::uint64_t index) {
+    const auto found = of_.find(op.seq);
+    if (found == of_.end()) return;
+    const std::size_t bytes = std::min(found->second, op.parts[index].contribution.size);
+    found->second -= bytes;
+    bytes_ -= bytes;
+    if (!found->second) of_.erase(found);
+  }
+
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  std::map<std::uint64_t, std::size_t> of_;  // by number of the operation: bytes
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace shoal
