@@ -42,7 +42,7 @@ def small_config(images: Path, run_dir: Path, **changes: Any) -> ResNetTrainConf
     config = ResNetTrainConfig(
         model=ResNetConfig(network="resnet8", width=4),
         data=DataConfig(path=str(images), decode_threads=1),
-        augment=AugmentConfig(size=16, first_size=16),
+        augment=AugmentConfig(size=24, first_size=24),
         train=TrainConfig(
             total_epochs=3,
             global_batch_size=16,
@@ -51,9 +51,10 @@ def small_config(images: Path, run_dir: Path, **changes: Any) -> ResNetTrainConf
             mixup=0.2,
             label_smoothing=0.1,
             average_decay=0.8,
+            whiten_images=16,
         ),
         optim=ResNetOptimConfig(learning_rate=0.05, warmup_epochs=0.5, momentum=0.9),
-        validation=ValidationConfig(size=16, resize=18, batch_size=5),
+        validation=ValidationConfig(size=24, resize=26, batch_size=5),
         run=EpochRunConfig(name="test", dir=run_dir, log_frequency=1),
     )
     return jobs.changed(config, changes)

@@ -18,6 +18,7 @@ from shoal import record
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import CentreTransform
 from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE, UsageError
+from shoal.models.resnet8 import Patches
 from shoal.recipes.exporting import export_any
 from shoal.recipes.resnet.export import read_checkpoint, read_export
 from shoal.record import read_record
@@ -76,6 +77,7 @@ def test_the_exported_network_scores_what_the_run_says(whole_run: Path, images: 
     last = scores(whole_run)[9]
     assert float((logits.argmax(1) == labels).sum()) / 23 == last["top1_accuracy"]
     assert torch.nn.functional.cross_entropy(logits, labels).item() == pytest.approx(last["loss"], rel=1e-5)
+    assert not torch.equal(found.model.get_buffer("stem.filters"), Patches().filters)  # of the images
 
 
 def test_a_signal_in_the_middle_of_an_epoch_and_the_run_continues_bitwise(

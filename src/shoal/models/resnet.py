@@ -5,10 +5,6 @@ stride is in the block's 3×3 convolution and not in the 1×1 before it. Paramet
 torchvision's names, so either side loads the other's weights. Weights begin as in Goyal et al. 2017
 (arXiv 1706.02677, section 5.1): convolutions by He's rule on what goes out of them, the scale of each
 residual branch's last norm 0, the classifier normal with a deviation of 0.01.
-
-:class:`ResNet8` is a small one for images of 32 pixels, after those of David Page for DAWNBench and of Jordan
-2024 (arXiv 2404.00498): seven 3×3 convolutions, every other one a residual branch, most channels where the
-image is small already, the largest value of each channel at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.models.resnet8 import ResNet8
 from shoal.models.resnet_config import BLOCKS, BOTTLENECKED, ResNetConfig
+from shoal.models.resnet_layers import convolution, norm
 
 _CLASSIFIER_STD = 0.01
 
@@ -40,7 +38,7 @@ class ResNet(nn.Module):
         width = config.first_width
         self.logit_scale = config.logit_scale
         self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
-        self.bn1 = _norm(width, config)
+        self.bn1 = norm(width, config)
         channels = width
         for number, num_blocks in enumerate(BLOCKS[config.network]):
             blocks: list[Block] = []
@@ -75,13 +73,13 @@ class Block(nn.Module):
         self.num_layers = len(layers)
         into = channels
         for number, (kernel, out, step) in enumerate(layers, start=1):
-            self.add_module(f"conv{number}", _convolution(into, out, kernel, step))
-            self.add_module(f"bn{number}", _norm(out, config, last=number == len(layers)))
+            self.add_module(f"conv{number}", convolution(into, out, kernel, step))
+            self.add_module(f"bn{number}", norm(out, config, last=number == len(layers)))
             into = out
         self.downsample = None
         if stride != 1 or channels != self.out_channels:
             self.downsample = nn.Sequential(
-                _convolution(channels, self.out_channels, 1, stride), _norm(self.out_channels, config)
+                convolution(channels, self.out_channels, 1, stride), norm(self.out_channels, config)
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,71 +90,6 @@ class Block(nn.Module):
                 branch = F.relu(branch, inplace=True)
         straight = x if self.downsample is None else self.downsample(x)
         return F.relu(branch + straight, inplace=True)
-
-
-class ResNet8(nn.Module):
-    """Seven convolutions of 3×3 and a classifier; the image's side is halved three times."""
-
-    def __init__(self, config: ResNetConfig, num_classes: int) -> None:
-        super().__init__()
-        width = config.first_width
-        self.logit_scale = config.logit_scale
-        self.stem = _Unit(3, width, config)
-        self.stages = nn.ModuleList()
-        channels = width
-        for out in (2 * width, 8 * width, 8 * width):
-            self.stages.append(_Stage(channels, out, config))
-            channels = out
-        self.fc = nn.Linear(channels, num_classes, bias=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.stem(images)
-        for stage in self.stages:
-            x = stage(x)
-        logits: Tensor = self.fc(x.amax(dim=(2, 3)))
-        return logits * self.logit_scale
-
-
-class _Stage(nn.Module):
-    """A convolution that halves the side, and one more as a residual branch.
-
-    The branch ends with its norm: a ReLU there would let no gradient to a scale of 0.
-    """
-
-    def __init__(self, channels: int, out: int, config: ResNetConfig) -> None:
-        super().__init__()
-        self.unit = _Unit(channels, out, config, halve=True)
-        self.branch = nn.Sequential(_convolution(out, out, 3, 1), _norm(out, config, last=True))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.unit(x)
-        return F.relu(x + self.branch(x), inplace=True)
-
-
-class _Unit(nn.Sequential):
-    """A 3×3 convolution, a norm, and max(0, x); ``halve`` keeps the largest value of each 2×2 pixels.
-
-    It keeps them before the norm, which then goes through a quarter of the pixels: on processors, where norms
-    wait for memory, that takes a fifth off the time of a step of width 16.
-    """
-
-    def __init__(self, channels: int, out: int, config: ResNetConfig, *, halve: bool = False) -> None:
-        layers = [_convolution(channels, out, 3, 1), _norm(out, config), nn.ReLU(inplace=True)]
-        super().__init__(*layers[:1], *([nn.MaxPool2d(2)] if halve else []), *layers[1:])
-
-
-def _convolution(channels: int, out: int, kernel: int, stride: int) -> nn.Conv2d:
-    layer = nn.Conv2d(channels, out, kernel, stride=stride, padding=kernel // 2, bias=False)
-    nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-    return layer
-
-
-def _norm(channels: int, config: ResNetConfig, *, last: bool = False) -> nn.BatchNorm2d:
-    """Return a norm; ``last`` says that it ends a residual branch."""
-    norm = nn.BatchNorm2d(channels, eps=config.norm_eps, momentum=config.norm_momentum)
-    if last and config.zero_gamma:
-        nn.init.zeros_(norm.weight)
-    return norm
 
 
 def norms_of(model: nn.Module) -> list[nn.BatchNorm2d]:

@@ -31,7 +31,7 @@ class ResNetConfig:
     num_classes: int | None = None
     """Classes to tell apart; default: those of the data."""
     width: int | None = None
-    """Channels of the first convolution, all others in proportion; default: 64, of resnet8 16."""
+    """Channels of the first convolution (resnet8: first stage), all others in proportion; default: 64."""
     zero_gamma: bool = True
     """Begin with 0 as the scale of each residual branch's last norm, so that each block is the identity."""
     norm_momentum: float = 0.1
@@ -53,5 +53,5 @@ class ResNetConfig:
 
     @property
     def first_width(self) -> int:
-        """Channels of the first convolution."""
-        return self.width or (16 if self.network == "resnet8" else 64)
+        """Channels of the first convolution, or of resnet8's first stage."""
+        return self.width or 64

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from shoal.errors import UsageError
-from shoal.models.resnet import ResNet8, new_resnet
+from shoal.models.resnet import new_resnet
+from shoal.models.resnet8 import ResNet8
 from shoal.models.resnet_config import BLOCKS, BOTTLENECKED, ResNetConfig
 from shoal.optim.lamb import parameter_groups
 
@@ -75,7 +76,7 @@ def test_width_and_scale() -> None:
     one = new_resnet(ResNetConfig(network="resnet8", width=4), 3).eval()
     scaled = new_resnet(ResNetConfig(network="resnet8", width=4, logit_scale=0.125), 3).eval()
     scaled.load_state_dict(one.state_dict())
-    assert isinstance(one, ResNet8) and one.fc.in_features == 32
+    assert isinstance(one, ResNet8) and one.fc.in_features == 16
     images = torch.randn(2, 3, 16, 16)
     assert torch.equal(scaled(images), one(images) * 0.125)
     with pytest.raises(UsageError, match=r"model\.width 0 must be at least 1"):

@@ -60,6 +60,10 @@ class TrainConfig(LoopConfig):
     norm_images: int = 0
     """Take the norms' statistics anew from so many training images before each evaluation; 0: not."""
 
+    whiten_images: int = 0
+    """Compute resnet8's first convolution from so many training images, so that its outputs are uncorrelated
+    on them; 0: it passes the pixels on."""
+
     def __post_init__(self) -> None:
         require_positive("train", self, "global_batch_size", "micro_batch_size", "max_nonfinite_steps")
         if not self.total_epochs > 0:
@@ -69,8 +73,9 @@ class TrainConfig(LoopConfig):
                 raise UsageError(f"train.{name} {getattr(self, name)} must be at least 0 and below 1")
         if not 0 <= self.mixup <= 1:
             raise UsageError(f"train.mixup {self.mixup} must be from 0 (off) to 1")
-        if self.norm_images < 0:
-            raise UsageError(f"train.norm_images {self.norm_images} must be at least 0")
+        for name in ("norm_images", "whiten_images"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"train.{name} {getattr(self, name)} must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +150,7 @@ class ResNetTrainConfig(ImageTrainConfig):
         "train.global_batch_size",
         "train.mixup",
         "train.average_decay",
+        "train.whiten_images",
         "optim.optimizer",
     )
 
@@ -162,4 +168,9 @@ class ResNetTrainConfig(ImageTrainConfig):
             raise UsageError(
                 f"optim.warmup_epochs {self.optim.warmup_epochs} must lie between 0 and train.total_epochs "
                 f"{self.train.total_epochs}"
+            )
+        if self.train.whiten_images and self.model.network != "resnet8":
+            raise UsageError(
+                f"train.whiten_images {self.train.whiten_images} is for model.network resnet8, whose first "
+                f"convolution does not learn; leave it out with {self.model.network}"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -14,9 +14,10 @@ from shoal.data.images.gpu import EncodedReader, GpuTransform
 from shoal.data.images.reader import ImageReader
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import CentreTransform, TrainTransform
-from shoal.data.loader import Batch
+from shoal.data.loader import Batch, held_out_batches
 from shoal.decide.order import BlockShuffle, ShuffledOrder
 from shoal.models.resnet import new_resnet
+from shoal.models.resnet8 import ResNet8
 from shoal.recipes.images.data import decode_threads, open_shards
 from shoal.recipes.images.job import ImageJob, trained_parts
 from shoal.recipes.resnet.config import DataConfig, ResNetTrainConfig
@@ -26,6 +27,8 @@ from shoal.train.config import required
 from shoal.train.ema import WeightAverage
 from shoal.train.precision import choose_precision
 from shoal.train.world import World
+
+_AT_ONCE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,8 @@ def build(config: ResNetTrainConfig, world: World) -> Job:
     train_reader, images_of = training_images(config, train, world)
     precision = choose_precision(config.train.precision, world.device)
     model = make_model(config, world)
+    if isinstance(model, ResNet8) and config.train.whiten_images:
+        model.whiten(first_images(config, train_reader, images_of))
     num_examples = train_reader.num_examples
     return Job(
         config=config,
@@ -88,6 +93,14 @@ def make_model(config: ResNetTrainConfig, world: World) -> nn.Module:
     if config.train.compile if config.train.compile is not None else world.device.type == "cuda":
         model.compile(dynamic=False)  # a new side of the images compiles anew
     return model
+
+
+def first_images(
+    config: ResNetTrainConfig, reader: ImageReader | EncodedReader, images_of: Callable[[Batch], Tensor]
+) -> Iterator[Tensor]:
+    """Yield the images ``[B, 3, S, S]`` that the first convolution is computed from, alike on all workers."""
+    for batch in held_out_batches(reader, micro_batch_size=_AT_ONCE, limit=config.train.whiten_images):
+        yield images_of(batch)
 
 
 def training_images(

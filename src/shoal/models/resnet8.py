@@ -1,0 +1,111 @@
+"""A small residual network for images of 32 pixels: :class:`ResNet8`.
+
+After the networks of David Page for DAWNBench and of Jordan 2024 ("94% on CIFAR-10 in 3.29 Seconds on a
+Single GPU", arXiv 2404.00498), which has no residual branches: a first convolution that does not learn but is
+computed from the images; three stages, with most channels where the image is small already; the largest value
+of each channel at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.models.resnet_config import ResNetConfig
+from shoal.models.resnet_layers import convolution, norm
+
+_SIDE = 2
+_PIXELS = 3 * _SIDE**2
+_EPS = 5e-4
+"""Added to the variances of whitened patches (Jordan 2024, section 3.1)."""
+
+
+class ResNet8(nn.Module):
+    """A fixed convolution of 2×2, six of 3×3 and a classifier; the image's side is halved three times.
+
+    :meth:`whiten` is to be called before training, with images of the kind to come.
+    """
+
+    def __init__(self, config: ResNetConfig, num_classes: int) -> None:
+        super().__init__()
+        width = config.first_width
+        self.logit_scale = config.logit_scale
+        self.stem = Patches()
+        self.stages = nn.Sequential()
+        channels = self.stem.out_channels
+        for out in (width, 4 * width, 4 * width):
+            self.stages.append(Stage(channels, out, config))
+            channels = out
+        self.fc = nn.Linear(channels, num_classes, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x: Tensor = self.stages(F.gelu(self.stem(images)))
+        logits: Tensor = self.fc(x.amax(dim=(2, 3)))
+        return logits * self.logit_scale
+
+    def whiten(self, batches: Iterable[Tensor]) -> None:
+        """Compute the first convolution from batches of images ``[B, 3, H, W]``: :meth:`Patches.whiten`."""
+        self.stem.whiten(batches)
+
+
+class Patches(nn.Module):
+    """Each 2×2 pixels of an image as 24 channels: 12 filters, and the same with the other sign.
+
+    The filters are a buffer and do not learn. At first each is one value of the patch.
+    """
+
+    out_channels = 2 * _PIXELS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filters: Tensor
+        self.register_buffer("filters", _both_signs(torch.eye(_PIXELS)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.conv2d(images, self.filters)
+
+    @torch.no_grad()
+    def whiten(self, batches: Iterable[Tensor]) -> None:
+        """Make the filters' outputs uncorrelated on these images, each with a mean square of about 1.
+
+        The filters are the eigenvectors of the patches' second moments, the largest first, each divided by
+        the root of its eigenvalue and a little more (Jordan 2024, section 3.1). ``batches`` are images
+        ``[B, 3, H, W]``; computed in float64.
+        """
+        moments = torch.zeros(_PIXELS, _PIXELS, dtype=torch.float64)
+        count = 0
+        for images in batches:
+            patches = F.unfold(images.cpu().double(), _SIDE).transpose(1, 2).reshape(-1, _PIXELS)
+            moments += patches.T @ patches
+            count += len(patches)
+        variances, vectors = torch.linalg.eigh(moments / count)
+        vectors *= vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()  # of an eigenvector any is
+        filters = (vectors / (variances + _EPS).sqrt()).T.flip(0)
+        self.filters.copy_(_both_signs(filters))
+
+
+class Stage(nn.Module):
+    """A convolution that halves the side, and one more as a residual branch.
+
+    The first begins with the channels that come in, passed through. The largest of each 2×2 pixels are kept
+    before the norm, which then goes through a quarter of them: on processors norms wait for memory.
+    """
+
+    def __init__(self, channels: int, out: int, config: ResNetConfig) -> None:
+        super().__init__()
+        self.conv = convolution(channels, out, 3, 1)
+        nn.init.dirac_(self.conv.weight.data[:channels])
+        self.norm = norm(out, config)
+        self.branch = nn.Sequential(convolution(out, out, 3, 1), norm(out, config, last=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.norm(F.max_pool2d(self.conv(x), 2)))
+        return F.gelu(x + self.branch(x))
+
+
+def _both_signs(filters: Tensor) -> Tensor:
+    """Return filters ``[12, 12]`` over the values of a patch as weights ``[24, 3, 2, 2]``."""
+    return torch.cat([filters, -filters]).reshape(-1, 3, _SIDE, _SIDE)
