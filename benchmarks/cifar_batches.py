@@ -3,17 +3,21 @@
 The command that a user gives, `shoal train resnet50 --preset cifar10`, with the rate in proportion to the
 batch, or LARS's own; the same epochs for all, several seeds. IMAGES is a directory of `shoal prepare images`.
 With ``--runs DIR`` finished runs are kept and read again, and interrupted ones go on, so a day's measurement
-may be cut into parts; ``--report FILE`` writes the page with the curves of the first seed.
+may be cut into parts; ``--lanes 2`` has two runs side by side, each with half of the processors, which ends
+sooner than one after another; ``--report FILE`` writes the page with the curves of the first seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from benchmarks.harness import Benchmark
@@ -21,7 +25,7 @@ from shoal import record
 from shoal.record import read_record
 
 MOST_S = 1_800.0
-"""A run ends within half an hour on two processors."""
+"""A run ends within half an hour on two processors, or within an hour on one."""
 
 
 @dataclass(frozen=True)
@@ -49,25 +53,33 @@ CASES = (
 )
 
 
-def train(case: Case, images: Path, run_dir: Path, seed: int, more: Sequence[str]) -> None:
+def train(case: Case, images: Path, run_dir: Path, seed: int, threads: int, more: Sequence[str]) -> None:
     """Train, or go on with what is there; nothing is done where the run has ended."""
     command = [
         sys.executable, "-m", "shoal", "train", "resnet50", "--preset", "cifar10",
         "--data.path", str(images.absolute()), "--run.dir", str(run_dir), "--run.name", case.name,
         "--train.seed", str(seed), "--train.global-batch-size", str(case.batch),
-        *case.options, *more,
+        "--data.decode-threads", str(threads), *case.options, *more,
     ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if result.returncode:
         raise SystemExit(f"{' '.join(command)}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}")
 
 
 def outcome(run_dir: Path) -> tuple[float, float]:
-    """Return the accuracy of the last evaluation and the seconds of training."""
+    """Return the accuracy of the last evaluation, and the seconds of all steps and evaluations.
+
+    They are added up, since a run that was interrupted knows no time from its beginning to its end.
+    """
     rows = read_record(run_dir)
-    last = [row for row in rows if isinstance(row, record.Evaluation)][-1]
-    (end,) = (row for row in rows if isinstance(row, record.End))
-    return last.metrics["top1_accuracy"], end.seconds
+    evaluations = {row.step: row for row in rows if isinstance(row, record.Evaluation)}
+    lines = {row.step: row for row in rows if isinstance(row, record.Step)}
+    seconds, before = sum(row.seconds for row in evaluations.values()), 0
+    for step, row in sorted(lines.items()):
+        seconds += row.step_s * (step - before)
+        before = step
+    return evaluations[before].metrics["top1_accuracy"], seconds
 
 
 def main() -> int:
@@ -76,6 +88,7 @@ def main() -> int:
     options.add_argument("--runs", type=Path, metavar="DIR", help="keep the runs here, and go on with them")
     options.add_argument("--report", type=Path, metavar="FILE", help="write the page with the curves")
     options.add_argument("--seeds", type=int, default=3, help="runs of each case (default: 3)")
+    options.add_argument("--lanes", type=int, default=1, help="runs side by side (default: 1)")
     options.add_argument(
         "--only", nargs="+", metavar="CASE", help=f"some of {', '.join(case.key for case in CASES)}"
     )
@@ -84,21 +97,26 @@ def main() -> int:
     cases = [case for case in CASES if not args.only or case.key in args.only]
     seeds = range(1, 2 if bench.quick else args.seeds + 1)
     more = ("--train.total-epochs", "2", "--optim.warmup-epochs", "1") if bench.quick else ()
+    threads = max(1, len(os.sched_getaffinity(0)) // args.lanes)
     with tempfile.TemporaryDirectory() as name:
         runs = args.runs or Path(name)
+        with ThreadPoolExecutor(args.lanes) as lanes:
+            started = [
+                lanes.submit(train, case, args.images, runs / f"{case.key}-{seed}", seed, threads, more)
+                for seed, case in product(seeds, cases)
+            ]
+            for run in started:
+                run.result()
         for case in cases:
-            found = []
-            for seed in seeds:
-                run_dir = runs / f"{case.key}-{seed}"
-                train(case, args.images, run_dir, seed, more)
-                found.append(outcome(run_dir))
+            found = [outcome(runs / f"{case.key}-{seed}") for seed in seeds]
             accuracies, seconds = zip(*found, strict=True)
             reference = case.target or 0.1
             formula = "target" if case.target else "chance"
             bench.limit(
                 f"{case.name}: top-1", accuracies, reference, unit="of 1", formula=formula, better="higher"
             )
-            bench.limit(f"{case.name}: time", seconds, MOST_S, unit="s", formula="half an hour")
+            most_s = MOST_S * 2 / threads
+            bench.limit(f"{case.name}: time", seconds, most_s, unit="s", formula=f"{threads} threads")
         if args.report:
             chosen = [str(runs / f"{case.key}-1") for case in cases]
             command = [sys.executable, "-m", "shoal", "report", *chosen, "--out", str(args.report.absolute())]

@@ -1,0 +1,49 @@
+"""What the benchmark of large batches reads from a run."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+from benchmarks.cifar_batches import outcome
+
+from shoal.record import Evaluation, RecordWriter, Resume, Row, Step
+
+
+def step(number: int, step_s: float) -> Step:
+    return Step(
+        step=number,
+        samples=number,
+        loss=1.0,
+        metrics={},
+        learning_rate=0.1,
+        loss_scale=1.0,
+        grad_norm=1.0,
+        weight_norm=1.0,
+        samples_per_s=1 / step_s,
+        step_s=step_s,
+        parts_s={},
+    )
+
+
+def evaluation(number: int, accuracy: float, seconds: float) -> Evaluation:
+    metrics = {"top1_accuracy": accuracy}
+    return Evaluation(step=number, split="validation", num_samples=10, metrics=metrics, seconds=seconds)
+
+
+def test_the_time_of_an_interrupted_run_is_that_of_its_steps(tmp_path: Path) -> None:
+    lost = [step(150, 9.0)]
+    rows: list[Row] = [
+        step(50, 2.0),
+        evaluation(60, 0.5, 7.0),
+        step(100, 3.0),
+        evaluation(120, 0.6, 8.0),
+        *lost,
+    ]
+    rows += [Resume(step=120, path="checkpoint"), step(150, 4.0), evaluation(150, 0.7, 9.0)]
+    with closing(RecordWriter(tmp_path)) as writer:
+        for row in rows:
+            writer.write(row)
+    accuracy, seconds = outcome(tmp_path)
+    assert accuracy == 0.7
+    assert seconds == 50 * 2 + 50 * 3 + 50 * 4 + 7 + 8 + 9
