@@ -54,7 +54,7 @@ def small_config(images: Path, run_dir: Path, **changes: Any) -> ResNetTrainConf
             whiten_images=16,
         ),
         optim=ResNetOptimConfig(learning_rate=0.05, warmup_epochs=0.5, momentum=0.9),
-        validation=ValidationConfig(size=24, resize=26, batch_size=5),
+        validation=ValidationConfig(size=24, resize=26, mirror=True, batch_size=5),
         run=EpochRunConfig(name="test", dir=run_dir, log_frequency=1),
     )
     return jobs.changed(config, changes)

@@ -72,7 +72,8 @@ def test_the_exported_network_scores_what_the_run_says(whole_run: Path, images: 
     for number in range(len(shards)):
         centre(shards.read(number), inputs[number].numpy())
     with torch.no_grad():
-        logits = found.model.eval()(inputs)
+        model = found.model.eval()
+        logits = (model(inputs) + model(inputs.flip(3))) / 2
     labels = torch.from_numpy(shards.labels)
     last = scores(whole_run)[9]
     assert float((logits.argmax(1) == labels).sum()) / 23 == last["top1_accuracy"]
@@ -162,6 +163,7 @@ def test_scores_are_the_same_counts_on_any_number_of_workers(
         data=str(images),
         split="train",
         batch_size=8,
+        mirror=None,
         precision="fp32",
         out=tmp_path / "scores.json",
     )
@@ -173,3 +175,8 @@ def test_scores_are_the_same_counts_on_any_number_of_workers(
         found.append((tree["num_images"], tree["top1"], tree["top5"]))
     assert found[0][0] == image_jobs.NUM_TRAIN and 0 < found[0][1] <= found[0][0]
     assert found == [found[0]] * 3
+    losses = []
+    for mirror in (None, True, False):  # the run's is True
+        assert jobs.score(replace(what, mirror=mirror), 1) == [EXIT_OK]
+        losses.append(json.loads((tmp_path / "scores.json").read_text())["loss"])
+    assert losses[0] == losses[1] != losses[2]

@@ -87,6 +87,7 @@ def evaluate_imagenet(
     data: str,
     split: Literal["validation", "train"] = "validation",
     batch_size: int = 256,
+    mirror: bool | None = None,
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
     json: Path | None = None,
     how: Annotated[Launch, Parameter(name="*")] = Launch(),  # noqa: B008
@@ -105,6 +106,8 @@ def evaluate_imagenet(
         Which of its images.
     batch_size
         Images that a worker computes at once.
+    mirror
+        Score the mean of the logits of each image and of its mirror image; default: as in the training.
     precision
         Autocast type; auto: bf16 where the device computes in it natively, else fp32.
     json
@@ -113,6 +116,12 @@ def evaluate_imagenet(
     from shoal.recipes.resnet import score
 
     what = score.Scoring(
-        source=source, data=data, split=split, batch_size=batch_size, precision=precision, out=json
+        source=source,
+        data=data,
+        split=split,
+        batch_size=batch_size,
+        mirror=mirror,
+        precision=precision,
+        out=json,
     )
     return score.run(what, how, command=this_command())

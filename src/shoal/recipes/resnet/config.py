@@ -104,6 +104,8 @@ class ValidationConfig:
     """Side of the square in the middle of an image that the model sees, in pixels."""
     resize: int = 256
     """Length of an image's shorter side before that."""
+    mirror: bool = False
+    """Score the mean of the logits of each image and of its mirror image."""
     batch_size: int = 256
     """Images a worker evaluates at once. It does not follow the number of workers, so scores do not."""
 

@@ -25,11 +25,19 @@ _AHEAD = 2
 
 
 def evaluate(
-    model: nn.Module, reader: ImageReader, world: World, precision: Precision, *, batch_size: int, step: int
+    model: nn.Module,
+    reader: ImageReader,
+    world: World,
+    precision: Precision,
+    *,
+    batch_size: int,
+    mirror: bool,
+    step: int,
 ) -> record.Evaluation:
     """Return the mean loss and the parts of the images whose class is the likeliest, or among five.
 
-    The images are cut into the same batches however many workers share them, so the counts are the same.
+    The images are cut into the same batches however many workers share them, so the counts are the same. With
+    ``mirror`` the logits of an image are the mean of its and its mirror image's.
     """
     began = time.monotonic()
     num_right = torch.zeros(2, dtype=torch.int64, device=world.device)
@@ -41,7 +49,10 @@ def evaluate(
         for batch in _batches(reader, world, batch_size):
             labels = batch["labels"].to(world.device, non_blocking=True)
             with precision.autocast():
-                logits = model.forward(in_form_of(model, batch["images"], world.device)).float()
+                images = in_form_of(model, batch["images"], world.device)
+                logits = model.forward(images).float()
+                if mirror:
+                    logits = (logits + model.forward(images.flip(3)).float()) / 2
             loss += F.cross_entropy(logits, labels, reduction="sum").double()
             num_right += num_correct(logits, labels)
             num_images += len(labels)

@@ -26,7 +26,7 @@ from shoal.train.config import load_toml, required
 from shoal.train.run_dir import CONFIG_FILE, run_dir_of
 
 FORMAT = "shoal-resnet"
-_NUMBERS = ("size", "resize", "mean", "std")
+_USE = ("size", "resize", "mirror", "mean", "std")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,8 @@ class Exported:
     """Side of the square in the middle of an image that the model sees, in pixels."""
     resize: int
     """Length of an image's shorter side before that."""
+    mirror: bool
+    """Whether scores are those of the mean of an image's logits and its mirror image's."""
     mean: tuple[float, float, float]
     """What is subtracted from red, green, blue (values from 0 to 1), and what they are divided by."""
     std: tuple[float, float, float]
@@ -54,6 +56,7 @@ def exported(model: nn.Module, config: ResNetTrainConfig, classes: Sequence[str]
         classes=tuple(classes),
         size=config.validation.size,
         resize=config.validation.resize,
+        mirror=config.validation.mirror,
         mean=config.augment.mean,
         std=config.augment.std,
     )
@@ -65,7 +68,7 @@ def write_export(what: Exported, out: Path) -> None:
         "format": FORMAT,
         "model": asdict(what.network),
         "classes": what.classes,
-        **{name: getattr(what, name) for name in _NUMBERS},
+        **{name: getattr(what, name) for name in _USE},
     }
     write_directory(out, what.model, tree)
 
@@ -85,13 +88,14 @@ def read_export(directory: Path) -> Exported:
         model.load_state_dict(load_file(directory / WEIGHTS))
         mean, std = tree["mean"], tree["std"]
         check_normalisation(mean, std)
-        size, resize = int(tree["size"]), int(tree["resize"])
+        size, resize, mirror = int(tree["size"]), int(tree["resize"]), bool(tree["mirror"])
     return Exported(
         model=model,
         network=network,
         classes=classes,
         size=size,
         resize=resize,
+        mirror=mirror,
         mean=tuple(mean),
         std=tuple(std),
     )
@@ -124,6 +128,7 @@ def read_checkpoint(source: Path) -> tuple[Exported, int]:
         classes=classes,
         size=validation["size"],
         resize=validation["resize"],
+        mirror=validation["mirror"],
         mean=mean,
         std=std,
     )

@@ -28,6 +28,8 @@ class Scoring:
     data: str
     split: str
     batch_size: int
+    mirror: bool | None
+    """Whether the mirror images count, too; None: as in training."""
     precision: Literal["auto", "fp32", "bf16", "fp16"]
     out: Path | None
     """File for the figures as well."""
@@ -83,6 +85,7 @@ def score(what: Scoring, joined: Joined) -> int:
             world,
             choose_precision(what.precision, world.device),
             batch_size=what.batch_size,
+            mirror=network.mirror if what.mirror is None else what.mirror,
             step=step,
         )
         if world.is_main:

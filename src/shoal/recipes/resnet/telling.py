@@ -61,6 +61,7 @@ def score(job: Job, step: int, model: nn.Module) -> record.Evaluation:
         job.world,
         job.precision,
         batch_size=job.config.validation.batch_size,
+        mirror=job.config.validation.mirror,
         step=step,
     )
 
