@@ -115,13 +115,19 @@ def _metric_chart(runs: Sequence[Run], name: str, splits: Sequence[str]) -> Char
                 keys.append(_key(colour, _SYMBOLS[marker], _owner(runs, run, split)))
     if not lines:
         return None
-    references = {run.start.references[name] for run in runs if name in run.start.references}
-    rules = [
-        Rule(y=value, label=f"{words.reference_title(name)} {words.score(name, value)}")
-        for value in sorted(references)
-    ]
+    rules = _rules(name, {run.start.references[name] for run in runs if name in run.start.references})
     title = words.metric_title(name)
     return _chart(runs, title, "nat" if name.endswith("loss") else "", lines, keys, notes, name, rules)
+
+
+def _rules(name: str, references: set[float]) -> list[Rule]:
+    """Return the lines of what runs compare with; where they differ, one label says how much."""
+    if not references:
+        return []
+    least, most = (words.score(name, value) for value in (min(references), max(references)))
+    label = f"{words.reference_title(name)} {least if least == most else f'{least} to {most}'}"
+    highest = max(references)
+    return [Rule(y=value, label=label if value == highest else "") for value in sorted(references)]
 
 
 def _step_chart(runs: Sequence[Run], title: str, unit: str, value: Callable[[Step], float]) -> Chart | None:

@@ -89,7 +89,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A horizontal line to compare with, and its label."""
+    """A horizontal line to compare with, and its label; empty: none."""
 
     y: float
     label: str

@@ -219,3 +219,14 @@ def test_values_that_are_not_finite_anywhere_do_not_break_the_page(tmp_path: Pat
     wild = [replace(row, **changes) if isinstance(row, records.Step) else row for row in rows]
     page = Page(write_report([records.write_run(tmp_path / "run", wild)]).read_text(encoding="utf-8"))
     assert "100 values not finite" in page.text
+
+
+def test_references_that_differ_have_one_label(tmp_path: Path) -> None:
+    runs = []
+    for entropy in (6.62, 6.65, 6.63):
+        rows = records.training(10, 100, records.BEGIN_S)[0]
+        first = records.start(run=f"run-{entropy}", references={"mlm_loss": entropy})
+        runs.append(records.write_run(tmp_path / f"{entropy}", [first, *rows]))
+    text = Page(write_report(runs).read_text(encoding="utf-8")).text
+    assert text.count("unigram entropy 6.620 to 6.650") == 1
+    assert "unigram entropy 6.630" not in text
