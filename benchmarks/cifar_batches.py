@@ -105,8 +105,11 @@ def main() -> int:
                 lanes.submit(train, case, args.images, runs / f"{case.key}-{seed}", seed, threads, more)
                 for seed, case in product(seeds, cases)
             ]
-            for run in started:
-                run.result()
+            try:
+                for run in started:
+                    run.result()
+            finally:
+                lanes.shutdown(wait=False, cancel_futures=True)  # those not begun, where one has failed
         for case in cases:
             found = [outcome(runs / f"{case.key}-{seed}") for seed in seeds]
             accuracies, seconds = zip(*found, strict=True)
@@ -115,7 +118,7 @@ def main() -> int:
             bench.limit(
                 f"{case.name}: top-1", accuracies, reference, unit="of 1", formula=formula, better="higher"
             )
-            most_s = MOST_S * 2 / threads
+            most_s = MOST_S * max(1, 2 / threads)
             bench.limit(f"{case.name}: time", seconds, most_s, unit="s", formula=f"{threads} threads")
         if args.report:
             chosen = [str(runs / f"{case.key}-1") for case in cases]

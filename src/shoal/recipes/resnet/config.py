@@ -59,7 +59,6 @@ class TrainConfig(LoopConfig):
     """Evaluate and export an exponential average of the weights with this decay a step; 0: the weights."""
     norm_images: int = 0
     """Take the norms' statistics anew from so many training images before each evaluation; 0: not."""
-
     whiten_images: int = 0
     """Compute resnet8's first convolution from so many training images, so that its outputs are uncorrelated
     on them; 0: it passes the pixels on."""
