@@ -14,11 +14,11 @@ never ends if a process hangs, and its errors come with a traceback in their tex
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import chain, islice, product
 from typing import TypeVar
 
 import torch
@@ -34,11 +34,11 @@ from shoal.data.steps import (
     submit_read,
     submit_read_one,
 )
+from shoal.data.stream import Stream, in_order
 from shoal.decide.draws import Int64Array
 from shoal.decide.order import Order, micro_batches, worker_part
 from shoal.errors import ShoalError, UsageError
 
-_Task = TypeVar("_Task")
 _Made = TypeVar("_Made")
 
 Batch = dict[str, torch.Tensor]
@@ -82,7 +82,7 @@ def training_steps(
     num_steps: int,
     samples_consumed: int = 0,
     pin_memory: bool = False,
-) -> Generator[list[Batch]]:
+) -> Stream[list[Batch]]:
     """Yield, for each of ``num_steps`` optimizer steps, this worker's micro-batches.
 
     The first step begins after ``samples_consumed`` samples; after step ``i`` (from 0) the state is
@@ -106,13 +106,8 @@ def training_steps(
         return thread.submit(finish, block, elsewhere)
 
     num_ahead = -(-config.num_prefetched_steps // steps.steps_at_once) * max(config.num_loader_processes, 1)
-    try:
-        for block in _in_order(begin, blocks, num_ahead):
-            yield from block
-    finally:
-        if processes is not None:
-            processes.shutdown(cancel_futures=True)
-        thread.shutdown(cancel_futures=True)
+    made = in_order(begin, blocks, num_ahead)
+    return Stream(chain.from_iterable(made), _pools(processes, thread))
 
 
 def streamed_steps(
@@ -124,7 +119,7 @@ def streamed_steps(
     samples_consumed: int = 0,
     order: Order | None = None,
     pin_memory: bool = False,
-) -> Generator[Iterator[Batch]]:
+) -> Stream[Iterator[Batch]]:
     """Yield, for each of ``num_steps`` optimizer steps, an iterator over this worker's micro-batches.
 
     The same batches and the same state as ``training_steps`` (unless another ``order`` is given), for
@@ -149,16 +144,15 @@ def streamed_steps(
 
     places = product(range(num_steps), range(steps.num_micro_batches))
     num_fitting = config.max_prefetched_bytes // (share.micro_batch_size * reader.example_bytes)
-    try:
-        batches = _in_order(begin, places, max(1, config.num_loader_processes, num_fitting))
+    batches = in_order(begin, places, max(1, config.num_loader_processes, num_fitting))
+
+    def in_steps() -> Iterator[Iterator[Batch]]:
         for _ in range(num_steps):
             step = islice(batches, steps.num_micro_batches)
             yield step
             deque(step, maxlen=0)
-    finally:
-        if processes is not None:
-            processes.shutdown(cancel_futures=True)
-        threads.shutdown(cancel_futures=True)
+
+    return Stream(in_steps(), _pools(processes, threads))
 
 
 def held_out_batches(
@@ -172,7 +166,7 @@ def held_out_batches(
     dealt: bool = False,
     num_ahead: int = 0,
     pin_memory: bool = False,
-) -> Iterator[Batch]:
+) -> Stream[Batch]:
     """Yield this worker's part of a fixed set of examples, the same whenever it is called.
 
     The set is at most ``limit`` examples, spread evenly over the split, or else ``indices`` ``[N]``, in their
@@ -186,31 +180,19 @@ def held_out_batches(
         own = micro_batches(range(len(chosen)), micro_batch_size)[rank::num_workers]
     else:
         own = micro_batches(worker_part(len(chosen), rank, num_workers), micro_batch_size)
-    cuts = iter(own)
 
     def make(cut: range) -> Batch:
         arrays = reader.micro_batch(reader.batch(0, chosen[cut.start : cut.stop]))
         return _tensors(arrays, pin_memory)
 
     if not num_ahead:
-        yield from map(make, cuts)
-        return
+        return Stream(map(make, own), [])
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader")
-    try:
-        yield from _in_order(lambda cut: thread.submit(make, cut), cuts, num_ahead)
-    finally:
-        thread.shutdown(cancel_futures=True)
+    return Stream(in_order(lambda cut: thread.submit(make, cut), own, num_ahead), [thread])
 
 
-def _in_order(
-    begin: Callable[[_Task], Future[_Made]], tasks: Iterator[_Task], num_ahead: int
-) -> Iterator[_Made]:
-    """Yield what becomes of each task, in order; ``num_ahead`` are begun before they are asked for."""
-    ahead = deque(map(begin, islice(tasks, num_ahead)))
-    while ahead:
-        ahead[0].result()
-        ahead.extend(map(begin, islice(tasks, 1)))
-        yield ahead.popleft().result()  # not kept here while its user has it: batches of images are large
+def _pools(processes: Executor | None, threads: Executor) -> list[Executor]:
+    return [threads] if processes is None else [processes, threads]
 
 
 def _wait(elsewhere: Future[_Made]) -> _Made:

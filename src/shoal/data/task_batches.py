@@ -12,9 +12,8 @@ logits are the same to the last bit.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ import torch
 
 from shoal.data.frame import Int32Array, Int64Array, ranges
 from shoal.data.packing import pack
+from shoal.data.stream import Stream, in_order
 from shoal.decide.order import micro_batches, samples
 
 Batch = dict[str, torch.Tensor]
@@ -108,20 +108,14 @@ def own_micro_batches(data: Sequences, deal: Deal, step: int) -> list[Int64Array
 
 def training_batches(
     data: Sequences, deal: Deal, steps: range, *, pin_memory: bool = False
-) -> Generator[list[Batch]]:
+) -> Stream[list[Batch]]:
     """Yield this worker's micro-batches for each of ``steps`` (counted from 0), made ahead by a thread."""
 
     def make(step: int) -> list[Batch]:
         return [as_tensors(data.batch(own), pin_memory) for own in own_micro_batches(data, deal, step)]
 
-    ahead: deque[Future[list[Batch]]] = deque()
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader") as thread:
-        for step in steps:
-            ahead.append(thread.submit(make, step))
-            if len(ahead) > _STEPS_AHEAD:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader")
+    return Stream(in_order(lambda step: thread.submit(make, step), steps, _STEPS_AHEAD), [thread])
 
 
 def evaluation_batches(

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator
 from contextlib import ExitStack, closing, nullcontext
 
 import torch
 
 from shoal.data.loader import Batch, LoaderConfig, training_steps
+from shoal.data.stream import Stream
 from shoal.env import Joined
 from shoal.optim.schedules import learning_rate
 from shoal.recipes.t5.config import T5PretrainConfig
@@ -87,7 +87,7 @@ def run_steps(job: Job, first_step: int, stop: StopRequest, log: RunLog | None) 
     return finish(job, time.monotonic() - began, log)
 
 
-def batches_after(job: Job, step: int) -> Generator[Batch]:
+def batches_after(job: Job, step: int) -> Stream[Batch]:
     """Yield this replica's part of each global batch after ``step``."""
     steps = training_steps(
         job.reader,
@@ -97,9 +97,7 @@ def batches_after(job: Job, step: int) -> Generator[Batch]:
         samples_consumed=step * job.batch.global_batch_size,
         pin_memory=job.world.device.type == "cuda",
     )
-    with closing(steps):
-        for (batch,) in steps:
-            yield model_inputs(job, batch)
+    return steps.map(lambda batches: model_inputs(job, batches[0]))
 
 
 def take_step(job: Job, step: int, batch: Batch, window: StepWindow) -> float:

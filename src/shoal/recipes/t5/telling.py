@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
 from contextlib import closing
+from operator import itemgetter
 
 from shoal import record
 from shoal.data.examples import unigram_entropy
 from shoal.data.loader import Batch, LoaderConfig, training_steps
+from shoal.data.stream import Stream
 from shoal.errors import EXIT_OK
 from shoal.optim.schedules import learning_rate
 from shoal.recipes.export import export_run
@@ -142,7 +143,7 @@ def score(job: Job, step: int) -> record.Evaluation:
     )
 
 
-def held_out(job: Job) -> Generator[Batch]:
+def held_out(job: Job) -> Stream[Batch]:
     """Yield this replica's part of the first global batches of the held-out stream, always the same.
 
     Whole global batches, so that they do not depend on the layout and stages see the shapes of training; a
@@ -151,9 +152,7 @@ def held_out(job: Job) -> Generator[Batch]:
     wanted = min(job.config.run.validation_samples, job.held_out_reader.num_examples)
     num_batches = max(wanted // job.batch.global_batch_size, 1)
     steps = training_steps(job.held_out_reader, job.share, LoaderConfig(), num_steps=num_batches)
-    with closing(steps):
-        for (batch,) in steps:
-            yield batch
+    return steps.map(itemgetter(0))
 
 
 def reference_loss(job: Job) -> float:
