@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from shoal.models.resnet8 import ResNet8
 from shoal.models.resnet_config import BLOCKS, BOTTLENECKED, ResNetConfig
-from shoal.models.resnet_layers import convolution, norm
 
 _CLASSIFIER_STD = 0.01
 
@@ -37,8 +36,8 @@ class ResNet(nn.Module):
         super().__init__()
         width = config.first_width
         self.logit_scale = config.logit_scale
-        self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
-        self.bn1 = norm(width, config)
+        self.conv1 = _convolution(3, width, 7, 2)
+        self.bn1 = _norm(width, config)
         channels = width
         for number, num_blocks in enumerate(BLOCKS[config.network]):
             blocks: list[Block] = []
@@ -73,13 +72,13 @@ class Block(nn.Module):
         self.num_layers = len(layers)
         into = channels
         for number, (kernel, out, step) in enumerate(layers, start=1):
-            self.add_module(f"conv{number}", convolution(into, out, kernel, step))
-            self.add_module(f"bn{number}", norm(out, config, last=number == len(layers)))
+            self.add_module(f"conv{number}", _convolution(into, out, kernel, step))
+            self.add_module(f"bn{number}", _norm(out, config, last=number == len(layers)))
             into = out
         self.downsample = None
         if stride != 1 or channels != self.out_channels:
             self.downsample = nn.Sequential(
-                convolution(channels, self.out_channels, 1, stride), norm(self.out_channels, config)
+                _convolution(channels, self.out_channels, 1, stride), _norm(self.out_channels, config)
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,6 +89,20 @@ class Block(nn.Module):
                 branch = F.relu(branch, inplace=True)
         straight = x if self.downsample is None else self.downsample(x)
         return F.relu(branch + straight, inplace=True)
+
+
+def _convolution(channels: int, out: int, kernel: int, stride: int) -> nn.Conv2d:
+    layer = nn.Conv2d(channels, out, kernel, stride=stride, padding=kernel // 2, bias=False)
+    nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    return layer
+
+
+def _norm(channels: int, config: ResNetConfig, *, last: bool = False) -> nn.BatchNorm2d:
+    """Return a norm; ``last`` says that it ends a residual branch."""
+    norm = nn.BatchNorm2d(channels, eps=config.norm_eps, momentum=config.norm_momentum)
+    if last and config.zero_gamma:
+        nn.init.zeros_(norm.weight)
+    return norm
 
 
 def norms_of(model: nn.Module) -> list[nn.BatchNorm2d]:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.models.resnet_config import ResNetConfig
-from shoal.models.resnet_layers import convolution, norm
 
 _SIDE = 2
 _PIXELS = 3 * _SIDE**2
@@ -25,6 +24,10 @@ _EPS = 5e-4
 
 class ResNet8(nn.Module):
     """A fixed convolution of 2×2, six of 3×3 and a classifier; the image's side is halved three times.
+
+    Weights begin as PyTorch's layers do, and the norms' scales stay 1 (Jordan 2024, section 3): beginning by
+    He's rule, with weights some twice as large that a step turns less, and scales that learn, accuracy is 8
+    points behind after one epoch of CIFAR-10.
 
     :meth:`whiten` is to be called before training, with images of the kind to come.
     """
@@ -96,14 +99,21 @@ class Stage(nn.Module):
 
     def __init__(self, channels: int, out: int, config: ResNetConfig) -> None:
         super().__init__()
-        self.conv = convolution(channels, out, 3, 1)
+        self.conv = nn.Conv2d(channels, out, 3, padding=1, bias=False)
         nn.init.dirac_(self.conv.weight.data[:channels])
-        self.norm = norm(out, config)
-        self.branch = nn.Sequential(convolution(out, out, 3, 1), norm(out, config, last=True))
+        self.norm = _norm(out, config)
+        self.branch = nn.Sequential(nn.Conv2d(out, out, 3, padding=1, bias=False), _norm(out, config))
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.gelu(self.norm(F.max_pool2d(self.conv(x), 2)))
         return F.gelu(x + self.branch(x))
+
+
+def _norm(channels: int, config: ResNetConfig) -> nn.BatchNorm2d:
+    """Return a norm whose scale does not learn."""
+    norm = nn.BatchNorm2d(channels, eps=config.norm_eps, momentum=config.norm_momentum)
+    norm.weight.requires_grad_(False)
+    return norm
 
 
 def _both_signs(filters: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ class ResNetConfig:
     width: int | None = None
     """Channels of the first convolution (resnet8: first stage), all others in proportion; default: 64."""
     zero_gamma: bool = True
-    """Begin with 0 as the scale of each residual branch's last norm, so that each block is the identity."""
+    """Begin with 0 as the scale of each residual branch's last norm, so that each block is the identity
+    (not in resnet8, whose scales stay 1)."""
     norm_momentum: float = 0.1
     """What a micro-batch's statistics weigh in the running ones of the norms."""
     norm_eps: float = 1e-5

@@ -34,17 +34,14 @@ def test_with_torchvisions_weights_the_logits_are_torchvisions(network: str) -> 
     assert torch.equal(ours(images), theirs(images))
 
 
-@pytest.mark.parametrize("network", ["resnet18", "resnet50", "resnet8"])
+@pytest.mark.parametrize("network", ["resnet18", "resnet50"])
 def test_each_residual_branch_begins_as_zero(network: str) -> None:
     torch.manual_seed(0)
     model = new_resnet(ResNetConfig(network=network), 5)  # type: ignore[arg-type]
     zeros = [name for name, p in model.named_parameters() if name.endswith("weight") and not p.any()]
-    if network == "resnet8":
-        assert zeros == [f"stages.{stage}.branch.1.weight" for stage in range(3)]
-    else:
-        last = "bn3" if network in BOTTLENECKED else "bn2"
-        blocks = [f"layer{i + 1}.{j}" for i, num in enumerate(BLOCKS[network]) for j in range(num)]
-        assert zeros == [f"{block}.{last}.weight" for block in blocks]
+    last = "bn3" if network in BOTTLENECKED else "bn2"
+    blocks = [f"layer{i + 1}.{j}" for i, num in enumerate(BLOCKS[network]) for j in range(num)]
+    assert zeros == [f"{block}.{last}.weight" for block in blocks]
     model(torch.randn(4, 3, 32, 32)).square().sum().backward()
     learn = dict(model.named_parameters())
     assert all(learn[name].grad is not None and learn[name].grad.any() for name in zeros)  # type: ignore[union-attr]
@@ -54,7 +51,7 @@ def test_weights_begin_by_hes_rule_on_what_goes_out() -> None:
     torch.manual_seed(0)
     model = new_resnet(ResNetConfig(), 1_000)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Conv2d) and module.weight.numel() > 10_000:
+        if isinstance(module, nn.Conv2d) and module.weight.numel() > 9_000:
             fan_out = module.out_channels * module.kernel_size[0] * module.kernel_size[1]
             assert float(module.weight.detach().std()) == pytest.approx((2 / fan_out) ** 0.5, rel=0.03), name
     assert float(model.fc.weight.detach().std()) == pytest.approx(0.01, rel=0.01)  # type: ignore[union-attr,operator]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from shoal.errors import UsageError
 from shoal.models.resnet8 import Patches, ResNet8
@@ -60,8 +61,19 @@ def test_a_stage_begins_with_the_channels_that_come_in() -> None:
     x = torch.randn(8, 24, 10, 10, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(stage.conv(x)[:, :24], x)
     pooled = F.max_pool2d(stage.conv(x), 2)
-    expected = F.gelu(F.gelu(F.batch_norm(pooled, None, None, training=True)))  # the branch begins as zero
-    torch.testing.assert_close(stage(x), expected)
+    straight = F.gelu(F.batch_norm(pooled, None, None, training=True))
+    branch = F.batch_norm(stage.branch[0](straight), None, None, training=True)
+    torch.testing.assert_close(stage(x), F.gelu(straight + branch))
+
+
+def test_scales_of_norms_stay_one_and_all_else_learns() -> None:
+    model = ResNet8(ResNetConfig(network="resnet8", width=8), 3)
+    scales = [norm.weight for norm in model.modules() if isinstance(norm, nn.BatchNorm2d)]
+    assert len(scales) == 6 and all(bool((scale == 1).all()) for scale in scales)
+    model(torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(4))).square().sum().backward()
+    still = {parameter for parameter in model.parameters() if parameter.grad is None}
+    assert still == set(scales)
+    assert all(parameter.grad.any() for parameter in set(model.parameters()) - still)
 
 
 def test_only_the_small_network_is_whitened() -> None:
