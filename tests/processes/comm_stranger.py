@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 MARK = b"SHOAL\0\0\1"
 FRAME_MAGIC = 0x314C4853
 TIMEOUT_S = 10.0
-PUSH, RESULT, SUPPLY, HEARTBEAT, SERVER_DOWN, ANNOUNCE, TELL, FAIL, GOODBYE = range(9)
+PUSH, RESULT, SUPPLY, HEARTBEAT, ORDER, SERVER_DOWN, ANNOUNCE, TELL, FAIL, GOODBYE = range(10)
 
 
 def proof(secret: str, side: bytes, caller: bytes, listener: bytes, body: bytes = b"") -> bytes:

@@ -115,6 +115,7 @@ IMPOSSIBLE = {
     "odd size": (Frame(host=1, payload=bytes(63)), "whole number of elements"),
     "root": (Frame(kind=2, host=0, needed=1, root=1 << 20), "no rank 1048576"),
     "supply": (Frame(type=stranger.SUPPLY, needed=9), "of 9"),
+    "order": (Frame(type=stranger.ORDER), "it set an order, which is for rank 0 to do"),
 }
 
 
