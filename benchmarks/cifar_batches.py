@@ -3,8 +3,9 @@
 The command that a user gives, `shoal train resnet50 --preset cifar10`, with the rate in proportion to the
 batch, or LARS's own; the same epochs for all, several seeds. IMAGES is a directory of `shoal prepare images`.
 With ``--runs DIR`` finished runs are kept and read again, and interrupted ones go on, so a day's measurement
-may be cut into parts; ``--lanes 2`` has two runs side by side, each with half of the processors, which ends
-sooner than one after another; ``--report FILE`` writes the page with the curves of the first seed.
+may be cut into parts; of a finished run its record is enough, so those in results/ may be given too.
+``--lanes 2`` has two runs side by side, each with half of the processors, which ends sooner than one after
+another; ``--report FILE`` writes the page with the curves of the first seed.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ CASES = (
 
 def train(case: Case, images: Path, run_dir: Path, seed: int, threads: int, more: Sequence[str]) -> None:
     """Train, or go on with what is there; nothing is done where the run has ended."""
+    if (run_dir / record.FILE_NAME).is_file() and isinstance(read_record(run_dir)[-1], record.End):
+        return
     command = [
         sys.executable, "-m", "shoal", "train", "resnet50", "--preset", "cifar10",
         "--data.path", str(images.absolute()), "--run.dir", str(run_dir), "--run.name", case.name,

@@ -130,7 +130,7 @@ def test_the_shards_hold_the_text(corpus: Path, whole: Path) -> None:
     assert len(manifest.shards("train")) == 20  # 1.25 MB in pieces of 64 KiB
 
 
-@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_number_of_processes_does_not_matter(
     corpus: Path, whole: Path, tmp_path: Path, processes: int
 ) -> None:

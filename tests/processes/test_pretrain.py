@@ -110,7 +110,10 @@ def test_a_run_killed_before_its_end_is_scored_and_exported(
     assert (run_dir / "transformers" / "config.json").is_file()
 
 
-@pytest.mark.parametrize(("number", "victim"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1)])
+@pytest.mark.parametrize(
+    ("number", "victim"),
+    [(signal.SIGTERM, 1), pytest.param(signal.SIGUSR1, 0, marks=pytest.mark.slow)],
+)
 def test_a_signal_to_any_worker_saves_and_the_run_continues_bitwise(
     data: Path, whole_run: Path, tmp_path: Path, number: signal.Signals, victim: int
 ) -> None:
@@ -129,14 +132,15 @@ def test_a_signal_to_any_worker_saves_and_the_run_continues_bitwise(
     assert jobs.losses(tmp_path / "run") == jobs.losses(whole_run)
 
 
-def test_ten_kills_at_random_points_leave_no_trace_in_the_losses(
-    data: Path, whole_run: Path, tmp_path: Path
+@pytest.mark.parametrize("num_kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_kills_at_random_points_leave_no_trace_in_the_losses(
+    data: Path, whole_run: Path, tmp_path: Path, num_kills: int
 ) -> None:
     draw = random.Random(17)
     config = jobs.small_config(data, tmp_path / "run", run={"checkpoint_frequency": 1})
-    for attempt in range(10):
+    for attempt in range(num_kills):
         workers = jobs.start(config, 2)
-        jobs.wait_for_step(tmp_path / "run", attempt // 2 + draw.randint(0, 3), workers)
+        jobs.wait_for_step(tmp_path / "run", attempt * 5 // num_kills + draw.randint(0, 3), workers)
         workers[0].join(draw.random() * 0.05)
         assert all(worker.is_alive() for worker in workers)
         jobs.kill(workers)
@@ -236,13 +240,21 @@ def test_an_overflow_skips_the_step_on_all_workers_alike(data: Path, tmp_path: P
 @pytest.mark.parametrize(
     "changes",
     [
-        {"train": {"precision": "bf16"}},
-        {"train": {"precision": "fp16"}},
-        {"optim": {"clip": "worker"}, "train": {"micro_batch_size": 2}, "model": {"skip_sop": True}},
-        pytest.param({"optim": {"clip": "worker"}}, marks=pytest.mark.slow),
-        {"model": {"activation_checkpointing": True}},
-        {"model": {"pre_layer_norm": True, "hidden_dropout_prob": 0.1}},
+        {
+            "optim": {"clip": "worker"},
+            "train": {"micro_batch_size": 2, "precision": "bf16"},
+            "model": {"skip_sop": True, "activation_checkpointing": True},
+        },
+        {
+            "train": {"precision": "fp16"},
+            "model": {"pre_layer_norm": True, "hidden_dropout_prob": 0.1},
+        },
         {"data": {"loader_processes": 2}},
+        pytest.param({"train": {"precision": "bf16"}}, marks=pytest.mark.slow),
+        pytest.param({"train": {"precision": "fp16"}}, marks=pytest.mark.slow),
+        pytest.param({"optim": {"clip": "worker"}}, marks=pytest.mark.slow),
+        pytest.param({"model": {"activation_checkpointing": True}}, marks=pytest.mark.slow),
+        pytest.param({"model": {"pre_layer_norm": True, "hidden_dropout_prob": 0.1}}, marks=pytest.mark.slow),
         pytest.param({"train": {"micro_batch_size": 2}}, marks=pytest.mark.slow),
         pytest.param({"model": {"skip_sop": True}}, marks=pytest.mark.slow),
         pytest.param({"train": {"compile": True}}, marks=pytest.mark.slow),
