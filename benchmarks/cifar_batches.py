@@ -44,13 +44,13 @@ class Case:
         return f"{self.optimizer}-{self.batch}"
 
 
-LARS = ("--optim.optimizer", "lars", "--optim.trust-coefficient", "0.02", "--optim.weight-decay", "5e-4")
+LARS = ("--optim.optimizer", "lars", "--optim.trust-coefficient", "0.04", "--optim.weight-decay", "5e-4")
 CASES = (
     Case("SGD, batch 256", 256, "sgd", target=0.90),
     Case("SGD, batch 4,096", 4_096, "sgd", target=0.86),
     Case("SGD, batch 16,384", 16_384, "sgd"),
     Case("LARS, batch 4,096", 4_096, "lars", (*LARS, "--optim.learning-rate", "1.6")),
-    Case("LARS, batch 16,384", 16_384, "lars", (*LARS, "--optim.learning-rate", "3.2")),
+    Case("LARS, batch 16,384", 16_384, "lars", (*LARS, "--optim.learning-rate", "2.4")),
 )
 
 
