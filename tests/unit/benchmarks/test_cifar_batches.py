@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from benchmarks.cifar_batches import outcome
+from benchmarks.cifar_batches import CASES, outcome, train
 
-from shoal.record import Evaluation, RecordWriter, Resume, Row, Step
+from shoal.record import End, Evaluation, RecordWriter, Resume, Row, Step
 
 
 def step(number: int, step_s: float) -> Step:
@@ -47,3 +47,13 @@ def test_the_time_of_an_interrupted_run_is_that_of_its_steps(tmp_path: Path) -> 
     accuracy, seconds = outcome(tmp_path)
     assert accuracy == 0.7
     assert seconds == 50 * 2 + 50 * 3 + 50 * 4 + 7 + 8 + 9
+
+
+def test_a_run_whose_record_has_its_end_is_not_begun_again(tmp_path: Path) -> None:
+    """There are no images, so to begin would fail."""
+    with closing(RecordWriter(tmp_path)) as writer:
+        writer.write(evaluation(60, 0.5, 7.0))
+        writer.write(End(step=60, seconds=9.0, metrics={}))
+    before = (tmp_path / "record.jsonl").read_bytes()
+    train(CASES[0], tmp_path / "images", tmp_path, seed=1, threads=1, more=())
+    assert (tmp_path / "record.jsonl").read_bytes() == before
