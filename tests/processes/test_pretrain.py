@@ -112,7 +112,7 @@ def test_a_run_killed_before_its_end_is_scored_and_exported(
 
 @pytest.mark.parametrize(
     ("number", "victim"),
-    [(signal.SIGTERM, 1), pytest.param(signal.SIGUSR1, 0, marks=pytest.mark.slow)],
+    [(signal.SIGTERM, 0), pytest.param(signal.SIGUSR1, 1, marks=pytest.mark.slow)],
 )
 def test_a_signal_to_any_worker_saves_and_the_run_continues_bitwise(
     data: Path, whole_run: Path, tmp_path: Path, number: signal.Signals, victim: int
