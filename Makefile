@@ -12,6 +12,8 @@ BIN     := $(VENV)/bin
 UV      := $(BIN)/uv pip install --quiet --python $(BIN)/python
 EXTRAS  := text,vision,aws,report,dev,bench
 STAMP   := $(VENV)/.installed
+# Whole files: what a file's tests share is made once.
+TWO     := -n 2 --dist loadfile --no-loadscope-reorder
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.inc')
 
 comma   := ,
@@ -44,14 +46,14 @@ train: $(STAMP)  ## pretrain the tiny ALBERT on English found in this Python, th
 	$(BIN)/shoal report $(RUN)
 
 test: test-core  ## the tests of every change (at most 12 minutes on 2 cores)
-	$(BIN)/pytest -m 'not slow' -n 2 --dist worksteal
+	$(BIN)/pytest -m 'not slow' $(TWO)
 
 test-core: $(STAMP)  ## the C++ tests under address-, undefined-behaviour and thread sanitizer
 	@$(call core_tests,asan,address$(comma)undefined)
 	@$(call core_tests,tsan,thread)
 
 test-all: $(STAMP)  ## all tests, the complete matrices too; then the quick ones on the oldest torch
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest $(TWO)
 	$(MAKE) VENV=.venv-oldest TORCH='$(OLDEST)' test
 
 bench: $(STAMP)  ## the figures of the README, to benchmarks/results (an hour on a quiet machine; root)

@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from forked_workers import fork_process
 
+from forked import fork_process
 from shoal.comm.engine import CommError, Engine, EngineOptions, Helper, Operation, Peer
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_plan import HELPER_PORT

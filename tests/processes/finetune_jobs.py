@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from multiprocessing.process import BaseProcess
 
-from forked_workers import fork_process, wait_for
-
+from forked import fork_process, free_port, wait_for
 from shoal.cluster import WorkerPlace
 from shoal.env import Joined
 from shoal.launch.worker import run_worker
@@ -22,9 +20,7 @@ from shoal.recipes.finetune.config import (
 
 def start(config: FinetuneConfig, num_workers: int) -> list[BaseProcess]:
     """Start the workers of a job."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return [fork_process(_work, config, rank, num_workers, port) for rank in range(num_workers)]
 
 
@@ -34,11 +30,8 @@ def run(config: FinetuneConfig, num_workers: int = 1, deadline_s: float = 120.0)
 
 
 def _work(config: FinetuneConfig, rank: int, num_workers: int, port: int) -> None:
-    import torch
-
     from shoal.recipes.finetune import classify, squad, text_to_text
 
-    torch.set_num_threads(1)
     assert config.run.dir is not None
     config.run.dir.mkdir(parents=True, exist_ok=True)
     log = (config.run.dir / f"worker-{rank}.log").open("a")

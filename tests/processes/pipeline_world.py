@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from forked import fork_process
 from pipeline_models import cases
 from shoal.decide.cost import Link, ModelCost, Unit
 from shoal.pipeline import Pipeline, make_mesh, pipeline, sources
@@ -170,11 +171,7 @@ def run_worlds(
     """
     folder.mkdir(exist_ok=True)
     # a process that has started no threads, from which workers can be forked
-    parent = multiprocessing.get_context("spawn").Process(
-        target=_parent, args=(folder, make, list(worlds), backend)
-    )
-    os.environ["OMP_NUM_THREADS"] = "1"
-    parent.start()
+    parent = fork_process(_parent, folder, make, list(worlds), backend)
     parent.join(DEADLINE_S)
     if parent.is_alive():
         parent.kill()
@@ -199,7 +196,6 @@ def _reports(folder: Path) -> str:
 
 
 def _parent(folder: Path, make: Callable[[], Shared], worlds: list[tuple[int, Task]], backend: str) -> None:
-    torch.set_num_threads(1)
     shared = make()
     context = multiprocessing.get_context("fork")
     for number, (size, task) in enumerate(worlds):

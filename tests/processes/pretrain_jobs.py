@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forked import fork_process, free_port, wait_for
 from shoal.cluster import WorkerPlace
 from shoal.data.prepare import PrepareConfig, prepare_text
 from shoal.env import Joined
@@ -44,19 +43,6 @@ Config = TypeVar(
     T5PretrainConfig,
     ResNetTrainConfig,
     MaskRCNNTrainConfig,
-)
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "torch._dynamo",
-        "torchvision.io",
-        "torchvision.transforms.v2.functional",
-        "shoal.recipes.albert.pretrain",
-        "shoal.recipes.bert.pretrain",
-        "shoal.recipes.resnet.train",
-        "shoal.recipes.t5.pretrain",
-    ]
 )
 
 WORDS = [
@@ -216,25 +202,13 @@ def score(what: Scoring, num_workers: int) -> list[int | None]:
 
 
 def _start(target: Callable[..., None], what: Any, num_workers: int) -> list[BaseProcess]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [
-        _context.Process(target=target, args=(what, rank, num_workers, port)) for rank in range(num_workers)
-    ]
-    for process in processes:
-        process.start()
-    return processes
+    port = free_port()
+    return [fork_process(target, what, rank, num_workers, port) for rank in range(num_workers)]
 
 
 def wait(processes: list[BaseProcess], deadline_s: float = 240.0) -> list[int | None]:
     """Return the exit codes; kill what is still there at the deadline."""
-    end = time.monotonic() + deadline_s
-    for process in processes:
-        process.join(max(0.0, end - time.monotonic()))
-    codes = [process.exitcode for process in processes]
-    kill(processes)
-    return codes
+    return wait_for(processes, deadline_s)
 
 
 def kill(processes: list[BaseProcess]) -> None:
@@ -283,15 +257,12 @@ def wait_for_checkpoint(run_dir: Path, step: int, processes: list[BaseProcess]) 
 
 
 def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
-    import torch
-
     from shoal.recipes.albert.pretrain import pretrain as pretrain_albert
     from shoal.recipes.bert.pretrain import pretrain as pretrain_bert
     from shoal.recipes.mask_rcnn.train import train as train_mask_rcnn
     from shoal.recipes.resnet.train import train as train_resnet
     from shoal.recipes.t5.pretrain import pretrain as pretrain_t5
 
-    torch.set_num_threads(1)
     assert config.run.dir is not None
     config.run.dir.mkdir(parents=True, exist_ok=True)
     log = (config.run.dir / f"worker-{rank}.log").open("a")
@@ -310,11 +281,8 @@ def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
 
 
 def _score(what: Scoring, rank: int, num_workers: int, port: int) -> None:
-    import torch
-
     from shoal.recipes.resnet.score import score
 
-    torch.set_num_threads(1)
     run_worker(lambda: score(what, _joined(rank, num_workers, port)))
 
 

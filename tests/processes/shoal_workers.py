@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from forked_workers import fork_process, wait_for
 
 import shoal.comm  # registers the backend where the installed package is older than its entry point
+from forked import fork_process, wait_for
 
 
 def run_group(function: Callable[..., None], size: int, folder: Path, *args: Any, **given: Any) -> None:
@@ -48,7 +47,6 @@ def _worker(
     host: str | None,
     args: tuple[Any, ...],
 ) -> None:
-    torch.set_num_threads(1)
     if host is not None:
         os.environ["SHOAL_HOST_ID"] = host
     shoal.comm.register()

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked_workers import fork_process, wait_for
 from shoal_workers import has_inner_group, ops
 from torch import Tensor, nn
 
 import shoal.comm
+from forked import fork_process, wait_for
 
 SIZE = 2
 STEPS = 3

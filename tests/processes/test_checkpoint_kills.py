@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_workers import start_workers, wait_for
+from forked_workers import start_workers
 
+from forked import wait_for
 from shoal.train.checkpoint import Checkpointer
 from shoal.train.checkpoint_files import find_damage, list_checkpoints
 

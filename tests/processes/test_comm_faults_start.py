@@ -12,6 +12,7 @@ import time
 import pytest
 from comm_group import SECRET, Group, HelperProcess, Member
 
+from forked import free_port
 from shoal.comm.engine import CommError, Engine, EngineOptions
 
 CONNECT_S = 2.0
@@ -19,12 +20,6 @@ CONNECT_S = 2.0
 
 def do_nothing(member: Member) -> None:
     member.report("connected")
-
-
-def unused_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
 
 
 def errors(group: Group, *ranks: int) -> list[str]:
@@ -63,7 +58,7 @@ def test_a_taken_port_is_one_line_and_exit_code_1_for_a_helper() -> None:
 
 
 def test_a_helper_that_is_not_there_is_named() -> None:
-    gone = HelperProcess("the-missing-one", port=unused_port("127.0.0.100"))
+    gone = HelperProcess("the-missing-one", port=free_port())
     with Group(do_nothing, "ab", helpers=[gone], connect_s=CONNECT_S) as group:
         for text in errors(group, 0, 1):
             assert f"helper the-missing-one (127.0.0.100:{gone.port})" in text

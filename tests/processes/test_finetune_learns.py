@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import finetune_made as made
+from forked import shoal
 from shoal.env import test_data_dir as data_dir
 
 REAL = data_dir() / "squad" / "cs224n-dev-v2.0.json"
@@ -41,12 +39,11 @@ def score(folder: Path, num_questions: int, *options: str, **sizes: int) -> floa
     data, texts = first_questions(num_questions, folder / "questions.json")
     model = made.write_model(folder / "model", texts, max_position_embeddings=384, **sizes)
     command = [
-        *(sys.executable, "-m", "shoal", "finetune", "squad", "--preset", "tiny", "--model", str(model)),
+        *("finetune", "squad", "--preset", "tiny", "--model", str(model)),
         *("--data", str(data), "--eval", str(data), "--run.dir", str(folder / "run")),
         *("--model.from-scratch", *options),
     ]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads of other tests are at work beside it
-    result = subprocess.run(command, capture_output=True, text=True, timeout=1_500, env=one_thread)
+    result = shoal(*command, deadline_s=1_500)
     assert result.returncode == 0, result.stderr
     scores = json.loads((folder / "run" / "scores.json").read_text())
     assert scores["total"] == num_questions

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked_workers import run_workers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -72,17 +71,12 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def worker(rank: int, folder: str, mesh_shape: tuple[int, ...]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=math.prod(mesh_shape)
-    )
+def worker(rank: int, folder: Path, mesh_shape: tuple[int, ...]) -> None:
     axes = ("replicate", "shard") if len(mesh_shape) == 2 else ("shard",)
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=axes)
     results = {name: train_sharded(mesh, name) for name in OPTIMIZERS}
     if rank == 0:
-        torch.save(results, Path(folder) / "results.pt")
-    dist.destroy_process_group()
+        torch.save(results, folder / "results.pt")
 
 
 def train_sharded(mesh: DeviceMesh, name: str) -> dict[str, Any]:
@@ -116,7 +110,9 @@ def train_sharded(mesh: DeviceMesh, name: str) -> dict[str, Any]:
     ],
 )
 def test_shards_equal_one_process(tmp_path: Path, mesh_shape: tuple[int, ...]) -> None:
-    mp.spawn(worker, args=(str(tmp_path), mesh_shape), nprocs=math.prod(mesh_shape), join=True)
+    num_workers = math.prod(mesh_shape)
+    codes = run_workers(worker, num_workers, tmp_path / "meet", tmp_path, mesh_shape)
+    assert codes == [0] * num_workers
     results = torch.load(tmp_path / "results.pt", weights_only=True)
     for name in OPTIMIZERS:
         weights, norms = train_alone(name)

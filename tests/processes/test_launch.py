@@ -15,8 +15,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from forked_workers import fork_process
 
+from forked import fork_process, free_port
 from shoal.errors import EXIT_STOPPED, ShoalError, UsageError
 from shoal.launch.local import launch
 
@@ -51,6 +51,14 @@ class Launched:
         while not all((self.folder / name).exists() for name in names):
             assert time.monotonic() < end, f"no {names} in time; the launcher said: {self.text}"
             assert self.process.exitcode is None, f"the launcher ended too early; it said: {self.text}"
+            time.sleep(0.02)
+
+    def await_listening(self, port: int) -> None:
+        end = time.monotonic() + START_DEADLINE_S
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                return
+            assert time.monotonic() < end, f"nobody listens at {port}; the launcher said: {self.text}"
             time.sleep(0.02)
 
     def pid_of(self, rank: int) -> int:
@@ -126,12 +134,6 @@ def run_launcher(
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
     sys.exit(code)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # ---- places and output -----------------------------------------------------------------------------------
@@ -363,8 +365,9 @@ def test_a_host_that_does_not_come_is_an_error_in_time(start: Start) -> None:
 
 
 def test_a_request_to_stop_ends_the_wait_for_other_hosts(start: Start, tmp_path: Path) -> None:
-    job = start(nnodes=2, rdzv=f"127.0.0.1:{free_port()}")
-    time.sleep(1.0)
+    port = free_port()
+    job = start(nnodes=2, rdzv=f"127.0.0.1:{port}")
+    job.await_listening(port)
     job.signal(signal.SIGTERM)
     assert job.wait(END_DEADLINE_S) == EXIT_STOPPED
     assert not list(tmp_path.glob("pid-*"))

@@ -10,13 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from forked import shoal
 from synthetic_text import prepare, random_documents
-
-
-def shoal(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "shoal", *arguments], capture_output=True, text=True, cwd=cwd, timeout=120
-    )
 
 
 def said(result: subprocess.CompletedProcess[str]) -> str:

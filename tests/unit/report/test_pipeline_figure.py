@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
+from forked import shoal
 from shoal.errors import EXIT_USAGE, ShoalError, UsageError
 from shoal.record import PipelineBox, PipelineStep, RecordWriter
 from shoal.report.pipeline_figure import recorded_step, write_figure
@@ -23,9 +23,8 @@ def row(step: int) -> PipelineStep:
     )
 
 
-def shoal(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shoal", "pipeline", "show", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+def show(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return shoal("pipeline", "show", *arguments)
 
 
 @pytest.fixture
@@ -52,20 +51,20 @@ def test_a_run_without_a_pipeline_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_draws_a_run(run_dir: Path) -> None:
-    result = shoal(str(run_dir), "--step", "3")
+    result = show(str(run_dir), "--step", "3")
     assert result.returncode == 0, result.stderr
     assert "Step 3 of a pipeline of 2 ranks, 1 micro-batch, schedule 1f1b" in result.stdout
     assert "traced 6,000 ms, 50.0 % idle" in result.stdout
     drawn = ElementTree.parse(run_dir / "pipeline.svg").getroot()
     assert drawn.tag.endswith("svg")
-    missing = shoal(str(run_dir), "--step", "5")
+    missing = show(str(run_dir), "--step", "5")
     assert missing.returncode == EXIT_USAGE and "Traceback" not in missing.stderr
 
 
 def test_the_command_explains_a_layout_to_come(tmp_path: Path) -> None:
     svg = tmp_path / "step.svg"
     tiny = ("t5", "--preset", "tiny", "--devices", "4", "--memory", "1GB", "--parallel.pipeline", "2")
-    result = shoal(*tiny, "--svg", str(svg))
+    result = show(*tiny, "--svg", str(svg))
     assert result.returncode == 0, result.stderr
     for said in (
         "T5 on 4 A100s of 1GB",

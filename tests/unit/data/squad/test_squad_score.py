@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from forked import shoal
 from shoal.data.squad.files import (
     Answer,
     Question,
@@ -165,9 +165,8 @@ def test_files_that_do_not_belong_together() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    def shoal(*more: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "shoal", "evaluate", "squad", "--data", "d.json", *more]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    def score(*more: str) -> subprocess.CompletedProcess[str]:
+        return shoal("evaluate", "squad", "--data", "d.json", *more, cwd=tmp_path)
 
     qas = [
         {"id": "a", "question": "?", "answers": [{"text": "Ada", "answer_start": 3}], "is_impossible": False},
@@ -176,7 +175,7 @@ def test_the_command(tmp_path: Path) -> None:
     write_json(tmp_path / "d.json", {"data": [{"paragraphs": [{"context": "Ada", "qas": qas}]}]})
     write_json(tmp_path / "p.json", {"a": "ada", "z": ""})
     write_json(tmp_path / "o.json", {"a": -1.0})
-    result = shoal("--predictions", "p.json", "--null-odds", "o.json", "--json", "out.json")
+    result = score("--predictions", "p.json", "--null-odds", "o.json", "--json", "out.json")
     assert result.returncode == 0, result.stderr
     tree = json.loads(result.stdout)
     assert tree == json.loads((tmp_path / "out.json").read_text())
@@ -190,6 +189,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert "1 questions have no prediction and count as wrong (b)" in result.stderr
     assert "1 predictions are for questions that the data does not have and do not count (z)" in result.stderr
     (tmp_path / "p.json").write_text('{"a": "x", "a": "y"}')
-    wrong = shoal("--predictions", "p.json")
+    wrong = score("--predictions", "p.json")
     assert wrong.returncode == 2 and "the key 'a' is there twice" in wrong.stderr
     assert "Traceback" not in wrong.stderr

@@ -1,0 +1,110 @@
+"""Processes for tests, forked from one that has torch and the recipes loaded: each starts at once.
+
+Loading them takes seconds of processor time, more than most tests need for what they look at. One list for
+all, since a test session has one server to fork from, and the last list given to it counts.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+PRELOADED = [
+    "faster_coco_eval.core",
+    "tensorboardX",
+    "torch._dynamo",  # every optimizer imports it at its first step
+    "torch.distributed.fsdp",
+    "torch.export._trace",
+    "torchvision.io",
+    "torchvision.transforms.v2.functional",
+    "shoal.cli.app",
+    "shoal.launch.agent",
+    "shoal.recipes.albert.pretrain",
+    "shoal.recipes.bert.pretrain",
+    "shoal.recipes.finetune.classify",
+    "shoal.recipes.finetune.squad",
+    "shoal.recipes.finetune.text_to_text",
+    "shoal.recipes.mask_rcnn.train",
+    "shoal.recipes.resnet.score",
+    "shoal.recipes.resnet.train",
+    "shoal.recipes.t5.pretrain",
+    "shoal.train.checkpoint",
+]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(PRELOADED)
+_any = random.SystemRandom()
+
+
+def fork_process(function: Callable[..., None], *args: Any, daemon: bool = False) -> BaseProcess:
+    """Start ``function(*args)`` in a process of its own, which may have children unless it is a daemon."""
+    process = _context.Process(target=_begin, args=(function, args), daemon=daemon)
+    process.start()
+    return process
+
+
+def _begin(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # renews torch 2.11's pool, for which autograd's threads race after a fork
+    function(*args)
+
+
+def wait_for(processes: list[BaseProcess], deadline_s: float = 120) -> list[int | None]:
+    """Return the exit codes; kill what is still there at the deadline."""
+    end = time.monotonic() + deadline_s
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    exit_codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    return exit_codes
+
+
+def shoal(
+    *arguments: str, cwd: Path | None = None, deadline_s: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run the command ``shoal ARGUMENTS`` and return its exit code and what it wrote, as on no terminal."""
+    with tempfile.TemporaryDirectory() as name:
+        files = [Path(name, "out"), Path(name, "err")]
+        (code,) = wait_for([fork_process(_command, arguments, files, cwd)], deadline_s)
+        if code is None:
+            raise TimeoutError(f"shoal {' '.join(arguments)} has no end: {files[1].read_text()}")
+        return subprocess.CompletedProcess(arguments, code, *(file.read_text() for file in files))
+
+
+def _command(arguments: tuple[str, ...], files: list[Path], cwd: Path | None) -> None:
+    for descriptor, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
+    if cwd is not None:
+        os.chdir(cwd)
+    sys.argv = ["shoal", *arguments]
+    from shoal.cli.app import main
+
+    main()
+
+
+def free_port() -> int:
+    """Return a port of this host that nobody listens at, and that the system gives to nobody else.
+
+    A port that the system has chosen and taken back is soon given to another process of another test.
+    """
+    while True:
+        port = _any.randrange(10_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
