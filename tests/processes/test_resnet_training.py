@@ -105,6 +105,17 @@ def test_the_number_of_workers_changes_no_loss_but_in_rounding(whole_run: Path, 
     assert scores(run_alone) != scores(whole_run)  # the norms' statistics are other ones
 
 
+def test_the_end_of_an_epoch_has_a_line_however_rare_lines_are(
+    images: Path, run_alone: Path, tmp_path: Path
+) -> None:
+    config = image_jobs.small_config(images, tmp_path / "run", run={"log_frequency": 4})
+    assert jobs.run(config, 1) == [EXIT_OK]
+    each = jobs.losses(run_alone)
+    windows = {3: (1, 2, 3), 4: (4,), 6: (5, 6), 8: (7, 8), 9: (9,)}
+    means = {step: sum(each[one] for one in steps) / len(steps) for step, steps in windows.items()}
+    assert jobs.losses(tmp_path / "run") == pytest.approx(means, rel=1e-6)
+
+
 def test_images_decoded_on_the_device_train_alike(images: Path, run_alone: Path, tmp_path: Path) -> None:
     """Here on the CPU; pixels are at most one step of 255 from those that the host's threads make."""
     config = image_jobs.small_config(

@@ -124,7 +124,7 @@ class EpochRunConfig(RunPlaceConfig):
     """Where the run lives and what it writes when."""
 
     log_frequency: int = 50
-    """Steps between lines of the record."""
+    """Steps between lines of the record; the end of an epoch has one too."""
     checkpoint_every_epochs: int = 1
     """Epochs between checkpoints."""
     keep_checkpoints: int = 3

@@ -41,7 +41,7 @@ def after_step(job: Job, meter: Meter, step: int, log: RunLog | None) -> None:
     config, epochs, last = job.config, job.plan.epochs, job.plan.total_steps
     if log:
         log.advance(step)
-    if step % config.run.log_frequency == 0 or step == last:
+    if step % config.run.log_frequency == 0 or epochs.ends_multiple(step, 1) or step == last:
         write_line(job, meter, step, log)
     if epochs.ends_multiple(step, config.run.checkpoint_every_epochs) or step == last:
         job.checkpointer.save(step, job.state(step))
