@@ -11,6 +11,7 @@ from pathlib import Path
 import pretrain_jobs as jobs
 import pytest
 
+from forked import shoal
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.record import Evaluation, Start, read_record
 
@@ -48,13 +49,13 @@ def test_sigterm_to_the_launcher_saves_and_the_same_command_continues(data: Path
     stopped = max(jobs.losses(tmp_path / "run"))
     assert 3 <= stopped < 400
 
-    shorter = [*SHOAL, *settings(data, tmp_path / "run", stopped + 3), "--workers", "1"]
-    result = subprocess.run(shorter, capture_output=True, text=True, timeout=120)
+    shorter = (*settings(data, tmp_path / "run", stopped + 3), "--workers", "1")
+    result = shoal(*shorter)
     assert result.returncode == EXIT_OK, result.stderr
     assert f"continuing from {tmp_path / 'run' / 'checkpoints'}" in result.stderr
     assert sorted(jobs.losses(tmp_path / "run")) == list(range(1, stopped + 4))
 
-    again = subprocess.run(shorter, capture_output=True, text=True, timeout=120)
+    again = shoal(*shorter)
     assert again.returncode == EXIT_OK
     assert "is finished" in again.stdout and "to begin anew, name another --run.dir" in again.stdout
 
