@@ -134,7 +134,9 @@ void combine_typed(void* out, const std::vector<const void*>& inputs, std::size_
     }
     for (std::size_t i = 0; i < size; ++i) {
       Work value = block[i];
-      if (spec.combine == Combine::avg) value = static_cast<Work>(value / static_cast<Work>(spec.divisor));
+      if constexpr (std::is_floating_point_v<Work>) {
+        if (spec.combine == Combine::avg) value = value / static_cast<Work>(spec.divisor);
+      }
       if constexpr (std::is_same_v<Work, Out>) rounded[i] = value;
       else rounded[i] = from_float<Out>(static_cast<float>(value));
     }
@@ -167,6 +169,10 @@ void require_possible(const CombineSpec& spec) {
   const bool bits = spec.combine == Combine::band || spec.combine == Combine::bor || spec.combine == Combine::bxor;
   const bool integer = spec.result == Element::int8 || spec.result == Element::uint8 ||
                        spec.result == Element::int32 || spec.result == Element::int64;
+  if (spec.combine == Combine::avg && integer) {
+    throw std::invalid_argument("an average needs floating-point elements, not " + std::string(name_of(spec.result)) +
+                                "; sum them and divide");
+  }
   if (bits && !integer) {
     throw std::invalid_argument("the operation '" + std::string(name_of(spec.combine)) + "' needs integers, not " +
                                 std::string(name_of(spec.result)));

@@ -18,7 +18,7 @@ struct CombineSpec {
 // out[i] = round(((x0[i] op x1[i]) op x2[i]) op ...). 16-bit floats are combined in fp32 and rounded once;
 // integers wrap around. `out` may be one of the inputs. Anything may lie at any address.
 //
-// Throws std::invalid_argument for bit operations on floats and for types that do not go together.
+// Throws std::invalid_argument for bit operations on floats, averages of integers and types that do not go together.
 void combine_in_order(void* out, const std::vector<const void*>& inputs, std::size_t count,
                       const CombineSpec& spec);
 

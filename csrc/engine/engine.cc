@@ -9,6 +9,25 @@
 
 namespace shoal {
 
+namespace {
+
+// Elements are read while results are written: memory that is both must be the same element's.
+void require_apart(const OpSpec& spec, int rank, int size) {
+  if (spec.kind == Kind::barrier || spec.kind == Kind::broadcast || spec.kind == Kind::delegated) return;
+  const std::size_t bytes = spec.count * size_of(spec.element), all = bytes * static_cast<std::size_t>(size);
+  const bool gathers = spec.kind == Kind::all_gather, scatters = spec.kind == Kind::reduce_scatter;
+  const auto input = reinterpret_cast<std::uintptr_t>(spec.input), output = reinterpret_cast<std::uintptr_t>(spec.output);
+  const std::size_t mine = bytes * static_cast<std::size_t>(rank);
+  const bool same = input + (scatters ? mine : 0) == output + (gathers ? mine : 0);
+  const bool apart = input + (scatters ? all : bytes) <= output || output + (gathers ? all : bytes) <= input;
+  if (same || apart || bytes == 0) return;
+  throw std::invalid_argument("the output of " + describe(spec) + " overlaps the input " +
+                              (gathers || scatters ? "elsewhere than in this rank's own part" : "partly") +
+                              "; clone one of them first");
+}
+
+}  // namespace
+
 // ---- callers --------------------------------------------------------------------------------------------
 
 void Engine::set_pattern(std::vector<int> pattern) {
@@ -44,6 +63,7 @@ void Engine::require_possible(const OpSpec& spec) const {
   }
   const bool reduces = spec.kind == Kind::all_reduce || spec.kind == Kind::reduce || spec.kind == Kind::reduce_scatter;
   if (reduces) shoal::require_possible({spec.combine, spec.element, spec.element, options_.size});
+  require_apart(spec, options_.rank, options_.size);
 }
 
 // Numbers the operation, cuts it, and remembers what was asked for. The caller holds the mutex.
@@ -74,10 +94,10 @@ OpPtr Engine::make_op(OpSpec spec) {
       {
         const std::lock_guard lock(mutex_);
         const auto found = announced_.find(op->seq);
-        if (found != announced_.end()) heard = std::move(found->second);
-        announced_.erase(op->seq);
+        if (found != announced_.end()) heard = found->second;
       }
       for (const Announcement& each : heard) compare(op->seq, {op->seq, op->signature, describe(op->spec)}, each);
+      judge(op->seq);
     });
   }
   return op;

@@ -50,6 +50,9 @@ struct EngineOptions {
   bool serve_beside_workers = true;  // ranks stand in for lost helpers
 };
 
+// Throws std::invalid_argument that names the option, its value and its range.
+void require_possible(const EngineOptions& options);
+
 struct PeerInfo {
   std::string host;
   std::string address;
@@ -135,8 +138,15 @@ class Engine : private Sink {
     std::size_t answered = 0;  // bytes since it was last set
   };
   struct Early {
+    int peer;
     FrameHeader header;
     Payload payload;
+  };
+  // A frame that does not fit another's: whose it is, its signature, and who says so.
+  struct Suspicion {
+    int rank;
+    std::uint64_t signature;
+    int teller;
   };
 
   // Sink
@@ -144,6 +154,7 @@ class Engine : private Sink {
   void on_frame(int peer, const FrameHeader& header, Payload payload) override;
   void on_down(int peer, const std::string& why) override;
   void on_tick() override;
+  void on_error(const std::string& what) override;
 
   // engine.cc: life and callers
   void begin_alone(Op& op);
@@ -169,7 +180,8 @@ class Engine : private Sink {
   void answer(int peer, const FrameHeader& header, const Payload& payload);
   void send_result(int peer, FrameHeader header, const Payload& payload);
   void send_deferred();
-  void deliver(const FrameHeader& header, Payload payload);
+  void deliver(int peer, const FrameHeader& header, Payload payload);
+  void unfit_result(int peer, const FrameHeader& header);
   void replay_early(std::uint64_t seq);
   void send(int peer, FrameHeader header, Payload payload);
   std::shared_ptr<const void> hold(const OpPtr& op);
@@ -192,8 +204,12 @@ class Engine : private Sink {
   void announce(const Op& op);
   void heard_announcement(int rank, const FrameHeader& header, const std::string& text);
   void compare(std::uint64_t seq, const Record& mine, const Announcement& theirs);
-  void disagree(std::uint64_t seq);
-  bool differs(const FrameHeader& header);
+  void frames_differ(const SumServer::Conflict& conflict);
+  void suspect(std::uint64_t seq, int rank, std::uint64_t signature);
+  void heard_suspicion(int teller, const FrameHeader& header);
+  void disagree(std::uint64_t seq, const Suspicion& suspicion);
+  void judge(std::uint64_t seq);
+  Record record_of(std::uint64_t seq);
   void helper_lost(int helper, const std::string& why, bool tell);
   void move_to_stand_ins(int server, const OpPtr& op);
   int route(std::uint64_t seq, std::uint64_t index, int server);
@@ -202,7 +218,7 @@ class Engine : private Sink {
   bool name_stragglers(const Op& op, double age_s);
   std::string missing_ranks(const Op& op, bool& somebody);
   double silent_s(int peer) const;
-  std::string check_push(int peer, const FrameHeader& header) const;
+  std::string check_sender(int peer, const FrameHeader& header) const;
   void malformed(int peer, const std::string& what);
   void forget_finished();
   std::string who(int rank) const;
@@ -251,8 +267,8 @@ class Engine : private Sink {
   std::map<std::uint64_t, OpPtr> retained_;
   bool failed_ = false;
   bool parted_ = false;  // the ranks do not ask for the same: nothing more may end, until it is known who asks what
+  std::map<std::uint64_t, std::vector<Suspicion>> suspicions_;
   std::uint64_t num_ticks_ = 0;
-  std::uint64_t last_told_ = ~std::uint64_t{0};
 
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<HostStage> stage_;

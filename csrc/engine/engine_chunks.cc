@@ -67,7 +67,7 @@ void Engine::push(const OpPtr& op, std::uint64_t index, Payload data, Element in
     data.owner = hold(op);
     const auto early = early_.find(op->seq);  // a source expects nothing: what came is of another operation
     if (index == 0 && early != early_.end() && early->second.front().header.signature != op->signature) {
-      return disagree(op->seq);
+      return unfit_result(early->second.front().peer, early->second.front().header);
     }
   }
   part.contribution = std::move(data);
@@ -144,7 +144,7 @@ void Engine::answer(int peer, const FrameHeader& header, const Payload& payload)
 
 void Engine::send_result(int peer, FrameHeader header, const Payload& payload) {
   header.type = FrameType::result;
-  if (peer == options_.rank) return deliver(header, payload);
+  if (peer == options_.rank) return deliver(peer, header, payload);
   PeerState& state = states_[static_cast<std::size_t>(peer)];
   const bool unasked = forwards(static_cast<Kind>(header.kind)) && payload.size > 0 && state.submitted <= header.seq;
   if (unasked) {
@@ -173,16 +173,20 @@ void Engine::send(int peer, FrameHeader header, Payload payload) {
 }
 
 // A result has come, or the word that a contribution was used.
-void Engine::deliver(const FrameHeader& header, Payload payload) {
+void Engine::deliver(int peer, const FrameHeader& header, Payload payload) {
   if (failed_ || parted_) return;
   const std::uint64_t begun = submitted_;  // read first: what begins meanwhile finds its results among the early
   const OpPtr op = find(header.seq);
   if (!op) {
-    if (header.seq >= begun) early_[header.seq].push_back({header, std::move(payload)});
-    else if (differs(header)) disagree(header.seq);
+    if (header.seq >= begun) {
+      early_[header.seq].push_back({peer, header, std::move(payload)});
+      return;
+    }
+    const Record mine = record_of(header.seq);  // it may have ended
+    if (mine.seq == header.seq && mine.signature != header.signature) unfit_result(peer, header);
     return;
   }
-  if (op->signature != header.signature) return disagree(header.seq);
+  if (op->signature != header.signature) return unfit_result(peer, header);
   if (header.chunk >= op->parts.size()) {
     return fail("the ranks cut " + numbered(header.seq) + " differently; give all of them the same options");
   }
@@ -190,16 +194,19 @@ void Engine::deliver(const FrameHeader& header, Payload payload) {
   Op::Part& part = op->parts[index];
   if (part.step == Op::Step::done) return;
   if (part.step == Op::Step::idle) {
-    early_[header.seq].push_back({header, std::move(payload)});
+    early_[header.seq].push_back({peer, header, std::move(payload)});
     return;
   }
-  if (part.destination) {
-    if (payload.size != op->bytes_of(index)) {
-      return fail("a result of " + std::to_string(payload.size) + " bytes came where " +
-                  std::to_string(op->bytes_of(index)) + " were expected, from server " + std::to_string(header.server));
-    }
-    if (payload.size) std::memcpy(part.destination, payload.data, payload.size);
+  if (peer != part.server && peer != op->chunks[index].server) {  // the planned one may have answered before it was lost
+    return malformed(peer, "a result of chunk " + std::to_string(index) + " of " + numbered(header.seq) + ", which " +
+                               server_name(part.server) + " serves");
   }
+  const std::size_t expected = part.destination ? op->bytes_of(index) : 0;
+  if (payload.size != expected) {
+    return malformed(peer, "a result of " + std::to_string(payload.size) + " bytes where " + std::to_string(expected) +
+                               " were expected, chunk " + std::to_string(index) + " of " + numbered(header.seq));
+  }
+  if (expected) std::memcpy(part.destination, payload.data, expected);
   traced("pull", now_ns(), op->seq, index);
   part.step = Op::Step::done;
   const int server = part.server;
@@ -216,12 +223,20 @@ void Engine::deliver(const FrameHeader& header, Payload payload) {
   pump();
 }
 
+// A result of another operation than this rank's of that number. A helper sums nothing that does not fit this
+// rank's contribution: it is broken. A rank may ask for another operation; what it forwards is its source's word.
+void Engine::unfit_result(int peer, const FrameHeader& header) {
+  if (topology_->is_helper(peer)) return malformed(peer, "a result that does not fit what it was sent");
+  const bool forwarded = forwards(static_cast<Kind>(header.kind)) && 0 <= header.root && header.root < options_.size;
+  suspect(header.seq, forwarded ? header.root : peer, header.signature);
+}
+
 void Engine::replay_early(std::uint64_t seq) {
   const auto found = early_.find(seq);
   if (found == early_.end()) return;
   std::vector<Early> early = std::move(found->second);
   early_.erase(found);
-  for (Early& each : early) deliver(each.header, std::move(each.payload));
+  for (Early& each : early) deliver(each.peer, each.header, std::move(each.payload));
 }
 
 }  // namespace shoal

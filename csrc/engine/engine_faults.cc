@@ -3,6 +3,7 @@
 #include <cstdio>
 
 #include "base/clock.h"
+#include "base/log.h"
 #include "engine/engine.h"
 
 namespace shoal {
@@ -88,7 +89,8 @@ void Engine::broadcast(FrameType type, std::uint64_t seq, std::uint64_t chunk, s
 // ---- frames and peers -----------------------------------------------------------------------------------
 
 int Engine::on_identity(const Identity& who, std::string& why_not) {
-  if (who.group == identity_ && who.size == options_.size && who.rank > options_.rank && who.rank < who.size) {
+  const bool of_group = who.group == identity_ && who.size == options_.size && who.num_hosts == topology_->num_hosts();
+  if (of_group && who.rank > options_.rank && who.rank < who.size && who.host == topology_->host_of(who.rank)) {
     return who.rank;
   }
   why_not = "it is rank " + std::to_string(who.rank) + " of group '" + who.group + "', not of '" + options_.group + "'";
@@ -101,23 +103,26 @@ void Engine::on_frame(int peer, const FrameHeader& header, Payload payload) {
   if (parted_ && carries_data(header.type)) return;
   switch (header.type) {
     case FrameType::push: {
-      std::string wrong = check_push(peer, header);
+      std::string wrong = check_sender(peer, header);
       if (wrong.empty()) wrong = server_->contribute(peer, header, std::move(payload));
       if (!wrong.empty()) malformed(peer, wrong);
       return;
     }
-    case FrameType::result: return deliver(header, std::move(payload));
+    case FrameType::result: return deliver(peer, header, std::move(payload));
     case FrameType::supply: {
-      const std::string wrong = check_push(peer, header);
-      return wrong.empty() ? server_->supply(header, std::move(payload)) : malformed(peer, wrong);
+      std::string wrong = check_sender(peer, header);
+      if (wrong.empty()) wrong = server_->supply(peer, header, std::move(payload));
+      if (!wrong.empty()) malformed(peer, wrong);
+      return;
     }
     case FrameType::heartbeat: return;
     case FrameType::order: return heard_order(peer, header);
     case FrameType::server_down:
-      return helper_lost(static_cast<int>(header.chunk), text_of(payload), false);
-    case FrameType::announce: return heard_announcement(peer, header, text_of(payload));
-    case FrameType::tell: return disagree(header.seq);
-    case FrameType::fail: return fail(text_of(payload));
+      return helper_lost(static_cast<int>(header.chunk), printable(text_of(payload)), false);
+    case FrameType::announce: return heard_announcement(peer, header, printable(text_of(payload)));
+    case FrameType::tell: return heard_suspicion(peer, header);
+    case FrameType::fail:
+      return fail((topology_->is_helper(peer) ? server_name(peer) + " reports: " : "") + printable(text_of(payload)));
     case FrameType::goodbye:
       if (!topology_->is_helper(peer)) states_[static_cast<std::size_t>(peer)].left = true;
       return;
@@ -125,22 +130,19 @@ void Engine::on_frame(int peer, const FrameHeader& header, Payload payload) {
   }
 }
 
-// What a frame says about itself decides who gets the answer: it must fit the group.
-std::string Engine::check_push(int peer, const FrameHeader& header) const {
+// What SumServer cannot know: who takes part, and where the result goes.
+std::string Engine::check_sender(int peer, const FrameHeader& header) const {
   if (topology_->is_helper(peer)) return "a helper contributes nothing";
   const auto kind = static_cast<Kind>(header.kind);
-  const bool sums = kind != Kind::broadcast && kind != Kind::all_gather;
-  const int needed = sums ? topology_->num_hosts() : 1, host = sums ? topology_->host_of(peer) : 0;
-  if (header.needed != needed || header.host != host) {
-    return "a contribution of host " + std::to_string(header.host) + " of " + std::to_string(header.needed) +
-           " where host " + std::to_string(host) + " of " + std::to_string(needed) + " was expected";
-  }
   const bool rooted = kind == Kind::broadcast || kind == Kind::reduce;
   if (rooted && (header.root < 0 || header.root >= options_.size)) return "there is no rank " + std::to_string(header.root);
   return "";
 }
 
+void Engine::on_error(const std::string& what) { fail("an error of " + who(options_.rank) + " itself: " + what); }
+
 void Engine::malformed(int peer, const std::string& what) {
+  if (!topology_->is_helper(peer)) return fail(who(peer) + " sent a malformed frame: " + what);
   transport_->drop(peer);
   on_down(peer, "it sent a malformed frame: " + what);
 }
@@ -262,6 +264,7 @@ void Engine::forget_finished() {
   server_->forget_below(everywhere);
   const std::lock_guard lock(mutex_);
   announced_.erase(announced_.begin(), announced_.lower_bound(everywhere));
+  suspicions_.erase(suspicions_.begin(), suspicions_.lower_bound(everywhere));
 }
 
 }  // namespace shoal

@@ -14,10 +14,27 @@ namespace {
 constexpr double kFlushS = 1.0;
 constexpr double kSliceS = 0.25;
 constexpr double kHelperS = 30.0;  // helpers are started before the workers
+constexpr std::size_t kSlotsBetweenHosts = 4;               // for each of num_slots: chunks between hosts are smaller
+constexpr std::size_t kChunkUnitBytes = 128;                // 16 elements of the widest type
+constexpr std::size_t kMaxChunkBytes = kMaxPayload / 2;     // 16 bits may travel as 32
+constexpr std::size_t kMaxConnections = 64;
 
 }  // namespace
 
+void require_possible(const EngineOptions& options) {
+  const auto within = [](const char* name, std::size_t value, std::size_t least, std::size_t most, std::size_t unit) {
+    if (least <= value && value <= most && value % unit == 0) return;
+    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; it is a multiple of " +
+                                std::to_string(unit) + " from " + std::to_string(least) + " to " + std::to_string(most));
+  };
+  within("chunk_bytes", options.chunk_bytes, kChunkUnitBytes, kMaxChunkBytes, kChunkUnitBytes);
+  within("shared_chunk_bytes", options.shared_chunk_bytes, kChunkUnitBytes, kMaxChunkBytes, kChunkUnitBytes);
+  within("num_slots", options.num_slots, 1, SharedSegment::kSignatures / kSlotsBetweenHosts, 1);
+  within("connections_per_peer", static_cast<std::size_t>(options.connections_per_peer), 1, kMaxConnections, 1);
+}
+
 Engine::Engine(EngineOptions options) : options_(std::move(options)), records_(kRecords) {
+  shoal::require_possible(options_);
   TransportOptions transport;
   transport.tcp.address = options_.address;
   transport.tcp.port = options_.port;
@@ -57,8 +74,9 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
   lost_helpers_.resize(static_cast<std::size_t>(num_helpers));
   for (PeerState& state : states_) state.heard_ns = now_ns();
   server_ = std::make_unique<SumServer>(
-      pool_, [this](int peer, const FrameHeader& header, const Payload& payload) { answer(peer, header, payload); },
-      [this](std::uint64_t seq) { disagree(seq); });
+      pool_, SumServer::Members{topology_->num_hosts(), [this](int rank) { return topology_->host_of(rank); }},
+      [this](int peer, const FrameHeader& header, const Payload& payload) { answer(peer, header, payload); },
+      [this](const SumServer::Conflict& conflict) { frames_differ(conflict); });
   transport_->start();
 
   const auto until = Clock::now() + seconds(timeout_s);
@@ -67,7 +85,7 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
     transport_->set_peer(index, address, port);
     wanted[static_cast<std::size_t>(index)] = static_cast<std::size_t>(1 + data);
     if (!call) return;
-    Introduction me{{identity_, options_.rank, options_.size}, true};
+    Introduction me{{identity_, options_.rank, options_.size, topology_->my_host(), topology_->num_hosts()}, true};
     for (int k = 0; k < 1 + data; ++k) {
       me.control = k == 0;
       try {
@@ -103,7 +121,7 @@ void Engine::open_stage(const std::string& segment, double timeout_s) {
   layout.num_ranks = static_cast<int>(num_locals);
   layout.slot_bytes = alone ? options_.shared_chunk_bytes : options_.chunk_bytes;
   layout.result_bytes = alone ? layout.slot_bytes : 2 * layout.slot_bytes;
-  layout.num_slots = alone ? options_.num_slots : 4 * options_.num_slots;
+  layout.num_slots = alone ? options_.num_slots : kSlotsBetweenHosts * options_.num_slots;
   StageHooks hooks;
   hooks.push = [this](const OpPtr& op, std::uint64_t index, const std::byte* data, Element input, std::byte* to) {
     op->pending.fetch_add(1);
@@ -115,7 +133,10 @@ void Engine::open_stage(const std::string& segment, double timeout_s) {
     transport_->post([=, this] { expect(op, index, to); });
   };
   hooks.done = [this](const OpPtr& op) { finished_one(op); };
-  hooks.disagree = [this](std::uint64_t seq) { transport_->post([=, this] { disagree(seq); }); };
+  hooks.disagree = [this](std::uint64_t seq, int rank, std::uint64_t signature) {
+    transport_->post([=, this] { suspect(seq, rank, signature); });
+  };
+  hooks.error = [this](const std::string& what) { transport_->post([=, this] { on_error(what); }); };
   hooks.trace = [this](const char* what, std::uint64_t begin, std::uint64_t seq, std::uint64_t chunk) {
     traced(what, begin, seq, chunk);
   };

@@ -1,10 +1,14 @@
 #include "engine/helper.h"
 
 #include <algorithm>
-#include <cstdio>
-#include <stdexcept>
 
 namespace shoal {
+
+namespace {
+
+constexpr int kMaxRanks = 65535;
+
+}  // namespace
 
 HelperServer::HelperServer(const std::string& address, int port, Bytes secret, int send_buffer_bytes,
                            const std::string& fabric, std::uint64_t shuffle) {
@@ -34,17 +38,27 @@ std::map<std::string, std::uint64_t> HelperServer::counters() {
 }
 
 int HelperServer::on_identity(const Identity& who, std::string& why_not) {
-  if (who.rank < 0 || who.rank >= who.size || who.group.empty()) {
-    why_not = "rank " + std::to_string(who.rank) + " of " + std::to_string(who.size) + " in group '" + who.group + "'";
+  const bool possible = 0 <= who.rank && who.rank < who.size && who.size <= kMaxRanks && 0 <= who.host &&
+                        who.host < who.num_hosts && who.num_hosts <= who.size && !who.group.empty();
+  if (!possible) {
+    why_not = "rank " + std::to_string(who.rank) + " of " + std::to_string(who.size) + ", host " +
+              std::to_string(who.host) + " of " + std::to_string(who.num_hosts) + ", in group '" + who.group + "'";
     return -1;
   }
   Group& group = open_group(who);
-  if (group.size != who.size) {
-    why_not = "group '" + who.group + "' has " + std::to_string(group.size) + " ranks, not " + std::to_string(who.size);
+  if (group.size != who.size || group.num_hosts != who.num_hosts) {
+    why_not = "group '" + who.group + "' has " + std::to_string(group.size) + " ranks on " +
+              std::to_string(group.num_hosts) + " hosts, not " + std::to_string(who.size) + " on " +
+              std::to_string(who.num_hosts);
     return -1;
   }
   const auto [found, fresh] = group.peer_of.try_emplace(who.rank, next_peer_);
-  if (fresh) members_[next_peer_++] = {who.group, who.rank};
+  if (fresh) members_[next_peer_++] = {who.group, who.rank, who.host};
+  if (members_[found->second].host != who.host) {
+    why_not = "rank " + std::to_string(who.rank) + " of group '" + who.group + "' is on host " +
+              std::to_string(members_[found->second].host) + ", not " + std::to_string(who.host);
+    return -1;
+  }
   return found->second;
 }
 
@@ -52,32 +66,59 @@ HelperServer::Group& HelperServer::open_group(const Identity& who) {
   Group& group = groups_[who.group];
   if (group.server) return group;
   group.size = who.size;
+  group.num_hosts = who.num_hosts;
   group.server = std::make_unique<SumServer>(
-      pool_,
+      pool_, SumServer::Members{who.num_hosts, [this](int peer) { return members_.at(peer).host; }},
       [this](int peer, const FrameHeader& header, const Payload& payload) { transport_->send(peer, header, payload); },
-      [this, name = who.group](std::uint64_t seq) {
-        FrameHeader tell;
-        tell.type = FrameType::tell;
-        tell.seq = seq;
-        for (const auto& [rank, peer] : groups_[name].peer_of) transport_->send(peer, tell, {});
-      });
+      [this, name = who.group](const SumServer::Conflict& conflict) { report_conflict(name, conflict); });
   num_groups_ = groups_.size();
   return group;
 }
+
+// The ranks find out whose frame it is: they know what each of them asks for.
+void HelperServer::report_conflict(const std::string& group, const SumServer::Conflict& conflict) {
+  FrameHeader header;
+  header.seq = conflict.seq;
+  const auto rank_of = [this](int peer) { return members_.count(peer) ? members_[peer].rank : -1; };
+  if (conflict.first.signature == conflict.second.signature) {
+    header.type = FrameType::fail;
+    return tell_group(group, header,
+                      "ranks " + std::to_string(rank_of(conflict.first.peer)) + " and " +
+                          std::to_string(rank_of(conflict.second.peer)) + " of the group sent a helper chunk " +
+                          std::to_string(conflict.chunk) + " of " + numbered(conflict.seq) + " as " +
+                          conflict.first.sent + " and as " + conflict.second.sent);
+  }
+  header.type = FrameType::tell;
+  for (const SumServer::Sender& each : {conflict.first, conflict.second}) {
+    header.chunk = static_cast<std::uint64_t>(rank_of(each.peer));
+    header.signature = each.signature;
+    tell_group(group, header, "");
+  }
+}
+
+void HelperServer::tell_group(const std::string& group, FrameHeader header, const std::string& text) {
+  for (const auto& [rank, peer] : groups_.at(group).peer_of) {
+    transport_->send(peer, header, text.empty() ? Payload{} : payload_of(text));
+  }
+}
+
+void HelperServer::log(const std::string& line) { lines_.write("shoal serve: " + line); }
+
+void HelperServer::on_error(const std::string& what) { log("an error of its own: " + what); }
 
 void HelperServer::on_frame(int peer, const FrameHeader& header, Payload payload) {
   const auto member = members_.find(peer);
   if (member == members_.end()) return;
   Group& group = groups_[member->second.group];
   std::string wrong;
-  try {
-    if (header.type == FrameType::push) wrong = group.server->contribute(peer, header, std::move(payload));
-    if (header.type == FrameType::supply) group.server->supply(header, std::move(payload));
-  } catch (const std::invalid_argument& error) {
-    wrong = error.what();
-  }
+  if (header.type == FrameType::push) wrong = group.server->contribute(peer, header, std::move(payload));
+  if (header.type == FrameType::supply) wrong = group.server->supply(peer, header, std::move(payload));
   num_summed_ = group.server->num_summed();
-  if (!wrong.empty()) {
+  if (!wrong.empty()) {  // its frames arrive whole, and cannot be: the group must not go on with such a member
+    FrameHeader fail;
+    fail.type = FrameType::fail;
+    tell_group(member->second.group, fail,
+               "rank " + std::to_string(member->second.rank) + " of the group sent a helper a malformed frame: " + wrong);
     transport_->drop(peer);
     return on_down(peer, "a malformed frame: " + wrong);
   }
@@ -89,8 +130,7 @@ void HelperServer::on_down(int peer, const std::string& why) {
   const auto member = members_.find(peer);
   if (member == members_.end()) return;
   if (!member->second.left) {
-    std::fprintf(stderr, "shoal serve: rank %d of group '%s' is gone: %s\n", member->second.rank,
-                 member->second.group.c_str(), why.c_str());
+    log("rank " + std::to_string(member->second.rank) + " of group '" + member->second.group + "' is gone: " + why);
   }
   const auto group = groups_.find(member->second.group);
   group->second.peer_of.erase(member->second.rank);
@@ -101,6 +141,7 @@ void HelperServer::on_down(int peer, const std::string& why) {
 
 // Tells everybody that this process runs, and forgets what all ranks of a group have behind them.
 void HelperServer::on_tick() {
+  lines_.tick();
   FrameHeader beat;
   beat.type = FrameType::heartbeat;
   for (const auto& [peer, member] : members_) transport_->send(peer, beat, {});

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 
+#include "base/log.h"
 #include "engine/sum_server.h"
 #include "transport/open.h"
 
@@ -30,10 +31,12 @@ class HelperServer : private Sink {
     std::map<int, int> peer_of;  // rank -> peer
     std::map<int, std::uint64_t> completed;
     int size = 0;
+    int num_hosts = 1;
   };
   struct Member {
     std::string group;
     int rank = 0;
+    int host = 0;
     bool left = false;  // it has said goodbye
   };
 
@@ -41,9 +44,14 @@ class HelperServer : private Sink {
   void on_frame(int peer, const FrameHeader& header, Payload payload) override;
   void on_down(int peer, const std::string& why) override;
   void on_tick() override;
+  void on_error(const std::string& what) override;
   Group& open_group(const Identity& who);
+  void report_conflict(const std::string& group, const SumServer::Conflict& conflict);
+  void tell_group(const std::string& group, FrameHeader header, const std::string& text);
+  void log(const std::string& line);
 
   BufferPool pool_;
+  LineLimit lines_;
   std::map<std::string, Group> groups_;
   std::map<int, Member> members_;
   int next_peer_ = 0;

@@ -1,6 +1,7 @@
 #include "engine/host_stage.h"
 
 #include <cstring>
+#include <stdexcept>
 
 #include "base/clock.h"
 #include "engine/combine.h"
@@ -42,6 +43,12 @@ void HostStage::stop() {
 }
 
 void HostStage::submit(OpPtr op) {
+  for (std::uint64_t index = 0; index < op->chunks.size(); ++index) {
+    if (op->bytes_of(index) <= shm_.layout().slot_bytes) continue;
+    throw std::logic_error("chunk " + std::to_string(index) + " of " + numbered(op->seq) + " has " +
+                           std::to_string(op->bytes_of(index)) + " bytes, a slot of the shared memory " +
+                           std::to_string(shm_.layout().slot_bytes));
+  }
   {
     const std::lock_guard lock(mutex_);
     submitted_.push_back(std::move(op));
@@ -63,14 +70,22 @@ void HostStage::ring_others() {
 }
 
 void HostStage::run() {
-  while (!stopping_) {
-    const std::uint32_t seen = shm_.bell(me_);
-    bool moved = take_submissions();
-    moved |= enter();
-    moved |= own();
-    moved |= leave();
-    if (!moved) shm_.sleep(me_, seen, kNapMs);
+  try {
+    while (!stopping_) {
+      const std::uint32_t seen = shm_.bell(me_);
+      if (!step()) shm_.sleep(me_, seen, kNapMs);
+    }
+  } catch (const std::exception& error) {
+    hooks_.error(error.what());
   }
+}
+
+bool HostStage::step() {
+  bool moved = take_submissions();
+  moved |= enter();
+  moved |= own();
+  moved |= leave();
+  return moved;
 }
 
 bool HostStage::take_submissions() {
@@ -140,8 +155,9 @@ bool HostStage::contributions_are_in(const Entry&, std::uint64_t ticket) {
 bool HostStage::agreed(const Entry& each) {
   for (int rank = 0; rank < num_locals_; ++rank) {
     if (shm_.signature_tag(rank, each.number).load(std::memory_order_acquire) != each.number + 1) return false;
-    if (shm_.signature(rank, each.number).load(std::memory_order_relaxed) != each.op->signature) {
-      hooks_.disagree(each.op->seq);
+    const std::uint64_t theirs = shm_.signature(rank, each.number).load(std::memory_order_relaxed);
+    if (theirs != each.op->signature) {
+      hooks_.disagree(each.op->seq, topology_.my_locals()[static_cast<std::size_t>(rank)], theirs);
       stopping_ = true;
       return false;
     }

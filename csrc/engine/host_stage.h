@@ -27,7 +27,9 @@ struct StageHooks {
       push;
   std::function<void(const OpPtr&, std::uint64_t index, std::byte* destination)> expect;
   std::function<void(const OpPtr&)> done;  // this rank is through with the operation's last chunk
-  std::function<void(std::uint64_t seq)> disagree;
+  // The local `rank` (of the group) asks for another operation than this one.
+  std::function<void(std::uint64_t seq, int rank, std::uint64_t signature)> disagree;
+  std::function<void(const std::string& what)> error;  // the stage has ended
   std::function<void(const char* what, std::uint64_t begin_ns, std::uint64_t seq, std::uint64_t chunk)> trace;
 };
 
@@ -37,6 +39,7 @@ class HostStage {
             double timeout_s, StageHooks hooks);
   ~HostStage();
 
+  // Throws std::logic_error for a chunk that is larger than a slot.
   void submit(OpPtr op);
   // The network has brought (or taken) what the owner waited for. Any thread.
   void finish(const Op& op, std::uint64_t index);
@@ -50,6 +53,7 @@ class HostStage {
   };
 
   void run();
+  bool step();
   bool take_submissions();
   bool enter();
   bool own();

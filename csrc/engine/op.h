@@ -52,7 +52,7 @@ struct Op {
     return spec.output + (chunks[index].begin - base) * width();
   }
   std::size_t bytes_of(std::uint64_t index) const { return chunks[index].count * width(); }
-  bool sums() const { return spec.kind != Kind::broadcast && spec.kind != Kind::all_gather; }
+  bool sums() const { return adds_up(spec.kind); }
 };
 
 using OpPtr = std::shared_ptr<Op>;

@@ -9,20 +9,34 @@ namespace shoal {
 
 namespace {
 
-constexpr std::size_t kMaxHosts = 16384;
-
 bool is_half(Element element) { return element == Element::float16 || element == Element::bfloat16; }
 
-// Whether a header's words fit each other: an empty string, or what is wrong.
-std::string check_words(const FrameHeader& header, std::size_t payload_bytes) {
-  const auto result = static_cast<Element>(header.element), input = static_cast<Element>(header.input);
-  if (header.needed == 0 || header.needed > kMaxHosts || header.host >= header.needed) {
-    return "a contribution of host " + std::to_string(header.host) + " of " + std::to_string(header.needed);
+bool same_words(const FrameHeader& a, const FrameHeader& b) {
+  return a.kind == b.kind && a.element == b.element && a.input == b.input && a.combine == b.combine && a.divisor == b.divisor;
+}
+
+std::string describe(const FrameHeader& header, std::size_t count) {
+  return std::to_string(count) + " elements of " + std::string(name_of(static_cast<Element>(header.input))) +
+         " (" + std::string(name_of(static_cast<Kind>(header.kind))) + ", " +
+         std::string(name_of(static_cast<Combine>(header.combine))) + ")";
+}
+
+}  // namespace
+
+// What a frame says about itself decides who gets the answer and how elements are read: it must fit the group and
+// its own length. An empty string, or what does not.
+std::string SumServer::check(int peer, const FrameHeader& header, Element element, std::size_t bytes) const {
+  const bool sums = adds_up(static_cast<Kind>(header.kind));
+  const int needed = sums ? members_.num_hosts : 1, host = sums ? members_.host_of(peer) : 0;
+  if (header.needed != needed || header.host != host) {
+    return "a contribution of host " + std::to_string(header.host) + " of " + std::to_string(header.needed) +
+           " where host " + std::to_string(host) + " of " + std::to_string(needed) + " was expected";
   }
+  const auto result = static_cast<Element>(header.element), input = static_cast<Element>(header.input);
   if (input != result && !(input == Element::float32 && is_half(result))) {
     return "a contribution of " + std::string(name_of(input)) + " to a result of " + std::string(name_of(result));
   }
-  if (payload_bytes % size_of(input) != 0) return "a contribution that is not a whole number of elements";
+  if (bytes % size_of(element) != 0) return "a contribution that is not a whole number of elements";
   try {
     require_possible({static_cast<Combine>(header.combine), result, input, header.divisor});
   } catch (const std::invalid_argument& error) {
@@ -31,36 +45,38 @@ std::string check_words(const FrameHeader& header, std::size_t payload_bytes) {
   return "";
 }
 
-bool same_words(const FrameHeader& a, const FrameHeader& b) {
-  return a.kind == b.kind && a.element == b.element && a.input == b.input && a.combine == b.combine && a.divisor == b.divisor;
-}
-
-}  // namespace
-
-std::string SumServer::contribute(int peer, const FrameHeader& header, Payload payload) {
-  if (const std::string wrong = check_words(header, payload.size); !wrong.empty()) return wrong;
+// The state of the frame's chunk, or nothing where the frame does not fit what another peer has sent.
+SumServer::State* SumServer::open(int peer, const FrameHeader& header, std::size_t count) {
   State& state = chunks_[{header.seq, header.chunk}];
   if (state.contributions.empty()) {
     state.contributions.resize(header.needed);
-    state.signature = header.signature;
+    state.first_peer = peer;
+    state.first = header;
+    state.count = count;
   }
+  const bool fits = state.first.signature == header.signature && same_words(state.first, header) && state.count == count;
+  if (fits) return &state;
+  on_conflict_({header.seq,
+                header.chunk,
+                {state.first_peer, state.first.signature, describe(state.first, state.count)},
+                {peer, header.signature, describe(header, count)}});
+  return nullptr;
+}
+
+std::string SumServer::contribute(int peer, const FrameHeader& header, Payload payload) {
+  const auto input = static_cast<Element>(header.input);
+  if (const std::string wrong = check(peer, header, input, payload.size); !wrong.empty()) return wrong;
+  State* found = open(peer, header, payload.size / size_of(input));
+  if (!found) return "";
+  State& state = *found;
   state.kept = state.kept || header.redo;
-  if (state.signature != header.signature || state.contributions.size() != header.needed) {
-    disagree_(header.seq);
-    return "";
-  }
   if (state.summed) {
     const State done = state;  // an answer that fails the group clears all chunks
     answer_to(peer, header, done);
     return "";
   }
-  if (state.num_present == 0) state.first = header;
-  if (!same_words(state.first, header)) return "contributions of different types to one chunk";
   Contribution& mine = state.contributions[header.host];
   if (mine.present) return "";
-  for (const Contribution& other : state.contributions) {
-    if (other.present && other.payload.size != payload.size) return "contributions of unequal size to one chunk";
-  }
   held_bytes_ += payload.size;
   mine = {peer, std::move(payload), true};
   if (++state.num_present == state.contributions.size()) combine(header, state);
@@ -103,14 +119,14 @@ void SumServer::answer_to(int peer, FrameHeader header, const State& state) {
   answer_(peer, header, state.result);
 }
 
-void SumServer::supply(const FrameHeader& header, Payload payload) {
-  State& state = chunks_[{header.seq, header.chunk}];
-  if (state.contributions.empty()) {
-    state.contributions.resize(header.needed);
-    state.signature = header.signature;
-  }
+std::string SumServer::supply(int peer, const FrameHeader& header, Payload payload) {
+  const auto element = static_cast<Element>(header.element);
+  if (const std::string wrong = check(peer, header, element, payload.size); !wrong.empty()) return wrong;
+  State* found = open(peer, header, payload.size / size_of(element));
+  if (!found) return "";
+  State& state = *found;
   state.kept = true;
-  if (state.summed) return;
+  if (state.summed) return "";
   state.summed = true;
   state.result = std::move(payload);
   std::vector<Contribution> contributions(state.contributions.size());
@@ -123,6 +139,7 @@ void SumServer::supply(const FrameHeader& header, Payload payload) {
     answer.host = static_cast<std::uint16_t>(host);
     answer_to(contributions[host].peer, answer, done);
   }
+  return "";
 }
 
 void SumServer::clear() {

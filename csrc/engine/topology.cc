@@ -12,6 +12,7 @@ constexpr std::size_t kMinNetworkChunk = 8 << 10;
 constexpr std::size_t kMinSharedChunk = 16 << 10;
 constexpr std::int64_t kUnitBytes = 8 << 10;  // of the fused buffer
 constexpr std::size_t kLeastBytes = 64;       // an empty chunk still costs its server a frame
+constexpr std::uint64_t kChunkUnit = 16;      // elements; a chunk is a multiple of it, but for the last
 
 std::uint64_t scramble(std::uint64_t x) {  // the finaliser of splitmix64
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
@@ -93,7 +94,14 @@ std::vector<Chunk> Topology::cut(const OpSpec& spec, std::size_t max_chunk_bytes
   const std::size_t share = fixed ? bytes : bytes / (shared_only ? servers : 4 * servers);
   const std::size_t least = std::min(max_chunk_bytes, shared_only ? kMinSharedChunk : kMinNetworkChunk);
   const std::size_t chunk_bytes = std::clamp(share, least, max_chunk_bytes);
-  const std::uint64_t chunk_count = std::max<std::uint64_t>((chunk_bytes / width + 15) / 16 * 16, 16);
+  // Whole groups of 16 elements, and never more bytes than a slot of the shared memory or a message holds.
+  if (max_chunk_bytes < kChunkUnit * width) {
+    throw std::invalid_argument("a chunk of at most " + std::to_string(max_chunk_bytes) + " bytes holds no " +
+                                std::to_string(kChunkUnit) + " elements of " + std::to_string(width) + " bytes");
+  }
+  const std::uint64_t wanted = (chunk_bytes / width + kChunkUnit - 1) / kChunkUnit * kChunkUnit;
+  const std::uint64_t most = max_chunk_bytes / width / kChunkUnit * kChunkUnit;
+  const std::uint64_t chunk_count = std::clamp<std::uint64_t>(wanted, kChunkUnit, most);
 
   // Parts take turns, so that their servers are busy at the same time. An empty tensor and a barrier have one
   // empty chunk: everybody still meets everybody.

@@ -11,6 +11,9 @@ namespace shoal {
 
 enum class Kind : std::uint8_t { all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, delegated };
 
+// Whether every host contributes; the others move what one rank has.
+inline bool adds_up(Kind kind) { return kind != Kind::broadcast && kind != Kind::all_gather; }
+
 enum class Element : std::uint8_t { float32, float64, float16, bfloat16, int8, uint8, int32, int64 };
 
 enum class Combine : std::uint8_t { sum, avg, prod, min, max, band, bor, bxor };

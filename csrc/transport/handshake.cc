@@ -23,7 +23,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr char kMark[9] = "SHOAL\0\0\1";
+constexpr char kMark[9] = "SHOAL\0\0\2";
 constexpr std::size_t kNonceBytes = 16, kMacBytes = 32;
 constexpr double kAttemptS = 1.0;
 
@@ -182,6 +182,8 @@ Bytes make_identity(const Bytes& secret, const Bytes& caller, const Bytes& liste
   put(body, static_cast<std::uint32_t>(intro.who.group.size()));
   put(body, static_cast<std::uint32_t>(intro.who.rank));
   put(body, static_cast<std::uint32_t>(intro.who.size));
+  put(body, static_cast<std::uint32_t>(intro.who.host));
+  put(body, static_cast<std::uint32_t>(intro.who.num_hosts));
   put(body, intro.control ? 1 : 0);
   const Bytes proof = mac(secret, "caller", caller, listener, body);
   body.insert(body.end(), proof.begin(), proof.end());
@@ -200,7 +202,9 @@ Introduction read_identity(const Bytes& secret, const Bytes& caller, const Bytes
   intro.who.group.assign(body.begin(), body.begin() + length);
   intro.who.rank = static_cast<int>(get(body, kMaxGroupName + 4));
   intro.who.size = static_cast<int>(get(body, kMaxGroupName + 8));
-  intro.control = get(body, kMaxGroupName + 12) != 0;
+  intro.who.host = static_cast<int>(get(body, kMaxGroupName + 12));
+  intro.who.num_hosts = static_cast<int>(get(body, kMaxGroupName + 16));
+  intro.control = get(body, kMaxGroupName + 20) != 0;
   return intro;
 }
 

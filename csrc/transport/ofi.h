@@ -75,6 +75,7 @@ class OfiTransport : public Transport, private Sink, private Guest {
   void on_frame(int peer, const FrameHeader& header, Payload payload) override;
   void on_down(int peer, const std::string& why) override;
   void on_tick() override;
+  void on_error(const std::string& what) override { sink_.on_error(what); }
 
   // Guest of TCP's thread
   std::vector<int> wait_fds() override;

@@ -216,7 +216,13 @@ void TcpTransport::run_tasks() {
     const std::lock_guard lock(tasks_mutex_);
     tasks.swap(tasks_);
   }
-  for (auto& task : tasks) task();
+  for (auto& task : tasks) {
+    try {
+      task();
+    } catch (const std::exception& error) {
+      sink_.on_error(error.what());
+    }
+  }
 }
 
 TcpTransport::Peer& TcpTransport::peer_at(int index) { return peers_[index]; }

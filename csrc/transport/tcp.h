@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/log.h"
 #include "transport/connection.h"
 #include "transport/handshake.h"
 #include "transport/transport.h"
@@ -123,6 +124,7 @@ class TcpTransport : public Transport {
   TcpOptions options_;
   Sink& sink_;
   BufferPool pool_;
+  LineLimit lines_;
   Guest* guest_ = nullptr;
   int port_ = 0;
   int listen_fd_ = -1, epoll_fd_ = -1, wake_fd_ = -1;

@@ -91,7 +91,8 @@ void TcpTransport::forget_newcomer(int fd, const std::string& why) {
   }
   close(fd);
   if (why.empty()) return;
-  if (strangers_++ < 10) std::fprintf(stderr, "shoal: dropped a connection from %s: %s\n", text, why.c_str());
+  ++strangers_;
+  lines_.write(std::string("shoal: dropped a connection from ") + text + ": " + why);
 }
 
 void TcpTransport::adopt(int fd, int index, bool control) {
@@ -131,6 +132,7 @@ void TcpTransport::tick(double elapsed_s) {
     if (Clock::now() > newcomer.deadline) late.push_back(fd);
   }
   for (int fd : late) forget_newcomer(fd, "it did not prove that it knows the secret in time");
+  lines_.tick();
   std::vector<int> indices;
   for (const auto& [index, peer] : peers_) indices.push_back(index);
   for (int index : indices) {

@@ -19,6 +19,8 @@ struct Identity {
   std::string group;
   int rank = 0;
   int size = 0;
+  int host = 0;       // index of the rank's host
+  int num_hosts = 1;  // of the group
 };
 
 struct Introduction {
@@ -37,6 +39,8 @@ class Sink {
   virtual void on_down(int peer, const std::string& why) = 0;
   // A few times a second.
   virtual void on_tick() = 0;
+  // A task that was posted has thrown: a defect of this process.
+  virtual void on_error(const std::string& what) = 0;
 };
 
 class Transport {

@@ -170,7 +170,7 @@ void against_loops(Element element) {
         const bool bits = combine == Combine::band || combine == Combine::bor || combine == Combine::bxor;
         std::vector<T> out(count);
         const shoal::CombineSpec spec{combine, element, element, 3};
-        if (bits && std::is_floating_point_v<T>) {
+        if (std::is_floating_point_v<T> ? bits : combine == Combine::avg) {
           CHECK_THROWS(std::invalid_argument, combine_in_order(out.data(), pointers, count, spec));
           continue;
         }

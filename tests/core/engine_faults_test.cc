@@ -237,11 +237,85 @@ TEST_OVER_EACH(engine_what_cannot_be_is_refused_at_once) {
       CHECK(contains(CHECK_THROWS(std::invalid_argument, submit(group.engine(0), kind, x.data(), x.data(), x.size(), shoal::Combine::sum, root)), "root"));
     }
   }
+  std::vector<std::int32_t> whole(10, 1);
+  const auto avg = [&] { return submit(group.engine(0), Kind::all_reduce, whole.data(), whole.data(), whole.size(), shoal::Combine::avg); };
+  CHECK(contains(CHECK_THROWS(std::invalid_argument, avg()), "an average needs floating-point elements, not int32"));
   group.each([&](int, Engine& engine) {  // the group is none the worse for it
     std::vector<float> y(10, 1.0f);
     run(engine, Kind::all_reduce, y.data(), y.data(), y.size());
     CHECK_EQ(y[9], 2.0f);
   });
+}
+
+// Memory that is read and written must be the same element's, or a later chunk reads what an earlier one wrote.
+TEST_OVER_EACH(engine_outputs_that_overlap_their_input_askew_are_refused) {
+  for (const std::vector<std::string>& hosts : {std::vector<std::string>{"a", "b"}, {"a", "a"}}) {
+    Group group({"", hosts});
+    group.each([&](int rank, Engine& engine) {
+      std::vector<float> x(40, 1.0f);
+      const auto refused = [&](Kind kind, const float* input, float* output) {
+        const std::string why = CHECK_THROWS(std::invalid_argument, submit(engine, kind, input, output, 10));
+        CHECK(contains(why, "overlaps the input"));
+      };
+      const std::ptrdiff_t own = 10 * rank, others = 10 * (1 - rank);
+      for (Kind kind : {Kind::all_reduce, Kind::reduce}) {
+        refused(kind, x.data(), x.data() + 1);
+        refused(kind, x.data() + 9, x.data());
+      }
+      refused(Kind::reduce_scatter, x.data(), x.data() + others);
+      refused(Kind::reduce_scatter, x.data(), x.data() + own + 1);
+      refused(Kind::reduce_scatter, x.data() + 9, x.data());
+      refused(Kind::all_gather, x.data() + others, x.data());
+      refused(Kind::all_gather, x.data() + own + 1, x.data());
+      run(engine, Kind::reduce_scatter, x.data(), x.data() + own, 10);  // in place
+      CHECK_EQ(x[static_cast<std::size_t>(own)], 2.0f);
+      run(engine, Kind::reduce_scatter, x.data() + 20, x.data(), 10);  // beside each other
+      CHECK_EQ(x[0], 2.0f);
+      run(engine, Kind::all_gather, x.data() + own, x.data(), 10);
+      CHECK_EQ(x[19], x[9]);
+    });
+  }
+}
+
+TEST(engine_options_out_of_range_are_refused_by_name) {
+  const auto refused = [](const std::string& name, const std::function<void(shoal::EngineOptions&)>& change) {
+    shoal::EngineOptions options;
+    change(options);
+    CHECK(contains(CHECK_THROWS(std::invalid_argument, shoal::Engine(options)), name + " is "));
+  };
+  for (std::size_t bytes : {std::size_t{0}, std::size_t{64}, std::size_t{1000}, std::size_t{65'000}, std::size_t{100'000},
+                            std::size_t{32} << 20, ~std::size_t{127}}) {
+    refused("chunk_bytes", [&](shoal::EngineOptions& options) { options.chunk_bytes = bytes; });
+    refused("shared_chunk_bytes", [&](shoal::EngineOptions& options) { options.shared_chunk_bytes = bytes; });
+  }
+  for (std::size_t slots : {std::size_t{0}, std::size_t{65}, std::size_t{400}, ~std::size_t{0}}) {
+    refused("num_slots", [&](shoal::EngineOptions& options) { options.num_slots = slots; });
+  }
+  for (int connections : {-1, 0, 65}) {
+    refused("connections_per_peer", [&](shoal::EngineOptions& options) { options.connections_per_peer = connections; });
+  }
+}
+
+TEST(engine_options_at_the_ends_of_their_ranges_work) {
+  for (std::size_t chunk : {std::size_t{128}, std::size_t{8} << 20}) {
+    for (std::size_t slots : {std::size_t{1}, std::size_t{64}}) {
+      if (chunk > 128 && slots > 1) continue;  // half a gigabyte of shared memory
+      for (const std::vector<std::string>& hosts : {std::vector<std::string>{"a", "a"}, {"a", "a", "b"}}) {
+        Group group({"", hosts}, [&](shoal::EngineOptions& options) {
+          options.chunk_bytes = options.shared_chunk_bytes = chunk;
+          options.num_slots = slots;
+        });
+        group.each([&](int, Engine& engine) {
+          for (std::size_t count : {std::size_t{1000}, std::size_t{5} << 19}) {
+            if (chunk == 128 && count > 1000) continue;
+            std::vector<double> x(count, 1.0);
+            run(engine, Kind::all_reduce, x.data(), x.data(), x.size());
+            CHECK(x == std::vector<double>(count, static_cast<double>(group.size())));
+          }
+        });
+      }
+    }
+  }
 }
 
 // ---- strangers ------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ using shoal::Introduction;
 
 const Bytes kSecret{'k', 'e', 'y'}, kOther{'k', 'e', 'z'};
 
-Introduction some_introduction() { return {{"group", 3, 8}, true}; }
+Introduction some_introduction() { return {{"group", 3, 8, 2, 5}, true}; }
 
 // Every byte changed in turn, in several ways, and every wrong length.
 void mutate(const Bytes& message, const std::function<void(const Bytes&)>& see) {
@@ -45,7 +45,8 @@ TEST(handshake_both_sides_understand_each_other) {
   const Bytes identity = shoal::make_identity(kSecret, caller, listener, some_introduction());
   CHECK_EQ(identity.size(), shoal::kIdentityBytes);
   const Introduction read = shoal::read_identity(kSecret, caller, listener, identity);
-  CHECK(read.who.group == "group" && read.who.rank == 3 && read.who.size == 8 && read.control);
+  CHECK(read.who.group == "group" && read.who.rank == 3 && read.who.size == 8 && read.who.host == 2 && read.who.num_hosts == 5);
+  CHECK(read.control);
 }
 
 TEST(handshake_another_secret_or_nonce_is_refused) {

@@ -22,17 +22,21 @@ struct Answered {
   std::vector<float> values;
 };
 
+// A server for a group of hosts; peer p contributes for host p modulo 10.
 struct Fixture {
+  explicit Fixture(int hosts = 2) : num_hosts(hosts) {}
+
+  int num_hosts;
   BufferPool pool;
   std::vector<Answered> answers;
-  std::vector<std::uint64_t> disagreements;
-  SumServer server{pool,
+  std::vector<SumServer::Conflict> conflicts;
+  SumServer server{pool, SumServer::Members{num_hosts, [](int peer) { return peer % 10; }},
                    [this](int peer, const FrameHeader& header, const Payload& payload) {
                      std::vector<float> values(payload.size / sizeof(float));
                      if (!values.empty()) std::memcpy(values.data(), payload.data, values.size() * sizeof(float));
                      answers.push_back({peer, header, std::move(values)});
                    },
-                   [this](std::uint64_t seq) { disagreements.push_back(seq); }};
+                   [this](const SumServer::Conflict& conflict) { conflicts.push_back(conflict); }};
 };
 
 FrameHeader header_of(int host, int needed, std::uint64_t seq = 3, std::uint64_t chunk = 4) {
@@ -57,7 +61,7 @@ TEST(sum_server_adds_in_host_order_whatever_arrives_first) {
   const float expected = ((values[0] + values[1]) + values[2]) + values[3];
   std::vector<int> order{0, 1, 2, 3};
   do {
-    Fixture f;
+    Fixture f(4);
     for (int host : order) {
       CHECK(f.answers.empty());
       CHECK_EQ(f.server.contribute(10 + host, header_of(host, 4), payload_of({values[static_cast<std::size_t>(host)]})), "");
@@ -103,12 +107,12 @@ TEST(sum_server_late_contributors_are_answered_after_a_redo) {
 
 // A worker that has the sum supplies it: those who wait and those who come later have the same bits.
 TEST(sum_server_supplied_results_go_to_waiting_and_late_contributors) {
-  Fixture f;
+  Fixture f(3);
   f.server.contribute(2, header_of(2, 3), payload_of({1.0f, 1.0f}));
   FrameHeader supply = header_of(0, 3);
   supply.type = FrameType::supply;
-  f.server.supply(supply, payload_of({7.0f, 8.0f}));
-  f.server.supply(supply, payload_of({7.0f, 8.0f}));
+  CHECK_EQ(f.server.supply(0, supply, payload_of({7.0f, 8.0f})), "");
+  CHECK_EQ(f.server.supply(0, supply, payload_of({7.0f, 8.0f})), "");
   CHECK_EQ(f.answers.size(), 1u);
   CHECK_EQ(f.answers[0].peer, 2);
   CHECK_EQ(static_cast<int>(f.answers[0].header.host), 2);
@@ -124,32 +128,73 @@ TEST(sum_server_supplied_results_go_to_waiting_and_late_contributors) {
 
 TEST(sum_server_a_supply_before_any_contribution) {
   Fixture f;
-  f.server.supply(header_of(0, 2), payload_of({4.0f}));
+  CHECK_EQ(f.server.supply(0, header_of(0, 2), payload_of({4.0f})), "");
   CHECK(f.answers.empty());
   f.server.contribute(0, header_of(0, 2), payload_of({1.0f}));
   f.server.contribute(1, header_of(1, 2), payload_of({1.0f}));
   CHECK_EQ(f.answers.size(), 2u);
 }
 
-TEST(sum_server_disagreement_is_told) {
+TEST(sum_server_another_signature_names_both_senders) {
   Fixture f;
-  f.server.contribute(0, header_of(0, 2), payload_of({1.0f}));
+  f.server.contribute(10, header_of(0, 2), payload_of({1.0f}));
   FrameHeader other = header_of(1, 2);
   other.signature = 100;
-  CHECK_EQ(f.server.contribute(1, other, payload_of({1.0f})), "");
-  CHECK_EQ(f.server.contribute(1, header_of(1, 3), payload_of({1.0f})), "");
-  CHECK((f.disagreements == std::vector<std::uint64_t>{3, 3}));
+  CHECK_EQ(f.server.contribute(11, other, payload_of({1.0f})), "");
+  CHECK_EQ(f.server.supply(11, other, payload_of({1.0f})), "");
+  CHECK_EQ(f.conflicts.size(), 2u);
+  for (const SumServer::Conflict& each : f.conflicts) {
+    CHECK(each.seq == 3 && each.chunk == 4);
+    CHECK(each.first.peer == 10 && each.first.signature == 99 && each.second.peer == 11 && each.second.signature == 100);
+  }
   CHECK(f.answers.empty());
 }
 
-TEST(sum_server_malformed_contributions) {
+TEST(sum_server_contributions_that_do_not_fit_name_both_senders) {
   Fixture f;
-  CHECK(!f.server.contribute(0, header_of(0, 0), payload_of({1.0f})).empty());
-  CHECK(!f.server.contribute(0, header_of(2, 2), payload_of({1.0f})).empty());
-  CHECK(!f.server.contribute(0, header_of(0, 60'000), payload_of({1.0f})).empty());
-  CHECK_EQ(f.server.contribute(0, header_of(0, 2), payload_of({1.0f})), "");
-  CHECK(!f.server.contribute(1, header_of(1, 2), payload_of({1.0f, 2.0f})).empty());
+  CHECK_EQ(f.server.contribute(10, header_of(0, 2), payload_of({1.0f})), "");
+  CHECK_EQ(f.server.contribute(11, header_of(1, 2), payload_of({1.0f, 2.0f})), "");
+  FrameHeader other = header_of(1, 2);
+  other.element = other.input = static_cast<std::uint8_t>(shoal::Element::int32);
+  CHECK_EQ(f.server.contribute(11, other, payload_of({1.0f})), "");
+  CHECK_EQ(f.server.supply(11, header_of(1, 2), payload_of({1.0f, 2.0f})), "");
+  REQUIRE(f.conflicts.size() == 3);
+  CHECK_EQ(f.conflicts[0].first.sent, "1 elements of float32 (all_reduce, sum)");
+  CHECK_EQ(f.conflicts[0].second.sent, "2 elements of float32 (all_reduce, sum)");
+  CHECK_EQ(f.conflicts[1].second.sent, "1 elements of int32 (all_reduce, sum)");
   CHECK(f.answers.empty());
+  CHECK_EQ(f.server.contribute(11, header_of(1, 2), payload_of({2.0f})), "");  // the honest one is still heard
+  CHECK_EQ(f.answers.size(), 2u);
+}
+
+// The process knows on which host a peer is, and how many there are: a frame's word does not count against that.
+TEST(sum_server_frames_in_the_name_of_another_host) {
+  Fixture f;
+  for (const FrameHeader& wrong : {header_of(0, 0), header_of(2, 2), header_of(1, 2), header_of(0, 3), header_of(0, 60'000)}) {
+    CHECK(f.server.contribute(10, wrong, payload_of({1.0f})).find("where host 0 of 2 was expected") != std::string::npos);
+    CHECK(f.server.supply(10, wrong, payload_of({1.0f})).find("where host 0 of 2 was expected") != std::string::npos);
+  }
+  CHECK_EQ(f.server.contribute(10, header_of(0, 2), payload_of({1.0f})), "");
+  CHECK(f.answers.empty());
+}
+
+// One frame must not end a server: a divisor of 256 is 0 as an int8.
+TEST(sum_server_averages_of_integers_are_refused) {
+  for (int element = 4; element < 8; ++element) {
+    for (int divisor : {1, 2, 128, 255, 256, 512}) {
+      Fixture f;
+      for (int host = 0; host < 2; ++host) {
+        FrameHeader header = header_of(host, 2);
+        header.element = header.input = static_cast<std::uint8_t>(element);
+        header.combine = static_cast<std::uint8_t>(shoal::Combine::avg);
+        header.divisor = static_cast<std::uint16_t>(divisor);
+        const std::string wrong = f.server.contribute(host, header, payload_of({1.0f, 2.0f}));
+        CHECK(wrong.find("an average needs floating-point elements") != std::string::npos);
+        CHECK(!f.server.supply(host, header, payload_of({1.0f, 2.0f})).empty());
+      }
+      CHECK(f.answers.empty());
+    }
+  }
 }
 
 // Any bytes with good checksums may come from a peer whose memory is bad: every pair of types, any operation, any
@@ -160,6 +205,7 @@ TEST(sum_server_survives_every_combination_of_codes) {
     for (int input = 0; input < 8; ++input) {
       for (int combine = 0; combine < 8; ++combine) {
         for (std::size_t bytes : {0, 1, 7, 24, 4096}) {
+         for (int divisor : {0, 1, 256, 65'535}) {
           Fixture f;
           bool bad = false;
           for (int host = 0; host < 2; ++host) {
@@ -167,26 +213,18 @@ TEST(sum_server_survives_every_combination_of_codes) {
             header.element = static_cast<std::uint8_t>(element);
             header.input = static_cast<std::uint8_t>(input);
             header.combine = static_cast<std::uint8_t>(combine);
-            header.divisor = static_cast<std::uint16_t>(combine % 2);
+            header.divisor = static_cast<std::uint16_t>(divisor);
             const auto owner = std::make_shared<std::vector<std::byte>>(bytes);
             bad = bad || !f.server.contribute(host, header, {owner->data(), bytes, owner, 0, false}).empty();
           }
           CHECK_EQ(f.answers.size(), bad ? 0u : 2u);
           ++(bad ? refused : summed);
+         }
         }
       }
     }
   }
   CHECK(refused > 0 && summed > 0);
-}
-
-TEST(sum_server_contributions_of_another_type_are_refused) {
-  Fixture f;
-  CHECK_EQ(f.server.contribute(0, header_of(0, 2), payload_of({1.0f})), "");
-  FrameHeader other = header_of(1, 2);
-  other.input = static_cast<std::uint8_t>(shoal::Element::int32);
-  CHECK(!f.server.contribute(1, other, payload_of({1.0f})).empty());
-  CHECK(f.answers.empty());
 }
 
 TEST(sum_server_chunks_do_not_mix) {

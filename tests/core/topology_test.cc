@@ -39,7 +39,7 @@ void for_each_spec(int size, See see) {
   for (Kind kind : {Kind::all_reduce, Kind::reduce, Kind::broadcast, Kind::all_gather, Kind::reduce_scatter}) {
     for (auto element : {shoal::Element::float32, shoal::Element::bfloat16, shoal::Element::uint8, shoal::Element::int64}) {
       for (std::uint64_t count : {0, 1, 15, 16, 17, 4097, 100'003}) {
-        for (std::size_t bytes : {std::size_t{8} << 10, std::size_t{32} << 10, std::size_t{1} << 20}) {
+        for (std::size_t bytes : {std::size_t{128}, std::size_t{1000}, std::size_t{8} << 10, std::size_t{65'000}, std::size_t{1} << 20}) {
           see(spec_of(kind, element, count, static_cast<int>(count) % size), bytes);
         }
       }

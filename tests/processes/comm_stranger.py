@@ -11,7 +11,7 @@ import struct
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-MARK = b"SHOAL\0\0\1"
+MARK = b"SHOAL\0\0\2"
 FRAME_MAGIC = 0x314C4853
 TIMEOUT_S = 10.0
 PUSH, RESULT, SUPPLY, HEARTBEAT, ORDER, SERVER_DOWN, ANNOUNCE, TELL, FAIL, GOODBYE = range(10)
@@ -21,9 +21,24 @@ def proof(secret: str, side: bytes, caller: bytes, listener: bytes, body: bytes 
     return hmac.new(secret.encode(), side + caller + listener + body, hashlib.sha256).digest()
 
 
-def identity(secret: str, caller: bytes, listener: bytes, *, group: str, rank: int, size: int) -> bytes:
-    name = group.encode()
-    body = name.ljust(128, b"\0") + struct.pack("<4I", len(name), rank, size, 0)
+@dataclass(frozen=True, kw_only=True)
+class Who:
+    """What a connection says that it is; each rank on a host of its own unless ``host`` is given."""
+
+    group: str
+    rank: int
+    size: int
+    host: int | None = None
+
+    def encode(self) -> bytes:
+        name = self.group.encode()
+        host = self.rank if self.host is None else self.host
+        words = (len(name), self.rank, self.size, host, self.size, 0)
+        return name.ljust(128, b"\0") + struct.pack("<6I", *words)
+
+
+def identity(secret: str, caller: bytes, listener: bytes, who: Who) -> bytes:
+    body = who.encode()
     return body + proof(secret, b"caller", caller, listener, body)
 
 
@@ -31,7 +46,7 @@ def dial(address: str, port: int) -> socket.socket:
     return socket.create_connection((address, port), timeout=TIMEOUT_S)
 
 
-def join(address: str, port: int, secret: str, *, group: str, rank: int, size: int) -> socket.socket:
+def join(address: str, port: int, secret: str, who: Who) -> socket.socket:
     """Return a connection that has proved itself as one of the rank's for data."""
     connection = dial(address, port)
     caller = os.urandom(16)
@@ -39,7 +54,7 @@ def join(address: str, port: int, secret: str, *, group: str, rank: int, size: i
     challenge = receive(connection, 48)
     listener, answer = challenge[:16], challenge[16:]
     assert answer == proof(secret, b"listener", caller, listener)
-    connection.sendall(identity(secret, caller, listener, group=group, rank=rank, size=size))
+    connection.sendall(identity(secret, caller, listener, who))
     assert receive(connection, 1) == b"\1"
     return connection
 
@@ -132,6 +147,15 @@ class Frame:
         )
 
 
+def signature(*, kind: int = 0, element: int = 0, combine: int = 0, root: int = 0, count: int) -> int:
+    """Return what tells a collective without a priority from others: FNV-1a over its words."""
+    value = 0xCBF29CE484222325
+    for word in (kind, element, combine, root, count, 0):
+        for byte in word.to_bytes(8, "little"):
+            value = (value ^ byte) * 0x100000001B3 % (1 << 64)
+    return value
+
+
 _BITS = {
     **dict.fromkeys(("type", "kind", "element", "input", "combine", "redo"), 8),
     **dict.fromkeys(("host", "needed", "divisor"), 16),
@@ -175,9 +199,9 @@ def intrude(chance: random.Random, address: str, port: int, *, group: str, secre
             connection.sendall(MARK + caller)
             listener = receive(connection, 48)[:16]
             given = "a guess" if kind == "wrong secret" else secret
-            who = bytearray(identity(given, caller, listener, group=group, rank=1, size=2))
+            words = bytearray(identity(given, caller, listener, Who(group=group, rank=1, size=2)))
             if kind == "flipped":
-                who[chance.randrange(len(who))] ^= 1 << chance.randrange(8)
-            connection.sendall(who)
+                words[chance.randrange(len(words))] ^= 1 << chance.randrange(8)
+            connection.sendall(words)
             assert hears_the_end(connection), f"a stranger was let in: {kind}"
     return True

@@ -14,7 +14,7 @@ import comm_stranger as stranger
 import numpy as np
 import pytest
 from comm_group import SECRET, Group, HelperProcess, Member, base, digest, expected, scale
-from comm_stranger import Frame
+from comm_stranger import Frame, Who
 
 COUNT = 100_000
 NUM_STRANGERS = 1000
@@ -127,7 +127,7 @@ def test_an_impossible_frame_of_a_peer_ends_the_job_and_names_it(name: str) -> N
         peer = group.peers[0]
         since = monotonic()
         with stranger.join(
-            peer.address, peer.port, SECRET, group=group.identity, rank=1, size=2
+            peer.address, peer.port, SECRET, Who(group=group.identity, rank=1, size=2)
         ) as connection:
             connection.sendall(frame.encode())
             for text in group.errors(range(2), since):
@@ -145,7 +145,10 @@ def test_impossible_frames_of_other_groups_leave_a_helper_at_work() -> None:
             group.expect(0, "sum", count=2)
             for rank, frame in enumerate(frames):
                 with stranger.join(
-                    helper.address, helper.port, SECRET, group=f"other {rank // 8}", rank=rank % 2, size=2
+                    helper.address,
+                    helper.port,
+                    SECRET,
+                    Who(group=f"other {rank // 8}", rank=rank % 2, size=2),
                 ) as connection:
                     connection.sendall(frame.encode() + Frame(host=1).encode())
             group.expect(0, "sum", count=len(group.values(0, "sum")) + 5)
@@ -163,7 +166,7 @@ def test_a_helper_drops_the_rank_that_sends_an_impossible_frame_and_the_job_goes
         with Group(stream_until_told, "ab", helpers=[helper], pattern=HELPER_TAKES_PART) as group:
             group.expect(0, "sum", count=2)
             with stranger.join(
-                helper.address, helper.port, SECRET, group=group.identity, rank=1, size=2
+                helper.address, helper.port, SECRET, Who(group=group.identity, rank=1, size=2)
             ) as connection:
                 connection.sendall(Frame(payload_crc=7).encode())
                 assert stranger.hears_the_end(connection)

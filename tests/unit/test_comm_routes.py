@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.comm.engine import EngineOptions
 from shoal.comm.routes import Asked, Place, Route, straight
-from shoal.errors import UsageError
 
 
 def place(hosts: str, devices: str, rank: int = 0) -> Place:
@@ -74,8 +72,3 @@ def test_who_sends_and_who_receives() -> None:
     assert roles["reduce", 1] == (True, True)
     assert roles["broadcast", 0] == (False, True)
     assert roles["broadcast", 1] == (True, False)
-
-
-def test_options_of_staging() -> None:
-    with pytest.raises(UsageError, match="staging_buffers 1; they are at least 1 and 2"):
-        EngineOptions(staging_buffers=1)

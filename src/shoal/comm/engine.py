@@ -18,6 +18,23 @@ Event = tuple[str, int, int, int, int]
 
 
 _FABRIC = "ofi:"
+_MOST_BYTES = 1 << 40
+_RANGES: dict[str, tuple[float, float, int]] = {
+    "chunk_bytes": (128, 8 << 20, 128),
+    "shared_chunk_bytes": (128, 8 << 20, 128),
+    "num_slots": (1, 64, 1),
+    "least_window_bytes": (1, _MOST_BYTES, 1),
+    "window_bytes": (1, _MOST_BYTES, 1),
+    "answer_s": (1e-6, 3600.0, 0),
+    "eager_bytes": (0, _MOST_BYTES, 1),
+    "connections_per_peer": (1, 64, 1),
+    "send_buffer_bytes": (0, 1 << 30, 1),
+    "peer_grace_s": (0.0, 86400.0, 0),
+    "straggler_s": (0.0, 86400.0, 0),
+    "staging_bytes": (1, _MOST_BYTES, 1),
+    "staging_buffers": (2, 4096, 1),
+}
+"""The least and the most of each number of :class:`EngineOptions`, and what divides it; 0 for any number."""
 
 
 def fabric_providers(transport: str | None) -> str:
@@ -76,9 +93,9 @@ class EngineOptions:
     """What can be tuned. The defaults suit hosts with 1 to 25 Gbit/s.
 
     Attributes:
-        chunk_bytes: the most that travels in one message between hosts; a multiple of 128.
+        chunk_bytes: the most that travels in one message between hosts; a multiple of 128, at most 8 MiB.
         shared_chunk_bytes: the same inside a host: small enough for the caches.
-        num_slots: chunks of each rank that are under way in shared memory.
+        num_slots: chunks of each rank that are under way in shared memory, from 1 to 64.
         least_window_bytes: what may always be on its way without an answer, for each server.
         window_bytes: and what at most, in all; bounds a server's memory. In between it follows the answers.
         answer_s: the time that an answer should take: longer ones mean that queues fill on the way.
@@ -122,17 +139,12 @@ class EngineOptions:
         ):
             if value not in known:
                 raise UsageError(f"EngineOptions.{name} is {value!r}; it is {known[0]!r} or {known[1]!r}")
-        if self.chunk_bytes < 128 or self.chunk_bytes % 128 or self.shared_chunk_bytes < 128:
-            raise UsageError(
-                f"EngineOptions.chunk_bytes is {self.chunk_bytes} and shared_chunk_bytes "
-                f"{self.shared_chunk_bytes}; they are multiples of 128"
-            )
+        for name, (least, most, unit) in _RANGES.items():
+            number = getattr(self, name)
+            if not least <= number <= most or (unit and number % unit):
+                multiple = f" and a multiple of {unit}" if unit and unit > 1 else ""
+                raise UsageError(f"EngineOptions.{name} is {number}; it is from {least} to {most}{multiple}")
         fabric_providers(self.transport)
-        if self.staging_bytes < 1 or self.staging_buffers < 2:
-            raise UsageError(
-                f"EngineOptions.staging_bytes is {self.staging_bytes} and staging_buffers "
-                f"{self.staging_buffers}; they are at least 1 and 2"
-            )
 
 
 @dataclass(kw_only=True, slots=True)
