@@ -7,6 +7,8 @@ and Intel MPI. Nothing else in the package looks at ``os.environ``; a test greps
 from __future__ import annotations
 
 import os
+import re
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,12 +20,17 @@ from shoal.errors import UsageError
 LAUNCH_DIR = "SHOAL_LAUNCH_DIR"
 """Folder that the launcher of this host shares with its workers: process ids, error files."""
 
+STORE_FILE = "SHOAL_STORE_FILE"
+"""File in which the workers of one host meet (torch's ``FileStore``), so that nobody listens on a port."""
+
 TEST_DATA = "SHOAL_TEST_DATA"
 
-SECRET = "SHOAL_SECRET"
-"""The job's secret, known to its workers and servers."""
 SECRET_FILE = "SHOAL_SECRET_FILE"
-"""A file that holds it."""
+"""A file that holds the job's secret, known to its workers and servers."""
+SECRET = "SHOAL_SECRET"
+"""The secret itself. The weaker form: each child process inherits it, and /proc/PID/environ shows it."""
+MAKE_SECRET = "(umask 077; head -c 32 /dev/urandom | base64 > job.secret)"
+"""A command that makes a secret's file."""
 HELPERS = "SHOAL_HELPERS"
 """Servers on helper hosts: ``10.0.0.7:4400,10.0.0.8:4400*2.0``, the second with twice the bandwidth."""
 INTERFACE = "SHOAL_INTERFACE"
@@ -44,6 +51,9 @@ _MPI_NAMES = {
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 _DEFAULT_PORT = 29_500
+_SAFE_IN_URL = re.compile(r"/[^?#\x00-\x1f]*")
+_SECRET_BYTES = (16, 4_096)
+"""A shorter one could be found by trial, from what a handshake shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +76,15 @@ class Joined:
     master_addr: str
     master_port: int
     launcher: str
+    store_file: Path | None = None
+    """Where the workers of one host meet in a file; then the address and the port mean nothing."""
+
+    @property
+    def init_method(self) -> str:
+        """The URL at which ``init_process_group`` finds the store."""
+        if self.store_file is not None:
+            return f"file://{self.store_file}"
+        return f"tcp://{self.master_addr}:{self.master_port}"
 
 
 def joined(environ: Mapping[str, str] | None = None) -> Joined | None:
@@ -87,7 +106,12 @@ def joined(environ: Mapping[str, str] | None = None) -> Joined | None:
     num_local = _number(environ, names[3], default=num_workers)
     if rank >= num_workers:
         raise UsageError(f"{names[0]}={rank} must be below {names[1]}={num_workers}; check the launcher")
-    addr = environ.get("MASTER_ADDR", "")
+    addr, store = environ.get("MASTER_ADDR", ""), environ.get(STORE_FILE)
+    if store and not _SAFE_IN_URL.fullmatch(store):
+        raise UsageError(
+            f"{STORE_FILE}={store!r} must be an absolute path without ?, # and control characters, which a "
+            "URL cannot hold; set TMPDIR to another folder"
+        )
     if not addr:
         if num_local != num_workers:
             raise UsageError(
@@ -102,6 +126,7 @@ def joined(environ: Mapping[str, str] | None = None) -> Joined | None:
         master_addr=addr,
         master_port=_number(environ, "MASTER_PORT", default=_DEFAULT_PORT),
         launcher=launcher,
+        store_file=Path(store) if store else None,
     )
 
 
@@ -115,21 +140,40 @@ def secret(environ: Mapping[str, str] | None = None) -> bytes | None:
     """Return the job's secret from ``SHOAL_SECRET`` or the file ``SHOAL_SECRET_FILE``, or ``None``.
 
     Raises:
-        UsageError: the file cannot be read, or the secret is empty.
+        UsageError: the file cannot be read, or others can read it; or the secret is too short.
     """
     environ = os.environ if environ is None else environ
-    name, value = SECRET, environ.get(SECRET)
-    if value is None:
-        name, path = SECRET_FILE, environ.get(SECRET_FILE)
+    source, path = SECRET, environ.get(SECRET_FILE)
+    value = environ.get(SECRET, "").encode(errors="surrogateescape")
+    if SECRET not in environ:
         if path is None:
             return None
-        try:
-            value = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as problem:
-            raise UsageError(f"{name}={path} cannot be read as text: {problem}") from None
-    if not value.strip():
-        raise UsageError(f"{name} holds no secret; put a long random text there, the same on all hosts")
-    return value.strip().encode()
+        source, value = f"{SECRET_FILE}={path}", _read_secret(path)
+    value = value.strip()
+    if not _SECRET_BYTES[0] <= len(value) <= _SECRET_BYTES[1]:
+        raise UsageError(
+            f"{source}: a secret has {_SECRET_BYTES[0]} to {_SECRET_BYTES[1]:,} bytes, and this one has "
+            f"{'more' if len(value) > _SECRET_BYTES[1] else len(value)}; make one with {MAKE_SECRET} and use "
+            "the same on all hosts"
+        )
+    return value
+
+
+def _read_secret(path: str) -> bytes:
+    try:
+        with Path(path).open("rb") as file:
+            status = os.fstat(file.fileno())  # of the file itself, where Kubernetes mounts a link to it
+            value = file.read(_SECRET_BYTES[1] + 3)  # a line break more is none of it
+    except OSError as problem:
+        raise UsageError(f"{SECRET_FILE}={path} cannot be read: {problem.strerror}") from None
+    mode = stat.S_IMODE(status.st_mode)
+    in_group = status.st_gid in {os.getegid(), *os.getgroups()}
+    if mode & (0o006 if in_group else 0o066):
+        raise UsageError(
+            f"{SECRET_FILE}={path} has the mode {mode:04o}, so that other users can read or change it; "
+            f"chmod 600 {path} (a secret that Kubernetes mounts: defaultMode: 0440)"
+        )
+    return value
 
 
 def helpers(environ: Mapping[str, str] | None = None) -> list[HelperAddress]:
@@ -158,14 +202,13 @@ def helpers(environ: Mapping[str, str] | None = None) -> list[HelperAddress]:
 
 
 @contextmanager
-def without_helpers() -> Iterator[None]:
-    """Make groups in this block without helper hosts."""
-    value = os.environ.pop(HELPERS, None)
+def without(*names: str) -> Iterator[None]:
+    """Take variables out of this process's environment in this block, and so out of its children's."""
+    values = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
     finally:
-        if value is not None:
-            os.environ[HELPERS] = value
+        os.environ.update(values)
 
 
 def interface(environ: Mapping[str, str] | None = None) -> str | None:

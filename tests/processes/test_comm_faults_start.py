@@ -66,7 +66,7 @@ def test_a_helper_that_is_not_there_is_named() -> None:
 
 
 def test_a_helper_with_another_secret_is_named() -> None:
-    with HelperProcess("h0", secret="another one") as helper:
+    with HelperProcess("h0", secret="another secret than theirs") as helper:
         with Group(do_nothing, "ab", helpers=[helper], connect_s=CONNECT_S) as group:
             for text in errors(group, 0, 1):
                 assert (
@@ -76,7 +76,9 @@ def test_a_helper_with_another_secret_is_named() -> None:
 
 
 def test_a_rank_with_another_secret_is_named_and_told() -> None:
-    with Group(do_nothing, "abc", secrets=[SECRET, "another one", SECRET], connect_s=CONNECT_S) as group:
+    with Group(
+        do_nothing, "abc", secrets=[SECRET, "another secret than theirs", SECRET], connect_s=CONNECT_S
+    ) as group:
         first, second, third = errors(group, 0, 1, 2)
         assert f"{group.name(1)} did not connect to {group.name(0)} within 2 s" in first
         assert "have all ranks the same secret?" in first

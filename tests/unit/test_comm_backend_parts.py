@@ -22,17 +22,6 @@ from shoal.errors import UsageError
 # ---- environment ----------------------------------------------------------------------------------------
 
 
-def test_secret_from_text_or_file(tmp_path: Path) -> None:
-    place = tmp_path / "secret"
-    place.write_text("from a file\n")
-    assert env.secret({}) is None
-    assert env.secret({"SHOAL_SECRET": " abc "}) == b"abc"
-    assert env.secret({"SHOAL_SECRET_FILE": str(place)}) == b"from a file"
-    for wrong in ({"SHOAL_SECRET": " "}, {"SHOAL_SECRET_FILE": str(tmp_path / "none")}):
-        with pytest.raises(UsageError, match="SHOAL_SECRET"):
-            env.secret(wrong)
-
-
 def test_helpers_with_and_without_bandwidth() -> None:
     found = env.helpers({"SHOAL_HELPERS": "10.0.0.7:4400, 10.0.0.8:4401*2.5,"})
     assert [(h.address, h.port) for h in found] == [("10.0.0.7", 4400), ("10.0.0.8", 4401)]

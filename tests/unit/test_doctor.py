@@ -106,7 +106,7 @@ def test_launcher_is_recognised_and_its_mistakes_are_told(monkeypatch: pytest.Mo
     for name, value in {**place, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}.items():
         monkeypatch.setenv(name, value)
     check = examined_here()["launcher"]
-    assert (check.state, check.found) == ("ok", "torchrun: worker 1 of 2, meeting at 10.0.0.7:1234")
+    assert (check.state, check.found) == ("ok", "torchrun: worker 1 of 2, meeting at tcp://10.0.0.7:1234")
     monkeypatch.setenv("RANK", "2")
     check = examined_here()["launcher"]
     assert check.state == "missing"

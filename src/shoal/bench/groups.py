@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shoal.bench.settings import COLOCATED, CommBench
 from shoal.comm.bootstrap import helper_bandwidths, host_identity
-from shoal.env import Joined, helpers, without_helpers
+from shoal.env import HELPERS, Joined, helpers, without
 from shoal.errors import UsageError
 
 
@@ -23,7 +23,7 @@ class Groups:
         timeout = timedelta(seconds=bench.timeout_s)
         dist.init_process_group(
             "gloo",
-            init_method=f"tcp://{place.master_addr}:{place.master_port}",
+            init_method=place.init_method,
             rank=self.rank,
             world_size=self.size,
             timeout=timeout,
@@ -36,7 +36,7 @@ class Groups:
         self.of_backend: dict[str, dist.ProcessGroup] = {}
         for backend in bench.chosen_backends(has_helpers=ranks[0]["helpers"] > 0):  # shoal asks rank 0 too
             if backend == COLOCATED:
-                with without_helpers():
+                with without(HELPERS):  # groups made here have none
                     self.of_backend[backend] = _new_group("shoal", timeout)
             else:
                 self.of_backend[backend] = _new_group(backend, timeout)

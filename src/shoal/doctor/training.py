@@ -117,7 +117,7 @@ def _launcher() -> Check:
     return Check(
         name="launcher",
         found=f"{joined.launcher}: worker {place.rank} of {place.num_workers}, meeting at "
-        f"{joined.master_addr}:{joined.master_port}",
+        f"{joined.init_method}",
     )
 
 
