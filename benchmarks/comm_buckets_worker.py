@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal import env
 from shoal.comm.engine import Engine, EngineOptions, Operation, Peer
 from shoal.decide.links import chunk_pattern
 
@@ -116,7 +117,8 @@ def meet(folder: Path, host: int, num_hosts: int, own: list[dict[str, Any]]) -> 
 def main() -> None:
     spec = json.loads(sys.argv[1])
     host, local = int(os.environ["RANK"]), spec["workers_per_host"]
-    secret = os.environ["SHOAL_SECRET"].encode()
+    secret = env.secret()
+    assert secret is not None
     workers = [Worker(host * local + index, spec, secret) for index in range(local)]
     own = [
         {

@@ -100,7 +100,7 @@ class Group:
         self._gone: set[int] = set()
         self._function, self._args = function, args
         self._options = options if isinstance(options, Sequence) else [options] * self.size
-        secret = SECRET if cluster is None else cluster.environment()["SHOAL_SECRET"]
+        secret = SECRET if cluster is None else Path(cluster.environment()["SHOAL_SECRET_FILE"]).read_text()
         self._secrets = secrets or [secret] * self.size
         self._pattern = pattern
         self._connect_s, self._absent = connect_s, absent

@@ -1,7 +1,7 @@
 """A job for the tests of the launcher: ``launch_job.py work --dir DIR …`` is one of its workers.
 
-The workers step along like a training loop and do what their orders say. With ``--gloo`` they average a
-number over gloo at each step and agree so on stopping; without it they need no torch and agree by a file.
+The workers step along like a training loop and do what their orders say. With ``--backend`` they average a
+number over it at each step and agree so on stopping; without it they need no torch and agree by a file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.launch.worker import run_worker
 from shoal.train.signals import StopRequest
 
 
-def work(folder: Path, orders: str, gloo: bool) -> int:
+def work(folder: Path, orders: str, backend: str) -> int:
     """Take 3 steps, or steps without end until asked to stop; at step 2 follow ``orders`` (RANK:WHAT,…)."""
     rank = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "-1")))
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
@@ -29,7 +29,7 @@ def work(folder: Path, orders: str, gloo: bool) -> int:
     if mine == "die-early":
         time.sleep(30)  # to be met by a signal before StopRequest is made
     stop = StopRequest()
-    agree = agree_over_gloo() if gloo else agree_by_file(folder)
+    agree = agree_over(backend) if backend else agree_by_file(folder)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     (folder / f"env-{rank}").write_text(" ".join(os.environ.get(name, "-") for name in names))
     print(f"worker {rank} says hello; terminal: {sys.stdout.isatty()}", flush=True)
@@ -57,7 +57,7 @@ def agree_by_file(folder: Path) -> Callable[[bool], bool]:
     return agree
 
 
-def agree_over_gloo() -> Callable[[bool], bool]:
+def agree_over(backend: str) -> Callable[[bool], bool]:
     import torch
     import torch.distributed as dist
 
@@ -65,8 +65,8 @@ def agree_over_gloo() -> Callable[[bool], bool]:
     assert place is not None
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{place.master_addr}:{place.master_port}",
+        backend,
+        init_method=place.init_method,
         rank=place.place.rank,
         world_size=place.place.num_workers,
     )
@@ -107,6 +107,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--orders", default="")
-    parser.add_argument("--gloo", action="store_true")
+    parser.add_argument("--backend", default="")
     options = parser.parse_args()
-    run_worker(lambda: work(options.dir, options.orders, options.gloo))
+    run_worker(lambda: work(options.dir, options.orders, options.backend))

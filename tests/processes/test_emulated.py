@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -166,14 +167,17 @@ def test_a_cable_is_pulled_and_plugged_in_again() -> None:
         listening.stdout.close()
 
 
-def test_workers_and_helpers_find_each_other() -> None:
+def test_workers_and_helpers_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_SECRET", "of another job, not for these workers")
     program = "import json, os, socket; print(json.dumps(dict(os.environ)))"
     with Cluster(
         hosts=2, helpers=2, nic="1gbit", helper_nic="2gbit", helper_command=python(SERVER)
     ) as cluster:
         results = cluster.run(python(program), workers_per_host=2, env={"MINE": "7"})
         found = [json.loads(result.stdout) for result in results]
-        secret = found[0]["SHOAL_SECRET"]
+        file = Path(found[0]["SHOAL_SECRET_FILE"])
+        secret = file.read_text()
+        assert (stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(file.parent.stat().st_mode)) == (0o600, 0o700)
         lines = command_lines()
         assert b"emulated_keeper" in lines and secret.encode() not in lines
         connect = "import socket, sys; socket.create_connection((sys.argv[1], 7070), 10).close()"
@@ -181,7 +185,8 @@ def test_workers_and_helpers_find_each_other() -> None:
         assert [result.exit_code for result in results] == [0, 0]
         helpers = cluster.helpers
     assert [helper.returncode for helper in helpers] == [0, 0]
-    assert len(secret) >= 32 and {env["SHOAL_SECRET"] for env in found} == {secret}
+    assert len(secret) >= 32 and {env["SHOAL_SECRET_FILE"] for env in found} == {str(file)}
+    assert not any("SHOAL_SECRET" in env for env in found) and not file.exists()
     for rank, env in enumerate(found):
         assert env["SHOAL_HELPERS"] == "10.77.1.1:7070*2,10.77.1.2:7070*2"
         assert (env["RANK"], env["WORLD_SIZE"]) == (str(rank), "4")

@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.launch.ending import Deadlines
@@ -68,7 +67,7 @@ class WorkerAgent(LocalElasticAgent):  # type: ignore[misc,unused-ignore]
         self._rank_of: dict[int, int] = {}
         self.stderr_files = logs.stderr_files
         self.failure: Exception | None = None
-        """What ended the agent itself: no rendezvous, or the loss of the other hosts' launchers."""
+        """What ended the agent itself, such as a rendezvous to which the other hosts did not come."""
         self.killed: set[int] = set()
         self.forwarded: list[signal.Signals] = []
 
@@ -113,6 +112,27 @@ class WorkerAgent(LocalElasticAgent):  # type: ignore[misc,unused-ignore]
         finally:
             with contextlib.suppress(Exception):
                 self._rdzv_handler.shutdown()
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Count the ranks from the host's rank, since all hosts have as many workers.
+
+        torch would read them from the store, where a stranger may write. What else its agent reads there is
+        the count of the hosts that are done (``_exit_barrier``, an integer); it unpickles nothing. Seen in
+        torch 2.15.
+        """
+        first, world_size = group_rank * spec.local_world_size, group_world_size * spec.local_world_size
+        return [
+            Worker(
+                local_rank=local_rank,
+                global_rank=first + local_rank,
+                role_rank=first + local_rank,
+                world_size=world_size,
+                role_world_size=world_size,
+            )
+            for local_rank in range(spec.local_world_size)
+        ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with self._lock:  # a signal waits until it can reach them all
@@ -177,37 +197,19 @@ def make_agent(
     command: list[str],
     *,
     num_workers: int,
-    nnodes: int,
-    endpoint: str,
-    local_addr: str,
-    run_id: str,
-    rendezvous_deadline_s: float,
+    rendezvous: RendezvousHandler,
     logs: WorkerLogs,
     error_folder: Path,
     deadlines: Deadlines,
 ) -> WorkerAgent:
-    """Return the agent of this host, not started yet.
-
-    Raises:
-        Exception: whatever torch raises when it can neither host nor reach the meeting point.
-    """
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=endpoint,
-        run_id=run_id,
-        min_nodes=nnodes,
-        max_nodes=nnodes,
-        local_addr=local_addr,
-        join_timeout=int(rendezvous_deadline_s),
-    )
+    """Return the agent of this host, not started yet."""
     spec = WorkerSpec(
         role="worker",
         local_world_size=num_workers,
-        rdzv_handler=get_rendezvous_handler(parameters),
+        rdzv_handler=rendezvous,
         entrypoint=command[0],
         args=tuple(command[1:]),
         max_restarts=0,
         monitor_interval=_POLL_S,
-        local_addr=local_addr,
     )
     return WorkerAgent(spec, logs, error_folder, deadlines)

@@ -18,10 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from shoal.env import LAUNCH_DIR, child_environment
+from shoal.env import LAUNCH_DIR, SECRET, SECRET_FILE, STORE_FILE, child_environment
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.emulated_keeper import Namespace, end_processes, identity
 from shoal.launch.emulated_plan import INTERFACE, ClusterPlan
+from shoal.launch.job_secret import write_secret
 
 POLL_S = 0.02
 
@@ -30,7 +31,9 @@ _KEEPER_DEADLINE_S = 60.0
 # what an outer job has set is not for the workers of this one
 _NOT_INHERITED = (
     LAUNCH_DIR,
-    "SHOAL_SECRET_FILE",
+    STORE_FILE,
+    SECRET,
+    SECRET_FILE,
     "SHOAL_HELPERS",
     "SHOAL_HOST_ID",
     "SHOAL_INTERFACE",
@@ -55,8 +58,8 @@ class EmulatedHosts:
         self.namespaces: frozenset[Namespace] = frozenset()
         """The network namespaces of hosts and bridge by device and inode: whoever is in one belongs to us."""
         self._tools = _require_tools()
-        self._secret = secrets.token_hex(32)
         self._folder: Path | None = None
+        self._secret_file: Path | None = None
         self._keeper: subprocess.Popen[str] | None = None
         self._files: dict[str, Any] = {}
         self._started: list[subprocess.Popen[str]] = []
@@ -77,7 +80,8 @@ class EmulatedHosts:
         self.close()
 
     def _make(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="shoal-emulated-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="shoal-emulated-"))  # 0700
+        self._secret_file = write_secret(self._folder, secrets.token_hex(32).encode())
         keeper = self._keeper = subprocess.Popen(
             [sys.executable, "-m", "shoal.launch.emulated_keeper"],
             stdin=subprocess.PIPE,
@@ -177,11 +181,12 @@ class EmulatedHosts:
         return process
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that every process on the hosts gets; the job's secret is among them."""
+        """Return the variables that every process on the hosts gets, the secret's file among them."""
+        assert self._secret_file is not None
         return {
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
-            "SHOAL_SECRET": self._secret,
+            SECRET_FILE: str(self._secret_file),
             "OMP_NUM_THREADS": "1",
         }
 

@@ -102,7 +102,7 @@ def join_world(joined: Joined, config: DistributedConfig) -> Iterator[World]:
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,
-        init_method=f"tcp://{joined.master_addr}:{joined.master_port}",
+        init_method=joined.init_method,
         rank=place.rank,
         world_size=place.num_workers,
         timeout=timeout,
