@@ -196,6 +196,26 @@ def test_workers_and_helpers_find_each_other(monkeypatch: pytest.MonkeyPatch) ->
         assert (env["OMP_NUM_THREADS"], env["MINE"]) == ("1", "7")
 
 
+def test_launchers_of_real_hosts_meet_at_the_one_that_is_named(tmp_path: Path) -> None:
+    """As ``shoal train --nnodes 3 --rdzv HOST:PORT`` on each: that host leads, the others follow by name."""
+    worker = (
+        "import os, socket, sys; from pathlib import Path; "
+        "Path(sys.argv[1], os.environ['RANK']).write_text(socket.gethostname())"
+    )
+    launcher = (
+        "import os, sys; from pathlib import Path; from shoal.launch.local import launch; "
+        "log_dir = Path(sys.argv[1], 'logs-' + os.environ['RANK']); "
+        "command = [sys.executable, '-c', sys.argv[3], sys.argv[1]]; "
+        "sys.exit(launch(command, num_workers=1, nnodes=3, rdzv=sys.argv[2], log_dir=log_dir))"
+    )
+    with Cluster(hosts=3) as cluster:
+        place = f"{cluster.address(1)}:29400"
+        results = cluster.run(python(launcher, tmp_path, place, worker))
+        assert [result.exit_code for result in results] == [0] * 3, results
+        names = [cluster.name(host) for host in (1, 0, 2)]
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == names
+
+
 def test_a_helper_that_does_not_start_is_named() -> None:
     command = ("sh", "-c", "echo the port is taken; exit 3")
     with Cluster(hosts=1, helpers=1, helper_command=command) as cluster:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -260,6 +261,20 @@ def test_a_request_to_stop_ends_the_wait_for_other_hosts(start: Launchers, tmp_p
     job.await_listening(port)
     job.signal(signal.SIGTERM)
     assert job.wait(END_DEADLINE_S) == EXIT_STOPPED
+    assert not list(tmp_path.glob("pid-*"))
+
+
+def test_a_request_to_stop_ends_the_wait_for_a_store_that_does_not_answer(
+    start: Launchers, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", free_port())) as server:
+        server.settimeout(START_DEADLINE_S)
+        port = server.getsockname()[1]
+        job = start(nnodes=2, rdzv=f"127.0.0.1:{port}")
+        connection, _ = server.accept()
+        with connection:
+            job.signal(signal.SIGTERM)
+            assert job.wait(END_DEADLINE_S) == EXIT_STOPPED
     assert not list(tmp_path.glob("pid-*"))
 
 

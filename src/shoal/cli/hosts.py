@@ -75,7 +75,7 @@ def serve(
     port
         Port to listen on; 0 takes a free one.
     secret_file
-        File with the job's secret; default: SHOAL_SECRET_FILE or SHOAL_SECRET.
+        File with the job's secret, which other users cannot read; default: SHOAL_SECRET_FILE or SHOAL_SECRET.
     report_every_s
         Print counters so often; 0 for never.
     transport

@@ -45,8 +45,8 @@ def serve(
     secret = env.secret({env.SECRET_FILE: str(secret_file)} if secret_file else None)
     if secret is None:
         raise UsageError(
-            "a server admits only who knows the job's secret: set SHOAL_SECRET_FILE (a file that only you "
-            "can read) or SHOAL_SECRET, the same here and on the workers"
+            "a server admits only who knows the job's secret: make one with "
+            f"{env.MAKE_SECRET} and set SHOAL_SECRET_FILE=job.secret, here and on the workers"
         )
     fabric = fabric_providers(transport or env.transport())
     core = native.core()
@@ -85,7 +85,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help="port to listen on (default %(default)s)"
     )
-    parser.add_argument("--secret-file", type=Path, help="file with the job's secret")
+    parser.add_argument(
+        "--secret-file", type=Path, help="file with the job's secret, which others cannot read"
+    )
     parser.add_argument("--report-every-s", type=float, default=0.0, help="print counters so often")
     parser.add_argument(
         "--transport", help="tcp, or ofi:PROVIDER,... as the workers' (default: SHOAL_TRANSPORT)"

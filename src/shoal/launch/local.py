@@ -44,8 +44,6 @@ from shoal.launch.outcome import decide_outcome
 from shoal.launch.worker import read_errors
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.rendezvous import RendezvousHandler
-
     from shoal.launch.agent import WorkerAgent
 
 _POLL_S = 0.1
@@ -111,7 +109,7 @@ def launch(
     Raises:
         UsageError: a number is below 1, ``rdzv`` is missing or not ``host:port``, or several hosts have no
             secret or one that others can read.
-        ShoalError: the other hosts did not come, or the launcher among them was lost.
+        ShoalError: the other hosts did not come, or somebody else wrote where they meet.
     """
     if num_workers < 1 or nnodes < 1:
         raise UsageError(f"--workers {num_workers} and --nnodes {nnodes} must be at least 1")
@@ -133,24 +131,23 @@ def launch(
             from shoal.launch.rendezvous import OneHost, SeveralHosts
 
             job_secret = given or secrets.token_hex(32).encode()
-            worker_env = _worker_env(folder, num_workers)
-            worker_env[SECRET_FILE] = str(write_secret(folder, job_secret))
-            if nnodes == 1:
-                worker_env |= _one_host_env(folder)
-                rendezvous: RendezvousHandler = OneHost()
-            else:
-                rendezvous = SeveralHosts(
-                    host=host,
-                    port=port,
-                    num_hosts=nnodes,
-                    num_workers=num_workers,
-                    secret=job_secret,
-                    deadline_s=rendezvous_deadline_s,
-                )
+            several = SeveralHosts(
+                host=host,
+                port=port,
+                num_hosts=nnodes,
+                num_workers=num_workers,
+                secret=job_secret,
+                deadline_s=rendezvous_deadline_s,
+            )
+            worker_env = {
+                **_worker_env(folder, num_workers),
+                **(_one_host_env(folder) if nnodes == 1 else {}),
+                SECRET_FILE: str(write_secret(folder, job_secret)),
+            }
             requests.agent = agent = make_agent(
                 list(command),
                 num_workers=num_workers,
-                rendezvous=rendezvous,
+                rendezvous=several if nnodes > 1 else OneHost(),
                 logs=WorkerLogs(log_dir, worker_env, folder),
                 error_folder=folder,
                 deadlines=Deadlines(after_failure_s=grace_s),

@@ -24,9 +24,9 @@ class Launch:
     workers: int | None = None
     """Workers on this host; default: one a GPU, or one."""
     nnodes: int = 1
-    """Hosts; start the same command on each, with --rdzv."""
+    """Hosts; start the same command on each, with --rdzv and the same secret in SHOAL_SECRET_FILE."""
     rdzv: str | None = None
-    """HOST:PORT of the first host, where the hosts meet."""
+    """HOST:PORT of one host, where all meet; it listens there and has rank 0."""
     on: Literal["local", "emulated"] = "local"
     """local: workers on this host; emulated: on hosts with a network of their own, made on this machine."""
     hosts: int | None = None
