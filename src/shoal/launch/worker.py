@@ -33,6 +33,8 @@ _LOST_PEER_SIGNS = (
     "broken pipe",
     "read error",
     "timed out waiting",
+    "timeout waiting for key",  # torch's FileStore, to whose time-outs it gives no type of their own
+    "wait timeout",
     "remote process exited",
     "another worker was lost",
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import FileStore
 
 from shoal.errors import EXIT_STOPPED, ShoalError, UsageError
 from shoal.launch.outcome import decide_outcome
@@ -102,3 +104,12 @@ def test_what_a_worker_reports_arrives(tmp_path: Path) -> None:
     write_error(tmp_path, usage)
     write_error(tmp_path, defect)
     assert read_errors(tmp_path) == {0: defect, 1: usage}
+
+
+def test_a_peer_that_did_not_come_to_the_store_file_is_lost(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"), 2)
+    store.set_timeout(timedelta(milliseconds=20))
+    for ask in (lambda: store.get("peer"), lambda: store.wait(["peer"])):
+        with pytest.raises(RuntimeError) as caught:
+            ask()
+        assert describe_error(caught.value, rank=0).lost_peer
