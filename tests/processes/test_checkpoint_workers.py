@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.errors import ShoalError
+from shoal.train import checkpoint_plan
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.checkpoint_files import CONTENTS, find_damage, list_checkpoints
+from shoal.train.exchange import together
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs forked workers and resource limits")
 
@@ -233,3 +235,60 @@ def test_a_full_disk_of_one_worker_is_everyones_clear_error(tmp_path: Path) -> N
     assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["1", "3", "5"]
     assert all(find_damage(path) is None for path in list_checkpoints(tmp_path))
     assert (list_checkpoints(tmp_path)[-1] / CONTENTS).is_file()
+
+
+DEFECTS: list[tuple[type[Exception], str]] = [
+    (TypeError, "TypeError: Object of type object is not JSON serializable (worker 1)"),
+    (MemoryError, "MemoryError: no room (worker 1)"),
+    (KeyError, "KeyError: 'gone' (worker 1)"),
+]
+
+
+def fail_with_a_defect(rank: int) -> None:
+    """Fail on worker 1 in ways that nobody foresees; the group's deadline of 30 min is never waited for."""
+
+    def defect(kind: type[Exception]) -> object:
+        if kind is TypeError:
+            return object()
+        raise kind("gone" if kind is KeyError else "no room")
+
+    group = dist.group.WORLD
+    for kind, told in DEFECTS:
+        with pytest.raises(ShoalError if rank == 0 else kind) as caught:
+            together(group, lambda kind=kind: defect(kind) if rank == 1 else "well")  # type: ignore[misc]
+        if rank == 0:
+            assert str(caught.value) == told
+        else:
+            assert type(caught.value) is kind
+            assert kind is TypeError or caught.traceback[-1].name == "defect"
+        assert together(group, lambda: rank) == [0, 1]
+
+
+def test_a_defect_of_one_worker_is_everyones_error_at_once(tmp_path: Path) -> None:
+    assert run_workers(fail_with_a_defect, 2, tmp_path / "meet", deadline_s=60) == [0, 0]
+
+
+def fail_in_the_writing_thread(rank: int, run_dir: Path) -> None:
+    state = {"a": torch.ones(1 << 10), "b": torch.ones(1 << 10)}
+    checkpointer = Checkpointer(run_dir)
+    write_file = checkpoint_plan.write_file
+
+    def without_memory(path: Path, pieces: Any) -> Any:
+        raise MemoryError("no room")
+
+    if rank == 1:
+        checkpoint_plan.write_file = without_memory
+    checkpointer.save(1, state)
+    with pytest.raises(ShoalError if rank == 0 else MemoryError, match="no room") as caught:
+        checkpointer.finish()
+    if rank == 0:
+        assert str(caught.value) == "MemoryError: no room (worker 1)"
+    else:
+        assert caught.traceback[-1].name == "without_memory"
+    checkpoint_plan.write_file = write_file
+    checkpointer.save(2, state, wait=True)
+
+
+def test_a_defect_in_one_writing_thread_is_everyones_error_at_once(tmp_path: Path) -> None:
+    assert run_workers(fail_in_the_writing_thread, 2, tmp_path / "meet", tmp_path, deadline_s=60) == [0, 0]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]

@@ -23,9 +23,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -126,7 +125,7 @@ class Checkpointer:
         started = time.monotonic()
         earlier = self._settle()
         if earlier is not None and not wait:
-            raise ShoalError(str(earlier)) from earlier
+            _surface(earlier)
         if step == self._good_step:
             return
         flat = flatten(state)
@@ -162,7 +161,7 @@ class Checkpointer:
             ShoalError: the save failed.
         """
         if (error := self._settle()) is not None:
-            raise ShoalError(str(error)) from error
+            _surface(error)
 
     def restore(self, state: Mapping[str, Any]) -> Restored | None:
         """Load the newest good checkpoint of the run into the models and optimizers of ``state``.
@@ -218,11 +217,13 @@ class Checkpointer:
         temporary = files.temporary_path(pending.path)
         try:
             try:
-                values = flat.all_values(partial(exchange, self._group) if part.differs else None)
-                written = together(self._group, lambda: self._write_part(temporary, part, values))
+                workers = exchange(self._group, [flat.values, flat.optimizers]) if part.differs else None
+                written = together(
+                    self._group, lambda: self._write_part(temporary, part, flat.all_values(workers))
+                )
                 sizes = together(self._group, lambda: self._complete(pending.step, temporary, written))
-            except ShoalError:
-                with contextlib.suppress(ShoalError):  # gives the space of a full disk back
+            except Exception:
+                with contextlib.suppress(Exception):  # gives the space of a full disk back
                     together(self._group, lambda: self._give_up(temporary))
                 raise
             pending.num_bytes = sizes[0]
@@ -272,6 +273,13 @@ class Checkpointer:
             )
         )
         return None
+
+
+def _surface(error: Exception) -> NoReturn:
+    """Raise the error of a writing thread on the training's thread; a defect as it is, with its traceback."""
+    if isinstance(error, ShoalError):
+        raise ShoalError(str(error)) from error
+    raise error
 
 
 def load_model(path: Path, model: nn.Module, *, key: str = "model") -> int:

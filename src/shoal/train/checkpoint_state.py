@@ -61,16 +61,15 @@ class FlatState:
     optimizers: dict[str, Values]
     values: dict[str, Any]
 
-    def all_values(self, exchange: Callable[[Any], list[Any]] | None = None) -> dict[str, Any]:
+    def all_values(self, workers: Sequence[Any] | None = None) -> dict[str, Any]:
         """Return what to store beside the tensors: the values, and of the optimizers what all workers have.
 
         Args:
-            exchange: returns every worker's value, where their optimizers differ; the first worker's other
-                values are taken.
+            workers: every worker's ``[values, optimizers]``, where their optimizers differ; the first
+                worker's other values are taken.
         """
-        if exchange is None:
+        if workers is None:
             return self.values | self.optimizers
-        workers = exchange([self.values, self.optimizers])
         keys = dict.fromkeys(key for _, optimizers in workers for key in optimizers)
         together = {key: merged([parts[key] for _, parts in workers if key in parts]) for key in keys}
         return {**workers[0][0], **together}

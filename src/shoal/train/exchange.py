@@ -23,9 +23,42 @@ def exchange(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
     Raises:
         ShoalError: a worker was lost, or did not take part before the group's deadline.
     """
-    data = json.dumps(value).encode()
+    return together(group, lambda: value)
+
+
+def together(group: dist.ProcessGroup | None, action: Callable[[], T]) -> list[T]:
+    """Run ``action`` on every worker and return all its results (values that JSON can hold).
+
+    Raises:
+        ShoalError: it failed on some worker, in any way, or a worker was lost; all raise the error of the
+            lowest rank, as the class it was. Only a worker with a defect (an exception that is neither a
+            :class:`ShoalError` nor an :class:`OSError`) raises its own, which has the traceback.
+    """
+    cause: Exception | None = None
+    try:
+        report = json.dumps({"result": action()})
+    except Exception as error:  # unreported, it would leave the others waiting until the group's deadline
+        cause = error
+        text = f"{type(error).__name__}: {error}" if _is_defect(error) else str(error)
+        report = json.dumps({"error": text, "usage": isinstance(error, UsageError)})
+    reports = [json.loads(data) for data in _gathered(group, report.encode())]
+    if cause is not None and _is_defect(cause):
+        raise cause
+    for rank, other in enumerate(reports):
+        if "error" in other:
+            where = f" (worker {rank})" if len(reports) > 1 and not other["usage"] else ""
+            raise (UsageError if other["usage"] else ShoalError)(other["error"] + where) from cause
+    return [other["result"] for other in reports]
+
+
+def _is_defect(error: Exception) -> bool:
+    return not isinstance(error, ShoalError | OSError)
+
+
+def _gathered(group: dist.ProcessGroup | None, data: bytes) -> list[bytes]:
+    """Return every worker's ``data``, padded with spaces to one length."""
     if group is None:
-        return [json.loads(data)]
+        return [data]
     num_workers = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_workers)]
     try:
@@ -36,24 +69,4 @@ def exchange(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
         dist.all_gather(all_data, mine, group=group)
     except RuntimeError as error:
         raise ShoalError(f"another worker was lost while the workers agreed: {error}") from error
-    return [json.loads(buffer.numpy().tobytes()) for buffer in all_data]
-
-
-def together(group: dist.ProcessGroup | None, action: Callable[[], T]) -> list[T]:
-    """Run ``action`` on every worker and return all its results (values that JSON can hold).
-
-    Raises:
-        ShoalError: it failed on some worker; all raise the error of the lowest rank, as the class it was.
-    """
-    cause: Exception | None = None
-    try:
-        report: dict[str, Any] = {"result": action()}
-    except (ShoalError, OSError) as error:
-        cause = error
-        report = {"error": str(error), "usage": isinstance(error, UsageError)}
-    reports = exchange(group, report)
-    for rank, other in enumerate(reports):
-        if "error" in other:
-            where = f" (worker {rank})" if len(reports) > 1 and not other["usage"] else ""
-            raise (UsageError if other["usage"] else ShoalError)(other["error"] + where) from cause
-    return [other["result"] for other in reports]
+    return [buffer.numpy().tobytes() for buffer in all_data]
