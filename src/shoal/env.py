@@ -40,6 +40,8 @@ TRANSPORT = "SHOAL_TRANSPORT"
 HOST_ID = "SHOAL_HOST_ID"
 """Overrides what tells whether two workers share a host; tests make several hosts of one machine with it."""
 
+_SLURM_JOB_ID = "SLURM_JOB_ID"
+
 # (rank, number of workers, local rank, local number of workers) as each launcher names them
 _MPI_NAMES = {
     "Open MPI": (
@@ -224,6 +226,11 @@ def transport(environ: Mapping[str, str] | None = None) -> str | None:
 def host_id(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the host identity that ``SHOAL_HOST_ID`` imposes, or ``None``."""
     return (os.environ if environ is None else environ).get(HOST_ID) or None
+
+
+def job_id(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the scheduler's name for this job, which a job that is started again keeps, or ``None``."""
+    return (os.environ if environ is None else environ).get(_SLURM_JOB_ID) or None
 
 
 def test_data_dir(environ: Mapping[str, str] | None = None) -> Path:

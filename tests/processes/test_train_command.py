@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pretrain_jobs as jobs
 import pytest
 
 from forked import shoal
-from shoal.errors import EXIT_OK, EXIT_STOPPED
+from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE
 from shoal.record import Evaluation, Start, read_record
 
 SHOAL = (sys.executable, "-m", "shoal")
@@ -34,20 +35,26 @@ def settings(data: Path, run_dir: Path, steps: int) -> list[str]:
 
 
 def test_sigterm_to_the_launcher_saves_and_the_same_command_continues(data: Path, tmp_path: Path) -> None:
-    command = [*SHOAL, *settings(data, tmp_path / "run", 400), "--workers", "2"]
+    command = [*SHOAL, *settings(data, tmp_path / "run", 4_000), "--workers", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 120
     while time.monotonic() < end and not (tmp_path / "run" / "record.jsonl").is_file():
         time.sleep(0.05)
     while time.monotonic() < end and max(jobs.losses(tmp_path / "run"), default=0) < 3:
         time.sleep(0.05)
+    second = shoal(*settings(data, tmp_path / "run", 4_000), "--workers", "2")
+    assert second.returncode == EXIT_USAGE
+    assert f"{tmp_path / 'run'} is in use by job" in second.stderr and len(second.stderr.splitlines()) == 1
+    assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == EXIT_STOPPED, err
     assert "stopped at step" in err and "the same command continues" in err
     assert "Traceback" not in err
     stopped = max(jobs.losses(tmp_path / "run"))
-    assert 3 <= stopped < 400
+    assert 3 <= stopped < 4_000
+    (owner,) = (tmp_path / "run" / "owner").iterdir()
+    assert json.loads(owner.read_bytes())["released"]
 
     shorter = (*settings(data, tmp_path / "run", stopped + 3), "--workers", "1")
     result = shoal(*shorter)

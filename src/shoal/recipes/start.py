@@ -12,6 +12,7 @@ from shoal.errors import EXIT_OK, UsageError
 from shoal.launch.emulated_job import Hosts, launch_emulated
 from shoal.launch.local import launch
 from shoal.train.config import RunPlaceConfig
+from shoal.train.owner import require_free
 from shoal.train.run_dir import require_writable
 
 Place = TypeVar("Place", bound=RunPlaceConfig)
@@ -85,7 +86,7 @@ def start(
         work: what a worker does at its place.
 
     Raises:
-        UsageError: settings that cannot work together or with the data.
+        UsageError: settings that cannot work together or with the data, or a job that uses ``run_dir``.
         ShoalError: a worker failed.
     """
     place = joined()
@@ -101,6 +102,7 @@ def start(
         print("\n".join([*lines, *hosts, "dry run: nothing was started"]))
         return EXIT_OK
     require_writable(run_dir)
+    require_free(run_dir)  # before the workers' logs are written over
     log_dir = run_dir / "logs"
     if emulated is not None:
         return launch_emulated(command, emulated, log_dir=log_dir)

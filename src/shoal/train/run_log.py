@@ -24,20 +24,26 @@ from shoal.record import (
     PipelineStep,
     RecordWriter,
     Resume,
+    Row,
     Start,
     Step,
     Stop,
     read_record,
 )
 from shoal.train.checkpoint import CompletedCheckpoint
+from shoal.train.owner import own
 from shoal.train.progress import Progress, duration
 from shoal.train.world import World
 
 
 class RunLog:
-    """Writes every row to ``record.jsonl`` and what belongs there to TensorBoard and the terminal."""
+    """Writes every row to ``record.jsonl`` and what belongs there to TensorBoard and the terminal.
+
+    Every method that writes raises a ShoalError when another job has taken the run directory over.
+    """
 
     def __init__(self, run_dir: Path, progress: Progress) -> None:
+        self._owner = own(run_dir)
         self._record = RecordWriter(run_dir)
         self._events = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10)
         self._progress = progress
@@ -55,7 +61,7 @@ class RunLog:
         self._record.close()
 
     def start(self, row: Start) -> None:
-        self._record.write(row)
+        self._write(row)
         self.references = row.references
         self._progress.say(
             f"{row.run}: {row.recipe}, {row.num_parameters:,} parameters, {row.total_steps:,} steps\n"
@@ -69,7 +75,7 @@ class RunLog:
         }
 
     def step(self, row: Step) -> None:
-        self._record.write(row)
+        self._write(row)
         scalars = {
             "train/loss": row.loss,
             **{f"train/{name}": value for name, value in row.metrics.items()},
@@ -85,14 +91,14 @@ class RunLog:
 
     def evaluation(self, row: Evaluation) -> None:
         """Write scores."""
-        self._record.write(row)
+        self._write(row)
         self._scalars({f"{row.split}/{name}": value for name, value in row.metrics.items()}, row.step)
         self._progress.say(
             f"step {row.step:,} {row.split}: {format_metrics(row.metrics)} ({row.seconds:.1f} s)"
         )
 
     def checkpoint(self, row: Checkpoint) -> None:
-        self._record.write(row)
+        self._write(row)
         self._progress.say(
             f"step {row.step:,} checkpoint: {row.path} ({row.num_bytes / 2**20:.1f} MiB, "
             f"training stood still {1_000 * row.blocked_s:.0f} ms)"
@@ -112,26 +118,26 @@ class RunLog:
             )
 
     def phase(self, row: Phase) -> None:
-        self._record.write(row)
+        self._write(row)
         self._progress.say(
             f"{row.name}: steps {row.step:,} to {row.last_step:,}, {row.sequence_length:,} tokens a sequence"
         )
 
     def pipeline_step(self, row: PipelineStep) -> None:
-        self._record.write(row)
+        self._write(row)
 
     def resume(self, row: Resume) -> None:
-        self._record.write(row)
+        self._write(row)
         for damaged in row.damaged:
             self._progress.say(f"passed over: {damaged}")
         self._progress.say(f"continuing from {row.path} (step {row.step:,})")
 
     def stop(self, row: Stop) -> None:
-        self._record.write(row)
+        self._write(row)
         self._progress.say(f"stopped at step {row.step:,}: {row.reason}")
 
     def end(self, row: End) -> None:
-        self._record.write(row)
+        self._write(row)
         metrics = {name: value for name, value in row.metrics.items() if math.isfinite(value)}
         scalar_types = (bool, int, float, str)
         parameters = {k: v for k, v in self._hyper_parameters.items() if isinstance(v, scalar_types)}
@@ -148,6 +154,10 @@ class RunLog:
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
         self._progress.say(text)
+
+    def _write(self, row: Row) -> None:
+        self._owner.require(look=False)
+        self._record.write(row)
 
     def _scalars(self, scalars: dict[str, float], step: int) -> None:
         for name, value in scalars.items():

@@ -33,6 +33,7 @@ from shoal.recipes.masked_lm.telling import (
 )
 from shoal.train.config import as_tree, required
 from shoal.train.health import memory_advice
+from shoal.train.owner import owned
 from shoal.train.run_dir import open_run_dir
 from shoal.train.run_log import RunLog
 from shoal.train.signals import StopRequest
@@ -49,6 +50,7 @@ def pretrain(config: BertPretrainConfig, joined: Joined, command: list[str]) -> 
     """
     stop = StopRequest()
     with join_world(joined, config.distributed) as world, ExitStack() as stack:
+        stack.enter_context(owned(required(config.run.dir), world))
         if world.is_main:
             open_run_dir(required(config.run.dir), as_tree(config), config.fixed)
         world.barrier()

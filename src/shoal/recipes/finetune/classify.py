@@ -35,6 +35,7 @@ from shoal.recipes.finetune.source import (
     start_of,
 )
 from shoal.train.config import as_tree, required
+from shoal.train.owner import owned
 from shoal.train.run_dir import open_run_dir
 from shoal.train.signals import StopRequest
 from shoal.train.world import join_world
@@ -48,8 +49,8 @@ def finetune(config: ClassifyFinetuneConfig, *, joined: Joined, command: list[st
         ShoalError: damaged files, a lost worker, no memory, a loss that is not finite.
     """
     stop = StopRequest()
-    with join_world(joined, config.distributed) as world:
-        run_dir = required(config.run.dir)
+    run_dir = required(config.run.dir)
+    with join_world(joined, config.distributed) as world, owned(run_dir, world):
         if world.is_main:
             open_run_dir(run_dir, as_tree(config), CLASSIFY_FIXED)
         source = start_of(config.model, run_dir, world)

@@ -40,6 +40,7 @@ from shoal.recipes.finetune.source import (
 from shoal.train.config import as_tree, required
 from shoal.train.exchange import exchange
 from shoal.train.gather import Float32Array
+from shoal.train.owner import owned
 from shoal.train.run_dir import open_run_dir
 from shoal.train.signals import StopRequest
 from shoal.train.world import World, join_world
@@ -56,8 +57,8 @@ def finetune(config: SquadFinetuneConfig, *, joined: Joined, command: list[str])
         ShoalError: damaged files, a lost worker, no memory, a loss that is not finite.
     """
     stop = StopRequest()
-    with join_world(joined, config.distributed) as world:
-        run_dir = required(config.run.dir)
+    run_dir = required(config.run.dir)
+    with join_world(joined, config.distributed) as world, owned(run_dir, world):
         if world.is_main:
             open_run_dir(run_dir, as_tree(config), SQUAD_FIXED)
         source = start_of(config.model, run_dir, world)

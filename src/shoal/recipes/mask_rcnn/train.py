@@ -25,6 +25,7 @@ from shoal.recipes.mask_rcnn.telling import after_step, finish, leave, open_log
 from shoal.train.config import as_tree, required
 from shoal.train.exchange import together
 from shoal.train.health import memory_advice
+from shoal.train.owner import owned
 from shoal.train.run_dir import open_run_dir
 from shoal.train.run_log import RunLog, has_ended
 from shoal.train.signals import StopRequest
@@ -44,6 +45,7 @@ def train(config: MaskRCNNTrainConfig, joined: Joined, command: list[str]) -> in
     """
     stop = StopRequest()
     with join_world(joined, config.distributed) as world, ExitStack() as stack:
+        stack.enter_context(owned(required(config.run.dir), world))
         prepare(config, world)
         job = build(config, world)
         restored = restore(job)

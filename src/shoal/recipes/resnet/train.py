@@ -26,6 +26,7 @@ from shoal.recipes.resnet.telling import after_step, finish, leave, open_log
 from shoal.train.config import as_tree, required
 from shoal.train.exchange import together
 from shoal.train.health import memory_advice
+from shoal.train.owner import owned
 from shoal.train.run_dir import open_run_dir
 from shoal.train.run_log import RunLog, has_ended
 from shoal.train.signals import StopRequest
@@ -43,6 +44,7 @@ def train(config: ResNetTrainConfig, joined: Joined, command: list[str]) -> int:
     """
     stop = StopRequest()
     with join_world(joined, config.distributed) as world, ExitStack() as stack:
+        stack.enter_context(owned(required(config.run.dir), world))
         config = prepare(config, world)
         job = build(config, world)
         restored = restore(job)

@@ -26,6 +26,7 @@ from shoal.train.config import as_tree, required
 from shoal.train.gradients import clip_to
 from shoal.train.health import NonFiniteWatch, memory_advice
 from shoal.train.optimizers import set_learning_rate
+from shoal.train.owner import owned
 from shoal.train.run_dir import open_run_dir
 from shoal.train.run_log import RunLog, has_ended
 from shoal.train.signals import StopRequest
@@ -48,6 +49,7 @@ def pretrain(config: T5PretrainConfig, joined: Joined, command: list[str]) -> in
     stop = StopRequest()
     with join_world(joined, config.distributed) as world, ExitStack() as stack:
         run_dir = required(config.run.dir)
+        stack.enter_context(owned(run_dir, world))
         config = resolve(config, world.num_workers)
         if world.is_main:
             open_run_dir(run_dir, as_tree(config), config.fixed)
