@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from forked_workers import start_workers
 
-from forked import wait_for
+from forked import fork_process, wait_for
 from shoal.train.checkpoint import Checkpointer
 from shoal.train.checkpoint_files import find_damage, list_checkpoints
 
@@ -78,3 +81,89 @@ def test_a_kill_at_any_moment_leaves_a_whole_newest_checkpoint(tmp_path: Path, n
     assert last_step > NUM_KILLS, "the runs were killed before they saved anything: the test tests nothing"
     assert len(list_checkpoints(tmp_path / "run")) <= 3  # keep=2, and one whose deletion was cut off
     assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp"))
+
+
+# --------------------------------------------------------------------- a kill before each operation in turn
+
+OPERATIONS = ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir")
+STEP, OLD, NEW = 5, 1.0, 2.0
+
+
+def filled(value: float) -> dict[str, Any]:
+    return {"weights": torch.full((100,), value), "progress": {"value": value}}
+
+
+def restored_value(run_dir: Path) -> float:
+    """Return what the next start finds, which must be of one save throughout and in its place."""
+    state = filled(0.0)
+    restored = Checkpointer(run_dir).restore(state)
+    assert restored is not None, f"nothing is left of {sorted(run_dir.rglob('*'))}"
+    value = restored.values["progress"]["value"]
+    assert restored.step == STEP and restored.damaged == []
+    assert state["weights"].eq(value).all()
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step-{STEP:08}"]
+    return float(value)
+
+
+def die_at(operation: int) -> None:
+    """Let this process be killed just before its n-th operation on the file system from now on."""
+    num_done = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal num_done
+            num_done += 1
+            if num_done == operation:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **options)
+
+        return call
+
+    for name in OPERATIONS:
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def save_again(run_dir: Path, dying_at: int) -> None:
+    checkpointer = Checkpointer(run_dir)
+    die_at(dying_at)
+    checkpointer.save(STEP, filled(NEW), wait=True)
+
+
+def start_again(run_dir: Path, dying_at: int) -> None:
+    die_at(dying_at)
+    Checkpointer(run_dir)
+
+
+def killed_at_each_operation(
+    before: Path, after: Path, function: Callable[[Path, int], None]
+) -> list[tuple[int, Path]]:
+    """Run ``function`` on copies of ``before``, killed at its first, second, … operation, until it ends."""
+    left = []
+    for operation in range(1, 100):
+        run_dir = after / str(operation)
+        shutil.copytree(before, run_dir)
+        (exit_code,) = wait_for([fork_process(function, run_dir, operation)])
+        left.append((operation, run_dir))
+        if exit_code == 0:
+            return left
+        assert exit_code == -signal.SIGKILL
+    raise AssertionError("it has no end")
+
+
+def test_a_step_that_is_saved_again_is_there_at_any_moment(tmp_path: Path) -> None:
+    Checkpointer(tmp_path / "run").save(STEP, filled(OLD), wait=True)
+    left = killed_at_each_operation(tmp_path / "run", tmp_path / "saving", save_again)
+    without_name = [
+        run_dir for _, run_dir in left if not (run_dir / "checkpoints" / f"step-{STEP:08}").exists()
+    ]
+    start = tmp_path / "start"
+    shutil.copytree(without_name[0], start)
+
+    values = [restored_value(run_dir) for _, run_dir in left]
+    assert set(values) == {OLD, NEW} and values == sorted(values)
+    assert len(left) > 8 and len(without_name) == 1, "the kills did not come where the test means them to"
+
+    # and while the next start puts the one without a name back in its place
+    left = killed_at_each_operation(start, tmp_path / "starting", start_again)
+    assert len(left) > 4
+    assert [restored_value(run_dir) for _, run_dir in left] == [NEW] * len(left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import sys
 import threading
 import time
@@ -122,6 +123,17 @@ def test_any_number_of_workers_loads_bitwise_what_was_saved(
     for index, (kind, num_workers) in enumerate(loaded_by):
         meeting = tmp_path / f"meet-{index}"
         assert run_workers(load_and_compare, num_workers, meeting, tmp_path, kind) == [0] * num_workers
+
+
+def test_several_workers_adopt_what_a_kill_has_left_without_its_name(tmp_path: Path) -> None:
+    assert run_workers(save_three_steps, 2, tmp_path / "meet", tmp_path, "ddp") == [0, 0]
+    final = tmp_path / "checkpoints" / "step-00000003"
+    shutil.copytree(final, final.with_name("step-00000003.old"))
+    final.rename(final.with_name("step-00000003.1.tmp"))
+    victim = final.with_name("step-00000003.1.tmp") / "worker-00001.safetensors"
+    victim.write_bytes(victim.read_bytes()[:-1])  # looked at by the second worker
+    assert run_workers(load_and_compare, 2, tmp_path / "meet-2", tmp_path, "ddp") == [0, 0]
+    assert [path.name for path in final.parent.iterdir()] == ["step-00000003"]
 
 
 def test_replicated_state_is_stored_once_and_shared_out(tmp_path: Path) -> None:

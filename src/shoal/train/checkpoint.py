@@ -3,9 +3,10 @@
 1. :meth:`Checkpointer.save` copies this worker's part of the state into memory that is kept for it. Training
    goes on as soon as that is done. (``torch.distributed.checkpoint.async_save`` may hand the very tensors of
    a CPU model to its thread, which then race with the optimizer: pytorch issue 144657.)
-2. A thread writes the part to ``step-00000100.tmp`` and waits on a process group of its own, never the
+2. A thread writes the part to ``step-00000100.7.tmp`` and waits on a process group of its own, never the
    training's, until all workers have written theirs.
 3. The first worker adds checksums, renames the folder to ``step-00000100`` and only then deletes older ones.
+   It owns the run directory (``owner``), so no other job writes or deletes there meanwhile.
 4. :meth:`Checkpointer.restore` takes the newest checkpoint whose checksums hold, with any number of workers.
 
 The workers may hold the same model, shards of it (FSDP2) or its stages, each under the whole model's names:
@@ -34,6 +35,7 @@ from shoal.train import checkpoint_files as files
 from shoal.train.checkpoint_plan import Layout, SavePart, layout_of, read_tensors, saved_tensors
 from shoal.train.checkpoint_state import FlatState, Held, flatten, held, restore
 from shoal.train.exchange import exchange, together
+from shoal.train.owner import Ownership, own
 
 _DEADLINE_S = 1800.0
 
@@ -76,6 +78,9 @@ class _Pending:
 class Checkpointer:
     """Saves and restores the state of one run. All workers make one, at the same place in the program.
 
+    The first worker owns the run directory while there is one: no other job can have it. At the start it
+    names checkpoints that were complete when a kill came, and deletes what is incomplete.
+
     Args:
         run_dir: the run's directory; on a file system that all hosts share.
         keep: how many of the last checkpoints stay.
@@ -83,7 +88,7 @@ class Checkpointer:
         deadline_s: how long a worker waits for the others' disks.
 
     Raises:
-        UsageError: ``keep`` is below 1 or ``keep_every`` below 0.
+        UsageError: ``keep`` is below 1 or ``keep_every`` below 0, or another job uses the run directory.
         ShoalError: the folder for the checkpoints cannot be made.
     """
 
@@ -103,12 +108,14 @@ class Checkpointer:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
             self._group = cast(dist.ProcessGroup, group)
             self._rank, self._num_workers = dist.get_rank(), dist.get_world_size()
+        self._owner: Ownership | None = None
         self._part: SavePart | None = None
         self._pending: _Pending | None = None
         self._completed: list[CompletedCheckpoint] = []
         self._good_step: int | None = None
         self._damaged_steps: set[int] = set()
-        together(self._group, self._prepare_folder)
+        together(self._group, self._own_folder)
+        self._recover()
 
     def save(self, step: int, state: Mapping[str, Any], *, wait: bool = False) -> None:
         """Begin to save ``state``; on return it may change. With ``wait``, return when it is on disk.
@@ -119,8 +126,9 @@ class Checkpointer:
         is saved already is not saved again. Only one save is in flight: this one waits for the one before.
 
         Raises:
-            ShoalError: this save failed, or the one before. Older checkpoints are untouched, and ``save`` can
-                be called again. With ``wait``, an earlier failure is forgotten when this save succeeds.
+            ShoalError: this save failed, or the one before, or the run directory was taken over by another
+                job. Older checkpoints are untouched, and ``save`` can be called again. With ``wait``, an
+                earlier failure is forgotten when this save succeeds.
         """
         started = time.monotonic()
         earlier = self._settle()
@@ -189,10 +197,26 @@ class Checkpointer:
             )
         return None
 
-    def _prepare_folder(self) -> None:
+    def _own_folder(self) -> None:
         if self._rank == 0:
-            (self._run_dir / files.FOLDER).mkdir(parents=True, exist_ok=True)
-            files.remove_leftovers(self._run_dir)
+            self._owner = own(self._run_dir)
+            (self._run_dir / files.FOLDER).mkdir(exist_ok=True)
+
+    def _recover(self) -> None:
+        """Name what is whole and has no name, and delete what else kills have left."""
+        run_dir, is_first = self._run_dir, self._rank == 0
+        listed = together(
+            self._group, lambda: [str(p) for p in files.list_unnamed(run_dir)] if is_first else []
+        )
+        whole: dict[int, Path] = {}
+        for path in map(Path, listed[0]):
+            if files.step_of(path) not in whole and self._find_damage(path) is None:
+                whole[files.step_of(path)] = path
+        together(self._group, lambda: files.tidy(run_dir, whole.values()) if is_first else None)
+
+    def _require_owner(self) -> None:
+        if self._owner is not None:
+            self._owner.require()
 
     def _find_damage(self, path: Path) -> str | None:
         found = together(
@@ -214,8 +238,9 @@ class Checkpointer:
 
     def _write(self, pending: _Pending, part: SavePart, flat: FlatState) -> None:
         """Write this worker's file and, on the first worker, complete the checkpoint. Runs in a thread."""
-        temporary = files.temporary_path(pending.path)
         try:
+            name = together(self._group, lambda: self._temporary_name(pending.path))[0]
+            temporary = pending.path.with_name(name)
             try:
                 workers = exchange(self._group, [flat.values, flat.optimizers]) if part.differs else None
                 written = together(
@@ -231,17 +256,27 @@ class Checkpointer:
         except Exception as error:  # it surfaces on the training's thread, at the next call
             pending.error = error
 
+    def _temporary_name(self, path: Path) -> str:
+        if self._owner is None:
+            return ""
+        self._owner.require()
+        return files.temporary_path(path, self._owner.number).name
+
     def _write_part(self, temporary: Path, part: SavePart, values: dict[str, Any]) -> list[dict[str, Any]]:
-        temporary.mkdir(parents=True, exist_ok=True)
-        written = [part.buffer.write(temporary / part.file)]
-        if self._rank == 0:
-            contents = files.Contents(tensors=part.tensors, values=values)
-            written.append(files.write_contents(temporary, contents))
-        return [asdict(file) for file in written]
+        try:
+            temporary.mkdir(parents=True, exist_ok=True)
+            written = [part.buffer.write(temporary / part.file)]
+            if self._rank == 0:
+                contents = files.Contents(tensors=part.tensors, values=values)
+                written.append(files.write_contents(temporary, contents))
+            return [asdict(file) for file in written]
+        finally:  # a new owner deletes this folder: that is then the error, not a file that is not there
+            self._require_owner()
 
     def _complete(self, step: int, temporary: Path, written: list[list[dict[str, Any]]]) -> int:
         if self._rank != 0:
             return 0
+        self._require_owner()
         num_bytes = files.complete(
             temporary, step, [files.WrittenFile(**file) for part in written for file in part]
         )
@@ -252,7 +287,7 @@ class Checkpointer:
 
     def _give_up(self, temporary: Path) -> None:
         if self._rank == 0:
-            files.remove_checkpoint(temporary)
+            files.remove_folder(temporary)
 
     def _settle(self) -> Exception | None:
         """Wait for the save in flight, take note of it, and return its error if it failed."""

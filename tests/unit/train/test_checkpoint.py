@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -362,11 +363,40 @@ def test_what_retention_lets_go(
 
 def test_leftovers_of_killed_runs_are_removed(tmp_path: Path) -> None:
     saved_run(tmp_path, (1,))
-    leftover = tmp_path / "checkpoints" / "step-00000002.tmp"
-    leftover.mkdir()
-    (leftover / "worker-00000.safetensors").write_bytes(b"half")
+    folder = tmp_path / "checkpoints"
+    for name in ("step-00000002.tmp", "step-00000003.7.tmp"):
+        (folder / name).mkdir()
+        (folder / name / "worker-00000.safetensors").write_bytes(b"half")
+    for name in ("step-00000001.tmp", "step-00000001.old", "step-00000004.gone"):
+        shutil.copytree(folder / "step-00000001", folder / name)
+    before = (folder / "step-00000001" / COMPLETE).stat().st_ino
     Checkpointer(tmp_path)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+    assert (folder / "step-00000001" / COMPLETE).stat().st_ino == before
+
+
+@pytest.mark.parametrize("damage", [None, flip_a_bit, lose_a_file, garble_the_mark, change_the_mark])
+def test_a_whole_checkpoint_without_its_name_is_adopted(tmp_path: Path, damage: Any) -> None:
+    """The newest one that is whole, or what it was to replace."""
+    values = saved_run(tmp_path, (2, 3))
+    saved_run(tmp_path / "other", (3,))
+    folder = tmp_path / "checkpoints"
+    (folder / "step-00000003").rename(folder / "step-00000003.old")
+    newest = folder / "step-00000003.12.tmp"
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "step-00000003", newest)
+    shutil.copytree(newest, folder / "step-00000003.9.tmp")
+    lose_a_file(folder / "step-00000003.9.tmp")
+    expected = (newest if damage is None else folder / "step-00000003.old").stat().st_ino
+    if damage is not None:
+        damage(newest)
+
+    model = Tied()
+    restored = Checkpointer(tmp_path).restore({"model": model})
+    assert restored is not None and (restored.step, restored.damaged) == (3, [])
+    assert torch.equal(model.embedding.weight, values[3]["embedding.weight"])
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
+    assert len(list(folder.iterdir())) == 2
+    assert (folder / "step-00000003").stat().st_ino == expected
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
