@@ -41,12 +41,14 @@ def in_rank_order(op: str, dtype: torch.dtype, count: int = 1001) -> Tensor:
     total = part(0, dtype, count).to(wide)
     for rank in range(1, SIZE):
         total = REDUCTIONS["SUM" if op == "AVG" else op](total, part(rank, dtype, count).to(wide))
-    return (total / SIZE if op == "AVG" else total).to(dtype)
+    if op == "AVG":
+        total = total / SIZE if dtype.is_floating_point else torch.div(total, SIZE, rounding_mode="trunc")
+    return total.to(dtype)
 
 
 def check_reductions(rank: int) -> None:
     for dtype in FLOATS + WHOLE:
-        names = ["SUM", "PRODUCT", "MIN", "MAX"] + (["AVG"] if dtype in FLOATS else ["BAND", "BOR", "BXOR"])
+        names = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", *(() if dtype in FLOATS else ("BAND", "BOR", "BXOR"))]
         for name in names:
             op, wanted = getattr(dist.ReduceOp, name), in_rank_order(name, dtype)
             tensor = part(rank, dtype)
@@ -64,12 +66,77 @@ def check_reductions(rank: int) -> None:
             assert torch.equal(rows, part(rank, dtype, 150)), "the input stays as it was"
     assert not has_inner_group()
     assert not any(ops(kind) for kind in ("scatter", "gather", "all_to_all", "all_to_all_single"))
-    assert min(ops("all_reduce"), ops("reduce"), ops("reduce_scatter")) == 4 * 5 + 4 * 7
+    assert min(ops("all_reduce"), ops("reduce"), ops("reduce_scatter")) == 4 * 5 + 4 * 8
 
 
 @pytest.mark.parametrize("hosts", [("a", "a", "a"), HOSTS, ("a", "b", "c")], ids="".join)
 def test_reductions_are_exact_in_rank_order(tmp_path: Path, hosts: tuple[str, ...]) -> None:
     run_group(check_reductions, SIZE, tmp_path, hosts=hosts)
+
+
+def check_whole_averages(rank: int, size: int) -> None:
+    world: Any = dist.group.WORLD
+    avg = dist.ReduceOp.AVG
+    for dtype in WHOLE:
+
+        def given(rank: int, *shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            """Values of the whole range: sums are negative, no multiples of the size, and wrap around."""
+            least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+            random = torch.Generator().manual_seed(rank)
+            return torch.randint(least, most, shape, generator=random, dtype=dtype)
+
+        def wanted(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            total = sum((given(r, *shape) for r in range(size)), torch.zeros(shape, dtype=dtype))
+            return torch.div(total, size, rounding_mode="trunc")
+
+        table, rows = wanted(6, 10), wanted(size, 20)
+        tensor = given(rank, 6, 10)
+        work = dist.all_reduce(tensor, avg, async_op=True)
+        assert work is not None
+        seen = work.get_future().then(lambda future: future.value()[0].clone())
+        assert torch.equal(seen.wait(), table), dtype
+        assert torch.equal(tensor, table)
+        turned = given(rank, 6, 10).t()
+        dist.all_reduce(turned, avg)
+        assert torch.equal(turned, table.t())
+        tensor = given(rank, 6, 10)
+        dist.reduce(tensor, 1, avg)
+        assert torch.equal(tensor, table if rank == 1 else given(rank, 6, 10))
+        several = [given(rank, 6, 10), given(rank, size, 20), torch.full((3,), float(rank))]
+        opts = dist.AllreduceCoalescedOptions()
+        opts.reduceOp = avg
+        world.allreduce_coalesced(several, opts).wait()
+        assert torch.equal(several[0], table)
+        assert torch.equal(several[1], rows)
+        assert several[2].tolist() == [(size - 1) / 2] * 3
+        mine = torch.empty(20, dtype=dtype)
+        dist.reduce_scatter_tensor(mine, given(rank, size, 20), avg)
+        assert torch.equal(mine, rows[rank])
+        dist.reduce_scatter(mine.zero_(), list(given(rank, size, 20)), avg)
+        assert torch.equal(mine, rows[rank])
+        overlap = given(rank, size, 20)
+        dist.reduce_scatter_tensor(overlap[0], overlap, avg)
+        assert torch.equal(overlap[0], rows[rank])
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = avg
+        pair = [torch.empty(10, dtype=dtype), torch.empty(20, dtype=dtype)]
+        sources = [given(rank, size, 10), given(rank, size, 20)]
+        world.reduce_scatter_single_coalesced(pair, sources, options).wait()
+        assert torch.equal(pair[0], wanted(size, 10)[rank])
+        assert torch.equal(pair[1], rows[rank])
+        assert torch.equal(sources[1], given(rank, size, 20)), "the input stays as it was"
+    epochs = torch.tensor([-(rank + 3)])
+    for work in [dist.all_reduce(epochs.clone(), avg, async_op=True) for _ in range(3)]:
+        assert work is not None
+        work.get_future().wait()
+    dist.all_reduce(epochs, avg)
+    assert epochs.tolist() == [-3 if size == 2 else -4]
+    assert not has_inner_group()
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab", "aaa", "aab", "abc"])
+def test_averages_of_whole_numbers_are_truncated(tmp_path: Path, hosts: str) -> None:
+    run_group(check_whole_averages, len(hosts), tmp_path, len(hosts), hosts=tuple(hosts))
 
 
 def check_moves(rank: int) -> None:
@@ -202,9 +269,11 @@ def check_alone(rank: int) -> None:
     socket.socket = no_network  # type: ignore[assignment,misc]
     dist.destroy_process_group()
     dist.init_process_group("shoal", store=dist.HashStore(), rank=0, world_size=1)
-    tensor = torch.arange(3.0)
+    tensor, whole = torch.arange(3.0), torch.tensor([-3, 5])
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT):
         dist.all_reduce(tensor, op)
+    dist.all_reduce(whole, dist.ReduceOp.AVG)
+    assert whole.tolist() == [-3, 5]
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
     assert torch.equal(work.get_future().wait()[0], torch.arange(3.0))
@@ -214,7 +283,7 @@ def check_alone(rank: int) -> None:
     dist.reduce_scatter_tensor(out.zero_(), tensor)
     assert torch.equal(out, tensor)
     dist.barrier()
-    assert group_counters()["ops_all_reduce"] == 4
+    assert group_counters()["ops_all_reduce"] == 5
 
 
 def test_world_of_one_needs_no_network(tmp_path: Path) -> None:

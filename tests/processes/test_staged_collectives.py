@@ -19,8 +19,8 @@ REDUCTIONS = {
     torch.bfloat16: ("SUM", "AVG", "PRODUCT", "MIN"),
     torch.float16: ("AVG",),
     torch.float64: ("SUM",),
-    torch.int64: ("SUM", "BXOR"),
-    torch.uint8: ("MAX",),
+    torch.int64: ("SUM", "AVG", "BXOR"),
+    torch.uint8: ("MAX", "AVG"),
 }
 MOVED = (torch.float32, torch.bool, torch.complex128, torch.int16)
 
@@ -40,7 +40,7 @@ def part(rank: int, dtype: torch.dtype, count: int) -> Tensor:
         return (torch.randn(count, generator=random) * 10 ** (rank % 3)).to(dtype)
     if dtype.is_complex:
         return torch.randn(count, dtype=dtype, generator=random)
-    return torch.randint(0, 5, (count,), generator=random).to(dtype)
+    return torch.randint(0 if dtype == torch.uint8 else -5, 5, (count,), generator=random).to(dtype)
 
 
 class BothWays:

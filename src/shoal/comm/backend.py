@@ -96,10 +96,9 @@ class ShoalProcessGroup(DelegatingGroup):
         output, finish = operands.destination(tensor)
         if kind == "reduce" and root != self._rank:
             finish = None
-        source = operands.block(tensor)
-        if op.factor is not None:
-            source = source * op.factor
-        input, dtype = operands.numbers(source)
+        else:
+            finish = op.after(output, self._size, finish)
+        input, dtype = operands.numbers(op.before(operands.block(tensor)))
         output, _ = operands.numbers(output)
         return self._submit(
             kind, input, output, input.numel(), dtype,

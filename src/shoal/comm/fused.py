@@ -34,9 +34,9 @@ class Fused:
             if len(group) == 1 and operands.is_block(group[0]) and op.factor is None:
                 flat, finish = group[0].detach(), None
             else:
-                flat = torch.cat([operands.block(tensor).view(-1) for tensor in group])
-                flat = flat if op.factor is None else flat * op.factor
+                flat = op.before(torch.cat([operands.block(tensor).view(-1) for tensor in group]))
                 finish = operands.copy_back(group, flat)
+            finish = op.after(flat, self._size, finish)
             numbers, dtype = operands.numbers(flat)
             work = self._submit(
                 "all_reduce", numbers, numbers, numbers.numel(), dtype,
@@ -176,13 +176,13 @@ class Fused:
 
     def _reduce_scatter_table(self, outputs: list[Tensor], table: Tensor, opts: Any) -> Work:
         op = operands.reduction(opts.reduceOp, table)
-        if op.factor is not None:
-            table = table * op.factor
+        table = op.before(table)
         target, finish = outputs[0].detach(), None
         direct = len(outputs) == 1 and operands.is_block(target) and target.numel() == table.shape[1]
         if not direct or operands.shares_memory(target, table):
             target = table.new_empty(table.shape[1])
             finish = operands.copy_back(outputs, target)
+        finish = op.after(target, self._size, finish)
         input, dtype = operands.numbers(table)
         output, _ = operands.numbers(target)
         return self._submit(

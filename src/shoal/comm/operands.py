@@ -48,10 +48,28 @@ Finish = Callable[[], None]
 
 @dataclass(frozen=True)
 class Reduction:
-    """What is done to the elements: the engine's name of the operation, and a factor that comes before it."""
+    """What is done to the elements: the engine's name of the operation, what comes before it and after it."""
 
     name: str
     factor: float | Tensor | None = None
+    divides: bool = False
+    """The sum is divided by the number of ranks and truncated toward zero, as NCCL averages integers."""
+
+    def before(self, block: Tensor) -> Tensor:
+        """Return what goes into the engine: the block, or a copy times the factor."""
+        return block if self.factor is None else block * self.factor
+
+    def after(self, output: Tensor, size: int, finish: Finish | None) -> Finish | None:
+        """Return what ends the operation once ``output``, a block, holds the engine's result."""
+        if not self.divides:
+            return finish
+
+        def divide() -> None:
+            output.div_(size, rounding_mode="trunc")
+            if finish is not None:
+                finish()
+
+        return divide
 
 
 def reduction(op: ReduceOp | ReduceOp.RedOpType, tensor: Tensor) -> Reduction:
@@ -75,14 +93,16 @@ def reduction(op: ReduceOp | ReduceOp.RedOpType, tensor: Tensor) -> Reduction:
     elif dtype.is_floating_point:
         allowed = name not in _BITWISE and dtype in ENGINE_DTYPES
     else:
-        allowed = name != "avg" and factor is None and dtype in ENGINE_DTYPES
+        allowed = factor is None and dtype in ENGINE_DTYPES
     if not allowed:
         known = ", ".join(ENGINE_DTYPES.values())
         raise UsageError(
-            f"{name} of a {dtype} tensor: backend shoal reduces {known}, bool and complex tensors, with avg "
-            "and premul_sum only floating ones, with band, bor and bxor only whole ones, and complex ones "
-            "with sum and avg; convert the tensor first"
+            f"{name} of a {dtype} tensor: backend shoal reduces {known}, bool and complex tensors, with "
+            "premul_sum only floating ones, with band, bor and bxor only whole ones and bool, with avg all "
+            "but bool, and complex ones with sum and avg; convert the tensor first"
         )
+    if name == "avg" and not (dtype.is_complex or dtype.is_floating_point):
+        return Reduction("sum", divides=True)
     return Reduction(name, factor)
 
 
