@@ -34,6 +34,7 @@ from shoal.comm.engine import EngineOptions
 from shoal.comm.fused import Fused
 from shoal.comm.monitored import monitored_barrier
 from shoal.comm.operands import one, options_of
+from shoal.comm.untraced import untraced
 from shoal.comm.work import NO_TIMEOUT
 from shoal.errors import UsageError
 
@@ -62,6 +63,7 @@ def create_group(meeting: Any, options: Any) -> ShoalProcessGroup:
     )
 
 
+@untraced
 class ShoalProcessGroup(DelegatingGroup):
     """A group whose collectives run on the engine. They return at once, with a ``Work``."""
 

@@ -13,11 +13,13 @@ from torch.futures import Future
 
 from shoal.comm.engine import CommError
 from shoal.comm.inner import InnerGloo
+from shoal.comm.untraced import untraced
 from shoal.comm.work import NO_TIMEOUT, SingleWork, still_under_way
 
 _POLL_S = 0.2
 
 
+@untraced
 class DelegatedWork(SingleWork):
     """A collective of the inner group. A failure that the engine finds meanwhile ends the wait."""
 

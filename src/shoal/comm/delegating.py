@@ -22,10 +22,12 @@ from shoal.comm.group import EngineGroup
 from shoal.comm.inner import Start
 from shoal.comm.messages import MessageWork
 from shoal.comm.operands import Finish, options_of
+from shoal.comm.untraced import untraced
 from shoal.comm.work import NO_TIMEOUT
 from shoal.errors import UsageError
 
 
+@untraced
 class DelegatingGroup(EngineGroup):
     """A group whose rarer collectives run on gloo, announced through the engine."""
 

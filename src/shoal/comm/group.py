@@ -25,6 +25,7 @@ from shoal.comm.lone import LoneEngine
 from shoal.comm.messages import Messages
 from shoal.comm.operands import DEVICES
 from shoal.comm.routes import Asked
+from shoal.comm.untraced import untraced
 from shoal.comm.work import NO_TIMEOUT, Completer, EngineWork, JoinedWork
 from shoal.errors import UsageError
 
@@ -48,6 +49,7 @@ class _Devices(list[torch.device]):
         return False
 
 
+@untraced
 class EngineGroup(ProcessGroup):
     """A group of ranks with an engine of its own."""
 

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import Work
 from shoal.comm.engine import CommError
 from shoal.comm.inner import InnerGloo, Start
 from shoal.comm.operands import Finish
+from shoal.comm.untraced import untraced
 from shoal.comm.work import NO_TIMEOUT, SingleWork
 
 
@@ -73,6 +74,7 @@ class _Peer:
             self._ready = problem is None
 
 
+@untraced
 class MessageWork(SingleWork):
     """A message under way to or from one rank."""
 

@@ -12,6 +12,7 @@ from torch.futures import Future
 
 from shoal.comm.devices import Device, Mark
 from shoal.comm.engine import CommError
+from shoal.comm.untraced import untraced
 from shoal.comm.work import NO_TIMEOUT, SingleWork, still_under_way
 
 _SLICE_S = 0.5
@@ -19,6 +20,7 @@ _SLICE_S = 0.5
 _NAMING_S = 1.0
 
 
+@untraced
 class StagedWork(SingleWork):
     """One collective that goes through the host's memory.
 

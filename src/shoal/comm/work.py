@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from shoal.comm.engine import CommError
+from shoal.comm.untraced import untraced
 
 NO_TIMEOUT = timedelta(0)
 
@@ -30,6 +31,7 @@ class Waiting(Protocol):
     def complete_later(self, work: EngineWork) -> None: ...
 
 
+@untraced
 class SingleWork(Work):
     """What the works of a single operation share: it ends once, well or with an error."""
 
@@ -58,6 +60,7 @@ def still_under_way(name: str, limit: timedelta) -> CommError:
     )
 
 
+@untraced
 class EngineWork(SingleWork):
     """One operation of the engine.
 
@@ -222,6 +225,7 @@ class Completer:
                     work.complete_future()
 
 
+@untraced
 class JoinedWork(Work):
     """Several works as one."""
 
