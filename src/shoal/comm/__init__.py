@@ -24,7 +24,7 @@ The story of one gradient:
 7.  A server that holds all contributions of a chunk adds them in the order of the hosts' lowest ranks, in
     fp32, rounds once, and, second hop, sends the sum to every host, while later chunks are still on their
     way to it.
-8.  The last sum to arrive completes the ``Work``: a waiting thread wakes, or ``work.Completer`` sets the
+8.  The last sum to arrive completes the ``Work``: a waiting thread wakes, or ``completer`` sets the
     future on which DDP waits. The gradient is where it was, averaged. With ``priority.prioritize`` nobody
     waits: later buckets overtake earlier ones, and the next forward pass begins with what has arrived.
 

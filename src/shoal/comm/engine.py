@@ -112,6 +112,8 @@ class EngineOptions:
             "ofi:tcp;ofi_rxm,tcp;ofi_rxm". ``None``: what SHOAL_TRANSPORT says, or else TCP.
         staging_bytes: a piece of a CUDA tensor that is copied to or from the host at once.
         staging_buffers: such pieces that have memory on the host, for each group.
+        ordered_callbacks: whether a collective waits until callbacks of earlier ones have ended. For
+            callbacks that begin collectives while the program does too, as PowerSGD's with several buckets.
     """
 
     chunk_bytes: int = 32 << 10
@@ -131,6 +133,7 @@ class EngineOptions:
     transport: str | None = None
     staging_bytes: int = 4 << 20
     staging_buffers: int = 8
+    ordered_callbacks: bool = False
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -335,6 +338,14 @@ class Engine:
         return list(self._engine.take_trace())
 
 
-_OURS = {"partial", "workers_serve", "order", "transport", "staging_bytes", "staging_buffers"}
+_OURS = {
+    "partial",
+    "workers_serve",
+    "order",
+    "transport",
+    "staging_bytes",
+    "staging_buffers",
+    "ordered_callbacks",
+}
 _SAME_NAME = tuple({each.name for each in fields(EngineOptions)} - _OURS)
 """Options that the core has under the same name."""

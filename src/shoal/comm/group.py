@@ -9,6 +9,7 @@ import importlib
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, Work
 
 from shoal.comm import BACKEND_NAME
 from shoal.comm.bootstrap import connect_engine, local_address
+from shoal.comm.completer import Completer
 from shoal.comm.device_side import DeviceSide, Membership
 from shoal.comm.devices import Device
 from shoal.comm.engine import CommError, Engine, EngineOptions, Operation
@@ -26,7 +28,7 @@ from shoal.comm.messages import Messages
 from shoal.comm.operands import DEVICES
 from shoal.comm.routes import Asked
 from shoal.comm.untraced import untraced
-from shoal.comm.work import NO_TIMEOUT, Completer, EngineWork, JoinedWork
+from shoal.comm.work import NO_TIMEOUT, EngineWork, JoinedWork
 from shoal.errors import UsageError
 
 _log = logging.getLogger(__name__)
@@ -84,7 +86,7 @@ class EngineGroup(ProcessGroup):
             address = local_address(store)
         self.inner = InnerGloo(store, rank, size, address, timeout, self.engine.error)
         self._messages = Messages(self.inner)
-        self._completer = Completer(self.engine.watch, self.engine.next_watched)
+        self._completer = Completer(self.engine, ordered=self._options.ordered_callbacks)
         self._pending: dict[int, EngineWork] = {}
         self._sequence = 0
         self._splits = 0
@@ -180,7 +182,7 @@ class EngineGroup(ProcessGroup):
         """Give the engine an operation and count it."""
         if self._closed:
             raise CommError(f"{asked.name}: this process group has been shut down; make a new one")
-        handle = self.engine.submit(asked)
+        handle = self._completer.begin(partial(self.engine.submit, asked), asked.name, self._timeout)
         self._sequence += 1
         return handle
 

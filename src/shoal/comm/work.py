@@ -19,7 +19,6 @@ NO_TIMEOUT = timedelta(0)
 
 # A wait returns to Python this often, for signals and for what others ask of a rank that waits.
 SLICE_S = 1.0
-_IDLE_S = 0.1
 
 
 class Waiting(Protocol):
@@ -133,13 +132,14 @@ class EngineWork(SingleWork):
         self._group.forget(self.handle)
 
     def settle_now(self) -> None:
-        """Note the outcome of an operation that is done."""
+        """Note the outcome of an operation that is done, or whose group ends."""
+        error: CommError | None = None
         try:
-            self._group.wait_once(self.handle, 0.0)
-        except CommError as error:
-            self.settle(error)
-        else:
-            self.settle(None)
+            if not self._group.wait_once(self.handle, 0.0):
+                error = CommError(f"{self._name}: this process group was shut down before it had ended")
+        except CommError as problem:
+            error = problem
+        self.settle(error)
 
     def is_completed(self) -> bool:
         if not self._settled and self._group.is_done(self.handle):
@@ -162,10 +162,7 @@ class EngineWork(SingleWork):
             # A failure raised by a callback reaches C++ (DDP's reducer) as the error of this second future.
             self._future = begun.then(self._outcome)
             future = self._future
-        if self.is_completed():
-            begun.set_result(None)
-        else:
-            self._group.complete_later(self)
+        self._group.complete_later(self)
         return future
 
     def complete_future(self) -> None:
@@ -179,50 +176,6 @@ class EngineWork(SingleWork):
         if self._error is not None:
             raise self._error
         return self._result
-
-
-class Completer:
-    """A thread that sets the futures of operations as they are done; it starts with the first one."""
-
-    def __init__(self, watch: Callable[[int], None], next_watched: Callable[[float], list[int]]) -> None:
-        self._watch = watch
-        self._next_watched = next_watched
-        self._works: dict[int, EngineWork] = {}
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._stopping = False
-
-    def add(self, work: EngineWork) -> None:
-        with self._changed:
-            self._works[work.handle] = work
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="shoal-futures", daemon=True)
-                self._thread.start()
-            self._changed.notify()
-        self._watch(work.handle)
-
-    def stop(self) -> None:
-        """End the thread; futures that are still open are completed with the group's outcome."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-        for work in list(self._works.values()):
-            work.complete_future()
-        self._works.clear()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._works or self._stopping)
-                if self._stopping:
-                    return
-            for handle in self._next_watched(_IDLE_S):
-                with self._changed:
-                    work = self._works.pop(handle, None)
-                if work is not None:
-                    work.complete_future()
 
 
 @untraced
