@@ -8,6 +8,7 @@ group that exists: call ``dist.init_process_group("shoal")`` before them and lea
 from __future__ import annotations
 
 import importlib
+import json
 import multiprocessing
 import os
 import socket
@@ -104,7 +105,14 @@ def lightning_trainer(backend: str, meeting: str, rank: int, folder: Path) -> nn
         def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
             loss = self.model(**batch)["loss"]
             self.log("loss", loss, sync_dist=True)
+            self.log("mean loss", loss, on_epoch=True, on_step=True, sync_dist=True)
+            self.log("rows", len(batch["x"]) * (index + self.global_rank), on_epoch=True, sync_dist=True)
+            self.log("most", self.global_rank, on_epoch=True, sync_dist=True, reduce_fx="max")
             return loss
+
+        def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
+            self.log("validation", self.model(**batch)["loss"], sync_dist=True)  # an epoch's mean
+            self.log("index", index, sync_dist=True)
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -121,8 +129,17 @@ def lightning_trainer(backend: str, meeting: str, rank: int, folder: Path) -> nn
         default_root_dir=folder,
     )
     module = Module()
-    trainer.fit(module, torch.utils.data.DataLoader(rows(), batch_size=4))
+    loaders = [torch.utils.data.DataLoader(rows(), batch_size=4) for _ in range(2)]
+    trainer.fit(module, *loaders)
     assert trainer.world_size == SIZE
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert metrics["most"] == 1
+    assert {"loss", "mean loss_epoch", "rows", "validation", "index"} <= metrics.keys()
+    path = folder / f"metrics-{rank}.json"
+    if backend == "gloo":
+        path.write_text(json.dumps(metrics))
+    else:
+        assert metrics == json.loads(path.read_text()), "the metrics are those of gloo"
     return module.model
 
 
