@@ -388,6 +388,7 @@ void bind_engine(nb::module_& m) {
       .def("close", &shoal::Engine::close, Release())
       .def("counters", &shoal::Engine::counters, Release())
       .def("take_events", &shoal::Engine::take_events, Release())
+      .def("lost_helpers", &shoal::Engine::lost_helpers, Release())
       .def("trace", &shoal::Engine::trace)
       .def("take_trace", &take_trace);
   nb::class_<shoal::HelperServer>(m, "HelperServer")

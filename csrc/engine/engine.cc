@@ -219,6 +219,11 @@ std::vector<std::string> Engine::take_events() {
   return std::exchange(events_, {});
 }
 
+std::vector<std::string> Engine::lost_helpers() {
+  const std::lock_guard lock(mutex_);
+  return names_of_lost_;
+}
+
 void Engine::traced(const char* what, std::uint64_t begin_ns, std::uint64_t seq, std::uint64_t chunk) {
   if (!tracing_) return;
   const std::lock_guard lock(mutex_);

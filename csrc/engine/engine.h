@@ -111,6 +111,7 @@ class Engine : private Sink {
   void trace(bool on) { tracing_ = on; }
   std::vector<TraceEvent> take_trace();
   std::vector<std::string> take_events();
+  std::vector<std::string> lost_helpers();  // their names, in the order of the losses
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -248,7 +249,7 @@ class Engine : private Sink {
   std::map<std::uint64_t, std::vector<Announcement>> announced_;
   std::set<std::uint64_t> told_;
   std::map<std::string, std::uint64_t> counts_;
-  std::vector<std::string> events_;
+  std::vector<std::string> events_, names_of_lost_;
   std::vector<TraceEvent> events_trace_;
   std::atomic<bool> tracing_{false};
   std::atomic<std::uint64_t> submitted_{0}, completed_{0};

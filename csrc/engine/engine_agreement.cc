@@ -143,6 +143,10 @@ void Engine::helper_lost(int helper, const std::string& why, bool tell) {
   transport_->drop(server);
   const std::string& name = helpers_[static_cast<std::size_t>(helper)].name;
   if (tell) broadcast(FrameType::server_down, 0, static_cast<std::uint64_t>(helper), 0, why);
+  {
+    const std::lock_guard lock(mutex_);
+    names_of_lost_.push_back(name);
+  }
   note("helper " + name + " was lost (" + why + "); the others take over its chunks");
   std::map<std::uint64_t, OpPtr> affected = retained_;
   for (const OpPtr& op : pending_ops()) affected[op->seq] = op;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,17 @@ def exit_codes(
     *args: Any,
     backend: str = "shoal",
     hosts: Sequence[str] | None = None,
+    environment: Mapping[str, str] | None = None,
     deadline_s: float = 120,
 ) -> list[int | None]:
     """Run ``function(rank, *args)`` on ``size`` workers, on these hosts, and return how each has ended."""
     folder.mkdir(exist_ok=True)
     meeting = folder / f"meeting-{backend.replace(':', '-')}-{len(list(folder.iterdir()))}"
+    environments = [
+        {**(environment or {}), **({"SHOAL_HOST_ID": hosts[rank]} if hosts else {})} for rank in range(size)
+    ]
     processes = [
-        fork_process(_worker, function, rank, size, meeting, backend, hosts[rank] if hosts else None, args)
+        fork_process(_worker, function, rank, size, meeting, backend, environments[rank], args)
         for rank in range(size)
     ]
     return wait_for(processes, deadline_s)
@@ -44,11 +48,10 @@ def _worker(
     size: int,
     meeting: Path,
     backend: str,
-    host: str | None,
+    environment: Mapping[str, str],
     args: tuple[Any, ...],
 ) -> None:
-    if host is not None:
-        os.environ["SHOAL_HOST_ID"] = host
+    os.environ.update(environment)
     shoal.comm.register()
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=size)
     function(rank, *args)

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shoal import env
 from shoal.comm.engine import CommError, Engine, EngineOptions, Helper, Peer, fabric_providers
+from shoal.comm.helpers import bandwidth_of, name_of, note_bandwidths, usable_helpers
 from shoal.comm.probe import measure_helpers
 from shoal.decide.links import MIB, chunk_pattern, recommended_bucket_bytes
 from shoal.errors import ShoalError, UsageError
@@ -146,7 +147,7 @@ def connect_engine(
         rate, measured = measure_helpers(
             engine, store, rank=rank, size=size, num_hosts=num_hosts, num_helpers=len(helpers)
         )
-        _measured.update(zip((helper.name for helper in helpers), measured, strict=True))
+        note_bandwidths([helper.name for helper in helpers], measured)
         engine.set_pattern(chunk_pattern(hosts, measured))
         if rank == 0 and tell:
             _tell(num_hosts, size, options.transport, f", {rate * 8e-6:,.0f} Mbit/s each", measured)
@@ -183,18 +184,6 @@ def _read(store: Store, key: str, rank: int, timeout: timedelta) -> dict[str, An
     return found
 
 
-# By name of the helper; a job's further groups need not measure again.
-_measured: dict[str, float] = {}
-
-
-def helper_bandwidths() -> tuple[float, ...]:
-    """Return the bandwidth of each of SHOAL_HELPERS as a multiple of a worker host's.
-
-    It is what the variable says, or what a group of this process has measured; 1 where there is neither.
-    """
-    return tuple(h.bandwidth or _measured.get(f"{h.address}:{h.port}", 1.0) for h in env.helpers())
-
-
 # What has been told: further groups of the same shape are not worth a line.
 _told: set[str] = set()
 
@@ -219,19 +208,17 @@ def _common_rules(store: Store, rank: int, timeout: timedelta, options: EngineOp
     Without ``SHOAL_SECRET`` the secret is random and lies in the store: whoever can read the store may join.
     """
     if rank == 0:
-        helpers = [
-            {"address": h.address, "port": h.port, "bandwidth": h.bandwidth, "name": f"{h.address}:{h.port}"}
-            for h in env.helpers()
-        ]
-        for helper in helpers:
-            helper["bandwidth"] = helper["bandwidth"] or _measured.get(str(helper["name"]))
-        if helpers and env.secret() is None:
+        if env.helpers() and env.secret() is None:
             raise UsageError(
                 "SHOAL_HELPERS is set but SHOAL_SECRET is not; helper hosts admit only who knows their "
                 "secret: set SHOAL_SECRET or SHOAL_SECRET_FILE on all hosts"
             )
+        helpers = usable_helpers(workers_serve=options.workers_serve)
         rules = {
-            "helpers": helpers,
+            "helpers": [
+                {"address": h.address, "port": h.port, "bandwidth": bandwidth_of(h), "name": name_of(h)}
+                for h in helpers
+            ],
             "options": asdict(options),
             "segment": f"shoal-{os.getpid()}-{secrets.token_hex(8)}",
             "secret": "" if env.secret() is not None else secrets.token_hex(_SECRET_BYTES),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from weakref import WeakSet
 
 from shoal import native
 from shoal.errors import ShoalError, UsageError
@@ -220,6 +221,7 @@ class Engine:
         except RuntimeError as error:
             raise CommError(f"group {group!r}, rank {rank}: {error}") from error
         self._group, self._rank, self._pid = group, rank, os.getpid()
+        _open.add(self)
 
     @property
     def port(self) -> int:
@@ -319,6 +321,8 @@ class Engine:
     def close(self) -> None:
         """Leave the group in order. Peers that wait for nothing do not mind."""
         if os.getpid() == self._pid:
+            _lost.update(dict.fromkeys(self._engine.lost_helpers()))
+            _open.discard(self)
             self._engine.close()
 
     def counters(self) -> dict[str, int]:
@@ -336,6 +340,19 @@ class Engine:
     def take_trace(self) -> list[Event]:
         """Return the events noted since the last call."""
         return list(self._engine.take_trace())
+
+
+_open: WeakSet[Engine] = WeakSet()
+_lost: dict[str, None] = {}
+"""The helpers that engines lost which are closed, in the order of the losses."""
+
+
+def lost_helpers() -> list[str]:
+    """Return the names of the helpers that engines of this process have lost."""
+    for engine in list(_open):
+        if engine._pid == os.getpid():
+            _lost.update(dict.fromkeys(engine._engine.lost_helpers()))
+    return list(_lost)
 
 
 _OURS = {
