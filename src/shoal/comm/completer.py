@@ -222,3 +222,4 @@ class Completer:
                 stopped = [task for task in self._tasks.values() if task.look()]
                 if any(task.turn is self._turn for task in stopped):
                     self._offer_turn()
+                del stopped  # or their group would live until the next ones come

@@ -48,10 +48,6 @@ class Membership:
     engine: Engine | LoneEngine
     """The group's own: every collective is announced there, so that it finds what ranks do differently."""
     options: EngineOptions
-    begin: Callable[[Operation], int]
-    """Give the group's engine an operation, and count it."""
-    idle: Callable[[], None]
-    """Called by who waits for long."""
 
 
 class DeviceSide:
@@ -77,9 +73,21 @@ class DeviceSide:
     # ---- collectives --------------------------------------------------------------------------------------
 
     def submit(
-        self, asked: Asked, *, timeout: timedelta, result: Any, finish: Callable[[], None] | None
+        self,
+        asked: Asked,
+        *,
+        begin: Callable[[Operation], int],
+        idle: Callable[[], None],
+        timeout: timedelta,
+        result: Any,
+        finish: Callable[[], None] | None,
     ) -> StagedWork:
         """Begin a collective; what the caller has queued on the device comes before it.
+
+        Args:
+            begin: gives the group's engine an operation, and counts it. Like ``idle`` it belongs to the group
+                and is not kept here, where threads would keep the group alive.
+            idle: called by a thread that waits for long.
 
         Raises:
             CommError: the group has failed, or the ranks did not meet for the first collective.
@@ -91,13 +99,13 @@ class DeviceSide:
                 f"{kind} on {device} while a graph is captured: the network's part is the processor's and "
                 "cannot be replayed; capture forward and backward pass and average the gradients outside"
             )
-        handle = self._group.begin(_announcement(f"{device}_{kind}", asked, timeout))
+        handle = begin(_announcement(f"{device}_{kind}", asked, timeout))
         try:
             route = self._route(asked)
         except Exception:
             self._group.engine.finish_delegated(handle)
             raise
-        work = StagedWork(self._device, kind, result, self.error, self._group.idle)
+        work = StagedWork(self._device, kind, result, self.error, idle)
         job = Job(
             name=kind,
             route=route,

@@ -6,6 +6,7 @@ the C++ core (``csrc/engine``); what is here names things and turns failures int
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -353,6 +354,13 @@ def lost_helpers() -> list[str]:
         if engine._pid == os.getpid():
             _lost.update(dict.fromkeys(engine._engine.lost_helpers()))
     return list(_lost)
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Leave open groups when the interpreter exits; what is on its way to the others arrives."""
+    for engine in list(_open):
+        engine.close()
 
 
 _OURS = {

@@ -21,6 +21,7 @@ from shoal.comm.bootstrap import connect_engine, local_address
 from shoal.comm.completer import Completer
 from shoal.comm.device_side import DeviceSide, Membership
 from shoal.comm.devices import Device
+from shoal.comm.ending import Ending, end_when_dropped
 from shoal.comm.engine import CommError, Engine, EngineOptions, Operation
 from shoal.comm.inner import InnerGloo
 from shoal.comm.lone import LoneEngine
@@ -77,7 +78,6 @@ class EngineGroup(ProcessGroup):
         self._options = options or EngineOptions()
         self.devices: dict[str, Callable[[torch.device], Device]] = {"cuda": _open_cuda}
         """Devices whose tensors go through staging, by type."""
-        self._sides: dict[torch.device, DeviceSide] = {}
         self.engine: Engine | LoneEngine
         if size == 1:
             self.engine, address = LoneEngine(), _LOOPBACK
@@ -87,6 +87,8 @@ class EngineGroup(ProcessGroup):
         self.inner = InnerGloo(store, rank, size, address, timeout, self.engine.error)
         self._messages = Messages(self.inner)
         self._completer = Completer(self.engine, ordered=self._options.ordered_callbacks)
+        self._ending = Ending(self.engine, self._completer, self.inner)
+        end_when_dropped(self, self._ending)
         self._pending: dict[int, EngineWork] = {}
         self._sequence = 0
         self._splits = 0
@@ -113,6 +115,7 @@ class EngineGroup(ProcessGroup):
 
     def forget(self, handle: int) -> None:
         self._pending.pop(handle, None)
+        self._ending.operands.pop(handle, None)
 
     def complete_later(self, work: EngineWork) -> None:
         self._completer.add(work)
@@ -141,13 +144,17 @@ class EngineGroup(ProcessGroup):
                 op=op, root=root, shape=shape, priority=priority,
             )  # fmt: skip
             return self._coalesced(
-                side.submit(wanted, timeout=self._limit(timeout), result=result, finish=finish)
-            )
+                side.submit(
+                    wanted, begin=self._begin, idle=self._idle,
+                    timeout=self._limit(timeout), result=result, finish=finish,
+                )
+            )  # fmt: skip
         asked = Operation(
             kind=kind, input=input.data_ptr(), output=output.data_ptr(), count=count, dtype=dtype,
             op=op, root=root, shape=shape, timeout_s=self._limit(timeout).total_seconds(), priority=priority,
         )  # fmt: skip
         handle = self._begin(asked)
+        self._ending.operands[handle] = input, output
         work = EngineWork(self, handle, kind, result, (input, output), finish)
         self._pending[handle] = work
         # What nobody waits for is settled here, at the latest when the group ends.
@@ -165,18 +172,19 @@ class EngineGroup(ProcessGroup):
         """Return what serves tensors on this device; ``None`` if the engine itself does."""
         if place.type not in self.devices:
             return None
-        if place not in self._sides:
+        sides = self._ending.sides
+        if place not in sides:
             if self._closed:
                 raise CommError(
                     f"collective on {place}: this process group has been shut down; make a new one"
                 )
             membership = Membership(
-                store=PrefixStore(f"device/{len(self._sides)}/", self._store), rank=self._rank,
+                store=PrefixStore(f"device/{len(sides)}/", self._store), rank=self._rank,
                 size=self._size, name=self._name, global_rank=self._global_ranks[self._rank],
-                engine=self.engine, options=self._options, begin=self._begin, idle=self._idle,
+                engine=self.engine, options=self._options,
             )  # fmt: skip
-            self._sides[place] = DeviceSide(self.devices[place.type](place), membership, self._timeout)
-        return self._sides[place]
+            sides[place] = DeviceSide(self.devices[place.type](place), membership, self._timeout)
+        return sides[place]
 
     def _begin(self, asked: Operation) -> int:
         """Give the engine an operation and count it."""
@@ -289,15 +297,14 @@ class EngineGroup(ProcessGroup):
             self.engine.abort(f"rank {self._rank} of group {self._name} aborted it")
 
     def shutdown(self) -> None:
-        """Leave the group. The others do not mind, unless they wait for this rank."""
+        """Leave the group. The others do not mind, unless they wait for this rank.
+
+        A group that is dropped without it leaves too, a moment later.
+        """
         if self._closed:
             return
         for work in list(self._pending.values()):
             work.is_completed()
         self._closed = True
-        for side in self._sides.values():
-            side.stop()
-        self._completer.stop()
-        self.inner.stop()
-        self.engine.close()
+        self._ending.run()
         self._pending.clear()

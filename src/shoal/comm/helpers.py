@@ -17,8 +17,8 @@ REACH_S = 3.0
 """How long a group waits at its start for helpers that do not take a connection."""
 _PAUSE_S = 0.1
 
-# Why, by the helper's name. What was left out once stays out: a helper that comes and goes, or that only rank 0
-# reaches, would cost each further group its time to begin.
+# Why, by the helper's name. What was left out once stays out: a helper that comes and goes, or that only
+# rank 0 reaches, would cost each further group its time to begin.
 _left_out: dict[str, str] = {}
 # By name; a job's further groups need not measure again.
 _measured: dict[str, float] = {}
