@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,30 @@ def test_options_that_differ_are_an_error_on_all_ranks(tmp_path: Path) -> None:
 def test_impossible_options_are_refused(given: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=f"EngineOptions.{next(iter(given))} is"):
         EngineOptions(**given)  # type: ignore[arg-type]
+
+
+def check_mix(rank: int) -> None:
+    begun = time.monotonic()
+    with pytest.raises(UsageError, match=r"mixes shoal and nccl.*write \"shoal\".*or make two groups"):
+        dist.new_group(backend="cpu:shoal,cuda:nccl")
+    assert time.monotonic() - begun < 3 * 1.0
+    group = dist.new_group(backend="cpu:gloo,cuda:shoal")  # the documentation says that shoal serves both
+    assert type(group).__name__ == "ShoalProcessGroup"
+    tensor = contribution(rank)
+    dist.all_reduce(tensor, group=group)
+    assert torch.equal(tensor, contribution(0) + contribution(1))
+
+
+def test_cuda_tensors_are_not_silently_taken_from_nccl(tmp_path: Path) -> None:
+    run_group(check_mix, 2, tmp_path, hosts=("a", "b"))
+
+
+@pytest.mark.parametrize("backend", ["shoal", "cpu:shoal", "cpu:shoal,cuda:shoal"])
+def test_backends_that_are_no_mix(tmp_path: Path, backend: str) -> None:
+    run_group(check_sum_of_two, 2, tmp_path, backend=backend, hosts=("a", "b"))
+
+
+def check_sum_of_two(rank: int) -> None:
+    tensor = contribution(rank)
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, contribution(0) + contribution(1))

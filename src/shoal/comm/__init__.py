@@ -63,6 +63,7 @@ def register() -> None:
 
 
 def _create_group(meeting: Any, options: Any) -> Any:
+    importlib.import_module("shoal.comm.mixes").refuse_other_backends(meeting)
     return importlib.import_module("shoal.comm.backend").create_group(meeting, options)
 
 
