@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from shoal import env
-from shoal.comm import bootstrap, operands
+from shoal.comm import addresses, bootstrap, operands
 from shoal.comm.engine import CommError, Operation
 from shoal.comm.lone import LoneEngine
 from shoal.comm.monitored import monitored_barrier
@@ -39,22 +39,30 @@ def test_wrong_helpers_are_named(entry: str) -> None:
 
 
 def test_host_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = bootstrap.host_identity()
-    assert own == bootstrap.host_identity()
+    own = addresses.host_identity()
+    assert own == addresses.host_identity()
     assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in own
     monkeypatch.setenv("SHOAL_HOST_ID", "other")
-    assert bootstrap.host_identity() == "other"
+    assert addresses.host_identity() == "other"
 
 
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bootstrap.interface_address("10.1.2.3") == "10.1.2.3"
-    assert bootstrap.interface_address("lo") == "127.0.0.1"
+    assert addresses.interface_address("10.1.2.3") == "10.1.2.3"
+    assert addresses.interface_address("lo") == "127.0.0.1"
     with pytest.raises(UsageError, match=r"SHOAL_INTERFACE=nowhere0.*this host has .*lo"):
-        bootstrap.interface_address("nowhere0")
+        addresses.interface_address("nowhere0")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert bootstrap.local_address(dist.PrefixStore("a/", dist.PrefixStore("b/", store))) == "127.0.0.1"
+    assert addresses.local_address(dist.PrefixStore("a/", dist.PrefixStore("b/", store))) == "127.0.0.1"
     monkeypatch.setenv("SHOAL_INTERFACE", "127.0.0.9")
-    assert bootstrap.local_address(store) == "127.0.0.9"
+    assert addresses.local_address(store) == "127.0.0.9"
+
+
+def test_loopback_addresses_reach_only_their_network() -> None:
+    one, other = addresses.Place("a", "127.0.1.1", "x"), addresses.Place("b", "10.0.0.2", "y")
+    addresses.refuse_loopback([one, addresses.Place("c", "127.0.0.2", "x")])
+    addresses.refuse_loopback([other, addresses.Place("c", "10.0.0.3", "x")])
+    with pytest.raises(UsageError, match=r"rank 1 on host a listens at 127\.0\.1\.1, which rank 0 on host b"):
+        addresses.refuse_loopback([other, one])
 
 
 def test_a_rank_that_cannot_take_part_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.bench.settings import COLOCATED, CommBench
-from shoal.comm.bootstrap import host_identity
+from shoal.comm.addresses import host_identity
 from shoal.comm.helpers import helper_bandwidths
 from shoal.env import HELPERS, Joined, helpers, without
 from shoal.errors import UsageError

@@ -2,96 +2,25 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
-import socket
-import struct
 import sys
 from dataclasses import asdict, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from shoal import env
+from shoal.comm.addresses import Place, host_identity, local_address, network_identity, refuse_loopback
 from shoal.comm.engine import CommError, Engine, EngineOptions, Helper, Peer, fabric_providers
 from shoal.comm.helpers import bandwidth_of, name_of, note_bandwidths, usable_helpers
 from shoal.comm.probe import measure_helpers
 from shoal.decide.links import MIB, chunk_pattern, recommended_bucket_bytes
 from shoal.errors import ShoalError, UsageError
 
-_LOOPBACK = "127.0.0.1"
 _SECRET_BYTES = 32
-_SIOCGIFADDR = 0x8915
-_INTERFACE_NAME_BYTES = 15
-
-
-def host_identity() -> str:
-    """Return a text that is the same for two processes exactly if they may share memory.
-
-    It holds the boot id, the network namespace (a container or an emulated host has its own), the file system
-    of ``/dev/shm`` and the node's name. ``SHOAL_HOST_ID`` overrides it.
-    """
-    if given := env.host_id():
-        return given
-    parts = [os.uname().nodename]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
-        try:
-            parts.append(str(Path(path).stat().st_ino) if "/ns/" in path else Path(path).read_text().strip())
-        except OSError:
-            parts.append("?")
-    try:
-        parts.append(str(Path("/dev/shm").stat().st_dev))
-    except OSError:
-        parts.append("?")
-    return "/".join(parts)
-
-
-def local_address(store: Store) -> str:
-    """Return the IPv4 address on which this process is to listen.
-
-    That is ``SHOAL_INTERFACE``, or else the address from which this host reaches the store.
-
-    Raises:
-        UsageError: there is no such interface.
-    """
-    if given := env.interface():
-        return interface_address(given)
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    host = store.host if isinstance(store, TCPStore) else socket.gethostname()
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing: it only chooses a route
-            return str(probe.getsockname()[0])
-    except OSError:
-        return _LOOPBACK
-
-
-def interface_address(given: str) -> str:
-    """Return the address itself, or that of the interface of this name.
-
-    Raises:
-        UsageError: it is neither.
-    """
-    try:
-        socket.inet_aton(given)
-        return given
-    except OSError:
-        pass
-    request = struct.pack("256s", given.encode()[:_INTERFACE_NAME_BYTES])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-        except OSError as problem:
-            names = ", ".join(name for _, name in socket.if_nameindex())
-            raise UsageError(
-                f"SHOAL_INTERFACE={given}: no such address or interface with an IPv4 address "
-                f"({problem.strerror}); this host has {names}"
-            ) from None
 
 
 def connect_engine(
@@ -128,10 +57,14 @@ def connect_engine(
         "port": engine.port,
         "global_rank": global_rank,
         "pid": os.getpid(),
+        "node": os.uname().nodename,
+        "network": network_identity(),
     }
     store.set(f"peer/{rank}", json.dumps(me))
     records = [_read(store, f"peer/{other}", other, timeout) for other in range(size)]
+    places = [Place(record.pop("node"), record["address"], record.pop("network")) for record in records]
     peers = [Peer(**record) for record in records]
+    refuse_loopback(places)
     hosts = [peer.host for peer in peers]
     num_hosts = len(set(hosts))
     if num_hosts == 1:  # shared memory does it all

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from shoal.comm.addresses import host_identity
 from shoal.comm.aside import Aside
-from shoal.comm.bootstrap import connect_engine, host_identity
+from shoal.comm.bootstrap import connect_engine
 from shoal.comm.devices import Device, HostRanks
 from shoal.comm.engine import CommError, Engine, EngineOptions, Operation
 from shoal.comm.lone import LoneEngine

@@ -1,8 +1,8 @@
 """The end of a group: in order, or handed to a thread where the group is dropped without one.
 
 Python collects garbage in any thread and under any lock, where waiting for a thread can hang. So what a group
-has open ends in a thread that is there already, and the collecting thread only puts it into a queue. Engines that
-are open when the interpreter exits are closed by :mod:`shoal.comm.engine`.
+has open ends in a thread that is there already, and the collecting thread only puts it into a queue. Engines
+that are open when the interpreter exits are closed by :mod:`shoal.comm.engine`.
 """
 
 from __future__ import annotations

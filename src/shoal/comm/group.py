@@ -17,7 +17,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, Work
 
 from shoal.comm import BACKEND_NAME
-from shoal.comm.bootstrap import connect_engine, local_address
+from shoal.comm.addresses import LOOPBACK, local_address
+from shoal.comm.bootstrap import connect_engine
 from shoal.comm.completer import Completer
 from shoal.comm.device_side import DeviceSide, Membership
 from shoal.comm.devices import Device
@@ -34,7 +35,6 @@ from shoal.errors import UsageError
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
-_LOOPBACK = "127.0.0.1"
 
 
 def _open_cuda(place: torch.device) -> Device:
@@ -80,7 +80,7 @@ class EngineGroup(ProcessGroup):
         """Devices whose tensors go through staging, by type."""
         self.engine: Engine | LoneEngine
         if size == 1:
-            self.engine, address = LoneEngine(), _LOOPBACK
+            self.engine, address = LoneEngine(), LOOPBACK
         else:
             self.engine = connect_engine(store, rank, size, name, global_ranks[rank], timeout, options)
             address = local_address(store)
