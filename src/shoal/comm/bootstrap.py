@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from shoal import env
-from shoal.comm.addresses import Place, host_identity, local_address, network_identity, refuse_loopback
-from shoal.comm.engine import CommError, Engine, EngineOptions, Helper, Peer, fabric_providers
+from shoal.comm.addresses import host_identity, local_address, network_identity, refuse_loopback
+from shoal.comm.engine import Engine, EngineOptions, Helper, fabric_providers
 from shoal.comm.helpers import bandwidth_of, name_of, note_bandwidths, usable_helpers
 from shoal.comm.probe import measure_helpers
+from shoal.comm.records import Records, Rules, parse_peer, parse_rules
 from shoal.decide.links import MIB, chunk_pattern, recommended_bucket_bytes
 from shoal.errors import ShoalError, UsageError
 
@@ -42,14 +41,16 @@ def connect_engine(
         CommError: a rank did not come in time or refused the secret.
         UsageError: an environment variable is wrong.
     """
+    records = Records(store, group, None, timeout)
     try:
+        records = Records(store, group, env.secret(), timeout)
         options = options or EngineOptions()
         options = replace(options, transport=options.transport or env.transport())
-        rules = _common_rules(store, rank, timeout, options)
+        rules = _common_rules(records, rank, options)
         engine, address = _listen(store, rules, rank, size, group, options)
     except ShoalError as problem:
         for key in ("rules", f"peer/{rank}") if rank == 0 else (f"peer/{rank}",):
-            store.set(key, json.dumps({"error": f"rank {rank}: {problem}"}))
+            records.put_error(key, f"rank {rank}: {problem}")
         raise
     me = {
         "host": host_identity(),
@@ -60,25 +61,23 @@ def connect_engine(
         "node": os.uname().nodename,
         "network": network_identity(),
     }
-    store.set(f"peer/{rank}", json.dumps(me))
-    records = [_read(store, f"peer/{other}", other, timeout) for other in range(size)]
-    places = [Place(record.pop("node"), record["address"], record.pop("network")) for record in records]
-    peers = [Peer(**record) for record in records]
-    refuse_loopback(places)
+    records.put(f"peer/{rank}", me)
+    found = [parse_peer(records.get(f"peer/{other}", other)) for other in range(size)]
+    peers = [peer for peer, _ in found]
+    refuse_loopback([place for _, place in found])
     hosts = [peer.host for peer in peers]
     num_hosts = len(set(hosts))
+    helpers, bandwidths = rules.helpers, rules.bandwidths
     if num_hosts == 1:  # shared memory does it all
-        rules["helpers"] = []
+        helpers, bandwidths = [], []
     elif options.order == "rank":  # each rank's tensor travels by itself; servers add in rank order
         peers = [replace(peer, host=f"{peer.host}/{number}") for number, peer in enumerate(peers)]
         hosts = [peer.host for peer in peers]
-    helpers = [Helper(address=h["address"], port=h["port"], name=h["name"]) for h in rules["helpers"]]
-    bandwidths = [h["bandwidth"] for h in rules["helpers"]]
     start = chunk_pattern(hosts, [bandwidth or 1.0 for bandwidth in bandwidths])
-    engine.connect(peers, helpers, start, segment=rules["segment"], timeout_s=timeout.total_seconds())
-    if None in bandwidths:
+    engine.connect(peers, helpers, start, segment=rules.segment, timeout_s=timeout.total_seconds())
+    if not all(bandwidths):
         rate, measured = measure_helpers(
-            engine, store, rank=rank, size=size, num_hosts=num_hosts, num_helpers=len(helpers)
+            engine, records, rank=rank, size=size, num_hosts=num_hosts, num_helpers=len(helpers)
         )
         note_bandwidths([helper.name for helper in helpers], measured)
         engine.set_pattern(chunk_pattern(hosts, measured))
@@ -90,31 +89,12 @@ def connect_engine(
 
 
 def _listen(
-    store: Store, rules: dict[str, Any], rank: int, size: int, group: str, options: EngineOptions
+    store: Store, rules: Rules, rank: int, size: int, group: str, options: EngineOptions
 ) -> tuple[Engine, str]:
     address = local_address(store)
     given = env.secret()
-    secret = given if given is not None else bytes.fromhex(rules["secret"])
+    secret = given if given is not None else bytes.fromhex(rules.secret)
     return Engine(rank=rank, size=size, group=group, secret=secret, address=address, options=options), address
-
-
-def _read(store: Store, key: str, rank: int, timeout: timedelta) -> dict[str, Any]:
-    """Return what ``rank`` has put into the store.
-
-    Raises:
-        CommError: it has not within ``timeout``, or could not take part and says why.
-    """
-    try:
-        store.wait([key], timeout)
-    except Exception as problem:  # the store's own class of time-outs differs between versions
-        raise CommError(
-            f"rank {rank} of the group did not come within {timeout.total_seconds():g} s; see whether it was "
-            "started and what it printed"
-        ) from problem
-    found: dict[str, Any] = json.loads(store.get(key))
-    if "error" in found:
-        raise CommError(f"the group cannot be made: {found['error']}")
-    return found
 
 
 # What has been told: further groups of the same shape are not worth a line.
@@ -135,10 +115,10 @@ def _tell(num_hosts: int, size: int, transport: str | None, rate: str, helpers: 
         print(line, file=sys.stderr)
 
 
-def _common_rules(store: Store, rank: int, timeout: timedelta, options: EngineOptions) -> dict[str, Any]:
+def _common_rules(records: Records, rank: int, options: EngineOptions) -> Rules:
     """Return what rank 0 decides for all.
 
-    Without ``SHOAL_SECRET`` the secret is random and lies in the store: whoever can read the store may join.
+    Without ``SHOAL_SECRET`` the secret is random and lies in the store: all who can read the store may join.
     """
     if rank == 0:
         if env.helpers() and env.secret() is None:
@@ -147,20 +127,16 @@ def _common_rules(store: Store, rank: int, timeout: timedelta, options: EngineOp
                 "secret: set SHOAL_SECRET or SHOAL_SECRET_FILE on all hosts"
             )
         helpers = usable_helpers(workers_serve=options.workers_serve)
-        rules = {
-            "helpers": [
-                {"address": h.address, "port": h.port, "bandwidth": bandwidth_of(h), "name": name_of(h)}
-                for h in helpers
-            ],
-            "options": asdict(options),
-            "segment": f"shoal-{os.getpid()}-{secrets.token_hex(8)}",
-            "secret": "" if env.secret() is not None else secrets.token_hex(_SECRET_BYTES),
-        }
-        store.set("rules", json.dumps(rules))
+        rules = Rules(
+            helpers=[Helper(address=each.address, port=each.port, name=name_of(each)) for each in helpers],
+            bandwidths=[bandwidth_of(each) or 0.0 for each in helpers],
+            options=asdict(options),
+            segment=f"shoal-{os.getpid()}-{secrets.token_hex(8)}",
+            secret="" if env.secret() is not None else secrets.token_hex(_SECRET_BYTES),
+        )
+        records.put("rules", rules.record())
         return rules
-    found = _read(store, "rules", 0, timeout)
-    if not found["secret"] and env.secret() is None:
-        raise UsageError("rank 0 has a SHOAL_SECRET and this rank has none; set the same on all hosts")
-    if found["options"] != asdict(options):
+    rules = parse_rules(records.get("rules", 0))
+    if rules.options != asdict(options):
         raise UsageError(f"rank {rank} has other pg_options than rank 0: {options}; give all ranks the same")
-    return found
+    return rules

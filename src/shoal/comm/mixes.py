@@ -21,7 +21,7 @@ def refuse_other_backends(meeting: Any) -> None:
         UsageError: another backend was asked for.
     """
     group = meeting.process_group
-    # Those that torch has made are in the group. Of those to come it has set the accelerator's as the default.
+    # Those that torch has made are in the group; of those to come the accelerator's is the default.
     made = [group._get_backend(each).name() for each in group._device_types if each.type != "cpu"]
     for name in (*made, group.name()):
         if name in _OF_ACCELERATORS:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from shoal.comm.engine import Engine, Operation
+from shoal.comm.records import Records
 from shoal.decide.links import assign_chunks
 
 _HOST_S = 0.15
@@ -26,7 +26,7 @@ _DEADLINE_S = 30.0
 
 
 def measure_helpers(
-    engine: Engine, store: Store, *, rank: int, size: int, num_hosts: int, num_helpers: int
+    engine: Engine, records: Records, *, rank: int, size: int, num_hosts: int, num_helpers: int
 ) -> tuple[float, list[float]]:
     """Return a worker host's bandwidth in bytes/s and each helper's as a multiple of it. All ranks call it.
 
@@ -41,22 +41,22 @@ def measure_helpers(
     for attempt in range(32):
         took_s = _timed(engine, num_bytes)
         enough = took_s >= _HOST_S or num_bytes >= _MOST_BYTES
-        told = _from_rank_0(store, rank, f"probe/{attempt}", 0 if enough else num_bytes * 2)
+        told = _from_rank_0(records, rank, f"probe/{attempt}", 0 if enough else num_bytes * 2)
         if not told:
             break
         num_bytes = int(told)
-    host = _from_rank_0(store, rank, "probe/host", 2 * (num_hosts - 1) / num_hosts * num_bytes / took_s)
+    host = _from_rank_0(records, rank, "probe/host", 2 * (num_hosts - 1) / num_hosts * num_bytes / took_s)
     alone = []
     for helper in range(min(num_helpers, _MOST_PROBED)):
         engine.set_pattern([size + helper])
         share = max(int(host * _ONE_HELPER_S / num_hosts), _FIRST_BYTES)
         _timed(engine, share // 2)  # lets the connections find their pace
-        alone.append(_from_rank_0(store, rank, f"probe/helper/{helper}", share / _timed(engine, share)))
+        alone.append(_from_rank_0(records, rank, f"probe/helper/{helper}", share / _timed(engine, share)))
     weights = compare(alone) + [1.0] * (num_helpers - len(alone))
     engine.set_pattern([size + helper for helper in assign_chunks(_PATTERN, weights)])
     num_bytes = min(int(host * _ALL_HELPERS_S), _MOST_BYTES)
     together = num_hosts * num_bytes / _timed(engine, num_bytes) / host
-    together = _from_rank_0(store, rank, "probe/together", together)
+    together = _from_rank_0(records, rank, "probe/together", together)
     return host, multiples(weights, together, num_hosts)
 
 
@@ -96,7 +96,10 @@ def _timed(engine: Engine, num_bytes: int) -> float:
     return time.perf_counter() - begin
 
 
-def _from_rank_0(store: Store, rank: int, key: str, value: float) -> float:
+def _from_rank_0(records: Records, rank: int, key: str, value: float) -> float:
     if rank == 0:
-        store.set(key, repr(float(value)))
-    return float(store.get(key))
+        records.put(key, {"value": float(value)})
+    found = records.get(key, 0)
+    value = found.number("value")
+    found.end()
+    return value

@@ -1,0 +1,225 @@
+"""What the ranks of a group tell each other through torch's store: checked when read, and signed.
+
+Anybody who reaches the store can write to it. With a secret of the job's own each record carries an
+HMAC-SHA256 under it, over its key, the group's name and the text.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import re
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from shoal.comm.addresses import Place
+from shoal.comm.engine import CommError, Helper, Peer
+from shoal.errors import UsageError
+
+_MOST_BYTES = 1 << 20
+_MAC_DIGITS = 64
+_MOST_ERROR = 4096
+
+_NAME = r"[^\x00-\x1f\x7f]{1,512}"
+_SEGMENT = r"shoal-[0-9a-f-]{1,64}"
+_SECRET = r"([0-9a-f]{64})?"
+
+
+class Records:
+    """The records of one group in the store."""
+
+    def __init__(self, store: Store, group: str, secret: bytes | None, timeout: timedelta) -> None:
+        self._store, self._group, self._secret, self._timeout = store, group, secret, timeout
+
+    def put(self, key: str, value: dict[str, Any]) -> None:
+        text = json.dumps(value)
+        self._store.set(key, self._mac(key, text) + text)
+
+    def put_error(self, key: str, reason: str) -> None:
+        """Tell those who read ``key`` why the group cannot be made."""
+        self.put(key, {"error": reason[:_MOST_ERROR]})
+
+    def get(self, key: str, rank: int) -> Fields:
+        """Return what ``rank`` has put.
+
+        Raises:
+            CommError: it has not in time, it could not take part and says why, or the record is not what
+                it wrote.
+            UsageError: it has a secret and this rank has none.
+        """
+        limit_s = self._timeout.total_seconds()
+        try:
+            self._store.wait([key], self._timeout)
+        except Exception as problem:  # the store's own class of time-outs differs between versions
+            raise CommError(
+                f"rank {rank} of the group did not come within {limit_s:g} s; see whether it was "
+                "started and what it printed"
+            ) from problem
+        found = Fields(self._opened(key, self._store.get(key), rank), key, rank)
+        if reason := found.error():
+            raise CommError(f"the group cannot be made: {reason}")
+        return found
+
+    def _mac(self, key: str, text: str) -> str:
+        if self._secret is None:
+            return ""
+        return hmac.digest(self._secret, json.dumps([key, self._group, text]).encode(), "sha256").hex()
+
+    def _opened(self, key: str, raw: bytes, rank: int) -> object:
+        text = raw[: _MOST_BYTES + 1].decode("ascii", errors="replace")
+        signed = re.match(rf"[0-9a-f]{{{_MAC_DIGITS}}}(?=\{{)", text) is not None
+        mac, text = (text[:_MAC_DIGITS], text[_MAC_DIGITS:]) if signed else ("", text)
+        if self._secret is None and signed:
+            raise UsageError(
+                f"rank {rank} has a SHOAL_SECRET and this rank has none; set the same on all hosts"
+            )
+        if not hmac.compare_digest(mac, self._mac(key, text)):
+            raise CommError(
+                f"what rank {rank} has put into the store ({key}) is not signed with this rank's secret: "
+                "the SHOAL_SECRET of the two differ, or somebody has changed the store"
+            )
+        try:
+            value: object = json.loads(text)
+        except (ValueError, RecursionError):
+            raise _malformed(key, rank, "it is not JSON") from None
+        return value
+
+
+class Fields:
+    """The fields of a record, each checked as it is taken."""
+
+    def __init__(self, found: object, key: str, rank: int) -> None:
+        self._key, self._rank = key, rank
+        if not isinstance(found, dict):
+            raise _malformed(key, rank, "it is not an object")
+        self._found = dict(found)
+
+    def error(self) -> str:
+        """Return the reason that a rank gives instead of a record, if any."""
+        return self.text("error", rf"[^\x00]{{1,{_MOST_ERROR}}}") if "error" in self._found else ""
+
+    def whole(self, name: str, least: int, most: int) -> int:
+        value = self.value(name)
+        if type(value) is not int or not least <= value <= most:
+            raise self._wrong(name, value, f"a whole number from {least} to {most}")
+        return value
+
+    def number(self, name: str) -> float:
+        """Return a finite number of at least 0."""
+        value = self.value(name)
+        if type(value) not in (int, float) or not 0 <= value < 1e18:
+            raise self._wrong(name, value, "a number of at least 0")
+        return float(value)
+
+    def text(self, name: str, pattern: str) -> str:
+        value = self.value(name)
+        if not isinstance(value, str) or not re.fullmatch(pattern, value):
+            raise self._wrong(name, value, f"a text of the form {pattern}")
+        return value
+
+    def address(self, name: str) -> str:
+        value = self.text(name, r"[0-9.]{7,15}")
+        try:
+            return str(ipaddress.IPv4Address(value))
+        except ValueError:
+            raise self._wrong(name, value, "an IPv4 address") from None
+
+    def value(self, name: str) -> Any:
+        if name not in self._found:
+            raise _malformed(self._key, self._rank, f"it has no field {name}")
+        return self._found.pop(name)
+
+    def each(self, name: str) -> list[Fields]:
+        """Return the records of a list."""
+        value = self.value(name)
+        if not isinstance(value, list):
+            raise self._wrong(name, value, "a list")
+        return [Fields(item, f"{self._key}, {name}", self._rank) for item in value]
+
+    def end(self) -> None:
+        """See that every field has been taken."""
+        if self._found:
+            raise _malformed(self._key, self._rank, f"it has unknown fields: {sorted(self._found)!r:.200}")
+
+    def _wrong(self, name: str, value: object, rule: str) -> CommError:
+        return _malformed(self._key, self._rank, f"{name} is {value!r:.200}, not {rule}")
+
+
+def _malformed(key: str, rank: int, what: str) -> CommError:
+    return CommError(
+        f"what rank {rank} has put into the store ({key}) is malformed: {what}; somebody has changed the "
+        "store, or the ranks run different versions of shoal"
+    )
+
+
+def parse_peer(found: Fields) -> tuple[Peer, Place]:
+    """Return where a rank is.
+
+    Raises:
+        CommError: a field is missing, unknown or out of its range.
+    """
+    peer = Peer(
+        host=found.text("host", _NAME),
+        address=found.address("address"),
+        port=found.whole("port", 1, (1 << 16) - 1),
+        global_rank=found.whole("global_rank", 0, (1 << 31) - 1),
+        pid=found.whole("pid", 1, (1 << 31) - 1),
+    )
+    place = Place(found.text("node", _NAME), peer.address, found.text("network", _NAME))
+    found.end()
+    return peer, place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What rank 0 decides for all."""
+
+    helpers: list[Helper]
+    bandwidths: list[float]
+    """of each helper, as a multiple of a worker host's; 0 is to be measured"""
+    options: Any
+    segment: str
+    """name for shared memory"""
+    secret: str
+    """empty, or where the job has none of its own a random one in hexadecimal digits"""
+
+    def record(self) -> dict[str, Any]:
+        helpers = [
+            {**asdict(helper), "bandwidth": bandwidth}
+            for helper, bandwidth in zip(self.helpers, self.bandwidths, strict=True)
+        ]
+        return {
+            "helpers": helpers, "options": self.options, "segment": self.segment, "secret": self.secret
+        }  # fmt: skip
+
+
+def parse_rules(found: Fields) -> Rules:
+    """Return what rank 0 decides for all.
+
+    Raises:
+        CommError: a field is missing, unknown or out of its range.
+    """
+    helpers, bandwidths = [], []
+    for each in found.each("helpers"):
+        helpers.append(
+            Helper(
+                address=each.address("address"),
+                port=each.whole("port", 1, (1 << 16) - 1),
+                name=each.text("name", _NAME),
+            )
+        )
+        bandwidths.append(each.number("bandwidth"))
+        each.end()
+    rules = Rules(
+        helpers=helpers,
+        bandwidths=bandwidths,
+        options=found.value("options"),
+        segment=found.text("segment", _SEGMENT),
+        secret=found.text("secret", _SECRET),
+    )
+    found.end()
+    return rules
