@@ -1,10 +1,17 @@
 """A cache of shards in local memory (``/dev/shm``) or on a local disk, shared by the processes of a host.
 
-A shard's copy is named by its checksum, so data sets may share a folder and a stale copy cannot exist. One
-process fills it (a lock a shard) while others wait for it; the copy is compared with the manifest's checksum
-on its way in and gets its name when it is complete. Room is taken before a copy begins: the temporary has
-its full size at once, so processes that fill at the same time do not exceed the limit together, and a disk
-that is full says so at the beginning.
+Copies lie in ``shoal-cache`` below the given folder, so what else lies there is never counted nor removed. A
+copy is named by its checksum, so data sets may share a folder and a stale copy cannot exist. One process
+fills it (a lock a shard) while others wait for it; the copy is compared with the manifest's checksum on its
+way in and gets its name when it is complete. Room is taken before a copy begins: the temporary has its full
+size at once, so processes that fill at the same time do not exceed the limit together, and a disk that is
+full says so at the beginning.
+
+A later run takes a copy for what its name says, if it has the manifest's size; else the copy is made again.
+Its checksum is not computed again, which would read every byte at each start. The name suffices, since
+nobody else can give it: it stands only on what was compared, and the folder has the mode 0700 and is refused
+if it belongs to another user or others may write to it. It stays open and is reached by its descriptor, so
+that it cannot be exchanged for another one later by a user who may write to the folder above it.
 
 Where there is no room, shards are read where they are, which is slower but never wrong; it is counted and
 said once.
@@ -17,9 +24,12 @@ import fcntl
 import hashlib
 import mmap
 import os
+import re
+import stat
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +41,8 @@ from shoal.errors import ShoalError, UsageError
 Parts = Callable[[], Iterable[bytes | memoryview]]
 """Begins to read the original of a shard, in order."""
 
+OWN_FOLDER = "shoal-cache"
+_COPY = re.compile(r".+-[0-9a-f]{16}\.tar")
 _NO_ROOM = "the shards in use leave no room"
 
 
@@ -39,7 +51,8 @@ class CacheConfig:
     """Where copies of shards are kept on each host, and how much of them."""
 
     directory: Path
-    """A folder on this host: ``/dev/shm/NAME`` for memory, or one on a local NVMe."""
+    """A folder on this host: ``/dev/shm/NAME`` for memory, or one on a local NVMe. The copies are in
+    ``shoal-cache`` below it."""
     num_bytes: int
     """The copies have at most so many bytes together."""
     evict: bool = False
@@ -71,9 +84,10 @@ class ShardCache:
         """Make the folder.
 
         Raises:
-            UsageError: it cannot be made or written.
+            UsageError: it cannot be made or written, belongs to another user, or others may write to it.
         """
         self.config = config
+        self.name = config.directory / OWN_FOLDER
         self.counts = CacheCounts()
         self._maps: dict[str, memoryview] = {}
         self._declined: set[str] = set()
@@ -82,11 +96,17 @@ class ShardCache:
         self._has_warned = False
         try:
             config.directory.mkdir(parents=True, exist_ok=True)
-            with _locked(config.directory / ".lock"):
+            with contextlib.suppress(FileExistsError):
+                self.name.mkdir(mode=0o700)
+            folder = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            weakref.finalize(self, os.close, folder).atexit = False
+            self._folder = Path(f"/proc/self/fd/{folder}")
+            _check_owner(self.name, os.fstat(folder))
+            with _locked(self._folder / ".lock"):
                 pass
         except OSError as error:
             raise UsageError(
-                f"cache {config.directory}: the folder cannot be made or written ({error.strerror}); name "
+                f"cache {self.name}: the folder cannot be made or written ({error.strerror}); name "
                 "another one, or leave the cache out"
             ) from None
 
@@ -108,24 +128,24 @@ class ShardCache:
         elif self.config.evict:
             now = time.time_ns()
             with contextlib.suppress(FileNotFoundError):
-                os.utime(self.config.directory / name, ns=(now, now))
+                os.utime(self._folder / name, ns=(now, now))
         return data
 
     def _get(self, name: str, info: ImageShardInfo, parts: Parts) -> memoryview | None:
-        path, num_bytes = self.config.directory / name, int(info.files[TAR]["bytes"])
-        with _locked(_lock_of(path)):
-            try:
+        path, num_bytes = self._folder / name, int(info.files[TAR]["bytes"])
+        try:
+            with _locked(_lock_of(path)):
                 if name in self._maps or name in self._declined:
                     return self._maps.get(name)  # another thread came first
-                if not path.exists() and not self._has_room_and_fills(path, info, parts):
-                    return None
-                with path.open("rb") as file:
-                    data = memoryview(mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ))
-            except OSError as error:
-                self._decline(name, error.strerror or str(error))
-                return None
-        with self._lock:
-            self._maps[name] = data
+                data = _mapped(path, num_bytes)
+                if data is None and self._has_room_and_fills(path, info, parts):
+                    data = _mapped(path, num_bytes)
+        except OSError as error:
+            self._decline(name, error.strerror or str(error))
+            return None
+        if data is not None:
+            with self._lock:
+                self._maps[name] = data
         return data
 
     def _has_room_and_fills(self, path: Path, info: ImageShardInfo, parts: Parts) -> bool:
@@ -133,8 +153,9 @@ class ShardCache:
         partial = path.with_name(path.name + PARTIAL)
         num_bytes = int(info.files[TAR]["bytes"])
         try:
-            with _locked(self.config.directory / ".lock"):
+            with _locked(self._folder / ".lock"):
                 partial.unlink(missing_ok=True)  # of a process that was killed: its lock is ours
+                path.unlink(missing_ok=True)  # if it is there, it is not the copy
                 reason = self._why_no_room(num_bytes)
                 if reason is None:
                     with partial.open("wb") as file:
@@ -157,8 +178,8 @@ class ShardCache:
         limit = self.config.num_bytes
         if num_bytes > limit:
             return f"a shard of {num_bytes:,} bytes is more than its limit of {limit:,}"
-        used = _remove_abandoned(self.config.directory)
-        copies = sorted(_entries(self.config.directory, f".{TAR}"))
+        used = _remove_abandoned(self._folder)
+        copies = sorted(_entries(self._folder))
         used += sum(size for _, size, _ in copies)
         if used + num_bytes > limit and not self.config.evict:
             return f"its limit of {limit:,} bytes is reached"
@@ -179,12 +200,12 @@ class ShardCache:
 
     def _forget_evicted(self) -> None:
         """Let go of copies that another process has removed: mapped, they would keep their memory."""
-        changed_ns = self.config.directory.stat().st_mtime_ns
+        changed_ns = self._folder.stat().st_mtime_ns
         if changed_ns == self._changed_ns:
             return
         with self._lock:
             self._changed_ns = changed_ns
-            for name in [name for name in self._maps if not (self.config.directory / name).exists()]:
+            for name in [name for name in self._maps if not (self._folder / name).exists()]:
                 del self._maps[name]
 
     def _decline(self, name: str, reason: str) -> None:
@@ -195,11 +216,38 @@ class ShardCache:
             has_warned, self._has_warned = self._has_warned, True
         if not has_warned:
             print(
-                f"cache {self.config.directory}: {reason}; shards without a copy are read where they are "
+                f"cache {self.name}: {reason}; shards without a copy are read where they are "
                 "(slower): give the cache more bytes or another folder",
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _check_owner(folder: Path, state: os.stat_result) -> None:
+    """Check that nobody else can put a copy into the folder, since a copy is taken for what its name says.
+
+    Raises:
+        UsageError: it belongs to another user, or others may write to it.
+    """
+    mode = stat.S_IMODE(state.st_mode)
+    if state.st_uid != os.geteuid():
+        problem = f"belongs to the user with the id {state.st_uid}, not to this one ({os.geteuid()})"
+    elif mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"has the mode {mode:04o}, with which others may put images there"
+    else:
+        return
+    raise UsageError(f"cache {folder} {problem}; remove it, or name another folder as the cache")
+
+
+def _mapped(path: Path, num_bytes: int) -> memoryview | None:
+    """Return a copy of so many bytes, or ``None`` if there is none. Raises ``OSError``."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size != num_bytes:
+                return None
+            return memoryview(mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ))
+    except FileNotFoundError:
+        return None
 
 
 def _fill(partial: Path, info: ImageShardInfo, parts: Parts) -> None:
@@ -230,10 +278,10 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(f".{path.name.removesuffix(PARTIAL)}.lock")
 
 
-def _entries(directory: Path, suffix: str) -> Iterator[tuple[int, int, Path]]:
-    """Yield (last use in ns, bytes, path) of the files whose names end so."""
+def _entries(directory: Path, suffix: str = "") -> Iterator[tuple[int, int, Path]]:
+    """Yield (last use in ns, bytes, path) of the copies, or of copies with a suffix behind their name."""
     for path in directory.iterdir():
-        if path.name.endswith(suffix):
+        if path.name.endswith(suffix) and _COPY.fullmatch(path.name.removesuffix(suffix)):
             with contextlib.suppress(FileNotFoundError):
                 state = path.stat()
                 yield state.st_mtime_ns, state.st_size, path
@@ -242,7 +290,7 @@ def _entries(directory: Path, suffix: str) -> Iterator[tuple[int, int, Path]]:
 def _remove_abandoned(directory: Path) -> int:
     """Remove temporaries that nobody fills (a kill left them); return the bytes of the others."""
     used = 0
-    for _, size, path in list(_entries(directory, f".{TAR}{PARTIAL}")):
+    for _, size, path in list(_entries(directory, PARTIAL)):
         with _locked_if_free(_lock_of(path)) as is_free:
             if is_free:
                 path.unlink(missing_ok=True)
@@ -254,7 +302,7 @@ def _remove_abandoned(directory: Path) -> int:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock among threads and processes; it ends with the process that holds it."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -264,7 +312,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked_if_free(path: Path) -> Iterator[bool]:
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.data.images.cache import CacheConfig, ShardCache
+from shoal.data.images.cache import OWN_FOLDER, CacheConfig, ShardCache
 from shoal.data.images.shards import ImageShards
 from shoal.errors import ShoalError, UsageError
 from synthetic_images import random_images, write_images
@@ -35,7 +35,7 @@ def opened(prepared, *, num_shards, evict=False):
 
 
 def copies(prepared):
-    return sorted(path.name[:11] for path in (prepared.parent / "cache").glob("*.tar"))
+    return sorted(path.name[:11] for path in (prepared.parent / "cache" / OWN_FOLDER).glob("*.tar"))
 
 
 def all_bytes(shards):
@@ -51,7 +51,7 @@ def test_reads_come_from_the_copies(prepared):
     shards = opened(prepared, num_shards=4)
     assert all_bytes(shards) == IMAGES
     assert counted(shards) == (4, 0, 0, 0)
-    for copy in (prepared.parent / "cache").glob("*.tar"):
+    for copy in (prepared.parent / "cache" / OWN_FOLDER).glob("*.tar"):
         (original,) = prepared.glob(f"{copy.name[:11]}.tar")
         assert copy.read_bytes() == original.read_bytes()
         copy.write_bytes(b"\xff" * SHARD_BYTES)  # in place: who reads it now, reads the copy
@@ -96,9 +96,9 @@ def test_a_process_lets_go_of_what_another_evicted(prepared):
         second.read(number)
     assert copies(prepared) == ["train-00002", "train-00003"]
     assert "(deleted)" in Path("/proc/self/maps").read_text()
-    os.utime(prepared.parent / "cache")  # file systems keep times in ticks of some ms
+    os.utime(prepared.parent / "cache" / OWN_FOLDER)  # file systems keep times in ticks of some ms
     assert bytes(first.read(10)) == IMAGES[10]
-    assert "cache/train-00000" not in Path("/proc/self/maps").read_text()
+    assert "train-00000-" not in Path("/proc/self/maps").read_text()
     assert bytes(first.read(0)) == IMAGES[0] and counted(first)[:2] == (3, 1)
 
 
@@ -165,13 +165,13 @@ def test_threads_fill_each_shard_once_and_keep_the_limit(prepared):
 
 
 def test_what_a_killed_process_left_is_removed(prepared):
-    (prepared.parent / "cache").mkdir()
+    (prepared.parent / "cache" / OWN_FOLDER).mkdir(parents=True)
     for name in ("train-00000-0123456789abcdef.tar.partial", "other-0123456789abcdef.tar.partial"):
-        (prepared.parent / "cache" / name).write_bytes(bytes(3 * SHARD_BYTES))
+        (prepared.parent / "cache" / OWN_FOLDER / name).write_bytes(bytes(3 * SHARD_BYTES))
     shards = opened(prepared, num_shards=4)
     assert all_bytes(shards) == IMAGES
     assert counted(shards) == (4, 0, 0, 0)
-    assert not list((prepared.parent / "cache").glob("*.partial"))
+    assert not list((prepared.parent / "cache" / OWN_FOLDER).glob("*.partial"))
 
 
 def test_a_shard_that_is_being_filled_takes_its_room(prepared):
@@ -213,7 +213,7 @@ def test_a_full_disk_is_said_and_counted(prepared):
     assert out.split() == ["open", "0", "20"]
     (line,) = err.splitlines()
     assert "File too large; shards without a copy are read where they are" in line
-    assert not list((prepared.parent / "cache").glob("train*"))
+    assert not list((prepared.parent / "cache" / OWN_FOLDER).glob("train*"))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
@@ -230,7 +230,7 @@ def test_a_disk_that_fills_up_while_copying(prepared, monkeypatch, capfd):
     assert all_bytes(shards) == IMAGES
     assert counted(shards) == (0, 0, 4, 20)
     assert "No space left on device; shards without a copy are read" in capfd.readouterr().err
-    assert not list((prepared.parent / "cache").glob("train*"))
+    assert not list((prepared.parent / "cache" / OWN_FOLDER).glob("train*"))
 
 
 @pytest.mark.parametrize("change", ["damaged", "cut short"])
@@ -244,12 +244,123 @@ def test_a_damaged_original_does_not_enter(prepared, change):
     with pytest.raises(ShoalError, match=r"train-00001\.tar has the wrong checksum"):
         shards.read(5)
     assert copies(prepared) == ["train-00000"]
-    assert not list((prepared.parent / "cache").glob("*.partial"))
+    assert not list((prepared.parent / "cache" / OWN_FOLDER).glob("*.partial"))
 
 
 def test_a_folder_that_cannot_be(prepared, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"file/cache: the folder cannot be made or written"):
+    with pytest.raises(UsageError, match=r"file/cache/shoal-cache: the folder cannot be made or written"):
         ShardCache(CacheConfig(directory=tmp_path / "file" / "cache", num_bytes=1))
     with pytest.raises(UsageError, match="cache_bytes 0 must be at least 1"):
         CacheConfig(directory=tmp_path, num_bytes=0)
+
+
+# ---- whose files these are ------------------------------------------------------------------------------
+
+
+def test_only_copies_of_the_cache_make_room(prepared, capfd):
+    """The user's own tars stay, wherever they lie, and take no room."""
+    folder = prepared.parent / "cache"
+    (folder / OWN_FOLDER).mkdir(parents=True, mode=0o700)
+    own = [
+        folder / "ILSVRC2012_img_train.tar",
+        folder / "train-00000-0123456789abcdef.tar",
+        folder / OWN_FOLDER / "mine.tar",
+        folder / OWN_FOLDER / "train-00000-0123456789ABCDEF.tar",
+        folder / OWN_FOLDER / "train-00000-0123456789abcdef.tar.gz",
+        folder / OWN_FOLDER / "mine.tar.partial",
+    ]
+    for path in own:
+        path.write_bytes(path.name.encode() * 10_000)
+        os.utime(path, (1, 1))  # used less recently than any copy
+    shards = opened(prepared, num_shards=2, evict=True)
+    assert all_bytes(shards) == IMAGES
+    assert counted(shards) == (4, 2, 0, 0) and capfd.readouterr().err == ""
+    assert [path.read_bytes() for path in own] == [path.name.encode() * 10_000 for path in own]
+
+
+def test_the_datas_own_directory_as_the_cache_loses_nothing(prepared):
+    before = {path.name: path.read_bytes() for path in prepared.iterdir()}
+    cache = CacheConfig(directory=prepared, num_bytes=2 * SHARD_BYTES, evict=True)
+    shards = ImageShards(prepared, "train", cache=cache)
+    assert all_bytes(shards) == IMAGES and counted(shards)[:2] == (4, 2)
+    assert {path.name: path.read_bytes() for path in prepared.iterdir() if path.is_file()} == before
+    assert len(list((prepared / OWN_FOLDER).glob("*.tar"))) == 2
+
+
+def test_the_folder_is_for_its_owner_alone(prepared):
+    before = os.umask(0)
+    try:
+        assert all_bytes(opened(prepared, num_shards=4)) == IMAGES
+    finally:
+        os.umask(before)
+    folder = prepared.parent / "cache" / OWN_FOLDER
+    assert folder.stat().st_mode & 0o7777 == 0o700
+    for mode in (0o720, 0o702, 0o777):
+        folder.chmod(mode)
+        with pytest.raises(UsageError, match=rf"/cache/shoal-cache has the mode {mode:04o}.*name another"):
+            opened(prepared, num_shards=4)
+    folder.chmod(0o755)
+    assert counted(opened(prepared, num_shards=4)) == (0, 0, 0, 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_refused(prepared):
+    folder = prepared.parent / "cache" / OWN_FOLDER
+    folder.mkdir(parents=True, mode=0o700)
+    os.chown(folder, 12345, -1)
+    with pytest.raises(UsageError, match=r"belongs to the user with the id 12345, not to this one \(0\)"):
+        opened(prepared, num_shards=4)
+
+
+def test_a_link_is_no_folder(prepared):
+    (prepared.parent / "elsewhere").mkdir(mode=0o700)
+    (prepared.parent / "cache").mkdir()
+    (prepared.parent / "cache" / OWN_FOLDER).symlink_to(prepared.parent / "elsewhere")
+    with pytest.raises(UsageError, match=r"cannot be made or written \(Not a directory\)"):
+        opened(prepared, num_shards=4)
+    assert list((prepared.parent / "elsewhere").iterdir()) == []
+
+
+def test_a_folder_exchanged_later_is_not_used(prepared):
+    """Who may write to the folder above can rename ours and put his own there."""
+    shards = opened(prepared, num_shards=4)
+    folder = prepared.parent / "cache" / OWN_FOLDER
+    assert bytes(shards.read(0)) == IMAGES[0]
+    folder.rename(prepared.parent / "ours")
+    folder.mkdir()
+    (folder / copies_in(prepared.parent / "ours")[0]).write_bytes(b"\xff" * SHARD_BYTES)
+    assert all_bytes(shards) == IMAGES
+    assert len(list(folder.iterdir())) == 1 and len(copies_in(prepared.parent / "ours")) == 4
+
+
+def copies_in(folder):
+    return sorted(path.name for path in folder.glob("*.tar"))
+
+
+@pytest.mark.parametrize("found", ["cut short", "too long", "empty", "link"])
+def test_a_copy_of_the_wrong_size_is_made_again(prepared, found, capfd):
+    assert all_bytes(opened(prepared, num_shards=4)) == IMAGES
+    copy = next((prepared.parent / "cache" / OWN_FOLDER).glob("train-00001-*.tar"))
+    data = copy.read_bytes()
+    copy.unlink()
+    if found == "link":
+        copy.symlink_to(prepared / "manifest.json")
+    else:
+        copy.write_bytes({"cut short": data[:-512], "too long": data + bytes(512), "empty": b""}[found])
+    shards = opened(prepared, num_shards=4)
+    assert all_bytes(shards) == IMAGES
+    assert counted(shards) == (1, 0, 0, 0) and capfd.readouterr().err == ""
+    assert copy.read_bytes() == data and not copy.is_symlink()
+    assert (prepared / "manifest.json").stat().st_size > 0
+
+
+def test_what_is_no_file_is_read_in_place(prepared, capfd):
+    assert all_bytes(opened(prepared, num_shards=4)) == IMAGES
+    copy = next((prepared.parent / "cache" / OWN_FOLDER).glob("train-00001-*.tar"))
+    copy.unlink()
+    copy.mkdir()
+    shards = opened(prepared, num_shards=4)
+    assert all_bytes(shards) == IMAGES
+    assert counted(shards) == (0, 0, 1, 5)
+    assert "Is a directory; shards without a copy are read where they are" in capfd.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from shoal.data.images import remote
-from shoal.data.images.cache import CacheConfig
+from shoal.data.images.cache import OWN_FOLDER, CacheConfig
 from shoal.data.images.remote import S3Files
 from shoal.data.images.shards import ImageShards
 from shoal.errors import ShoalError, UsageError
@@ -82,7 +82,9 @@ def test_whole_shards_go_into_the_cache(bucket, tmp_path, monkeypatch):
     shards = ImageShards(LOCATION, "train", cache=cache)
     assert [bytes(shards.read(number)) for number in range(20)] == IMAGES
     assert shards.cache_counts.num_filled == 2
-    for copy in (tmp_path / "cache").glob("train*"):
+    copies = list((tmp_path / "cache" / OWN_FOLDER).glob("train*"))
+    assert len(copies) == 2
+    for copy in copies:
         assert copy.read_bytes() == (tmp_path / "local" / f"{copy.name[:11]}.tar").read_bytes()
     bucket.objects.filter(Prefix=f"{PREFIX}/train-00000.tar").delete()
     assert bytes(shards.read(3)) == IMAGES[3]
