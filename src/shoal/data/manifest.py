@@ -11,7 +11,8 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,8 @@ MANIFEST = "manifest.json"
 FORMAT = "shoal-text"
 VERSION = 1
 
+_FILE_NAME = re.compile(r"[\w-][\w.-]*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 Shard = TypeVar("Shard")
 
@@ -83,6 +86,43 @@ def shards_of(splits: Mapping[str, tuple[Shard, ...]], split: str) -> tuple[Shar
     return splits[split]
 
 
+def check_file_name(name: object) -> None:
+    """Check that a name which stands in a manifest is that of a file in the manifest's own folder.
+
+    Others may have written the manifest, and names are joined to folders for reading and writing.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+        raise ValueError(
+            f"the file name {name!r} must be of letters, digits, '_', '-' and '.', and not begin with '.'"
+        )
+
+
+def check_shard(name: object, counts: Sequence[object], files: object, suffixes: Sequence[str]) -> None:
+    """Check the fields that all kinds of shards have in a manifest.
+
+    Raises:
+        ValueError: one cannot be: the name, a count, or size or SHA-256 of a file.
+    """
+    check_file_name(name)
+    if not all(isinstance(count, int) and count >= 0 for count in counts):
+        raise ValueError(f"the counts of the shard {name!r} must be whole numbers of at least 0")
+    if not isinstance(files, dict) or set(files) != set(suffixes):
+        raise ValueError(f"the shard {name!r} must have the files {', '.join(suffixes)}")
+    for suffix, facts in files.items():
+        is_right = (
+            isinstance(facts, dict)
+            and isinstance(facts.get("bytes"), int)
+            and facts["bytes"] >= 0
+            and isinstance(facts.get("sha256"), str)
+            and _SHA256.fullmatch(facts["sha256"])
+        )
+        if not is_right:
+            raise ValueError(f"{name}.{suffix} must have a number of bytes and a SHA-256 of 64 digits")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardInfo:
     """Counts of one shard, and size and SHA-256 of each of its files.
@@ -97,6 +137,10 @@ class ShardInfo:
     num_tokens: int
     files: dict[str, dict[str, Any]]
 
+    def __post_init__(self) -> None:
+        counts = (self.num_documents, self.num_sentences, self.num_tokens)
+        check_shard(self.name, counts, self.files, ("tokens", "index"))
+
     def to_json(self) -> dict[str, Any]:
         """Return this as plain JSON values; ``ShardInfo(**value)`` is the way back."""
         return dataclasses.asdict(self)
@@ -109,6 +153,9 @@ class TokenizerInfo:
     file: str
     sha256: str
     kind: str
+
+    def __post_init__(self) -> None:
+        check_file_name(self.file)
 
 
 @dataclass(frozen=True, kw_only=True)

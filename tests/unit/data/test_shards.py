@@ -224,6 +224,36 @@ def test_damaged_manifest(prepared, old, new, said):
     assert said in one_line(error)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda value: value["splits"]["train"][0].update(name="../x"),
+            "the file name '../x' must be of letters",
+        ),
+        (
+            lambda value: value["tokenizer"].update(file="/etc/passwd"),
+            "the file name '/etc/passwd' must be of",
+        ),
+        (
+            lambda value: value["splits"]["train"][0].update(num_tokens="9"),
+            "counts of the shard 'train-00000' must",
+        ),
+        (
+            lambda value: value["splits"]["train"][0]["files"]["index"].update(bytes=-8),
+            "00000.index must have a num",
+        ),
+    ],
+)
+def test_a_field_that_cannot_be(prepared, change, said):
+    path = prepared / "manifest.json"
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+    with pytest.raises(ShoalError, match=rf"manifest\.json: a field is missing or wrong \(.*{said}"):
+        Manifest.load(prepared)
+
+
 def test_another_tokenizer(prepared, tmp_path):
     (prepared / "tokenizer.json").write_bytes(TOKENIZER + b" ")
     with pytest.raises(UsageError, match=r"tokenizer.json: this tokenizer .* is not the one that made"):

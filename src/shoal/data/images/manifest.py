@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.data.files import sha256_of, write_atomically
-from shoal.data.manifest import MANIFEST, parse_manifest, read_manifest, shards_of
+from shoal.data.manifest import MANIFEST, check_shard, parse_manifest, read_manifest, shards_of
 from shoal.errors import ShoalError
 
 FORMAT = "shoal-images"
@@ -34,6 +34,9 @@ class ImageShardInfo:
     name: str
     num_images: int
     files: dict[str, dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        check_shard(self.name, (self.num_images,), self.files, (TAR, INDEX))
 
     def to_json(self) -> dict[str, Any]:
         """Return this as plain JSON values; ``ImageShardInfo(**value)`` is the way back."""

@@ -197,7 +197,7 @@ def _checked(data: bytes, info: ImageShardInfo, num_classes: int, path: str) -> 
     tar_bytes = int(info.files[TAR]["bytes"])
     for place, size, least in (("offset", "size", 1), ("extra_offset", "extra_size", 0)):
         first, count = records[place], records[size].astype(np.int64)
-        wrong = (count < least) | ((count > 0) & ((first < _HEADER_BYTES) | (first + count > tar_bytes)))
+        wrong = (count < least) | ((count > 0) & ((first < _HEADER_BYTES) | (first > tar_bytes - count)))
         if wrong.any():
             at = int(wrong.argmax())
             raise _inconsistent(

@@ -141,6 +141,54 @@ def test_a_wrong_manifest_is_one_clear_error(tmp_path, change, error, words):
         ImageManifest.load(tmp_path)
 
 
+NO_FILE_NAMES = [
+    "../train-00000", "/etc/train-00000", "a/b", ".train", "..", "",
+    "train 0", "train\n", "tr\0ain", 7, None, ["a"],
+]  # fmt: skip
+
+
+def changed(path, change):
+    value = json.loads((path / "manifest.json").read_bytes())
+    change(value)
+    (path / "manifest.json").write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize("name", NO_FILE_NAMES)
+def test_a_name_that_is_none_of_a_file_in_the_folder(tmp_path, name):
+    prepare(tmp_path)
+    changed(tmp_path, lambda value: value["splits"]["train"][0].update(name=name))
+    with pytest.raises(ShoalError) as error:
+        ImageManifest.load(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path}/manifest.json: a field is missing or wrong (the file name {name!r} must be of letters, "
+        "digits, '_', '-' and '.', and not begin with '.'); prepare the images again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda shard: shard.update(num_images=-1), "the counts of the shard 'train-00000' must be whole"),
+        (lambda shard: shard.update(num_images="4"), "the counts of the shard 'train-00000' must be whole"),
+        (lambda shard: shard["files"].pop("index"), "'train-00000' must have the files tar, index"),
+        (lambda shard: shard["files"].update({"../x": {}}), "'train-00000' must have the files tar, index"),
+        (lambda shard: shard.update(files=[]), "'train-00000' must have the files tar, index"),
+        (lambda shard: shard["files"]["tar"].update(bytes=-1), "train-00000.tar must have a number of bytes"),
+        (
+            lambda shard: shard["files"]["tar"].update(bytes="9"),
+            "train-00000.tar must have a number of bytes",
+        ),
+        (lambda shard: shard["files"]["tar"].update(sha256="../" * 8), "tar must have .* a SHA-256 of 64"),
+        (lambda shard: shard["files"].update(tar=None), "train-00000.tar must have a number of bytes"),
+    ],
+)
+def test_facts_that_cannot_be(tmp_path, change, words):
+    prepare(tmp_path)
+    changed(tmp_path, lambda value: change(value["splits"]["train"][0]))
+    with pytest.raises(ShoalError, match=rf"manifest\.json: a field is missing or wrong \(.*{words}"):
+        ImageManifest.load(tmp_path)
+
+
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path

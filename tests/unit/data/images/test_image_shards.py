@@ -150,6 +150,8 @@ def rewrite(directory, name, change):
         ("label", 3, r"image 4 has label 3 of 3 classes"),
         ("label", -2, r"image 4 has label -2 of 3 classes"),
         ("offset", 1 << 40, r"image 4 has .* bytes at 1,099,511,627,776 of a tar of"),
+        ("offset", (1 << 63) - 1, r"image 4 has .* bytes at 9,223,372,036,854,775,807 of a tar of"),
+        ("extra_offset", (1 << 63) - 1, r"image 4 has .* bytes at 9,223,372,036,854,775,807 of a tar of"),
         ("offset", 0, r"image 4 has .* bytes at 0 of a tar"),
         ("size", 0, r"image 4 has 0 bytes at"),
         ("extra_size", 1 << 30, r"image 4 has 1,073,741,824 bytes at"),
