@@ -1,7 +1,8 @@
 """The members of an uncompressed tar, or of a tar inside a tar, read in place: names and where bytes lie.
 
 Python's ``tarfile`` ends quietly at a damaged header; here that is an error, since a member less would be a
-training image less.
+training image less. A header follows behind the data of the one before, so members do not overlap, and none
+ends beyond the tar.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ def members(path: Path, inside: Member | None = None) -> Iterator[Member]:
                 if not any(header):  # a tar ends with blocks of zeros
                     return
                 member = _parse(header, where, at)
+                if member.size < 0:  # the place of the next header would be this one again, or before it
+                    raise ShoalError(
+                        f"{where} is damaged at byte {at:,}: {member.name} has the size {member.size:,}, "
+                        "which must be at least 0; get it again"
+                    )
                 if at + _BLOCK + member.size > end:
                     raise ShoalError(
                         f"{where} was cut short in {member.name}, which ends at byte "

@@ -1,7 +1,9 @@
 """ImageNet's tars in small: places of images within tars, forms of the ground truth, and damage."""
 
 import base64
+import contextlib
 import io
+import random
 import re
 import tarfile
 
@@ -10,6 +12,7 @@ import pytest
 from image_files import encoded, photo, tar_of
 from shoal.data.images.imagenet import TRAIN_TAR, VALIDATION_TAR
 from shoal.data.images.open_source import open_source
+from shoal.data.images.tar_members import members
 from shoal.errors import ShoalError, UsageError
 
 # The development kit's meta.mat in small, as scipy's savemat writes it: numbers 1 to 3 are n02119789,
@@ -177,3 +180,66 @@ def test_damaged_tars_are_noticed(imagenet):
         )
     )
     assert "n01440764.tar was cut short: it has no end" in error()
+
+
+def sized(name, size):
+    """A header whose size is in base 256, as GNU tar writes what is too large for octal digits."""
+    header = bytearray(tarfile.TarInfo(name).tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = (size % (1 << 96)).to_bytes(12, "big")
+    header[124] = 0xFF if size < 0 else 0x80
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("size", [-1, -511, -512, -1024, -(1 << 40), 1, 1 << 62, (1 << 87) - 1])
+def test_a_size_that_cannot_be(tmp_path, size, inside):
+    """Rounded up to blocks, -512 is this header again: a reader that believes it never ends."""
+    path = tmp_path / "a.tar"
+    first = tar_of({"first": b"x" * 700})[:1536]
+    tar, before = first + sized("second", size) + bytes(0 if size > 0 else 1024), 0
+    if inside:
+        tar, before = tar_of({"in.tar": tar}), 512
+    path.write_bytes(tar)
+    where, found, begin = str(path), [], before + len(first)
+    (outer,) = members(path) if inside else (None,)
+    with pytest.raises(ShoalError) as error:
+        for member in members(path, outer):
+            found.append(member)
+            assert len(found) < 10
+    where = f"{path}: in.tar" if inside else str(path)
+    if size < 0:
+        assert str(error.value) == (
+            f"{where} is damaged at byte {begin:,}: second has the size {size:,}, which must be at least 0; "
+            "get it again"
+        )
+    else:
+        assert f"{where} was cut short in second, which ends at byte {begin + 512 + size:,} of" in str(
+            error.value
+        )
+    assert [tuple(member) for member in found] == [("first", before + 512, 700)]
+
+
+def test_numbers_of_every_kind_end(tmp_path):
+    """Whatever a header says, members lie within the tar one after the other."""
+    rng = random.Random(0)
+    whole = bytearray(tar_of({f"{i}": b"y" * (300 * i) for i in range(6)}))
+    path = tmp_path / "a.tar"
+    with tarfile.open(fileobj=io.BytesIO(whole)) as tar:
+        headers = [member.offset for member in tar]
+    for _ in range(300):
+        changed = bytearray(whole)
+        for at in rng.sample(headers, 2):
+            header = changed[at : at + 512]
+            header[124:136] = rng.randbytes(12) if rng.random() < 0.5 else b"%011o\0" % rng.randrange(1 << 12)
+            header[156:157] = rng.choice([b"0", b"5", b"S", b"x", b"L", b"7"])
+            header[148:156] = b" " * 8
+            header[148:156] = b"%06o\0 " % sum(header)
+            changed[at : at + 512] = header
+        path.write_bytes(changed)
+        end = 0
+        with contextlib.suppress(ShoalError):
+            for member in members(path):
+                assert member.size >= 0 and end + 512 <= member.offset <= len(whole) - member.size
+                end = member.offset + member.size
