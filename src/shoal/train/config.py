@@ -5,6 +5,7 @@ Defaults live here, presets in the recipe's TOML files; options are named ``--se
 
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
+import json
 import math
 import tomllib
 from collections.abc import Mapping
@@ -276,35 +277,44 @@ def _plain(value: Any) -> Any:
 
 
 def to_toml(tree: Mapping[str, Any]) -> str:
-    """Return a two-level tree of strings, numbers, booleans and lists of these as TOML."""
+    """Return a two-level tree of strings, numbers, booleans and lists of these as TOML.
+
+    Raises:
+        UsageError: a string has bytes of the command line that are not UTF-8, which TOML cannot hold.
+    """
     lines: list[str] = []
     for section, values in tree.items():
         lines.append(f"[{section}]")
-        lines += [f"{name} = {_toml_value(value)}" for name, value in values.items()]
+        lines += [f"{name} = {_toml_value(f'{section}.{name}', value)}" for name, value in values.items()]
         lines.append("")
     return "\n".join(lines)
 
 
-def _toml_value(value: Any) -> str:
+def _toml_value(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, list):
-        return f"[{', '.join(map(_toml_value, value))}]"
-    escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+        return f"[{', '.join(_toml_value(name, item) for item in value)}]"
+    text = str(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{name} {text!r} is not UTF-8, as config.toml is; choose a name that is") from None
+    # A string of JSON is one of TOML, which also wants U+007F escaped.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def load_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file.
 
     Raises:
-        UsageError: the file is missing, not UTF-8, or not TOML (with the line).
+        UsageError: the file is missing, not UTF-8, not TOML (with the line), or nested too deeply.
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"the config file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"the config file {path} cannot be read: {error}") from None

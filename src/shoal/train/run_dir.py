@@ -21,16 +21,17 @@ def open_run_dir(path: Path, config: Mapping[str, Any], fixed: Sequence[str]) ->
         fixed: dotted names that must not differ from those of a run already there.
 
     Raises:
-        UsageError: the directory cannot be written, or a fixed setting differs.
+        UsageError: the directory cannot be written, a fixed setting differs, or a setting is not UTF-8.
     """
     require_writable(path)
     file = path / CONFIG_FILE
     if file.exists():
         _require_same(path, load_toml(file), config, fixed)
+    text = to_toml(config)
     temporary = file.with_suffix(".toml.tmp")
     with temporary.open("w", encoding="utf-8") as out:
         out.write("# Resolved configuration of this run: `shoal train … --config` reads it back.\n")
-        out.write(to_toml(config))
+        out.write(text)
         out.flush()
         os.fsync(out.fileno())
     temporary.rename(file)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 import tomllib
 from pathlib import Path
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
 
@@ -19,7 +22,7 @@ from shoal.recipes.resnet.config import TrainConfig as ImageTrainConfig
 from shoal.recipes.t5.config import T5PretrainConfig
 from shoal.record import PARTS, Step
 from shoal.train.clock import StepClock
-from shoal.train.config import DistributedConfig, TrainConfig, as_tree, check_wire, to_toml
+from shoal.train.config import DistributedConfig, TrainConfig, as_tree, check_wire, load_toml, to_toml
 from shoal.train.health import NonFiniteWatch, memory_advice
 from shoal.train.precision import LossScale, choose_precision, has_native_bf16
 from shoal.train.progress import Progress, duration
@@ -156,6 +159,35 @@ def test_the_resolved_configuration_reads_back() -> None:
     assert tomllib.loads(to_toml(tree)) == tree
     odd = {"run": {"name": 'a "quoted" \\ name', "flag": True, "rate": 1e-7}}
     assert tomllib.loads(to_toml(odd)) == odd
+
+
+_CONTROLS = "".join(map(chr, [*range(32), 127, 0x85, 0x2028, 0xFEFF, 0x1F41F]))
+
+
+@hypothesis.given(st.text(), st.lists(st.text(st.sampled_from("\"\\'#\n\r\t\0\x7fab")), max_size=3))
+@hypothesis.example(_CONTROLS, ["\r\n", '"""', "\\u0041"])
+def test_any_text_reads_back(tmp_path_factory: pytest.TempPathFactory, text: str, texts: list[str]) -> None:
+    tree = {"run": {"name": text, "names": texts}}
+    assert tomllib.loads(to_toml(tree)) == tree
+    path = tmp_path_factory.getbasetemp() / "text.toml"
+    path.write_bytes(to_toml(tree).encode())
+    assert load_toml(path) == tree
+
+
+def test_a_text_that_is_not_utf8_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    with pytest.raises(UsageError, match=r"run\.name 'caf\\udce9' is not UTF-8, as config\.toml is"):
+        open_run_dir(tmp_path, {"run": {"name": name}}, ())
+    with pytest.raises(UsageError, match=r"run\.names"):
+        to_toml({"run": {"names": ["right", name]}})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_file_nested_too_deeply_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text("a = " + "[" * 100_000)
+    with pytest.raises(UsageError, match=r"the config file .*/deep\.toml cannot be read: maximum recursion"):
+        load_toml(path)
 
 
 def test_a_run_directory_holds_its_settings_and_refuses_others(tmp_path: Path) -> None:
