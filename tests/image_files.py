@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import struct
 import tarfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +62,29 @@ def tar_of(files: dict[str, bytes]) -> bytes:
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     return out.getvalue()
+
+
+def announcing(format: str, width: int, height: int) -> bytes:
+    """A small file whose header says that the image has so many pixels."""
+    if format == "TIFF":
+        data = encoded(photo(7, 5), format)
+        for tag, value in ((256, width), (257, height)):  # little-endian entries: tag, type, count, value
+            at = data.index(struct.pack("<H", tag), 8)
+            data = data[:at] + struct.pack("<HHII", tag, 4, 1, value) + data[at + 12 :]
+        return data
+    small = bytearray(encoded(photo(7, 5), format))
+    if format == "JPEG":
+        at = small.index(b"\xff\xc0") + 5
+        small[at : at + 4] = struct.pack(">HH", height, width)
+    elif format == "PNG":
+        small[16:24] = struct.pack(">II", width, height)
+        small[29:33] = struct.pack(">I", zlib.crc32(small[12:29]))
+    elif format == "GIF":
+        small[6:10] = struct.pack("<HH", width, height)
+    elif format == "BMP":
+        small[18:26] = struct.pack("<II", width, height)
+    elif format == "PPM":
+        small = small.replace(b"7 5", f"{width} {height}".encode(), 1)
+    else:
+        raise ValueError(format)
+    return bytes(small)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from image_files import encoded, photo, pixels, tar_of, turned, write_folder
+from image_files import announcing, encoded, photo, pixels, tar_of, turned, write_folder
 from shoal.data.images.dry_run import dry_run
 from shoal.data.images.index import read_index
 from shoal.data.images.made import make_folder, make_images
@@ -214,6 +214,28 @@ def test_bad_images_are_named_and_refused_or_skipped_and_listed(
     # once more without having been refused first; and the skipped are refused when that is asked for
     assert prepare(bad, tmp_path / "new", on_bad="skip", processes=1).returncode == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (
+            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n",
+            "is not an image of a known format (JPEG, ",
+        ),
+        (announcing("JPEG", 60_000, 60_000), "has more than 89,478,485 pixels"),
+    ],
+    ids=["EPS", "bomb"],
+)
+def test_what_must_not_be_decoded_is_named_with_a_remedy(tmp_path: Path, data: bytes, words: str) -> None:
+    folder = write_folder(tmp_path / "in", {"train/a/1.JPEG": encoded(photo()), "train/a/2.JPEG": data})
+    bad = folder / "train" / "a" / "2.JPEG"
+    done = prepare(folder, tmp_path / "out", processes=1)
+    assert done.returncode == 2 and done.stderr.count("error:") == 1 and "Traceback" not in done.stderr
+    assert f"error: {bad} {words}" in done.stderr
+    assert "replace or remove it, or go on without such images: --on-bad skip" in done.stderr
+    assert prepare(folder, tmp_path / "out", processes=1, on_bad="skip").returncode == 0
+    assert stored(tmp_path / "out", "train").keys() == {"a/1"}
 
 
 def test_imagenet_from_its_tars(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ Not measured: it was written and compared with the CPU's path on a machine witho
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from shoal.data.images.augment import AugmentConfig, Key, draws
+from shoal.data.images.headers import JPEG_BEGIN, BadImage, check_jpeg
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import decode, normalisation
 from shoal.errors import ShoalError, UsageError
@@ -140,6 +142,11 @@ class GpuTransform:
         """Return uint8 ``[3, H, W]`` each, on the device; one by one on the host where nvJPEG gives up."""
         from torchvision.io import decode_jpeg
 
+        for data, key in zip(encoded, keys, strict=True):
+            begin = data.numpy().tobytes()
+            if begin.startswith(JPEG_BEGIN):  # what is none is refused below
+                with _named(key):
+                    check_jpeg(begin)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torchvision: the argument device is in beta
@@ -149,12 +156,23 @@ class GpuTransform:
             return [self._decoded_here(data, key) for data, key in zip(encoded, keys, strict=True)]
 
     def _decoded_here(self, data: Tensor, key: Key) -> Tensor:
-        try:
+        with _named(key):
             pixels = torch.from_numpy(decode(data.numpy().tobytes()))
-        except ShoalError as error:
-            raise ShoalError(f"image {key[2]} of the split: {error}") from None
         return pixels.permute(2, 0, 1).to(self.device)
 
 
 def _not_here(what: str) -> UsageError:
     return UsageError(f"{what} is not done on the device: leave it out, or set data.decode 'host'")
+
+
+@contextmanager
+def _named(key: Key) -> Iterator[None]:
+    """Name the image in what is raised."""
+    try:
+        yield
+    except BadImage as error:
+        raise ShoalError(
+            f"image {key[2]} of the split: not an image that can be decoded: it {error}"
+        ) from None
+    except ShoalError as error:
+        raise ShoalError(f"image {key[2]} of the split: {error}") from None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from shoal.data.images.headers import BadImage, open_image
 from shoal.errors import ShoalError, UsageError
 
 if TYPE_CHECKING:
@@ -28,10 +29,6 @@ _ORIENTATION = 0x0112  # tag of EXIF (TIFF 6.0, section 8)
 _UPRIGHT = 1
 _JPEG_SIDE = 65_500  # libjpeg's limit
 _JPEGS = ("JPEG", "MPO")  # MPO: a JPEG with more pictures behind the first, as phones write it
-
-
-class BadImage(Exception):
-    """The bytes are not a whole image; the text says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +67,9 @@ def reencode(data: bytes, config: ReencodeConfig) -> Encoded:
         BadImage: it cannot be decoded, or not completely.
         ShoalError: Pillow is not installed.
     """
-    from PIL import Image
-
     if not data:
         raise BadImage("is empty")
-    with _bad_image_errors(), Image.open(io.BytesIO(data)) as image:
+    with _bad_image_errors(), open_image(data) as image:
         width, height = image.size
         orientation = _orientation(image)
         small_enough = config.resize == 0 or min(width, height) <= config.resize
@@ -110,19 +105,12 @@ def check_pillow() -> None:
 @contextmanager
 def _bad_image_errors() -> Iterator[None]:
     """Turn what Pillow raises at damaged data into ``BadImage``."""
-    from PIL import Image, UnidentifiedImageError
-
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata, which is not used
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
             yield
     except (BadImage, MemoryError):
         raise
-    except UnidentifiedImageError:
-        raise BadImage("is not an image of a known format") from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise BadImage(f"has more than {Image.MAX_IMAGE_PIXELS or 0:,} pixels") from None
     except Exception as error:  # OSError, SyntaxError, struct.error, zlib.error, …: each format has its own
         raise BadImage(f"is damaged or cut short ({error or type(error).__name__})") from None
 

@@ -17,9 +17,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from shoal.data.files import write_atomically
+from shoal.data.images.headers import BadImage
 from shoal.data.images.listing import Listing
 from shoal.data.images.manifest import ImageShardInfo
-from shoal.data.images.reencode import MAX_IMAGE_BYTES, BadImage, ReencodeConfig, check_pillow, reencode
+from shoal.data.images.reencode import MAX_IMAGE_BYTES, ReencodeConfig, check_pillow, reencode
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
 from shoal.data.images.tar_writer import ImageShardWriter
 from shoal.data.prepare_dir import RECORDS

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from shoal.data.images.augment import (
     check_normalisation,
     draws,
 )
+from shoal.data.images.headers import JPEG_BEGIN, BadImage, check_jpeg, open_image
 from shoal.data.images.pixels import Pixels, Triple, finish
 from shoal.errors import ShoalError, UsageError
 
@@ -152,21 +152,22 @@ def normalisation(mean: Triple, std: Triple) -> tuple[Triple, Triple]:
 
 
 def decode(encoded: Encoded) -> Pixels:
-    """Return the pixels of a JPEG (or PNG, GIF, WebP), uint8 ``[H, W, 3]``; grey and CMYK become RGB.
+    """Return the pixels of an image, uint8 ``[H, W, 3]``; grey and CMYK become RGB.
+
+    A JPEG, as shards hold them, is decoded by torchvision; other formats (``headers.FORMATS``) by Pillow.
 
     Raises:
-        ShoalError: the bytes are not an image, or one that was cut short.
+        ShoalError: the bytes are not an image, one that was cut short, or one of too many pixels.
     """
     if not len(encoded):
         raise ShoalError("not an image: it has no bytes")
     try:
-        pixels = _decoder()(encoded)
+        return (_jpeg_decoder() if encoded[:2] == JPEG_BEGIN else _with_pillow)(encoded)
+    except BadImage as error:
+        raise ShoalError(f"not an image that can be decoded: it {error}") from None
     except _UNDECODABLE as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ShoalError(f"not an image that can be decoded: {reason}") from None
-    if pixels.ndim != 3:
-        raise ShoalError(f"not a single image: it has {pixels.shape[0]} frames")
-    return pixels
 
 
 _UNDECODABLE = (RuntimeError, ValueError, OSError, SyntaxError, EOFError)
@@ -174,7 +175,7 @@ _UNDECODABLE = (RuntimeError, ValueError, OSError, SyntaxError, EOFError)
 
 
 @cache
-def _decoder() -> Callable[[Encoded], Pixels]:
+def _jpeg_decoder() -> Callable[[Encoded], Pixels]:
     _torchvision()
     # torchvision 0.29 warns at each call of its decoders that it will drop them. The operator below them does
     # not warn, and is a tenth faster than Pillow, which takes over where there is none.
@@ -183,10 +184,9 @@ def _decoder() -> Callable[[Encoded], Pixels]:
 
 def _with_torchvision(encoded: Encoded) -> Pixels:
     # bytearray: torch warns of memory that it must not write, and 100 kB are copied in 5 us.
-    data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    image: torch.Tensor = torch.ops.image.decode_image(data, _RGB, False)
-    if image.ndim == 4:  # frames of a GIF
-        image = image.squeeze(0)
+    data = bytearray(encoded)
+    check_jpeg(data)
+    image: torch.Tensor = torch.ops.image.decode_image(torch.frombuffer(data, dtype=torch.uint8), _RGB, False)
     pixels: Pixels = image.movedim(-3, -1).numpy()
     return pixels
 
@@ -195,9 +195,10 @@ _RGB = 3  # torchvision.io.ImageReadMode.RGB
 
 
 def _with_pillow(encoded: Encoded) -> Pixels:
-    from PIL import Image
-
-    with Image.open(BytesIO(encoded)) as image:
+    with open_image(encoded) as image:
+        # A JPEG with more pictures behind the first (MPO) is that first one.
+        if image.format != "MPO" and getattr(image, "is_animated", False):
+            raise BadImage("is not a single image: it has several frames")
         return np.array(image.convert("RGB"))
 
 

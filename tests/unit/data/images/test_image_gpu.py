@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from image_files import announcing
 from shoal.data.images.augment import AugmentConfig
 from shoal.data.images.gpu import EncodedReader, GpuTransform
 from shoal.data.images.reader import ImageReader
@@ -60,6 +61,17 @@ def test_bytes_that_are_no_image_are_named(shards, tmp_path):
     reader = EncodedReader(ImageShards(tmp_path / "bad", "train"), seed=5)
     arrays = reader.micro_batch(reader.batch(0, [0, 1]))
     with pytest.raises(ShoalError, match="image 1 of the split: not an image"):
+        GpuTransform(CONFIG, seed=5, device=CPU)({k: torch.from_numpy(v) for k, v in arrays.items()})
+
+
+@pytest.mark.parametrize(("form", "words"), [("JPEG", "has more"), ("PNG", "has more"), ("GIF", "has more")])
+def test_a_header_that_announces_too_much_is_named(tmp_path, form, words):
+    write_images(tmp_path / "bad", [encoded(0), announcing(form, 60_000, 60_000)])
+    reader = EncodedReader(ImageShards(tmp_path / "bad", "train"), seed=5)
+    arrays = reader.micro_batch(reader.batch(0, [0, 1]))
+    with pytest.raises(
+        ShoalError, match=f"image 1 of the split: not an image that can be decoded: it {words}"
+    ):
         GpuTransform(CONFIG, seed=5, device=CPU)({k: torch.from_numpy(v) for k, v in arrays.items()})
 
 

@@ -152,7 +152,7 @@ def test_threads_and_copies_make_the_same_images():
     ("mode", "kind"), [("L", "JPEG"), ("RGB", "PNG"), ("L", "PNG"), ("RGBA", "PNG"), ("CMYK", "JPEG")]
 )
 def test_other_colours_and_formats_become_rgb(monkeypatch, mode, kind, decoder):
-    monkeypatch.setattr(transform, "_decoder", lambda: decoder)
+    monkeypatch.setattr(transform, "_jpeg_decoder", lambda: decoder)
     image = picture(40, 50).convert(mode)
     pixels = decode(memoryview(encoded(image, kind)))
     assert pixels.shape == (40, 50, 3)
@@ -170,7 +170,7 @@ JPEG = encoded(picture(64, 64))
     "data", [b"", b"not an image", JPEG[: len(JPEG) // 2], JPEG[:3], b"\xff\xd8" + bytes(500)]
 )
 def test_what_is_not_a_whole_image_is_said(monkeypatch, data, decoder):
-    monkeypatch.setattr(transform, "_decoder", lambda: decoder)
+    monkeypatch.setattr(transform, "_jpeg_decoder", lambda: decoder)
     with pytest.raises(ShoalError, match="not an image") as caught:
         decode(data)
     assert not isinstance(caught.value, UsageError)
