@@ -15,6 +15,9 @@ from shoal.errors import ShoalError
 PARTIAL = ".partial"
 """Suffix of a file that is still being written; one left behind by a kill is overwritten next time."""
 
+MAX_WHOLE_BYTES = 64 << 20
+"""What is read or unpacked into memory whole has at most so many bytes."""
+
 _BUFFER_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -59,6 +62,23 @@ def write_atomically(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise write_error(path, error) from error
+
+
+def read_whole(path: Path) -> bytes:
+    """Return the bytes of a file that is small, unless another one was given by mistake.
+
+    Raises:
+        OSError: it cannot be read.
+        ShoalError: it has more than ``MAX_WHOLE_BYTES``.
+    """
+    with path.open("rb") as file:
+        data = file.read(MAX_WHOLE_BYTES + 1)
+    if len(data) > MAX_WHOLE_BYTES:
+        raise ShoalError(
+            f"{path} has more than {MAX_WHOLE_BYTES:,} bytes, which is too large for such a file; is it the "
+            "one that was meant?"
+        )
+    return data
 
 
 def sha256_of(path: Path) -> str:

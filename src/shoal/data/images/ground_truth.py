@@ -7,10 +7,14 @@ are not the labels, which follow the sorted synsets. Other lists name the synset
 
 from __future__ import annotations
 
+import gzip
+import io
 import tarfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.data.files import MAX_WHOLE_BYTES, read_whole
 from shoal.data.images.matlab import read_synsets, read_synsets_file
 from shoal.errors import ShoalError, UsageError, did_you_mean
 
@@ -72,7 +76,7 @@ def find_ground_truth(folder: Path, truth: Path | None = None, synsets: Path | N
 
     Raises:
         UsageError: there is none, or a given file does not exist.
-        ShoalError: a file cannot be read.
+        ShoalError: a file cannot be read, or is too large to be one of these.
     """
     places = (folder, folder / "data", folder / DEVKIT / "data")
     packed = folder / f"{DEVKIT}.tar.gz"
@@ -123,7 +127,7 @@ def _first(paths: list[Path]) -> Path | None:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_whole(path)
     except FileNotFoundError:
         raise UsageError(f"{path}: there is no such file") from None
     except OSError as error:
@@ -133,10 +137,18 @@ def _read(path: Path) -> bytes:
 def _unpack(path: Path, name: str) -> bytes:
     """Return the bytes of the member of a packed development kit whose last part is ``name``."""
     try:
-        with tarfile.open(path) as tar:
+        # All is unpacked first, in a known amount: tarfile reads extended headers of any size.
+        with gzip.open(path) as packed:
+            data = packed.read(MAX_WHOLE_BYTES + 1)
+        if len(data) > MAX_WHOLE_BYTES:
+            raise ShoalError(
+                f"{path} unpacks to more than {MAX_WHOLE_BYTES:,} bytes; is it the development kit of "
+                "ILSVRC2012?"
+            )
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
             for member in tar:
                 if Path(member.name).name == name and (file := tar.extractfile(member)) is not None:
                     return file.read()
-    except (OSError, EOFError, tarfile.TarError) as error:
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise ShoalError(f"{path} cannot be read: {error}") from error
     raise ShoalError(f"{path} has no {name}; is it the development kit of ILSVRC2012?")

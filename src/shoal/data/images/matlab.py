@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.data.files import MAX_WHOLE_BYTES, read_whole
 from shoal.errors import ShoalError
 
 _HEADER_BYTES = 128
@@ -36,6 +37,8 @@ _ID, _WNID = "ILSVRC2012_ID", "WNID"
 
 Value = str | float | None
 
+_WRONG = (ValueError, LookupError, TypeError, OverflowError, StopIteration, struct.error, zlib.error)
+
 
 def read_synsets(data: bytes, where: str) -> dict[int, str]:
     """Return the WordNet id of each number of the development kit, from the bytes of ``meta.mat``.
@@ -48,11 +51,11 @@ def read_synsets(data: bytes, where: str) -> dict[int, str]:
             raise ValueError("it is not a little-endian MAT file of level 5")
         for kind, body in _elements(data[_HEADER_BYTES:]):
             if kind == _COMPRESSED:
-                kind, body = next(_elements(zlib.decompress(body)))
+                kind, body = next(_elements(_unpacked(body)))
             if kind == _MATRIX and (rows := _structures(body)):
                 return {int(row[_ID]): str(row[_WNID]) for row in rows}  # type: ignore[arg-type]
         raise ValueError("it has no array of structures")
-    except (ValueError, KeyError, TypeError, IndexError, StopIteration, struct.error, zlib.error) as error:
+    except _WRONG as error:
         raise ShoalError(
             f"{where} is not the list of synsets of ImageNet's development kit ({error}); get it again, or "
             "give a text file of the synsets in its order as --synsets"
@@ -66,10 +69,20 @@ def read_synsets_file(path: Path) -> dict[int, str]:
         ShoalError: it cannot be read, or is no such list.
     """
     try:
-        data = path.read_bytes()
+        data = read_whole(path)
     except OSError as error:
         raise ShoalError(f"{path} cannot be read: {error.strerror}") from error
     return read_synsets(data, str(path))
+
+
+def _unpacked(data: bytes) -> bytes:
+    unpacking = zlib.decompressobj()
+    found = unpacking.decompress(data, MAX_WHOLE_BYTES)
+    if not unpacking.eof:
+        is_full = len(found) >= MAX_WHOLE_BYTES
+        what = f"unpacks to more than {MAX_WHOLE_BYTES:,} bytes" if is_full else "was cut short"
+        raise ValueError(f"a compressed element {what}")
+    return found
 
 
 def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:

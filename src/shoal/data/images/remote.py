@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
+from shoal.data.files import MAX_WHOLE_BYTES
 from shoal.errors import ShoalError, UsageError
 
 SCHEME = "s3://"
@@ -57,7 +58,7 @@ class S3Files:
         return f"{SCHEME}{self.bucket}/{self._key(name)}"
 
     def read(self, name: str, *, num_bytes: int | None = None) -> bytes:
-        """Return a whole file, which must have ``num_bytes`` if that is known.
+        """Return a whole file, which must have ``num_bytes`` if that is known, else be small.
 
         Raises:
             UsageError: credentials are missing or do not suffice, or there is no such bucket.
@@ -125,7 +126,13 @@ class S3Files:
                 found = int(answer.get("ContentRange", "").rpartition("/")[2] or answer["ContentLength"])
                 if total is not None and found != total:
                     raise self._wrong_size(name, found, total)
-                data: bytes = body.read()
+                if size is None and found > MAX_WHOLE_BYTES:
+                    raise ShoalError(
+                        f"{self.uri(name)} has {found:,} bytes, more than the {MAX_WHOLE_BYTES:,} of such a "
+                        "file; check the prefix"
+                    )
+                # A server that does not know ranges sends the whole file.
+                data: bytes = body.read(None if size is None else size + 1)
         except exceptions.ClientError as error:
             raise self._refused(name, error.response, total) from None
         except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:

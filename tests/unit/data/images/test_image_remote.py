@@ -230,6 +230,21 @@ def test_what_does_not_pass_is_asked_once(answering, answer, words):
     assert answering.num_asked == 1
 
 
+def test_a_manifest_too_large_to_be_one(answering):
+    answering.answers = [(200, bytes((64 << 20) + 1), 7)]
+    files = S3Files(LOCATION, deadline_s=0.3)
+    message = refusal(lambda: files.read("manifest.json"))
+    assert "manifest.json has 67,108,865 bytes, more than the 67,108,864 of such a file; check" in message
+    assert answering.num_asked == 1
+
+
+def test_a_server_without_ranges_does_not_send_a_shard_into_memory(answering):
+    answering.answers = [(200, bytes(1 << 20), 1 << 20)]
+    files = S3Files(LOCATION, deadline_s=0.05)
+    message = refusal(lambda: files.read_range("train-00000.tar", 5, 100, num_bytes=1 << 20))
+    assert "(at last: 101 of 100 bytes came)" in message
+
+
 def test_the_deadline_ends_the_tries(answering):
     answering.answers = [failed(503, "SlowDown")]
     files = S3Files(LOCATION, deadline_s=0.3)

@@ -3,9 +3,13 @@
 import base64
 import contextlib
 import io
+import os
 import random
 import re
+import struct
 import tarfile
+import tracemalloc
+import zlib
 
 import pytest
 
@@ -134,6 +138,88 @@ def test_missing_and_wrong_files(imagenet, change, words):
     give_devkit(imagenet)
     change(imagenet)
     with pytest.raises(ShoalError, match=words):
+        open_source(imagenet)
+
+
+MUCH = 1 << 30
+"""Bytes that a bomb unpacks to, of which 64 MiB are allowed."""
+
+
+def zeros_packed(header, end=b"", *, wbits):
+    """``header``, 1 GiB of zeros and ``end``, packed to 1 MB."""
+    packing = zlib.compressobj(wbits=wbits)
+    parts = [packing.compress(header)]
+    parts += [packing.compress(bytes(1 << 24)) for _ in range(MUCH >> 24)]
+    return b"".join([*parts, packing.compress(end), packing.flush()])
+
+
+def peak_bytes(act):
+    """How much memory Python took at most while it ran."""
+    tracemalloc.start()
+    try:
+        act()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.XHDTYPE])
+def test_a_development_kit_that_unpacks_to_too_much(imagenet, kind):
+    """Either a file of 1 GiB, or an extended header of that size, which tarfile reads whole."""
+    member = tarfile.TarInfo("ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt")
+    member.size, member.type = MUCH, kind
+    header = member.tobuf(tarfile.USTAR_FORMAT)
+    packed = imagenet / "ILSVRC2012_devkit_t12.tar.gz"
+    packed.write_bytes(zeros_packed(header, bytes(1024), wbits=31))
+
+    def act():
+        with pytest.raises(
+            ShoalError, match=rf"{packed} unpacks to more than 67,108,864 bytes; is it the dev"
+        ):
+            open_source(imagenet)
+
+    assert peak_bytes(act) < 300 << 20
+
+
+def test_a_list_of_synsets_that_unpacks_to_too_much(imagenet):
+    give_devkit(imagenet, packed=False)
+    packed = zeros_packed(struct.pack("<II", 14, MUCH), wbits=15)
+    meta = imagenet / "ILSVRC2012_devkit_t12" / "data" / "meta.mat"
+    meta.write_bytes(META[:128] + struct.pack("<II", 15, len(packed)) + packed)
+
+    def act():
+        with pytest.raises(
+            ShoalError, match=rf"{meta} is not the list .*unpacks to more than 67,108,864 bytes"
+        ):
+            open_source(imagenet)
+
+    assert peak_bytes(act) < 300 << 20
+
+
+def test_a_compressed_element_that_was_cut_short(imagenet):
+    give_devkit(imagenet, packed=False)
+    size = struct.unpack_from("<I", META, 132)[0]
+    cut = META[:132] + struct.pack("<I", size - 9) + META[136 : 136 + size - 9]
+    (imagenet / "ILSVRC2012_devkit_t12" / "data" / "meta.mat").write_bytes(cut)
+    with pytest.raises(ShoalError, match=r"meta\.mat is not the list of synsets.* was cut short"):
+        open_source(imagenet)
+
+
+@pytest.mark.parametrize("option", ["ground_truth", "synsets"])
+@pytest.mark.parametrize("name", ["list.txt", "list.mat"])
+def test_a_large_file_given_by_mistake(imagenet, option, name):
+    """As the tar of the images would be, which has 138 GB."""
+    give_devkit(imagenet)
+    path = imagenet / name
+    path.touch()
+    os.truncate(path, 200 << 30)
+    with pytest.raises(ShoalError, match=rf"{path} has more than 67,108,864 bytes, which is too large"):
+        open_source(imagenet, **{option: path})
+
+
+def test_a_development_kit_that_is_not_packed(imagenet):
+    (imagenet / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(tar_of({"meta.mat": META}))
+    with pytest.raises(ShoalError, match=r"devkit_t12\.tar\.gz cannot be read: Not a gzipped file"):
         open_source(imagenet)
 
 
