@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
 
 from shoal.errors import ShoalError
+from shoal.json_text import parse_json
 
 FILE_NAME = "record.jsonl"
 
@@ -236,9 +237,9 @@ class RecordWriter:
 def read_record(run_dir: Path) -> list[Row]:
     """Return the rows of a run that still count, oldest first.
 
-    Cut lines and kinds of a newer version are passed over. After a ``resume`` at step s, rows of earlier
-    attempts about steps after s are dropped; after a ``start`` without a ``resume``, all of them are.
-    What happened (``start``, ``resume``, ``stop``) is always kept.
+    Lines that are not JSON (a kill has cut them) and kinds of a newer version are passed over. After a
+    ``resume`` at step s, rows of earlier attempts about steps after s are dropped; after a ``start`` without
+    a ``resume``, all of them are. What happened (``start``, ``resume``, ``stop``) is always kept.
 
     Raises:
         ShoalError: there is no record, or a whole line does not have the form of its kind.
@@ -270,8 +271,8 @@ def read_record(run_dir: Path) -> list[Row]:
 def _row(line: bytes) -> Row | None:
     """Parse one line; ``None`` for a cut one and for a kind that this version does not know."""
     try:
-        values = json.loads(line)
-    except ValueError:  # cut, or bytes that are not text
+        values = parse_json(line, "a line")
+    except ShoalError:  # cut, or none of ours
         return None
     if not isinstance(values, dict):
         raise TypeError(f"a line is an object with a kind, not {line[:40].decode()!r}")

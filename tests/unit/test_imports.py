@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "shoal"
 CSRC = ROOT / "csrc"
 
-NOUNS = frozenset({"errors", "cluster", "record", "env"})
+NOUNS = frozenset({"errors", "json_text", "cluster", "record", "env"})
 DECIDERS = NOUNS | {"decide"}
 DOERS = frozenset({"comm", "pipeline", "optim", "data", "models"})
 NATIVE = frozenset({"native", "_core"})
@@ -28,8 +28,9 @@ BELOW_RECIPES = DECIDERS | NATIVE | DOERS | {"train"}
 ALLOWED: dict[str, frozenset[str]] = {
     "shoal": frozenset(),
     "errors": frozenset(),
+    "json_text": frozenset({"errors"}),
     "cluster": frozenset({"errors"}),
-    "record": frozenset({"errors"}),
+    "record": frozenset({"errors", "json_text"}),
     "env": frozenset({"errors", "cluster"}),
     "decide": NOUNS,
     "_core": frozenset(),
@@ -38,7 +39,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "train": DECIDERS | NATIVE | DOERS,
     "recipes": BELOW_RECIPES | {"launch"},
     "plan": DECIDERS,
-    "launch": frozenset({"errors", "cluster", "env"}),
+    "launch": frozenset({"errors", "json_text", "cluster", "env"}),
     "report": frozenset({"errors", "record"}),
     "bench": DECIDERS | NATIVE | {"comm", "launch"},
     "doctor": BELOW_RECIPES,
@@ -167,6 +168,20 @@ def environment_reads(source: str) -> list[int]:
     return lines
 
 
+def json_reads(source: str) -> list[int]:
+    """Return the lines that read JSON through the standard library."""
+    lines: list[int] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            of_json = isinstance(node.value, ast.Name) and node.value.id == "json"
+            found = of_json and node.attr in {"loads", "load"}
+        else:
+            found = isinstance(node, ast.ImportFrom) and node.module == "json"
+        if found:
+            lines.append(node.lineno)
+    return lines
+
+
 # ---- the package ----------------------------------------------------------------------------------------
 
 
@@ -202,6 +217,14 @@ def test_only_env_reads_environment_variables() -> None:
         if module != "shoal.env":
             lines = environment_reads(path.read_text(encoding="utf-8"))
             assert not lines, f"{path.relative_to(ROOT)}, lines {lines}: only shoal/env.py reads os.environ"
+
+
+def test_only_json_text_reads_json() -> None:
+    """It makes one error of all that can be wrong with a text."""
+    for module, path in module_sources(PACKAGE).items():
+        if module != "shoal.json_text":
+            lines = json_reads(path.read_text(encoding="utf-8"))
+            assert not lines, f"{path.relative_to(ROOT)}, lines {lines}: read JSON with json_text.parse_json"
 
 
 def test_core_knows_neither_python_nor_torch() -> None:
@@ -346,3 +369,16 @@ def test_checker_sees_a_cycle(tmp_path: Path) -> None:
 )
 def test_checker_sees_reads_of_the_environment(source: str, lines: list[int]) -> None:
     assert environment_reads(source) == lines
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("import json\njson.loads('1')", [2]),
+        ("import json\n\njson.load(file)", [3]),
+        ("from json import loads", [1]),
+        ("import json\njson.dumps(1)\nload('x')\nother.loads('x')", []),
+    ],
+)
+def test_checker_sees_reads_of_json(source: str, lines: list[int]) -> None:
+    assert json_reads(source) == lines

@@ -14,6 +14,7 @@ from shoal.comm.addresses import host_identity
 from shoal.comm.helpers import helper_bandwidths
 from shoal.env import HELPERS, Joined, helpers, without
 from shoal.errors import UsageError
+from shoal.json_text import parse_json
 
 
 class Groups:
@@ -59,7 +60,10 @@ class Groups:
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(text)] = text
         dist.all_gather(texts, padded, group=self.control)
-        return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, lengths, strict=True)]
+        return [
+            parse_json(bytes(text[: int(length)].tolist()), f"what rank {rank} sent")
+            for rank, (text, length) in enumerate(zip(texts, lengths, strict=True))
+        ]
 
     def barrier(self) -> None:
         dist.barrier(group=self.control)

@@ -30,6 +30,7 @@ from shoal.comm.routes import HOST_OPS, Asked, ByParts, Place, Route, straight
 from shoal.comm.staged import StagedWork
 from shoal.comm.staging import Job, Staging
 from shoal.errors import UsageError
+from shoal.json_text import parse_json
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
@@ -203,7 +204,7 @@ class DeviceSide:
                 or f"rank {', '.join(missing)} of group {group.name} did not begin its first collective on "
                 f"{self._device.place.type} within {self._timeout.total_seconds():g} s; see where it is"
             )
-        return [json.loads(group.store.get(key)) for key in keys]
+        return [parse_json(group.store.get(key), f"{key} in the store") for key in keys]
 
     # ---- failure and end ----------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store
 from shoal.comm.addresses import Place
 from shoal.comm.engine import CommError, Helper, Peer
 from shoal.errors import UsageError
+from shoal.json_text import parse_json
 
 _MOST_BYTES = 1 << 20
 _MAC_DIGITS = 64
@@ -82,11 +83,8 @@ class Records:
                 f"what rank {rank} has put into the store ({key}) is not signed with this rank's secret: "
                 "the SHOAL_SECRET of the two differ, or somebody has changed the store"
             )
-        try:
-            value: object = json.loads(text)
-        except (ValueError, RecursionError):
-            raise _malformed(key, rank, "it is not JSON") from None
-        return value
+        found: object = parse_json(text, f"what rank {rank} has put into the store ({key})", error=CommError)
+        return found
 
 
 class Fields:

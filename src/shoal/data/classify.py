@@ -5,7 +5,6 @@ Standard library only. MNLI's matched and mismatched sets are two files, read an
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import UsageError, did_you_mean
+from shoal.json_text import parse_json
 
 MNLI_LABELS = ("entailment", "neutral", "contradiction")
 """In the order of GLUE."""
@@ -164,10 +164,7 @@ def _tsv_rows(path: Path, columns: Columns) -> Iterator[_Row]:
 
 def _jsonl_rows(path: Path, columns: Columns) -> Iterator[_Row]:
     for number, line in _lines(path):
-        try:
-            entry = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise UsageError(f"{path}, line {number}: is not JSON: {error}") from None
+        entry = parse_json(line, f"{path}, line {number}", error=UsageError)
         if not isinstance(entry, dict):
             raise UsageError(f"{path}, line {number}: must be a JSON object with a key for each column")
         names = _chosen(path, number, columns, entry)

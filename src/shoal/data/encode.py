@@ -8,7 +8,6 @@ this way, since nothing that a normaliser does to those reaches across a blank.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -16,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
+
+from shoal.json_text import parse_json
 
 _LOCAL_NORMALIZERS = frozenset(
     ("Replace", "NFC", "NFD", "NFKC", "NFKD", "StripAccents", "Lowercase", "Precompiled", "BertNormalizer")
@@ -99,7 +100,7 @@ def words_stand_alone(tokenizer: Tokenizer) -> bool:
 
     True where every part of the tokenizer is known to look at one word only; in doubt False.
     """
-    parts = json.loads(tokenizer.to_str())
+    parts = parse_json(tokenizer.to_str(), "the tokenizer")
     if any(not token["special"] for token in parts["added_tokens"]):
         return False
     normalizers = _flat(parts["normalizer"], "normalizers")

@@ -21,6 +21,7 @@ import numpy as np
 
 from shoal.data.files import sha256_of, write_atomically
 from shoal.errors import ShoalError, UsageError, did_you_mean
+from shoal.json_text import parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = "shoal-text"
@@ -57,10 +58,7 @@ def parse_manifest(data: bytes, where: str, *, format: str, version: int) -> dic
         ShoalError: it is damaged, of other data, or a newer version wrote it.
     """
     kind = format.removeprefix("shoal-")
-    try:
-        value = json.loads(data)
-    except ValueError as error:
-        raise ShoalError(f"{where} is not valid JSON ({error}); prepare the {kind} again") from None
+    value = parse_json(data, where, remedy=f"prepare the {kind} again")
     if not isinstance(value, dict) or value.get("format") != format:
         raise ShoalError(f"{where}: its format is not {format!r}; is this the folder of other data?")
     found = value.get("version")

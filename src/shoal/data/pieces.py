@@ -19,7 +19,7 @@ from shoal.data.corpus import Errors, Piece, read_articles
 from shoal.data.encode import SentenceEncoder
 from shoal.data.files import write_atomically
 from shoal.data.manifest import ShardInfo
-from shoal.data.prepare_dir import RECORDS
+from shoal.data.prepare_dir import OVERWRITE, RECORDS, read_record
 from shoal.data.sentences import split_sentences
 from shoal.data.shard_writer import ShardWriter
 from shoal.data.workers import advance
@@ -96,14 +96,14 @@ def finished_piece(out: Path, number: int) -> Shards | None:
     path = _record_path(out, number)
     if not path.is_file():
         return None
-    shards = {split: ShardInfo(**value) for split, value in json.loads(path.read_bytes()).items()}
+    shards = read_record(path, lambda record: {split: ShardInfo(**value) for split, value in record.items()})
     for shard in shards.values():
         for suffix, facts in shard.files.items():
             file = out / f"{shard.name}.{suffix}"
             if not file.is_file() or file.stat().st_size != facts["bytes"]:
                 raise ShoalError(
                     f"{file}: an earlier run finished this file, now it is missing or has another size than "
-                    f"{facts['bytes']} bytes; run again with --overwrite to begin anew"
+                    f"{facts['bytes']} bytes; {OVERWRITE}"
                 )
     return shards
 

@@ -26,7 +26,7 @@ from shoal.data import builtin, pieces, tokenizer
 from shoal.data.corpus import Errors, Format, Piece, SourceFile, cut_pieces, find_files
 from shoal.data.files import sha256_of, write_atomically
 from shoal.data.manifest import MANIFEST, Manifest, TokenizerInfo
-from shoal.data.prepare_dir import RECORDS, clear, locked, open_plan
+from shoal.data.prepare_dir import RECORDS, clear, locked, open_plan, read_record
 from shoal.data.progress import Progress
 from shoal.data.sample import held_out_rank, read_sample, training_sentences
 from shoal.data.workers import num_cores, run_tasks
@@ -197,7 +197,7 @@ def _make_job(
         unknown_word=unknown_word,
         errors=config.errors,
         seed=config.seed,
-        held_out=json.loads((records / _SAMPLE).read_bytes())["held_out"],
+        held_out=read_record(records / _SAMPLE, lambda record: float(record["held_out"])),
     )
 
 

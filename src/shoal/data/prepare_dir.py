@@ -9,20 +9,25 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal.data.files import PARTIAL, write_atomically, write_error
 from shoal.data.manifest import MANIFEST
 from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
 
 PLAN = "prepare.json"
 """Configuration and state of the source. Shards belong to the plan beside them, finished or not."""
 LOCK = "prepare.lock"
 RECORDS = "pieces"
 """Folder of what only an unfinished preparation needs."""
+OVERWRITE = "run again with --overwrite to begin from nothing"
+"""The remedy for a directory that somebody else has changed."""
 
 _KIND, _TEXT = "kind", "text"
 """What a plan prepares; plans of text do not say so."""
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -64,10 +69,10 @@ def open_plan(out: Path, plan: dict[str, Any]) -> None:
         return
     old = _read_plan(path)
     if old is None:
-        raise ShoalError(f"{path} is damaged; run again with --overwrite to begin anew")
+        raise ShoalError(f"{path} is damaged; {OVERWRITE}")
     _check_kind(out, old, plan.get(_KIND, _TEXT))
     # through JSON, so that tuples compare as the lists they were written as
-    new = json.loads(json.dumps(plan))
+    new = parse_json(json.dumps(plan), "the plan")
     changes = [
         f"{key} was {old.get(key)!r} and is now {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
@@ -78,6 +83,20 @@ def open_plan(out: Path, plan: dict[str, Any]) -> None:
             f"{out} was begun with another configuration or source: {'; '.join(changes)}. Give another "
             "--out, or --overwrite to remove what is there and begin anew"
         )
+
+
+def read_record(path: Path, make: Callable[[Any], T]) -> T:
+    """Return what ``make`` makes of the JSON that this preparation wrote down.
+
+    Raises:
+        ShoalError: it has been changed since.
+    """
+    try:
+        return make(parse_json(path.read_bytes(), str(path), remedy=OVERWRITE))
+    except OSError as error:
+        raise ShoalError(f"{path} cannot be read: {error.strerror}; {OVERWRITE}") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ShoalError(f"{path}: a field is missing or wrong ({error}); {OVERWRITE}") from None
 
 
 def clear(out: Path, kind: str, is_ours: Callable[[str], bool]) -> None:
@@ -109,8 +128,8 @@ def clear(out: Path, kind: str, is_ours: Callable[[str], bool]) -> None:
 def _read_plan(path: Path) -> dict[str, Any] | None:
     """Return the plan of a directory, or ``None`` if it is damaged."""
     try:
-        return dict(json.loads(path.read_bytes()))
-    except (ValueError, TypeError):
+        return dict(parse_json(path.read_bytes(), str(path)))
+    except (ShoalError, ValueError, TypeError):
         return None
 
 

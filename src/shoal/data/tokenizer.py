@@ -9,7 +9,6 @@ that is how ``tokenizers`` finds one, too.
 from __future__ import annotations
 
 import io
-import json
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from shoal.data.sentencepiece_model import NORMAL, UNIGRAM, UNKNOWN, SentencepieceModel, read_sentencepiece
 from shoal.errors import UsageError
+from shoal.json_text import parse_json
 
 Kind = Literal["unigram", "wordpiece"]
 
@@ -139,7 +139,7 @@ def continues_word(tokenizer: Tokenizer) -> bytes:
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     special |= {spelling for spellings in SPECIAL_TOKENS.values() for spelling in spellings}
     if model_kind(tokenizer) == "wordpiece":
-        prefix = json.loads(tokenizer.to_str())["model"]["continuing_subword_prefix"]
+        prefix = parse_json(tokenizer.to_str(), "the tokenizer")["model"]["continuing_subword_prefix"]
         continues = {token for token in vocabulary if token.startswith(prefix)}
     else:
         starts = (_WORD_START, _BYTE_LEVEL_START)

@@ -20,6 +20,7 @@ from typing import IO, Any, Self
 
 from shoal.env import LAUNCH_DIR, SECRET, SECRET_FILE, STORE_FILE, child_environment
 from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
 from shoal.launch.emulated_keeper import Namespace, end_processes, identity
 from shoal.launch.emulated_plan import INTERFACE, ClusterPlan
 from shoal.launch.job_secret import write_secret
@@ -99,7 +100,10 @@ class EmulatedHosts:
         }
         keeper.stdin.write(json.dumps(request) + "\n")
         keeper.stdin.flush()
-        answer = json.loads(keeper.stdout.readline() or '{"error": "its keeper ended", "denied": false}')
+        answer = parse_json(
+            keeper.stdout.readline() or '{"error": "its keeper ended", "denied": false}',
+            "the answer of the keeper of the emulated hosts",
+        )
         if "error" in answer:
             raise _cannot_make(answer["error"], denied=answer["denied"])
         self._files = answer

@@ -26,6 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shoal.json_text import parse_json
 from shoal.launch.emulated_plan import INTERFACE, HostPlan, bridge_links, host_links, shaping
 
 GRACE_S = 2.0
@@ -155,7 +156,7 @@ class Keeper:
 
 def main() -> int:
     """Make what stdin asks for, answer, hold it, and end what is left."""
-    request: dict[str, Any] = json.loads(sys.stdin.readline())
+    request: dict[str, Any] = parse_json(sys.stdin.readline(), "what the launcher asks for")
     launcher = _open_parent(request["launcher"])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the launcher's end decides

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
 
 _NONCE_BYTES = 16
 _MAC_CHARACTERS = 64
@@ -171,7 +172,7 @@ class SeveralHosts(_OneMeeting):
         mac, text = data[:_MAC_CHARACTERS], data[_MAC_CHARACTERS:]
         if not hmac.compare_digest(mac, self._mac(key, text).encode()):
             raise self._forged(key)
-        value = json.loads(text)
+        value = parse_json(text, f"the value {key!r} in the store")
         if not isinstance(value, dict) or {name: type(field) for name, field in value.items()} != fields:
             raise self._forged(key)
         return value

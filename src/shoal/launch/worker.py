@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from shoal.env import joined, launch_dir
 from shoal.errors import EXIT_FAILURE, ShoalError
+from shoal.json_text import parse_json
 
 EXIT_DEADLINE_S = 5.0
 """A worker that has failed is gone after so long, even if a library's clean-up hangs."""
@@ -104,7 +105,7 @@ def write_error(folder: Path, error: WorkerError) -> None:
 
 def read_errors(folder: Path) -> dict[int, WorkerError]:
     """Return the errors that workers have reported, by rank."""
-    found = (WorkerError(**json.loads(path.read_text("utf-8"))) for path in folder.glob("error-*.json"))
+    found = (WorkerError(**parse_json(path.read_bytes(), str(path))) for path in folder.glob("error-*.json"))
     return {error.rank: error for error in found}
 
 

@@ -5,7 +5,6 @@ Nothing is unpickled, and nothing is fetched unless a source is named ``hub:NAME
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from transformers import (
 from transformers.utils import logging as their_logging
 
 from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
 from shoal.models.layers import MODEL_TYPES
 from shoal.models.tasks import QuestionAnswering, SequenceClassification
 
@@ -91,10 +91,10 @@ def model_type_of(directory: Path, known: Sequence[str] = MODEL_TYPES) -> str:
         raise UsageError(
             f"{directory} is not a transformers directory: it {what}. A model of the hub is named {HUB}NAME"
         )
+    tree = parse_json(path.read_bytes(), str(path), error=UsageError)
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
         model_type = str(tree["model_type"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise UsageError(f"{path} names no model_type: {_one_line(error)}") from None
     if model_type not in known:
         raise UsageError(f"{path}: model_type {model_type!r} must be one of {', '.join(known)}")

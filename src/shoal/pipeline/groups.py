@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.decide.cost import Link
 from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
 
 T = TypeVar("T")
 
@@ -133,7 +134,7 @@ def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device, r
     if data:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(buffer, src=root, group=group)
-    return json.loads(buffer.cpu().numpy().tobytes())
+    return parse_json(buffer.cpu().numpy().tobytes(), f"what rank {root} sent")
 
 
 def measure_link(groups: Groups) -> Link | None:

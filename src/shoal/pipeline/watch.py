@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from shoal.errors import ShoalError
+from shoal.json_text import parse_json
 from shoal.pipeline.adapter import default_store
 
 _POLL_S = 0.3
@@ -110,7 +111,7 @@ class Watch:
                 self._store.set("roll", json.dumps({"rank": self._rank, "error": said}))
             self._store.set(f"here/{self._rank}", "1")
             lost = sorted(set(self._peers) - self._living())
-            first = json.loads(self._store.get("roll"))
+            roll = self._store.get("roll")
         except RuntimeError:
             return (
                 f"another worker was lost: the store by which the workers met is gone, and with it "
@@ -119,6 +120,7 @@ class Watch:
         if lost:
             names = " and ".join(self._named(rank) for rank in lost)
             return f"another worker was lost: {names} died; see its output, or whether it was killed"
+        first = parse_json(roll, "the store's word on which worker failed first")
         if first["rank"] == self._rank:
             return None
         return f"another worker was lost: {self._named(first['rank'])} failed with {first['error']}"

@@ -7,13 +7,13 @@ of M bytes takes ``a + b M``, with b as ``decide.links`` says of the scheme and 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shoal.decide.links import ring_seconds, two_hop_seconds
 from shoal.errors import UsageError
+from shoal.json_text import parse_json
 from shoal.plan.hardware import Instance, Machines, require_accelerators
 from shoal.plan.step import Layout, achieved_flops_for, step_time
 from shoal.plan.workload import Workload
@@ -133,9 +133,10 @@ def read_measured(path: Path) -> MeasuredTrain | MeasuredComm:
         UsageError: it cannot be read, is neither, or lacks what is needed.
     """
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        data = path.read_bytes()
+    except OSError as error:
         raise UsageError(f"--measured {path} cannot be read: {error}") from error
+    read = parse_json(data, f"--measured {path}", error=UsageError)
     try:
         if isinstance(read, dict) and read.get("kind") == TRAIN_KIND:
             return _train(path, read)

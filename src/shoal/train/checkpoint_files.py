@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.json_text import parse_json
 
 FOLDER = "checkpoints"
 CONTENTS = "contents.json"
@@ -206,7 +207,7 @@ def find_damage(path: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
     that the workers can share the reading.
     """
     try:
-        record = json.loads((path / COMPLETE).read_bytes())
+        record = parse_json((path / COMPLETE).read_bytes(), COMPLETE)
         stored = record.pop("crc32")
         files = [WrittenFile(**file) for file in record["files"]]
         if stored != _crc32_of(record):
@@ -219,7 +220,7 @@ def find_damage(path: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
         return f"{COMPLETE} is missing"
     except OSError as error:
         return f"{COMPLETE} cannot be read: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ShoalError, ValueError, KeyError, TypeError, AttributeError):
         return f"{COMPLETE} is not what a checkpoint holds"
     return next((damage for file in files[part::num_parts] if (damage := _file_damage(path, file))), None)
 
@@ -231,7 +232,7 @@ def read_contents(path: Path) -> Contents:
         ShoalError: it cannot be read.
     """
     try:
-        table = json.loads((path / CONTENTS).read_bytes())
+        table = parse_json((path / CONTENTS).read_bytes(), str(path / CONTENTS))
         tensors = {
             name: StoredTensor(
                 dtype=tensor["dtype"],

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
 
 Names = Mapping[nn.Parameter, str]
 """The names of a state's parameters."""
@@ -156,8 +157,8 @@ def checked_json(name: str, value: Any) -> Any:
         ShoalError: JSON cannot hold it.
     """
     try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
+        return parse_json(json.dumps(value), f"the state's {name!r}")
+    except (TypeError, ValueError, RecursionError) as error:
         raise ShoalError(f"the state's {name!r} cannot be stored as JSON: {error}") from None
 
 
@@ -181,7 +182,10 @@ def _united(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for group in groups:
         options = json.dumps({field: group[field] for field in group if field != "params"})
         params.setdefault(options, {}).update(dict.fromkeys(group["params"]))
-    return [json.loads(options) | {"params": list(names)} for options, names in params.items()]
+    return [
+        parse_json(options, "the options of an optimizer") | {"params": list(names)}
+        for options, names in params.items()
+    ]
 
 
 def _divisions(groups: Sequence[dict[str, Any]]) -> set[frozenset[str]]:

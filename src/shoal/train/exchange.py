@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
 
 T = TypeVar("T")
 
@@ -41,7 +42,8 @@ def together(group: dist.ProcessGroup | None, action: Callable[[], T]) -> list[T
         cause = error
         text = f"{type(error).__name__}: {error}" if _is_defect(error) else str(error)
         report = json.dumps({"error": text, "usage": isinstance(error, UsageError)})
-    reports = [json.loads(data) for data in _gathered(group, report.encode())]
+    gathered = _gathered(group, report.encode())
+    reports = [parse_json(data, f"what worker {rank} sent") for rank, data in enumerate(gathered)]
     if cause is not None and _is_defect(cause):
         raise cause
     for rank, other in enumerate(reports):

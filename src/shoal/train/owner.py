@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING
 
 from shoal import env
 from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
 from shoal.train.run_dir import require_writable
 
 if TYPE_CHECKING:
@@ -199,8 +200,8 @@ def _look(file: Path) -> _Seen | None:
 
 def _parsed(content: bytes) -> _Owner | None:
     try:
-        owner = _Owner(**json.loads(content))
-    except (ValueError, TypeError, RecursionError):
+        owner = _Owner(**parse_json(content, "an owner's file"))
+    except (ShoalError, TypeError):
         return None
     texts = (owner.job, owner.host, owner.since, owner.place, owner.token)
     if not all(isinstance(text, str) and text.isprintable() for text in texts):
@@ -390,5 +391,5 @@ def _release(pid: int, file: Path, content: bytes, ended: threading.Event) -> No
     temporary = file.with_suffix(".tmp")
     with contextlib.suppress(OSError):  # another job then sees that this process has ended
         if _is_mine(file, content):
-            temporary.write_bytes(json.dumps(json.loads(content) | {"released": True}).encode())
+            temporary.write_bytes(json.dumps(parse_json(content, str(file)) | {"released": True}).encode())
             temporary.replace(file)

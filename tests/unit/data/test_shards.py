@@ -211,7 +211,7 @@ def test_newer_version(prepared):
         ('"mask_id": 4', '"mask_id": 30000', "mask_id=30000"),
         ('"num_tokens"', '"tokens"', "tokens"),
         ('"kind"', '"king"', "king"),
-        ("{", "", "not valid JSON"),
+        ("{", "", "is not JSON: Extra data"),
     ],
 )
 def test_damaged_manifest(prepared, old, new, said):

@@ -119,7 +119,7 @@ def test_of_two_backends_the_one_that_gets_most_out_of_the_links_counts(tmp_path
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot be read"),
+        ("{", r"--measured .*run\.json: is not JSON"),
         ("[]", "is neither of"),
         ('{"kind": "shoal bench train"}', "is damaged or of another version: KeyError"),
         (json.dumps({"network": {"num_hosts": 1, "num_workers": 2}, "rows": []}), "2 workers on 1 hosts"),

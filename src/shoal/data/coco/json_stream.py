@@ -36,8 +36,6 @@ def top_level_entries(path: Path) -> Iterator[tuple[str, int | None, Any]]:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: is not UTF-8 ({error.reason}); it must be a JSON file in UTF-8") from None
-    except RecursionError:
-        raise UsageError(f"{path}: is nested too deeply to be a file of COCO") from None
 
 
 class _Window:
@@ -110,6 +108,10 @@ class _Window:
                 if not self._read():
                     raise self._wrong(error.msg, error.pos) from None
                 continue
+            except RecursionError:
+                raise UsageError(f"{self._path}: is nested too deeply to be a file of COCO") from None
+            except ValueError as error:  # a number of too many digits
+                raise self._wrong(str(error)) from None
             # a number may go on after the window's end: 12|3, 12.|3
             if self._text[end : end + 1] not in _NUMBER_GOES_ON or not self._read():
                 self._at = end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from shoal.data.coco.annotations import CocoAnnotations, CocoImage, CocoObject, 
 from shoal.data.coco.bad import BadEntries
 from shoal.data.images.shards import ImageShards
 from shoal.errors import ShoalError
+from shoal.json_text import parse_json
 
 
 def prepared_truth(
@@ -25,11 +25,15 @@ def prepared_truth(
     images: dict[int, CocoImage] = {}
     objects: dict[int, tuple[CocoObject, ...]] = {}
     for number in numbers:
+        tree = parse_json(
+            bytes(shards.extra(number)),
+            f"{shards.name(number)}: its annotations",
+            remedy="prepare the images again",
+        )
         try:
-            tree = json.loads(bytes(shards.extra(number)))
             image = CocoImage(int(tree["image_id"]), "", int(tree["width"]), int(tree["height"]))
             found = tuple(map(_object, tree["annotations"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise ShoalError(
                 f"{shards.name(number)}: its annotations cannot be read ({error}); prepare the images again"
             ) from None

@@ -24,6 +24,7 @@ from shoal.data.images.prepare import ImagePrepareConfig, prepare_images
 from shoal.data.images.remote import SCHEME, S3Files
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
 from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
 
 CATEGORIES = "categories.json"
 """The categories in the order of their labels: an array of objects with id and name."""
@@ -152,8 +153,8 @@ def read_categories(location: Path | str) -> dict[int, str]:
     try:
         remote = str(location).startswith(SCHEME)
         data = S3Files(str(location)).read(CATEGORIES) if remote else Path(path).read_bytes()
-        return {int(entry["id"]): str(entry["name"]) for entry in json.loads(data)}
-    except (OSError, ValueError, KeyError, TypeError):
+        return {int(entry["id"]): str(entry["name"]) for entry in parse_json(data, path)}
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         raise UsageError(
             f"{path} is missing or is no list of categories; prepare the directory with shoal prepare coco"
         ) from None

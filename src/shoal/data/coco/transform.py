@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from shoal.data.images.pixels import Triple, finish
 from shoal.data.images.places import Bytes
 from shoal.data.images.transform import IDENTITY, decode, normalisation, resized
 from shoal.errors import ShoalError
+from shoal.json_text import parse_json
 
 _LEAST_PIXELS = 1.0
 
@@ -48,11 +48,11 @@ def placed_objects(extra: Bytes, shape: tuple[int, int], place: Placement) -> De
     Raises:
         ShoalError: the annotations are for an image of another shape, are damaged, or an object has no mask.
     """
+    tree = parse_json(bytes(extra), "annotations of an image", remedy="prepare the images again")
     try:
-        tree = json.loads(bytes(extra))
         image_id, height, width = int(tree["image_id"]), tree["height"], tree["width"]
         objects = [one for one in tree["annotations"] if not one["iscrowd"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ShoalError(
             f"annotations of an image cannot be read ({error}); prepare the images again"
         ) from None

@@ -19,6 +19,7 @@ import numpy as np
 from shoal.data.files import GrowingFile
 from shoal.data.images.sources import SourceImage
 from shoal.errors import ShoalError
+from shoal.json_text import parse_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class Listing:
         """Return an image as the source gave it."""
         begin, end = self._offsets[number : number + 2]
         self._lines.seek(begin)
-        key, path, *rest = json.loads(self._lines.read(end - begin))
+        key, path, *rest = parse_json(self._lines.read(end - begin), self._lines.name)
         return SourceImage(key, Path(path), *rest)
 
     def close(self) -> None:

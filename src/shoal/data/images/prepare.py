@@ -38,7 +38,7 @@ from shoal.data.images.shard_work import (
 )
 from shoal.data.images.sources import TRAIN, ImageSource
 from shoal.data.manifest import MANIFEST
-from shoal.data.prepare_dir import RECORDS, clear, locked, open_plan
+from shoal.data.prepare_dir import RECORDS, clear, locked, open_plan, read_record
 from shoal.data.progress import Progress
 from shoal.data.workers import num_cores, run_tasks
 from shoal.errors import UsageError, did_you_mean
@@ -147,7 +147,7 @@ def _list_source(source: ImageSource, out: Path, shown: Progress) -> dict[str, T
         check_totals(source, totals)
         value = {split: dataclasses.asdict(found) for split, found in totals.items()}
         write_atomically(path, json.dumps(value).encode())
-    return {split: Totals(**value) for split, value in json.loads(path.read_bytes()).items()}
+    return read_record(path, lambda record: {split: Totals(**value) for split, value in record.items()})
 
 
 def check_totals(source: ImageSource, totals: dict[str, Totals]) -> None:

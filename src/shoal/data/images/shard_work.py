@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from shoal.data.images.manifest import ImageShardInfo
 from shoal.data.images.reencode import MAX_IMAGE_BYTES, ReencodeConfig, check_pillow, reencode
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
 from shoal.data.images.tar_writer import ImageShardWriter
-from shoal.data.prepare_dir import RECORDS
+from shoal.data.prepare_dir import OVERWRITE, RECORDS, read_record
 from shoal.data.workers import advance
 from shoal.decide.order import shuffled
 from shoal.errors import ShoalError, UsageError
@@ -135,15 +135,20 @@ def finished_shard(out: Path, task: ShardTask) -> ShardResult | None:
     path = _record_path(out, task)
     if not path.is_file():
         return None
-    record = json.loads(path.read_bytes())
-    shard = ImageShardInfo(**record["shard"]) if record["shard"] else None
+    result = read_record(path, _result)
+    shard = result.shard
     for suffix, facts in shard.files.items() if shard else ():
         file = out / f"{task.name}.{suffix}"
         if not file.is_file() or file.stat().st_size != facts["bytes"]:
             raise ShoalError(
                 f"{file}: an earlier run finished this file, now it is missing or has another size than "
-                f"{facts['bytes']} bytes; run again with --overwrite to begin anew"
+                f"{facts['bytes']} bytes; {OVERWRITE}"
             )
+    return result
+
+
+def _result(record: dict[str, Any]) -> ShardResult:
+    shard = ImageShardInfo(**record["shard"]) if record["shard"] else None
     return ShardResult(shard=shard, skipped=tuple((name, reason) for name, reason in record["skipped"]))
 
 
@@ -166,7 +171,7 @@ def read_image(image: SourceImage) -> bytes:
     if not same:
         raise ShoalError(
             f"{image.name} has another size since the preparation began ({image.size:,} bytes then); "
-            "run again with --overwrite to begin anew"
+            f"{OVERWRITE}"
         )
     return data
 

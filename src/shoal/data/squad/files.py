@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from shoal.data.files import write_atomically
 from shoal.errors import UsageError, did_you_mean
+from shoal.json_text import parse_json
 
 Misplaced = Literal["keep", "skip", "refuse"]
 Version = Literal["1.1", "2.0"]
@@ -242,13 +243,7 @@ def _load(path: Path) -> Any:
     if not text.strip():
         raise UsageError(f"{path}: the file is empty; it must be JSON")
     try:
-        return json.loads(text, object_pairs_hook=_without_repeats)
-    except json.JSONDecodeError as error:
-        raise UsageError(
-            f"{path}, line {error.lineno}, column {error.colno}: is not JSON: {error.msg}"
-        ) from None
-    except RecursionError:
-        raise UsageError(f"{path}: is nested too deeply to be a file of SQuAD") from None
+        return parse_json(text, str(path), error=UsageError, object_pairs_hook=_without_repeats)
     except _Repeated as error:
         raise UsageError(f"{path}: the key {error.args[0]!r} is there twice in one object") from None
 

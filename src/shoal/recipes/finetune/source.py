@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from tokenizers import Tokenizer
 
 from shoal.data.tokenizer import read_tokenizer, vocab_size
 from shoal.errors import UsageError
+from shoal.json_text import parse_json
 from shoal.models.directory import HUB, resolve
 from shoal.models.tasks import TaskModel
 from shoal.recipes.export import export_run
@@ -110,9 +110,10 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / MODEL_CONFIG
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read as JSON: {error}") from None
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    tree = parse_json(data, str(path), error=UsageError)
     if not isinstance(tree, dict):
         raise UsageError(f"{path}: must be a JSON object; is it a transformers directory?")
     return tree
@@ -155,9 +156,13 @@ def _lowercases(directory: Path) -> bool:
     if not path.is_file():
         return True  # as BERT's and ALBERT's tokenizers do where nothing is said
     try:
-        return bool(json.loads(path.read_text(encoding="utf-8")).get("do_lower_case", True))
-    except (OSError, ValueError, AttributeError) as error:
-        raise UsageError(f"{path}: cannot be read as a JSON object: {error}") from None
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    tree = parse_json(data, str(path), error=UsageError)
+    if not isinstance(tree, dict):
+        raise UsageError(f"{path}: must be a JSON object")
+    return bool(tree.get("do_lower_case", True))
 
 
 def check_length(directory: Path, setting: str, max_seq_length: int) -> None:

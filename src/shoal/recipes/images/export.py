@@ -15,6 +15,7 @@ from torch import nn
 
 from shoal.data.files import write_atomically
 from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 EXPORT = "model"
@@ -40,7 +41,7 @@ def read_tree(directory: Path, form: str) -> dict[str, Any]:
         UsageError: it is that of something else.
     """
     path = directory / CONFIG
-    tree: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    tree: dict[str, Any] = parse_json(path.read_bytes(), str(path))
     if tree["format"] != form:
         raise UsageError(f"{path} is not that of a network that shoal trained: it is no {form}")
     return tree

@@ -19,6 +19,7 @@ from shoal.data.coco.reader import DetectionReader
 from shoal.data.coco.results import KINDS, Detection, Kind
 from shoal.data.coco.score import CocoScore
 from shoal.data.loader import Batch, held_out_batches
+from shoal.json_text import parse_json
 from shoal.models.detection.mask_rcnn import Detections, MaskRCNN
 from shoal.recipes.mask_rcnn.losses import images_on
 from shoal.train.coco_score import score_across_workers
@@ -159,5 +160,9 @@ def gather_results(world: World, found: Mapping[Kind, Mapping[int, Sequence[Dete
     parts = gather_flat(world, np.frombuffer(json.dumps(own).encode(), dtype=np.uint8).copy())
     if not world.is_main or parts is None:
         return None
-    entries = [entry for part in parts for entry in json.loads(part.tobytes())]
+    entries = [
+        entry
+        for rank, part in enumerate(parts)
+        for entry in parse_json(part.tobytes(), f"the detections of worker {rank}")
+    ]
     return sorted(entries, key=lambda entry: int(entry["image_id"]))

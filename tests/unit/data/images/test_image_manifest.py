@@ -134,7 +134,7 @@ def test_a_wrong_manifest_is_one_clear_error(tmp_path, change, error, words):
     with pytest.raises(error, match=words):
         ImageManifest.load(tmp_path)
     path.write_bytes(b"{")
-    with pytest.raises(ShoalError, match="not valid JSON"):
+    with pytest.raises(ShoalError, match="is not JSON: Expecting"):
         ImageManifest.load(tmp_path)
     path.unlink()
     with pytest.raises(UsageError, match=r"holds no prepared images.*shoal prepare images"):
