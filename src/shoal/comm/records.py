@@ -24,6 +24,7 @@ from shoal.json_text import parse_json
 _MOST_BYTES = 1 << 20
 _MAC_DIGITS = 64
 _MOST_ERROR = 4096
+_CHANGED = "somebody has changed the store, or the ranks run different versions of shoal"
 
 _NAME = r"[^\x00-\x1f\x7f]{1,512}"
 _SEGMENT = r"shoal-[0-9a-f-]{1,64}"
@@ -83,7 +84,8 @@ class Records:
                 f"what rank {rank} has put into the store ({key}) is not signed with this rank's secret: "
                 "the SHOAL_SECRET of the two differ, or somebody has changed the store"
             )
-        found: object = parse_json(text, f"what rank {rank} has put into the store ({key})", error=CommError)
+        where = f"what rank {rank} has put into the store ({key})"
+        found: object = parse_json(text, where, error=CommError, remedy=_CHANGED)
         return found
 
 
@@ -148,10 +150,7 @@ class Fields:
 
 
 def _malformed(key: str, rank: int, what: str) -> CommError:
-    return CommError(
-        f"what rank {rank} has put into the store ({key}) is malformed: {what}; somebody has changed the "
-        "store, or the ranks run different versions of shoal"
-    )
+    return CommError(f"what rank {rank} has put into the store ({key}) is malformed: {what}; {_CHANGED}")
 
 
 def parse_peer(found: Fields) -> tuple[Peer, Place]:
