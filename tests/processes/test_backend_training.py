@@ -5,6 +5,7 @@ Two workers: a sum of two numbers has one value in any order, so the weights mus
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -86,6 +87,17 @@ def ddp_hook(rank: int) -> dict[str, Tensor]:
     train(module, torch.optim.SGD(module.parameters(), lr=0.1), rank, range(3))
     only_the_engine(all_reduce=3)
     return module.module.state_dict()
+
+
+def ddp_builtin_hooks(rank: int) -> dict[str, Tensor]:
+    weights = {}
+    for hook in (dist.BuiltinCommHookType.FP16_COMPRESS, dist.BuiltinCommHookType.ALLREDUCE):
+        module = DistributedDataParallel(model(), bucket_cap_mb=1e-3)
+        module._register_builtin_comm_hook(hook)
+        train(module, torch.optim.SGD(module.parameters(), lr=0.1), rank, range(3))
+        weights.update({f"{hook.name} {name}": value for name, value in module.module.state_dict().items()})
+    only_the_engine(all_reduce=10)
+    return weights
 
 
 def ddp_join(rank: int) -> dict[str, Tensor]:
@@ -186,7 +198,19 @@ def _run(rank: int, case: Callable[..., dict[str, Tensor]], folder: Path, args: 
 
 
 @pytest.mark.parametrize(
-    "case", [ddp, ddp_no_sync, ddp_hook, ddp_join, zero_1, fsdp, fsdp_bf16, functional, checkpointed]
+    "case",
+    [
+        ddp,
+        ddp_no_sync,
+        ddp_hook,
+        ddp_builtin_hooks,
+        ddp_join,
+        zero_1,
+        fsdp,
+        fsdp_bf16,
+        functional,
+        checkpointed,
+    ],
 )
 def test_same_weights_as_with_gloo(tmp_path: Path, case: Callable[..., dict[str, Tensor]]) -> None:
     args = (tmp_path,) if case is checkpointed else ()
@@ -199,6 +223,48 @@ def test_same_weights_as_with_gloo(tmp_path: Path, case: Callable[..., dict[str,
         assert found.keys() == wanted.keys()
         for name in wanted:
             assert torch.equal(found[name], wanted[name]), name
+
+
+def _shape_of(value: Any) -> Any:
+    """What a future's value is made of, without the numbers."""
+    if isinstance(value, list | tuple):
+        return type(value).__name__, [_shape_of(each) for each in value]
+    return (type(value).__name__, list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _futures(rank: int, folder: Path) -> None:
+    x, parts = torch.ones(4), [torch.ones(4), torch.ones(4)]
+    works = {
+        "all_reduce": dist.all_reduce(x, async_op=True),
+        "all_reduce of fp16": dist.all_reduce(x.half(), async_op=True),
+        "broadcast": dist.broadcast(x, 0, async_op=True),
+        "reduce": dist.reduce(x, 0, async_op=True),
+        "all_gather": dist.all_gather(parts, x, async_op=True),
+        "all_gather_into_tensor": dist.all_gather_into_tensor(torch.ones(8), x, async_op=True),
+        "reduce_scatter_tensor": dist.reduce_scatter_tensor(x, torch.ones(8), async_op=True),
+        "all_to_all_single": dist.all_to_all_single(torch.ones(4), x, async_op=True),
+    }
+    shapes = {}
+    for name, work in works.items():
+        work.wait()
+        try:
+            shapes[name] = _shape_of(work.get_future().wait())
+        except RuntimeError as error:
+            assert "getFuture not implemented" in str(error) and not is_ours(), name
+    if rank == 0:
+        (folder / f"{dist.get_backend()}.json").write_text(json.dumps(shapes))
+
+
+def test_futures_hold_what_gloos_hold(tmp_path: Path) -> None:
+    for backend in ("gloo", "shoal"):
+        run_group(_futures, SIZE, tmp_path, tmp_path, backend=backend)
+    wanted, found = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("gloo", "shoal"))
+    assert found.pop("all_gather_into_tensor") == [
+        "list",
+        [["Tensor", [8]]],
+    ]  # as NCCL's; gloo's are chunks of it
+    del wanted["all_gather_into_tensor"]
+    assert len(wanted) >= 4 and {name: found[name] for name in wanted} == wanted
 
 
 def _grid(rank: int) -> None:

@@ -67,7 +67,7 @@ def test_wrong_fields_of_a_peer_are_named(field: str, value: object) -> None:
 def test_wrong_fields_of_the_rules_are_named(field: str, value: object) -> None:
     with pytest.raises(
         CommError,
-        match=r"what rank 3 has put into the store \(key.*(is malformed: |: is not JSON|: is nested).*changed",
+        match=r"what rank 3 has put into the store \(key.*(is malformed|: is (not JSON|nested)).*changed",
     ):
         read({**RULES, field: value}, parse_rules)
 

@@ -122,7 +122,7 @@ class Fused:
         flat, dtype = operands.plain(source)
         return self._submit(
             "all_gather", flat, operands.plain(rows)[0], flat.numel(), dtype,
-            shape=input.shape, timeout=opts.timeout, result=[outputs], finish=finish,
+            shape=input.shape, timeout=opts.timeout, result=outputs, finish=finish,
         )  # fmt: skip
 
     def all_gather_lists(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:

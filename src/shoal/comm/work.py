@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import Work
+from torch.autograd.graph import _engine_run_backward
 from torch.futures import Future
 
 from shoal.comm.engine import CommError
@@ -154,6 +156,9 @@ class EngineWork(SingleWork):
 
     def get_future(self) -> Future[Any]:
         """Return a future of the output tensors."""
+        if is_fp16_bucket(self._result) and _called_by_backward():
+            self.wait()
+            return typed_future(self._result)
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -176,6 +181,31 @@ class EngineWork(SingleWork):
         if self._error is not None:
             raise self._error
         return self._result
+
+
+def is_fp16_bucket(result: Any) -> bool:
+    """Whether the result may be a bucket of DDP's built-in hook FP16_COMPRESS."""
+    return (
+        isinstance(result, list) and len(result) == 1 and getattr(result[0], "dtype", None) == torch.float16
+    )
+
+
+def _called_by_backward() -> bool:
+    """Whether the caller of the calling method is C++ in a backward pass, such as DDP's reducer."""
+    caller = sys._getframe(1).f_back  # none in a thread of autograd's
+    return caller is None or caller.f_code is _engine_run_backward.__code__
+
+
+def typed_future(tensors: list[torch.Tensor]) -> Future[Any]:
+    """Return a completed future that C++ takes for a list of tensors.
+
+    A ``torch.futures.Future`` holds Python objects, and the built-in hook FP16_COMPRESS refuses those. What
+    ``torch._C.fork`` (``torch.jit.fork`` without its warning) returns for a Python function has the type of
+    its value, but is complete at once: the backward pass waits for this bucket.
+    """
+    future: Any = torch._C.fork(lambda: tensors)
+    typed: Future[Any] = future
+    return typed
 
 
 @untraced
