@@ -5,6 +5,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <sys/stat.h>
@@ -31,6 +32,16 @@ std::vector<std::unique_ptr<SharedSegment>> open_all(const std::string& name, co
     all[static_cast<std::size_t>(rank)] = std::make_unique<SharedSegment>(name, rank, layout, 10.0);
   });
   return all;
+}
+
+TEST(shm_only_the_owner_may_open_a_segment) {
+  const ShmLayout layout{2, 4, 1000, 1000};
+  const std::string name = unique_name("mode");
+  std::thread alone([&] { CHECK_THROWS(std::runtime_error, SharedSegment(name, 0, layout, 0.3)); });
+  struct stat status{};
+  while (stat(("/dev/shm/shoal-" + name).c_str(), &status) != 0) std::this_thread::yield();
+  CHECK_EQ(status.st_mode & 0777u, 0600u);
+  alone.join();
 }
 
 // Every place is written by its rank and read by all: no two lie on each other, and the name is gone.
