@@ -70,7 +70,12 @@ class Completer:
         self._ordered = ordered
         self._tasks: dict[int, _Task] = {}
         self._done: set[int] = set()
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        # The guard has a condition of its own, and is woken by the first task after a pause only: each
+        # wake-up costs as much as a small operation.
+        self._resumed = threading.Condition(lock)
+        self._guard_pauses = False
         self._beginning = threading.Lock()
         self._num_begun = 0
         self._turn: object = None
@@ -130,6 +135,8 @@ class Completer:
                 elif outer is not None and outer.turn is self._turn:
                     self._offer_turn()
                 self._changed.notify_all()
+                if self._guard_pauses:
+                    self._resumed.notify()
         if stopping:
             work.complete_future()
         else:
@@ -142,6 +149,7 @@ class Completer:
             waiting = [self._tasks[handle] for handle in sorted(self._tasks)]
             self._tasks.clear()
             self._changed.notify_all()
+            self._resumed.notify()
         for task in waiting:
             if task.turn is None:
                 task.work.complete_future()
@@ -209,14 +217,17 @@ class Completer:
     def _end(self, task: _Task) -> None:
         with self._changed:
             self._tasks.pop(task.work.handle, None)
-            self._changed.notify_all()
+            if self._ordered:
+                self._changed.notify_all()
 
     def _guard(self) -> None:
         """Let others go on behind callbacks that have stopped."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._tasks or self._stopping)
-                self._changed.wait_for(lambda: self._stopping, _LOOK_S)
+                self._guard_pauses = not self._tasks
+                self._resumed.wait_for(lambda: self._tasks or self._stopping)
+                self._guard_pauses = False
+                self._resumed.wait_for(lambda: self._stopping, _LOOK_S)
                 if self._stopping:
                     return
                 stopped = [task for task in self._tasks.values() if task.look()]
