@@ -79,7 +79,7 @@ class Joined:
     master_port: int
     launcher: str
     store_file: Path | None = None
-    """Where the workers of one host meet in a file; then the address and the port mean nothing."""
+    """The file in which the workers of one host meet; the address and the port then mean nothing."""
 
     @property
     def init_method(self) -> str:

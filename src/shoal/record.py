@@ -272,7 +272,7 @@ def _row(line: bytes) -> Row | None:
     """Parse one line; ``None`` for a cut one and for a kind that this version does not know."""
     try:
         values = parse_json(line, "a line")
-    except ShoalError:  # cut, or none of ours
+    except ShoalError:  # cut, or from another writer
         return None
     if not isinstance(values, dict):
         raise TypeError(f"a line is an object with a kind, not {line[:40].decode()!r}")

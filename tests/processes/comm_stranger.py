@@ -23,7 +23,7 @@ def proof(secret: str, side: bytes, caller: bytes, listener: bytes, body: bytes 
 
 @dataclass(frozen=True, kw_only=True)
 class Who:
-    """What a connection says that it is; each rank on a host of its own unless ``host`` is given."""
+    """Identifies a connection; each rank is on a host of its own unless ``host`` is given."""
 
     group: str
     rank: int

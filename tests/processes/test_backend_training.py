@@ -226,7 +226,7 @@ def test_same_weights_as_with_gloo(tmp_path: Path, case: Callable[..., dict[str,
 
 
 def _shape_of(value: Any) -> Any:
-    """What a future's value is made of, without the numbers."""
+    """Return the types and shapes in a future's value."""
     if isinstance(value, list | tuple):
         return type(value).__name__, [_shape_of(each) for each in value]
     return (type(value).__name__, list(value.shape)) if isinstance(value, Tensor) else type(value).__name__

@@ -90,7 +90,7 @@ CONFLICTING = {
 @pytest.mark.parametrize("where", ["helper", "rank 0"])
 @pytest.mark.parametrize("lie", CONFLICTING)
 def test_frames_that_do_not_fit_each_other_name_both_senders(lie: str, where: str) -> None:
-    """The honest rank is not blamed alone, whoever comes first."""
+    """The honest rank is not blamed alone, in either order."""
     with HelperProcess("h0") as helper:
         pattern = [2] if where == "helper" else [0]
         with Group(sum_when_told, "ab", helpers=[helper], pattern=pattern) as group:

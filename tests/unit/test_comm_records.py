@@ -1,4 +1,4 @@
-"""What ranks publish in torch's store: changes and nonsense are found out, and the rank is named."""
+"""Records in torch's store: changes and nonsense are refused, and the rank is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a rank is: the host whose memory it shares, its address, and the network in which that is."""
+"""Locates a rank: the host whose memory it shares, its address, and the network of that address."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INTERFACE_NAME_BYTES = 15
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank listens, as far as loopback addresses are concerned."""
+    """The address at which a rank listens, and the network in which a loopback address means it."""
 
     node: str
     """name of its host, for messages"""

@@ -193,7 +193,7 @@ class Completer:
                     self._end(task)
 
     def _has(self, turn: object) -> bool:
-        """Whether it is still this turn, once there is something to wait for."""
+        """Wait for a task and return whether it is still this turn."""
         with self._changed:
             self._changed.wait_for(lambda: self._tasks or self._stopping or self._turn is not turn)
             return not self._stopping and self._turn is turn

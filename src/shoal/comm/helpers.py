@@ -1,4 +1,4 @@
-"""Which helper hosts a new group uses: those of ``SHOAL_HELPERS`` that rank 0 reaches and has not lost."""
+"""Chooses a new group's helper hosts: those of ``SHOAL_HELPERS`` that rank 0 reaches and has not lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.env import HelperAddress
 from shoal.errors import UsageError
 
 REACH_S = 3.0
-"""How long a group waits at its start for helpers that do not take a connection."""
+"""Time that a group waits at its start for helpers that do not take a connection."""
 _PAUSE_S = 0.1
 
 # Why, by the helper's name. What was left out once stays out: a helper that comes and goes, or that only

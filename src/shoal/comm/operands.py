@@ -48,7 +48,7 @@ Finish = Callable[[], None]
 
 @dataclass(frozen=True)
 class Reduction:
-    """What is done to the elements: the engine's name of the operation, what comes before it and after it."""
+    """Describes a reduction: the engine's name of the operation, and what precedes and follows it."""
 
     name: str
     factor: float | Tensor | None = None

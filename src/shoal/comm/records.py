@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other through torch's store: checked when read, and signed.
+"""Exchanges records between the ranks of a group through torch's store, checked when read and signed.
 
 Anybody who reaches the store can write to it. With a secret of the job's own each record carries an
 HMAC-SHA256 under it, over its key, the group's name and the text.
@@ -173,7 +173,7 @@ def parse_peer(found: Fields) -> tuple[Peer, Place]:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What rank 0 decides for all."""
+    """Settings that rank 0 chooses for all ranks."""
 
     helpers: list[Helper]
     bandwidths: list[float]

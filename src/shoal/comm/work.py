@@ -184,14 +184,14 @@ class EngineWork(SingleWork):
 
 
 def is_fp16_bucket(result: Any) -> bool:
-    """Whether the result may be a bucket of DDP's built-in hook FP16_COMPRESS."""
+    """Return whether the result may be a bucket of DDP's built-in hook FP16_COMPRESS."""
     return (
         isinstance(result, list) and len(result) == 1 and getattr(result[0], "dtype", None) == torch.float16
     )
 
 
 def _called_by_backward() -> bool:
-    """Whether the caller of the calling method is C++ in a backward pass, such as DDP's reducer."""
+    """Return whether C++ in a backward pass, such as DDP's reducer, called the calling method."""
     caller = sys._getframe(1).f_back  # none in a thread of autograd's
     return caller is None or caller.f_code is _engine_run_backward.__code__
 

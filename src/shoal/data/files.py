@@ -16,7 +16,7 @@ PARTIAL = ".partial"
 """Suffix of a file that is still being written; one left behind by a kill is overwritten next time."""
 
 MAX_WHOLE_BYTES = 64 << 20
-"""What is read or unpacked into memory whole has at most so many bytes."""
+"""The most bytes that are read or unpacked into memory as a whole."""
 
 _BUFFER_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -67,7 +67,7 @@ class WorkerAgent(LocalElasticAgent):  # type: ignore[misc,unused-ignore]
         self._rank_of: dict[int, int] = {}
         self.stderr_files = logs.stderr_files
         self.failure: Exception | None = None
-        """What ended the agent itself, such as a rendezvous to which the other hosts did not come."""
+        """The error that ended the agent itself, such as a rendezvous to which other hosts did not come."""
         self.killed: set[int] = set()
         self.forwarded: list[signal.Signals] = []
 

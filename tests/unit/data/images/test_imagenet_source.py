@@ -154,7 +154,7 @@ def zeros_packed(header, end=b"", *, wbits):
 
 
 def peak_bytes(act):
-    """How much memory Python took at most while it ran."""
+    """Return the most memory that Python took while it ran."""
     tracemalloc.start()
     try:
         act()
