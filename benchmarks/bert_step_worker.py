@@ -26,9 +26,8 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from benchmarks.bert_step import CASES
 from benchmarks.bert_step_cases import MAKERS, SEED, Arrays, Batch, Sides
-from shoal.cluster import WorkerPlace
 from shoal.data.task_batches import as_tensors
-from shoal.env import Joined
+from shoal.env import Joined, WorkerPlace
 from shoal.models.bert_config import BertModelConfig
 from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig, OptimConfig

@@ -18,11 +18,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.albert import AlbertForPreTraining
 
 from benchmarks.train_step import GLOBAL_BATCH, SEQUENCE
-from shoal.cluster import WorkerPlace
 from shoal.data.files import sha256_of
 from shoal.data.manifest import Manifest, TokenizerInfo
 from shoal.data.shard_writer import ShardWriter
-from shoal.env import Joined, joined
+from shoal.env import Joined, WorkerPlace, joined
 from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.pretraining import AlbertPretraining, transformers_config
 from shoal.recipes.albert.config import AlbertPretrainConfig, DataConfig

@@ -158,7 +158,6 @@ class Engine : private Sink {
   void on_error(const std::string& what) override;
 
   // engine.cc: life and callers
-  void begin_alone(Op& op);
   void require_possible(const OpSpec& spec) const;
   void open_stage(const std::string& segment, double timeout_s);
   void await_all(const std::vector<std::size_t>& wanted, Clock::time_point until, double timeout_s);

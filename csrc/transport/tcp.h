@@ -143,7 +143,7 @@ class TcpTransport : public Transport {
   std::condition_variable established_changed_;
   std::map<int, std::size_t> established_;  // by peer
 
-  std::atomic<std::uint64_t> queued_frames_{0}, bytes_sent_{0}, bytes_received_{0}, frames_sent_{0},
+  std::atomic<std::uint64_t> bytes_sent_{0}, bytes_received_{0}, frames_sent_{0},
       frames_received_{0}, strangers_{0};
 };
 

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cluster import WorkerPlace
 from shoal.errors import UsageError
 
 LAUNCH_DIR = "SHOAL_LAUNCH_DIR"
@@ -56,6 +55,21 @@ _DEFAULT_PORT = 29_500
 _SAFE_IN_URL = re.compile(r"/[^?#\x00-\x1f]*")
 _SECRET_BYTES = (16, 4_096)
 """A shorter one could be found by trial, from what a handshake shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerPlace:
+    """The position of this process in the job."""
+
+    rank: int
+    num_workers: int
+    local_rank: int
+    num_local_workers: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this worker prints, writes the record and owns the run directory."""
+        return self.rank == 0
 
 
 @dataclass(frozen=True, kw_only=True)

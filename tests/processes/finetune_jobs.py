@@ -7,8 +7,7 @@ import sys
 from multiprocessing.process import BaseProcess
 
 from forked import fork_process, free_port, wait_for
-from shoal.cluster import WorkerPlace
-from shoal.env import Joined
+from shoal.env import Joined, WorkerPlace
 from shoal.launch.worker import run_worker
 from shoal.recipes.finetune.config import (
     ClassifyFinetuneConfig,

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forked import fork_process, free_port, wait_for
-from shoal.cluster import WorkerPlace
 from shoal.data.prepare import PrepareConfig, prepare_text
-from shoal.env import Joined
+from shoal.env import Joined, WorkerPlace
 from shoal.launch.worker import run_worker
 from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.bert_config import BertModelConfig

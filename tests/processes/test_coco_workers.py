@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from forked_workers import run_workers
 
-from shoal.cluster import WorkerPlace
 from shoal.data.coco.annotations import read_annotations
 from shoal.data.coco.results import KINDS, read_results
+from shoal.env import WorkerPlace
 from shoal.env import test_data_dir as data_dir
 from shoal.train.coco_score import score_across_workers
 from shoal.train.world import World

@@ -215,7 +215,7 @@ def _short_finetuning(rank: int, model: Path, questions: Path, out: Path) -> Non
 
     import torch.distributed as dist
 
-    from shoal.cluster import WorkerPlace
+    from shoal.env import WorkerPlace
     from shoal.recipes.finetune.squad import finetune_squad_from
     from shoal.train.world import World
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from forked_workers import run_workers
 from torch import Tensor
 
-from shoal.cluster import WorkerPlace
 from shoal.data.examples import packed
+from shoal.env import WorkerPlace
 from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.pretraining import AlbertPretraining
 from shoal.train.clock import StepClock

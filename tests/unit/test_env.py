@@ -10,7 +10,7 @@ from subprocess import run
 import pytest
 
 from shoal import env
-from shoal.cluster import WorkerPlace
+from shoal.env import WorkerPlace
 from shoal.errors import UsageError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -235,3 +235,10 @@ def test_without_takes_a_variable_from_children(monkeypatch: pytest.MonkeyPatch)
         assert env.SECRET not in env.child_environment()
     assert env.child_environment()[env.SECRET] == SECRET
     assert "SHOAL_NEVER_SET" not in env.child_environment()
+
+
+def test_only_rank_0_is_main() -> None:
+    places = [
+        WorkerPlace(rank=rank, num_workers=4, local_rank=rank % 2, num_local_workers=2) for rank in range(4)
+    ]
+    assert [place.is_main for place in places] == [True, False, False, False]

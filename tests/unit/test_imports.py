@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "shoal"
 CSRC = ROOT / "csrc"
 
-NOUNS = frozenset({"errors", "json_text", "cluster", "record", "env"})
+NOUNS = frozenset({"errors", "json_text", "record", "env"})
 DECIDERS = NOUNS | {"decide"}
 DOERS = frozenset({"comm", "pipeline", "optim", "data", "models"})
 NATIVE = frozenset({"native", "_core"})
@@ -29,9 +29,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "shoal": frozenset(),
     "errors": frozenset(),
     "json_text": frozenset({"errors"}),
-    "cluster": frozenset({"errors"}),
     "record": frozenset({"errors", "json_text"}),
-    "env": frozenset({"errors", "cluster"}),
+    "env": frozenset({"errors"}),
     "decide": NOUNS,
     "_core": frozenset(),
     "native": NOUNS | {"_core"},
@@ -39,7 +38,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "train": DECIDERS | NATIVE | DOERS,
     "recipes": BELOW_RECIPES | {"launch"},
     "plan": DECIDERS,
-    "launch": frozenset({"errors", "json_text", "cluster", "env"}),
+    "launch": frozenset({"errors", "json_text", "env"}),
     "report": frozenset({"errors", "record"}),
     "bench": DECIDERS | NATIVE | {"comm", "launch"},
     "doctor": BELOW_RECIPES,

@@ -308,20 +308,3 @@ def recommended_bucket_bytes(
     if gradient_bytes is not None:
         needed = min(needed, gradient_bytes // FEWEST_BUCKETS // MIB * MIB)
     return max(DDP_BUCKET_BYTES, needed)
-
-
-def chunk_bytes_for(
-    num_bytes: int, num_servers: int, *, bandwidth: float = 1.25e9, overhead_s: float = 20e-6
-) -> int:
-    """Return the size of the chunks for messages of about ``num_bytes``, the same on all ranks.
-
-    c chunks take (1 + 1/c) M / B for the bytes and c times the cost of handling one, the least at chunks of
-    sqrt(M B overhead). No larger than one a server; between 16 KiB and 1 MiB; a power of two.
-
-    Args:
-        bandwidth: bytes/s of a host's link; all ranks must pass the same.
-        overhead_s: processor time of one chunk on its busiest host.
-    """
-    best = min(math.sqrt(num_bytes * bandwidth * overhead_s), num_bytes / num_servers)
-    power = round(math.log2(max(best, 1.0)))
-    return min(max(1 << power, 16 * KIB), MIB)

@@ -14,8 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shoal.cluster import WorkerPlace
-from shoal.env import Joined, helpers
+from shoal.env import Joined, WorkerPlace, helpers
 from shoal.errors import UsageError, did_you_mean
 from shoal.train.config import DistributedConfig
 

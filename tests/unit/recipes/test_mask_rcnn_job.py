@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.cluster import WorkerPlace
 from shoal.data.coco.augment import DetectionAugmentConfig
 from shoal.data.coco.made import make_coco
 from shoal.data.coco.score import NAMES, CocoScore
 from shoal.data.loader import LoaderConfig, streamed_steps
 from shoal.data.steps import Share
+from shoal.env import WorkerPlace
 from shoal.recipes.images.config import ImageDataConfig
 from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig, TrainConfig, ValidationConfig
 from shoal.recipes.mask_rcnn.evaluation import recorded
