@@ -241,7 +241,7 @@ def read_contents(path: Path) -> Contents:
                     Chunk(
                         offsets=tuple(chunk["offsets"]),
                         sizes=tuple(chunk["sizes"]),
-                        file=chunk["file"],
+                        file=_name_in_folder(chunk["file"]),
                         key=chunk["key"],
                     )
                     for chunk in tensor["chunks"]
@@ -252,6 +252,13 @@ def read_contents(path: Path) -> Contents:
         return Contents(tensors=tensors, values=table["values"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ShoalError(f"{path / CONTENTS} cannot be read: {error!r}") from error
+
+
+def _name_in_folder(name: str) -> str:
+    """Return the name, which must not lead out of the checkpoint's folder."""
+    if not name or Path(name).name != name:
+        raise ValueError(f"{name!r} is not the name of a file in the checkpoint's folder")
+    return name
 
 
 def superseded(

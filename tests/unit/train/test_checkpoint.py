@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from shoal.errors import ShoalError, UsageError
 from shoal.train import checkpoint_files
 from shoal.train.checkpoint import Checkpointer, load_model
-from shoal.train.checkpoint_files import COMPLETE, CONTENTS, list_checkpoints, superseded
+from shoal.train.checkpoint_files import COMPLETE, CONTENTS, list_checkpoints, read_contents, superseded
 
 
 class Tied(nn.Module):
@@ -408,3 +408,14 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     checkpointer.save(1, {"model": model}, wait=True)
     assert checkpointer.poll() == []
     assert (list_checkpoints(tmp_path)[0] / COMPLETE).stat().st_ino == before
+
+
+@pytest.mark.parametrize("name", ["../step-00000002/worker-00000.safetensors", "/etc/passwd", "a/b", "", 7])
+def test_a_table_that_leads_out_of_its_folder_is_refused(tmp_path: Path, name: object) -> None:
+    saved_run(tmp_path)
+    path = list_checkpoints(tmp_path)[0]
+    table = json.loads((path / CONTENTS).read_text())
+    next(iter(table["tensors"].values()))["chunks"][0]["file"] = name
+    (path / CONTENTS).write_text(json.dumps(table))
+    with pytest.raises(ShoalError, match=rf"{CONTENTS} cannot be read"):
+        read_contents(path)
