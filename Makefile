@@ -36,8 +36,7 @@ $(BIN)/uv:
 	$(BIN)/pip install --quiet uv
 
 $(STAMP): $(SOURCES) | $(BIN)/uv
-	$(UV) '$(TORCH)'
-	$(UV) --editable '.[$(EXTRAS)]'
+	$(UV) '$(TORCH)' --editable '.[$(EXTRAS)]'
 	@touch $@
 
 train: $(STAMP)  ## pretrain the tiny ALBERT on English found in this Python, then write the report
