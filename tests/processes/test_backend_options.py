@@ -64,7 +64,8 @@ def test_impossible_options_are_refused(given: dict[str, object]) -> None:
 def check_mix(rank: int) -> None:
     begun = time.monotonic()
     with pytest.raises(UsageError, match=r"mixes shoal and nccl.*write \"shoal\".*or make two groups"):
-        dist.new_group(backend="cpu:shoal,cuda:nccl")
+        mixed = dist.new_group(backend="cpu:shoal,cuda:nccl")
+        dist.all_reduce(contribution(rank), group=mixed)  # with torch 2.11 it is found here
     assert time.monotonic() - begun < 3 * 1.0
     group = dist.new_group(backend="cpu:gloo,cuda:shoal")  # the documentation says that shoal serves both
     assert type(group).__name__ == "ShoalProcessGroup"

@@ -27,6 +27,7 @@ from shoal.comm.engine import CommError, Engine, EngineOptions, Operation
 from shoal.comm.inner import InnerGloo
 from shoal.comm.lone import LoneEngine
 from shoal.comm.messages import Messages
+from shoal.comm.mixes import refuse_configuration
 from shoal.comm.operands import DEVICES
 from shoal.comm.routes import Asked
 from shoal.comm.untraced import untraced
@@ -190,6 +191,8 @@ class EngineGroup(ProcessGroup):
         """Give the engine an operation and count it."""
         if self._closed:
             raise CommError(f"{asked.name}: this process group has been shut down; make a new one")
+        if self._sequence == 0:
+            refuse_configuration(self)
         handle = self._completer.begin(partial(self.engine.submit, asked), asked.name, self._timeout)
         self._sequence += 1
         return handle
