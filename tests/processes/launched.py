@@ -116,8 +116,9 @@ class Launchers:
 
     def secret_file(self) -> Path:
         path = self.folder / "job.secret"
-        path.touch(mode=0o600)
-        path.write_text(SECRET)
+        if not path.exists():  # a launcher that has been started may be reading it
+            path.touch(mode=0o600)
+            path.write_text(SECRET)
         return path
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from comm_group import _enter
 
 from forked import fork_process, wait_for
+from shoal.comm.records import Fields, Records
 from shoal.errors import UsageError
 from shoal.launch.emulated import Cluster
 
@@ -20,9 +21,17 @@ BOUND_S = 3 * 1.0
 PORT = 29_411
 
 
-def begin(rank: int, network: str, method: str, folder: Path) -> None:
+def begin(rank: int, network: str, method: str, folder: Path, late: bool) -> None:
     """Begin a group on an emulated host and keep how that ended, and how long it took."""
     _enter(network)
+    if late and rank == 1:
+        get = Records.get
+
+        def get_late(records: Records, key: str, rank: int) -> Fields:
+            time.sleep(1 if key.startswith("peer") else 0)
+            return get(records, key, rank)
+
+        Records.get = get_late  # type: ignore[method-assign]
     os.environ.pop("SHOAL_HOST_ID", None)
     if method == "interface":
         os.environ["SHOAL_INTERFACE"] = "eth0"
@@ -39,14 +48,14 @@ def begin(rank: int, network: str, method: str, folder: Path) -> None:
     (folder / str(rank)).write_text(f"{time.monotonic() - begun} {text}")
 
 
-def outcomes(cluster: Cluster, folder: Path, methods: tuple[str, str]) -> list[str]:
+def outcomes(cluster: Cluster, folder: Path, methods: tuple[str, str], late: bool = False) -> list[str]:
     """Return how each rank has ended; all in time."""
     networks = [
         next(word for word in cluster.enter(host) if word.startswith("--net=")).removeprefix("--net=")
         for host in range(2)
     ]
     processes = [
-        fork_process(begin, rank, networks[rank], methods[rank], folder) for rank in range(2)
+        fork_process(begin, rank, networks[rank], methods[rank], folder, late) for rank in range(2)
     ]  # fmt: skip
     assert wait_for(processes, 60) == [0, 0]
     found = []
@@ -78,6 +87,13 @@ def test_loopback_between_hosts_is_refused_on_every_rank(cluster: Cluster, tmp_p
 def test_a_master_whose_own_name_is_a_loopback_address_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     methods = (f"tcp://localhost:{PORT}", f"tcp://{cluster.address(0)}:{PORT}")
     for text in outcomes(cluster, tmp_path, methods):
+        assert re.search(REFUSED, text)
+
+
+def test_a_rank_that_reads_late_is_told_as_well(cluster: Cluster, tmp_path: Path) -> None:
+    """Rank 0 holds the store: it stays until the others have read why the group cannot be."""
+    methods = (f"tcp://localhost:{PORT + 1}", f"tcp://{cluster.address(0)}:{PORT + 1}")
+    for text in outcomes(cluster, tmp_path, methods, late=True):
         assert re.search(REFUSED, text)
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
+from forked import fork_process
 from shoal.comm import bootstrap
 from shoal.comm.engine import CommError
 from shoal.comm.records import Records, parse_peer, parse_rules
@@ -112,3 +117,21 @@ def test_a_changed_record_ends_a_group_at_its_beginning(monkeypatch: pytest.Monk
     store.set("peer/1", json.dumps({**PEER, "global_rank": 1}))  # somebody who does not know the secret
     with pytest.raises(CommError, match=r"rank 1 .* is not signed"):
         bootstrap.connect_engine(store, 0, 2, "g", 0, LIMIT)
+
+
+def hold_store(pipe: Connection) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+    os._exit(0)
+
+
+def test_a_store_that_ends_is_not_a_rank_that_is_late() -> None:
+    ours, theirs = Pipe()
+    process = fork_process(hold_store, theirs)
+    store = TCPStore("127.0.0.1", ours.recv(), timeout=timedelta(seconds=60), wait_for_workers=False)
+    records = Records(store, "g", None, timedelta(seconds=60))
+    threading.Timer(0.3, lambda: ours.send(None)).start()
+    with pytest.raises(CommError, match="torch's store was lost while this rank waited for rank 3"):
+        records.get("peer/3", 3)
+    process.join()

@@ -64,7 +64,11 @@ def connect_engine(
     records.put(f"peer/{rank}", me)
     found = [parse_peer(records.get(f"peer/{other}", other)) for other in range(size)]
     peers = [peer for peer, _ in found]
-    refuse_loopback([place for _, place in found])
+    try:
+        refuse_loopback([place for _, place in found])
+    except UsageError:
+        records.await_readers(rank, size)
+        raise
     hosts = [peer.host for peer in peers]
     num_hosts = len(set(hosts))
     helpers, bandwidths = rules.helpers, rules.bandwidths

@@ -6,10 +6,12 @@ HMAC-SHA256 under it, over its key, the group's name and the text.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
 import json
 import re
+import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,6 +26,7 @@ from shoal.json_text import parse_json
 _MOST_BYTES = 1 << 20
 _MAC_DIGITS = 64
 _MOST_ERROR = 4096
+_READERS_LIMIT = timedelta(seconds=2)
 _CHANGED = "somebody has changed the store, or the ranks run different versions of shoal"
 
 _NAME = r"[^\x00-\x1f\x7f]{1,512}"
@@ -45,6 +48,15 @@ class Records:
         """Tell those who read ``key`` why the group cannot be made."""
         self.put(key, {"error": reason[:_MOST_ERROR]})
 
+    def await_readers(self, rank: int, size: int) -> None:
+        """Wait a little until all ranks have read what they need: the store may end with this process.
+
+        All ranks call it that find the same reason to end.
+        """
+        self._store.set(f"read/{rank}", "")
+        with contextlib.suppress(Exception):  # who is late hears that the store was lost
+            self._store.wait([f"read/{other}" for other in range(size)], _READERS_LIMIT)
+
     def get(self, key: str, rank: int) -> Fields:
         """Return what ``rank`` has put.
 
@@ -54,9 +66,15 @@ class Records:
             UsageError: it has a secret and this rank has none.
         """
         limit_s = self._timeout.total_seconds()
+        begun = time.monotonic()
         try:
             self._store.wait([key], self._timeout)
-        except Exception as problem:  # the store's own class of time-outs differs between versions
+        except Exception as problem:  # the store's own classes of errors differ between versions
+            if time.monotonic() - begun < limit_s / 2:
+                raise CommError(
+                    f"torch's store was lost while this rank waited for rank {rank} of the group: the "
+                    f"process that holds it (rank 0's, as a rule) has ended; see what it printed: {problem}"
+                ) from problem
             raise CommError(
                 f"rank {rank} of the group did not come within {limit_s:g} s; see whether it was "
                 "started and what it printed"
