@@ -119,7 +119,9 @@ void Engine::on_frame(int peer, const FrameHeader& header, Payload payload) {
     case FrameType::order: return heard_order(peer, header);
     case FrameType::server_down:
       return helper_lost(static_cast<int>(header.chunk), printable(text_of(payload)), false);
-    case FrameType::announce: return heard_announcement(peer, header, printable(text_of(payload)));
+    case FrameType::announce:
+      if (topology_->is_helper(peer)) return malformed(peer, "a helper asks for nothing");
+      return heard_announcement(peer, header, printable(text_of(payload)));
     case FrameType::tell: return heard_suspicion(peer, header);
     case FrameType::fail:
       return fail((topology_->is_helper(peer) ? server_name(peer) + " reports: " : "") + printable(text_of(payload)));

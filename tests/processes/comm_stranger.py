@@ -1,4 +1,4 @@
-"""A client of the engine's protocol, written from its description: strangers, and peers that send rubbish."""
+"""The engine's protocol, written from its description: strangers, and peers that send rubbish."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import os
 import random
 import socket
 import struct
+import threading
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Self
 
 MARK = b"SHOAL\0\0\2"
 FRAME_MAGIC = 0x314C4853
 TIMEOUT_S = 10.0
+IDENTITY_BYTES = 184
 PUSH, RESULT, SUPPLY, HEARTBEAT, ORDER, SERVER_DOWN, ANNOUNCE, TELL, FAIL, GOODBYE = range(10)
 
 
@@ -57,6 +60,43 @@ def join(address: str, port: int, secret: str, who: Who) -> socket.socket:
     connection.sendall(identity(secret, caller, listener, who))
     assert receive(connection, 1) == b"\1"
     return connection
+
+
+@dataclass
+class FakeHelper:
+    """A helper that lets everybody in and only sends what the test has it send; a context manager."""
+
+    secret: str
+    name: str = "fake"
+    address: str = "127.0.0.101"
+    connections: list[socket.socket] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self._listener = socket.create_server((self.address, 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._admit_all, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        for connection in self.connections:
+            connection.close()
+
+    def _admit_all(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                caller, listener = receive(connection, 24)[8:], os.urandom(16)
+                connection.sendall(listener + proof(self.secret, b"listener", caller, listener))
+                receive(connection, IDENTITY_BYTES)
+                connection.sendall(b"\1")
+                self.connections.append(connection)
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame over every connection."""
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.sendall(frame)
 
 
 def receive(connection: socket.socket, count: int) -> bytes:

@@ -30,6 +30,7 @@ def sum_when_told(member: Member) -> None:
     member.report("begun")
     member.end(handle)
     member.report("sum", data)
+    member.report("events", member.engine.take_events())
 
 
 def about_first(**words: object) -> Frame:
@@ -207,3 +208,18 @@ def test_a_group_name_reaches_a_helpers_log_escaped() -> None:
             assert stranger.hears_the_end(connection)
         said = helper.stop()
     assert "x\\x0aforged \\x1b[2J" in said and "\x1b" not in said and "\nforged" not in said
+
+
+def test_a_helper_that_speaks_like_a_rank_is_left_out() -> None:
+    """It has no rank to compare with, and what it serves goes to the others."""
+    with stranger.FakeHelper(SECRET) as fake:
+        with Group(sum_when_told, "ab", helpers=[fake], pattern=[0, 1]) as group:  # type: ignore[list-item]
+            group.expect(0, "begun")
+            fake.send(Frame(type=stranger.ANNOUNCE, seq=1, payload=b"of my own").encode())
+            sleep(ARRIVED_S)
+            group.tell(1)
+            for rank in range(2):
+                assert (group.expect(rank, "sum").value == 2).all()
+                (event,) = group.expect(rank, "events").value
+                assert "helper fake was lost" in event
+            assert any("a helper asks for nothing" in group.values(rank, "events")[0][0] for rank in range(2))

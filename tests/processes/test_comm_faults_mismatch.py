@@ -45,6 +45,8 @@ def ask(member: Member, requests: dict[int, list[Request]], late_s: float = 0.0)
     agreed = np.ones(100_000, np.float32)
     member.end(member.begin("all_reduce", agreed))
     assert (agreed == member.size).all()
+    member.report("agreed")
+    member.told(60)
     held, handles = [], []
     time.sleep(late_s if member.rank == 1 else 0)
     member.report("asks")
@@ -60,10 +62,19 @@ def ask(member: Member, requests: dict[int, list[Request]], late_s: float = 0.0)
     member.end(member.begin("barrier", np.zeros(0, np.uint8)))
 
 
+def let_all_ask(group: Group) -> None:
+    """Let the ranks go on once none of them is still in the first operation."""
+    for rank in range(group.size):
+        group.expect(rank, "agreed")
+    for rank in range(group.size):
+        group.tell(rank)
+
+
 def run(hosts: str, one: list[Request], others: list[Request]) -> tuple[Group, list[str]]:
     """Rank 1 asks for ``one`` and the others for ``others``; return the group and each rank's error."""
     requests = {rank: one if rank == 1 else others for rank in range(len(hosts))}
     with Group(ask, hosts, requests, options=QUICK) as group:
+        let_all_ask(group)
         since = max(group.expect(rank, "asks").at for rank in range(group.size))
         return group, group.errors(range(group.size), since)
 
@@ -118,6 +129,7 @@ def test_a_disagreement_names_both_ranks_and_what_they_ask_for(hosts: str, name:
 def test_a_disagreement_is_found_when_it_comes_after_the_end_on_one_rank() -> None:
     requests = {root: [("broadcast", "float32", (6,), {"root": root}), BARRIER] for root in range(2)}
     with Group(ask, "ab", requests, 0.3, options=QUICK) as group:  # a root does not wait for the others
+        let_all_ask(group)
         for text in group.errors(range(2), group.expect(1, "asks").at):
             assert "the ranks do not agree about operation #1" in text
             assert "from rank 0" in text and "from rank 1" in text
@@ -127,6 +139,7 @@ def test_a_disagreement_is_found_when_it_comes_after_the_end_on_one_rank() -> No
 def test_shapes_of_equal_size_agree(hosts: str) -> None:
     requests = {rank: [reduction((2, 3) if rank == 1 else (6,))] for rank in range(len(hosts))}
     with Group(ask, hosts, requests, options=QUICK) as group:
+        let_all_ask(group)
         total = sum(brings(rank, (6,)) for rank in range(group.size))
         for rank in range(group.size):
             (output,) = group.expect(rank, "outputs").value
