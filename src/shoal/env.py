@@ -68,7 +68,7 @@ class WorkerPlace:
 
     @property
     def is_main(self) -> bool:
-        """Whether this worker prints, writes the record and owns the run directory."""
+        """True for the worker that prints, writes the record and owns the run directory."""
         return self.rank == 0
 
 
