@@ -28,7 +28,7 @@ def begin(rank: int, network: str, method: str, folder: Path, late: bool) -> Non
         get = Records.get
 
         def get_late(records: Records, key: str, rank: int) -> Fields:
-            time.sleep(1 if key.startswith("peer") else 0)
+            time.sleep(0.4 if key.startswith("peer") else 0)
             return get(records, key, rank)
 
         Records.get = get_late  # type: ignore[method-assign]

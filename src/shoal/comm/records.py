@@ -26,7 +26,7 @@ from shoal.json_text import parse_json
 _MOST_BYTES = 1 << 20
 _MAC_DIGITS = 64
 _MOST_ERROR = 4096
-_READERS_LIMIT = timedelta(seconds=2)
+_READERS_LIMIT = timedelta(seconds=10)
 _CHANGED = "somebody has changed the store, or the ranks run different versions of shoal"
 
 _NAME = r"[^\x00-\x1f\x7f]{1,512}"
