@@ -18,7 +18,7 @@ from shoal.data.masking import MAX_SEQ_LENGTH, choose_tokens, prediction_budgets
 from shoal.data.packing import pack_padded
 from shoal.data.segments import MIN_TOKENS, PairTask, Segments, Windows
 from shoal.data.shards import TextShards
-from shoal.decide.draws import Int64Array, UInt64Array, draw, random_keys
+from shoal.decide.rng import Int64Array, UInt64Array, draw, random_keys
 from shoal.errors import ShoalError, UsageError
 
 NUM_SPECIAL = 3

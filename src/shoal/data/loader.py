@@ -35,8 +35,8 @@ from shoal.data.steps import (
     submit_read_one,
 )
 from shoal.data.stream import Stream, in_order
-from shoal.decide.draws import Int64Array
 from shoal.decide.order import Order, micro_batches, worker_part
+from shoal.decide.rng import Int64Array
 from shoal.errors import ShoalError, UsageError
 
 _Made = TypeVar("_Made")

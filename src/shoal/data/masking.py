@@ -15,7 +15,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from shoal.decide.draws import Int64Array, UInt64Array, below, draw, uniform
+from shoal.decide.rng import Int64Array, UInt64Array, below, draw, uniform
 
 BoolArray = npt.NDArray[np.bool_]
 

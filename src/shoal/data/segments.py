@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.data.shards import TextShards
-from shoal.decide.draws import Int64Array, UInt64Array, below, draw, random_keys, uniform
+from shoal.decide.rng import Int64Array, UInt64Array, below, draw, random_keys, uniform
 from shoal.errors import UsageError
 
 BoolArray = npt.NDArray[np.bool_]

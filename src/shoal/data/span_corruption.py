@@ -22,7 +22,7 @@ import numpy.typing as npt
 from shoal.data.segments import rows_by_shard
 from shoal.data.shards import TextShards
 from shoal.data.span_config import SpanConfig, sentinel_id
-from shoal.decide.draws import Int64Array, UInt64Array, below, draw, random_keys
+from shoal.decide.rng import Int64Array, UInt64Array, below, draw, random_keys
 from shoal.errors import ShoalError, UsageError
 
 _PHASE, _SPANS = 9, 10  # this module's words among the uses of one seed

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from shoal.decide.draws import Int64Array, random_keys
 from shoal.decide.order import shuffled
+from shoal.decide.rng import Int64Array, random_keys
 from shoal.errors import UsageError
 
 _GROUP_ORDER = 24  # this module's word among the uses of one seed

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shoal.decide.draws import Int64Array, UInt64Array, below, draw, random_keys
+from shoal.decide.rng import Int64Array, UInt64Array, below, draw, random_keys
 from shoal.errors import UsageError
 
 _ODD = np.uint64(0xD6E8FEB86659FD93)  # a multiplier that mixes well with shifts of 29 to 32

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shoal.decide.draws import random_keys
+from shoal.decide.rng import random_keys
 from shoal.errors import UsageError
 from shoal.pipeline.stage import StageModule
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal.decide.draws import random_keys
+from shoal.decide.rng import random_keys
 
 _CHANCES = ("p", "dropout_p", "dropout")
 _SWITCHES = ("train", "training")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.decide.draws import random_keys
 from shoal.decide.order import BlockShuffle, samples
+from shoal.decide.rng import random_keys
 from shoal.record import Step
 from shoal.train.clock import StepClock
 from shoal.train.config import OptimizerConfig

@@ -13,7 +13,7 @@ from shoal.data.masking import (
     replace_tokens,
     split_ngrams,
 )
-from shoal.decide.draws import draw, random_keys
+from shoal.decide.rng import draw, random_keys
 from synthetic_text import assert_binomial
 
 

@@ -15,7 +15,7 @@ from shoal.data.shards import TextShards
 from shoal.data.span_config import MAX_SENTINELS, SpanConfig, sentinel_id
 from shoal.data.span_corruption import SpanReader, corrupt, span_lengths
 from shoal.data.steps import Share
-from shoal.decide.draws import random_keys
+from shoal.decide.rng import random_keys
 from shoal.errors import ShoalError, UsageError
 from synthetic_text import SEP, assert_binomial, prepare
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.decide.draws import draw, random_keys, uniform
+from shoal.decide.rng import draw, random_keys, uniform
 from shoal.errors import UsageError
 
 _DETECTION = 25  # this module's word among the uses of one seed

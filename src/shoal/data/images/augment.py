@@ -2,7 +2,7 @@
 
 ``draws`` turns a key into the crop, the mirror image, the factors of the colour jitter and their order, the
 lighting noise and the erased box; ``transform`` carries them out. All numbers of an image come from one read
-of the counter-based generator (``shoal.decide.draws``), each from a place of its own, so that the same image
+of the counter-based generator (``shoal.decide.rng``), each from a place of its own, so that the same image
 comes out whichever worker, thread or process makes it, and switching one part off changes no other part.
 
 Sources: crops by area and aspect ratio, Szegedy et al., "Going deeper with convolutions", 2015, section 6;
@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from shoal.decide.draws import draw, random_keys, uniform
+from shoal.decide.rng import draw, random_keys, uniform
 from shoal.errors import UsageError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)

@@ -14,7 +14,7 @@ from itertools import count
 
 import torch
 
-from shoal.decide.draws import draw, random_keys, uniform
+from shoal.decide.rng import draw, random_keys, uniform
 from shoal.errors import UsageError
 
 _MIXUP = 17  # this module's word among the uses of one seed

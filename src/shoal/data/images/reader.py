@@ -20,7 +20,7 @@ import numpy.typing as npt
 from shoal.data.images.places import Bytes
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.threads import DecodeThreads
-from shoal.decide.draws import Int64Array, below, draw, random_keys
+from shoal.decide.rng import Int64Array, below, draw, random_keys
 from shoal.errors import ShoalError, UsageError
 
 _REPLACEMENT = 13  # this module's word among the uses of one seed

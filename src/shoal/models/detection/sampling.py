@@ -13,7 +13,7 @@ _LAST_SHIFT = 31
 def draw(keys: Tensor, counters: Tensor) -> Tensor:
     """Return 64 random bits as int64 for each (key, counter), both int64; they broadcast.
 
-    The bits are those of :func:`shoal.decide.draws.draw`: splitmix64, read at any place.
+    The bits are those of :func:`shoal.decide.rng.draw`: splitmix64, read at any place.
     """
     x = (counters + 1) * _GOLDEN + keys
     for shift, multiplier in _ROUNDS:
@@ -37,7 +37,7 @@ def sample_balanced(
 
     Args:
         labels: ``[B, A]``: 1 and above positive, 0 negative, below 0 neither.
-        keys: int64 ``[B]``, a key an image: :func:`shoal.decide.draws.random_keys` of (seed, epoch, image),
+        keys: int64 ``[B]``, a key an image: :func:`shoal.decide.rng.random_keys` of (seed, epoch, image),
             viewed as signed.
     """
     places = torch.arange(labels.shape[1], device=labels.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.loader import Batch
-from shoal.decide.draws import random_keys
+from shoal.decide.rng import random_keys
 from shoal.recipes.mask_rcnn.job import Job
 from shoal.train.gradients import loss_weight
 

@@ -18,8 +18,8 @@ from torchvision.ops import (
 )
 
 from shoal import native
-from shoal.decide.draws import draw as decide_draw
-from shoal.decide.draws import random_keys
+from shoal.decide.rng import draw as decide_draw
+from shoal.decide.rng import random_keys
 from shoal.models.detection import matching, suppression
 from shoal.models.detection.boxes import giou, giou_loss, pairwise_iou
 from shoal.models.detection.matching import BELOW_LOW, match_boxes

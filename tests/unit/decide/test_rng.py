@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from shoal.decide.draws import below, draw, random_keys, uniform
+from shoal.decide.rng import below, draw, random_keys, uniform
 
 # The first outputs of splitmix64 from state 1234567, as published with its reference implementation.
 KNOWN = [
