@@ -27,7 +27,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from benchmarks.bert_step import CASES
 from benchmarks.bert_step_cases import MAKERS, SEED, Arrays, Batch, Sides
 from shoal.data.task_batches import as_tensors
-from shoal.env import Joined, WorkerPlace
+from shoal.env import WorkerEnv, WorkerPlace
 from shoal.models.bert_config import BertModelConfig
 from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig, OptimConfig
@@ -163,13 +163,13 @@ def check_equal(ours: OurStep, sides: Sides, first: Sequence[dict[str, Tensor]])
 # -------------------------------------------------------------------------------------------------- a run
 
 
-def alone() -> Joined:
+def alone() -> WorkerEnv:
     """Return the place of the only worker."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     place = WorkerPlace(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
-    return Joined(place=place, master_addr="127.0.0.1", master_port=port, launcher="benchmark")
+    return WorkerEnv(place=place, master_addr="127.0.0.1", master_port=port, launcher="benchmark")
 
 
 def run(world: World, sides: Sides, folder: Path, batch_size: int, num_steps: int) -> dict[str, Any]:

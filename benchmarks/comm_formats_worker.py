@@ -24,7 +24,7 @@ from benchmarks.ddp_training import Training
 from shoal.bench.groups import Groups
 from shoal.bench.settings import COLOCATED, CommBench
 from shoal.comm.hooks import EightBitWire, bf16_wire
-from shoal.env import joined
+from shoal.env import worker_env
 
 FORMATS = ("fp32", "bf16", "int8")
 _INTERFACE = "eth0"
@@ -44,7 +44,7 @@ def wire_bytes() -> int:
 def main() -> None:
     spec: dict[str, Any] = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    place = joined()
+    place = worker_env()
     assert place is not None
     groups = Groups(CommBench(sizes=(), collectives=(), backends=(COLOCATED,)), place)
     draw = torch.Generator().manual_seed(groups.rank)

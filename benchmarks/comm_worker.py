@@ -22,7 +22,7 @@ import torch.distributed as dist
 from shoal.bench.groups import Groups
 from shoal.bench.measure import Case, prepare
 from shoal.bench.settings import CommBench
-from shoal.env import HELPERS, joined
+from shoal.env import HELPERS, worker_env
 
 WARM_UPS = 2
 MIN_SAMPLE_S = 0.02
@@ -105,7 +105,7 @@ def cases_of(spec: dict[str, Any], num_ranks: int) -> Iterator[Case]:
 def main() -> None:
     spec, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    place = joined()
+    place = worker_env()
     assert place is not None
     groups = Groups(CommBench(sizes=(), collectives=(), backends=("gloo",)), place)
     backends = dict(groups.of_backend)

@@ -23,7 +23,7 @@ from benchmarks.comm_worker import shoal_group
 from benchmarks.ddp_training import Training
 from shoal.bench.groups import Groups
 from shoal.bench.settings import CommBench
-from shoal.env import joined
+from shoal.env import worker_env
 
 BATCH = 1
 COMPUTATION = "computation alone"
@@ -65,7 +65,7 @@ def memory_of(pid: int | str = "self") -> tuple[int, int]:
 def main() -> None:
     spec: dict[str, Any] = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    place = joined()
+    place = worker_env()
     assert place is not None
     groups = Groups(CommBench(sizes=(), collectives=(), backends=("gloo",)), place)
     backends: dict[str, dist.ProcessGroup | None] = {

@@ -26,7 +26,7 @@ from benchmarks.ddp_training import Training
 from shoal.bench.groups import Groups
 from shoal.bench.measure import Case, prepare
 from shoal.bench.settings import CommBench
-from shoal.env import joined
+from shoal.env import worker_env
 
 BATCH = 32
 COMPUTATION = "computation"
@@ -132,7 +132,7 @@ def measure_case(
 def main() -> None:
     spec, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    place = joined()
+    place = worker_env()
     assert place is not None
     groups = Groups(CommBench(sizes=(), collectives=(), backends=("gloo",)), place)
     backends = {

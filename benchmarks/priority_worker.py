@@ -26,7 +26,7 @@ from benchmarks.priority_shapes import Part, parts_of_bert
 from shoal.bench.groups import Groups
 from shoal.bench.settings import CommBench
 from shoal.comm.priority import prioritize
-from shoal.env import joined
+from shoal.env import worker_env
 
 LEARNING_RATE = 1e-3
 WARM_UPS = 2
@@ -104,7 +104,7 @@ def seconds_of(
 def main() -> None:
     spec: dict[str, Any] = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    place = joined()
+    place = worker_env()
     assert place is not None
     groups = Groups(CommBench(sizes=(), collectives=(), backends=("gloo",)), place)
     group = shoal_group(spec["helpers"])

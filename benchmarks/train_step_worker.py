@@ -21,7 +21,7 @@ from benchmarks.train_step import GLOBAL_BATCH, SEQUENCE
 from shoal.data.files import sha256_of
 from shoal.data.manifest import Manifest, TokenizerInfo
 from shoal.data.shard_writer import ShardWriter
-from shoal.env import Joined, WorkerPlace, joined
+from shoal.env import WorkerEnv, WorkerPlace, worker_env
 from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.pretraining import AlbertPretraining, transformers_config
 from shoal.recipes.albert.config import AlbertPretrainConfig, DataConfig
@@ -145,16 +145,16 @@ def our_steps(job: Job, meter: Meter) -> Iterator[int]:
             job.clock.reset()
 
 
-def place() -> Joined:
+def place() -> WorkerEnv:
     """Return this process's place, that of a world of one if nobody gave it any."""
-    given = joined()
+    given = worker_env()
     if given is not None:
         return given
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     alone = WorkerPlace(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
-    return Joined(place=alone, master_addr="127.0.0.1", master_port=port, launcher="benchmark")
+    return WorkerEnv(place=alone, master_addr="127.0.0.1", master_port=port, launcher="benchmark")
 
 
 def run(world: World, config: AlbertPretrainConfig, num_steps: int, compiled: bool) -> dict[str, list[float]]:

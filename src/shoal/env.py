@@ -85,7 +85,7 @@ class HelperAddress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joined:
+class WorkerEnv:
     """The place of a process that somebody has started as a worker, and where the workers meet."""
 
     place: WorkerPlace
@@ -103,7 +103,7 @@ class Joined:
         return f"tcp://{self.master_addr}:{self.master_port}"
 
 
-def joined(environ: Mapping[str, str] | None = None) -> Joined | None:
+def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     """Return this process's place if a launcher has set one, else ``None``.
 
     Raises:
@@ -135,7 +135,7 @@ def joined(environ: Mapping[str, str] | None = None) -> Joined | None:
                 "export the address of the host of rank 0 to all of them"
             )
         addr = "127.0.0.1"
-    return Joined(
+    return WorkerEnv(
         place=WorkerPlace(
             rank=rank, num_workers=num_workers, local_rank=local_rank, num_local_workers=num_local
         ),

@@ -7,7 +7,7 @@ import sys
 from multiprocessing.process import BaseProcess
 
 from forked import fork_process, free_port, wait_for
-from shoal.env import Joined, WorkerPlace
+from shoal.env import WorkerEnv, WorkerPlace
 from shoal.launch.worker import run_worker
 from shoal.recipes.finetune.config import (
     ClassifyFinetuneConfig,
@@ -37,7 +37,7 @@ def _work(config: FinetuneConfig, rank: int, num_workers: int, port: int) -> Non
     os.dup2(log.fileno(), sys.stderr.fileno())
     os.dup2(log.fileno(), sys.stdout.fileno())
     place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
-    joined = Joined(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
+    joined = WorkerEnv(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
     if isinstance(config, SquadFinetuneConfig):
         run_worker(lambda: squad.finetune(config, joined=joined, command=["test"]))
     if isinstance(config, T5FinetuneConfig):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.env import joined
+from shoal.env import worker_env
 from shoal.errors import EXIT_STOPPED, ShoalError, UsageError
 from shoal.launch.worker import run_worker
 from shoal.train.signals import StopRequest
@@ -61,7 +61,7 @@ def agree_over(backend: str) -> Callable[[bool], bool]:
     import torch
     import torch.distributed as dist
 
-    place = joined()
+    place = worker_env()
     assert place is not None
     torch.set_num_threads(1)
     dist.init_process_group(

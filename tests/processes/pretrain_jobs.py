@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from forked import fork_process, free_port, wait_for
 from shoal.data.prepare import PrepareConfig, prepare_text
-from shoal.env import Joined, WorkerPlace
+from shoal.env import WorkerEnv, WorkerPlace
 from shoal.launch.worker import run_worker
 from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.bert_config import BertModelConfig
@@ -285,6 +285,6 @@ def _score(what: Scoring, rank: int, num_workers: int, port: int) -> None:
     run_worker(lambda: score(what, _joined(rank, num_workers, port)))
 
 
-def _joined(rank: int, num_workers: int, port: int) -> Joined:
+def _joined(rank: int, num_workers: int, port: int) -> WorkerEnv:
     place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
-    return Joined(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
+    return WorkerEnv(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")

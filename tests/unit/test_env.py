@@ -29,42 +29,44 @@ PLACE = WorkerPlace(rank=5, num_workers=8, local_rank=1, num_local_workers=4)
     ("variables", "launcher"), [(TORCHRUN, "torchrun"), (OPEN_MPI, "Open MPI"), (MPICH, "MPICH")]
 )
 def test_place_under_each_launcher(variables: dict[str, str], launcher: str) -> None:
-    joined = env.joined({**variables, **MEETING, "HOME": "/home/x"})
-    assert joined == env.Joined(place=PLACE, master_addr="host-0", master_port=12345, launcher=launcher)
+    given = env.worker_env({**variables, **MEETING, "HOME": "/home/x"})
+    assert given == env.WorkerEnv(place=PLACE, master_addr="host-0", master_port=12345, launcher=launcher)
 
 
 def test_nobody_has_started_this_process_as_a_worker() -> None:
-    assert env.joined({}) is None
-    assert env.joined({"RANK": "0"}) is None  # other programs use the name too
-    assert env.joined({"WORLD_SIZE": "2", "MASTER_ADDR": "x"}) is None
+    assert env.worker_env({}) is None
+    assert env.worker_env({"RANK": "0"}) is None  # other programs use the name too
+    assert env.worker_env({"WORLD_SIZE": "2", "MASTER_ADDR": "x"}) is None
 
 
 def test_torchrun_goes_before_mpi() -> None:
     """Under mpirun torchrun may start the workers; the inner launcher is the one that counts."""
     outer = {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0"}
-    joined = env.joined({**outer, **MPICH, **TORCHRUN, **MEETING})
-    assert joined is not None
-    assert (joined.launcher, joined.place) == ("torchrun", PLACE)
+    given = env.worker_env({**outer, **MPICH, **TORCHRUN, **MEETING})
+    assert given is not None
+    assert (given.launcher, given.place) == ("torchrun", PLACE)
 
 
 def test_one_host_needs_only_rank_and_size() -> None:
-    joined = env.joined({"RANK": "1", "WORLD_SIZE": "3"})
-    assert joined is not None
-    assert joined.place == WorkerPlace(rank=1, num_workers=3, local_rank=1, num_local_workers=3)
-    assert (joined.master_addr, joined.master_port) == ("127.0.0.1", 29_500)
-    assert joined.init_method == "tcp://127.0.0.1:29500"
+    given = env.worker_env({"RANK": "1", "WORLD_SIZE": "3"})
+    assert given is not None
+    assert given.place == WorkerPlace(rank=1, num_workers=3, local_rank=1, num_local_workers=3)
+    assert (given.master_addr, given.master_port) == ("127.0.0.1", 29_500)
+    assert given.init_method == "tcp://127.0.0.1:29500"
 
 
 def test_workers_of_our_launcher_meet_in_a_file() -> None:
-    joined = env.joined({**MEETING, "RANK": "1", "WORLD_SIZE": "3", "SHOAL_STORE_FILE": "/tmp/a b%20/store"})
-    assert joined is not None
-    assert joined.init_method == "file:///tmp/a b%20/store"  # torch takes the path as it is
+    given = env.worker_env(
+        {**MEETING, "RANK": "1", "WORLD_SIZE": "3", "SHOAL_STORE_FILE": "/tmp/a b%20/store"}
+    )
+    assert given is not None
+    assert given.init_method == "file:///tmp/a b%20/store"  # torch takes the path as it is
 
 
 @pytest.mark.parametrize("path", ["store", "/tmp/#1/store", "/tmp/what?/store", "/tmp/a\nb/store"])
 def test_a_store_file_that_a_url_cannot_name(path: str) -> None:
     with pytest.raises(UsageError, match=r"SHOAL_STORE_FILE=.* must be an absolute path .*set TMPDIR"):
-        env.joined({"RANK": "1", "WORLD_SIZE": "3", "SHOAL_STORE_FILE": path})
+        env.worker_env({"RANK": "1", "WORLD_SIZE": "3", "SHOAL_STORE_FILE": path})
 
 
 @pytest.mark.parametrize(
@@ -82,18 +84,18 @@ def test_a_store_file_that_a_url_cannot_name(path: str) -> None:
 )
 def test_wrong_variables_are_named(changes: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError) as caught:
-        env.joined({**TORCHRUN, **MEETING, **changes})
+        env.worker_env({**TORCHRUN, **MEETING, **changes})
     assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("variables", [OPEN_MPI, MPICH])
 def test_mpi_on_several_hosts_needs_an_address(variables: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="started 8 workers on several hosts but MASTER_ADDR is not set"):
-        env.joined(variables)
+        env.worker_env(variables)
 
 
 def test_joined_reads_the_real_environment() -> None:
-    program = "from shoal import env; print(env.joined().place.rank, env.launch_dir())"
+    program = "from shoal import env; print(env.worker_env().place.rank, env.launch_dir())"
     child_env = env.child_environment(**TORCHRUN, **MEETING, SHOAL_LAUNCH_DIR="/run/shoal")
     child = run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=child_env)
     assert child.stdout == "5 /run/shoal\n"

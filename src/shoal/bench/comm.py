@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shoal.bench.settings import CommBench
-from shoal.env import Joined, joined
+from shoal.env import WorkerEnv, worker_env
 from shoal.errors import EXIT_OK
 from shoal.launch.emulated_job import Hosts, launch_emulated
 from shoal.launch.local import launch
@@ -24,7 +24,7 @@ def run(bench: CommBench, *, command: Sequence[str]) -> int:
         ShoalError: a worker failed.
     """
     bench.check()
-    place = joined()
+    place = worker_env()
     if place is not None:
         _work(bench, place)
     logs = Path(tempfile.mkdtemp(prefix="shoal-bench-"))
@@ -49,7 +49,7 @@ def run(bench: CommBench, *, command: Sequence[str]) -> int:
     return code
 
 
-def _work(bench: CommBench, place: Joined) -> NoReturn:
+def _work(bench: CommBench, place: WorkerEnv) -> NoReturn:
     from shoal.bench.measure import measure_all
     from shoal.launch.worker import run_worker
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shoal.bench.settings import COLOCATED, CommBench
 from shoal.comm.addresses import host_identity
 from shoal.comm.helpers import helper_bandwidths
-from shoal.env import HELPERS, Joined, helpers, without
+from shoal.env import HELPERS, WorkerEnv, helpers, without
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
 
@@ -20,7 +20,7 @@ from shoal.json_text import parse_json
 class Groups:
     """The group of each backend, and ``control``, a gloo group for what the benchmark itself has to say."""
 
-    def __init__(self, bench: CommBench, place: Joined) -> None:
+    def __init__(self, bench: CommBench, place: WorkerEnv) -> None:
         self.rank, self.size = place.place.rank, place.place.num_workers
         timeout = timedelta(seconds=bench.timeout_s)
         dist.init_process_group(

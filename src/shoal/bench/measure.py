@@ -16,7 +16,7 @@ from shoal.bench import chrome_trace, results
 from shoal.bench.groups import Groups
 from shoal.bench.results import Network, Row
 from shoal.bench.settings import CommBench
-from shoal.env import Joined
+from shoal.env import WorkerEnv
 from shoal.errors import EXIT_OK, ShoalError
 
 _WARM_UPS = 2
@@ -37,7 +37,7 @@ class Case:
     num_bytes: int
 
 
-def measure_all(bench: CommBench, place: Joined) -> int:
+def measure_all(bench: CommBench, place: WorkerEnv) -> int:
     """Measure every case on every backend; rank 0 prints and writes. Returns the exit code."""
     dtype = getattr(torch, bench.dtype)
     with _groups(bench, place) as groups:
@@ -76,7 +76,7 @@ def measure_all(bench: CommBench, place: Joined) -> int:
 
 
 @contextlib.contextmanager
-def _groups(bench: CommBench, place: Joined) -> Iterator[Groups]:
+def _groups(bench: CommBench, place: WorkerEnv) -> Iterator[Groups]:
     groups = Groups(bench, place)
     yield groups
     groups.barrier()

@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 
 from shoal.bench.train import TrainBench
 from shoal.cli.settings import settings_from
-from shoal.env import Joined
+from shoal.env import WorkerEnv
 from shoal.errors import UsageError
 from shoal.recipes.albert import config as albert
 from shoal.recipes.bert import config as bert
@@ -43,7 +43,7 @@ def bench_albert(
     *,
     preset: Literal[albert.PRESETS] = "base",  # type: ignore[valid-type]
     settings: Annotated[albert.AlbertPretrainConfig, Settings] = albert.AlbertPretrainConfig(),  # noqa: B008
-    how: Annotated[Launch, Settings] = Launch(),  # noqa: B008
+    launch: Annotated[Launch, Settings] = Launch(),  # noqa: B008
     what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
 ) -> int:
     """Time ALBERT's pretraining.
@@ -53,7 +53,7 @@ def bench_albert(
     preset
         Settings to start from.
     """
-    return _run(settings, how, what, name=f"albert-{preset}")
+    return _run(settings, launch, what, name=f"albert-{preset}")
 
 
 @bench_train.command(name="bert")
@@ -62,7 +62,7 @@ def bench_bert(
     preset: Literal[bert.PRESETS] = "base",  # type: ignore[valid-type]
     phase: Literal[1, 2] = 1,
     settings: Annotated[bert.BertPretrainConfig, Settings] = bert.BertPretrainConfig(),  # noqa: B008
-    how: Annotated[Launch, Settings] = Launch(),  # noqa: B008
+    launch: Annotated[Launch, Settings] = Launch(),  # noqa: B008
     what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
 ) -> int:
     """Time BERT's pretraining.
@@ -76,7 +76,7 @@ def bench_bert(
     """
     chosen = settings.phase1 if phase == 1 else settings.phase2
     alone = replace(settings, phase1=chosen, phase2=replace(chosen, total_steps=0))
-    return _run(alone, how, what, name=f"bert-{preset.removesuffix('-lans')}")
+    return _run(alone, launch, what, name=f"bert-{preset.removesuffix('-lans')}")
 
 
 @bench_train.command(name="t5")
@@ -84,7 +84,7 @@ def bench_t5(
     *,
     preset: Literal[t5.PRESETS] = "base",  # type: ignore[valid-type]
     settings: Annotated[t5.T5PretrainConfig, Settings] = t5.T5PretrainConfig(),  # noqa: B008
-    how: Annotated[Launch, Settings] = Launch(),  # noqa: B008
+    launch: Annotated[Launch, Settings] = Launch(),  # noqa: B008
     what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
 ) -> int:
     """Time T5's pretraining, the whole model on each worker.
@@ -99,7 +99,7 @@ def bench_t5(
             f"--parallel.pipeline {settings.parallel.pipeline}: bench train measures replicas of the whole "
             "model; leave it out"
         )
-    return _run(settings, how, what, name=f"t5-{preset}")
+    return _run(settings, launch, what, name=f"t5-{preset}")
 
 
 @bench_train.command(name="resnet50")
@@ -107,7 +107,7 @@ def bench_resnet50(
     *,
     preset: Literal[resnet.PRESETS] = "imagenet-16k",  # type: ignore[valid-type]
     settings: Annotated[resnet.ResNetTrainConfig, Settings] = resnet.ResNetTrainConfig(),  # noqa: B008
-    how: Annotated[Launch, Settings] = Launch(),  # noqa: B008
+    launch: Annotated[Launch, Settings] = Launch(),  # noqa: B008
     what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
 ) -> int:
     """Time ResNet-50's training, decoding of images included.
@@ -117,10 +117,10 @@ def bench_resnet50(
     preset
         Settings to start from.
     """
-    return _run(settings, how, what, name=settings.model.network)
+    return _run(settings, launch, what, name=settings.model.network)
 
 
-def _run(settings: Config, how: Launch, what: TrainBench, *, name: str) -> int:
+def _run(settings: Config, launch: Launch, what: TrainBench, *, name: str) -> int:
     """Join the workers if this process is one, else start them; return the exit code.
 
     Raises:
@@ -130,14 +130,14 @@ def _run(settings: Config, how: Launch, what: TrainBench, *, name: str) -> int:
     if what.json is not None and not what.json.parent.is_dir():
         raise UsageError(f"{what.json}: the folder {what.json.parent} is not there; make it first")
 
-    def work(place: Joined) -> int:
+    def work(place: WorkerEnv) -> int:
         from shoal.cli.bench_train_work import measure
 
         return measure(settings, place, what, name=name)
 
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         return start(
-            how,
+            launch,
             command=[sys.executable, "-m", "shoal", *sys.argv[1:]],
             run_dir=Path(folder),
             describe=lambda _: [f"would time {what.steps} steps of {name}"],

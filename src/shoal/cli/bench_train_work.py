@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.bench.train import TrainBench, TrainResult
 from shoal.cli.bench_train_clock import result_of, timed
 from shoal.data.span_config import MAX_SENTINELS
-from shoal.env import Joined
+from shoal.env import WorkerEnv
 from shoal.errors import EXIT_OK
 from shoal.recipes.albert.config import AlbertPretrainConfig
 from shoal.recipes.bert.config import BertPretrainConfig
@@ -32,7 +32,7 @@ _SENTENCES, _TOKENS = 60, 20
 _SPECIAL_IDS = 5
 
 
-def measure(config: Config, place: Joined, what: TrainBench, *, name: str) -> int:
+def measure(config: Config, place: WorkerEnv, what: TrainBench, *, name: str) -> int:
     """Run the steps; the main worker prints and writes what it measured. Returns the exit code."""
     from shoal.train.world import join_world
 

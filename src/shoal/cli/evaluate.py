@@ -90,7 +90,7 @@ def evaluate_imagenet(
     mirror: bool | None = None,
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
     json: Path | None = None,
-    how: Annotated[Launch, Parameter(name="*")] = Launch(),  # noqa: B008
+    launch: Annotated[Launch, Parameter(name="*")] = Launch(),  # noqa: B008
 ) -> int:
     """Count the images whose class a network finds likeliest, or among five; each image once.
 
@@ -124,4 +124,4 @@ def evaluate_imagenet(
         precision=precision,
         out=json,
     )
-    return score.run(what, how, command=this_command())
+    return score.run(what, launch, command=this_command())

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from shoal.cli.settings import settings_from, this_command
-from shoal.env import Joined
+from shoal.env import WorkerEnv
 from shoal.recipes.albert import config as albert
 from shoal.recipes.bert import config as bert
 from shoal.recipes.mask_rcnn import config as mask_rcnn
@@ -62,7 +62,7 @@ def train_albert(
         TOML file with settings that go before the preset's; options go before both.
     """
 
-    def work(resolved: albert.AlbertPretrainConfig, place: Joined, command: list[str]) -> int:
+    def work(resolved: albert.AlbertPretrainConfig, place: WorkerEnv, command: list[str]) -> int:
         from shoal.recipes.albert.pretrain import pretrain
 
         return pretrain(resolved, place, command)
@@ -92,7 +92,7 @@ def train_bert(
         TOML file with settings that go before the preset's; options go before both.
     """
 
-    def work(resolved: bert.BertPretrainConfig, place: Joined, command: list[str]) -> int:
+    def work(resolved: bert.BertPretrainConfig, place: WorkerEnv, command: list[str]) -> int:
         from shoal.recipes.bert.pretrain import pretrain
 
         return pretrain(resolved, place, command)
@@ -129,7 +129,7 @@ def train_t5(
     """
     from shoal.recipes.t5 import start
 
-    def work(resolved: t5.T5PretrainConfig, place: Joined, command: list[str]) -> int:
+    def work(resolved: t5.T5PretrainConfig, place: WorkerEnv, command: list[str]) -> int:
         from shoal.recipes.t5.pretrain import pretrain
 
         return pretrain(resolved, place, command)
@@ -163,7 +163,7 @@ def train_resnet50(
     from shoal.recipes.images import start
     from shoal.recipes.resnet.start import describe
 
-    def work(resolved: resnet.ResNetTrainConfig, place: Joined, command: list[str]) -> int:
+    def work(resolved: resnet.ResNetTrainConfig, place: WorkerEnv, command: list[str]) -> int:
         from shoal.recipes.resnet.train import train
 
         return train(resolved, place, command)
@@ -195,7 +195,7 @@ def train_mask_rcnn(
     from shoal.recipes.images import start
     from shoal.recipes.mask_rcnn.start import describe
 
-    def work(resolved: mask_rcnn.MaskRCNNTrainConfig, place: Joined, command: list[str]) -> int:
+    def work(resolved: mask_rcnn.MaskRCNNTrainConfig, place: WorkerEnv, command: list[str]) -> int:
         from shoal.recipes.mask_rcnn.train import train
 
         return train(resolved, place, command)

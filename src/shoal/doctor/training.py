@@ -107,17 +107,17 @@ def fabric_check(fabric: Fabric) -> Check:
 
 def _launcher() -> Check:
     try:
-        joined = env.joined()
+        worker = env.worker_env()
     except ShoalError as error:
         remedy = "set the variable rightly, or unset RANK and WORLD_SIZE to let shoal start the workers"
         return Check(name="launcher", state="missing", found=str(error), remedy=remedy)
-    if joined is None:
+    if worker is None:
         return Check(name="launcher", found="none: shoal starts the workers itself")
-    place = joined.place
+    place = worker.place
     return Check(
         name="launcher",
-        found=f"{joined.launcher}: worker {place.rank} of {place.num_workers}, meeting at "
-        f"{joined.init_method}",
+        found=f"{worker.launcher}: worker {place.rank} of {place.num_workers}, meeting at "
+        f"{worker.init_method}",
     )
 
 

@@ -84,7 +84,7 @@ def launch(
 ) -> int:
     """Run ``command`` as ``num_workers`` workers on this host and return the exit code of the job.
 
-    The workers find their place by :func:`shoal.env.joined`: in RANK, WORLD_SIZE, LOCAL_RANK and
+    The workers find their place by :func:`shoal.env.worker_env`: in RANK, WORLD_SIZE, LOCAL_RANK and
     LOCAL_WORLD_SIZE; on one host also in SHOAL_STORE_FILE, on several in MASTER_ADDR and MASTER_PORT. They
     should run under :func:`shoal.launch.worker.run_worker`. Worker 0 writes to this process's stdout and
     stderr, the others to ``log_dir/worker-00001.log`` and so on. To be called in the main thread, which hears

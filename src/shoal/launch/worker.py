@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from shoal.env import joined, launch_dir
+from shoal.env import launch_dir, worker_env
 from shoal.errors import EXIT_FAILURE, ShoalError
 from shoal.json_text import parse_json
 
@@ -124,12 +124,12 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def _rank() -> int:
-    place = joined()
+    place = worker_env()
     return place.place.rank if place is not None else 0
 
 
 def _print(report: WorkerError) -> None:
-    place = joined()
+    place = worker_env()
     who = f"worker {report.rank}: " if place is not None and place.place.num_workers > 1 else ""
     print(f"{who}{report.traceback or report.message}", file=sys.stderr, flush=True)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from shoal.env import Joined, joined
+from shoal.env import WorkerEnv, worker_env
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch.emulated_job import Hosts, launch_emulated
 from shoal.launch.local import launch
@@ -75,7 +75,7 @@ def start(
     command: list[str],
     run_dir: Path,
     describe: Callable[[int], list[str]],
-    work: Callable[[Joined], int],
+    work: Callable[[WorkerEnv], int],
 ) -> int:
     """Do a worker's work if this process is one, else start the workers; return the exit code.
 
@@ -89,7 +89,7 @@ def start(
         UsageError: settings that cannot work together or with the data, or a job that uses ``run_dir``.
         ShoalError: a worker failed.
     """
-    place = joined()
+    place = worker_env()
     if place is not None:
         from shoal.launch.worker import run_worker
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shoal.env import Joined, WorkerPlace, helpers
+from shoal.env import WorkerEnv, WorkerPlace, helpers
 from shoal.errors import UsageError, did_you_mean
 from shoal.train.config import DistributedConfig
 
@@ -91,7 +91,7 @@ def choose_backend(config: DistributedConfig, device: torch.device) -> str:
 
 
 @contextmanager
-def join_world(joined: Joined, config: DistributedConfig) -> Iterator[World]:
+def join_world(joined: WorkerEnv, config: DistributedConfig) -> Iterator[World]:
     """Meet the other workers; leave them at the end."""
     place = joined.place
     device = choose_device(config, place.local_rank, place.num_local_workers)

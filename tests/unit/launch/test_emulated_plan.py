@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from shoal.env import joined
+from shoal.env import worker_env
 from shoal.errors import UsageError
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_job import Hosts
@@ -71,7 +71,7 @@ def test_workers_find_their_places() -> None:
     plan = plan_cluster(hosts=2, helpers=1, prefix="p")
     for rank in range(6):
         variables = worker_places(plan, rank=rank, workers_per_host=3, master_port=29_501)
-        place = joined(variables)
+        place = worker_env(variables)
         assert place is not None
         assert (place.place.rank, place.place.num_workers) == (rank, 6)
         assert (place.place.local_rank, place.place.num_local_workers) == (rank % 3, 3)

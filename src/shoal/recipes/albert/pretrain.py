@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 
-from shoal.env import Joined
+from shoal.env import WorkerEnv
 from shoal.models.pretraining import AlbertPretraining
 from shoal.recipes.albert.config import AlbertPretrainConfig
 from shoal.recipes.masked_lm.finetuning import finetune_if_due
@@ -30,7 +30,7 @@ from shoal.train.window import Meter
 from shoal.train.world import join_world
 
 
-def pretrain(config: AlbertPretrainConfig, joined: Joined, command: list[str]) -> int:
+def pretrain(config: AlbertPretrainConfig, joined: WorkerEnv, command: list[str]) -> int:
     """Train until the last step, a signal, or a loss that stays not finite; return the exit code.
 
     Raises:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 
-from shoal.env import Joined
+from shoal.env import WorkerEnv
 from shoal.models.pretraining import BertPretraining
 from shoal.recipes.bert.config import BertPretrainConfig
 from shoal.recipes.masked_lm.finetuning import finetune_if_due
@@ -41,7 +41,7 @@ from shoal.train.window import Meter
 from shoal.train.world import join_world
 
 
-def pretrain(config: BertPretrainConfig, joined: Joined, command: list[str]) -> int:
+def pretrain(config: BertPretrainConfig, joined: WorkerEnv, command: list[str]) -> int:
     """Train until the last step, a signal, or a loss that stays not finite; return the exit code.
 
     Raises:

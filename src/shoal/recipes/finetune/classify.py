@@ -19,7 +19,7 @@ from shoal.data.files import write_atomically
 from shoal.data.pairs import PairFeatures, make_pairs
 from shoal.data.squad.files import write_json
 from shoal.data.task_batches import Batch, TaskData
-from shoal.env import Joined
+from shoal.env import WorkerEnv
 from shoal.errors import UsageError
 from shoal.models.directory import load_task_model, save
 from shoal.models.tasks import SequenceClassification, label_loss, packed_inputs
@@ -41,7 +41,7 @@ from shoal.train.signals import StopRequest
 from shoal.train.world import join_world
 
 
-def finetune(config: ClassifyFinetuneConfig, *, joined: Joined, command: list[str]) -> int:
+def finetune(config: ClassifyFinetuneConfig, *, joined: WorkerEnv, command: list[str]) -> int:
     """Train until the last step or a signal, then evaluate and save; return the exit code.
 
     Raises:

@@ -23,7 +23,7 @@ from shoal.data.squad.features import SquadFeatures, make_features
 from shoal.data.squad.files import SquadData, describe_misplaced, read_squad, write_json
 from shoal.data.squad.score import Scores, score_squad
 from shoal.data.task_batches import Batch, TaskData
-from shoal.env import Joined
+from shoal.env import WorkerEnv
 from shoal.models.directory import load_task_model, save
 from shoal.models.tasks import QuestionAnswering, packed_inputs, span_loss
 from shoal.recipes.finetune import loop
@@ -49,7 +49,7 @@ PREDICTIONS, NBEST, NULL_ODDS, SCORES = "predictions.json", "nbest.json", "null_
 """Files of the run directory with the answers of the last evaluation, and their scores."""
 
 
-def finetune(config: SquadFinetuneConfig, *, joined: Joined, command: list[str]) -> int:
+def finetune(config: SquadFinetuneConfig, *, joined: WorkerEnv, command: list[str]) -> int:
     """Train until the last step or a signal, then evaluate and save; return the exit code.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer
 
-from shoal.env import Joined
+from shoal.env import WorkerEnv
 from shoal.errors import UsageError
 from shoal.recipes.finetune.config import (
     ClassifyFinetuneConfig,
@@ -52,7 +52,7 @@ def finetune_squad(config: SquadFinetuneConfig, how: Launch, *, preset: str, com
         odd = [line for data in files if (line := describe_misplaced(data))]
         return [*plan_lines(config, len(windows[0]), num_workers), *counts, *odd]
 
-    def work(joined: Joined) -> int:
+    def work(joined: WorkerEnv) -> int:
         from shoal.recipes.finetune.squad import finetune
 
         return finetune(config, joined=joined, command=command)
@@ -86,7 +86,7 @@ def finetune_classify(config: ClassifyFinetuneConfig, how: Launch, *, preset: st
         labels = f"labels       {', '.join(train.labels)}"
         return [*plan_lines(config, len(pairs[0]), num_workers), labels, *counts]
 
-    def work(joined: Joined) -> int:
+    def work(joined: WorkerEnv) -> int:
         from shoal.recipes.finetune.classify import finetune
 
         return finetune(config, joined=joined, command=command)
@@ -117,7 +117,7 @@ def finetune_t5(config: T5FinetuneConfig, how: Launch, *, preset: str, command: 
         words = [f"worded as    {wording(config.data, train)}", f"labels       {', '.join(train.labels)}"]
         return [*plan_lines(config, len(train.examples), num_workers), *words, *counts]
 
-    def work(joined: Joined) -> int:
+    def work(joined: WorkerEnv) -> int:
         from shoal.recipes.finetune.text_to_text import finetune
 
         return finetune(config, joined=joined, command=command)

@@ -18,7 +18,7 @@ from shoal import record
 from shoal.data.classify import ClassifyData, score_classify
 from shoal.data.task_batches import Batch
 from shoal.data.text_to_text import TextToText, make_text_to_text, template_of
-from shoal.env import Joined
+from shoal.env import WorkerEnv
 from shoal.models.directory import save
 from shoal.models.t5 import IGNORED, T5, generate, read_t5
 from shoal.recipes.finetune import loop
@@ -37,7 +37,7 @@ NO_LABEL = "(no label)"
 """What a text that spells none of the labels is called in tables and predictions."""
 
 
-def finetune(config: T5FinetuneConfig, *, joined: Joined, command: list[str]) -> int:
+def finetune(config: T5FinetuneConfig, *, joined: WorkerEnv, command: list[str]) -> int:
     """Train until the last step or a signal, then evaluate and save; return the exit code.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from shoal.env import Joined
+from shoal.env import WorkerEnv
 from shoal.recipes.images.config import ImageTrainConfig
 from shoal.recipes.start import Launch, named, start
 from shoal.train.config import required
@@ -17,7 +17,7 @@ Config = TypeVar("Config", bound=ImageTrainConfig)
 def run(
     config: Config,
     how: Launch,
-    train: Callable[[Config, Joined, list[str]], int],
+    train: Callable[[Config, WorkerEnv, list[str]], int],
     describe: Callable[[Config, int, bool], list[str]],
     *,
     preset: str,

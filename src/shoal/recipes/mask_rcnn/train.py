@@ -14,7 +14,7 @@ import time
 from contextlib import ExitStack
 from functools import partial
 
-from shoal.env import Joined
+from shoal.env import WorkerEnv
 from shoal.recipes.images.job import restore
 from shoal.recipes.images.step import agree, batches_after, take_step, warm_up
 from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig
@@ -36,7 +36,7 @@ from shoal.train.world import World, join_world
 DROPOUT = 27  # this recipe's word among the uses of one seed; the network has no dropout
 
 
-def train(config: MaskRCNNTrainConfig, joined: Joined, command: list[str]) -> int:
+def train(config: MaskRCNNTrainConfig, joined: WorkerEnv, command: list[str]) -> int:
     """Train until the last step, a signal, or a loss that stays not finite; return the exit code.
 
     Raises:

@@ -10,7 +10,7 @@ from shoal.data.manifest import Manifest
 from shoal.data.squad.files import read_squad
 from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.decide.memory import MemoryEstimate, estimate_memory
-from shoal.env import Joined
+from shoal.env import WorkerEnv
 from shoal.errors import UsageError
 from shoal.recipes.masked_lm.config import Phase, PretrainConfig
 from shoal.recipes.start import Launch, named, start
@@ -22,7 +22,7 @@ Config = TypeVar("Config", bound=PretrainConfig)
 def run(
     config: Config,
     how: Launch,
-    pretrain: Callable[[Config, Joined, list[str]], int],
+    pretrain: Callable[[Config, WorkerEnv, list[str]], int],
     *,
     preset: str,
     command: list[str],

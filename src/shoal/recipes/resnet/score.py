@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shoal.data.files import write_atomically
 from shoal.data.images.shards import ImageShards
-from shoal.env import Joined
+from shoal.env import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError
 from shoal.recipes.start import Launch, start
 
@@ -61,7 +61,7 @@ def run(what: Scoring, how: Launch, *, command: list[str]) -> int:
         )
 
 
-def score(what: Scoring, joined: Joined) -> int:
+def score(what: Scoring, joined: WorkerEnv) -> int:
     """Score with all workers; the main one prints the counts and writes the file."""
     import torch
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 
-from shoal.env import Joined
+from shoal.env import WorkerEnv
 from shoal.recipes.images.job import restore
 from shoal.recipes.images.step import agree, batches_after
 from shoal.recipes.resnet.config import ResNetTrainConfig
@@ -35,7 +35,7 @@ from shoal.train.window import Meter
 from shoal.train.world import World, join_world
 
 
-def train(config: ResNetTrainConfig, joined: Joined, command: list[str]) -> int:
+def train(config: ResNetTrainConfig, joined: WorkerEnv, command: list[str]) -> int:
     """Train until the last step, a signal, or a loss that stays not finite; return the exit code.
 
     Raises:

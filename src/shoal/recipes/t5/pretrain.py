@@ -16,7 +16,7 @@ import torch
 
 from shoal.data.loader import Batch, LoaderConfig, training_steps
 from shoal.data.stream import Stream
-from shoal.env import Joined
+from shoal.env import WorkerEnv
 from shoal.optim.schedules import learning_rate
 from shoal.recipes.t5.config import T5PretrainConfig
 from shoal.recipes.t5.job import Job, build, model_inputs, restore
@@ -39,7 +39,7 @@ TRACED_STEP = 3
 """Which step after its start a run on a pipeline measures action by action; the first ones allocate."""
 
 
-def pretrain(config: T5PretrainConfig, joined: Joined, command: list[str]) -> int:
+def pretrain(config: T5PretrainConfig, joined: WorkerEnv, command: list[str]) -> int:
     """Train until the last step, a signal, or a loss that stays not finite; return the exit code.
 
     Raises:

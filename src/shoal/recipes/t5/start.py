@@ -8,7 +8,7 @@ from dataclasses import replace
 from shoal.data.manifest import Manifest
 from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.decide.memory import MemoryEstimate, estimate_memory
-from shoal.env import Joined
+from shoal.env import WorkerEnv
 from shoal.errors import UsageError
 from shoal.recipes.start import Launch, named, start
 from shoal.recipes.t5.config import T5PretrainConfig
@@ -18,7 +18,7 @@ from shoal.train.config import as_tree, required, to_toml
 def run(
     config: T5PretrainConfig,
     how: Launch,
-    pretrain: Callable[[T5PretrainConfig, Joined, list[str]], int],
+    pretrain: Callable[[T5PretrainConfig, WorkerEnv, list[str]], int],
     *,
     preset: str,
     command: list[str],
