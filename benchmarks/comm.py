@@ -27,7 +27,7 @@ from benchmarks.comm_runs import (
 )
 from benchmarks.comm_worker import MANY, NUM_MANY
 from benchmarks.harness import Benchmark
-from shoal.decide.links import DDP_BUCKET_BYTES, gain_over_ring, recommended_bucket_bytes
+from shoal.decide.server_assignment import DDP_BUCKET_BYTES, gain_over_ring, recommended_bucket_bytes
 from shoal.launch.emulated import Cluster
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -20,7 +20,7 @@ import numpy as np
 
 from shoal import env
 from shoal.comm.engine import Engine, EngineOptions, Operation, Peer
-from shoal.decide.links import chunk_pattern
+from shoal.decide.server_assignment import chunk_pattern
 
 DEADLINE_S = 300.0
 WARM_UP_ELEMENTS = 1 << 20

@@ -44,7 +44,7 @@ from shoal.data.images.shards import ImageShards
 from shoal.data.loader import LoaderConfig, streamed_steps
 from shoal.data.steps import Share
 from shoal.data.workers import num_cores
-from shoal.decide.groups import GroupedOrder, aspect_groups
+from shoal.decide.bucketing import GroupedOrder, aspect_groups
 from shoal.env import test_data_dir
 
 BATCH = 4

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.harness import peer_module
 from shoal.optim.adafactor import Adafactor
-from shoal.pipeline import make_mesh, pipeline
+from shoal.pipelining import make_mesh, pipeline
 from shoal.train.checkpoint import Checkpointer
 
 Layout = tuple[int, int]
@@ -59,7 +59,7 @@ def _run(run_dir: Path, layout: Layout, steps_before: int, shard: bool) -> list[
     out = run_dir / f"losses-{layout[0]}-{layout[1]}.json"
     meeting = run_dir / f"meet-{layout[0]}-{layout[1]}"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["shoal.pipeline", "transformers", "torch._dynamo"])
+    context.set_forkserver_preload(["shoal.pipelining", "transformers", "torch._dynamo"])
     workers = [
         context.Process(target=_work, args=(rank, run_dir, layout, steps_before, shard, meeting, out))
         for rank in range(math.prod(layout))

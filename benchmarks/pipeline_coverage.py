@@ -1,4 +1,4 @@
-"""Which models train with every gradient equal to one process: through shoal.pipeline and torch's tracer.
+"""Which models train with every gradient equal to one process: through shoal.pipelining and torch's tracer.
 
 The tracer is ``torch.distributed.pipelining.pipeline()``. It splits at modules that the user names; here
 they are the blocks nearest to half of the model, on two ranks under 1F1B, the schedule it supports best.
@@ -23,7 +23,7 @@ from pipeline_world import NUM_PARTS, Made, Oracle, Worker, worst_gradient  # no
 
 from benchmarks.pipeline_workers import run_ranks  # noqa: E402
 from pipeline_models import cases  # noqa: E402
-from shoal.pipeline.loss import default_count, micro_batches  # noqa: E402
+from shoal.pipelining.loss import default_count, micro_batches  # noqa: E402
 
 MODELS = tuple(cases())
 SPLIT_AT = {

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import peer_module
-from shoal.decide.choice import Conditions
+from shoal.decide.autotune import Conditions
 from shoal.decide.cost import Link
-from shoal.decide.layout import choose_layout
+from shoal.decide.layout_search import choose_layout
 from shoal.decide.partition import Memory
-from shoal.pipeline.export import export_model
-from shoal.pipeline.roofline import Rates, estimate_cost
+from shoal.pipelining.export_graph import export_model
+from shoal.pipelining.roofline import Rates, estimate_cost
 
 NUM_DEVICES, NUM_RANKS = 2048, 8
 DEVICE_BYTES = 40 * 10**9

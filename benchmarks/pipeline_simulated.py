@@ -9,8 +9,8 @@ from benchmarks.harness import Benchmark
 from benchmarks.machine import ForeignCores
 from shoal.decide.cost import Link, ModelCost, Unit, stage_costs
 from shoal.decide.partition import equal_units
-from shoal.decide.schedule import Schedule, make_schedule
-from shoal.decide.timeline import simulate
+from shoal.decide.pipeline_schedules import Schedule, make_schedule
+from shoal.decide.pipeline_simulator import simulate
 
 NUM_LAYERS = 48
 LIMIT_MS = 50.0

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from benchmarks.harness import peer_module
 from shoal.decide.cost import ModelCost
 from shoal.decide.partition import parameter_balanced
-from shoal.decide.timeline import Timeline
-from shoal.pipeline import Pipeline, pipeline
-from shoal.pipeline.export import export_model
-from shoal.pipeline.groups import broadcast_json
-from shoal.pipeline.loss import micro_batches
-from shoal.pipeline.measure import measure_cost
+from shoal.decide.pipeline_simulator import Timeline
+from shoal.pipelining import Pipeline, pipeline
+from shoal.pipelining.export_graph import export_model
+from shoal.pipelining.loss import micro_batches
+from shoal.pipelining.measure_cost import measure_cost
+from shoal.pipelining.process_groups import broadcast_json
 
 NUM_MICRO_BATCHES = 8
 _DEADLINE_S = 3000.0

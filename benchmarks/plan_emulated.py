@@ -10,9 +10,9 @@ facts, and nothing of the steps that it predicts:
 - the latency of a hop, from all-reduces of 1 KiB by the same backend;
 - the links' rate as shaped, and of that what Ethernet, IP and TCP leave for bytes.
 
-Model, buckets and layout are those of the run. ``shoal.plan.predict.predict`` does the rest. A row compares
-the medians. Rows in which the processors are more than 85 % busy are marked and not scored: there the cores
-are the limit, which emulated hosts share and real ones do not.
+Model, buckets and layout are those of the run. ``shoal.planner.prediction.predict`` does the rest. A row
+compares the medians. Rows in which the processors are more than 85 % busy are marked and not scored: there
+the cores are the limit, which emulated hosts share and real ones do not.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from benchmarks.plan_emulated_worker import BATCH, COMPUTATION, MODELS
 from shoal.cli.workloads import workload_of_function
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_plan import parse_rate
-from shoal.plan.convergence import Convergence
-from shoal.plan.hardware import Catalog, Machines, require_accelerators
-from shoal.plan.predict import Job, Part, predict
-from shoal.plan.step import MEMORY_EFFICIENCY, Layout, achieved_flops_for, step_time
-from shoal.plan.workload import Workload
+from shoal.planner.convergence import Convergence
+from shoal.planner.hardware import Catalog, Machines, require_accelerators
+from shoal.planner.prediction import Job, Part, predict
+from shoal.planner.step_time import MEMORY_EFFICIENCY, Layout, achieved_flops_for, step_time
+from shoal.planner.workload import Workload
 
 MEDIAN_TARGET = 0.10
 BUSY = 0.85

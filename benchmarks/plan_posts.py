@@ -16,10 +16,10 @@ from typing import Any
 from benchmarks.plan_predict import achieved_of, layout_of, predict_row
 from benchmarks.plan_rows import TIME, Row, machines_of, recipe_of, with_batch
 from shoal.cli.workloads import workload
-from shoal.plan.hardware import Catalog, Machines, require_accelerators
-from shoal.plan.predict import ASSUMED_UTILISATION, achieved
-from shoal.plan.step import Layout, step_time
-from shoal.plan.workload import Workload
+from shoal.planner.hardware import Catalog, Machines, require_accelerators
+from shoal.planner.prediction import ASSUMED_UTILISATION, achieved
+from shoal.planner.step_time import Layout, step_time
+from shoal.planner.workload import Workload
 
 FACTS = Path(__file__).with_suffix(".toml")
 IMAGENET = 1281167
@@ -123,7 +123,7 @@ def _row(entry: dict[str, Any], source: str, hosts: int, value: float, batch: in
 
 
 def _with_helpers(row: Row, recipe: str, workers: Machines, helpers: Machines, flops: float) -> float:
-    """Return samples/s with servers on helper hosts too, as ``decide.links`` shares them out."""
+    """Return samples/s with servers on helper hosts too, as ``decide.server_assignment`` shares them out."""
     model = workload(recipe)
     layout = replace(layout_of(row, recipe, model, workers), algorithm="two-hop-helpers")
     step = step_time(model, workers, layout, achieved_flops=flops, helpers=helpers)

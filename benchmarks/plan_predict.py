@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from benchmarks.plan_rows import PER_GPU_METRICS, THROUGHPUT, TIME, Row, recipe_of, sequence_length_of
 from shoal.cli.workloads import workload
-from shoal.plan.convergence import Convergence, at_any_batch, convergence_of
-from shoal.plan.hardware import Machines, require_accelerators
-from shoal.plan.memory import largest_micro_batch
-from shoal.plan.network import CONNECTIONS_PER_PEER
-from shoal.plan.predict import START_S
-from shoal.plan.step import Layout, achieved_flops_for, step_time
-from shoal.plan.training import run_time
-from shoal.plan.workload import Workload
+from shoal.planner.convergence import Convergence, at_any_batch, convergence_of
+from shoal.planner.device_memory import largest_micro_batch
+from shoal.planner.hardware import Machines, require_accelerators
+from shoal.planner.network import CONNECTIONS_PER_PEER
+from shoal.planner.prediction import START_S
+from shoal.planner.run_time import run_time
+from shoal.planner.step_time import Layout, achieved_flops_for, step_time
+from shoal.planner.workload import Workload
 
 MIB = 1 << 20
 

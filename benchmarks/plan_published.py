@@ -38,7 +38,7 @@ from benchmarks.plan_rows import (
     with_batch,
 )
 from shoal.errors import UsageError
-from shoal.plan.hardware import Catalog
+from shoal.planner.hardware import Catalog
 
 TRAINING = r"^MLPerf v(0\.6|0\.7|1\.0|1\.1) |TF2\.1\+Horovod LAMB"
 """Publications on which constants were settled; their families are predicted too, and shown apart."""

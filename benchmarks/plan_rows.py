@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.errors import UsageError
-from shoal.plan.hardware import Accelerator, Catalog, Instance, Machines
+from shoal.planner.hardware import Accelerator, Catalog, Instance, Machines
 
 THROUGHPUT, INCLUDING_EVALUATION, TIME = "throughput", "throughput incl. evaluation", "time to train"
 KINDS = (THROUGHPUT, INCLUDING_EVALUATION, TIME)

@@ -16,12 +16,12 @@ import time
 from dataclasses import replace
 
 from benchmarks.harness import Benchmark
-from shoal.plan.convergence import Convergence, at_any_batch
-from shoal.plan.hardware import Catalog
-from shoal.plan.predict import Job, Part
-from shoal.plan.scale import breaks_first
-from shoal.plan.search import search
-from shoal.plan.workload import Layer, Workload
+from shoal.planner.convergence import Convergence, at_any_batch
+from shoal.planner.hardware import Catalog
+from shoal.planner.prediction import Job, Part
+from shoal.planner.scaling_limits import breaks_first
+from shoal.planner.search import search
+from shoal.planner.workload import Layer, Workload
 
 WORKERS_PER_HOST = 8
 LIMITS_S = {8: 5.0, 256: 5.0, 2_048: 5.0, 16_384: 60.0, 131_072: 60.0}

@@ -1,4 +1,4 @@
-"""Draws ``docs/images/helpers.png``: when helper hosts pay, by the formula of ``shoal.decide.links``.
+"""Draws ``docs/images/helpers.png``: when helper hosts pay, by ``shoal.decide.server_assignment``.
 
 python -m benchmarks.plot_helpers [--out FILE]
 """
@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from shoal.decide import links
+from shoal.decide import server_assignment
 
 DEFAULT_OUT = Path(__file__).resolve().parents[1] / "docs" / "images" / "helpers.png"
 BLUE, ORANGE, GREEN, RED, GREY = "#2a6fbb", "#d9822b", "#3a9d5d", "#b83b5e", "#777777"
@@ -23,7 +23,7 @@ BLUE, ORANGE, GREEN, RED, GREY = "#2a6fbb", "#d9822b", "#3a9d5d", "#b83b5e", "#7
 def draw_times(axes: Axes, num_hosts: int) -> None:
     """Draw the time of an all-reduce over the number of helpers, in units of M / B."""
     counts = list(range(num_hosts + 5))
-    ring = links.ring_seconds(1, [1.0] * num_hosts)
+    ring = server_assignment.ring_seconds(1, [1.0] * num_hosts)
     axes.axhline(ring, color=GREY, linestyle="--", linewidth=1.2)
     axes.text(counts[-1], ring + 0.03, "ring, no helpers", ha="right", color=GREY)
     for bandwidth, colour, label in (
@@ -31,7 +31,7 @@ def draw_times(axes: Axes, num_hosts: int) -> None:
         (1.0, BLUE, "helpers like the hosts"),
         (0.5, ORANGE, "helpers with half of it"),
     ):
-        times = [links.two_hop_seconds(1, [1.0] * num_hosts, [bandwidth] * k) for k in counts]
+        times = [server_assignment.two_hop_seconds(1, [1.0] * num_hosts, [bandwidth] * k) for k in counts]
         axes.plot(counts, times, "o-", color=colour, markersize=4, label=label)
     alone = [max(1.0, num_hosts / k) for k in counts[5:]]
     axes.plot(
@@ -48,7 +48,7 @@ def draw_gains(axes: Axes) -> None:
     """Draw the gain over a ring over the helpers' bandwidth, for several sizes of the cluster."""
     for num_hosts, colour in ((3, RED), (4, ORANGE), (8, BLUE), (32, GREEN)):
         fractions = [i / 32 for i in range(41)]
-        gains = [links.gain_over_ring(num_hosts, [f * num_hosts] if f else []) for f in fractions]
+        gains = [server_assignment.gain_over_ring(num_hosts, [f * num_hosts] if f else []) for f in fractions]
         axes.plot(fractions, gains, color=colour, label=f"{num_hosts} hosts")
         axes.text(1.26, gains[-1], f"{num_hosts} hosts", color=colour, va="center")
     axes.axhline(1, color=GREY, linewidth=0.8)

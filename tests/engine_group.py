@@ -14,7 +14,7 @@ import numpy as np
 
 from shoal import native
 from shoal.comm.engine import Engine, EngineOptions, Helper, Operation, Peer
-from shoal.decide.links import chunk_pattern
+from shoal.decide.server_assignment import chunk_pattern
 
 SECRET = b"secret of the tests"
 DEADLINE_S = 60.0

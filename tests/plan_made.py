@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from shoal.plan.hardware import Accelerator, Instance, Machines, Network
-from shoal.plan.workload import Layer, Workload
+from shoal.planner.hardware import Accelerator, Instance, Machines, Network
+from shoal.planner.workload import Layer, Workload
 
 DEVICE = Accelerator(
     name="device",

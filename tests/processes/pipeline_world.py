@@ -23,10 +23,10 @@ from torch.utils import _pytree as pytree
 from forked import fork_process
 from pipeline_models import cases
 from shoal.decide.cost import Link, ModelCost, Unit
-from shoal.pipeline import Pipeline, make_mesh, pipeline, sources
-from shoal.pipeline.export import Exported, export_model
-from shoal.pipeline.loss import default_count, loss_of, micro_batches
-from shoal.pipeline.units import units_of
+from shoal.pipelining import Pipeline, make_mesh, pipeline, stage_sources
+from shoal.pipelining.export_graph import Exported, export_model
+from shoal.pipelining.loss import default_count, loss_of, micro_batches
+from shoal.pipelining.units import units_of
 
 NUM_PARTS = 4
 """Micro-batches of the global batch of 8 rows: each replica has an equal part of them."""
@@ -147,10 +147,10 @@ class exported_before:
             assert {n: t.shape for n, t in inputs.items()} == {n: t.shape for n, t in exported.inputs.items()}
             return exported
 
-        sources.export_model = cached
+        stage_sources.export_model = cached
 
     def __exit__(self, *_: object) -> None:
-        sources.export_model = export_model
+        stage_sources.export_model = export_model
 
 
 def run_worlds(

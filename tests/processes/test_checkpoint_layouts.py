@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import UsageError
 from shoal.optim.lamb import parameter_groups
-from shoal.pipeline.names import Part
+from shoal.pipelining.state_dict import Part
 from shoal.train.checkpoint import Checkpointer, load_model
 from shoal.train.checkpoint_files import CONTENTS, list_checkpoints
 

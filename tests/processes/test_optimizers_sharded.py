@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.optim.lamb import parameter_groups
 from shoal.optim.sharded import model_norm
-from shoal.pipeline.names import Part
+from shoal.pipelining.state_dict import Part
 from shoal.train.gradients import clip_to
 from shoal.train.precision import LossScale
 

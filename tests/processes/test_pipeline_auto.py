@@ -10,7 +10,7 @@ from pipeline_world import Made, Shared, Worker, run_worlds, worst_gradient
 
 from shoal.decide.partition import Memory
 from shoal.errors import UsageError
-from shoal.pipeline import auto_layout, pipeline
+from shoal.pipelining import auto_layout, pipeline
 
 EXACT = 1e-6
 

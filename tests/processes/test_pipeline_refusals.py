@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoal.decide.partition import Memory
 from shoal.errors import UsageError
-from shoal.pipeline import pipeline
+from shoal.pipelining import pipeline
 
 
 class Branching(nn.Module):

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import ShoalError
-from shoal.pipeline import pipeline
-from shoal.pipeline.loss import default_count, loss_of, micro_batches
-from shoal.pipeline.split import split
-from shoal.pipeline.streams import streams
-from shoal.pipeline.ties import Ties
+from shoal.pipelining import pipeline
+from shoal.pipelining.loss import default_count, loss_of, micro_batches
+from shoal.pipelining.random_streams import streams
+from shoal.pipelining.split import split
+from shoal.pipelining.tied_weights import Ties
 
 MOST_ERROR = 1e-6
 STEPS = 3

@@ -12,7 +12,7 @@ import torch
 from shoal import record
 from shoal.data.examples import evenly_spread
 from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError
-from shoal.optim.schedules import learning_rate
+from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.export import export_run
 from shoal.recipes.masked_lm.job import open_data
 from shoal.record import read_record

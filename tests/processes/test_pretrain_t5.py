@@ -13,7 +13,7 @@ from shoal import record
 from shoal.data.manifest import Manifest
 from shoal.decide.order import samples
 from shoal.errors import EXIT_OK
-from shoal.optim.schedules import learning_rate
+from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.t5.job import open_data
 from shoal.recipes.t5.telling import ACCURACY, LOSS
 from shoal.record import read_record

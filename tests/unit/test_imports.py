@@ -19,7 +19,7 @@ CSRC = ROOT / "csrc"
 
 NOUNS = frozenset({"errors", "json_text", "record", "env"})
 DECIDERS = NOUNS | {"decide"}
-DOERS = frozenset({"comm", "pipeline", "optim", "data", "models"})
+DOERS = frozenset({"comm", "pipelining", "optim", "data", "models"})
 NATIVE = frozenset({"native", "_core"})
 BELOW_RECIPES = DECIDERS | NATIVE | DOERS | {"train"}
 
@@ -37,12 +37,12 @@ ALLOWED: dict[str, frozenset[str]] = {
     **dict.fromkeys(sorted(DOERS), DECIDERS | NATIVE),
     "train": DECIDERS | NATIVE | DOERS,
     "recipes": BELOW_RECIPES | {"launch"},
-    "plan": DECIDERS,
+    "planner": DECIDERS,
     "launch": frozenset({"errors", "json_text", "env"}),
     "report": frozenset({"errors", "record"}),
     "bench": DECIDERS | NATIVE | {"comm", "launch"},
     "doctor": BELOW_RECIPES,
-    "cli": BELOW_RECIPES | {"recipes", "plan", "launch", "report", "bench", "doctor"},
+    "cli": BELOW_RECIPES | {"recipes", "planner", "launch", "report", "bench", "doctor"},
     "__main__": frozenset({"cli"}),
 }
 
@@ -198,8 +198,8 @@ def test_imports_go_one_way() -> None:
     assert cycle is None, "imports form a cycle: " + " -> ".join(cycle or [])
 
 
-PUBLIC = frozenset({"shoal.pipeline"})
-"""Packages that users import from: ``from shoal.pipeline import pipeline``."""
+PUBLIC = frozenset({"shoal.pipelining"})
+"""Packages that users import from: ``from shoal.pipelining import pipeline``."""
 
 
 def test_packages_reexport_nothing() -> None:

@@ -25,7 +25,7 @@ from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.launch.worker import read_errors
 from shoal.models.directory import model_type_of
-from shoal.plan.measured import read_measured
+from shoal.planner.calibration import read_measured
 from shoal.recipes.finetune.source import read_model_config
 from shoal.recipes.images.export import read_tree, reading
 from shoal.record import RecordWriter, Stop, read_record

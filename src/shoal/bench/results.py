@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.decide.links import ring_seconds, two_hop_seconds
+from shoal.decide.server_assignment import ring_seconds, two_hop_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def limit_seconds(collective: str, num_bytes: int, network: Network) -> float | 
 
 
 def formula_seconds(collective: str, backend: str, num_bytes: int, network: Network) -> float | None:
-    """Return what an all-reduce takes by the formulas of ``decide.links``, without latency."""
+    """Return what an all-reduce takes by the formulas of ``decide.server_assignment``, without latency."""
     if network.link_bytes_per_s is None or network.num_hosts == 1 or collective != "all_reduce":
         return None
     links = [network.link_bytes_per_s] * network.num_hosts

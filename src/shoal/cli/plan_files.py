@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shoal.plan.predict import Job, Plan
+from shoal.planner.prediction import Job, Plan
 
 
 def as_json(job: Job, plans: Sequence[Plan], curve: Sequence[Plan]) -> dict[str, Any]:

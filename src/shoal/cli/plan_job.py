@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from shoal.cli import workloads
 from shoal.cli.plan_request import Request
 from shoal.errors import UsageError
-from shoal.plan.convergence import Convergence, at_any_batch, convergence_of
-from shoal.plan.hardware import Catalog, Machines
-from shoal.plan.measured import MeasuredComm, MeasuredTrain, read_measured
-from shoal.plan.predict import Job, Part, achieved
-from shoal.plan.workload import Workload
+from shoal.planner.calibration import MeasuredComm, MeasuredTrain, read_measured
+from shoal.planner.convergence import Convergence, at_any_batch, convergence_of
+from shoal.planner.hardware import Catalog, Machines
+from shoal.planner.prediction import Job, Part, achieved
+from shoal.planner.workload import Workload
 
 _UNKNOWN_SAMPLES = 1e6
 """How far to train a model without a convergence table is its user's matter: the answer is for so many."""

@@ -6,8 +6,8 @@ import html
 import math
 from collections.abc import Sequence
 
-from shoal.plan.predict import Job, Plan
-from shoal.plan.search import best_of_each, duration
+from shoal.planner.prediction import Job, Plan
+from shoal.planner.search import best_of_each, duration
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 380, 80, 50
 _COLOURS = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.plan.hardware import require_accelerators
-from shoal.plan.predict import Job, Plan
-from shoal.plan.scale import breaks_first, strains
-from shoal.plan.search import best_of_each, duration, helpers_sentence
-from shoal.plan.step import Layout
+from shoal.planner.hardware import require_accelerators
+from shoal.planner.prediction import Job, Plan
+from shoal.planner.scaling_limits import breaks_first, strains
+from shoal.planner.search import best_of_each, duration, helpers_sentence
+from shoal.planner.step_time import Layout
 
 _BAR = 46
 

@@ -14,9 +14,9 @@ from shoal.cli.plan_page import page_of
 from shoal.cli.plan_request import Request
 from shoal.cli.plan_text import answer, helpers_line, limits_line
 from shoal.errors import ShoalError, UsageError
-from shoal.plan.hardware import Catalog, Machines, require_accelerators
-from shoal.plan.predict import Job, Plan
-from shoal.plan.search import search
+from shoal.planner.hardware import Catalog, Machines, require_accelerators
+from shoal.planner.prediction import Job, Plan
+from shoal.planner.search import search
 
 
 def run(recipe: str, request: Request) -> int:

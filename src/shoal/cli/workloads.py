@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ShoalError, UsageError, did_you_mean
-from shoal.plan.workload import MOMENTUM_BYTES, Layer, Workload
+from shoal.planner.workload import MOMENTUM_BYTES, Layer, Workload
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -17,8 +17,8 @@ The story of one gradient:
     and shape, so that ranks that do not do the same learn both sides instead of hanging.
 4.  Workers of one host first add up in shared memory, in rank order, so that the network carries a bucket
     once a host.
-5.  The bucket is cut into chunks, and ``decide.links`` says which server sums which: the servers beside
-    the workers, helper hosts (``python -m shoal.comm.server``), or both, each as much as its link
+5.  The bucket is cut into chunks, and ``decide.server_assignment`` says which server sums which: the servers
+    beside the workers, helper hosts (``python -m shoal.comm.server``), or both, each as much as its link
     carries.
 6.  First hop: each host pushes its chunks to their servers, starting at a different server each.
 7.  A server that holds all contributions of a chunk adds them in the order of the hosts' lowest ranks, in

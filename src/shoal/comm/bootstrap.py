@@ -16,7 +16,7 @@ from shoal.comm.engine import Engine, EngineOptions, Helper, fabric_providers
 from shoal.comm.helpers import bandwidth_of, name_of, note_bandwidths, usable_helpers
 from shoal.comm.probe import measure_helpers
 from shoal.comm.records import Records, Rules, parse_peer, parse_rules
-from shoal.decide.links import MIB, chunk_pattern, recommended_bucket_bytes
+from shoal.decide.server_assignment import MIB, chunk_pattern, recommended_bucket_bytes
 from shoal.errors import ShoalError, UsageError
 
 _SECRET_BYTES = 32

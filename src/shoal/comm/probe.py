@@ -12,7 +12,7 @@ import torch
 
 from shoal.comm.engine import Engine, Operation
 from shoal.comm.records import Records
-from shoal.decide.links import assign_chunks
+from shoal.decide.server_assignment import assign_chunks
 
 _HOST_S = 0.15
 _ALL_HELPERS_S = 0.25

@@ -2,7 +2,8 @@
 
 A *unit* is what a cut never divides: consecutive nodes of the exported graph. The units of a model are in
 order, so a stage is a range of them, and all stages are given by their *cuts*: the units at which the second,
-third, ... stage begins. Everything here is pure data that pipeline.measure fills, on a device or by estimate.
+third, ... stage begins. Everything here is pure data, filled by ``pipelining.measure_cost`` or
+``pipelining.roofline``.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from shoal.decide.actions import Schedule
 from shoal.decide.cost import Link, ModelCost, parameter_bytes, stage_costs
-from shoal.decide.timeline import Simulator, peak_bytes
+from shoal.decide.pipeline_simulator import Simulator, peak_bytes
 from shoal.errors import UsageError
 
 Matrix = npt.NDArray[np.float64]

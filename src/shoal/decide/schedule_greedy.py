@@ -18,7 +18,7 @@ from itertools import product
 
 from shoal.decide.actions import Action, Schedule, loop_placement, vee_placement
 from shoal.decide.cost import Link, StageCost
-from shoal.decide.timeline import Simulator, peak_bytes, rounded
+from shoal.decide.pipeline_simulator import Simulator, peak_bytes, rounded
 
 _PATIENCE = (0.0, 0.25)
 """How long a rank waits for a backward while it could do a forward, in mean backward times."""

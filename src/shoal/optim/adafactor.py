@@ -10,7 +10,7 @@
 Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235),
 algorithms 4 to 6, with the rule of T5's own code for what is factored: the two largest dims, where both have
 at least 128 elements. The paper's relative step is ``lr = min(1e-2, 1 / sqrt(t))``, which is T5's schedule of
-pre-training (:class:`shoal.optim.schedules.InverseSquareRoot`).
+pre-training (:class:`shoal.optim.lr_schedules.InverseSquareRoot`).
 
 torch has an Adafactor too. It is the same formula for matrices with large gradients, which a test checks, and
 is not T5's elsewhere, hence ours:

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.hooks import EightBitWire, bf16_wire
-from shoal.decide.links import MIB, recommended_bucket_bytes
+from shoal.decide.server_assignment import MIB, recommended_bucket_bytes
 from shoal.errors import UsageError
 from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig

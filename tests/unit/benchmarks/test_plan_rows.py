@@ -9,7 +9,7 @@ from benchmarks.plan_published import predictions_of
 from benchmarks.plan_rows import Row, contradicts, family_of, machines_of, read_rows, recipe_of, with_batch
 
 from shoal.errors import UsageError
-from shoal.plan.hardware import Catalog
+from shoal.planner.hardware import Catalog
 
 
 def row(**changes: object) -> Row:

@@ -19,8 +19,8 @@ from shoal.decide.partition import (
     rank_bytes,
     refine,
 )
-from shoal.decide.schedule import make_schedule
-from shoal.decide.timeline import simulate
+from shoal.decide.pipeline_schedules import make_schedule
+from shoal.decide.pipeline_simulator import simulate
 from shoal.errors import UsageError
 
 NAMES = [f"weight.{index}" for index in range(6)]

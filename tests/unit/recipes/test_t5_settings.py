@@ -11,7 +11,7 @@ import pytest
 
 from shoal.errors import UsageError
 from shoal.models.t5_config import T5ModelConfig
-from shoal.optim.schedules import learning_rate
+from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.t5.config import PRESETS, DataConfig, T5OptimConfig, T5PretrainConfig
 from shoal.recipes.t5.layout import find_layouts, layout_lines, settled
 from shoal.recipes.t5.start import describe, plan_of

@@ -12,8 +12,8 @@ import report_records as records
 from test_report_browser import BROWSER, open_page
 
 from shoal.decide.cost import StageCost
-from shoal.decide.schedule import make_schedule
-from shoal.decide.timeline import recorded, simulate
+from shoal.decide.pipeline_schedules import make_schedule
+from shoal.decide.pipeline_simulator import recorded, simulate
 from shoal.record import PipelineBox, PipelineStep
 from shoal.report.page import write_report
 from shoal.report.pipeline_timeline import _contrast, draw_pipeline_step, idle_share

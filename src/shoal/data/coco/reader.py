@@ -1,7 +1,7 @@
 """Batches for a detector: images padded to one size, their boxes, labels and masks. Pure functions of a seed.
 
 Images come from prepared shards (``source.prepare_coco``) and are varied by ``transform``, in threads. Each
-micro-batch is as large as its largest image, so ``shoal.decide.groups.GroupedOrder``, handed to
+micro-batch is as large as its largest image, so ``shoal.decide.bucketing.GroupedOrder``, handed to
 ``shoal.data.loader.streamed_steps``, puts images of one aspect together.
 
 A bitmap of the whole image for every object would be ten times the image; a mask travels as the bitmap of

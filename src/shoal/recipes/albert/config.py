@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from shoal.models.albert_config import AlbertModelConfig, num_parameters
-from shoal.optim.schedules import Schedule
+from shoal.optim.lr_schedules import Schedule
 from shoal.recipes.masked_lm.config import (
     Phase,
     PretrainConfig,

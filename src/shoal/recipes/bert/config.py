@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from shoal.errors import UsageError
 from shoal.models.bert_config import BertModelConfig, num_parameters
-from shoal.optim.schedules import Schedule
+from shoal.optim.lr_schedules import Schedule
 from shoal.recipes.masked_lm.config import (
     Phase,
     PretrainConfig,

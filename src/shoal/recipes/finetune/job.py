@@ -13,7 +13,7 @@ from shoal import record
 from shoal.data.task_batches import Batch, Deal, Sequences
 from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.errors import UsageError
-from shoal.optim.schedules import Schedule
+from shoal.optim.lr_schedules import Schedule
 from shoal.recipes.finetune.config import FinetuneConfig
 from shoal.train.checkpoint import Checkpointer
 from shoal.train.clock import StepClock

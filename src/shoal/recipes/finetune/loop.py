@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal import record
 from shoal.data.task_batches import Batch, global_batch, training_batches
 from shoal.errors import EXIT_OK
-from shoal.optim.schedules import learning_rate
+from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.finetune.job import Job, on_device
 from shoal.train import step as train_step
 from shoal.train import telling

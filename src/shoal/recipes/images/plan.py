@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.decide.batch import BatchPlan
-from shoal.optim.schedules import AnySchedule, learning_rate
+from shoal.optim.lr_schedules import AnySchedule, learning_rate
 
 
 @dataclass(frozen=True, kw_only=True)

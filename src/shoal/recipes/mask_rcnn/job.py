@@ -9,7 +9,7 @@ import torch
 from shoal.data.coco.augment import DetectionAugmentConfig
 from shoal.data.coco.reader import DetectionReader
 from shoal.data.coco.transform import DetectionTransform
-from shoal.decide.groups import GroupedOrder, aspect_groups
+from shoal.decide.bucketing import GroupedOrder, aspect_groups
 from shoal.models.detection.mask_rcnn import MaskRCNN
 from shoal.recipes.images.data import decode_threads, open_shards
 from shoal.recipes.images.job import ImageJob, trained_parts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.decide.memory import MemoryEstimate
+from shoal.decide.memory_estimate import MemoryEstimate
 from shoal.errors import UsageError
 from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig
 from shoal.recipes.mask_rcnn.data import counts_of

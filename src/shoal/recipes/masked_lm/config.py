@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from shoal.errors import UsageError
 from shoal.models.encoder_config import EncoderConfig
-from shoal.optim.schedules import Schedule, learning_rate
+from shoal.optim.lr_schedules import Schedule, learning_rate
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,

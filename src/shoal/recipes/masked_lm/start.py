@@ -9,7 +9,7 @@ from typing import TypeVar
 from shoal.data.manifest import Manifest
 from shoal.data.squad.files import read_squad
 from shoal.decide.batch import BatchPlan, plan_batch
-from shoal.decide.memory import MemoryEstimate, estimate_memory
+from shoal.decide.memory_estimate import MemoryEstimate, estimate_memory
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError
 from shoal.recipes.masked_lm.config import Phase, PretrainConfig

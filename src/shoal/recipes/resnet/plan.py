@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shoal.decide.batch import plan_batch
 from shoal.decide.epochs import Epochs
 from shoal.errors import UsageError
-from shoal.optim.schedules import Schedule, linear_scaled
+from shoal.optim.lr_schedules import Schedule, linear_scaled
 from shoal.recipes.images.plan import ImagePlan
 from shoal.recipes.resnet.config import ResNetTrainConfig
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.decide.memory import MemoryEstimate
+from shoal.decide.memory_estimate import MemoryEstimate
 from shoal.recipes.resnet.config import ResNetTrainConfig
 from shoal.recipes.resnet.data import counts_of, num_classes
 from shoal.recipes.resnet.plan import Plan, make_plan

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from shoal.data.span_config import MAX_SENTINELS, SpanConfig
 from shoal.errors import UsageError
 from shoal.models.t5_config import T5ModelConfig, num_parameters
-from shoal.optim.schedules import InverseSquareRoot
+from shoal.optim.lr_schedules import InverseSquareRoot
 from shoal.train.config import (
     DistributedConfig,
     OptimizerConfig,

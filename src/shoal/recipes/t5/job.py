@@ -19,8 +19,8 @@ from shoal.decide.batch import BatchPlan
 from shoal.models.directory import copy_weights
 from shoal.models.t5 import T5, new_t5
 from shoal.optim.sharded import model_norm
-from shoal.pipeline.api import make_mesh, pipeline
-from shoal.pipeline.runtime import Pipeline
+from shoal.pipelining.api import make_mesh, pipeline
+from shoal.pipelining.runtime import Pipeline
 from shoal.recipes.t5.config import T5PretrainConfig
 from shoal.recipes.t5.start import plan_of
 from shoal.train.checkpoint import Checkpointer, Restored, load_model

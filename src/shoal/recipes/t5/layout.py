@@ -11,14 +11,14 @@ from typing import cast
 
 import torch
 
-from shoal.decide.choice import PORTFOLIO, VIRTUAL_CHOICES
+from shoal.decide.autotune import PORTFOLIO, VIRTUAL_CHOICES
 from shoal.decide.cost import Link
-from shoal.decide.layout import Conditions, Layout, choose_layout
+from shoal.decide.layout_search import Conditions, Layout, choose_layout
 from shoal.decide.partition import Memory
 from shoal.errors import UsageError
 from shoal.models.t5 import new_t5
-from shoal.pipeline.export import export_model
-from shoal.pipeline.roofline import Rates, estimate_cost
+from shoal.pipelining.export_graph import export_model
+from shoal.pipelining.roofline import Rates, estimate_cost
 from shoal.recipes.t5.config import T5PretrainConfig
 from shoal.train.parallel_config import ScheduleName, parse_bytes
 

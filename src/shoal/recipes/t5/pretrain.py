@@ -17,7 +17,7 @@ import torch
 from shoal.data.loader import Batch, LoaderConfig, training_steps
 from shoal.data.stream import Stream
 from shoal.env import WorkerEnv
-from shoal.optim.schedules import learning_rate
+from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.t5.config import T5PretrainConfig
 from shoal.recipes.t5.job import Job, build, model_inputs, restore
 from shoal.recipes.t5.layout import resolve

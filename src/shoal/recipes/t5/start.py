@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shoal.data.manifest import Manifest
 from shoal.decide.batch import BatchPlan, plan_batch
-from shoal.decide.memory import MemoryEstimate, estimate_memory
+from shoal.decide.memory_estimate import MemoryEstimate, estimate_memory
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError
 from shoal.recipes.start import Launch, named, start

@@ -11,7 +11,7 @@ from shoal.data.examples import unigram_entropy
 from shoal.data.loader import Batch, LoaderConfig, training_steps
 from shoal.data.stream import Stream
 from shoal.errors import EXIT_OK
-from shoal.optim.schedules import learning_rate
+from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.export import export_run
 from shoal.recipes.t5.job import Job, model_inputs
 from shoal.recipes.t5.start import in_words

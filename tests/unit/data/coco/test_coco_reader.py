@@ -26,7 +26,7 @@ from shoal.data.images.shards import ImageShards
 from shoal.data.images.tar_writer import ImageShardWriter
 from shoal.data.loader import LoaderConfig, held_out_batches, streamed_steps
 from shoal.data.steps import Share
-from shoal.decide.groups import GroupedOrder, aspect_groups
+from shoal.decide.bucketing import GroupedOrder, aspect_groups
 from shoal.env import test_data_dir as data_dir
 from shoal.errors import ShoalError
 

@@ -1,0 +1,291 @@
+"""Which schedule, with which cuts: the fastest of a portfolio that fits, by simulation with real costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shoal.decide.actions import Schedule
+from shoal.decide.cost import Link, ModelCost, check_cuts, stage_costs
+from shoal.decide.partition import (
+    DoesNotFit,
+    Memory,
+    Optimize,
+    check_num_stages,
+    in_gb,
+    partition,
+    rank_bytes,
+    refine,
+)
+from shoal.decide.pipeline_schedules import GREEDY, check_schedule_name, make_schedule, num_virtual_choices
+from shoal.decide.pipeline_simulator import Timeline, num_kept, rounded, simulate
+from shoal.errors import UsageError
+
+PORTFOLIO = ("1f1b", "interleaved", "backward_first", "vee", "bfs", "gpipe")
+"""The schedules that are tried where none is asked for; of equally fast ones the earlier is taken."""
+VIRTUAL_CHOICES = (1, 2, 4)
+"""The numbers of stages a rank that are tried where none is asked for."""
+NUM_REFINED = 3
+_SAME = {"interleaved": "1f1b", "bfs": "gpipe"}
+"""What a schedule is with one stage a rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What a choice has to do with, and what it may choose from."""
+
+    link: Link | None = None
+    """Between the ranks of a pipeline; ``None``: relays take no time."""
+    memory: Memory | None = None
+    """Of one device; ``None``: no limit."""
+    names: Sequence[str] = PORTFOLIO
+    virtual: Sequence[int] = VIRTUAL_CHOICES
+    active_micro_batches: int | None = None
+    """How many micro-batches may be under way at once in the greedy schedules."""
+    optimize: Optimize = "speed"
+    """``speed``: the fastest that fits. ``memory``: the one whose fullest rank needs least."""
+    memory_weight: float | None = None
+    """See :func:`shoal.decide.partition.partition`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A schedule with the cuts that suit it, and what they lead to."""
+
+    schedule: Schedule
+    cuts: tuple[int, ...]
+    timeline: Timeline
+    rank_bytes: tuple[int, ...]
+    """What each rank needs: state, reserve, and the most it keeps at one time."""
+
+    @property
+    def num_virtual(self) -> int:
+        return self.schedule.num_stages // self.schedule.num_ranks
+
+    def missing_bytes(self, memory: Memory | None) -> int:
+        """Return how much the fullest rank is beyond the limit; below 0: what is to spare."""
+        return max(self.rank_bytes) - memory.limit_bytes if memory is not None else 0
+
+
+def choose_schedule(
+    cost: ModelCost,
+    *,
+    num_ranks: int,
+    num_micro_batches: int,
+    conditions: Conditions | None = None,
+    cuts: Sequence[int] | None = None,
+    num_refined: int = NUM_REFINED,
+) -> list[Choice]:
+    """Return the schedules that fit, each with its own cuts, the best first.
+
+    Every schedule is simulated with the cuts that make its slowest stage fast; the cuts of the fastest are
+    then moved to make its simulated step fast. Where nothing fits, ``backward_first`` is tried with ever
+    fewer micro-batches at one time.
+
+    Args:
+        cuts: given by the user, for all schedules; they decide the number of stages.
+        num_refined: of so many of the fastest the cuts are moved.
+
+    Raises:
+        UsageError: an unknown schedule, or none that can have so many ranks, stages and micro-batches; the
+            message is that of the first.
+        DoesNotFit: none keeps every rank within its memory; says by how much the best does not.
+    """
+    given = conditions or Conditions()
+    found, refused = [], []
+    for name, num_virtual in _pairs(given, cost, num_ranks, cuts):
+        case = _Case(name, num_ranks, num_virtual, num_micro_batches, given.active_micro_batches)
+        try:
+            found.append(_place(cost, case, given, cuts))
+        except UsageError as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    fitting = [choice for choice in found if choice.missing_bytes(given.memory) <= 0]
+    if not fitting:
+        fitting = [_tightest(cost, num_ranks, num_micro_batches, given, cuts, found)]
+    if given.optimize == "memory":
+        return sorted(fitting, key=lambda choice: (max(choice.rank_bytes), choice.timeline.makespan_s))
+    fitting.sort(key=_makespan_s)  # stable: of equally fast ones the first of the portfolio
+    if cuts is None:
+        fitting[:num_refined] = [_refined(cost, choice, given) for choice in fitting[:num_refined]]
+        fitting.sort(key=_makespan_s)
+    return fitting
+
+
+def _makespan_s(choice: Choice) -> float:
+    return rounded(choice.timeline.makespan_s)
+
+
+def _pairs(
+    conditions: Conditions, cost: ModelCost, num_ranks: int, cuts: Sequence[int] | None
+) -> list[tuple[str, int]]:
+    """Return which schedules to try with how many stages a rank."""
+    for name in conditions.names:
+        check_schedule_name(name)
+    virtual = list(conditions.virtual)
+    if cuts is not None:
+        check_cuts(cost, cuts)
+        if (len(cuts) + 1) % num_ranks:
+            raise UsageError(
+                f"{len(cuts)} cuts make {len(cuts) + 1} stages, which {num_ranks} ranks cannot share "
+                f"equally; give {num_ranks - 1} cuts, or one less than another multiple of {num_ranks}"
+            )
+        virtual = [(len(cuts) + 1) // num_ranks]
+    check_num_stages(cost, num_ranks * min(virtual))
+    pairs = [
+        (name, number)
+        for name in conditions.names
+        for number in num_virtual_choices(name, virtual)
+        if num_ranks * number <= len(cost.units)
+        and (num_ranks > 1 or number == min(virtual))
+        and not (number == 1 and _SAME.get(name) in conditions.names)
+    ]
+    if not pairs:
+        raise UsageError(
+            f"{' and '.join(conditions.names)} cannot run {num_ranks} ranks of "
+            f"{' or '.join(map(str, virtual))} stages cut from {len(cost.units)} units; "
+            "take another schedule or another number of stages a rank"
+        )
+    return pairs
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A schedule before it has costs."""
+
+    name: str
+    num_ranks: int
+    num_virtual: int
+    num_micro_batches: int
+    active_micro_batches: int | None
+
+    def choice(self, cost: ModelCost, cuts: Sequence[int], given: Conditions) -> Choice:
+        schedule = make_schedule(
+            self.name,
+            num_ranks=self.num_ranks,
+            num_virtual=self.num_virtual,
+            num_micro_batches=self.num_micro_batches,
+            costs=stage_costs(cost, cuts),
+            link=given.link,
+            active_micro_batches=self.active_micro_batches,
+        )
+        return _judged(cost, cuts, schedule, given)
+
+    def num_kept(self) -> tuple[int, ...]:
+        """Return for how many micro-batches each stage keeps bytes; a guess where that depends on costs."""
+        if self.name in GREEDY:
+            active = min(self.num_micro_batches, self.active_micro_batches or self.num_ranks)
+            return (active,) * (self.num_ranks * self.num_virtual)
+        schedule = make_schedule(
+            self.name,
+            num_ranks=self.num_ranks,
+            num_virtual=self.num_virtual,
+            num_micro_batches=self.num_micro_batches,
+        )
+        return num_kept(schedule)
+
+
+def _place(cost: ModelCost, case: _Case, given: Conditions, cuts: Sequence[int] | None) -> Choice:
+    """Return the case with cuts that make its slowest stage fast and that fit, if any are found."""
+    if cuts is not None:
+        return case.choice(cost, cuts, given)
+    best: Choice | None = None
+    for proposal in _proposals(cost, case, given):
+        choice = case.choice(cost, proposal, given)
+        if choice.missing_bytes(given.memory) <= 0:
+            return choice
+        if best is None or max(choice.rank_bytes) < max(best.rank_bytes):
+            best = choice
+    assert best is not None
+    return best
+
+
+def _proposals(cost: ModelCost, case: _Case, given: Conditions) -> Iterator[tuple[int, ...]]:
+    """Yield cuts, the fastest first, then ones that need ever less memory.
+
+    A cut knows the memory of a stage only, and what several stages of a rank need together depends on the
+    whole schedule: so each stage is given less and less of the rank's memory, down to an equal part.
+    """
+    num_stages, kept = case.num_ranks * case.num_virtual, case.num_kept()
+    memory = given.memory
+    if memory is not None:
+        room = memory.limit_bytes - memory.reserved_bytes
+        for part in dict.fromkeys((1.0, (1 + 1 / case.num_virtual) / 2, 1 / case.num_virtual)):
+            limited = replace(memory, limit_bytes=memory.reserved_bytes + int(room * part))
+            try:
+                yield partition(
+                    cost, num_stages, link=given.link, memory=limited, num_kept=kept,
+                    optimize=given.optimize, memory_weight=given.memory_weight,
+                )  # fmt: skip
+            except DoesNotFit:
+                break
+        yield partition(cost, num_stages, memory=memory, limited=False, num_kept=kept, memory_weight=1.0)
+    else:
+        yield partition(
+            cost, num_stages, link=given.link, num_kept=kept,
+            optimize=given.optimize, memory_weight=given.memory_weight,
+        )  # fmt: skip
+
+
+def _refined(cost: ModelCost, choice: Choice, given: Conditions) -> Choice:
+    """Return the choice with its cuts moved, and the greedy rule applied to what they lead to."""
+    cuts = refine(cost, choice.cuts, choice.schedule, link=given.link, memory=given.memory)
+    if cuts == choice.cuts:
+        return choice
+    moved = [_judged(cost, cuts, choice.schedule, given)]
+    if choice.schedule.name in GREEDY:
+        case = _Case(
+            choice.schedule.name,
+            choice.schedule.num_ranks,
+            choice.num_virtual,
+            choice.schedule.num_micro_batches,
+            given.active_micro_batches,
+        )
+        moved.append(case.choice(cost, cuts, given))
+    fitting = [new for new in moved if new.missing_bytes(given.memory) <= 0]
+    return min([choice, *fitting], key=_makespan_s)
+
+
+def _judged(cost: ModelCost, cuts: Sequence[int], schedule: Schedule, given: Conditions) -> Choice:
+    return Choice(
+        schedule=schedule,
+        cuts=tuple(cuts),
+        timeline=simulate(schedule, stage_costs(cost, cuts), given.link),
+        rank_bytes=rank_bytes(cost, cuts, schedule, given.memory),
+    )
+
+
+def _tightest(
+    cost: ModelCost,
+    num_ranks: int,
+    num_micro_batches: int,
+    given: Conditions,
+    cuts: Sequence[int] | None,
+    found: Sequence[Choice],
+) -> Choice:
+    """Return the fastest that fits with fewer micro-batches at one time than a pipeline can fill itself with.
+
+    Raises:
+        DoesNotFit: even one at a time does not.
+    """
+    assert given.memory is not None
+    tried = list(found)
+    num_virtual = 1 if cuts is None else (len(cuts) + 1) // num_ranks
+    if "backward_first" in given.names and num_ranks * num_virtual <= len(cost.units):
+        most = min(num_micro_batches, given.active_micro_batches or num_ranks) - 1
+        for active in range(most, 0, -1):
+            case = _Case("backward_first", num_ranks, num_virtual, num_micro_batches, active)
+            choice = _place(cost, case, given, cuts)
+            if choice.missing_bytes(given.memory) <= 0:
+                return choice
+            tried.append(choice)
+    best = min(tried, key=lambda choice: max(choice.rank_bytes))
+    missing = best.missing_bytes(given.memory)
+    fullest = max(range(num_ranks), key=lambda rank: best.rank_bytes[rank])
+    raise DoesNotFit(
+        f"no schedule of {num_ranks} ranks fits {in_gb(given.memory.limit_bytes)} a device: the best, "
+        f"{best.schedule.name!r}, needs {in_gb(missing)} more on rank {fullest}; take more ranks, smaller "
+        "micro-batches, sharded state or a device with more memory",
+        missing,
+    )

@@ -1,0 +1,330 @@
+"""Which pipeline, and how many replicas of it: the layout of devices that trains fastest within memory.
+
+A layout uses ``pipeline × data`` devices: each replica is a pipeline, and ranks that hold the same stages
+average their gradients over the replicas. A step takes until the last rank has its average. A rank begins to
+average when it has done its last backward, so those that are done early hide it in their idle time. A weight
+that is tied over ranks is summed over them first. All is predicted from a model's cost, on no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shoal.decide.autotune import Choice, Conditions, choose_schedule
+from shoal.decide.cost import Link, ModelCost, StageCost, stage_costs
+from shoal.decide.partition import DoesNotFit, Memory, check_num_stages, in_gb
+from shoal.decide.server_assignment import ring_seconds
+from shoal.errors import UsageError
+
+__all__ = ["Choice", "Conditions", "Layout", "averaging_s", "choose_layout", "choose_schedule"]
+
+_QUICK = ("1f1b", "interleaved", "bfs", "gpipe")
+"""Schedules that judge a layout at first: those that cost nothing to make."""
+MAX_PIPELINE = 32
+"""Longer pipelines are tried only where they are asked for: their bubbles and searches grow with them."""
+_MAX_TIGHT = 8
+"""How many layouts that do not fit at first are looked at more closely."""
+_MAX_TIGHT_REMEDY = 3
+"""The same for each remedy of an error: a closer look takes about a second."""
+_RELAXED_DEVICES = (2, 4, 8, 16)
+"""How many times the devices are tried to say what would fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """``pipeline × data`` devices and what a step of theirs is predicted to take."""
+
+    pipeline: int
+    """Ranks of a pipeline."""
+    data: int
+    """Replicas of it."""
+    micro_batch_size: int
+    num_micro_batches: int
+    """Of each replica in a step."""
+    choice: Choice
+    stages: tuple[StageCost, ...]
+    first_units: tuple[str, ...]
+    """Where each stage begins: the name of its first unit."""
+    memory: Memory
+    step_s: float
+    reason: str = ""
+    """Why it stands where it stands in the ranking."""
+
+    @property
+    def num_virtual(self) -> int:
+        return self.choice.num_virtual
+
+    @property
+    def averaging_s(self) -> float:
+        """Time of a step after the pipeline has ended: gradients that idle time did not hide."""
+        return self.step_s - self.choice.timeline.makespan_s
+
+    @property
+    def spare_bytes(self) -> int:
+        """What the fullest rank leaves free; below 0: what it lacks."""
+        return self.memory.limit_bytes - max(self.choice.rank_bytes)
+
+    def __str__(self) -> str:
+        virtual = f", {self.num_virtual} stages a rank" if self.num_virtual > 1 else ""
+        return (
+            f"pipeline {self.pipeline} × data {self.data}{virtual}, {self.num_micro_batches} micro-batches "
+            f"of {self.micro_batch_size}, {self.choice.schedule.name}"
+        )
+
+
+def choose_layout(
+    cost: ModelCost,
+    num_devices: int,
+    memory: Memory,
+    *,
+    global_batch_size: int,
+    micro_batch_size: int = 1,
+    micro_batch_sizes: Sequence[int] | None = None,
+    pipelines: Sequence[int] | None = None,
+    conditions: Conditions | None = None,
+    data_link: Link | None = None,
+    shard: bool = False,
+    num_layouts: int = 5,
+) -> list[Layout]:
+    """Return the layouts that fit, the fastest first, each with the reason for its place.
+
+    All are judged with one simple schedule; the best ``num_layouts`` get the whole portfolio and moved cuts.
+
+    Args:
+        cost: of a micro-batch of ``micro_batch_size`` samples.
+        micro_batch_sizes: to choose from; the cost is taken in proportion. Default: ``micro_batch_size``.
+        pipelines: numbers of ranks to choose from. Default: every divisor of ``num_devices`` up to
+            :data:`MAX_PIPELINE`.
+        conditions: the link of the pipeline and what schedules to choose from; their memory is not used.
+        data_link: between replicas. Default: the pipeline's.
+        shard: whether the state is sharded over the replicas.
+
+    Raises:
+        UsageError: more stages than the model has units, a pipeline that does not divide the devices, a
+            global batch that no layout divides.
+        DoesNotFit: no layout fits; says by how much the nearest does not, and which one would.
+    """
+    search = _Search(
+        cost=cost,
+        memory=memory,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        sizes=tuple(micro_batch_sizes or (micro_batch_size,)),
+        given=conditions or Conditions(),
+        data_link=data_link,
+        shard=shard,
+    )
+    if pipelines is not None:
+        for ranks in pipelines:
+            check_num_stages(cost, ranks)
+            if num_devices % ranks:
+                raise UsageError(f"a pipeline of {ranks} ranks does not divide {num_devices} devices")
+    shapes = list(search.shapes(num_devices, pipelines))
+    if not shapes:
+        raise UsageError(
+            f"a global batch of {global_batch_size} cannot be divided over {num_devices} devices in "
+            f"micro-batches of {' or '.join(map(str, search.sizes))}: "
+            "it must be a multiple of replicas × micro-batch size"
+        )
+    best, missing = search.quick(shapes, num_layouts)
+    if best:
+        layouts = [search.layout(shape) for shape in best]
+    else:
+        layouts = search.tight(missing, _MAX_TIGHT)
+        if not layouts:
+            raise _none_fits(search, num_devices, missing)
+    layouts.sort(key=lambda layout: layout.step_s)
+    return [replace(layout, reason=_reason(layout, layouts[0])) for layout in layouts]
+
+
+def averaging_s(
+    cost: ModelCost, choice: Choice, *, data: int, link: Link | None, gradient_ratio: float = 1.0
+) -> float:
+    """Return the time of a step from its first action until the last rank has its averaged gradients.
+
+    Each rank's gradients go round a ring of ``data`` replicas, 2 (n - 1) / n of their bytes through every
+    link; sharded ones take as much, half of it before the step. Those of a weight that several ranks share go
+    round these ranks first, once the last of them has it.
+    """
+    end = list(choice.timeline.rank_end_s)
+    if link is None:
+        return max(end)
+    bounds = [0, *choice.cuts, len(cost.units)]
+    owned: list[dict[str, int]] = [{} for _ in end]
+    for stage, rank in enumerate(choice.schedule.placement):
+        for unit in cost.units[bounds[stage] : bounds[stage + 1]]:
+            owned[rank].update(unit.parameters)
+    owners: dict[str, list[int]] = {}
+    for rank, parameters in enumerate(owned):
+        for name in parameters:
+            owners.setdefault(name, []).append(rank)
+
+    def ring(num_bytes: float, num_ranks: int) -> float:
+        return ring_seconds(num_bytes, [link.bytes_per_s] * num_ranks, latency_s=link.latency_s)
+
+    for name, ranks in owners.items():
+        if len(ranks) > 1:
+            done = max(end[rank] for rank in ranks) + ring(owned[ranks[0]][name] * gradient_ratio, len(ranks))
+            for rank in ranks:
+                end[rank] = done
+    return max(
+        done + ring(sum(parameters.values()) * gradient_ratio, data)
+        for done, parameters in zip(end, owned, strict=True)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """A layout before it has a schedule."""
+
+    pipeline: int
+    data: int
+    micro_batch_size: int
+    num_micro_batches: int
+
+    def __str__(self) -> str:
+        return f"pipeline {self.pipeline} × data {self.data} with micro-batches of {self.micro_batch_size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """What :func:`choose_layout` was asked."""
+
+    cost: ModelCost
+    memory: Memory
+    global_batch_size: int
+    micro_batch_size: int
+    sizes: tuple[int, ...]
+    given: Conditions
+    data_link: Link | None
+    shard: bool
+
+    def shapes(self, num_devices: int, pipelines: Sequence[int] | None) -> Iterator[_Shape]:
+        """Yield what divides devices, batch and model."""
+        num_units = len(self.cost.units)
+        for ranks in pipelines or range(1, min(num_devices, num_units, MAX_PIPELINE) + 1):
+            data = num_devices // ranks
+            if num_devices % ranks or ranks * min(self.given.virtual) > num_units:
+                continue
+            for size in self.sizes:
+                if self.global_batch_size % (data * size) == 0:
+                    num_micro_batches = self.global_batch_size // (data * size)
+                    yield _Shape(
+                        pipeline=ranks, data=data, micro_batch_size=size, num_micro_batches=num_micro_batches
+                    )
+
+    def least_s(self, shape: _Shape) -> float:
+        """Return the time of a step of equal stages without relays and averaging: the least there can be."""
+        whole = sum(unit.forward_s + unit.backward_s for unit in self.cost.units)
+        batch_s = whole * shape.micro_batch_size / self.micro_batch_size / shape.pipeline
+        return batch_s * (shape.num_micro_batches + (shape.pipeline - 1) / max(self.given.virtual))
+
+    def quick(self, shapes: Sequence[_Shape], num_layouts: int) -> tuple[list[_Shape], dict[_Shape, int]]:
+        """Return the best shapes with a simple schedule, and how many bytes those lack that do not fit."""
+        names = [name for name in _QUICK if name in self.given.names] or list(self.given.names)
+        fitting: list[tuple[float, _Shape]] = []
+        missing: dict[_Shape, int] = {}
+        for shape in sorted(shapes, key=self.least_s):
+            if len(fitting) >= num_layouts and self.least_s(shape) >= fitting[num_layouts - 1][0]:
+                break
+            try:
+                layout = self.layout(shape, names=names, num_refined=0)
+            except DoesNotFit as error:
+                missing[shape] = error.missing_bytes
+            else:
+                fitting = sorted([*fitting, (layout.step_s, shape)], key=lambda found: found[0])
+        return [shape for _, shape in fitting[:num_layouts]], missing
+
+    def tight(self, missing: dict[_Shape, int], most: int) -> list[Layout]:
+        """Return layouts that fit with fewer micro-batches at one time, of the ``most`` that lack least."""
+        layouts = []
+        for shape in sorted(missing, key=lambda shape: missing[shape])[:most]:
+            try:
+                layouts.append(self.layout(shape))
+            except DoesNotFit as error:
+                missing[shape] = min(missing[shape], error.missing_bytes)
+        return layouts
+
+    def layout(self, shape: _Shape, names: Sequence[str] | None = None, num_refined: int = 1) -> Layout:
+        """Return the shape with the schedule whose step, with averaging, is the fastest.
+
+        Raises:
+            DoesNotFit: none fits.
+        """
+        cost = self.cost
+        if shape.micro_batch_size != self.micro_batch_size:
+            cost = cost.scaled(shape.micro_batch_size / self.micro_batch_size)
+        memory = replace(self.memory, shards=shape.data if self.shard else 1)
+        given = replace(self.given, memory=memory, names=names or self.given.names)
+        choices = choose_schedule(
+            cost,
+            num_ranks=shape.pipeline,
+            num_micro_batches=shape.num_micro_batches,
+            conditions=given,
+            num_refined=num_refined,
+        )
+        link = self.data_link or given.link
+        ratio = memory.gradient_ratio
+        steps = [averaging_s(cost, c, data=shape.data, link=link, gradient_ratio=ratio) for c in choices]
+        best = min(range(len(choices)), key=lambda index: steps[index])
+        return Layout(
+            pipeline=shape.pipeline,
+            data=shape.data,
+            micro_batch_size=shape.micro_batch_size,
+            num_micro_batches=shape.num_micro_batches,
+            choice=choices[best],
+            stages=stage_costs(cost, choices[best].cuts),
+            first_units=tuple(cost.units[first].name for first in (0, *choices[best].cuts)),
+            memory=memory,
+            step_s=steps[best],
+        )
+
+
+def _reason(layout: Layout, best: Layout) -> str:
+    timeline = layout.choice.timeline
+    idle = f"{100 * timeline.bubble:.1f} % idle"
+    averaging = f"{100 * layout.averaging_s / layout.step_s:.1f} % of the step averaging gradients"
+    spare = f"{in_gb(layout.spare_bytes)} to spare on the fullest rank"
+    if layout is best:
+        return f"the fastest that fits: {idle}, {averaging}, {spare}"
+    return f"{layout.step_s / best.step_s:.2f} times the time of the fastest: {idle}, {averaging}, {spare}"
+
+
+def _none_fits(search: _Search, num_devices: int, missing: dict[_Shape, int]) -> DoesNotFit:
+    """Return the error that says how much is missing, and what would fit."""
+    nearest, lacking = min(missing.items(), key=lambda item: item[1])
+    return DoesNotFit(
+        f"no layout of {num_devices} devices of {in_gb(search.memory.limit_bytes)} fits: {nearest} comes "
+        f"nearest and lacks {in_gb(lacking)} on its fullest rank; {_remedy(search, num_devices)}",
+        lacking,
+    )
+
+
+def _remedy(search: _Search, num_devices: int) -> str:
+    """Return which of the changes that cost least make a layout fit: micro-batches, shards, devices."""
+    smaller = [size for size in _halves(min(search.sizes)) if search.global_batch_size % size == 0]
+    changes: list[tuple[str, _Search, int]] = [
+        (f"micro-batches of {size}", replace(search, sizes=(size,)), num_devices) for size in smaller
+    ]
+    if not search.shard:
+        changes.append(("sharded state", replace(search, shard=True), num_devices))
+    changes += [(f"{n * num_devices} devices", search, n * num_devices) for n in _RELAXED_DEVICES]
+    changes.append(
+        (
+            f"{_RELAXED_DEVICES[-1] * num_devices} devices, sharded state and micro-batches of 1",
+            replace(search, sizes=(1,), shard=True),
+            _RELAXED_DEVICES[-1] * num_devices,
+        )
+    )
+    for what, changed, devices in changes:
+        shapes = list(changed.shapes(devices, None))
+        fitting, missing = changed.quick(shapes, 1)
+        for found in fitting or changed.tight(missing, _MAX_TIGHT_REMEDY):
+            return f"with {what} it fits as {found}"
+    return "nothing that was tried fits: take a device with more memory"
+
+
+def _halves(size: int) -> list[int]:
+    """Return size / 2, size / 4, ... down to 1."""
+    return [size >> shift for shift in range(1, size.bit_length())]

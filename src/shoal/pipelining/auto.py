@@ -1,0 +1,147 @@
+"""``auto_layout``: how many stages, replicas and micro-batches suit the workers that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shoal.decide.autotune import Conditions
+from shoal.decide.cost import Link
+from shoal.decide.layout_search import Layout, choose_layout
+from shoal.decide.partition import Memory, Optimize
+from shoal.errors import ShoalError, UsageError
+from shoal.pipelining.api import device_of, make_mesh
+from shoal.pipelining.explain import explain_layouts
+from shoal.pipelining.loss import num_rows
+from shoal.pipelining.process_groups import make_groups, measure_link
+from shoal.pipelining.stage_sources import Graph
+
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
+"""Rows of a micro-batch that are tried, where they divide the batch."""
+
+
+@dataclass(frozen=True)
+class AutoLayout:
+    """The layout that was chosen, the same on all workers.
+
+    Attributes:
+        mesh: Replicas × stages, the axes ``dp`` and ``pp``.
+        options: What to pass to :func:`shoal.pipelining.pipeline`.
+        text: Stages, memory, timeline, and why this layout, for people.
+    """
+
+    mesh: DeviceMesh
+    options: dict[str, Any]
+    text: str
+
+    def part(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this replica's rows of a global batch; all stages of a replica get the same."""
+        replica, replicas = self.mesh["dp"].get_local_rank(), self.mesh["dp"].size()
+        size = num_rows(batch) // replicas
+        rows = slice(replica * size, (replica + 1) * size)
+        return {name: tensor[rows] if tensor.ndim else tensor for name, tensor in batch.items()}
+
+
+def auto_layout(
+    model: nn.Module,
+    global_batch: Mapping[str, Tensor],
+    *,
+    memory: Memory,
+    shard: bool = False,
+    optimize: Optimize = "speed",
+    placement_strategy: str = "cluster",
+    device: torch.device | str | None = None,
+) -> AutoLayout:
+    """Choose the layout of all workers that trains fastest within ``memory``. All workers call it alike.
+
+        layout = auto_layout(model, batch, memory=Memory(limit_bytes=40_000_000_000))
+        stage = pipeline(model, layout.part(batch), **layout.options)
+        loss = stage.step(**layout.part(batch))
+
+    Args:
+        model: measured where it lies on the workers' device, else estimated.
+        global_batch: an example of it, name -> tensor [rows, ...], the rows of all replicas.
+        memory: of a device, and what a byte of parameters brings with it.
+        shard: whether to divide the state over the replicas (FSDP2).
+        placement_strategy: see :func:`shoal.pipelining.make_mesh`.
+
+    Raises:
+        UsageError: no layout fits; says how much is missing and which would.
+    """
+    place = device_of(device, None)
+    groups = make_groups(None, None, place)
+    link = measure_link(groups)
+    told: dict[str, Any] = {}
+    if groups.rank == 0:
+        try:
+            layouts = _find(model, global_batch, groups.num_ranks, memory, shard, optimize, link, place)
+            told = _told(layouts, type(model).__name__)
+        except ShoalError as error:
+            told = {"error": str(error), "usage": isinstance(error, UsageError)}
+    told = groups.agree(told)
+    if "error" in told:
+        raise (UsageError if told["usage"] else ShoalError)(told["error"])
+    mesh = make_mesh(
+        place.type, pipeline=told["pipeline"], data=told["data"], placement_strategy=placement_strategy
+    )
+    options = {
+        "mesh": mesh["pp"],
+        "data_parallel": mesh["dp"],
+        "memory": Memory(**{**asdict(memory), "shards": told["data"] if shard else 1}),
+        "shard": shard,
+        "optimize": optimize,
+        "device": place,
+        **told["options"],
+    }
+    return AutoLayout(mesh, options, told["text"])
+
+
+def _find(
+    model: nn.Module,
+    global_batch: Mapping[str, Tensor],
+    num_workers: int,
+    memory: Memory,
+    shard: bool,
+    optimize: Optimize,
+    link: Link | None,
+    place: torch.device,
+) -> list[Layout]:
+    rows = num_rows(global_batch)
+    sizes = [size for size in MICRO_BATCH_SIZES if rows % size == 0]
+    base = sizes[len(sizes) // 2]
+    home = next((parameter.device for parameter in model.parameters()), place)
+    example = {
+        name: (tensor[:base] if tensor.ndim else tensor).detach().to(home)
+        for name, tensor in global_batch.items()
+    }
+    return choose_layout(
+        Graph(model, example).cost(place),
+        num_workers,
+        memory,
+        global_batch_size=rows,
+        micro_batch_size=base,
+        micro_batch_sizes=sizes,
+        conditions=Conditions(link=link, optimize=optimize),
+        shard=shard,
+    )
+
+
+def _told(layouts: list[Layout], title: str) -> dict[str, Any]:
+    best = layouts[0]
+    return {
+        "pipeline": best.pipeline,
+        "data": best.data,
+        "options": {
+            "microbatches": best.num_micro_batches,
+            "schedule": best.choice.schedule.name,
+            "virtual_stages": best.num_virtual,
+            "cuts": list(best.choice.cuts),
+        },
+        "text": explain_layouts(layouts, title=f"{title} on {dist.get_world_size()} workers"),
+    }

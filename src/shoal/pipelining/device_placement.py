@@ -1,0 +1,69 @@
+"""A stage's parameters and buffers: on its device, under the model's names, sharded over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from shoal.pipelining.stage import StageModule
+from shoal.pipelining.stage_runner import StageRunner
+
+
+def put_on(device: torch.device, stages: Iterable[StageModule]) -> None:
+    """Move what the stages hold to ``device``; what several of them share is moved once and stays shared.
+
+    The model that was split keeps its own tensors: so nothing of other stages is moved, and it can be freed.
+    """
+    moved: dict[int, tuple[Tensor, Tensor]] = {}
+    for stage in stages:
+        for module in stage.modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is None or tensor.device == device:
+                        continue
+                    if id(tensor) not in moved:
+                        moved[id(tensor)] = (tensor, _moved(tensor, device))
+                    table[name] = moved[id(tensor)][1]  # type: ignore[assignment]
+        stage.follow_device()
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    new = tensor.detach().to(device)
+    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+
+def held(runners: Iterable[StageRunner]) -> tuple[dict[str, nn.Parameter], dict[str, Tensor], set[str]]:
+    """Return all stages' parameters and buffers by canonical name, and the buffers that are not saved."""
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, Tensor] = {}
+    saved: set[str] = set()
+    for runner in runners:
+        stage = runner.stage
+        for own, parameter in stage.named_parameters(remove_duplicate=False):
+            parameters.setdefault(stage.parameter_names.get(own, own), parameter)
+        for own, buffer in stage.named_buffers(remove_duplicate=False):
+            if own in stage.buffer_names:  # others are constants of the graph
+                buffers.setdefault(stage.buffer_names[own], buffer)
+        saved |= {stage.buffer_names[own] for own in stage.state_dict() if own in stage.buffer_names}
+    return parameters, buffers, set(buffers) - saved
+
+
+def shard_state(runners: Iterable[StageRunner], mesh: DeviceMesh, whole: Collection[str]) -> None:
+    """Wrap each stage by FSDP2, with gradients summed over the replicas.
+
+    Args:
+        whole: names of parameters that are not divided.
+    """
+    for runner in runners:
+        names = runner.stage.parameter_names
+        own = dict(runner.stage.named_parameters(remove_duplicate=False))
+        ignored = {parameter for name, parameter in own.items() if names.get(name, name) in whole}
+        if ignored == set(own.values()):
+            continue
+        fully_shard(runner, mesh=mesh, ignored_params=ignored)
+        runner.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # fully_shard has changed its class
+        runner.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]

@@ -1,0 +1,242 @@
+"""An unmodified model as one graph of aten operations, ready to be split.
+
+``torch.export`` traces the model without running it, also on the meta device, so that a model is split before
+a byte of it is allocated. The graph keeps what eager execution does, in-place operations included: nothing
+is decomposed, so a stage computes bit for bit what the model computes.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from shoal.errors import UsageError
+from shoal.pipelining.random_streams import number_draws
+
+_TORCH_AND_OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", "<")
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_REASON_LENGTH = 200
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Exported:
+    """A model's graph for one mode and one shape of inputs, and what its placeholders stand for.
+
+    Parameters and buffers have canonical names: the first of ``model.named_parameters()`` for a tied one.
+    """
+
+    model: nn.Module
+    inputs: dict[str, Tensor]
+    """The example: one micro-batch, by the names of the model's ``forward``."""
+    training: bool
+    module: fx.GraphModule
+    """Holds the graph, and nested graphs (regions without gradients, say) as children."""
+    input_nodes: dict[fx.Node, str]
+    parameter_nodes: dict[fx.Node, str]
+    buffer_nodes: dict[fx.Node, str]
+    constant_nodes: dict[fx.Node, Tensor]
+    outputs: tuple[Any, ...]
+    """The flattened outputs: nodes, and plain values that do not depend on the inputs."""
+    output_spec: Any
+    aliases: dict[str, str]
+    """Every other name of a tied parameter or buffer -> its canonical name."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the model was on when it was exported."""
+        tensors = [*self.model.parameters(), *self.inputs.values()]
+        return tensors[0].device if tensors else torch.device("cpu")
+
+    def unflatten(self, outputs: tuple[Any, ...] | list[Any]) -> Any:
+        """Return the model's own output type from its flattened outputs."""
+        return pytree.tree_unflatten(list(outputs), self.output_spec)
+
+
+def export_model(model: nn.Module, inputs: Mapping[str, Tensor], training: bool) -> Exported:
+    """Trace a model in training or evaluation mode; its modes, parameters and buffers stay as they are.
+
+    Args:
+        inputs: an example micro-batch; the shapes are fixed by it. On the meta device if the model is.
+        training: a model that is in training mode is traced as it is, frozen (``eval``) modules included.
+
+    Raises:
+        UsageError: an input is no tensor, or the model cannot be exported: with the line of the model that
+            prevents it and the reason.
+    """
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor):
+            raise UsageError(
+                f"input {name!r} is a {type(value).__name__}, and a pipeline takes tensors only: "
+                "set what does not change in the model itself"
+            )
+    try:
+        with _mode(model, training), _without_caches(model):
+            program = torch.export.export(model, (), dict(inputs), strict=False)
+    except Exception as error:
+        raise UsageError(_refusal(model, error)) from error
+    return _read(program, model, dict(inputs), training)
+
+
+def alias_names(model: nn.Module) -> dict[str, str]:
+    """Return every other name of the model's shared parameters and buffers -> the first, canonical one."""
+    aliases: dict[str, str] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        first: dict[int, str] = {}
+        for name, tensor in named(remove_duplicate=False):
+            canonical = first.setdefault(id(tensor), name)
+            if canonical != name:
+                aliases[name] = canonical
+    return aliases
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    if model.training != training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+@contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Let transformers' decoders return no keys and values for generation, which training never uses."""
+    configs = {id(config): config for m in model.modules() if (config := getattr(m, "config", None))}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
+
+
+def _read(program: Any, model: nn.Module, inputs: dict[str, Tensor], training: bool) -> Exported:
+    """Take from the exported program what a split needs; its graph is ours from here on."""
+    signature, module = program.graph_signature, program.graph_module
+    if signature.inputs_to_lifted_custom_objs:
+        raise UsageError(f"{_name_of(model)} uses TorchScript objects, which a pipeline cannot split")
+    aliases = alias_names(model)
+    placeholders = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
+    _, kwargs = pytree.tree_unflatten(list(signature.user_inputs), program.call_spec.in_spec)
+    exported = Exported(
+        model=model,
+        inputs=inputs,
+        training=training,
+        module=module,
+        input_nodes={placeholders[node]: name for name, node in kwargs.items()},
+        parameter_nodes=_merged(placeholders, signature.inputs_to_parameters, aliases),
+        buffer_nodes=_merged(placeholders, signature.inputs_to_buffers, aliases),
+        constant_nodes={
+            placeholders[node]: _constant(program.constants[name], name)
+            for node, name in signature.inputs_to_lifted_tensor_constants.items()
+        },
+        outputs=tuple(module.graph.output_node().args[0]),
+        output_spec=program.call_spec.out_spec,
+        aliases=aliases,
+    )
+    _clean(module.graph)
+    number_draws(module)
+    return exported
+
+
+def _merged(
+    placeholders: Mapping[str, fx.Node], names: Mapping[str, str], aliases: Mapping[str, str]
+) -> dict[fx.Node, str]:
+    """Return node -> canonical name, one node a tensor: all uses of a tied one go to its first node."""
+    nodes: dict[str, fx.Node] = {}
+    for placeholder, name in names.items():
+        node = placeholders[placeholder]
+        first = nodes.setdefault(aliases.get(name, name), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+    return {node: name for name, node in nodes.items()}
+
+
+def _constant(value: Tensor, name: str) -> Tensor:
+    if value.is_meta or isinstance(value, torch._subclasses.FakeTensor):
+        raise UsageError(
+            f"the model makes the constant {name} while it runs on the meta device, where values are lost: "
+            "register it as a buffer, or export the model on the cpu"
+        )
+    return value
+
+
+def _clean(graph: fx.Graph) -> None:
+    """Drop checks of what is fixed by now, and what nothing uses and that changes nothing."""
+    for node in reversed(graph.nodes):
+        if node.op not in ("call_function", "get_attr") or node.users:
+            continue
+        if node.op == "get_attr" or _is_check(node) or not _changes_something(node):
+            graph.erase_node(node)
+
+
+def _is_check(node: fx.Node) -> bool:
+    name = str(node.target)
+    return name.startswith(("aten._assert", "aten.sym_constrain_range"))
+
+
+def _changes_something(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return node.target is not operator.getitem  # a nested graph may
+    arguments = schema.arguments
+    declared = any(argument.alias_info is not None and argument.alias_info.is_write for argument in arguments)
+    return declared or any(argument.name == "running_mean" for argument in arguments)
+
+
+def _refusal(model: nn.Module, error: Exception) -> str:
+    """Say in one line where and why a model cannot be exported, and what to do."""
+    frame = _model_frame(model, error)
+    where = f" at {frame.filename}:{frame.lineno} ({frame.line})" if frame else ""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = (lines[0] if lines else type(error).__name__)[:_REASON_LENGTH]
+    children = [name for name, _ in model.named_children()]
+    half = max(1, len(children) // 2)
+    return (
+        f"{_name_of(model)} cannot be exported{where}: {reason}. Give the modules of each stage by name "
+        f"instead, e.g. modules={[children[:half], children[half:]]}"
+    )
+
+
+def _model_frame(model: nn.Module, error: BaseException) -> traceback.FrameSummary | None:
+    """Return the innermost line in a file that defines one of the model's modules, else outside torch."""
+    files = {
+        getattr(sys.modules.get(type(module).__module__), "__file__", None) for module in model.modules()
+    }
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    for each in reversed(chain):
+        frames = [f for f in traceback.extract_tb(each.__traceback__) if _is_users(f.filename)]
+        if frames:
+            return ([f for f in frames if f.filename in files] or frames)[-1]
+    return None
+
+
+def _is_users(path: str) -> bool:
+    if path.startswith(_TORCH_AND_OURS):
+        return False
+    return not path.startswith(_STDLIB) or "-packages" in path
+
+
+def _name_of(model: nn.Module) -> str:
+    return type(model).__name__

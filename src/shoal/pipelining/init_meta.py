@@ -1,0 +1,92 @@
+"""Gives memory to the stages of a model that was split on the meta device.
+
+Every process builds the whole model on the meta device, splits it, and allocates its own stages only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from shoal.decide.rng import random_keys
+from shoal.errors import UsageError
+from shoal.pipelining.stage import StageModule
+
+Initialise = Callable[[nn.Module], object]
+
+
+def materialise(
+    stages: Sequence[StageModule],
+    model: nn.Module,
+    device: torch.device,
+    *,
+    initialise: Initialise | None = None,
+    seed: int = 0,
+) -> None:
+    """Allocate the weights of these stages on a device and initialise them; those of others stay on meta.
+
+    A weight that several of the stages use becomes one object again, and the model's own modules hold the new
+    weights too. Each module of the model is initialised from a stream of (seed, its place in the model), so
+    that the values do not depend on the layout, as long as no cut divides a module that draws for several
+    parameters at once.
+
+    Args:
+        model: the one that was exported.
+        initialise: what to do with each module, those without real weights included; default: transformers'
+            ``_init_weights`` of the nearest model around it, else its ``reset_parameters``. For weights that
+            are then loaded from a checkpoint, ``lambda module: None``.
+
+    Raises:
+        UsageError: without ``initialise``, a module with weights that knows neither.
+    """
+    real: dict[int, Tensor] = {}
+    for stage in stages:
+        _allocate(stage.weights, device, real)
+    _allocate(model, device, real, known_only=True)
+    for stage in stages:
+        stage.follow_device()
+    modules = list(model.named_modules())
+    devices = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
+        for number, (name, module) in reversed(list(enumerate(modules))):  # children before parents
+            torch.manual_seed(int(random_keys(seed, number)[0]))
+            (initialise or _default(model, name, module, real))(module)
+
+
+def _allocate(
+    container: nn.Module, device: torch.device, real: dict[int, Tensor], *, known_only: bool = False
+) -> None:
+    """Exchange the container's tensors on meta; ``real`` maps the old ones to the new ones, and grows."""
+    for module in container.modules():
+        kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in kinds:
+            for name, old in tensors.items():
+                if old is None or not old.is_meta or (known_only and id(old) not in real):
+                    continue
+                if id(old) not in real:
+                    empty = torch.empty_like(old, device=device)
+                    is_parameter = isinstance(old, nn.Parameter)
+                    real[id(old)] = nn.Parameter(empty, old.requires_grad) if is_parameter else empty
+                tensors[name] = real[id(old)]
+
+
+def _default(model: nn.Module, name: str, module: nn.Module, real: dict[int, Tensor]) -> Initialise:
+    parts = name.split(".") if name else []
+    for length in range(len(parts), -1, -1):
+        around = model.get_submodule(".".join(parts[:length]))
+        if callable(getattr(around, "_init_weights", None)):
+            return cast(Initialise, around._init_weights)
+    if callable(reset := getattr(module, "reset_parameters", None)):
+        return lambda each: reset()
+    mine = {id(tensor) for tensor in real.values()}
+    own = [n for n, t in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+    lost = [n for n in own if id(getattr(module, n)) in mine]
+    if lost:
+        raise UsageError(
+            f"nothing says how to initialise {lost[0]!r} of module {name!r} ({type(module).__name__}): "
+            "give it a method reset_parameters, or pass initialise"
+        )
+    return lambda each: None

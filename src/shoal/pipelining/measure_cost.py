@@ -1,0 +1,173 @@
+"""What each unit of a model costs on this device: its passes are run and timed.
+
+Times are minima over repetitions: what a unit takes when nothing disturbs it. Entering a unit alone costs
+some microseconds that it does not cost inside a stage, so the whole model is timed in turns with the units,
+and their times are scaled to its sum.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.decide.cost import ModelCost, Unit
+from shoal.errors import UsageError
+from shoal.pipelining.assemble import container_of
+from shoal.pipelining.export_graph import Exported
+from shoal.pipelining.random_streams import streams
+from shoal.pipelining.split import split
+from shoal.pipelining.stage import StageModule
+from shoal.pipelining.unit_runner import Piece, pieces_of, run_pieces
+from shoal.pipelining.units import Units, units_of
+
+
+def measure_cost(
+    exported: Exported,
+    *,
+    units: Units | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
+    repetitions: int = 5,
+) -> ModelCost:
+    """Return the measured cost of every unit, for one micro-batch, on the device that the model is on.
+
+    The model is as before afterwards: gradients, buffers and generators too. It needs the memory of a
+    training step of the whole model; one that does not fit is estimated (``roofline.estimate_cost``).
+
+    Args:
+        inputs: one micro-batch; default: the one it was exported with.
+        repetitions: of each pass, after one that is not counted.
+
+    Raises:
+        UsageError: the model is on the meta device, or was not exported for training.
+    """
+    if exported.device.type == "meta" or not exported.training:
+        raise UsageError(
+            "measuring needs a model on a real device, exported for training: estimate_cost takes one on meta"
+        )
+    units = units or units_of(exported)
+    inputs = dict(inputs or exported.inputs)
+    weights, constants = all_weights(exported.model), nn.Module()
+    pieces = pieces_of(units, weights, constants)
+    (whole,) = split(exported, [], units=units)
+    device = exported.device
+    timings, whole_timings = Timings(len(pieces), device), Timings(1, device)
+    with undisturbed(exported.model), streams(0, 0, 0):
+        saved = saved_bytes(pieces, inputs, units)
+        for repetition in range(repetitions + 1):
+            timings.counts = whole_timings.counts = repetition > 0
+            run_pieces(pieces, inputs, units.flow.gradient, timings.watch)
+            _run_whole(whole, inputs, whole_timings)
+    forward, backward = (_scaled(timings.best(f), whole_timings.best(f)[0]) for f in (True, False))
+    return cost_of(units, forward, backward, saved, "measured")
+
+
+class Timings:
+    """The shortest time of each unit's passes, in seconds."""
+
+    def __init__(self, num_units: int, device: torch.device) -> None:
+        self.counts = True
+        self._device = device
+        self._best = {forward: [float("inf")] * num_units for forward in (True, False)}
+
+    @contextmanager
+    def watch(self, index: int, forward: bool) -> Iterator[None]:
+        """Time what runs inside."""
+        self._wait()
+        started = time.perf_counter()
+        yield
+        self._wait()
+        if self.counts:
+            best = self._best[forward]
+            best[index] = min(best[index], time.perf_counter() - started)
+
+    def best(self, forward: bool) -> list[float]:
+        return self._best[forward]
+
+    def _wait(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+
+def saved_bytes(pieces: list[Piece], inputs: Mapping[str, Tensor], units: Units) -> list[int]:
+    """Return what each unit keeps for its backward pass; each storage counts once, for the first that does.
+
+    Parameters, buffers and root inputs do not count: they are there anyway.
+    """
+    model = units.flow.exported.model
+    weights = [t for piece in pieces for t in (*piece.module.parameters(), *piece.module.buffers())]
+    seen = {t.untyped_storage()._cdata for t in (*weights, *model.parameters(), *inputs.values())}
+    kept: list[Tensor] = []  # a storage that is freed would give its address to another
+    sums = [0] * len(pieces)
+
+    @contextmanager
+    def watch(index: int, forward: bool) -> Iterator[None]:
+        def keep(value: Tensor) -> Tensor:
+            storage = value.untyped_storage()
+            if forward and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                sums[index] += storage.nbytes()
+                kept.append(value.detach())
+            return value.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            yield
+
+    run_pieces(pieces, inputs, units.flow.gradient, watch)
+    return sums
+
+
+def cost_of(
+    units: Units, forward: list[float], backward: list[float], saved: list[int], source: Any
+) -> ModelCost:
+    """Return the figures of all units as one cost."""
+    figures = zip(units.names, forward, backward, units.parameters, saved, strict=True)
+    return ModelCost(
+        units=tuple(
+            Unit(name=name, forward_s=f, backward_s=b, parameters=parameters, saved_bytes=num_bytes)
+            for name, f, b, parameters, num_bytes in figures
+        ),
+        relay_bytes=units.relay_bytes,
+        source=source,
+    )
+
+
+def all_weights(model: nn.Module) -> nn.Module:
+    """Return all parameters and buffers of a model, by their canonical names."""
+    names = [name for name, _ in model.named_parameters()]
+    return container_of(model, names, [name for name, _ in model.named_buffers()])
+
+
+def _run_whole(stage: StageModule, inputs: Mapping[str, Tensor], timings: Timings) -> None:
+    with timings.watch(0, True):
+        outputs = stage(**inputs)
+    kept = [value for value in outputs if isinstance(value, Tensor) and value.requires_grad]
+    gradients = [torch.ones_like(value) for value in kept]
+    with timings.watch(0, False):
+        torch.autograd.backward(kept, gradients)
+
+
+def _scaled(times: list[float], whole: float) -> list[float]:
+    factor = whole / sum(times)
+    return [each * factor for each in times]
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Give the model back with the gradients and buffers that it came with."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

@@ -1,0 +1,162 @@
+"""The process groups of a pipeline, and what its ranks tell each other before the first step.
+
+Facts travel as JSON in a tensor: torch's own object collectives pickle what they send, and a peer's bytes are
+never unpickled here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shoal.decide.cost import Link
+from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
+
+T = TypeVar("T")
+
+_PROBE_BYTES = 4 << 20
+_NUM_PINGS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """This worker's pipeline, and the replicas that hold the same stages."""
+
+    mesh: DeviceMesh
+    data_mesh: DeviceMesh | None
+    device: torch.device
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group()
+
+    @property
+    def rank(self) -> int:
+        """The rank in the pipeline."""
+        return self.mesh.get_local_rank()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.mesh.size()
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The replicas' group; ``None`` where there is one replica."""
+        return None if self.data_mesh is None or self.data_mesh.size() == 1 else self.data_mesh.get_group()
+
+    @property
+    def replica(self) -> int:
+        return 0 if self.data_mesh is None else self.data_mesh.get_local_rank()
+
+    @property
+    def num_replicas(self) -> int:
+        return 1 if self.data_mesh is None else self.data_mesh.size()
+
+    def agree(self, value: Any) -> Any:
+        """Return the ``value`` (of what JSON can hold) of the first rank of the first replica."""
+        if self.data_group is not None and self.rank == 0:
+            value = broadcast_json(value, self.data_group, self.device)
+        return broadcast_json(value, self.group, self.device) if self.num_ranks > 1 else value
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on every rank; where one refuses, the others refuse with its words.
+
+        Raises:
+            ShoalError: of the first rank that raised one, as the class it was, on all ranks of the pipeline.
+        """
+        failure: ShoalError | None = None
+        try:
+            result = action()
+        except ShoalError as error:
+            failure = error
+        failed = torch.tensor([failure is not None], dtype=torch.int32, device=self.device)
+        ranks = [torch.empty_like(failed) for _ in range(self.num_ranks)]
+        dist.all_gather(ranks, failed, group=self.group)
+        for rank, flag in enumerate(ranks):
+            if int(flag):
+                told = {"error": str(failure), "usage": isinstance(failure, UsageError)}
+                told = broadcast_json(told, self.group, self.device, root=rank)
+                raise (UsageError if told["usage"] else ShoalError)(told["error"]) from failure
+        return result
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add ``tensor`` up over all ranks of all replicas, in place."""
+        if self.num_ranks > 1:
+            dist.all_reduce(tensor, group=self.group)
+        if self.data_group is not None:
+            dist.all_reduce(tensor, group=self.data_group)
+        return tensor
+
+
+def make_groups(mesh: DeviceMesh | None, data_mesh: DeviceMesh | None, device: torch.device) -> Groups:
+    """Check the meshes that a user gave. Without one, all workers are one pipeline.
+
+    As ``init_device_mesh`` does, this makes the default process group where a single process has none.
+
+    Raises:
+        UsageError: a mesh of more than one dimension.
+    """
+    if not dist.is_initialized() and mesh is None:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    if mesh is None:
+        others = 1 if data_mesh is None else data_mesh.size()
+        if others > 1:
+            raise UsageError(
+                f"data_parallel has {others} replicas but mesh is not given: make both of one mesh, "
+                "shoal.pipelining.make_mesh(device, pipeline=..., data=...), and pass mesh['pp'] and "
+                "mesh['dp']"
+            )
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("pp",))
+    for name, given in (("mesh", mesh), ("data_parallel", data_mesh)):
+        if given is not None and given.ndim != 1:
+            raise UsageError(
+                f"{name} has {given.ndim} dimensions {given.mesh_dim_names}; "
+                "it must have one: pass mesh['pp'] or mesh['dp']"
+            )
+    return Groups(mesh=mesh, data_mesh=data_mesh, device=device)
+
+
+def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device, root: int = 0) -> Any:
+    """Return the ``value`` of rank ``root`` on every rank of ``group``."""
+    data = json.dumps(value).encode() if dist.get_rank(group) == root else b""
+    root = dist.get_global_rank(group, root)
+    size = torch.tensor([len(data)], device=device)
+    dist.broadcast(size, src=root, group=group)
+    buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if data:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(buffer, src=root, group=group)
+    return parse_json(buffer.cpu().numpy().tobytes(), f"what rank {root} sent")
+
+
+def measure_link(groups: Groups) -> Link | None:
+    """Return what the first two ranks of the pipeline measure between them; ``None`` elsewhere."""
+    if groups.num_ranks == 1 or groups.rank > 1:
+        return None
+    small, large = (torch.zeros(size, dtype=torch.uint8, device=groups.device) for size in (8, _PROBE_BYTES))
+    _ping(small, groups)  # makes the connection
+    latency_s = min(_ping(small, groups) for _ in range(_NUM_PINGS)) / 2
+    there_s = min(_ping(large, groups) for _ in range(_NUM_PINGS)) / 2
+    return Link(bytes_per_s=_PROBE_BYTES / max(there_s - latency_s, 1e-9), latency_s=latency_s)
+
+
+def _ping(tensor: torch.Tensor, groups: Groups) -> float:
+    """Send a tensor there and back; return the seconds."""
+    begin = time.perf_counter()
+    ways = (dist.isend, dist.irecv)
+    for way in ways if groups.rank == 0 else reversed(ways):
+        operation = dist.P2POp(way, tensor, group=groups.group, group_peer=1 - groups.rank)
+        for work in dist.batch_isend_irecv([operation]):
+            work.wait()
+    if groups.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin

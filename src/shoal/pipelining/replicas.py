@@ -1,0 +1,60 @@
+"""Gradients added up over the replicas of a pipeline, while other stages still compute.
+
+The losses are weighted by the target tokens of the global batch, so gradients are summed, not averaged. A
+stage's parameters are summed when its last backward pass of the step is done; FSDP2 does it itself for those
+it shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.decide.server_assignment import DDP_BUCKET_BYTES
+
+
+class ReplicaSum:
+    """Sums gradients over the replicas, in buckets that are under way while backward goes on elsewhere."""
+
+    def __init__(self, group: dist.ProcessGroup | None, bucket_bytes: int = DDP_BUCKET_BYTES) -> None:
+        self._group = group
+        self._bucket_bytes = bucket_bytes
+        self._under_way: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+
+    def start(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Begin to sum the gradients of ``parameters``, the same ones in the same order on every replica."""
+        if self._group is None:
+            return
+        bucket: list[Tensor] = []
+        num_bytes = 0
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if bucket and (
+                num_bytes + gradient.nbytes > self._bucket_bytes or bucket[0].dtype != gradient.dtype
+            ):
+                self._send(bucket)
+                bucket, num_bytes = [], 0
+            bucket.append(gradient)
+            num_bytes += gradient.nbytes
+        if bucket:
+            self._send(bucket)
+
+    def _send(self, gradients: list[Tensor]) -> None:
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        assert work is not None
+        self._under_way.append((work, flat, gradients))
+
+    def finish(self) -> None:
+        """Wait for all sums and put them where the gradients were."""
+        for work, flat, gradients in self._under_way:
+            work.wait()
+            parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+        self._under_way.clear()

@@ -1,0 +1,326 @@
+"""The pipeline that a worker takes part in: its stages, and what a step of them does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.decide.pipeline_simulator import Timeline
+from shoal.pipelining.adapter import RunningStage, ScheduleRuntime, StagePlace
+from shoal.pipelining.device_placement import held
+from shoal.pipelining.explain import explain
+from shoal.pipelining.failure_detector import Watch
+from shoal.pipelining.loss import Batch, Count, check_inputs, micro_batches, weighted
+from shoal.pipelining.pipeline_plan import Plan
+from shoal.pipelining.process_groups import Groups
+from shoal.pipelining.random_streams import streams
+from shoal.pipelining.replicas import ReplicaSum
+from shoal.pipelining.stage_runner import StageRunner
+from shoal.pipelining.state_dict import Part
+from shoal.pipelining.step_row import step_row
+from shoal.pipelining.tied_weights import Ties
+from shoal.pipelining.trace import Tracer, clock_offset, gather, timeline_of
+from shoal.pipelining.verify import Reference, compare
+from shoal.record import PipelineStep
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What :meth:`Pipeline.evaluate` returns."""
+
+    loss: Tensor
+    """Of the whole global batch, on every rank."""
+    outputs: list[Any] | None
+    """On the last stage's rank: what the model returned for each micro-batch. ``None`` elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a pipeline computes, besides its plan."""
+
+    example: dict[str, Tensor]
+    """A replica's batch, on the meta device."""
+    count: Count
+    seed: int
+    title: str
+    """What it is, for people: the model's name."""
+
+
+Streams = Callable[[int], AbstractContextManager[None]]
+Unsplit = Callable[[Sequence[Batch], Sequence[Tensor], Streams], Reference]
+"""Runs micro-batches with their weights on the unsplit model, in the streams of each."""
+
+
+class Pipeline:
+    """This worker's part of a model that is split over several workers.
+
+    Attributes:
+        module: This worker's parameters and buffers under the names of the unsplit model. Optimizers,
+            clipping and checkpoints use it like any model.
+        plan: The layout, the same on all workers.
+        timeline: The predicted timeline of a step.
+        traced: The measured timeline of the last step inside :meth:`tracing`.
+        step_number: How many steps were made. A run that goes on from a checkpoint sets it: random streams
+            (dropout) depend on it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        runners: Mapping[int, StageRunner],
+        owners: Mapping[str, tuple[int, ...]],
+        groups: Groups,
+        settings: Settings,
+        *,
+        aliases: Mapping[str, str],
+        reference: Unsplit | None = None,
+    ) -> None:
+        """
+        Args:
+            runners: this rank's stages by index, on their device.
+            owners: the pipeline ranks that hold each parameter.
+            aliases: other names of tied weights -> canonical names.
+            reference: computes a batch on the unsplit model; the first step is compared with it.
+        """
+        self.plan = plan
+        self.timeline = plan.timeline()
+        self.traced: Timeline | None = None
+        self.step_number = 0
+        self._runners = dict(runners)
+        self._groups = groups
+        self._settings = settings
+        self._reference = reference
+        self._draws: Streams = _no_streams
+        parameters, buffers, not_saved = held(runners.values())
+        self.module = Part(parameters, buffers, aliases=aliases, not_saved=not_saved)
+        self._parameters = parameters
+        self._ties = Ties(owners, parameters, groups.group)
+        self._replicas = ReplicaSum(groups.data_group)
+        self._replicated = self._find_replicated()
+        self._left: dict[int, set[nn.Parameter]] = {}
+        self._tracer = Tracer(groups.device, self._inside)
+        self._offset_s = clock_offset(groups.group, groups.device)
+        self._runtimes: dict[bool, ScheduleRuntime] = {}
+        self._watch = Watch(_peers(plan, groups), groups.group, groups.data_group)
+
+    # ---- a step -----------------------------------------------------------------------------------------
+
+    def step(self, **batch: Tensor) -> Tensor:
+        """Run forward and backward of a batch: ``module`` then has the gradients of the global batch.
+
+        Gradients of an earlier step are dropped. There is no optimizer step in it.
+
+        Args:
+            batch: this replica's rows, by the names and with the shapes of the example; the same on every
+                rank of the pipeline.
+
+        Returns:
+            The mean loss over the targets of the global batch, on every rank [].
+
+        Raises:
+            UsageError: names, shapes or dtypes of the batch are others than the example's.
+            ShoalError: another worker was lost, which the message names; or the first step is not that of the
+                unsplit model (``verify``).
+        """
+        parts = self._parts(batch)
+        self.module.zero_grad(set_to_none=True)
+        with self._watch.step():
+            weights = self._weights(parts)
+            self._draws = self._streams()
+            reference = self._reference(parts, weights, self._draws) if self._reference else None
+            self._set_mode(True)
+            self._left = {stage: set(parameters) for stage, parameters in self._replicated.items()}
+            self._tracer.start()
+            losses = self._runtime(True).run(parts, weights)
+            self._replicas.start(self._unreduced())
+            self._replicas.finish()
+            self._ties.reduce()
+            loss = self._total(losses)
+            if self._tracer.on:
+                self._keep_trace()
+        if reference is not None:
+            compare(reference, loss, self._parameters, self._groups)
+            self._reference = None
+        self.step_number += 1
+        return loss
+
+    def evaluate(self, **batch: Tensor) -> Evaluation:
+        """Run the evaluation graph forward over a batch of the example's shapes, without gradients.
+
+        Buffers (BatchNorm's statistics) are those of the first replica, on all.
+
+        Raises:
+            UsageError, ShoalError: as :meth:`step`.
+        """
+        parts = self._parts(batch)
+        last = self._runners.get(self.plan.schedule.num_stages - 1)
+        with self._watch.step(), torch.no_grad():
+            self._share_buffers()
+            weights = self._weights(parts)
+            self._set_mode(False)
+            self._draws = _no_streams
+            if last is not None:
+                last.losses.clear()
+                last.outputs.clear()
+            self._runtime(False).run(parts, None)
+            self._set_mode(True)
+            losses = (
+                []
+                if last is None
+                else [weighted((loss,), weight) for loss, weight in zip(last.losses, weights, strict=True)]
+            )
+            return Evaluation(self._total(losses), None if last is None else list(last.outputs))
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Measure the steps inside: ``traced`` is then the last one's timeline. All ranks trace or none."""
+        self._tracer.on = True
+        try:
+            yield
+        finally:
+            self._tracer.on = False
+
+    def owned(self, name: str) -> bool:
+        """Whether this rank counts a parameter in norms: of a tied one on several ranks, the first does."""
+        return self._ties.owned(name)
+
+    def _streams(self) -> Streams:
+        """Return what micro-batch m of this replica's next step draws its random numbers in."""
+        first = self._groups.replica * self.plan.schedule.num_micro_batches
+        step, seed = self.step_number, self._settings.seed
+        return lambda micro_batch: streams(seed, step, first + micro_batch)
+
+    def explain(self) -> str:
+        """Return a text for people: stages, their cost and memory, the timeline, and why this layout."""
+        return explain(
+            self.plan,
+            self.timeline,
+            self.traced,
+            title=self._settings.title,
+            num_replicas=self._groups.num_replicas,
+        )
+
+    def recorded(self, step: int) -> PipelineStep:
+        """Return the predicted and the last traced step as a row of a run's record.
+
+        Args:
+            step: the run's number of the traced step.
+        """
+        return step_row(self.plan.schedule, self.timeline, self.traced, step=step)
+
+    def close(self) -> None:
+        """End the threads that watch over the other workers."""
+        self._watch.close()
+
+    # ---- parts of a step --------------------------------------------------------------------------------
+
+    def _parts(self, batch: Batch) -> list[dict[str, Tensor]]:
+        check_inputs(batch, self._settings.example)
+        on_device = {name: tensor.to(self._groups.device) for name, tensor in batch.items()}
+        return micro_batches(on_device, self.plan.schedule.num_micro_batches)
+
+    def _weights(self, parts: Sequence[Batch]) -> list[Tensor]:
+        """Return each micro-batch's share of the targets of the global batch."""
+        counts = torch.stack([torch.as_tensor(self._settings.count(part)).double() for part in parts])
+        counts = counts.to(self._groups.device)
+        total = counts.sum()
+        if self._groups.data_group is not None:
+            dist.all_reduce(total, group=self._groups.data_group)
+        return list(counts / total.clamp(min=1))
+
+    def _total(self, losses: Sequence[Tensor]) -> Tensor:
+        """Return the sum of all micro-batches' losses, of all replicas, on every rank."""
+        total = torch.zeros((), dtype=torch.float64, device=self._groups.device)
+        for loss in losses:
+            total += loss.detach()
+        return self._groups.sum(total).float()
+
+    def _set_mode(self, training: bool) -> None:
+        for runner in self._runners.values():
+            runner.train(training)
+
+    def _runtime(self, training: bool) -> ScheduleRuntime:
+        """Return the runtime of a mode, made when it is first needed: the stages must be in that mode."""
+        if training not in self._runtimes:
+            schedule, groups = self.plan.schedule, self._groups
+            stages = [
+                RunningStage(
+                    runner,
+                    StagePlace(
+                        index=index, num_stages=schedule.num_stages, device=groups.device, group=groups.group
+                    ),
+                    received=runner.received(),
+                    sent=runner.sent(),
+                    around=self._tracer.around,
+                    when_reduced=self._reduced,
+                )
+                for index, runner in sorted(self._runners.items())
+            ]
+            self._runtimes[training] = ScheduleRuntime(stages, schedule, weighted if training else None)
+        return self._runtimes[training]
+
+    def _inside(self, kind: str, stage: int, micro_batch: int) -> AbstractContextManager[None]:
+        return self._draws(micro_batch) if kind == "F" else nullcontext()
+
+    # ---- gradients over replicas ------------------------------------------------------------------------
+
+    def _find_replicated(self) -> dict[int, set[nn.Parameter]]:
+        """Return the parameters of each stage whose gradients no FSDP sums up."""
+        if self._groups.data_group is None:
+            return {}
+        return {
+            index: {parameter for parameter in runner.parameters() if not isinstance(parameter, DTensor)}
+            for index, runner in self._runners.items()
+        }
+
+    def _reduced(self, stage: int) -> None:
+        """Begin to sum the gradients of a stage that is done; not those that another here still adds to."""
+        mine = self._left.pop(stage, set())
+        ready = mine.difference(*self._left.values())
+        self._replicas.start([p for p in self._parameters.values() if p in ready])
+
+    def _unreduced(self) -> list[nn.Parameter]:
+        """Return what was not summed when its stage was done: FSDP's runtime does not say when that is."""
+        left = set[nn.Parameter]().union(*self._left.values())
+        self._left = {}
+        return [p for p in self._parameters.values() if p in left]
+
+    def _share_buffers(self) -> None:
+        if (group := self._groups.data_group) is not None:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, src=dist.get_global_rank(group, 0), group=group)
+
+    # ---- traces -----------------------------------------------------------------------------------------
+
+    def _keep_trace(self) -> None:
+        groups, schedule = self._groups, self.plan.schedule
+        boxes = gather(self._tracer.boxes(), schedule, self._offset_s, groups.group, groups.device)
+        self.traced = timeline_of(boxes, self.timeline, schedule.num_ranks)
+
+
+def _no_streams(micro_batch: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _peers(plan: Plan, groups: Groups) -> dict[int, str]:
+    """Return what every worker of all replicas does, by global rank."""
+    column = torch.tensor(
+        dist.get_process_group_ranks(groups.data_group) if groups.data_group else [dist.get_rank()],
+        device=groups.device,
+    )
+    columns = [torch.empty_like(column) for _ in range(groups.num_ranks)]
+    dist.all_gather(columns, column, group=groups.group)
+    peers: dict[int, str] = {}
+    for rank, ranks in enumerate(columns):
+        stages = [str(stage) for stage, place in enumerate(plan.schedule.placement) if place == rank]
+        said = f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
+        for replica, other in enumerate(ranks.tolist()):
+            peers[other] = f"{said} of replica {replica}" if groups.num_replicas > 1 else said
+    return peers

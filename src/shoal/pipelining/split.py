@@ -1,0 +1,167 @@
+"""Splits an exported model into stages that talk to their neighbours only.
+
+1. A value that a later stage needs travels hop by hop (*relay*): every stage between hands it on.
+2. What can be computed from root inputs and tiny weights is computed again where it is needed (``flow``).
+3. A weight that several stages use is one ``nn.Parameter`` in all of them; who trains them on several
+   processes adds up its gradients.
+4. Buffers stay in the stage that writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, fx, nn
+
+from shoal.errors import UsageError
+from shoal.pipelining.assemble import assemble, container_of
+from shoal.pipelining.dataflow import Flow
+from shoal.pipelining.export_graph import Exported
+from shoal.pipelining.random_streams import operation_of
+from shoal.pipelining.stage import Body, StageModule, TensorSpec
+from shoal.pipelining.units import Units, module_path, units_of
+
+Bounds = list[tuple[int, int]]
+
+
+def split(
+    exported: Exported, cuts: Sequence[int], *, evaluation: Exported | None = None, units: Units | None = None
+) -> list[StageModule]:
+    """Return the stages of a model that is cut before the units ``cuts``.
+
+    Args:
+        evaluation: the same model's other graph; its parts join the stages, on the same parameters, and
+            ``stage.train()`` and ``stage.eval()`` choose.
+        units: ``units_of(exported)`` if it is there already.
+
+    Raises:
+        UsageError: cuts that do not divide the units, or an evaluation graph of another structure.
+    """
+    units = units or units_of(exported)
+    flows = {exported.training: units.flow}
+    bounds = {exported.training: units.bounds(cuts)}
+    if evaluation is not None:
+        if evaluation.training == exported.training or evaluation.model is not exported.model:
+            raise UsageError("evaluation must be the same model, exported in the other mode")
+        other = Flow(evaluation)
+        flows[evaluation.training] = other
+        bounds[evaluation.training] = _same_places(units.flow, units.bounds(cuts), other)
+    return [_stage(index, len(cuts) + 1, flows, bounds) for index in range(len(cuts) + 1)]
+
+
+def _stage(index: int, num_stages: int, flows: dict[bool, Flow], bounds: dict[bool, Bounds]) -> StageModule:
+    exported = next(iter(flows.values())).exported
+    weights = _weights(index, flows, bounds)
+    constants = nn.Module()
+    bodies = {
+        mode: _body(flow, bounds[mode][index], index == num_stages - 1, weights, constants)
+        for mode, flow in flows.items()
+    }
+    return StageModule(
+        index=index,
+        num_stages=num_stages,
+        weights=weights,
+        constants=constants,
+        bodies=bodies,
+        output_spec=exported.output_spec,
+        device=exported.device,
+    )
+
+
+def _body(
+    flow: Flow, bounds: tuple[int, int], is_last: bool, weights: nn.Module, constants: nn.Module
+) -> Body:
+    begin, end = bounds
+    received = flow.crossing(begin) if begin else []
+    sent = [] if is_last else flow.crossing(end)
+    results = flow.exported.outputs if is_last else sent
+    run, input_names = assemble(
+        flow, begin, end, given=received, results=results, weights=weights, constants=constants
+    )
+    return Body(
+        run=run,
+        input_names=input_names,
+        relayed_in=tuple(_spec(node, flow) for node in received),
+        relayed_out=tuple(_spec(node, flow) for node in sent),
+    )
+
+
+def _spec(node: fx.Node, flow: Flow) -> TensorSpec:
+    value = node.meta["val"]
+    assert isinstance(value, Tensor), "a cut where a tuple is alive is no unit boundary"
+    needs_gradient = flow.exported.training and node in flow.gradient
+    return TensorSpec(shape=tuple(value.shape), dtype=value.dtype, requires_grad=needs_gradient)
+
+
+def _weights(index: int, flows: dict[bool, Flow], bounds: dict[bool, Bounds]) -> nn.Module:
+    """Return what the stage's graphs read; the first stage also keeps what no graph reads."""
+    parameters: set[str] = set()
+    buffers: set[str] = set()
+    for mode, flow in flows.items():
+        is_last = index == len(bounds[mode]) - 1
+        read = _leaves(flow, bounds[mode][index], is_last)
+        parameters |= {name for node, name in flow.exported.parameter_nodes.items() if node in read}
+        buffers |= {name for node, name in flow.exported.buffer_nodes.items() if node in read}
+    model = next(iter(flows.values())).exported.model
+    if index == 0:
+        read_names: set[str] = set()
+        for flow in flows.values():
+            everything = _leaves(flow, (0, len(flow.body)), True)
+            names = {**flow.exported.parameter_nodes, **flow.exported.buffer_nodes}
+            read_names |= {name for node, name in names.items() if node in everything}
+        parameters |= {name for name, _ in model.named_parameters()} - read_names
+        buffers |= {name for name, _ in model.named_buffers()} - read_names
+    in_order = [name for name, _ in model.named_parameters() if name in parameters]
+    return container_of(model, in_order, [name for name, _ in model.named_buffers() if name in buffers])
+
+
+def _leaves(flow: Flow, bounds: tuple[int, int], is_last: bool) -> set[fx.Node]:
+    begin, end = bounds
+    results = flow.exported.outputs if is_last else []
+    return flow.needed([*flow.body[begin:end], *results], flow.crossing(begin) if begin else [])
+
+
+def _same_places(flow: Flow, bounds: Bounds, other: Flow) -> Bounds:
+    """Return where the other mode's graph is cut so that every stage reads the parameters it has already.
+
+    The two graphs differ in what training alone does. The other graph is cut before the node that is nearest
+    to the one behind the cut here, at a valid place that divides the parameters in the same way.
+    """
+    labels = {label: position for position, label in enumerate(_labels(other))}
+    places = [labels.get(label) for label in _labels(flow)]
+    valid = [position for position, crossing in other.crossings() if other.may_cut(position, crossing)]
+    owned = [_parameters(flow, *each, is_last=each is bounds[-1]) for each in bounds]
+    starts = [0]
+    for index, (begin, _) in enumerate(bounds[1:], start=1):
+        aim = next((place for place in places[begin:] if place is not None), len(other.body) - 1)
+        behind = set[str]().union(*owned[index:])
+        for position in sorted(valid, key=lambda position: abs(position - aim)):
+            if position <= starts[-1]:
+                continue
+            before = _parameters(other, starts[-1], position, is_last=False)
+            rest = _parameters(other, position, len(other.body), is_last=True)
+            if before <= owned[index - 1] and rest <= behind:
+                starts.append(position)
+                break
+        else:
+            raise UsageError(
+                f"no cut of the evaluation graph gives stage {index} the parameters that it has in training: "
+                "the model computes something else in evaluation; split it at another cut"
+            )
+    return list(zip(starts, [*starts[1:], len(other.body)], strict=True))
+
+
+def _labels(flow: Flow) -> list[tuple[str, str, int]]:
+    """Return what each body node is in either graph: module, operation, and which of those by number."""
+    counts: dict[tuple[str, str], int] = {}
+    labels = []
+    for node in flow.body:
+        kind = (module_path(node), str(operation_of(node)[0]))
+        counts[kind] = counts.get(kind, -1) + 1
+        labels.append((*kind, counts[kind]))
+    return labels
+
+
+def _parameters(flow: Flow, begin: int, end: int, *, is_last: bool) -> set[str]:
+    names = flow.exported.parameter_nodes
+    return {names[node] for node in _leaves(flow, (begin, end), is_last) if node in names}

@@ -1,0 +1,85 @@
+"""One stage as the pipeline's runtime calls it: received tensors in, tensors to send out.
+
+Integers travel as floating-point numbers of the same bits: torch's runtime of version 2.11 knows only
+received values that may have a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
+
+from shoal.pipelining.loss import loss_of
+from shoal.pipelining.stage import StageModule, TensorSpec
+
+_CARRIERS = {8: torch.float64, 4: torch.float32, 2: torch.float16, 1: torch.float16}
+
+
+class StageRunner(nn.Module):
+    """A stage, in training or evaluation mode.
+
+    Attributes:
+        outputs, losses: what the last stage returned for each micro-batch of the last evaluation.
+    """
+
+    def __init__(self, stage: StageModule) -> None:
+        super().__init__()
+        self.stage = stage
+        self.outputs: list[Any] = []
+        self.losses: list[Tensor] = []
+
+    def forward(self, *received: Tensor, **inputs: Tensor) -> tuple[Tensor, ...]:
+        """Run the stage; the last one returns its loss alone."""
+        stage = self.stage
+        values = [decode(value, spec.dtype) for value, spec in zip(received, stage.relayed_in, strict=True)]
+        outputs = stage(*values, **{name: inputs[name] for name in stage.input_names})
+        if stage.index < stage.num_stages - 1:
+            return tuple(encode(value) for value in outputs)
+        result = tree_unflatten(list(outputs), stage.output_spec)
+        loss = loss_of(result)
+        if not self.training:
+            self.outputs.append(result)
+            self.losses.append(loss)
+        return (loss,)
+
+    def received(self) -> list[Tensor]:
+        """Return meta tensors of what the stage receives in its present mode."""
+        return _travelling(self.stage.relayed_in)
+
+    def sent(self) -> list[Tensor]:
+        """Return meta tensors of what it sends; of the last stage, its loss."""
+        if self.stage.index == self.stage.num_stages - 1:
+            return [torch.empty((), device="meta", requires_grad=True)]
+        return _travelling(self.stage.relayed_out)
+
+
+def _travelling(specs: Sequence[TensorSpec]) -> list[Tensor]:
+    return [
+        torch.empty(spec.shape, dtype=carrier(spec.dtype), device="meta", requires_grad=True)
+        for spec in specs
+    ]
+
+
+def carrier(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of ``dtype`` travel: itself, or one that may have a gradient."""
+    return dtype if dtype.is_floating_point or dtype.is_complex else _CARRIERS[dtype.itemsize]
+
+
+def encode(value: Tensor) -> Tensor:
+    """Return ``value`` as its carrier: the same bits, or for bytes and booleans, the same numbers."""
+    dtype = carrier(value.dtype)
+    if dtype == value.dtype:
+        return value
+    return value.to(dtype) if value.itemsize == 1 else value.contiguous().view(dtype)
+
+
+def decode(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo :func:`encode`."""
+    if value.dtype == dtype:
+        return value
+    value = value.detach()
+    return value.to(dtype) if dtype.itemsize == 1 else value.view(dtype)

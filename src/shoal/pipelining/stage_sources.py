@@ -1,0 +1,111 @@
+"""Where stages come from: an exported graph that may be cut anywhere, or modules that a user has named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.decide.cost import ModelCost, Unit
+from shoal.pipelining.export_graph import alias_names, export_model
+from shoal.pipelining.measure_cost import measure_cost
+from shoal.pipelining.random_streams import draws
+from shoal.pipelining.roofline import Rates, estimate_cost
+from shoal.pipelining.split import split
+from shoal.pipelining.split_modules import split_by_modules
+from shoal.pipelining.stage import StageModule
+
+Batch = Mapping[str, Tensor]
+
+DEFAULT_RATES = Rates(flops_per_s=60e12, bytes_per_s=1.3e12)
+"""For devices that a model was not measured on: about what an A100 reaches in matrix products of TF32."""
+
+
+class Source(Protocol):
+    """A model that can be split."""
+
+    aliases: dict[str, str]
+    """Other names of tied weights -> canonical names."""
+
+    def cost(self, device: torch.device) -> ModelCost:
+        """Return what its units cost for one micro-batch on a device."""
+
+    def stages(self, cuts: Sequence[int]) -> list[StageModule]:
+        """Return its stages, which begin at the units ``cuts`` and at the first."""
+
+    def unsplit(self, part: Batch) -> Any:
+        """Run it unsplit on a micro-batch, in training mode, on the same random streams as the stages."""
+
+
+class Graph:
+    """A model that was exported.
+
+    Raises:
+        UsageError: it cannot be; says where and why.
+    """
+
+    def __init__(self, model: nn.Module, part: Batch) -> None:
+        self._model = model
+        self._training = export_model(model, part, training=True)
+        self._evaluation = export_model(model, part, training=False)
+        self.aliases = self._training.aliases
+        self._whole: StageModule | None = None
+
+    def cost(self, device: torch.device) -> ModelCost:
+        """Measure it where it lies on the device; else estimate with the rates of a usual GPU."""
+        if self._training.device.type == device.type:
+            return measure_cost(self._training)
+        return estimate_cost(self._training, DEFAULT_RATES)
+
+    def stages(self, cuts: Sequence[int]) -> list[StageModule]:
+        return split(self._training, cuts, evaluation=self._evaluation)
+
+    def unsplit(self, part: Batch) -> Any:
+        """Run the model as it is; where it draws random numbers, its graph, which draws them by streams."""
+        graphs = [each for each in self._training.module.modules() if isinstance(each, torch.fx.GraphModule)]
+        if not any(draws(node) for graph in graphs for node in graph.graph.nodes):
+            return self._model(**part)
+        if self._whole is None:
+            (self._whole,) = split(self._training, [])
+        return self._training.unflatten(self._whole(**part))
+
+
+class Named:
+    """A model whose stages a user has given as lists of module names.
+
+    Nothing is known of the time of their units, one a stage: they count as equal.
+
+    Raises:
+        UsageError: the modules are no chain that computes what the model does.
+    """
+
+    def __init__(self, model: nn.Module, part: Batch, modules: Sequence[Sequence[str]]) -> None:
+        self._stages = split_by_modules(model, modules, part)
+        (self._whole,) = split_by_modules(model, [[name for stage in modules for name in stage]], part)
+        self.aliases = alias_names(model)
+
+    def cost(self, device: torch.device) -> ModelCost:
+        units = tuple(
+            Unit(
+                name=f"stage {stage.index}",
+                forward_s=1e-3,
+                backward_s=2e-3,
+                parameters=tuple(
+                    (stage.parameter_names.get(own, own), parameter.nbytes)
+                    for own, parameter in stage.named_parameters()
+                ),
+            )
+            for stage in self._stages
+        )
+        relays = (sum(spec.num_bytes for spec in stage.relayed_out) for stage in self._stages[:-1])
+        return ModelCost(units=units, relay_bytes=tuple(relays), source="roofline")
+
+    def stages(self, cuts: Sequence[int]) -> list[StageModule]:
+        return self._stages
+
+    def unsplit(self, part: Batch) -> Any:
+        whole = self._whole.train()
+        return pytree.tree_unflatten(list(whole(**part)), whole.output_spec)

@@ -1,0 +1,154 @@
+"""What really happened in a step: when each action began and ended, on one clock for all ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shoal.decide.pipeline_schedules import Action, Schedule
+from shoal.decide.pipeline_simulator import Box, Timeline
+
+_NUM_PINGS = 5
+
+
+class Tracer:
+    """Notes the begin and end of every computation while it is on.
+
+    Args:
+        inside: called as (kind, stage, micro-batch); what the computation runs inside of besides.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        inside: Callable[[str, int, int], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        self.on = False
+        self._on_gpu = device.type == "cuda"
+        self._inside = inside or (lambda kind, stage, micro_batch: nullcontext())
+        self._marks: list[tuple[Action, object, object]] = []
+        self._begin: tuple[float, object] = (0.0, 0.0)
+
+    def start(self) -> None:
+        """Forget what was noted and set the clock of the device against that of the host."""
+        self._marks.clear()
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        self._begin = (time.perf_counter(), self._now())
+
+    @contextmanager
+    def around(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
+        """Run one computation."""
+        with self._inside(kind, stage, micro_batch):
+            if not self.on:
+                yield
+                return
+            begin = self._now()
+            yield
+            self._marks.append((Action(kind, stage, micro_batch), begin, self._now()))
+
+    def boxes(self) -> list[tuple[Action, float, float]]:
+        """Return every action with its begin and end in seconds of this host's clock."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return [(action, self._seconds(begin), self._seconds(end)) for action, begin, end in self._marks]
+
+    def _now(self) -> object:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _seconds(self, mark: object) -> float:
+        if isinstance(mark, float):
+            return mark
+        host_s, event = self._begin
+        assert isinstance(event, torch.cuda.Event) and isinstance(mark, torch.cuda.Event)
+        return host_s + float(event.elapsed_time(mark)) / 1_000
+
+
+def clock_offset(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the seconds to add to this host's clock for that of the first rank of ``group``.
+
+    Processes of one running kernel share their clock. A rank elsewhere asks the first one for the time; the
+    answer that came back soonest counts, taken as given in the middle (Cristian's algorithm).
+    """
+    rank = dist.get_rank(group)
+    mine = torch.tensor([_kernel()], device=device)
+    kernels = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(kernels, mine, group=group)
+    best = (float("inf"), 0.0)
+    for asking, kernel in enumerate(kernels):
+        for _ in range(_NUM_PINGS if int(kernel) != int(kernels[0]) else 0):
+            if rank == 0:
+                _message(dist.irecv, torch.zeros(1, dtype=torch.float64, device=device), asking, group)
+                now = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
+                _message(dist.isend, now, asking, group)
+            elif rank == asking:
+                begin = time.perf_counter()
+                answer = torch.zeros(1, dtype=torch.float64, device=device)
+                _message(dist.isend, torch.zeros_like(answer), 0, group)
+                _message(dist.irecv, answer, 0, group)
+                end = time.perf_counter()
+                best = min(best, (end - begin, float(answer) - (begin + end) / 2))
+    return best[1]
+
+
+def _kernel() -> int:
+    """Return a number of the running kernel, a new one at each boot; where it has none, of this process."""
+    try:
+        name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        name = f"{uuid.getnode()} {os.getpid()}"
+    return zlib.crc32(name.encode())
+
+
+def _message(
+    way: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int, group: dist.ProcessGroup
+) -> None:
+    for work in dist.batch_isend_irecv([dist.P2POp(way, tensor, group=group, group_peer=peer)]):
+        work.wait()
+
+
+def gather(
+    boxes: Sequence[tuple[Action, float, float]],
+    schedule: Schedule,
+    offset_s: float,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> tuple[Box, ...]:
+    """Return the boxes of all ranks, rank by rank, in seconds since the first one began."""
+    longest = max(len(actions) for actions in schedule.actions)
+    mine = torch.zeros(longest, 2, dtype=torch.float64)
+    done = {action: (begin, end) for action, begin, end in boxes}
+    for index, action in enumerate(schedule.actions[dist.get_rank(group)]):
+        mine[index] = torch.tensor(done[action], dtype=torch.float64) + offset_s
+    mine = mine.to(device)
+    everyones = [torch.empty_like(mine) for _ in schedule.actions]
+    dist.all_gather(everyones, mine, group=group)
+    found = [
+        Box(rank, action, begin, end)
+        for rank, (actions, times) in enumerate(zip(schedule.actions, everyones, strict=True))
+        for action, (begin, end) in zip(actions, times.tolist(), strict=False)
+    ]
+    start = min(box.begin_s for box in found)
+    return tuple(box._replace(begin_s=box.begin_s - start, end_s=box.end_s - start) for box in found)
+
+
+def timeline_of(boxes: Sequence[Box], predicted: Timeline, num_ranks: int) -> Timeline:
+    """Return the measured timeline; its memory is the predicted one."""
+    makespan = max(box.end_s for box in boxes)
+    busy = sum(box.end_s - box.begin_s for box in boxes)
+    return replace(
+        predicted, boxes=tuple(boxes), makespan_s=makespan, bubble=1 - busy / (num_ranks * makespan)
+    )

@@ -1,0 +1,84 @@
+"""Runs an exported model unit by unit, forward and backward, while somebody watches each.
+
+A unit's inputs are cut off from the graph of the unit before, so that its backward pass runs alone; the order
+is that of training, all forward passes before the first backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from shoal.pipelining.assemble import assemble
+from shoal.pipelining.dataflow import Flow
+from shoal.pipelining.units import Units
+
+Watch = Callable[[int, bool], AbstractContextManager[object]]
+"""Gives what to enter around a unit's pass: (unit, whether forward)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """A unit as a module of its own; what is rebuilt belongs to the first unit that needs it."""
+
+    module: fx.GraphModule
+    input_names: tuple[str, ...]
+    given: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+
+
+def pieces_of(units: Units, weights: nn.Module, constants: nn.Module) -> list[Piece]:
+    """Return the units as modules on these weights; constants that they need are added to ``constants``."""
+    flow = units.flow
+    known: set[fx.Node] = set()
+    pieces = []
+    for begin, end in units.ranges:
+        needed = flow.needed(flow.body[begin:end], known)
+        new = [
+            node for node in flow.nodes if node in needed and node not in known and node.op == "call_function"
+        ]
+        made = set(new)
+        given = tuple({source: None for node in new for source in node.all_input_nodes if source in known})
+        results = tuple(node for node in new if _is_result(node, made, flow))
+        module, input_names = assemble(
+            flow, begin, end, given=given, results=results, weights=weights, constants=constants
+        )
+        pieces.append(Piece(module=module, input_names=input_names, given=given, results=results))
+        known |= set(results)
+    return pieces
+
+
+def run_pieces(
+    pieces: Sequence[Piece], inputs: Mapping[str, Tensor], gradient: set[fx.Node], watch: Watch
+) -> None:
+    """Run all units forward, then all backward, with gradients of ones."""
+    values: dict[fx.Node, Tensor] = {}
+    outcomes: list[list[Tensor]] = []
+    for index, piece in enumerate(pieces):
+        given = [values[node].detach().requires_grad_(node in gradient) for node in piece.given]
+        arguments = [*given, *(inputs[name] for name in piece.input_names)]
+        with watch(index, True):
+            outputs = piece.module(*arguments)
+        values |= {node: value.detach() for node, value in zip(piece.results, outputs, strict=True)}
+        outcomes.append([value for value in outputs if value.requires_grad])
+    values.clear()
+    for index in reversed(range(len(pieces))):
+        outputs = outcomes.pop()
+        gradients = [torch.ones_like(value) for value in outputs]
+        with watch(index, False):
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
+
+
+def _is_result(node: fx.Node, made: set[fx.Node], flow: Flow) -> bool:
+    """Whether later units may use a value: glue that is written in place is made anew by each instead."""
+    used = any(user not in made for user in node.users)
+    return (
+        used
+        and isinstance(node.meta.get("val"), Tensor)
+        and not (node in flow.glue and flow.is_written(node))
+    )

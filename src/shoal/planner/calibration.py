@@ -1,0 +1,234 @@
+"""Calibration with what was measured: files of ``shoal bench train --json`` and ``shoal bench comm --json``.
+
+A training gives the FLOP/s that the accelerators achieve: those at which the model of a step gives the
+measured throughput back. Collectives give what a host's NIC carries and the latency of a hop: an all-reduce
+of M bytes takes ``a + b M``, with b as ``decide.server_assignment`` gives for the scheme and a one latency
+per hop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.decide.server_assignment import ring_seconds, two_hop_seconds
+from shoal.errors import UsageError
+from shoal.json_text import parse_json
+from shoal.planner.hardware import Instance, Machines, require_accelerators
+from shoal.planner.step_time import Layout, achieved_flops_for, step_time
+from shoal.planner.workload import Workload
+
+TRAIN_KIND = "shoal bench train"
+_SAME_MODEL = 0.02
+"""Two counts of a model's parameters differ by less: heads and position tables are counted differently."""
+_ABOVE_THE_NIC = 1.25
+"""A measured rate up to this much over the catalog's is noise, or bursts that a shaped link lets through."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredTrain:
+    """A file of ``shoal bench train``."""
+
+    path: Path
+    recipe: str
+    sequence_length: int
+    num_parameters: int
+    device: str
+    num_devices: int
+    global_batch: int
+    micro_batch: int
+    samples_per_s: float
+    unit: str
+    """What a sample is."""
+
+    def achieved_flops(self, recipe: str, workload: Workload, instance: Instance) -> float:
+        """Return the FLOP/s of an accelerator of ``instance`` at which the planner gives this throughput.
+
+        Args:
+            workload: of ``recipe`` at :attr:`sequence_length`.
+
+        Raises:
+            UsageError: the file is of another recipe or model, or of hardware that cannot be this.
+        """
+        if self.recipe != recipe:
+            raise UsageError(
+                f"--measured {self.path} is of recipe {self.recipe}, not of {recipe}: measure that one with "
+                "`shoal bench train`, or leave the file out"
+            )
+        if abs(self.num_parameters / workload.num_parameters - 1) > _SAME_MODEL:
+            raise UsageError(
+                f"--measured {self.path} is of a model of {self.num_parameters:,} parameters, but "
+                f"{recipe} has {workload.num_parameters:,}: measure it with the preset's own sizes"
+            )
+        host = Machines(count=1, instance=replace(instance, num_accelerators=self.num_devices))
+        layout = Layout(global_batch=self.global_batch, micro_batch=self.micro_batch)
+        try:
+            return achieved_flops_for(
+                self.samples_per_s,
+                lambda flops: (
+                    self.global_batch / step_time(workload, host, layout, achieved_flops=flops).total_s
+                ),
+                peak=require_accelerators(host).peak("fp16"),
+            )
+        except UsageError as error:
+            raise UsageError(
+                f"--measured {self.path} ({self.device}) is not of {instance.name}: {error}"
+            ) from error
+
+    @property
+    def _tokens(self) -> str:
+        return f" of {self.sequence_length} tokens" if self.unit == "sequences" else ""
+
+    @property
+    def basis(self) -> str:
+        return (
+            f"measured: {self.samples_per_s:.4g} {self.unit}/s{self._tokens} on "
+            f"{self.num_devices} × {self.device}, {self.path}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredComm:
+    """What a file of ``shoal bench comm`` says of a host's link."""
+
+    path: Path
+    backend: str
+    num_hosts: int
+    nic_bytes_per_s: float
+    """In each direction, as the backend's all-reduces use it."""
+    latency_s: float
+    """Of a hop."""
+
+    def applied(self, machines: Machines) -> Machines:
+        """Return the machines with this network.
+
+        Raises:
+            UsageError: it carries more than their NIC does.
+        """
+        instance = machines.instance
+        if self.nic_bytes_per_s > _ABOVE_THE_NIC * instance.nic_bytes_per_s:
+            gbits = [8e-9 * rate for rate in (self.nic_bytes_per_s, instance.nic_bytes_per_s)]
+            raise UsageError(
+                f"--measured {self.path}: its hosts carry {gbits[0]:.3g} Gbit/s and the NIC of "
+                f"{instance.name} {gbits[1]:.3g}: it was measured on other hosts"
+            )
+        efficiency = min(self.nic_bytes_per_s / instance.nic_bytes_per_s, 1.0)
+        network = replace(
+            instance.network, efficiency=efficiency, latency_s=self.latency_s, source=self.basis
+        )
+        return replace(machines, instance=replace(instance, network=network))
+
+    @property
+    def basis(self) -> str:
+        return (
+            f"measured: {8e-9 * self.nic_bytes_per_s:.4g} Gbit/s a host, {1e6 * self.latency_s:.3g} µs a hop "
+            f"({self.backend} on {self.num_hosts} hosts, {self.path})"
+        )
+
+
+def read_measured(path: Path) -> MeasuredTrain | MeasuredComm:
+    """Read a file of ``shoal bench train --json`` or ``shoal bench comm --json``.
+
+    Raises:
+        UsageError: it cannot be read, is neither, or lacks what is needed.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"--measured {path} cannot be read: {error}") from error
+    read = parse_json(data, f"--measured {path}", error=UsageError)
+    try:
+        if isinstance(read, dict) and read.get("kind") == TRAIN_KIND:
+            return _train(path, read)
+        if isinstance(read, dict) and {"network", "rows"} <= read.keys():
+            return _comm(path, read)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"--measured {path} is damaged or of another version: {error!r}") from error
+    raise UsageError(
+        f"--measured {path} is neither of `shoal bench train --json` nor of `shoal bench comm --json`"
+    )
+
+
+def _train(path: Path, read: dict[str, Any]) -> MeasuredTrain:
+    found = MeasuredTrain(
+        path=path,
+        recipe=str(read["recipe"]),
+        sequence_length=int(read["sequence_length"]),
+        num_parameters=int(read["num_parameters"]),
+        device=str(read["device"]),
+        num_devices=int(read["num_devices"]),
+        global_batch=int(read["global_batch"]),
+        micro_batch=int(read["micro_batch"]),
+        samples_per_s=float(read["samples_per_s"]),
+        unit=str(read["unit"]),
+    )
+    sizes = (
+        "sequence_length",
+        "num_parameters",
+        "num_devices",
+        "global_batch",
+        "micro_batch",
+        "samples_per_s",
+    )
+    for name in sizes:
+        if not getattr(found, name) > 0:
+            raise ValueError(f"{name} {getattr(found, name)} is not positive")
+    return found
+
+
+def _comm(path: Path, read: dict[str, Any]) -> MeasuredComm:
+    """Return the network of the backend that gets most out of the links."""
+    network = read["network"]
+    num_hosts, num_workers = int(network["num_hosts"]), int(network["num_workers"])
+    if num_hosts < 2 or num_workers != num_hosts:
+        raise UsageError(
+            f"--measured {path} is of {num_workers} workers on {num_hosts} hosts: what a network carries "
+            "shows between several hosts of one worker each"
+        )
+    factors = [float(factor) for factor in network["helper_bandwidths"]]
+    times: dict[str, list[tuple[float, float]]] = {}
+    for row in read["rows"]:
+        if row["collective"] == "all_reduce":
+            times.setdefault(row["backend"], []).append((float(row["num_bytes"]), float(row["time_s"])))
+    found = []
+    for backend, points in times.items():
+        fit = _line(points)
+        if fit is None:
+            continue
+        fixed_s, s_per_byte = fit
+        links = [1.0] * num_hosts
+        if backend.startswith("shoal"):
+            unit_s, hops = two_hop_seconds(1.0, links, factors if backend == "shoal" else []), 2
+        else:
+            unit_s, hops = ring_seconds(1.0, links), 2 * (num_hosts - 1)
+        found.append(
+            MeasuredComm(
+                path=path,
+                backend=backend,
+                num_hosts=num_hosts,
+                nic_bytes_per_s=unit_s / s_per_byte,
+                latency_s=max(fixed_s, 0.0) / hops,
+            )
+        )
+    if not found:
+        raise UsageError(
+            f"--measured {path} has no all-reduces whose time grows over several sizes: measure with "
+            "--collectives all_reduce --sizes 64k,1m,16m"
+        )
+    return max(found, key=lambda measured: measured.nic_bytes_per_s)
+
+
+def _line(points: list[tuple[float, float]]) -> tuple[float, float] | None:
+    """Return (a, b) of t = a + b M by least squares of relative errors; None where there is no slope."""
+    if len({num_bytes for num_bytes, _ in points}) < 2:
+        return None
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    mean_bytes = sum(w * num_bytes for w, (num_bytes, _) in zip(weights, points, strict=True)) / total
+    mean_s = sum(w * seconds for w, (_, seconds) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (m - mean_bytes) ** 2 for w, (m, _) in zip(weights, points, strict=True))
+    slope = (
+        sum(w * (m - mean_bytes) * (s - mean_s) for w, (m, s) in zip(weights, points, strict=True)) / spread
+    )
+    return (mean_s - slope * mean_bytes, slope) if slope > 0 else None

@@ -1,0 +1,98 @@
+"""How many epochs a model needs as a function of the global batch: tables of published facts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from shoal.errors import UsageError, did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A part of a training of fixed length."""
+
+    sequence_length: int
+    batch: int
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convergence:
+    """What reaching the target takes."""
+
+    name: str
+    source: str
+    points: tuple[tuple[int, float], ...] = ()
+    """(global batch, epochs), by batch; empty where phases say it."""
+    samples_per_epoch: int = 1
+    evaluate_every_epochs: float = math.inf
+    evaluation_samples: int = 0
+    evaluation_pause_s: float = 0.0
+    """Around an evaluation, on any number of hosts: the input pipeline changes over, the host scores."""
+    phases: tuple[Phase, ...] = ()
+    """Of a training whose number of steps does not depend on the hosts."""
+    largest_batch: int = 0
+    """Beyond it nobody has published that the target is reached."""
+
+    def epochs(self, batch: int) -> float:
+        """Return the epochs to the target at a global batch.
+
+        Between two points epochs are linear in the logarithm of the batch, below the first they are its own.
+        Above the last the slope goes on, at least in proportion to the square root of the batch: a guess, and
+        :meth:`beyond` says so.
+        """
+        points = self.points
+        if batch <= points[0][0]:
+            return points[0][1]
+        for (low, few), (high, many) in itertools.pairwise(points):
+            if batch <= high:
+                share = math.log(batch / low) / math.log(high / low)
+                return few + share * (many - few)
+        (low, few), (high, many) = points[max(len(points) - 3, 0)], points[-1]
+        slope = math.log(many / few) / math.log(high / low) if high > low else 0.5
+        return float(many * (batch / high) ** max(slope, 0.5))
+
+    def samples(self, batch: int) -> float:
+        return self.epochs(batch) * self.samples_per_epoch
+
+    def beyond(self, batch: int) -> bool:
+        """Say whether the batch is larger than any that is known to reach the target."""
+        return batch > self.largest_batch
+
+
+def at_any_batch(amount: float) -> tuple[tuple[int, float], ...]:
+    """Return the points of a training that takes the same epochs (or samples) whatever its batch."""
+    return ((1, amount), (1 << 40, amount))
+
+
+def convergence_of(name: str) -> Convergence:
+    """Return the table of a recipe.
+
+    Raises:
+        UsageError: there is none.
+    """
+    tables = _tables()
+    if name not in tables:
+        raise UsageError(
+            f"how {name!r} converges is not in the catalog.{did_you_mean(name, tables)} "
+            f"Known: {', '.join(sorted(tables))}"
+        )
+    return tables[name]
+
+
+@cache
+def _tables() -> Mapping[str, Convergence]:
+    text = (resources.files("shoal.planner") / "catalog" / "convergence.toml").read_text(encoding="utf-8")
+    tables = {}
+    for name, entry in tomllib.loads(text).items():
+        points = tuple((int(batch), float(epochs)) for batch, epochs in entry.pop("points", ()))
+        phases = tuple(Phase(**phase) for phase in entry.pop("phases", ()))
+        largest = entry.pop("largest_batch", points[-1][0] if points else 0)
+        tables[name] = Convergence(name=name, points=points, phases=phases, largest_batch=largest, **entry)
+    return tables

@@ -1,0 +1,179 @@
+"""What each algorithm makes each link carry.
+
+A host's *local* links join its accelerators; its NIC sends (*out*) and receives (*in*) at once. Helpers have
+NICs of their own. Hosts of a kind are equal and an all-reduce gives all of them the same to do at the same
+time, so one host stands for all of its kind: that is exact, not an approximation, for every algorithm here.
+What differs from host to host, the time to compute, is drawn for each (``simulate.slowest``), and only the
+slowest counts, because every sum needs every host.
+
+With M bytes of gradient on each accelerator, n hosts of g accelerators, W = n g workers:
+
+    ring               2 (W - 1) / W · M over every link and NIC, 2 (W - 1) hops
+    hierarchical-ring  (g - 1) / g · M locally, 2 (n - 1) / n · M over the NIC, (g - 1) / g · M locally
+    tree               the same with up to 2 M over the NIC and 2 log2 n hops (double binary tree)
+    two-hop            with the shares of ``decide.server_assignment.server_shares``: M (1 + (n - 2) s) over a
+                       host's NIC and n h M over a helper's, each way; two hops
+
+A library of rings runs few collectives at a time (NCCL one, gloo two); two hops take buckets as they come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shoal.decide.server_assignment import server_shares
+from shoal.errors import UsageError, did_you_mean
+from shoal.planner.hardware import Machines
+
+LOCAL, OUT, IN, HELPER_OUT, HELPER_IN = "local", "out", "in", "helper out", "helper in"
+ALGORITHMS = ("ring", "hierarchical-ring", "tree", "two-hop", "two-hop-helpers")
+CONNECTIONS_PER_PEER = 4
+"""Flows between two hosts; what the two-hop backend opens and NCCL's sockets are set to on EC2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A part of a collective that a piece of a bucket passes through."""
+
+    name: str
+    demands: tuple[tuple[str, float], ...]
+    """(link, bytes that it carries for one byte of the bucket)."""
+    latency_s: float
+    """After the last byte."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """How a bucket is averaged."""
+
+    algorithm: str
+    phases: tuple[Phase, ...]
+    at_once: int | None
+    """Buckets on their way at a time; the next waits until one of them is done. None: all."""
+
+
+def collective(
+    algorithm: str,
+    workers: Machines,
+    helpers: Machines | None = None,
+    *,
+    local_group: int | None = None,
+    at_once: int = 1,
+) -> Collective:
+    """Return what averaging over all accelerators of ``workers`` takes.
+
+    Args:
+        local_group: accelerators of a host that hold the same gradients; default: all. Fewer where a model is
+            split over the others, so that their sums travel side by side.
+        at_once: collectives that the library of a ring or a tree runs at a time; two hops have no such limit.
+
+    Raises:
+        UsageError: an unknown algorithm, or helpers that are missing or not used by it.
+    """
+    if algorithm not in ALGORITHMS:
+        raise UsageError(
+            f"algorithm {algorithm!r} is not known.{did_you_mean(algorithm, ALGORITHMS)} "
+            f"Choose one of {', '.join(ALGORITHMS)}"
+        )
+    if (algorithm == "two-hop-helpers") != (helpers is not None):
+        need = "needs helper hosts" if helpers is None else "does not use helper hosts"
+        raise UsageError(
+            f"algorithm {algorithm!r} {need}; two-hop-helpers is the one that does, with --helpers"
+        )
+    n, instance = workers.count, workers.instance
+    g = local_group or max(instance.num_accelerators, 1)
+    side_by_side = max(instance.num_accelerators, 1) / g
+    hop_s, local_s = instance.network.latency_s, instance.local_network.latency_s
+    if algorithm == "ring":
+        phases = _ring(n, g, side_by_side, hop_s, local_s)
+        return Collective(algorithm=algorithm, phases=tuple(phases), at_once=at_once)
+    phases = [_local("reduce-scatter", g, local_s)] if g > 1 else []
+    if n > 1 and algorithm in ("hierarchical-ring", "tree"):
+        tree = algorithm == "tree"
+        amount = side_by_side * (2.0 if tree and n > 2 else 2 * (n - 1) / n)
+        hops = 2 * math.ceil(math.log2(n)) if tree else 2 * (n - 1)
+        phases.append(Phase(name="network", demands=((OUT, amount), (IN, amount)), latency_s=hops * hop_s))
+    elif n > 1:
+        phases += _two_hops(n, workers, helpers, side_by_side)
+    if g > 1:
+        phases.append(_local("all-gather", g, local_s))
+    limit = None if algorithm.startswith("two-hop") else at_once
+    return Collective(algorithm=algorithm, phases=tuple(phases), at_once=limit)
+
+
+def _local(name: str, g: int, latency_s: float) -> Phase:
+    return Phase(name=name, demands=((LOCAL, (g - 1) / g),), latency_s=(g - 1) * latency_s)
+
+
+def _ring(n: int, g: int, side_by_side: float, hop_s: float, local_s: float) -> list[Phase]:
+    """One ring through all accelerators; every NIC carries what every link carries."""
+    world = n * g
+    if world == 1:
+        return []
+    amount = 2 * (world - 1) / world
+    demands = [(LOCAL, amount)] if g > 1 else []
+    if n > 1:
+        demands += [(OUT, amount * side_by_side), (IN, amount * side_by_side)]
+    between_hosts = n if n > 1 else 0
+    round_s = between_hosts * hop_s + (world - between_hosts) * local_s
+    return [Phase(name="ring", demands=tuple(demands), latency_s=2 * (world - 1) / world * round_s)]
+
+
+def _two_hops(n: int, workers: Machines, helpers: Machines | None, side_by_side: float) -> list[Phase]:
+    host_nic = workers.instance.effective_nic
+    relative = helpers.instance.effective_nic / host_nic if helpers else 0.0
+    count = helpers.count if helpers else 0
+    host_share, helper_share = _shares(n, count, relative)
+    there = [(OUT, side_by_side * (1 - host_share)), (IN, side_by_side * (n - 1) * host_share)]
+    back = [(OUT, side_by_side * (n - 1) * host_share), (IN, side_by_side * (1 - host_share))]
+    if count:
+        there.append((HELPER_IN, side_by_side * n * helper_share))
+        back.append((HELPER_OUT, side_by_side * n * helper_share))
+    hop_s = workers.instance.network.latency_s
+    return [
+        Phase(name="push", demands=_carried(there), latency_s=hop_s),
+        Phase(name="pull", demands=_carried(back), latency_s=hop_s),
+    ]
+
+
+def _carried(demands: list[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    return tuple((link, amount) for link, amount in demands if amount > 0)
+
+
+@lru_cache(maxsize=256)
+def _shares(num_hosts: int, num_helpers: int, relative: float) -> tuple[float, float]:
+    """Return the share of the bytes that one host's server and one helper sums (all of a kind are equal)."""
+    if math.isnan(relative):  # infinitely fast links on both sides
+        relative = 1.0
+    shares = server_shares(num_hosts, [relative] * num_helpers)
+    return float(shares[0]), float(shares[-1]) if num_helpers else 0.0
+
+
+def capacities(
+    workers: Machines,
+    helpers: Machines | None = None,
+    *,
+    algorithm: str = "two-hop",
+    connections: int = CONNECTIONS_PER_PEER,
+) -> Mapping[str, float]:
+    """Return bytes/s of each link, a NIC's no more than its flows to all its peers can carry together.
+
+    A host of a ring sends to one other, of a double tree to three, of two hops to every server. With a cap on
+    each flow, as on EC2, that decides.
+    """
+    instance = workers.instance
+    num_peers = {"ring": 1, "hierarchical-ring": 1, "tree": 3}.get(algorithm, workers.count + 1)
+    num_peers = min(num_peers, workers.count - 1 + (helpers.count if helpers else 0))
+    if helpers:
+        num_peers = workers.count - 1 + helpers.count
+    flows = connections * max(num_peers, 1)
+    nic = min(instance.effective_nic, flows * instance.flow_bytes_per_s)
+    rates = {LOCAL: instance.effective_local, OUT: nic, IN: nic}
+    if helpers:
+        flows = connections * workers.count
+        rate = min(helpers.instance.effective_nic, flows * helpers.instance.flow_bytes_per_s)
+        rates[HELPER_OUT] = rates[HELPER_IN] = rate
+    return rates

@@ -1,0 +1,134 @@
+"""A step of a pipeline for the planner: the schedules and the simulation that a run decides with.
+
+Layers are the units of :mod:`shoal.decide`: they are cut into stages as evenly as their FLOPs allow, and
+scheduled as interleaved 1F1B, or as 1F1B where a device has one stage or micro-batches are too few. The
+timeline says when the last stage is done. What that is beyond an even share of the work is the bubble:
+filling and draining, stages of unequal size, and relays that nothing hides.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+
+from shoal.decide.actions import Schedule, loop_placement
+from shoal.decide.cost import Link, ModelCost, StageCost, Unit, stage_costs
+from shoal.decide.partition import partition
+from shoal.decide.pipeline_schedules import make_schedule
+from shoal.decide.pipeline_simulator import Simulator
+from shoal.planner.hardware import Machines
+from shoal.planner.workload import Workload
+
+_MOST_ROUNDS = 8
+"""Rounds of as many micro-batches as devices that are simulated. Each further micro-batch, and one that fills
+no round, takes what the fullest device needs for it."""
+
+
+def bubble_s(
+    workload: Workload,
+    workers: Machines,
+    *,
+    stages: int,
+    virtual: int,
+    tensor: int,
+    micro_batches: int,
+    micro_batch: float,
+    compute_s: float,
+    flow_bytes_per_s: float,
+) -> float:
+    """Return the seconds of a step in which a device of a pipeline waits, beyond its even share of the work.
+
+    Args:
+        micro_batch: samples in one micro-batch.
+        compute_s: of one micro-batch on one device, forward and backward, were all stages equal.
+        flow_bytes_per_s: the most that two hosts' connections carry.
+    """
+    link = _link(workload, workers, stages=stages, tensor=tensor, flow_bytes_per_s=flow_bytes_per_s)
+    schedule = _schedule(stages, min(virtual, len(workload.layers) // stages), micro_batches)
+    shares = _shares(workload, schedule.num_stages)
+    costs = [
+        StageCost(
+            forward_s=share * stages * compute_s / 3,
+            backward_s=share * stages * compute_s * 2 / 3,
+            relay_bytes=round(workload.relay_bytes * micro_batch),
+        )
+        for share in shares
+    ]
+    fullest = max(
+        sum(share for share, rank in zip(shares, schedule.placement, strict=True) if rank == own)
+        for own in range(stages)
+    )
+    more = micro_batches - schedule.num_micro_batches
+    makespan = _simulator(schedule).makespan_s(costs, link) + more * fullest * stages * compute_s
+    return max(makespan - micro_batches * compute_s, 0.0)
+
+
+def fullest_share(workload: Workload, *, stages: int, virtual: int) -> float:
+    """Return the share of the parameters that the device with the most of them holds."""
+    if stages == 1:
+        return 1.0
+    num_stages = stages * min(virtual, len(workload.layers) // stages)
+    bounds = (0, *_cuts(workload, num_stages), len(workload.layers))
+    held = [0] * stages
+    for place, (begin, end) in zip(
+        loop_placement(stages, num_stages // stages), pairwise(bounds), strict=True
+    ):
+        held[place] += sum(layer.num_parameters for layer in workload.layers[begin:end])
+    return max(held) / max(workload.num_parameters, 1)
+
+
+def _link(
+    workload: Workload, workers: Machines, *, stages: int, tensor: int, flow_bytes_per_s: float
+) -> Link | None:
+    """Return what is between neighbouring stages: links of a host where a replica fits on one, else its NIC.
+
+    The devices of a layer (``tensor``) relay a part each: over links of their own, or over their host's NIC.
+    A replica over several hosts has its NIC at every cut, which is too slow where some stages share a host.
+    """
+    instance = workers.instance
+    if not workload.relay_bytes:
+        return None
+    if stages * tensor <= instance.num_accelerators:
+        rate = instance.effective_local * tensor
+        return Link(bytes_per_s=rate, latency_s=instance.local_network.latency_s)
+    rate = min(instance.effective_nic, flow_bytes_per_s)
+    return Link(bytes_per_s=rate, latency_s=instance.network.latency_s)
+
+
+@lru_cache(maxsize=256)
+def _schedule(stages: int, virtual: int, micro_batches: int) -> Schedule:
+    """Return the schedule of the micro-batches that are simulated."""
+    if virtual == 1 or micro_batches < stages:
+        count = min(micro_batches, _MOST_ROUNDS * stages)
+        return make_schedule("1f1b", num_ranks=stages, num_virtual=1, num_micro_batches=count)
+    rounds = min(micro_batches // stages, _MOST_ROUNDS)
+    return make_schedule(
+        "interleaved", num_ranks=stages, num_virtual=virtual, num_micro_batches=rounds * stages
+    )
+
+
+@lru_cache(maxsize=256)
+def _simulator(schedule: Schedule) -> Simulator:
+    return Simulator(schedule)
+
+
+@lru_cache(maxsize=256)
+def _cuts(workload: Workload, num_stages: int) -> tuple[int, ...]:
+    """Return the layers at which the second, third, ... stage begins, with as even FLOPs as can be."""
+    return tuple(partition(_model_cost(workload), num_stages))
+
+
+@lru_cache(maxsize=256)
+def _shares(workload: Workload, num_stages: int) -> tuple[float, ...]:
+    """Return each stage's share of the FLOPs."""
+    cost = _model_cost(workload)
+    return tuple(stage.forward_s for stage in stage_costs(cost, _cuts(workload, num_stages)))
+
+
+def _model_cost(workload: Workload) -> ModelCost:
+    total = workload.forward_flops or 1.0
+    units = tuple(
+        Unit(name=layer.name, forward_s=layer.forward_flops / total, backward_s=0.0)
+        for layer in workload.layers
+    )
+    return ModelCost(units=units, relay_bytes=(0,) * (len(units) - 1), source="roofline")

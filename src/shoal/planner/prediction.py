@@ -1,0 +1,200 @@
+"""A whole job predicted for one choice of hosts and layout."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from shoal.planner.convergence import Convergence
+from shoal.planner.device_memory import DeviceMemory, device_memory, largest_micro_batch
+from shoal.planner.hardware import Accelerator, Instance, Machines, require_accelerators
+from shoal.planner.run_time import RunTime, cost, run_time
+from shoal.planner.step_time import Layout, StepTime, achieved_flops_for, num_replicas, step_time
+from shoal.planner.workload import Workload
+
+ASSUMED_UTILISATION = 0.35
+"""Share of peak where nobody has published or measured a throughput: what tuned trainings of transformers
+reach (Chowdhery et al. 2022, arXiv 2204.02311, table 3, lists 21 to 46 %)."""
+START_S = 120.0
+"""From starting the hosts' processes to the first step, where nothing better is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a job with one workload and one batch; most jobs have one."""
+
+    workload: Workload
+    convergence: Convergence
+    """Gives the epochs for the part's global batch."""
+    global_batch: int
+    achieved_flops: float
+    basis: str
+    """Where ``achieved_flops`` comes from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be trained."""
+
+    recipe: str
+    parts: tuple[Part, ...]
+    start_s: float = START_S
+    """From starting the hosts' processes to the first step: data, communicators, compilation."""
+    checkpoint_every_steps: int | None = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One choice and what it leads to; a job of several parts adds them up."""
+
+    workers: Machines
+    helpers: Machines | None
+    layouts: tuple[Layout, ...]
+    steps: tuple[StepTime, ...]
+    runs: tuple[RunTime, ...]
+    memory: DeviceMemory
+    samples_per_s: float
+    """Of the first part."""
+    efficiency: float
+    """Of the first part: samples/s over those of as many single hosts that need no network."""
+    total_s: float
+    dollars: float | None
+
+    @property
+    def where(self) -> dict[str, float]:
+        """Seconds of the whole run by cause; they add up to ``total_s``."""
+        named = {"compute": 0.0, "bubble": 0.0, "stragglers": 0.0, "network": 0.0, "optimizer": 0.0}
+        for step, run in zip(self.steps, self.runs, strict=True):
+            named["compute"] += run.num_steps * (step.forward_s + step.backward_s)
+            named["bubble"] += run.num_steps * step.bubble_s
+            named["stragglers"] += run.num_steps * step.straggler_s
+            named["network"] += run.num_steps * step.exposed_s
+            named["optimizer"] += run.num_steps * step.optimizer_s
+        named["start"] = sum(run.start_s for run in self.runs)
+        named["evaluation"] = sum(run.evaluations_s for run in self.runs)
+        named["checkpoints"] = sum(run.checkpoints_s for run in self.runs)
+        return named
+
+
+def predict(job: Job, workers: Machines, layouts: Sequence[Layout], helpers: Machines | None = None) -> Plan:
+    """Predict a job.
+
+    Args:
+        layouts: of each part; their global batches are the parts'.
+
+    Raises:
+        UsageError: a layout does not divide the accelerators.
+    """
+    steps: list[StepTime] = []
+    runs: list[RunTime] = []
+    memories: list[DeviceMemory] = []
+    for part, layout in zip(job.parts, layouts, strict=True):
+        step = step_time(part.workload, workers, layout, achieved_flops=part.achieved_flops, helpers=helpers)
+        steps.append(step)
+        runs.append(
+            run_time(
+                part.workload,
+                part.convergence,
+                workers,
+                global_batch=part.global_batch,
+                step_s=step.total_s,
+                achieved_flops=part.achieved_flops,
+                per_replica=layout.per_replica,
+                start_s=0.0 if runs else job.start_s,
+                checkpoint_every_steps=job.checkpoint_every_steps,
+            )
+        )
+        replicas = num_replicas(workers, layout)
+        micro = part.global_batch / replicas / step.micro_batches
+        memories.append(device_memory(part.workload, layout, replicas=replicas, micro_batch=micro))
+    total_s = sum(run.total_s for run in runs)
+    alone = _alone(job.parts[0], workers, layouts[0])
+    rate = job.parts[0].global_batch / steps[0].total_s
+    return Plan(
+        workers=workers,
+        helpers=helpers,
+        layouts=tuple(layouts),
+        steps=tuple(steps),
+        runs=tuple(runs),
+        memory=max(memories, key=lambda memory: memory.total_bytes),
+        samples_per_s=rate,
+        efficiency=rate / (alone * workers.count),
+        total_s=total_s,
+        dollars=cost(total_s, workers, helpers),
+    )
+
+
+def _alone(part: Part, workers: Machines, layout: Layout) -> float:
+    """Return samples/s of one host that has its share of the work to itself.
+
+    Where a replica needs several hosts it is the smallest set of hosts that holds one.
+    """
+    per_host = workers.instance.num_accelerators
+    hosts = max(1, math.ceil(layout.per_replica / per_host))
+    batch = max(1, round(part.global_batch * hosts / workers.count))
+    one = replace(layout, global_batch=batch, algorithm="hierarchical-ring")
+    few = Machines(count=hosts, instance=workers.instance)
+    step = step_time(part.workload, few, one, achieved_flops=part.achieved_flops)
+    return batch / step.total_s / hosts
+
+
+def achieved(
+    workload: Workload,
+    recipe: str,
+    instance: Instance,
+    *,
+    samples_per_s: float | None = None,
+    global_batch: int | None = None,
+) -> tuple[float, str]:
+    """Return the FLOP/s of an accelerator and where the figure comes from.
+
+    From ``samples_per_s`` of one host where given; else from a published throughput of a host with the same
+    accelerator; else a share of the peak.
+    """
+    accelerator = require_accelerators(Machines(count=1, instance=instance))
+    peak = accelerator.peak("fp16")
+    if samples_per_s is not None:
+        batch = global_batch or instance.num_accelerators
+        rate = _from_rate(workload, instance, batch, samples_per_s, peak)
+        return rate, f"measured: {samples_per_s:g} {workload.unit}/s on one host"
+    for entry in _published():
+        if _same(entry, workload, recipe, accelerator):
+            host = replace(instance, num_accelerators=entry["num_accelerators"])
+            rate = _from_rate(workload, host, entry["global_batch"], entry["samples_per_s"], peak)
+            return rate, f"published: {entry['samples_per_s']:g} {workload.unit}/s, {entry['source']}"
+    text = f"assumed: {100 * ASSUMED_UTILISATION:.0f} % of the peak of {accelerator.name}; measure one host"
+    return ASSUMED_UTILISATION * peak, text
+
+
+def _from_rate(
+    workload: Workload, instance: Instance, batch: int, samples_per_s: float, peak: float
+) -> float:
+    host = Machines(count=1, instance=instance)
+    share = batch / instance.num_accelerators
+    micro = largest_micro_batch(workload, require_accelerators(host), share=share)
+    layout = Layout(global_batch=batch, micro_batch=micro)
+    return achieved_flops_for(
+        samples_per_s,
+        lambda flops: batch / step_time(workload, host, layout, achieved_flops=flops).total_s,
+        peak=peak,
+    )
+
+
+def _same(entry: dict[str, Any], workload: Workload, recipe: str, accelerator: Accelerator) -> bool:
+    near = {"V100-32GB": ("V100-32GB", "V100-SXM3-32GB"), "A100-80GB": ("A100-80GB",)}
+    length = entry.get("sequence_length", workload.tokens_per_sample)
+    names = near.get(accelerator.name, (accelerator.name,))
+    return (
+        entry["recipe"] == recipe and entry["accelerator"] in names and length == workload.tokens_per_sample
+    )
+
+
+@cache
+def _published() -> tuple[dict[str, Any], ...]:
+    text = (resources.files("shoal.planner") / "catalog" / "throughput.toml").read_text(encoding="utf-8")
+    return tuple(tomllib.loads(text)["host"])

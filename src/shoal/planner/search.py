@@ -1,0 +1,210 @@
+"""Which layout is best: all that fit are predicted and ranked by time or by money."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.decide.server_assignment import recommended_bucket_bytes
+from shoal.errors import UsageError
+from shoal.planner.device_memory import RESERVED, device_memory
+from shoal.planner.hardware import Machines, require_accelerators
+from shoal.planner.network import ALGORITHMS
+from shoal.planner.prediction import Job, Part, Plan, predict
+from shoal.planner.step_time import Layout, num_replicas
+
+Goal = Literal["time", "cost"]
+_STAGES = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A plan and why it stands where it stands."""
+
+    plan: Plan
+    reason: str
+
+
+def layouts_of(part: Part, workers: Machines, *, algorithm: str, wire_bytes: int = 4) -> list[Layout]:
+    """Return the layouts of a part that fit: stages × micro-batch × sharded optimizer, as few of each as fit.
+
+    A model that fits on one device is not split; another is tried with the fewest stages and twice as many.
+    Among layouts with the same stages the largest micro-batch that fits has the least fixed cost, so only it
+    is kept; a sharded optimizer is taken where the whole one does not fit.
+
+    Raises:
+        UsageError: nothing fits; says how much is missing on the nearest.
+    """
+    room = require_accelerators(workers).memory_bytes * (1 - RESERVED)
+    found: list[Layout] = []
+    tried: list[tuple[float, Layout]] = []
+    for stages in _STAGES:
+        if workers.num_accelerators % stages or stages > len(part.workload.layers):
+            continue
+        if found and stages > found[0].stages * (1 if found[0].stages == 1 else 2):
+            break  # more stages than the model needs only add bubbles
+        for layout in _candidates(part, workers, stages=stages, algorithm=algorithm, wire_bytes=wire_bytes):
+            needed = _needed_bytes(part, workers, layout)
+            tried.append((needed, layout))
+            if needed <= room:
+                found.append(layout)
+                break
+    if not found:
+        needed, layout = min(tried, key=lambda pair: pair[0])
+        raise UsageError(
+            f"{part.workload.name} fits on no layout of {workers}: the nearest, {layout.stages} stages with "
+            f"micro-batches of {layout.micro_batch:g} and the optimizer sharded, needs "
+            f"{needed / 2**30:.1f} GiB a device, {(needed - room) / 2**30:.1f} GiB more than there are; "
+            "take more or larger devices"
+        )
+    return found
+
+
+def _candidates(
+    part: Part, workers: Machines, *, stages: int, algorithm: str, wire_bytes: int
+) -> Iterator[Layout]:
+    """Yield the layouts with so many stages, the one that is best where it fits first."""
+    buckets = recommended_bucket_bytes(
+        workers.count,
+        ranks_per_host=max(workers.instance.num_accelerators, 1),
+        gradient_bytes=4 * part.workload.num_parameters // stages,  # fp32, as DDP's buckets hold them
+    )
+    share = part.global_batch * stages / workers.num_accelerators
+    for sharded in (False, True):
+        for micro in _micro_batches(share, stages):
+            yield Layout(
+                global_batch=part.global_batch,
+                micro_batch=micro,
+                stages=stages,
+                virtual=2 if stages > 1 else 1,
+                algorithm=algorithm,
+                wire_bytes=wire_bytes,
+                bucket_bytes=max(buckets, part.workload.num_parameters // 16 // stages),
+                sharded_optimizer=sharded,
+            )
+
+
+def _needed_bytes(part: Part, workers: Machines, layout: Layout) -> float:
+    replicas = num_replicas(workers, layout)
+    assert layout.micro_batch is not None
+    memory = device_memory(part.workload, layout, replicas=replicas, micro_batch=layout.micro_batch)
+    return memory.total_bytes
+
+
+def _micro_batches(share: float, stages: int) -> Iterator[float]:
+    """Yield a replica's share in halves down to one sample; with stages at least four micro-batches each."""
+    micro = share if stages == 1 else min(share, max(share / (4 * stages), 1.0))
+    while True:
+        yield micro
+        if micro <= 1:
+            return
+        micro = max(micro / 2, 1.0)
+
+
+def search(
+    job: Job,
+    workers: Machines,
+    helpers: Machines | None = None,
+    *,
+    goal: Goal = "time",
+    algorithms: Sequence[str] | None = None,
+    wire_bytes: int = 4,
+) -> list[Plan]:
+    """Return all plans, the best first.
+
+    Args:
+        algorithms: default: all that the hosts allow, helpers only where there are some.
+        wire_bytes: of an element of a gradient on the network.
+
+    Raises:
+        UsageError: the model fits on no layout, or money is asked for where a host has no price.
+    """
+    plans: list[Plan] = []
+    for algorithm in algorithms or ALGORITHMS:
+        used = helpers if algorithm == "two-hop-helpers" else None
+        if algorithm == "two-hop-helpers" and helpers is None:
+            continue
+        choices = [
+            layouts_of(part, workers, algorithm=algorithm, wire_bytes=wire_bytes) for part in job.parts
+        ]
+        plans += [predict(job, workers, layouts, used) for layouts in itertools.product(*choices)]
+    if not plans:
+        raise UsageError("no algorithm is left to plan with; two-hop-helpers needs --helpers")
+    if goal == "cost" and any(plan.dollars is None for plan in plans):
+        raise UsageError(
+            f"{workers.instance.name} has no price an hour in the catalog, so nothing can be ranked by cost; "
+            "use --goal time, or give it a price with --catalog FILE"
+        )
+    return sorted(plans, key=lambda plan: (_value(plan, goal), _value(plan, "time")))
+
+
+def _value(plan: Plan, goal: Goal) -> float:
+    return plan.total_s if goal == "time" else (math.inf if plan.dollars is None else plan.dollars)
+
+
+def best_of_each(plans: Sequence[Plan], count: int = 5) -> list[Ranked]:
+    """Return the best ``count`` plans that differ in something a person chooses, each with a reason."""
+    ranked: list[Ranked] = []
+    seen: set[tuple[object, ...]] = set()
+    for plan in plans:
+        layout = plan.layouts[0]
+        key = (layout.algorithm, layout.stages, layout.sharded_optimizer)
+        if key not in seen:
+            seen.add(key)
+            ranked.append(Ranked(plan=plan, reason=_reason(plan, plans[0])))
+        if len(ranked) == count:
+            break
+    return ranked
+
+
+def _reason(plan: Plan, best: Plan) -> str:
+    """Say what makes a plan better or worse than the best: its largest difference in time."""
+    where = plan.where
+    waits = {name: seconds for name, seconds in where.items() if name not in ("compute", "start")}
+    if plan is best:
+        name = max(waits, key=lambda n: waits[n])
+        share = waits[name] / plan.total_s
+        return f"the best; what it loses most to is {name}, {100 * share:.1f} % of the time"
+    there = best.where
+    differences = {name: where[name] - there[name] for name in where}
+    name = max(differences, key=lambda n: abs(differences[n]))
+    if abs(differences[name]) < 0.001 * plan.total_s:
+        return "as fast as the best"
+    more = "more" if differences[name] > 0 else "less"
+    return f"{duration(abs(differences[name]))} {more} {name} than the best"
+
+
+def helpers_sentence(with_helpers: Plan, without: Plan) -> str:
+    """Return what the helpers bring in time and money."""
+    saved_s = without.total_s - with_helpers.total_s
+    name = str(with_helpers.helpers).replace("x", " ", 1)
+    if abs(saved_s) < 1:
+        text = f"{name} helpers change the time by less than a second"
+    else:
+        text = f"{name} helpers {'save' if saved_s > 0 else 'lose'} {duration(abs(saved_s))}"
+    if with_helpers.dollars is None or without.dollars is None:
+        return text
+    saved = without.dollars - with_helpers.dollars
+    if saved_s >= 1 and saved > 0:
+        return f"{text} and {saved:,.0f} dollars"
+    return (
+        f"{text} and cost {-saved:,.0f} dollars more"
+        if saved < 0
+        else f"{text} and save {saved:,.0f} dollars"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as a person says it: ``41 s``, ``21 minutes``, ``6.2 hours``, ``4.7 days``."""
+    if seconds < 0.1:
+        return f"{1e3 * seconds:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} minutes"
+    if seconds < 2 * 86400:
+        return f"{seconds / 3600:.1f} hours"
+    return f"{seconds / 86400:.1f} days"

@@ -1,0 +1,232 @@
+"""Buckets on their way through the links, as events on a heap.
+
+A bucket travels in pieces; piece k + 1 enters a phase when piece k has left it, so that the phases overlap.
+Pieces of several buckets share links max-min fairly (Bertsekas & Gallager, Data Networks, section 6.5.2),
+which is how flows of TCP and of fair switches share them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from shoal.planner.network import Collective
+
+PIECE_BYTES, MOST_PIECES = 32 << 10, 32
+"""Pieces that a bucket travels in: the second hop begins after the first of them. The engine's are of 32 KiB
+between hosts (``EngineOptions.chunk_bytes``); of a large bucket no more than 32 are simulated, which makes it
+up to 3 % slower than it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A bucket in a phase, in seconds since the step began."""
+
+    bucket: int
+    phase: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """All buckets of a step averaged."""
+
+    end_s: float
+    """When the last bucket is back; 0 without buckets."""
+    spans: tuple[Span, ...]
+    busy_s: Mapping[str, float]
+    """How long each link would be busy at its full rate."""
+
+
+class _Piece:
+    __slots__ = ("amount", "bucket", "left", "number", "phase")
+
+    def __init__(self, bucket: int, number: int, amount: float) -> None:
+        self.bucket = bucket
+        self.number = number
+        self.phase = 0
+        self.amount = amount
+        self.left = amount
+
+
+def exchange(
+    ready: Sequence[tuple[float, float]],
+    how: Collective,
+    rates: Mapping[str, float],
+    *,
+    most_pieces: int = MOST_PIECES,
+) -> Exchange:
+    """Simulate the averaging of buckets.
+
+    Args:
+        ready: (second at which it is ready, bytes) of each bucket.
+        rates: bytes/s of each link.
+        most_pieces: into which a bucket is cut.
+    """
+    if not how.phases or not ready:
+        return Exchange(end_s=max((time for time, _ in ready), default=0.0), spans=(), busy_s={})
+    return _Simulation(ready, how, rates, most_pieces).run()
+
+
+class _Simulation:
+    """The state of one exchange; times are seconds, a piece's amount is bytes of its bucket."""
+
+    def __init__(
+        self,
+        ready: Sequence[tuple[float, float]],
+        how: Collective,
+        rates: Mapping[str, float],
+        most_pieces: int,
+    ) -> None:
+        self.ready, self.how, self.rates, self.most_pieces = ready, how, rates, most_pieces
+        self.now = 0.0
+        self.events: list[tuple[float, int, _Piece]] = []
+        self.sequence = 0
+        self.active: list[_Piece] = []
+        # Pieces wait for the one before them to leave a phase: (bucket, phase) -> the next allowed number.
+        self.next_number: dict[tuple[int, int], int] = {}
+        self.waiting: dict[tuple[int, int, int], _Piece] = {}
+        self.unfinished = [self._num_pieces(num_bytes) for _, num_bytes in ready]
+        self.num_released = 0
+        self.begun: dict[tuple[int, int], float] = {}
+        self.ended: dict[tuple[int, int], float] = {}
+        self.end_s = 0.0
+
+    def run(self) -> Exchange:
+        for _ in self.ready[: self.how.at_once]:
+            self._release_next()
+        while self.events or self.active:
+            self._advance()
+        spans = tuple(
+            Span(
+                bucket=bucket,
+                phase=self.how.phases[phase].name,
+                begin_s=begin,
+                end_s=self.ended[bucket, phase],
+            )
+            for (bucket, phase), begin in sorted(self.begun.items())
+        )
+        total = sum(num_bytes for _, num_bytes in self.ready)
+        busy: dict[str, float] = {}
+        for phase in self.how.phases:
+            for link, amount in phase.demands:
+                busy[link] = busy.get(link, 0.0) + amount * total / self.rates[link]
+        return Exchange(end_s=self.end_s, spans=spans, busy_s=busy)
+
+    def _num_pieces(self, num_bytes: float) -> int:
+        if len(self.how.phases) == 1:
+            return 1
+        return min(max(math.ceil(num_bytes / PIECE_BYTES), 1), self.most_pieces)
+
+    def _release_next(self) -> None:
+        """Let the next bucket begin as soon as it is ready."""
+        if self.num_released == len(self.ready):
+            return
+        bucket = self.num_released
+        self.num_released += 1
+        time, num_bytes = self.ready[bucket]
+        count = self.unfinished[bucket]
+        for number in range(count):
+            self._at(max(time, self.now), _Piece(bucket, number, num_bytes / count))
+
+    def _at(self, time: float, piece: _Piece) -> None:
+        self.sequence += 1
+        heapq.heappush(self.events, (time, self.sequence, piece))
+
+    def _advance(self) -> None:
+        """Go to the next arrival or departure."""
+        speeds = self._speeds()
+        needs = [piece.left / speed for piece, speed in zip(self.active, speeds, strict=True)]
+        first = min(needs, default=math.inf)
+        arrival = self.events[0][0] if self.events else math.inf
+        time = min(self.now + first, arrival)
+        passed = time - self.now
+        # Whoever is first is done at this moment, however the clock rounds.
+        due = first * (1 + 1e-9) if self.now + first <= arrival else -1.0
+        gone = []
+        for piece, speed, need in zip(self.active, speeds, needs, strict=True):
+            if need <= due:
+                gone.append(piece)
+            elif math.isfinite(speed):
+                piece.left = max(piece.left - speed * passed, 0.0)
+        self.now = time
+        for piece in gone:
+            self.active.remove(piece)
+            self._leave(piece)
+        while self.events and self.events[0][0] <= self.now:
+            self._arrive(heapq.heappop(self.events)[2])
+
+    def _arrive(self, piece: _Piece) -> None:
+        """Enter the next phase, or the wait for it, or be done."""
+        if piece.phase == len(self.how.phases):
+            self._done(piece)
+            return
+        place = (piece.bucket, piece.phase)
+        if self.next_number.get(place, 0) != piece.number:
+            self.waiting[(*place, piece.number)] = piece
+            return
+        self.begun.setdefault(place, self.now)
+        piece.left = piece.amount
+        self.active.append(piece)
+
+    def _leave(self, piece: _Piece) -> None:
+        place = (piece.bucket, piece.phase)
+        latency_s = self.how.phases[piece.phase].latency_s
+        self.ended[place] = self.now + latency_s
+        self.next_number[place] = piece.number + 1
+        piece.phase += 1
+        self._at(self.now + latency_s, piece)
+        follower = self.waiting.pop((*place, piece.number + 1), None)
+        if follower is not None:
+            self._arrive(follower)
+
+    def _done(self, piece: _Piece) -> None:
+        self.end_s = max(self.end_s, self.now)
+        self.unfinished[piece.bucket] -= 1
+        if self.unfinished[piece.bucket] == 0:
+            self._release_next()
+
+    def _speeds(self) -> list[float]:
+        """Return bytes of the bucket a second of each active piece: max-min fair."""
+        if len(self.active) == 1:
+            alone = self.how.phases[self.active[0].phase].demands
+            return [min(self.rates[link] / amount for link, amount in alone)]
+        demands = [self.how.phases[piece.phase].demands for piece in self.active]
+        speeds = [math.inf] * len(demands)
+        left = dict(self.rates)
+        open_ = set(range(len(demands)))
+        while open_:
+            load: dict[str, float] = {}
+            for index in open_:
+                for link, amount in demands[index]:
+                    load[link] = load.get(link, 0.0) + amount
+            if not load:
+                break
+            level, tight = min((left[link] / amount, link) for link, amount in load.items())
+            fixed = [i for i in open_ if any(link == tight for link, _ in demands[i])]
+            for index in fixed:
+                speeds[index] = level
+                open_.discard(index)
+                for link, amount in demands[index]:
+                    left[link] = max(left[link] - level * amount, 0.0) if math.isfinite(level) else left[link]
+        return speeds
+
+
+@lru_cache(maxsize=1024)
+def slowest(num_workers: int, jitter: float, seed: int, num_steps: int = 32) -> float:
+    """Return how many times as long as the mean the slowest of the workers takes, averaged over steps.
+
+    Each worker's time is drawn from a normal distribution with relative standard deviation ``jitter``.
+    """
+    if jitter == 0:
+        return 1.0
+    draws = np.random.default_rng([seed, num_workers])
+    return 1.0 + jitter * float(
+        np.mean([np.max(draws.standard_normal(num_workers)) for _ in range(num_steps)])
+    )

@@ -1,0 +1,299 @@
+"""One optimizer step: what workers compute, when buckets are ready, what of the exchange shows.
+
+    micro-batch    K τ + b f / r        K kernels at least τ each, b samples of f FLOPs at r achieved FLOP/s
+    last backward  releases the buckets; earlier micro-batches of an accumulated batch send nothing
+    stages         the timeline of interleaved 1F1B over the model's own layers (``pipeline``); equal stages
+                   without relays wait (p - 1) / (v m) of the computation (Narayanan et al. 2021, arXiv
+                   2104.04473, section 2.2)
+    optimizer      reads and writes weights, gradients and moments at memory rate
+
+τ is physical: launch, ramp and tail of a kernel that has next to nothing to do. It is why eight times the
+hosts at the same global batch are never eight times as fast, however good the network is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.decide.server_assignment import DDP_BUCKET_BYTES
+from shoal.errors import UsageError
+from shoal.planner import pipeline_bubble
+from shoal.planner.hardware import Machines, require_accelerators
+from shoal.planner.network import CONNECTIONS_PER_PEER, capacities, collective
+from shoal.planner.simulate import Exchange, exchange, slowest
+from shoal.planner.workload import Workload, gradient_buckets
+
+KERNEL_S = 10e-6
+"""τ at the clock of an A100: launch, ramp and tail of a kernel over a tiny tensor. Latencies are counted in
+cycles, so τ goes with the inverse of the clock. One figure for all models and devices; see docs/plan.md."""
+KERNEL_CLOCK_HZ = 1.41e9
+MEMORY_EFFICIENCY = 0.8
+"""Streaming kernels reach about 80 % of a device's memory rate (STREAM on GPUs)."""
+JITTER = 0.01
+"""Relative standard deviation of a worker's time. Sinha et al. (SC 2022, "Not All GPUs Are Created Equal")
+found up to 8 % between GPUs of one cluster; 1 % is ±3 σ over 6 %."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a global batch is spread over the accelerators.
+
+    ``tensor × stages`` accelerators hold one replica of the model; the rest is data parallel.
+    """
+
+    global_batch: int
+    micro_batch: float | None = None
+    """Samples a replica computes at once; None: its whole share (no accumulation) where stages is 1."""
+    tensor: int = 1
+    """Accelerators over which each layer is split."""
+    stages: int = 1
+    """Pipeline stages."""
+    virtual: int = 1
+    """Chunks of layers on each stage's accelerators."""
+    algorithm: str = "hierarchical-ring"
+    bucket_bytes: int = DDP_BUCKET_BYTES
+    """On the network."""
+    wire_bytes: int = 2
+    """Bytes of a gradient's element on the network."""
+    connections: int = CONNECTIONS_PER_PEER
+    """Flows between two hosts that exchange; matters where one flow does not fill the NIC."""
+    collectives_at_once: int = 1
+    """Of a ring or a tree: NCCL runs those of a group in order, gloo's two threads two at a time."""
+    overlap: bool = True
+    """Averaging begins during the backward pass; it cannot where each worker clips its gradients before."""
+    sharded_optimizer: bool = False
+    """Each data-parallel worker updates its part of the parameters only."""
+
+    @property
+    def per_replica(self) -> int:
+        """Accelerators that hold one copy of the model."""
+        return self.tensor * self.stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Where a step's time goes, in seconds."""
+
+    forward_s: float
+    backward_s: float
+    bubble_s: float
+    straggler_s: float
+    """Wait for the slowest worker."""
+    exposed_s: float
+    """Averaging that the backward pass does not hide."""
+    optimizer_s: float
+    micro_batches: int
+    exchange: Exchange
+    """Times count from the beginning of the step."""
+
+    @property
+    def total_s(self) -> float:
+        return (
+            self.forward_s
+            + self.backward_s
+            + self.bubble_s
+            + self.straggler_s
+            + self.exposed_s
+            + self.optimizer_s
+        )
+
+
+def step_time(
+    workload: Workload,
+    workers: Machines,
+    layout: Layout,
+    *,
+    achieved_flops: float,
+    helpers: Machines | None = None,
+    jitter: float = JITTER,
+    kernel_s: float = KERNEL_S,
+    seed: int = 0,
+) -> StepTime:
+    """Predict one optimizer step.
+
+    Args:
+        achieved_flops: of one accelerator, in matrix work; what a calibration finds.
+
+    Raises:
+        UsageError: the layout does not divide the accelerators.
+    """
+    replicas = num_replicas(workers, layout)
+    done = _compute(workload, workers, layout, replicas, achieved_flops=achieved_flops, kernel_s=kernel_s)
+    late = slowest(workers.num_accelerators, jitter, seed) - 1.0
+    computed_s = (done.forward_s + done.backward_s + done.bubble_s) * (1 + late)
+    if replicas > 1:
+        sent = _average(
+            workload, workers, helpers, layout, begin_s=computed_s - done.window_s, window_s=done.window_s
+        )
+    else:
+        sent = Exchange(end_s=computed_s, spans=(), busy_s={})
+    gathered_s = 0.0
+    if layout.sharded_optimizer:
+        gathered_s = max(0.0, max(sent.busy_s.values(), default=0.0) - done.window_s / 2)
+    return StepTime(
+        forward_s=done.forward_s,
+        backward_s=done.backward_s,
+        bubble_s=done.bubble_s,
+        straggler_s=late * (done.forward_s + done.backward_s + done.bubble_s),
+        exposed_s=max(0.0, sent.end_s - computed_s) + gathered_s,
+        optimizer_s=_update_s(workload, workers, layout, replicas),
+        micro_batches=done.micro_batches,
+        exchange=sent,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Computed:
+    """What one worker computes in a step, in seconds."""
+
+    forward_s: float
+    backward_s: float
+    bubble_s: float
+    window_s: float
+    """The end of the backward pass, in which gradients become ready."""
+    micro_batches: int
+
+
+def _compute(
+    workload: Workload,
+    workers: Machines,
+    layout: Layout,
+    replicas: int,
+    *,
+    achieved_flops: float,
+    kernel_s: float,
+) -> _Computed:
+    """Return the forward and backward passes of a worker's share of the batch."""
+    accelerator = require_accelerators(workers)
+    share = layout.global_batch / replicas
+    # A share below one sample splits the samples themselves (spatial or context parallel): no accumulation.
+    micro = min(layout.micro_batch or (1.0 if layout.stages > 1 else share), share)
+    count = max(1, math.ceil(share / micro - 1e-9))
+    flops_s = share / count * workload.training_flops / (layout.per_replica * achieved_flops)
+    kernels_s = kernel_s * KERNEL_CLOCK_HZ / accelerator.clock_hz * workload.num_kernels / layout.stages
+    compute_s = flops_s + kernels_s
+    bubble_s = 0.0
+    if layout.stages > 1:
+        bubble_s = pipeline_bubble.bubble_s(
+            workload,
+            workers,
+            stages=layout.stages,
+            virtual=layout.virtual,
+            tensor=layout.tensor,
+            micro_batches=count,
+            micro_batch=share / count,
+            compute_s=compute_s,
+            flow_bytes_per_s=layout.connections * workers.instance.flow_bytes_per_s,
+        )
+    # In chunks (interleaved stages) each chunk's last passes come at another time: gradients become ready
+    # over the backward passes of the last ``stages`` micro-batches, not of one.
+    window_s = compute_s * 2 / 3 * (min(count, layout.stages) if layout.virtual > 1 else 1)
+    return _Computed(
+        forward_s=count * compute_s / 3,
+        backward_s=count * compute_s * 2 / 3,
+        bubble_s=bubble_s,
+        window_s=window_s,
+        micro_batches=count,
+    )
+
+
+def _average(
+    workload: Workload,
+    workers: Machines,
+    helpers: Machines | None,
+    layout: Layout,
+    *,
+    begin_s: float,
+    window_s: float,
+) -> Exchange:
+    """Return how the gradients travel that become ready in the window after ``begin_s``."""
+    trained = workload.trainable / layout.per_replica * layout.wire_bytes
+    buckets = gradient_buckets(workload.layers, layout.bucket_bytes, trained)
+    # Sharded, gradients are only scattered; the new parameters are gathered in the next forward pass.
+    halved = 0.5 if layout.sharded_optimizer else 1.0
+    ready = [
+        (begin_s + (done if layout.overlap else 1.0) * window_s, halved * num_bytes)
+        for done, num_bytes in buckets
+    ]
+    how = collective(
+        layout.algorithm,
+        workers,
+        helpers,
+        local_group=max(1, workers.instance.num_accelerators // layout.per_replica),
+        at_once=layout.collectives_at_once,
+    )
+    links = capacities(workers, helpers, algorithm=layout.algorithm, connections=layout.connections)
+    return exchange(ready, how, links)
+
+
+def _update_s(workload: Workload, workers: Machines, layout: Layout, replicas: int) -> float:
+    """Return the time of the optimizer's pass through memory."""
+    updated = workload.num_parameters * workload.trainable / layout.per_replica
+    if layout.sharded_optimizer:
+        updated /= replicas
+    bytes_per_s = require_accelerators(workers).memory_bytes_per_s * MEMORY_EFFICIENCY
+    return updated * workload.optimizer_bytes / bytes_per_s
+
+
+def num_replicas(workers: Machines, layout: Layout) -> int:
+    """Return how many copies of the model the accelerators hold.
+
+    Raises:
+        UsageError: the accelerators do not divide into copies.
+    """
+    num_workers = workers.num_accelerators
+    if num_workers % layout.per_replica:
+        raise UsageError(
+            f"{num_workers} accelerators do not divide into copies of the model over {layout.tensor} × "
+            f"{layout.stages} of them (tensor × stages); choose a divisor"
+        )
+    return num_workers // layout.per_replica
+
+
+def achieved_flops_for(
+    measured: float,
+    predict: Callable[[float], float],
+    *,
+    peak: float,
+    tolerance: float = 1e-5,
+) -> float:
+    """Return the FLOP/s of an accelerator at which ``predict`` gives ``measured``.
+
+    Args:
+        predict: a time, falling with the FLOP/s, or a throughput, growing with it.
+        peak: of the accelerator; the answer lies between a thousandth of it and 100 times it (a figure above
+            1 × means that the fixed costs are overestimated, and is the caller's to judge).
+
+    Raises:
+        UsageError: no such rate exists: fixed costs alone exceed the measured time.
+    """
+    low, high = math.log(peak * 1e-3), math.log(peak * 100)
+
+    def off(log_flops: float) -> float:
+        """Logarithm of predicted over measured; monotonic, so a root is the only one."""
+        return math.log(predict(math.exp(log_flops)) / measured)
+
+    off_low, off_high = off(low), off(high)
+    if off_low * off_high > 0:
+        raise UsageError(
+            f"no rate of computation gives {measured:g}: at infinite speed the prediction is "
+            f"{predict(math.exp(high)):g}; the measurement is of another model, batch or hardware"
+        )
+    # Regula falsi with halving (Illinois); nearly linear in logarithms where computation dominates.
+    side = 0
+    for _ in range(100):
+        middle = (low * off_high - high * off_low) / (off_high - off_low)
+        value = off(middle)
+        if abs(value) < tolerance:
+            break
+        if (value > 0) == (off_high > 0):
+            high, off_high = middle, value
+            off_low = off_low / 2 if side == 1 else off_low
+            side = 1
+        else:
+            low, off_low = middle, value
+            off_high = off_high / 2 if side == -1 else off_high
+            side = -1
+    return math.exp(middle)

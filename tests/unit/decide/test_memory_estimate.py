@@ -1,0 +1,87 @@
+"""The memory estimate against what a real step of this model keeps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.data.packing import pack
+from shoal.decide.memory_estimate import estimate_memory
+from shoal.models.albert_config import AlbertModelConfig, num_parameters
+from shoal.models.pretraining import AlbertPretraining
+
+CONFIG = AlbertModelConfig(
+    vocab_size=1_000,
+    hidden_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    intermediate_size=512,
+    max_position_embeddings=64,
+    classifier_dropout_prob=0.0,
+)
+BATCH, LENGTH, PREDICTIONS = 8, 64, 10
+
+
+def saved_bytes(config: AlbertModelConfig) -> int:
+    """Return the bytes of distinct tensors that autograd keeps in a real forward pass, weights left out."""
+    model = AlbertPretraining(config)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.randint(5, 1_000, (BATCH * LENGTH,))
+    packed = pack(ids.numpy(), torch.zeros_like(ids).numpy(), np.full(BATCH, LENGTH))
+    rows = (torch.arange(BATCH)[:, None] * LENGTH + torch.arange(1, PREDICTIONS + 1)).flatten()
+    with torch.autograd.graph.saved_tensors_hooks(pack_tensor, lambda tensor: tensor):
+        sums = model(
+            **{name: torch.from_numpy(array) for name, array in packed.items()},
+            masked_rows=rows,
+            masked_ids=ids[rows],
+            labels=torch.zeros(BATCH, dtype=torch.long),
+        )
+    del sums
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("layers", [4, 8])
+def test_activations_within_a_third_of_what_autograd_keeps(layers: int) -> None:
+    from dataclasses import replace
+
+    config = replace(CONFIG, num_hidden_layers=layers)
+    estimate = estimate_memory(
+        num_parameters=num_parameters(config),
+        micro_batch_size=BATCH,
+        sequence_length=LENGTH,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=layers,
+        num_logits=BATCH * PREDICTIONS * config.vocab_size,
+        activation_bytes=4,
+        activation_checkpointing=False,
+    )
+    assert estimate.activations_bytes == pytest.approx(saved_bytes(config), rel=1 / 3)
+
+
+def test_the_sum_and_what_checkpointing_saves() -> None:
+    settings = {
+        "num_parameters": 1_000,
+        "micro_batch_size": 2,
+        "sequence_length": 8,
+        "hidden_size": 4,
+        "intermediate_size": 16,
+        "num_layers": 3,
+        "num_logits": 10,
+        "activation_bytes": 2,
+    }
+    full = estimate_memory(**settings, activation_checkpointing=False)
+    layer = 2 * 8 * (9 * 4 + 2 * 16) * 2
+    assert full.activations_bytes == 3 * layer + 80
+    assert full.total_bytes == 16_000 + 3 * layer + 80
+    slim = estimate_memory(**settings, activation_checkpointing=True)
+    assert slim.activations_bytes == layer + 3 * 2 * 8 * 4 * 2 + 80

@@ -1,0 +1,69 @@
+"""A model that is split on the meta device: its stages get the same weights in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from stage_runs import largest_error, run_eager, run_stages
+from torch import nn
+from transformers import T5ForConditionalGeneration
+
+from pipeline_models import cases
+from shoal.errors import UsageError
+from shoal.pipelining.export_graph import export_model
+from shoal.pipelining.init_meta import materialise
+from shoal.pipelining.split import split
+from shoal.pipelining.units import units_of
+
+CPU = torch.device("cpu")
+
+
+def test_stages_of_a_meta_model_train_alike_in_every_layout() -> None:
+    real, batch = cases()["t5"]()
+    batch = {name: value[:2] for name, value in batch.items()}
+    results, weights = [], []
+    for num_stages in (1, 3):
+        with torch.device("meta"):
+            model = T5ForConditionalGeneration(real.config).train()
+        shapes = {name: value.to("meta") for name, value in batch.items()}
+        exported = export_model(model, shapes, True)
+        units = units_of(exported)
+        cuts = [index * len(units) // num_stages for index in range(1, num_stages)]
+        stages = split(exported, cuts, units=units)
+        assert all(p.is_meta for stage in stages for p in stage.parameters())
+        materialise(stages, model, CPU, seed=3)
+        assert not any(p.is_meta for p in model.parameters())
+        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        results.append(run_stages(model, stages, exported.unflatten, batch))
+    for other in weights[1:]:
+        assert all(torch.equal(other[name], value) for name, value in weights[0].items())
+    assert weights[0]["shared.weight"].std() > 0
+    assert max(largest_error(result, results[0]) for result in results[1:]) <= 1e-6
+    real.load_state_dict(model.state_dict())
+    assert largest_error(results[0], run_eager(real, batch)) <= 1e-6
+
+
+def test_only_the_stages_given_are_allocated() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        batch = {"input": torch.zeros(2, 4)}
+    stages = split(export_model(model, batch, True), [2])
+    materialise(stages[1:], model, CPU)
+    assert [parameter.is_meta for parameter in model.parameters()] == [True] * 4 + [False] * 4
+
+
+def test_weights_that_nobody_initialises_are_refused() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    with torch.device("meta"):
+        model, batch = nn.Sequential(Bare(), Bare()), {"input": torch.zeros(2, 3)}
+    stages = split(export_model(model, batch, True), [1])
+    with pytest.raises(UsageError, match="how to initialise 'scale' of module '1'"):
+        materialise(stages, model, CPU)
+    materialise(stages, model, CPU, initialise=lambda module: None)

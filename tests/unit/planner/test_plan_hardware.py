@@ -1,0 +1,109 @@
+"""The catalog: what ships is complete, and what a user writes wrong is said in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import UsageError
+from shoal.planner.convergence import convergence_of
+from shoal.planner.hardware import Catalog, require_accelerators
+
+NAMES = {
+    *("p3.16xlarge", "p3dn.24xlarge", "p4d.24xlarge", "p5.48xlarge", "g4dn.12xlarge", "c5n.18xlarge"),
+    *("m4.16xlarge", "DGX-1", "DGX-2", "DGX-2H", "DGX-A100", "DGX-H100"),
+}
+
+GOOD = """
+[instance.mine]
+accelerator = "V100-32GB"
+num_accelerators = 4
+local_network = "nvlink"
+local_gbyte_per_s = 150
+network = "ethernet"
+nic_gbit_per_s = 40
+memory_gib = 128
+price_per_hour = 7.5
+price_source = "invoice of May"
+source = "our rack"
+"""
+
+
+def test_shipped_entries_have_sources_and_sensible_figures() -> None:
+    catalog = Catalog()
+    assert not NAMES - set(catalog.instances)
+    for entries in (catalog.accelerators, catalog.networks, catalog.instances):
+        assert all(entry.source for entry in entries.values())
+    for instance in catalog.instances.values():
+        assert 1e9 < instance.nic_bytes_per_s < 1e12
+        assert (instance.price_per_hour or 1) > 0 and instance.price_source
+    p3dn = catalog.instance("p3dn.24xlarge")
+    assert p3dn.nic_bytes_per_s == 100e9 / 8 and p3dn.flow_bytes_per_s == 10e9 / 8
+    assert require_accelerators(catalog.machines("2xp3dn.24xlarge")).peak("fp16") == 125e12
+
+
+def test_machines_are_read_as_people_write_them() -> None:
+    catalog = Catalog()
+    assert catalog.machines("64xc5n.18xlarge").count == 64
+    assert catalog.machines("DGX-A100").count == 1
+    assert str(catalog.machines("8 x p4d.24xlarge")) == "8xp4d.24xlarge"
+    assert catalog.machines("4xp3dn.24xlarge").price_per_hour == pytest.approx(4 * 31.212)
+    assert catalog.machines("4xDGX-2").price_per_hour is None
+
+
+def test_a_users_file_adds_and_replaces(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(GOOD, encoding="utf-8")
+    mine = Catalog([path]).instance("mine")
+    assert (mine.num_accelerators, mine.nic_bytes_per_s, mine.price_per_hour) == (4, 5e9, 7.5)
+    assert mine.effective_nic == pytest.approx(5e9 * mine.network.efficiency)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("price_per_hour = 7.5", "price_per_hour = -7.5"), r"price_per_hour is -7.5; it must be at least 0"),
+        (("nic_gbit_per_s = 40\n", ""), r"instance 'mine' lacks nic_gbit_per_s; add it"),
+        (("memory_gib = 128\nprice_per_hour = 7.5\n", ""), r"lacks memory_gib, price_per_hour; add them"),
+        (
+            ("nic_gbit_per_s", "nic_gbits_per_s"),
+            r"unknown key 'nic_gbits_per_s'. Did you mean 'nic_gbit_per_s'\?",
+        ),
+        (('"V100-32GB"', '"V100-32"'), r"accelerator 'V100-32' is in no catalog. Did you mean 'V100-32GB'\?"),
+        (("= 40", '= "40"'), r"nic_gbit_per_s is '40'; it must be a number"),
+        (("= 40", "= 0"), r"nic_gbit_per_s is 0; it must be above 0"),
+        (("[instance.mine]", "[instances.mine]"), r"unknown key 'instances'. Did you mean 'instance'\?"),
+        (("[instance.mine]", "[instance.mine"), r"is not TOML"),
+    ],
+)
+def test_what_is_wrong_in_a_users_file(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(GOOD.replace(*change), encoding="utf-8")
+    with pytest.raises(UsageError, match=message):
+        Catalog([path])
+
+
+def test_unknown_instance_says_which_was_meant() -> None:
+    with pytest.raises(
+        UsageError, match=r"'p3dn.24xlage' is not in the catalog. Did you mean 'p3dn.24xlarge'\?"
+    ):
+        Catalog().machines("256xp3dn.24xlage")
+    with pytest.raises(UsageError, match="the number of hosts is 0"):
+        Catalog().machines("0xp3dn.24xlarge")
+    with pytest.raises(UsageError, match="does not name machines"):
+        Catalog().machines("a few p3dn")
+    with pytest.raises(UsageError, match=r"c5n\.18xlarge has no accelerators"):
+        require_accelerators(Catalog().machines("4xc5n.18xlarge"))
+    with pytest.raises(UsageError, match="cannot be read"):
+        Catalog([Path("nowhere.toml")])
+
+
+def test_epochs_between_and_beyond_the_points() -> None:
+    table = convergence_of("resnet50")
+    assert table.epochs(32768) == 56
+    assert table.epochs(100) == 35
+    assert 45.5 < table.epochs(20000) < 56
+    assert table.epochs(2 * 67840) > 1.4 * 85.85 and table.beyond(2 * 67840) and not table.beyond(67840)
+    with pytest.raises(UsageError, match=r"Did you mean 'resnet50'\?"):
+        convergence_of("resnet5")

@@ -1,0 +1,109 @@
+"""Ranking of layouts, what helpers bring, what breaks at scale, and the command itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from plan_made import hosts, model
+from shoal.errors import UsageError
+from shoal.planner.convergence import Convergence
+from shoal.planner.prediction import Job, Part
+from shoal.planner.run_time import run_time
+from shoal.planner.scaling_limits import breaks_first, strains
+from shoal.planner.search import best_of_each, helpers_sentence, layouts_of, search
+from shoal.planner.step_time import Layout
+
+TABLE = Convergence(
+    name="made",
+    source="test",
+    points=((1, 10.0), (1 << 30, 10.0)),
+    samples_per_epoch=100_000,
+    largest_batch=1 << 30,
+)
+
+
+def part(batch: int = 1024, **made: float) -> Part:
+    return Part(
+        workload=model(**made),
+        convergence=TABLE,
+        global_batch=batch,
+        achieved_flops=1e13,
+        basis="made for a test",
+    )
+
+
+def test_the_parts_of_the_time_add_up_and_cost_follows() -> None:
+    job = Job(recipe="made", parts=(part(),), start_s=60.0)
+    for plan in search(job, hosts(8), hosts(8, per_host=0, accelerator=None, price=1.0)):
+        assert sum(plan.where.values()) == pytest.approx(plan.total_s)
+        price = 8 * 10.0 + (8 * 1.0 if plan.helpers else 0.0)
+        assert plan.dollars == pytest.approx(price * plan.total_s / 3600)
+        assert 0 < plan.efficiency <= 1.0001
+
+
+def test_time_and_cost_rank_differently() -> None:
+    job = Job(recipe="made", parts=(part(),))
+    # A slow network, so that helpers pay in time; and dear, so that they do not in money.
+    workers, helpers = hosts(8, nic=1e9), hosts(8, per_host=0, nic=1e9, accelerator=None, price=1000.0)
+    fastest = search(job, workers, helpers, goal="time")[0]
+    cheapest = search(job, workers, helpers, goal="cost")[0]
+    assert fastest.helpers and not cheapest.helpers
+    assert fastest.total_s < cheapest.total_s and (fastest.dollars or 0) > (cheapest.dollars or 0)
+    assert "save" in helpers_sentence(fastest, cheapest) and "dollars more" in helpers_sentence(
+        fastest, cheapest
+    )
+    with pytest.raises(UsageError, match="has no price an hour"):
+        search(job, hosts(8, price=None), goal="cost")
+    ranked = best_of_each(search(job, workers, helpers))
+    assert ranked[0].reason.startswith("the best; what it loses most to is network")
+    assert "network" in ranked[1].reason
+
+
+def test_a_model_is_split_only_when_it_must_be() -> None:
+    assert {layout.stages for layout in layouts_of(part(), hosts(4), algorithm="ring")} == {1}
+    large = part(parameters=400_000_000)  # 64 GB of state; 32 GiB a device
+    found = layouts_of(large, hosts(4), algorithm="ring")
+    assert all(layout.stages > 1 or layout.sharded_optimizer for layout in found)
+    with pytest.raises(
+        UsageError, match=r"made fits on no layout of 1xhost: the nearest, .* GiB more than there"
+    ):
+        layouts_of(part(parameters=40_000_000_000), hosts(1), algorithm="ring")
+
+
+def test_evaluations_and_checkpoints_are_counted() -> None:
+    table = replace(TABLE, evaluate_every_epochs=2.5, evaluation_samples=8000, evaluation_pause_s=1.0)
+    found = run_time(
+        model(kernels=0),
+        table,
+        hosts(1),
+        global_batch=1000,
+        step_s=0.1,
+        achieved_flops=1e13,
+        start_s=30.0,
+        checkpoint_every_steps=100,
+    )
+    assert found.num_steps == 1000 and found.steps_s == pytest.approx(100)
+    assert found.evaluations_s == pytest.approx(4 * (1.0 + 1000 * 1e10 / 1e13))
+    assert found.checkpoints_s == pytest.approx(10 * 1e8 * 12 / 8 / 10e9)
+    assert found.total_s == pytest.approx(30 + 100 + found.evaluations_s + found.checkpoints_s)
+
+
+@pytest.mark.parametrize("num_hosts", [256, 2048, 16384])
+def test_many_workers_are_simulated_at_once(num_hosts: int) -> None:
+    first = breaks_first(
+        part(batch=1 << 20), hosts(num_hosts), Layout(global_batch=1 << 20, algorithm="two-hop")
+    )
+    assert first and first[0] <= num_hosts
+
+
+def test_what_breaks_first_depends_on_what_is_stretched() -> None:
+    tiny = strains(part(batch=64), hosts(64), Layout(global_batch=64))
+    assert tiny[0].assumption == "every replica has a sample" and tiny[0].stretch == 8
+    slow = hosts(512, nic=1e12, local=1e13, latency_s=1e-4)
+    ring = strains(part(batch=1 << 16), slow, Layout(global_batch=1 << 16))
+    assert ring[0].assumption == "latency of hops does not matter"
+    beyond = replace(part(batch=1 << 12), convergence=replace(TABLE, largest_batch=1 << 10))
+    assert strains(beyond, hosts(2), Layout(global_batch=1 << 12))[0].assumption.startswith("the batch still")
+    assert breaks_first(part(batch=1 << 16), hosts(2, nic=1e12), Layout(global_batch=1 << 16)) is None

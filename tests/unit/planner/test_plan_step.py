@@ -1,0 +1,158 @@
+"""A step's time against hand calculation and its limits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from plan_made import hosts, model
+from shoal.errors import UsageError
+from shoal.planner.device_memory import largest_micro_batch
+from shoal.planner.hardware import ideal
+from shoal.planner.simulate import slowest
+from shoal.planner.step_time import Layout, achieved_flops_for, step_time
+from shoal.planner.workload import gradient_buckets
+
+
+def test_one_device_computes_and_nothing_else() -> None:
+    workload = model(num_layers=10, flops=1e9, kernels=100)
+    step = step_time(
+        workload, hosts(1, per_host=1), Layout(global_batch=16), achieved_flops=1e13, jitter=0, kernel_s=1e-5
+    )
+    compute = 100 * 1e-5 + 16 * 3 * 10 * 1e9 / 1e13
+    assert step.forward_s + step.backward_s == pytest.approx(compute)
+    assert step.exposed_s == step.bubble_s == step.straggler_s == 0
+    assert step.optimizer_s == pytest.approx(1e8 * 36 / (1e12 * 0.8))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "hierarchical-ring", "tree", "two-hop"])
+@pytest.mark.parametrize("count", [1, 2, 64])
+def test_infinite_bandwidth_scales_perfectly(algorithm: str, count: int) -> None:
+    workload = model()
+    layout = Layout(global_batch=64 * count, algorithm=algorithm)
+    free = replace(hosts(count), instance=ideal(hosts(1).instance))
+    step = step_time(workload, free, layout, achieved_flops=1e13, jitter=0)
+    one = step_time(workload, hosts(1), Layout(global_batch=64), achieved_flops=1e13, jitter=0)
+    assert step.exposed_s == 0
+    assert step.total_s == pytest.approx(one.total_s - one.exposed_s)
+
+
+def test_accumulation_pays_kernels_each_time_and_the_network_once() -> None:
+    workload, workers = model(), hosts(4, nic=1e8)
+    whole = step_time(workload, workers, Layout(global_batch=256), achieved_flops=1e13, jitter=0)
+    parts = step_time(
+        workload, workers, Layout(global_batch=256, micro_batch=2), achieved_flops=1e13, jitter=0
+    )
+    assert parts.micro_batches == 4
+    more = 3 * 100 * 1e-5
+    assert parts.forward_s + parts.backward_s == pytest.approx(whole.forward_s + whole.backward_s + more)
+    assert parts.exposed_s == pytest.approx(whole.exposed_s, rel=0.1)
+
+
+def test_network_hides_behind_the_backward_pass_until_it_is_longer() -> None:
+    workload = model(num_layers=100, parameters=1_000_000)
+    fast = step_time(workload, hosts(8, nic=1e11), Layout(global_batch=512), achieved_flops=1e13, jitter=0)
+    slow = step_time(workload, hosts(8, nic=1e8), Layout(global_batch=512), achieved_flops=1e13, jitter=0)
+    on_the_wire = 2 * 7 / 8 * 100 * 1e6 * 2 / 1e8
+    assert fast.exposed_s < 0.1 * fast.backward_s
+    assert slow.exposed_s == pytest.approx(on_the_wire - slow.backward_s, rel=0.05)
+
+
+def test_without_overlap_all_of_the_network_shows() -> None:
+    workload = model(num_layers=100, parameters=1_000_000)
+    layout = Layout(global_batch=512, overlap=False)
+    step = step_time(workload, hosts(8, nic=1e10), layout, achieved_flops=1e13, jitter=0)
+    assert step.exposed_s >= 2 * 7 / 8 * 100 * 1e6 * 2 / 1e10
+
+
+def test_bubble_is_that_of_interleaved_1f1b() -> None:
+    layout = Layout(global_batch=64, micro_batch=1, stages=4, virtual=2)
+    workload = model(num_layers=16)
+    step = step_time(workload, hosts(1, per_host=4), layout, achieved_flops=1e13, jitter=0)
+    assert step.micro_batches == 64
+    assert step.bubble_s == pytest.approx((step.forward_s + step.backward_s) * 3 / (2 * 64))
+    # Sixteen layers do not divide into three stages: two wait for the one with six.
+    layout = Layout(global_batch=63, micro_batch=1, stages=3)
+    step = step_time(workload, hosts(1, per_host=3), layout, achieved_flops=1e13, jitter=0)
+    alone = step.forward_s + step.backward_s
+    micro_s = alone / 63
+    assert step.bubble_s == pytest.approx((62 * 6 + 16) * 3 / 16 * micro_s - alone)
+
+
+def test_relays_wait_where_nothing_hides_them() -> None:
+    # One micro-batch through four stages: relays of 1e9 bytes at 1e11 a second, three there and three back.
+    workload = replace(model(num_layers=4), relay_bytes=1e9)
+    layout = Layout(global_batch=1, micro_batch=1, stages=4)
+    free = step_time(
+        replace(workload, relay_bytes=0), hosts(1, per_host=4), layout, achieved_flops=1e13, jitter=0
+    )
+    local = step_time(workload, hosts(1, per_host=4), layout, achieved_flops=1e13, jitter=0)
+    assert local.bubble_s - free.bubble_s == pytest.approx(6 * 1e9 / 1e11)
+    apart = step_time(
+        workload, hosts(4, per_host=1, nic=1e10, latency_s=1e-3), layout, achieved_flops=1e13, jitter=0
+    )
+    assert apart.bubble_s - free.bubble_s == pytest.approx(6 * (1e9 / 1e10 + 1e-3))
+
+
+def test_micro_batches_beyond_the_simulated_ones_cost_what_a_round_costs() -> None:
+    workload, few, many = model(num_layers=8), 4 * 8, 1000
+    steps = [
+        step_time(
+            workload,
+            hosts(1, per_host=4),
+            Layout(global_batch=count, micro_batch=1, stages=4, virtual=2),
+            achieved_flops=1e13,
+            jitter=0,
+        )
+        for count in (few, many)
+    ]
+    assert steps[1].bubble_s == pytest.approx(steps[0].bubble_s)
+
+
+def test_a_layout_must_divide_the_accelerators() -> None:
+    with pytest.raises(UsageError, match="8 accelerators do not divide"):
+        step_time(model(), hosts(1), Layout(global_batch=8, stages=3), achieved_flops=1e13)
+
+
+def test_slowest_grows_with_the_workers_and_is_drawn_from_its_seed() -> None:
+    few, many = slowest(8, 0.01, 0), slowest(8192, 0.01, 0)
+    assert 1 < few < many
+    # The expected maximum of n normal draws lies just below sqrt(2 ln n).
+    assert many == pytest.approx(1 + 0.01 * math.sqrt(2 * math.log(8192)), abs=0.01)
+    assert slowest(8, 0.01, 1) != few
+    assert slowest(8, 0.0, 0) == 1
+
+
+def test_calibration_finds_the_rate_that_was_hidden() -> None:
+    workload, workers = model(), hosts(2)
+
+    def rate(flops: float) -> float:
+        return 64 / step_time(workload, workers, Layout(global_batch=64), achieved_flops=flops).total_s
+
+    for hidden in (3e12, 9e13):
+        assert achieved_flops_for(rate(hidden), rate, peak=1e14) == pytest.approx(hidden, rel=1e-3)
+        assert achieved_flops_for(1 / rate(hidden), lambda f: 1 / rate(f), peak=1e14) == pytest.approx(
+            hidden, rel=1e-3
+        )
+    with pytest.raises(UsageError, match="at infinite speed the prediction is"):
+        achieved_flops_for(1e9, rate, peak=1e14)
+
+
+def test_buckets_fill_in_backward_order() -> None:
+    workload = model(num_layers=4, parameters=100)
+    assert gradient_buckets(workload.layers, 400, 2) == [(0.5, 400), (1.0, 400)]
+    assert gradient_buckets(workload.layers, 500, 2) == [(0.75, 600), (1.0, 200)]
+    assert gradient_buckets(workload.layers, 1, 2) == [(0.25, 200), (0.5, 200), (0.75, 200), (1.0, 200)]
+
+
+def test_micro_batch_halves_until_it_fits() -> None:
+    workload = model(parameters=0)
+    device = hosts(1).instance.accelerator
+    assert device
+    room = device.memory_bytes * 0.9
+    assert largest_micro_batch(workload, device, share=64) == 64
+    assert largest_micro_batch(workload, device, share=1e5) * 1e6 <= room
+    with pytest.raises(UsageError, match=r"made needs .* GiB for one sample and device has 32 GiB"):
+        largest_micro_batch(model(parameters=1_000_000_000), device, share=8)
