@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks.bert_step import CASES, VOCABULARY
-from shoal.data.classify import MNLI_LABELS, Columns, read_classify
-from shoal.data.examples import ExampleConfig, ExampleReader, packed
-from shoal.data.pairs import make_pairs
-from shoal.data.prepare import PrepareConfig, prepare_text
-from shoal.data.shards import TextShards
 from shoal.data.squad.config import WindowConfig
+from shoal.data.squad.dataset import read_squad
 from shoal.data.squad.features import make_features
-from shoal.data.squad.files import read_squad
-from shoal.data.task_batches import Deal, TaskData, own_micro_batches
-from shoal.data.tokenizer import read_tokenizer
+from shoal.data.text.classify import MNLI_LABELS, Columns, make_pairs, read_classify
+from shoal.data.text.examples import ExampleConfig, ExampleReader, packed
+from shoal.data.text.prepare import PrepareConfig, prepare_text
+from shoal.data.text.shards import TextShards
+from shoal.data.text.task_batches import Deal, TaskData, own_micro_batches
+from shoal.data.text.tokenizer import read_tokenizer
 from shoal.decide.order import samples
 from shoal.env import test_data_dir
 from shoal.models.bert_config import BertModelConfig

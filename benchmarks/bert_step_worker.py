@@ -26,7 +26,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from benchmarks.bert_step import CASES
 from benchmarks.bert_step_cases import MAKERS, SEED, Arrays, Batch, Sides
-from shoal.data.task_batches import as_tensors
+from shoal.data.text.task_batches import as_tensors
 from shoal.env import WorkerEnv, WorkerPlace
 from shoal.models.bert_config import BertModelConfig
 from shoal.train.clock import StepClock

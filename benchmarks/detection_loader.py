@@ -42,8 +42,8 @@ from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from shoal.data.images.prepare import ImagePrepareConfig
 from shoal.data.images.shards import ImageShards
 from shoal.data.loader import LoaderConfig, streamed_steps
-from shoal.data.steps import Share
-from shoal.data.workers import num_cores
+from shoal.data.process_pool import num_cores
+from shoal.data.steps import DataShard
 from shoal.decide.bucketing import GroupedOrder, aspect_groups
 from shoal.env import test_data_dir
 
@@ -136,7 +136,7 @@ def ours(directory: Path, num_images: int) -> Measured:
     def batches() -> Iterable[list[tuple[Any, int, int]]]:
         steps = streamed_steps(
             reader,
-            Share(global_batch_size=BATCH, micro_batch_size=BATCH),
+            DataShard(global_batch_size=BATCH, micro_batch_size=BATCH),
             LoaderConfig(),
             num_steps=num_images // BATCH,
             samples_consumed=next(passes) * num_images,

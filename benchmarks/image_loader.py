@@ -35,8 +35,8 @@ from shoal.data.images.reader import ImageReader
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import TrainTransform, decode, normalisation, resized
 from shoal.data.loader import LoaderConfig, streamed_steps
-from shoal.data.steps import Share
-from shoal.data.workers import num_cores
+from shoal.data.process_pool import num_cores
+from shoal.data.steps import DataShard
 from shoal.env import test_data_dir
 
 BATCH, SIZE = 64, 224
@@ -153,7 +153,7 @@ def ours(shards: ImageShards, num_images: int) -> Measured:
     def read() -> float:
         steps = streamed_steps(
             reader,
-            Share(global_batch_size=BATCH, micro_batch_size=BATCH),
+            DataShard(global_batch_size=BATCH, micro_batch_size=BATCH),
             LoaderConfig(),
             num_steps=num_images // BATCH,
             samples_consumed=next(passes) * num_images,

@@ -20,8 +20,7 @@ import numpy as np
 
 from benchmarks.harness import Benchmark, peer_module
 from shoal.data.images.manifest import ImageManifest
-from shoal.data.images.shards import ImageShards
-from shoal.data.images.tar_writer import ImageShardWriter
+from shoal.data.images.shards import ImageShards, ImageShardWriter
 from shoal.decide.order import BlockShuffle, examples_of
 
 NUM_SHARDS = 8

@@ -24,12 +24,11 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Benchmark, peer_module
-from shoal.data.examples import ExampleConfig, ExampleReader, mean_fill
 from shoal.data.manifest import Manifest, TokenizerInfo
-from shoal.data.prepare import PrepareConfig, prepare_text
-from shoal.data.shard_writer import ShardWriter
-from shoal.data.shards import TextShards
-from shoal.data.steps import Share, StepReader
+from shoal.data.steps import DataShard, StepReader
+from shoal.data.text.examples import ExampleConfig, ExampleReader, mean_fill
+from shoal.data.text.prepare import PrepareConfig, prepare_text
+from shoal.data.text.shards import ShardWriter, TextShards
 from shoal.env import test_data_dir
 
 BATCH = 32
@@ -108,7 +107,7 @@ def peer_collator() -> Any:
 def compare(bench: Benchmark, directory: Path, max_seq_length: int, target: float | None) -> None:
     config = ExampleConfig(max_seq_length=max_seq_length, max_predictions_per_seq=max_seq_length * 3 // 20)
     reader = ExampleReader(TextShards(directory, "train"), config)
-    share = Share(global_batch_size=BATCH, micro_batch_size=BATCH)
+    share = DataShard(global_batch_size=BATCH, micro_batch_size=BATCH)
     steps = StepReader(reader=reader, share=share, samples_consumed=0)
     blocks = itertools.count()
 

@@ -17,17 +17,16 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from benchmarks.harness import Benchmark, peer_module
-from shoal.data.builtin import write_snapshot
-from shoal.data.corpus import cut_pieces, find_files
-from shoal.data.pieces import Job, prepare_piece, start_worker
-from shoal.data.prepare import BUILTIN
 from shoal.data.prepare_dir import RECORDS
+from shoal.data.process_pool import num_cores, run_tasks
 from shoal.data.progress import Progress
-from shoal.data.sample import read_sample, training_sentences
-from shoal.data.tokenizer import Kind, special_ids, tokenizer_json, train_tokenizer, vocab_size
-from shoal.data.workers import num_cores, run_tasks
+from shoal.data.text.chunk_worker import ChunkJob, prepare_chunk, start_worker
+from shoal.data.text.corpus import cut_chunks, find_files
+from shoal.data.text.prepare import BUILTIN, read_sample, training_sentences
+from shoal.data.text.python_docs_corpus import write_snapshot
+from shoal.data.text.tokenizer import Kind, special_ids, tokenizer_json, train_tokenizer, vocab_size
 
-_PIECE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _VOCAB_SIZE = 8192
 
 
@@ -37,7 +36,7 @@ def write_shards(source: Path, out: Path, tokenizer_file: Path, processes: int) 
     (out / RECORDS).mkdir(parents=True)
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     shutil.copy(tokenizer_file, out)
-    job = Job(
+    job = ChunkJob(
         out=out,
         tokenizer_file=tokenizer_file.name,
         vocab_size=vocab_size(tokenizer),
@@ -47,9 +46,9 @@ def write_shards(source: Path, out: Path, tokenizer_file: Path, processes: int) 
         seed=0,
         held_out=0.05,
     )
-    parts = cut_pieces(find_files([str(source)], "lines"), _PIECE_BYTES)
+    parts = cut_chunks(find_files([str(source)], "lines"), _CHUNK_BYTES)
     tasks = list(enumerate(parts))
-    for _ in run_tasks(prepare_piece, tasks, processes=processes, initializer=start_worker, initargs=(job,)):
+    for _ in run_tasks(prepare_chunk, tasks, processes=processes, initializer=start_worker, initargs=(job,)):
         pass
 
 
@@ -83,7 +82,7 @@ def main() -> int:
         else:
             shutil.copy(bench.args.source, source)
         megabytes = source.stat().st_size / 1e6
-        parts = cut_pieces(find_files([str(source)], "lines"), _PIECE_BYTES)
+        parts = cut_chunks(find_files([str(source)], "lines"), _CHUNK_BYTES)
         sample = read_sample(parts, "strict")
         kinds: tuple[Kind, ...] = ("unigram", "wordpiece")
         for kind in kinds:

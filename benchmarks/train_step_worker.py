@@ -18,9 +18,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.albert import AlbertForPreTraining
 
 from benchmarks.train_step import GLOBAL_BATCH, SEQUENCE
-from shoal.data.files import sha256_of
+from shoal.data.atomic_io import sha256_of
 from shoal.data.manifest import Manifest, TokenizerInfo
-from shoal.data.shard_writer import ShardWriter
+from shoal.data.text.shards import ShardWriter
 from shoal.env import WorkerEnv, WorkerPlace, worker_env
 from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.pretraining import AlbertPretraining, transformers_config

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import BertConfig, T5Config
 
 from shoal.data.squad.config import WindowConfig
-from shoal.data.tokenizer import tokenizer_json, train_tokenizer
+from shoal.data.text.tokenizer import tokenizer_json, train_tokenizer
 from shoal.recipes.finetune.config import (
     ClassifyDataConfig,
     ClassifyFinetuneConfig,

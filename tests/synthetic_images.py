@@ -3,7 +3,7 @@
 import numpy as np
 
 from shoal.data.images.manifest import ImageManifest
-from shoal.data.images.tar_writer import ImageShardWriter
+from shoal.data.images.shards import ImageShardWriter
 from shoal.errors import ShoalError
 
 CLASSES = ("ant", "bee", "cat")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from shoal.data.manifest import Manifest, ShardInfo, TokenizerInfo
-from shoal.data.shard_writer import ShardWriter
+from shoal.data.text.shards import ShardWriter
 
 CLS, SEP, MASK, PAD, UNK = 2, 3, 4, 0, 1
 TOKENIZER = b'{"made": "up"}'

@@ -8,7 +8,7 @@ from typing import Any
 import pretrain_jobs as jobs
 
 from shoal.data.images.augment import AugmentConfig
-from shoal.data.images.made import make_images
+from shoal.data.images.synthetic import make_images
 from shoal.models.resnet_config import ResNetConfig
 from shoal.recipes.resnet.config import (
     DataConfig,

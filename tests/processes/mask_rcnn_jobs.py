@@ -8,7 +8,7 @@ from typing import Any
 import pretrain_jobs as jobs
 
 from shoal.data.coco.augment import DetectionAugmentConfig
-from shoal.data.coco.made import make_coco
+from shoal.data.coco.synthetic import make_coco
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.recipes.images.config import ImageDataConfig
 from shoal.recipes.mask_rcnn.config import (

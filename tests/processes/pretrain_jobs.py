@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forked import fork_process, free_port, wait_for
-from shoal.data.prepare import PrepareConfig, prepare_text
+from shoal.data.text.prepare import PrepareConfig, prepare_text
 from shoal.env import WorkerEnv, WorkerPlace
 from shoal.launch.worker import run_worker
 from shoal.models.albert_config import AlbertModelConfig

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 import finetune_made as made
 from shoal import record
-from shoal.data.classify import MNLI_LABELS, Columns, read_classify
+from shoal.data.text.classify import MNLI_LABELS, Columns, read_classify
 from shoal.env import test_data_dir as data_dir
 from shoal.errors import EXIT_OK, EXIT_USAGE
 from shoal.record import read_record

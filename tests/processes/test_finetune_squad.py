@@ -19,8 +19,8 @@ from transformers import AutoModelForQuestionAnswering
 import finetune_made as made
 from shoal import record
 from shoal.data.squad.answers import AnswerConfig, choose_answers
+from shoal.data.squad.dataset import read_null_odds, read_predictions, read_squad
 from shoal.data.squad.features import make_features
-from shoal.data.squad.files import read_null_odds, read_predictions, read_squad
 from shoal.data.squad.score import score_squad
 from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE
 from shoal.recipes.finetune.source import read_source_tokenizer

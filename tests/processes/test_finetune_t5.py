@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, T5ForConditionalGeneration
 
 import finetune_made as made
 from shoal import record
-from shoal.data.classify import Columns, read_classify
+from shoal.data.text.classify import Columns, read_classify
 from shoal.errors import EXIT_OK, EXIT_USAGE
 from shoal.record import read_record
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from forked_workers import run_workers
 from torch import Tensor
 
-from shoal.data.examples import packed
+from shoal.data.text.examples import packed
 from shoal.env import WorkerPlace
 from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.pretraining import AlbertPretraining

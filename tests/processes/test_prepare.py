@@ -20,17 +20,17 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from shoal.data.corpus import find_files
 from shoal.data.manifest import Manifest
-from shoal.data.sentences import split_sentences
-from shoal.data.shards import Shard
+from shoal.data.text.corpus import find_files
+from shoal.data.text.sentences import split_sentences
+from shoal.data.text.shards import Shard
 from shoal.env import test_data_dir as data_dir
 
 # what a command line does with the errors of the package
 DRIVER = """
 import json, sys
 from pathlib import Path
-from shoal.data.prepare import PrepareConfig, prepare_text
+from shoal.data.text.prepare import PrepareConfig, prepare_text
 from shoal.errors import ShoalError
 if __name__ == "__main__":
     options = json.loads(sys.argv[1])
@@ -42,7 +42,7 @@ if __name__ == "__main__":
         sys.exit(error.exit_code)
 """
 # the sample is bounded at 10 million characters; with less, small sources show the same
-SMALL_SAMPLE = "import shoal.data.sample\nshoal.data.sample._SAMPLE_CHARACTERS = 200_000\n"
+SMALL_SAMPLE = "import shoal.data.text.prepare\nshoal.data.text.prepare._SAMPLE_CHARACTERS = 200_000\n"
 DEADLINE_S = 240
 BASE = {"vocab_size": 300, "shard_bytes": 1 << 16, "processes": 2}
 
@@ -69,7 +69,7 @@ def identities(out: Path) -> dict[str, tuple[int, int]]:
 
     From the manifest on all of them are, and the records of the pieces are being removed.
     """
-    numbers = {record.stem for record in (out / "pieces").glob("0*.json")}
+    numbers = {record.stem for record in (out / "records").glob("0*.json")}
     if (out / "manifest.json").is_file():
         numbers = {file.stem.rpartition("-")[2] for file in out.glob("*-*.tokens")}
     return {
@@ -149,10 +149,10 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(
     while True:
         process = subprocess.Popen(command(corpus, out), start_new_session=True, stderr=subprocess.DEVNULL)
         # the first kills fall into planning and training, the later ones come after some new pieces
-        limit = len(list((out / "pieces").glob("0*.json"))) + rng.randint(1, 2) if num_kills > 1 else None
+        limit = len(list((out / "records").glob("0*.json"))) + rng.randint(1, 2) if num_kills > 1 else None
         ends = time.monotonic() + (rng.uniform(0.2, 0.8) if limit is None else DEADLINE_S)
         while process.poll() is None and time.monotonic() < ends:
-            if limit is not None and len(list((out / "pieces").glob("0*.json"))) >= limit:
+            if limit is not None and len(list((out / "records").glob("0*.json"))) >= limit:
                 time.sleep(rng.uniform(0, 0.002))
                 break
             time.sleep(0.005)
@@ -342,14 +342,14 @@ def test_memory_does_not_grow_with_the_corpus(corpus: Path, whole: Path, tmp_pat
 def test_a_killed_worker_is_said_and_a_killed_parent_leaves_no_orphans(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = subprocess.Popen(command(corpus, out), stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: any((out / "pieces").glob("0*.json")) or process.poll() is not None)
+    wait_for(lambda: any((out / "records").glob("0*.json")) or process.poll() is not None)
     os.kill(next(workers_of(process.pid)), signal.SIGKILL)
     _, stderr = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1 and "a worker process ended" in stderr and "Traceback" not in stderr
 
     other = tmp_path / "other"
     process = subprocess.Popen(command(corpus, other), stderr=subprocess.DEVNULL)
-    wait_for(lambda: any((other / "pieces").glob("0*.json")) or process.poll() is not None)
+    wait_for(lambda: any((other / "records").glob("0*.json")) or process.poll() is not None)
     orphans = list(workers_of(process.pid))
     assert len(orphans) == 2
     process.kill()
@@ -358,7 +358,8 @@ def test_a_killed_worker_is_said_and_a_killed_parent_leaves_no_orphans(corpus: P
 
 
 def test_it_starts_without_torch() -> None:
-    code = "import sys, shoal.data.prepare; print(*{'torch', 'transformers', 'datasets'} & set(sys.modules))"
+    unwanted = "{'torch', 'transformers', 'datasets'}"
+    code = f"import sys, shoal.data.text.prepare; print(*{unwanted} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from image_files import announcing, encoded, photo, pixels, tar_of, turned, write_folder
+from shoal.data.images.detect_source import detect_source
 from shoal.data.images.dry_run import dry_run
-from shoal.data.images.index import read_index
-from shoal.data.images.made import make_folder, make_images
 from shoal.data.images.manifest import ImageManifest
-from shoal.data.images.open_source import open_source
 from shoal.data.images.prepare import ImagePrepareConfig, prepare_images
+from shoal.data.images.shards import read_index
+from shoal.data.images.synthetic import make_folder, make_images
 from shoal.env import test_data_dir as data_dir
 from shoal.errors import UsageError
 
@@ -30,14 +30,14 @@ from shoal.errors import UsageError
 DRIVER = """
 import json, sys
 from pathlib import Path
-from shoal.data.images.open_source import open_source
+from shoal.data.images.detect_source import detect_source
 from shoal.data.images.prepare import ImagePrepareConfig, prepare_images
 from shoal.errors import ShoalError
 if __name__ == "__main__":
     source, out, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     try:
         share = options.pop("validation", None)
-        found = open_source(Path(source), validation=share, seed=options.get("seed", 0))
+        found = detect_source(Path(source), validation=share, seed=options.get("seed", 0))
         prepare_images(found, Path(out), config=ImagePrepareConfig(**options))
     except ShoalError as error:
         print("error:", error, file=sys.stderr)
@@ -170,7 +170,7 @@ def test_killed_and_started_again_it_makes_the_same_bytes(source: Path, whole: P
     for finished in (0, 1, 4):
         process = subprocess.Popen(command(source, out), stderr=subprocess.DEVNULL)
         ends = time.monotonic() + DEADLINE_S
-        while len(list(out.glob("pieces/*-*.json"))) < finished + 1 and process.poll() is None:
+        while len(list(out.glob("records/*-*.json"))) < finished + 1 and process.poll() is None:
             assert time.monotonic() < ends
             time.sleep(0.001)
         process.kill()
@@ -178,7 +178,7 @@ def test_killed_and_started_again_it_makes_the_same_bytes(source: Path, whole: P
         kills += process.returncode == -signal.SIGKILL
         kept = {
             out / f"{record.stem}.tar": (out / f"{record.stem}.tar").stat().st_ino
-            for record in out.glob("pieces/*-*.json")
+            for record in out.glob("records/*-*.json")
         }
     assert kills >= 2
     done = prepare(source, out)
@@ -316,7 +316,7 @@ def test_another_configuration_is_refused(
     before = contents(whole)
     with pytest.raises(UsageError, match=words):
         prepare_images(
-            open_source(source), whole, config=ImagePrepareConfig(**{"shard_bytes": 8_192, **change})
+            detect_source(source), whole, config=ImagePrepareConfig(**{"shard_bytes": 8_192, **change})
         )
     assert contents(whole) == before
 
@@ -328,14 +328,14 @@ def test_a_changed_source_and_text_in_the_directory_are_refused(
         tmp_path / "in", {"train/ant/1.jpg": encoded(photo()), "val/ant/1.jpg": encoded(photo())}
     )
     with pytest.raises(UsageError, match="source_state was"):
-        prepare_images(open_source(other), whole, config=ImagePrepareConfig(shard_bytes=8_192))
+        prepare_images(detect_source(other), whole, config=ImagePrepareConfig(shard_bytes=8_192))
     text = tmp_path / "text"
     text.mkdir()
     (text / "prepare.json").write_text('{"sources": ["builtin"]}')
     (text / "manifest.json").write_text("{}")
     for overwrite in (False, True):
         with pytest.raises(UsageError, match="holds text that was prepared, not images"):
-            prepare_images(open_source(source), text, config=ImagePrepareConfig(overwrite=overwrite))
+            prepare_images(detect_source(source), text, config=ImagePrepareConfig(overwrite=overwrite))
     assert (text / "manifest.json").exists()
 
 
@@ -343,13 +343,13 @@ def test_an_empty_class_is_named(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in", {"a/1.jpg": encoded(photo()), "a/2.jpg": encoded(photo())})
     (source / "b").mkdir()
     with pytest.raises(UsageError, match="class 'b' has no image to train on"):
-        prepare_images(open_source(source), tmp_path / "out")
+        prepare_images(detect_source(source), tmp_path / "out")
     with pytest.raises(UsageError, match="class 'b' has no image to train on"):
-        dry_run(open_source(source), ImagePrepareConfig())
+        dry_run(detect_source(source), ImagePrepareConfig())
 
 
 def test_a_dry_run_counts_what_would_be_written(source: Path, whole: Path) -> None:
-    found = dry_run(open_source(source), ImagePrepareConfig(shard_bytes=8_192))
+    found = dry_run(detect_source(source), ImagePrepareConfig(shard_bytes=8_192))
     manifest = ImageManifest.load(whole)
     assert {split: totals.num_images for split, totals in found.totals.items()} == {
         split: manifest.num_images(split) for split in manifest.splits

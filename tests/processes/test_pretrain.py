@@ -71,7 +71,7 @@ def test_tensorboard_reads_the_events(whole_run: Path) -> None:
 def test_the_exported_model_scores_what_the_run_says(whole_run: Path, data: Path) -> None:
     from transformers import AlbertForPreTraining
 
-    from shoal.data.examples import evenly_spread
+    from shoal.data.steps import evenly_spread
     from shoal.recipes.masked_lm.job import open_data
 
     model = AlbertForPreTraining.from_pretrained(whole_run / "transformers").eval()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal import record
-from shoal.data.examples import evenly_spread
+from shoal.data.steps import evenly_spread
 from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.export import export_run

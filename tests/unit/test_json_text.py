@@ -11,8 +11,6 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from shoal.data import pieces
-from shoal.data.classify import Columns, read_classify
 from shoal.data.coco.augment import Placement
 from shoal.data.coco.json_stream import top_level_entries
 from shoal.data.coco.source import read_categories
@@ -20,7 +18,9 @@ from shoal.data.coco.transform import placed_objects
 from shoal.data.images.manifest import ImageManifest
 from shoal.data.manifest import Manifest
 from shoal.data.prepare_dir import open_plan
-from shoal.data.squad.files import read_squad
+from shoal.data.squad.dataset import read_squad
+from shoal.data.text import chunk_worker
+from shoal.data.text.classify import Columns, read_classify
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.launch.worker import read_errors
@@ -84,7 +84,11 @@ READERS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda path: open_plan(path.parent, {}),
         "{path} is damaged; run again",
     ),
-    "piece": ("pieces/00007.json", lambda path: pieces.finished_piece(path.parent.parent, 7), "{path}: is "),
+    "piece": (
+        "records/00007.json",
+        lambda path: chunk_worker.finished_chunk(path.parent.parent, 7),
+        "{path}: is ",
+    ),
     "classes": ("a.jsonl", lambda path: read_classify(path, Columns(), labels=None), "{path}"),
     "squad": ("a.json", lambda path: read_squad(path, misplaced="keep"), "{path}"),
     "coco": ("a.json", lambda path: list(top_level_entries(path)), "{path}"),
@@ -134,12 +138,12 @@ def test_a_record_is_read_without_such_lines(tmp_path: Path, name: str) -> None:
 
 
 def test_a_record_of_a_piece_without_its_fields(tmp_path: Path) -> None:
-    (tmp_path / "pieces").mkdir()
-    path = tmp_path / "pieces" / "00007.json"
+    (tmp_path / "records").mkdir()
+    path = tmp_path / "records" / "00007.json"
     for text in ("[]", '{"train": {}}', '{"train": 7}', "7"):
         path.write_text(text)
         with pytest.raises(ShoalError, match=rf"{path}: a field is missing or wrong .*; run again"):
-            pieces.finished_piece(tmp_path, 7)
+            chunk_worker.finished_chunk(tmp_path, 7)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.bench.train import TrainBench, TrainResult
 from shoal.cli.bench_train_clock import result_of, timed
-from shoal.data.span_config import MAX_SENTINELS
+from shoal.data.text.span_config import MAX_SENTINELS
 from shoal.env import WorkerEnv
 from shoal.errors import EXIT_OK
 from shoal.recipes.albert.config import AlbertPretrainConfig
@@ -92,9 +92,9 @@ def _sizes(config: TextConfig) -> tuple[str, Any]:
 
 def write_text(folder: Path, vocab_size: int) -> None:
     """Write documents of random tokens, as ``shoal prepare text`` would write prepared ones."""
-    from shoal.data.files import sha256_of
+    from shoal.data.atomic_io import sha256_of
     from shoal.data.manifest import Manifest, ShardInfo, TokenizerInfo
-    from shoal.data.shard_writer import ShardWriter
+    from shoal.data.text.shards import ShardWriter
 
     tokenizer = folder / "tokenizer.json"
     tokenizer.write_text("{}", encoding="utf-8")

@@ -42,7 +42,7 @@ def evaluate_squad(
     json
         File for the scores as well.
     """
-    from shoal.data.squad import evaluate as squad
+    from shoal.data.squad import score as squad
 
     version = None if rules == "auto" else rules
     lines = squad.evaluate(
@@ -75,7 +75,7 @@ def evaluate_coco(
     json
         File for the figures as well, in full precision and by category.
     """
-    from shoal.data.coco import evaluate as coco
+    from shoal.data.coco import score as coco
 
     print(coco.evaluate(annotations, results, on_bad=on_bad, out=json))
 

@@ -57,7 +57,7 @@ def prepare_text(
     overwrite
         Remove what an earlier preparation wrote there, and begin anew.
     """
-    from shoal.data import prepare as text
+    from shoal.data.text import prepare as text
 
     settings = text.PrepareConfig(
         sources=sources,
@@ -127,8 +127,8 @@ def prepare_images(
         Write nothing: say how many images, classes, shards and bytes it would be.
     """
     from shoal.data.images import prepare as images
+    from shoal.data.images.detect_source import detect_source
     from shoal.data.images.dry_run import dry_run as try_out
-    from shoal.data.images.open_source import open_source
 
     if out is None and not dry_run:
         raise UsageError("--out is missing: the directory for shards and manifest")
@@ -141,7 +141,9 @@ def prepare_images(
         processes=processes,
         overwrite=overwrite,
     )
-    found = open_source(source, validation=validation, seed=seed, ground_truth=ground_truth, synsets=synsets)
+    found = detect_source(
+        source, validation=validation, seed=seed, ground_truth=ground_truth, synsets=synsets
+    )
     if out is None or dry_run:
         print("\n".join([found.description, *found.remarks, *try_out(found, config).lines()]))
     else:

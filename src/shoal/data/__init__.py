@@ -1,15 +1,11 @@
-"""Text on its way from raw files to batches.
+"""Prepares raw data as checksummed shards, and reads batches from them in an exact, resumable order.
 
-1. ``corpus`` reads articles from files: one a line, one a file, WikiText. ``builtin`` and ``prose`` find
-   English in this Python installation.
-2. ``sentences`` finds sentence ends; ``tokenizer`` trains a tokenizer on a ``sample`` or takes a given one.
-3. ``prepare`` cuts the source into ``pieces``; several processes ``encode`` them, ``shard_writer`` stores
-   them, and the ``manifest`` is put together last.
-4. ``shards`` maps the files of a split into memory: tokens, sentence and document offsets.
-5. ``examples`` makes masked-LM and sentence-order examples, a pure function of (seed, epoch, index):
-   ``segments`` chooses the text, ``masking`` the tokens to predict.
-6. ``steps`` and ``loader`` hand each worker its part of each global batch; the state is one integer.
+``text``, ``images``, ``coco`` and ``squad`` each prepare, read and score one kind of data. They share:
 
-Tasks to finetune on: ``squad`` reads, cuts, answers and scores SQuAD; ``classify`` reads MNLI and other files
-of labelled texts, and scores them.
+1. ``prepare_dir`` locks the output directory and records the plan, so that a killed preparation continues;
+   ``process_pool`` runs its tasks, ``atomic_io`` writes files that are complete or absent, and ``manifest``
+   describes the finished shards.
+2. ``steps`` maps a step number to a worker's examples; ``loader`` prefetches them with threads or processes.
+   The state is one integer, the number of samples consumed.
+3. ``packing`` removes the padding of a batch of sequences.
 """

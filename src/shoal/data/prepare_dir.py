@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shoal.data.files import PARTIAL, write_atomically, write_error
+from shoal.data.atomic_io import PARTIAL, write_atomically, write_error
 from shoal.data.manifest import MANIFEST
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
@@ -19,7 +19,7 @@ from shoal.json_text import parse_json
 PLAN = "prepare.json"
 """Configuration and state of the source. Shards belong to the plan beside them, finished or not."""
 LOCK = "prepare.lock"
-RECORDS = "pieces"
+RECORDS = "records"
 """Folder of what only an unfinished preparation needs."""
 OVERWRITE = "run again with --overwrite to begin from nothing"
 """The remedy for a directory that somebody else has changed."""

@@ -26,7 +26,7 @@ _BLOCK_TOKENS = 1 << 14
 Beyond this, arrays leave the processor's caches and it gets slower again."""
 
 Arrays = dict[str, npt.NDArray[Any]]
-"""One micro-batch as models take it, such as packed (``shoal.data.examples.packed``)."""
+"""One micro-batch as models take it, such as packed (``shoal.data.text.examples.packed``)."""
 
 
 class Reader(Protocol):
@@ -60,7 +60,7 @@ class SizedReader(Reader, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class DataShard:
     """Which part of each global batch a worker reads, and in which pieces."""
 
     global_batch_size: int
@@ -77,7 +77,7 @@ class StepReader:
     """
 
     reader: Reader
-    share: Share
+    share: DataShard
     samples_consumed: int
     order: Order | None = None
 
@@ -136,6 +136,12 @@ class StepReader:
     @property
     def _part(self) -> range:
         return worker_part(self.share.global_batch_size, self.share.rank, self.share.num_workers)
+
+
+def evenly_spread(num_examples: int, limit: int | None) -> Int64Array:
+    """Return at most ``limit`` indices spread evenly over all examples: a fixed choice, in order."""
+    count = num_examples if limit is None else min(limit, num_examples)
+    return np.arange(count, dtype=np.int64) * num_examples // max(count, 1)
 
 
 def loader_processes(steps: StepReader, num_processes: int) -> ProcessPoolExecutor:

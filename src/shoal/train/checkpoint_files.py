@@ -39,7 +39,7 @@ _FORMAT = 1
 _TEMPORARY, _REPLACED, _DELETED = ".tmp", ".old", ".gone"
 _NAME = re.compile(r"step-(\d{8,})")
 _UNNAMED = re.compile(r"step-(\d{8,})\.(?:(\d+)\.)?\w+")
-_PIECE_BYTES = 8 << 20
+_CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +154,8 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> WrittenFile:
     try:
         with path.open("wb") as file:
             for piece in pieces:
-                for begin in range(0, len(piece), _PIECE_BYTES):
-                    part = piece[begin : begin + _PIECE_BYTES]
+                for begin in range(0, len(piece), _CHUNK_BYTES):
+                    part = piece[begin : begin + _CHUNK_BYTES]
                     file.write(part)
                     checksum = zlib.crc32(part, checksum)
                     num_bytes += len(part)
@@ -306,7 +306,7 @@ def _file_damage(path: Path, expected: WrittenFile) -> str | None:
             num_bytes = os.fstat(file.fileno()).st_size
             if num_bytes != expected.num_bytes:
                 return f"{expected.name} has {num_bytes} bytes instead of {expected.num_bytes}"
-            while piece := file.read(_PIECE_BYTES):
+            while piece := file.read(_CHUNK_BYTES):
                 checksum = zlib.crc32(piece, checksum)
     except FileNotFoundError:
         return f"{expected.name} is missing"

@@ -9,8 +9,8 @@ import pytest
 from benchmarks import squad_features
 from benchmarks.squad_features import WINDOWS, check_equal, map_rows, question_rows
 
+from shoal.data.squad.dataset import SquadData, read_squad
 from shoal.data.squad.features import SquadFeatures, make_features
-from shoal.data.squad.files import SquadData, read_squad
 from shoal.env import test_data_dir as data_dir
 
 needs_data = pytest.mark.skipif(

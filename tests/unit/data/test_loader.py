@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.examples import ExampleConfig, ExampleReader
 from shoal.data.loader import LoaderConfig, held_out_batches, training_steps
-from shoal.data.shards import TextShards
-from shoal.data.steps import Share
+from shoal.data.steps import DataShard
+from shoal.data.text.examples import ExampleConfig, ExampleReader
+from shoal.data.text.shards import TextShards
 from shoal.errors import ShoalError, UsageError
 from synthetic_text import prepare, random_documents
 
@@ -69,7 +69,7 @@ def global_batches(
     workers = [
         training_steps(
             reader,
-            Share(
+            DataShard(
                 global_batch_size=global_batch_size,
                 micro_batch_size=micro_batch_size,
                 rank=rank,
@@ -145,7 +145,7 @@ def test_packed_examples_are_those_of_the_reader(reader):
 def test_micro_batches_have_their_size(reader):
     steps = training_steps(
         reader,
-        Share(global_batch_size=GLOBAL_BATCH, micro_batch_size=4, rank=1, num_workers=2),
+        DataShard(global_batch_size=GLOBAL_BATCH, micro_batch_size=4, rank=1, num_workers=2),
         LoaderConfig(),
         num_steps=2,
     )
@@ -198,7 +198,7 @@ def test_a_global_batch_larger_than_the_data(reader):
 def test_closing_early_ends_what_was_started(reader, num_loader_processes):
     steps = training_steps(
         reader,
-        Share(global_batch_size=GLOBAL_BATCH, micro_batch_size=6),
+        DataShard(global_batch_size=GLOBAL_BATCH, micro_batch_size=6),
         LoaderConfig(num_loader_processes=num_loader_processes, num_prefetched_steps=4),
         num_steps=10_000,
     )
@@ -218,7 +218,7 @@ def test_damage_met_while_reading_is_one_clear_error(tmp_path, num_loader_proces
     path.write_bytes(b"\xff" * path.stat().st_size)
     steps = training_steps(
         reader,
-        Share(global_batch_size=4, micro_batch_size=4),
+        DataShard(global_batch_size=4, micro_batch_size=4),
         LoaderConfig(num_loader_processes=num_loader_processes),
         num_steps=3,
     )
@@ -242,7 +242,7 @@ class DyingReader(ExampleReader):
 def test_a_killed_loader_process_is_one_clear_error(reader):
     steps = training_steps(
         DyingReader(reader.shards, reader.config),
-        Share(global_batch_size=4, micro_batch_size=4),
+        DataShard(global_batch_size=4, micro_batch_size=4),
         LoaderConfig(num_loader_processes=1),
         num_steps=3,
     )
@@ -253,14 +253,14 @@ def test_a_killed_loader_process_is_one_clear_error(reader):
 WORKER = """
 import sys
 from pathlib import Path
-from shoal.data.examples import ExampleConfig, ExampleReader
+from shoal.data.text.examples import ExampleConfig, ExampleReader
 from shoal.data.loader import LoaderConfig, training_steps
-from shoal.data.shards import TextShards
-from shoal.data.steps import Share
+from shoal.data.text.shards import TextShards
+from shoal.data.steps import DataShard
 
 if __name__ == "__main__":
     reader = ExampleReader(TextShards(Path(sys.argv[1]), "train"), ExampleConfig(max_seq_length=64))
-    share = Share(global_batch_size=4, micro_batch_size=4)
+    share = DataShard(global_batch_size=4, micro_batch_size=4)
     for step in training_steps(reader, share, LoaderConfig(num_loader_processes=2), num_steps=10**9):
         print("step", flush=True)
         sys.stdin.readline()

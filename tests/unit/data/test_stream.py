@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shoal.data.stream import Stream, in_order
+from shoal.data.loader import Stream, in_order
 
 NAME = "stream-under-test"
 

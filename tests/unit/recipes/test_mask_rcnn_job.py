@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from shoal.data.coco.augment import DetectionAugmentConfig
-from shoal.data.coco.made import make_coco
 from shoal.data.coco.score import NAMES, CocoScore
+from shoal.data.coco.synthetic import make_coco
 from shoal.data.loader import LoaderConfig, streamed_steps
-from shoal.data.steps import Share
+from shoal.data.steps import DataShard
 from shoal.env import WorkerPlace
 from shoal.recipes.images.config import ImageDataConfig
 from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig, TrainConfig, ValidationConfig
@@ -47,7 +47,7 @@ def test_a_micro_batch_is_of_one_aspect(config: MaskRCNNTrainConfig, world: Worl
     reader, _ = open_data(config, world)
     order = order_of(config, reader)
     num_steps = order.samples_an_epoch // 4
-    share = Share(global_batch_size=4, micro_batch_size=2)
+    share = DataShard(global_batch_size=4, micro_batch_size=2)
     seen: dict[int, set[bool]] = {}
     steps = streamed_steps(reader, share, LoaderConfig(), num_steps=num_steps, order=order)
     for step in steps:

@@ -15,10 +15,10 @@ from PIL import Image
 
 from shoal.cli.app import app
 from shoal.data.coco.augment import DetectionAugmentConfig
-from shoal.data.coco.made import make_coco
 from shoal.data.coco.masks import bitmaps
 from shoal.data.coco.reader import DetectionReader
 from shoal.data.coco.source import read_categories
+from shoal.data.coco.synthetic import make_coco
 from shoal.data.coco.transform import DetectionTransform
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import decode

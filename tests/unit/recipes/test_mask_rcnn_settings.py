@@ -13,7 +13,7 @@ import pytest
 
 from shoal.cli.app import app
 from shoal.data.coco.augment import DetectionAugmentConfig
-from shoal.data.coco.made import make_coco
+from shoal.data.coco.synthetic import make_coco
 from shoal.errors import UsageError
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.recipes.images.config import ImageDataConfig

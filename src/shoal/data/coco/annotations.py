@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.data.coco.bad import BadEntries, OnBad
+from shoal.data.coco.bad_entries import BadEntries, OnBad
 from shoal.data.coco.json_stream import top_level_entries
 from shoal.errors import UsageError, did_you_mean
 

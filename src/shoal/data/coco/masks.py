@@ -1,18 +1,51 @@
 """Masks of objects: polygons and run lengths to one form, and to bitmaps; their areas and boxes.
 
-The rasteriser and the run lengths are COCO's own, by faster-coco-eval (:mod:`shoal.data.coco.library`); a
+The rasteriser and the run lengths are COCO's own, by faster-coco-eval (:mod:`shoal.data.coco.masks`); a
 polygon comes out to the bit as in the official tools.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shoal.data.coco.annotations import Rle, Segmentation
-from shoal.data.coco.library import mask_library
+from shoal.errors import ShoalError
+
+
+@cache
+def _module(name: str) -> Any:
+    try:
+        return import_module(f"faster_coco_eval{name}")
+    except ImportError as error:
+        raise ShoalError(
+            f"COCO's masks and scores need faster-coco-eval, which cannot be loaded ({error}); "
+            "pip install 'shoal[vision]'"
+        ) from None
+
+
+def mask_library() -> Any:
+    """Return its functions on masks (``faster_coco_eval.core.mask``).
+
+    Raises:
+        ShoalError: it is not installed.
+    """
+    return _module(".core.mask")
+
+
+def evaluation_library() -> tuple[Any, Any]:
+    """Return its matcher (compiled) and its class of parameters, COCO's official ones by default.
+
+    Raises:
+        ShoalError: it is not installed.
+    """
+    return _module(".faster_eval_api_cpp"), _module(".core.cocoeval").Params
+
 
 Bitmaps = npt.NDArray[np.uint8]
 

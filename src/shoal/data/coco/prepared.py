@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.data.coco.annotations import CocoAnnotations, CocoImage, CocoObject, polygon_arrays, run_lengths
-from shoal.data.coco.bad import BadEntries
+from shoal.data.coco.bad_entries import BadEntries
 from shoal.data.images.shards import ImageShards
 from shoal.errors import ShoalError
 from shoal.json_text import parse_json

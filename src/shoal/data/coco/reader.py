@@ -19,9 +19,8 @@ import numpy.typing as npt
 
 from shoal.data.coco.masks import Bitmaps, crops
 from shoal.data.coco.transform import DetectionObjects, DetectionTransform
-from shoal.data.images.reader import DTypeName
+from shoal.data.images.reader import DecodeThreads, DTypeName
 from shoal.data.images.shards import ImageShards
-from shoal.data.images.threads import DecodeThreads
 from shoal.errors import ShoalError, UsageError
 
 SIZE_STEP = 32

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from shoal.data.atomic_io import write_atomically
 from shoal.data.coco.annotations import (
     CocoAnnotations,
     Rle,
@@ -20,10 +21,9 @@ from shoal.data.coco.annotations import (
     run_lengths,
     shown,
 )
-from shoal.data.coco.bad import BadEntries, OnBad
+from shoal.data.coco.bad_entries import BadEntries, OnBad
 from shoal.data.coco.json_stream import top_level_entries
 from shoal.data.coco.masks import areas, as_compressed
-from shoal.data.files import write_atomically
 from shoal.errors import UsageError
 
 Kind = Literal["bbox", "segm"]

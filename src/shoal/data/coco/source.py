@@ -14,15 +14,15 @@ from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from shoal.data.atomic_io import write_atomically
 from shoal.data.coco.annotations import CocoAnnotations, CocoImage, CocoObject, read_annotations
-from shoal.data.coco.bad import OnBad
+from shoal.data.coco.bad_entries import OnBad
 from shoal.data.coco.masks import as_compressed
-from shoal.data.files import write_atomically
 from shoal.data.images.folder import unique_keys
 from shoal.data.images.manifest import ImageManifest
 from shoal.data.images.prepare import ImagePrepareConfig, prepare_images
-from shoal.data.images.remote import SCHEME, S3Files
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
+from shoal.data.images.storage import SCHEME, S3Files
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 

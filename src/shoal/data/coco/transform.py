@@ -10,11 +10,10 @@ import numpy.typing as npt
 
 from shoal.data.coco.annotations import Rle
 from shoal.data.coco.augment import DetectionAugmentConfig, Placement, placement
-from shoal.data.coco.library import mask_library
-from shoal.data.coco.masks import areas, as_compressed, bitmaps, encoded
+from shoal.data.coco.masks import areas, as_compressed, bitmaps, encoded, mask_library
 from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD, check_normalisation
 from shoal.data.images.pixels import Triple, finish
-from shoal.data.images.places import Bytes
+from shoal.data.images.storage import Bytes
 from shoal.data.images.transform import IDENTITY, decode, normalisation, resized
 from shoal.errors import ShoalError
 from shoal.json_text import parse_json

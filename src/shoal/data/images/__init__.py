@@ -1,7 +1,7 @@
 """Images on their way from raw files to batches.
 
 1. A source says which images there are and where their bytes lie: ``folder`` (class folders), ``imagenet``
-   (a tar of tars, read in place, with its ``ground_truth``); ``open_source`` tells which one a path is.
+   (a tar of tars, read in place, with its ``ground_truth``); ``detect_source`` tells which one a path is.
 2. ``prepare`` writes down what the source holds (``listing``) and has processes write shards
    (``shard_work``): each image ``reencode``d where it must be, stored by ``tar_writer`` beside its
    ``index``. The ``manifest`` comes last. ``made`` draws images where there are none.

@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from shoal.data.images.headers import BadImage
-from shoal.data.images.listing import Listing, Totals, write_listing
 from shoal.data.images.prepare import ImagePrepareConfig, check_totals
 from shoal.data.images.reencode import check_pillow, reencode
-from shoal.data.images.shard_work import num_shards, read_image
-from shoal.data.images.sources import TRAIN, ImageSource
-from shoal.data.workers import num_cores
+from shoal.data.images.shard_worker import num_shards, read_image
+from shoal.data.images.sources import TRAIN, ImageSource, Listing, Totals, write_listing
+from shoal.data.process_pool import num_cores
 
 _TRIED = 64
 _MEMBER_BYTES = 512 + 256

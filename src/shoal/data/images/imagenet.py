@@ -6,16 +6,330 @@ Nothing is unpacked: images are listed by their places in ``ILSVRC2012_img_train
 
 from __future__ import annotations
 
+import gzip
+import io
+import os
+import struct
+import tarfile
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
-from shoal.data.images.ground_truth import find_ground_truth
+import numpy as np
+
+from shoal.data.atomic_io import MAX_WHOLE_BYTES, read_whole
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
-from shoal.data.images.tar_members import Member, members
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError, did_you_mean
+
+_BLOCK = tarfile.BLOCKSIZE
+
+
+class Member(NamedTuple):
+    """A file in a tar; ``offset`` counts from the begin of the outermost file."""
+
+    name: str
+    offset: int
+    size: int
+
+
+def members(path: Path, inside: Member | None = None) -> Iterator[Member]:
+    """Yield the files of the tar ``path``, or of the tar that is its member ``inside``, in their order.
+
+    Folders and extended headers (long names, which ImageNet has not) are passed over.
+
+    Raises:
+        ShoalError: the file cannot be read, is no tar, was cut short or is damaged.
+    """
+    where = f"{path}: {inside.name}" if inside else str(path)
+    try:
+        with path.open("rb", buffering=0) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            at = inside.offset if inside else 0
+            end = min(at + inside.size, num_bytes) if inside else num_bytes
+            while True:
+                header = os.pread(file.fileno(), _BLOCK, at) if at + _BLOCK <= end else b""
+                if not header:
+                    raise ShoalError(f"{where} was cut short: it has no end after byte {at:,}; get it again")
+                if not any(header):  # a tar ends with blocks of zeros
+                    return
+                member = _parse(header, where, at)
+                if member.size < 0:  # the place of the next header would be this one again, or before it
+                    raise ShoalError(
+                        f"{where} is damaged at byte {at:,}: {member.name} has the size {member.size:,}, "
+                        "which must be at least 0; get it again"
+                    )
+                if at + _BLOCK + member.size > end:
+                    raise ShoalError(
+                        f"{where} was cut short in {member.name}, which ends at byte "
+                        f"{at + _BLOCK + member.size:,} of {end:,}; get it again"
+                    )
+                if member.isreg():
+                    yield Member(member.name, at + _BLOCK, member.size)
+                at += _BLOCK + -(-member.size // _BLOCK) * _BLOCK
+    except OSError as error:
+        raise ShoalError(f"{where} cannot be read: {error.strerror}") from error
+
+
+def _parse(header: bytes, where: str, at: int) -> tarfile.TarInfo:
+    try:
+        return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+    except tarfile.TarError as error:
+        if at == 0:
+            raise ShoalError(f"{where} is not an uncompressed tar ({error})") from None
+        raise ShoalError(f"{where} is damaged at byte {at:,} ({error}); get it again") from None
+
+
+_HEADER_BYTES = 128
+_MATRIX, _COMPRESSED = 14, 15
+_STRUCT, _CHAR = 2, 4  # classes of a matrix
+_TYPES = {
+    1: "<i1",
+    2: "<u1",
+    3: "<i2",
+    4: "<u2",
+    5: "<i4",
+    6: "<u4",
+    7: "<f4",
+    9: "<f8",
+    12: "<i8",
+    13: "<u8",
+}
+_TYPES |= {16: "<u1", 17: "<u2"}  # UTF-8, UTF-16
+_ID, _WNID = "ILSVRC2012_ID", "WNID"
+
+Value = str | float | None
+
+_WRONG = (ValueError, LookupError, TypeError, OverflowError, StopIteration, struct.error, zlib.error)
+
+
+def read_synsets(data: bytes, where: str) -> dict[int, str]:
+    """Return the WordNet id of each number of the development kit, from the bytes of ``meta.mat``.
+
+    Raises:
+        ShoalError: they are not such a list; ``where`` names the file.
+    """
+    try:
+        if data[126:128] != b"IM":
+            raise ValueError("it is not a little-endian MAT file of level 5")
+        for kind, body in _elements(data[_HEADER_BYTES:]):
+            if kind == _COMPRESSED:
+                kind, body = next(_elements(_unpacked(body)))
+            if kind == _MATRIX and (rows := _structures(body)):
+                return {int(row[_ID]): str(row[_WNID]) for row in rows}  # type: ignore[arg-type]
+        raise ValueError("it has no array of structures")
+    except _WRONG as error:
+        raise ShoalError(
+            f"{where} is not the list of synsets of ImageNet's development kit ({error}); get it again, or "
+            "give a text file of the synsets in its order as --synsets"
+        ) from None
+
+
+def read_synsets_file(path: Path) -> dict[int, str]:
+    """The same for a file.
+
+    Raises:
+        ShoalError: it cannot be read, or is no such list.
+    """
+    try:
+        data = read_whole(path)
+    except OSError as error:
+        raise ShoalError(f"{path} cannot be read: {error.strerror}") from error
+    return read_synsets(data, str(path))
+
+
+def _unpacked(data: bytes) -> bytes:
+    unpacking = zlib.decompressobj()
+    found = unpacking.decompress(data, MAX_WHOLE_BYTES)
+    if not unpacking.eof:
+        is_full = len(found) >= MAX_WHOLE_BYTES
+        what = f"unpacks to more than {MAX_WHOLE_BYTES:,} bytes" if is_full else "was cut short"
+        raise ValueError(f"a compressed element {what}")
+    return found
+
+
+def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield (type, data) of elements that stand one after the other."""
+    at = 0
+    while at + 8 <= len(data):
+        kind, size = struct.unpack_from("<II", data, at)
+        if kind >> 16:  # up to four bytes stand in the tag itself
+            kind, size, begin, following = kind & 0xFFFF, kind >> 16, at + 4, at + 8
+        else:
+            begin = at + 8
+            following = begin + size if kind == _COMPRESSED else begin + -(-size // 8) * 8
+        if begin + size > len(data):
+            raise ValueError(f"an element of {size} bytes at byte {at} goes beyond the end")
+        yield kind, data[begin : begin + size]
+        at = following
+
+
+def _structures(matrix: bytes) -> list[dict[str, Value]]:
+    """Return the rows of a matrix of structures; none for another matrix."""
+    flags, _, _, *parts = (body for _, body in _elements(matrix))  # between them: dimensions, name
+    if flags[0] != _STRUCT:
+        return []
+    name_size, names, *values = parts
+    width = int.from_bytes(name_size, "little")
+    fields = [names[at : at + width].partition(b"\0")[0].decode() for at in range(0, len(names), width)]
+    cells = [_value(body) for body in values]
+    return [
+        dict(zip(fields, cells[at : at + len(fields)], strict=True))
+        for at in range(0, len(cells), len(fields))
+    ]
+
+
+def _value(matrix: bytes) -> Value:
+    """Return a string or the first number of a matrix; ``None`` for an empty one."""
+    (_, flags), _, _, *parts = list(_elements(matrix))
+    if not parts:
+        return None
+    kind, data = parts[0]
+    numbers = np.frombuffer(data, dtype=_TYPES[kind])
+    if flags[0] == _CHAR:
+        return "".join(map(chr, numbers.tolist()))
+    return float(numbers[0]) if len(numbers) else None
+
+
+DEVKIT = "ILSVRC2012_devkit_t12"
+TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+NAMED_TRUTH = "imagenet_2012_validation_synset_labels.txt"
+META = "meta.mat"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroundTruth:
+    """The lines of a ground truth file, and the synset of each number if numbers are in it."""
+
+    name: str
+    lines: tuple[str, ...]
+    synsets: dict[int, str] | None
+    synsets_name: str
+
+    def labels(self, classes: tuple[str, ...], num_images: int) -> list[int]:
+        """Return the label of each validation image in the order of their names.
+
+        Raises:
+            UsageError: the number of lines is not that of the images, a line names no class, or there are
+                numbers and nothing that says what they mean.
+        """
+        if len(self.lines) != num_images:
+            raise UsageError(
+                f"{self.name} has {len(self.lines):,} lines for {num_images:,} validation images; there must "
+                "be one for each"
+            )
+        label_of = {name: label for label, name in enumerate(classes)}
+        labels = []
+        for number, line in enumerate(self.lines, 1):
+            synset = self._synset(line, number) if line.isdecimal() else line
+            if synset not in label_of:
+                raise UsageError(
+                    f"{self.name}, line {number}: {line!r} is not a class of the training images."
+                    + did_you_mean(synset, classes)
+                )
+            labels.append(label_of[synset])
+        return labels
+
+    def _synset(self, line: str, number: int) -> str:
+        if self.synsets is None:
+            raise UsageError(
+                f"{self.name} has numbers, and what they mean is missing: put {META} of the development kit "
+                f"({DEVKIT}.tar.gz) beside the tars, or give it as --synsets"
+            )
+        if int(line) not in self.synsets:
+            raise UsageError(f"{self.name}, line {number}: {self.synsets_name} has no number {line}")
+        return self.synsets[int(line)]
+
+
+def find_ground_truth(folder: Path, truth: Path | None = None, synsets: Path | None = None) -> GroundTruth:
+    """Read the ground truth: the given files, else what lies in ``folder``.
+
+    That is the development kit, packed (``ILSVRC2012_devkit_t12.tar.gz``) or not, or its files beside the
+    tars, or ``imagenet_2012_validation_synset_labels.txt``, which names synsets.
+
+    Raises:
+        UsageError: there is none, or a given file does not exist.
+        ShoalError: a file cannot be read, or is too large to be one of these.
+    """
+    places = (folder, folder / "data", folder / DEVKIT / "data")
+    packed = folder / f"{DEVKIT}.tar.gz"
+    truth = truth or _first([*(place / TRUTH for place in places), folder / NAMED_TRUTH])
+    found = synsets or _first([place / META for place in places])
+    if truth is not None:
+        name, text = str(truth), _read(truth)
+    elif packed.is_file():
+        name, text = f"{packed}: {TRUTH}", _unpack(packed, TRUTH)
+    else:
+        raise UsageError(
+            f"{folder} has no ground truth of the validation images; put {packed.name} of the ImageNet site "
+            f"there, or {NAMED_TRUTH}, or give a file of one line an image as --ground-truth"
+        )
+    meanings, where = None, ""
+    if found is not None:
+        where = str(found)
+        meanings = read_synsets_file(found) if found.suffix == ".mat" else _text_synsets(found)
+    elif packed.is_file():
+        where = f"{packed}: {META}"
+        meanings = read_synsets(_unpack(packed, META), where)
+    return GroundTruth(name=name, lines=_first_words(text), synsets=meanings, synsets_name=where)
+
+
+def _text_synsets(path: Path) -> dict[int, str]:
+    """Return the synset of each line, counted from 1 as the development kit does.
+
+    Raises:
+        UsageError: the list is sorted, so its lines are labels and not the numbers of the development kit.
+    """
+    lines = _first_words(_read(path))
+    if list(lines) == sorted(lines):
+        raise UsageError(
+            f"{path} lists the synsets in sorted order, which is not that of the development kit's numbers; "
+            f"give its {META}, or a ground truth that names synsets"
+        )
+    return dict(enumerate(lines, 1))
+
+
+def _first_words(text: bytes) -> tuple[str, ...]:
+    lines = (line.split() for line in text.decode("utf-8", "replace").splitlines())
+    return tuple(words[0] for words in lines if words)
+
+
+def _first(paths: list[Path]) -> Path | None:
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_whole(path)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise ShoalError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _unpack(path: Path, name: str) -> bytes:
+    """Return the bytes of the member of a packed development kit whose last part is ``name``."""
+    try:
+        # All is unpacked first, in a known amount: tarfile reads extended headers of any size.
+        with gzip.open(path) as packed:
+            data = packed.read(MAX_WHOLE_BYTES + 1)
+        if len(data) > MAX_WHOLE_BYTES:
+            raise ShoalError(
+                f"{path} unpacks to more than {MAX_WHOLE_BYTES:,} bytes; is it the development kit of "
+                "ILSVRC2012?"
+            )
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+            for member in tar:
+                if Path(member.name).name == name and (file := tar.extractfile(member)) is not None:
+                    return file.read()
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        raise ShoalError(f"{path} cannot be read: {error}") from error
+    raise ShoalError(f"{path} has no {name}; is it the development kit of ILSVRC2012?")
+
 
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VALIDATION_TAR = "ILSVRC2012_img_val.tar"

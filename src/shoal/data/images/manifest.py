@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.data.files import sha256_of, write_atomically
+from shoal.data.atomic_io import sha256_of, write_atomically
 from shoal.data.manifest import MANIFEST, check_shard, parse_manifest, read_manifest, shards_of
 from shoal.errors import ShoalError
 

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from shoal.data.files import write_atomically
-from shoal.data.images.listing import Totals, write_listing
+from shoal.data.atomic_io import write_atomically
 from shoal.data.images.manifest import INDEX, TAR, ImageManifest
 from shoal.data.images.reencode import ReencodeConfig, check_pillow
-from shoal.data.images.shard_work import (
+from shoal.data.images.shard_worker import (
     SPLITS,
     Job,
     OnBad,
@@ -36,11 +35,11 @@ from shoal.data.images.shard_work import (
     start_worker,
     write_shard,
 )
-from shoal.data.images.sources import TRAIN, ImageSource
+from shoal.data.images.sources import TRAIN, ImageSource, Totals, write_listing
 from shoal.data.manifest import MANIFEST
 from shoal.data.prepare_dir import RECORDS, clear, locked, open_plan, read_record
+from shoal.data.process_pool import num_cores, run_tasks
 from shoal.data.progress import Progress
-from shoal.data.workers import num_cores, run_tasks
 from shoal.errors import UsageError, did_you_mean
 
 KIND = "images"

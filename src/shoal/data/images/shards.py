@@ -14,16 +14,156 @@ import tarfile
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from shoal.data.atomic_io import AtomicFile, write_atomically
 from shoal.data.images.cache import CacheConfig, CacheCounts, ShardCache
-from shoal.data.images.index import RECORD, Records
 from shoal.data.images.manifest import INDEX, TAR, ImageShardInfo
-from shoal.data.images.places import Bytes, LocalFiles, files_at
+from shoal.data.images.storage import Bytes, LocalStorage, open_storage
 from shoal.errors import ShoalError, UsageError
+
+RECORD = np.dtype(
+    [
+        ("offset", "<i8"),
+        ("size", "<i4"),
+        ("label", "<i4"),
+        ("width", "<i4"),
+        ("height", "<i4"),
+        ("extra_offset", "<i8"),
+        ("extra_size", "<i4"),
+        ("reserved", "<i4"),
+    ]
+)
+"""``offset`` and ``size``: the bytes of the JPEG within the tar; ``width`` and ``height`` in pixels.
+
+``label`` is -1 where there is none. ``extra_*`` is the image's last other member: its annotations (``.json``)
+where it has some, else its label (``.cls``)."""
+
+Records = npt.NDArray[np.void]
+
+
+def read_index(path: Path) -> Records:
+    """Return the records of an index, ``RECORD[num_images]``.
+
+    Raises:
+        ShoalError: the file cannot be read, or is not a whole number of records.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ShoalError(f"{path}: the index of the shard cannot be read: {error.strerror}") from error
+    if len(data) % RECORD.itemsize:
+        raise ShoalError(
+            f"{path} is not a whole number of records of {RECORD.itemsize} bytes: it has {len(data):,}; "
+            "copy it again or prepare the images again"
+        )
+    return np.frombuffer(data, dtype=RECORD)
+
+
+def write_index(path: Path, records: npt.NDArray[Any]) -> None:
+    """Write records of ``RECORD`` atomically.
+
+    Raises:
+        ShoalError: the disk is full or the folder cannot be written.
+    """
+    write_atomically(path, records.astype(RECORD, copy=False).tobytes())
+
+
+_BLOCK = tarfile.BLOCKSIZE
+_TAR_RECORD_BYTES = tarfile.RECORDSIZE
+"""Two blocks of zeros end a tar, and tars are whole records of 20 blocks."""
+
+
+class ImageShardWriter:
+    """Writes one shard. Images are streamed to the file; only their records (40 bytes each) stay in memory.
+
+    Use it as a context manager: leaving the block without ``finish`` (an exception) removes the
+    temporaries, and nothing else.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        """Start the shard ``name`` in ``directory``.
+
+        Raises:
+            ShoalError: the file cannot be created.
+        """
+        self.num_images = 0
+        self._directory = directory
+        self._name = name
+        self._records = bytearray()
+        self._tar = AtomicFile(directory / f"{name}.{TAR}")
+
+    def add(
+        self,
+        key: str,
+        jpeg: bytes,
+        *,
+        label: int = -1,
+        width: int,
+        height: int,
+        annotations: bytes | None = None,
+    ) -> None:
+        """Append an image.
+
+        Args:
+            key: its name in the tar; without a dot behind its last slash, where WebDataset's suffix begins.
+            jpeg: the bytes of the file.
+            label: its class, or -1 if it has none.
+            width: of the image in pixels.
+            height: of the image in pixels.
+            annotations: JSON that rides along, or ``None``.
+
+        Raises:
+            ShoalError: the disk is full.
+        """
+        place = self._member(f"{key}.jpg", jpeg)
+        extra, extra_size = 0, 0
+        if label >= 0:
+            text = str(label).encode()
+            extra, extra_size = self._member(f"{key}.cls", text), len(text)
+        if annotations is not None:
+            extra, extra_size = self._member(f"{key}.json", annotations), len(annotations)
+        record = (place, len(jpeg), label, width, height, extra, extra_size, 0)
+        self._records += np.array([record], dtype=RECORD).tobytes()
+        self.num_images += 1
+
+    def finish(self) -> ImageShardInfo:
+        """Write the index, force both files to the disk and give them their names.
+
+        Raises:
+            ShoalError: the disk is full; the temporaries are gone, finished shards untouched.
+        """
+        fill = -(self._tar.num_bytes + 2 * _BLOCK) % _TAR_RECORD_BYTES
+        self._tar.write(bytes(2 * _BLOCK + fill))
+        with self._tar, AtomicFile(self._directory / f"{self._name}.{INDEX}") as index:
+            index.write(bytes(self._records))
+            files = {TAR: self._tar.close(), INDEX: index.close()}
+            # The index comes last: a shard with an index is complete.
+            self._tar.publish()
+            index.publish()
+        return ImageShardInfo(name=self._name, num_images=self.num_images, files=files)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tar.discard()
+
+    def _member(self, name: str, data: bytes) -> int:
+        """Append a member and return where its bytes begin."""
+        member = tarfile.TarInfo(name)
+        member.size = len(data)
+        header = member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+        place = self._tar.num_bytes + len(header)
+        self._tar.write(header + data + bytes(-len(data) % _BLOCK))
+        return place
+
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -56,7 +196,7 @@ class ImageShards:
         self.split = split
         self._verify: Literal["sizes", "checksums"] = verify
         self._cache_config = cache
-        self._files = files_at(location)
+        self._files = open_storage(location)
         self.manifest = self._files.manifest()
         self.shards = self.manifest.shards(split)
         self._records = [
@@ -67,7 +207,7 @@ class ImageShards:
             self._files.open(info)
             if verify == "checksums":
                 self._check(info)
-            if isinstance(self._files, LocalFiles):
+            if isinstance(self._files, LocalStorage):
                 self._check_headers(number)
         self._cache = ShardCache(cache) if cache else None
         counts = [info.num_images for info in self.shards]
@@ -127,7 +267,7 @@ class ImageShards:
 
     def will_need(self, numbers: Iterable[int]) -> None:
         """Have the system begin to read images of a folder, all at once; ``read`` comes soon after."""
-        if self._cache is None and isinstance(self._files, LocalFiles):
+        if self._cache is None and isinstance(self._files, LocalStorage):
             for number in numbers:
                 shard, record = self._record(number)
                 self._files.will_need(self.shards[shard], int(record["offset"]), int(record["size"]))
@@ -155,7 +295,7 @@ class ImageShards:
         return self._files.read(info, start, size)
 
     def _check(self, info: ImageShardInfo) -> None:
-        if not isinstance(self._files, LocalFiles):
+        if not isinstance(self._files, LocalStorage):
             raise UsageError(
                 f"verify='checksums' of {self.location} would fetch every shard; leave it out: shards are "
                 "compared with their checksums when they enter the cache"

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from shoal.data.atomic_io import AtomicFile
+from shoal.errors import ShoalError
+from shoal.json_text import parse_json
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -71,3 +81,78 @@ class ImageSource(Protocol):
             ShoalError: it cannot be read.
         """
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What a split of the source holds; ``class_counts`` are its images by label, none without labels."""
+
+    num_images: int
+    num_bytes: int
+    class_counts: tuple[int, ...]
+
+
+class Listing:
+    """The images of a split by number."""
+
+    def __init__(self, folder: Path, split: str) -> None:
+        self._lines = (folder / f"{split}.images").open("rb")
+        self._offsets = np.memmap(folder / f"{split}.offsets", dtype="<i8", mode="r")
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def image(self, number: int) -> SourceImage:
+        """Return an image as the source gave it."""
+        begin, end = self._offsets[number : number + 2]
+        self._lines.seek(begin)
+        key, path, *rest = parse_json(self._lines.read(end - begin), self._lines.name)
+        return SourceImage(key, Path(path), *rest)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._lines.close()
+
+
+def write_listing(images: Iterable[SourceImage], folder: Path, split: str, *, num_classes: int) -> Totals:
+    """Write down ``images`` and return their totals.
+
+    Raises:
+        ShoalError: two images have the same key; the disk is full.
+    """
+    offsets, digests = array("q", [0]), array("Q")
+    counts = [0] * num_classes
+    num_bytes = 0
+    with (
+        AtomicFile(folder / f"{split}.images") as lines,
+        AtomicFile(folder / f"{split}.offsets") as index,
+    ):
+        for image in images:
+            lines.write(json.dumps([image.key, str(image.path), *image[2:]]).encode() + b"\n")
+            offsets.append(lines.num_bytes)
+            digests.append(_digest(image.key))
+            num_bytes += image.size
+            if image.label >= 0:
+                counts[image.label] += 1
+        index.write(np.asarray(offsets, dtype="<i8").tobytes())
+        for file in (lines, index):
+            file.close()
+        for file in (lines, index):
+            file.publish()
+    _check_unique(digests, folder, split)
+    return Totals(num_images=len(digests), num_bytes=num_bytes, class_counts=tuple(counts))
+
+
+def _digest(key: str) -> int:
+    return int.from_bytes(blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
+
+
+def _check_unique(digests: array[int], folder: Path, split: str) -> None:
+    found, counts = np.unique(np.asarray(digests, dtype=np.uint64), return_counts=True)
+    if len(found) == len(digests):
+        return
+    twice = int(found[counts > 1][0])
+    listing = Listing(folder, split)
+    names = [image.name for image in map(listing.image, range(len(listing))) if _digest(image.key) == twice]
+    listing.close()
+    raise ShoalError(f"{names[0]} and {names[1]} would have the same name in the shards; rename one of them")

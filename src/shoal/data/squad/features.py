@@ -13,9 +13,17 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from shoal.data.frame import Frame, Int32Array, Int64Array, encodable, encode_texts, plain, ranges
 from shoal.data.squad.config import WindowConfig
-from shoal.data.squad.files import SquadData, stands_at
+from shoal.data.squad.dataset import SquadData, stands_at
+from shoal.data.text.special_tokens import (
+    Int32Array,
+    Int64Array,
+    SequenceTemplate,
+    encodable,
+    encode_texts,
+    plain,
+    ranges,
+)
 from shoal.errors import UsageError
 
 _SPACE = np.array([chr(code).isspace() for code in range(0x3002)])  # the last one stands for all beyond
@@ -69,7 +77,7 @@ def make_features(data: SquadData, tokenizer: Tokenizer, config: WindowConfig) -
     Raises:
         UsageError: the tokenizer puts no special tokens around pairs, or paragraphs have no room.
     """
-    frame = Frame(tokenizer, num_texts=2)
+    frame = SequenceTemplate(tokenizer, num_texts=2)
     with plain(tokenizer):
         questions = [q.text.strip() for q in data.questions]
         question_ids, question_bounds, _ = encode_texts(tokenizer, questions, with_offsets=False)

@@ -8,14 +8,27 @@ prediction counts as wrong, as in 1.1; the script of 2.0 ends with an error ther
 
 from __future__ import annotations
 
+import json
 import re
 import string
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from shoal.data.squad.files import Question, SquadData, Version, shorten
+from shoal.data.squad.dataset import (
+    Question,
+    SquadData,
+    Version,
+    describe_misplaced,
+    read_null_odds,
+    read_predictions,
+    read_squad,
+    shorten,
+    write_json,
+)
 from shoal.errors import UsageError
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -212,3 +225,39 @@ def _best_threshold(
         if score > best:
             best, threshold = score, null_odds[question.id]
     return 100.0 * best / len(questions), threshold
+
+
+def evaluate(
+    data: Path,
+    predictions: Path,
+    *,
+    null_odds: Path | None,
+    null_threshold: float,
+    version: Version | None,
+    out: Path | None,
+) -> str:
+    """Return the scores as the official script's JSON; what is odd about the files goes to stderr.
+
+    Raises:
+        UsageError: a file is not what it should be, or the files do not belong together.
+        ShoalError: ``out`` cannot be written.
+    """
+    squad = read_squad(data, misplaced="keep")
+    scores = score_squad(
+        squad,
+        read_predictions(predictions),
+        null_odds=read_null_odds(null_odds) if null_odds is not None else None,
+        null_threshold=null_threshold,
+        version=version,
+    )
+    if line := describe_misplaced(squad):
+        print(f"shoal: {line}", file=sys.stderr)
+    for names, what in (
+        (scores.missing, "questions have no prediction and count as wrong"),
+        (scores.unknown, "predictions are for questions that the data does not have and do not count"),
+    ):
+        if names:
+            print(f"shoal: {predictions}: {len(names)} {what} ({shorten(names)})", file=sys.stderr)
+    if out is not None:
+        write_json(out, scores.official())
+    return json.dumps(scores.official(), indent=2)

@@ -14,11 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from shoal import record
-from shoal.data.classify import ClassifyData, ClassifyScores, Columns, read_classify, score_classify
-from shoal.data.files import write_atomically
-from shoal.data.pairs import PairFeatures, make_pairs
-from shoal.data.squad.files import write_json
-from shoal.data.task_batches import Batch, TaskData
+from shoal.data.atomic_io import write_atomically
+from shoal.data.squad.dataset import write_json
+from shoal.data.text.classify import (
+    ClassifyData,
+    ClassifyScores,
+    Columns,
+    PairFeatures,
+    make_pairs,
+    read_classify,
+    score_classify,
+)
+from shoal.data.text.task_batches import Batch, TaskData
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError
 from shoal.models.directory import load_task_model, save

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.frame import Int64Array, ranges
-from shoal.data.task_batches import Batch, Sequences, evaluation_batches, evaluation_parts
+from shoal.data.text.special_tokens import Int64Array, ranges
+from shoal.data.text.task_batches import Batch, Sequences, evaluation_batches, evaluation_parts
 from shoal.recipes.finetune.job import Job, on_device
 from shoal.train.gather import Float32Array, gather_rows
 

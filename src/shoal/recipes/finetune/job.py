@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, device, nn
 
 from shoal import record
-from shoal.data.task_batches import Batch, Deal, Sequences
+from shoal.data.text.task_batches import Batch, Deal, Sequences
 from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import Schedule

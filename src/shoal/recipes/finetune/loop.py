@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal import record
-from shoal.data.task_batches import Batch, global_batch, training_batches
+from shoal.data.text.task_batches import Batch, global_batch, training_batches
 from shoal.errors import EXIT_OK
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.finetune.job import Job, on_device

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from shoal.data.tokenizer import read_tokenizer, vocab_size
+from shoal.data.text.tokenizer import read_tokenizer, vocab_size
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
 from shoal.models.directory import HUB, resolve

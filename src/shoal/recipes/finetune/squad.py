@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from shoal import record
 from shoal.data.squad.answers import Answers, choose_answers
 from shoal.data.squad.config import AnswerConfig
+from shoal.data.squad.dataset import SquadData, describe_misplaced, read_squad, write_json
 from shoal.data.squad.features import SquadFeatures, make_features
-from shoal.data.squad.files import SquadData, describe_misplaced, read_squad, write_json
 from shoal.data.squad.score import Scores, score_squad
-from shoal.data.task_batches import Batch, TaskData
+from shoal.data.text.task_batches import Batch, TaskData
 from shoal.env import WorkerEnv
 from shoal.models.directory import load_task_model, save
 from shoal.models.tasks import QuestionAnswering, packed_inputs, span_loss

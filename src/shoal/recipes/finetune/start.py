@@ -35,8 +35,8 @@ def finetune_squad(config: SquadFinetuneConfig, how: Launch, *, preset: str, com
     require_path("data.eval", "--eval", config.data.eval, "questions to evaluate on, such as dev-v2.0.json")
 
     def describe(num_workers: int) -> list[str]:
+        from shoal.data.squad.dataset import describe_misplaced
         from shoal.data.squad.features import make_features
-        from shoal.data.squad.files import describe_misplaced
         from shoal.recipes.finetune.squad import read_questions
 
         files = read_questions(config.data)
@@ -72,7 +72,7 @@ def finetune_classify(config: ClassifyFinetuneConfig, how: Launch, *, preset: st
     require_path("data.eval", "--eval", config.data.eval or None, "one or more files to evaluate on")
 
     def describe(num_workers: int) -> list[str]:
-        from shoal.data.pairs import make_pairs
+        from shoal.data.text.classify import make_pairs
         from shoal.recipes.finetune.classify import read_examples
 
         length = config.data.max_seq_length

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.data.images.cache import CacheConfig
+from shoal.data.images.reader import default_decode_threads
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.sources import TRAIN, VALIDATION
-from shoal.data.images.threads import default_decode_threads
 from shoal.data.manifest import MANIFEST
 from shoal.errors import UsageError
 from shoal.recipes.images.config import ImageDataConfig, ImageTrainConfig

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from shoal.data.files import write_atomically
+from shoal.data.atomic_io import write_atomically
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 

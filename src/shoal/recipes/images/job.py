@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shoal.data.loader import LoaderConfig
-from shoal.data.steps import Share, SizedReader
+from shoal.data.steps import DataShard, SizedReader
 from shoal.decide.order import Order
 from shoal.models.resnet import norms_of, running_statistics
 from shoal.recipes.images.config import ImageTrainConfig
@@ -48,9 +48,9 @@ class ImageJob:
         return self.trained.clock
 
     @property
-    def share(self) -> Share:
+    def share(self) -> DataShard:
         """Which part of each global batch is this worker's."""
-        return Share(
+        return DataShard(
             global_batch_size=self.plan.batch.global_batch_size,
             micro_batch_size=self.plan.batch.micro_batch_size,
             rank=self.world.place.rank,

@@ -12,7 +12,7 @@ def make_images_if_due(config: MaskRCNNTrainConfig) -> None:
     """Make the run's own images, where none are named and they are not there yet."""
     if not must_make_images(config, CATEGORIES):
         return
-    from shoal.data.coco.made import make_coco
+    from shoal.data.coco.synthetic import make_coco
 
     make_coco(
         required(config.run.dir) / MADE,
@@ -40,7 +40,7 @@ def counts_of(config: MaskRCNNTrainConfig) -> tuple[int, int, int]:
     """
     check_named(config)
     if config.data.path is None:
-        from shoal.data.coco.made import NUM_CATEGORIES
+        from shoal.data.coco.synthetic import NUM_CATEGORIES
 
         return config.data.made_images, config.data.num_made_held_out, NUM_CATEGORIES
     train, held_out = both_splits(config)

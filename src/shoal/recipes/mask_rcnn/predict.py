@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from shoal.data.atomic_io import write_atomically
 from shoal.data.coco.augment import DetectionAugmentConfig, placement
 from shoal.data.coco.masks import bitmaps
 from shoal.data.coco.reader import SIZE_STEP
 from shoal.data.coco.results import KINDS
 from shoal.data.coco.transform import placed_pixels
-from shoal.data.files import write_atomically
 from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from shoal.data.images.pixels import Pixels, finish
 from shoal.data.images.transform import decode, normalisation

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 from shoal import record
-from shoal.data.coco.evaluate import as_tree
+from shoal.data.atomic_io import write_atomically
 from shoal.data.coco.results import write_results
-from shoal.data.files import write_atomically
+from shoal.data.coco.score import as_tree
 from shoal.errors import EXIT_OK
 from shoal.recipes.images import telling as images
 from shoal.recipes.images.export import EXPORT

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from shoal import record
 from shoal.data.squad.config import WindowConfig
-from shoal.data.squad.files import read_squad
+from shoal.data.squad.dataset import read_squad
 from shoal.recipes.finetune.config import (
     FinetuneOptimConfig,
     SourceConfig,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.data.examples import ExampleConfig, ExampleReader
-from shoal.data.shards import TextShards
-from shoal.data.steps import Share
+from shoal.data.steps import DataShard
+from shoal.data.text.examples import ExampleConfig, ExampleReader
+from shoal.data.text.shards import TextShards
 from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.models.pretraining import Pretraining
 from shoal.recipes.masked_lm.config import Phase, PretrainConfig
@@ -158,9 +158,9 @@ def open_data(
     return ExampleReader(train, examples), ExampleReader(held_out, examples)
 
 
-def share_of(job: Job) -> Share:
+def share_of(job: Job) -> DataShard:
     """Return which part of each global batch is this worker's."""
-    return Share(
+    return DataShard(
         global_batch_size=job.batch.global_batch_size,
         micro_batch_size=job.batch.micro_batch_size,
         rank=job.world.place.rank,

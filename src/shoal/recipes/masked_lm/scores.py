@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shoal import record
-from shoal.data.examples import unigram_entropy
 from shoal.data.loader import Batch, held_out_batches
+from shoal.data.text.examples import unigram_entropy
 from shoal.recipes.masked_lm.job import Job
 from shoal.recipes.masked_lm.losses import NUM_SUMS, losses_of
 

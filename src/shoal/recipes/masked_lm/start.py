@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from shoal.data.manifest import Manifest
-from shoal.data.squad.files import read_squad
+from shoal.data.squad.dataset import read_squad
 from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.decide.memory_estimate import MemoryEstimate, estimate_memory
 from shoal.env import WorkerEnv

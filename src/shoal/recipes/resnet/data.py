@@ -17,7 +17,7 @@ def make_images_if_due(config: ResNetTrainConfig) -> None:
     """Make the run's own images, where none are named and they are not there yet."""
     if not must_make_images(config):
         return
-    from shoal.data.images.made import make_images
+    from shoal.data.images.synthetic import make_images
 
     make_images(
         required(config.run.dir) / MADE,

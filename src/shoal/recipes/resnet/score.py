@@ -9,7 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from shoal.data.files import write_atomically
+from shoal.data.atomic_io import write_atomically
 from shoal.data.images.shards import ImageShards
 from shoal.env import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError
@@ -65,8 +65,7 @@ def score(what: Scoring, joined: WorkerEnv) -> int:
     """Score with all workers; the main one prints the counts and writes the file."""
     import torch
 
-    from shoal.data.images.reader import ImageReader
-    from shoal.data.images.threads import default_decode_threads
+    from shoal.data.images.reader import ImageReader, default_decode_threads
     from shoal.data.images.transform import CentreTransform
     from shoal.recipes.resnet.evaluation import LOSS, TOP1, TOP5, evaluate
     from shoal.train.config import DistributedConfig

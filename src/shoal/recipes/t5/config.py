@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from shoal.data.span_config import MAX_SENTINELS, SpanConfig
+from shoal.data.text.span_config import MAX_SENTINELS, SpanConfig
 from shoal.errors import UsageError
 from shoal.models.t5_config import T5ModelConfig, num_parameters
 from shoal.optim.lr_schedules import InverseSquareRoot

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
 from shoal.data.manifest import Manifest
-from shoal.data.span_config import MAX_SENTINELS, sentinel_id
+from shoal.data.text.span_config import MAX_SENTINELS, sentinel_id
 from shoal.models.directory import save
 from shoal.models.t5 import T5
 

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from shoal.data.loader import Batch
 from shoal.data.manifest import Manifest
-from shoal.data.shards import TextShards
-from shoal.data.span_corruption import SpanReader
-from shoal.data.steps import Share
+from shoal.data.steps import DataShard
+from shoal.data.text.shards import TextShards
+from shoal.data.text.span_corruption import SpanReader
 from shoal.decide.batch import BatchPlan
 from shoal.models.directory import copy_weights
 from shoal.models.t5 import T5, new_t5
@@ -41,7 +41,7 @@ class Job:
     config: T5PretrainConfig
     world: World
     batch: BatchPlan
-    share: Share
+    share: DataShard
     """Which part of each global batch is this replica's; all stages of a replica read the same."""
     precision: Precision
     reader: SpanReader
@@ -77,7 +77,7 @@ def build(config: T5PretrainConfig, world: World) -> Job:
     """Open the data, make the model and what surrounds it."""
     reader, held_out_reader = open_data(config, verifies=world.is_main)
     batch = plan_of(config, world.num_workers)
-    share = Share(
+    share = DataShard(
         global_batch_size=batch.global_batch_size,
         micro_batch_size=batch.worker_batch_size,  # one batch a step; the stage cuts it into micro-batches
         rank=world.place.rank // config.parallel.pipeline,

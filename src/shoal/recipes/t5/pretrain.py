@@ -14,8 +14,7 @@ from contextlib import ExitStack, closing, nullcontext
 
 import torch
 
-from shoal.data.loader import Batch, LoaderConfig, training_steps
-from shoal.data.stream import Stream
+from shoal.data.loader import Batch, LoaderConfig, Stream, training_steps
 from shoal.env import WorkerEnv
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.t5.config import T5PretrainConfig

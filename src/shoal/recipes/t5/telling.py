@@ -7,9 +7,8 @@ from contextlib import closing
 from operator import itemgetter
 
 from shoal import record
-from shoal.data.examples import unigram_entropy
-from shoal.data.loader import Batch, LoaderConfig, training_steps
-from shoal.data.stream import Stream
+from shoal.data.loader import Batch, LoaderConfig, Stream, training_steps
+from shoal.data.text.examples import unigram_entropy
 from shoal.errors import EXIT_OK
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.export import export_run

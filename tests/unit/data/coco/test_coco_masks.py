@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shoal.data.coco.library import mask_library
-from shoal.data.coco.masks import boxes, crops, encoded, runs
+from shoal.data.coco.masks import boxes, crops, encoded, mask_library, runs
 
 Mask = npt.NDArray[np.uint8]
 

@@ -22,10 +22,9 @@ from shoal.data.coco.reader import SIZE_STEP, DetectionReader
 from shoal.data.coco.transform import DetectionTransform
 from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from shoal.data.images.manifest import ImageManifest
-from shoal.data.images.shards import ImageShards
-from shoal.data.images.tar_writer import ImageShardWriter
+from shoal.data.images.shards import ImageShards, ImageShardWriter
 from shoal.data.loader import LoaderConfig, held_out_batches, streamed_steps
-from shoal.data.steps import Share
+from shoal.data.steps import DataShard
 from shoal.decide.bucketing import GroupedOrder, aspect_groups
 from shoal.env import test_data_dir as data_dir
 from shoal.errors import ShoalError
@@ -154,7 +153,7 @@ def names(
     workers = [
         streamed_steps(
             reader,
-            Share(global_batch_size=size, micro_batch_size=RUN, rank=rank, num_workers=num_workers),
+            DataShard(global_batch_size=size, micro_batch_size=RUN, rank=rank, num_workers=num_workers),
             LoaderConfig(),
             num_steps=num_steps,
             samples_consumed=first,

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from image_files import encoded, photo, write_folder
+from shoal.data.images.detect_source import detect_source
 from shoal.data.images.folder import FolderSource, unique_keys
-from shoal.data.images.open_source import open_source
 from shoal.errors import UsageError
 
 JPEG = encoded(photo())
@@ -26,7 +26,7 @@ def test_two_splits(tmp_path, name):
         tmp_path, "train/dog/b.jpg", "train/cat/a.JPEG", "train/cat/deep/c.png", f"{name}/cat/x.jpg"
     )
     (path / name / "dog").mkdir()
-    source = open_source(path)
+    source = detect_source(path)
     assert source.classes == ("cat", "dog") and source.splits == ("train", "validation")
     assert listed(source, "train") == [("cat/a", 0), ("cat/deep/c", 0), ("dog/b", 1)]
     assert listed(source, "validation") == [("cat/x", 0)]
@@ -63,7 +63,7 @@ def test_other_files_are_left_alone_and_told(tmp_path):
         tmp_path, "train/a/1.jpg", "train/a/notes.txt", "train/a/.hidden.jpg", "val/a/2.jpg", "test/a/3.jpg"
     )
     write_folder(path, {"train/.git/x.jpg": JPEG})
-    source = open_source(path)
+    source = detect_source(path)
     assert listed(source, "train") == [("a/1", 0)] and source.classes == ("a",)
     assert source.remarks == (
         "validation images are those of val; test is left alone",
@@ -73,12 +73,12 @@ def test_other_files_are_left_alone_and_told(tmp_path):
 
 def test_the_state_changes_with_the_source(tmp_path):
     path = folder(tmp_path, "train/a/1.jpg", "val/a/2.jpg")
-    states = [open_source(path).state(), open_source(path).state()]
+    states = [detect_source(path).state(), detect_source(path).state()]
     assert states[0] == states[1]
     os.utime(path / "val" / "a" / "2.jpg", ns=(1, 1))
-    states.append(open_source(path).state())
+    states.append(detect_source(path).state())
     (path / "train" / "a" / "1.jpg").rename(path / "train" / "a" / "3.jpg")
-    states.append(open_source(path).state())
+    states.append(detect_source(path).state())
     assert len(set(states)) == 3
 
 
@@ -101,12 +101,12 @@ def test_the_state_changes_with_the_source(tmp_path):
 )
 def test_what_cannot_be_used_is_one_clear_error(tmp_path, names, options, words):
     with pytest.raises(UsageError, match=words):
-        open_source(folder(tmp_path, *names), **options)
+        detect_source(folder(tmp_path, *names), **options)
 
 
 def test_a_path_that_is_no_folder(tmp_path):
     path = folder(tmp_path, "a/1.jpg")
     with pytest.raises(UsageError, match=r"there is no such folder\. Did you mean 'data'"):
-        open_source(tmp_path / "daat")
+        detect_source(tmp_path / "daat")
     with pytest.raises(UsageError, match="is a file; give a folder"):
-        open_source(path / "a" / "1.jpg")
+        detect_source(path / "a" / "1.jpg")

@@ -8,9 +8,8 @@ import tarfile
 import numpy as np
 import pytest
 
-from shoal.data.images.index import RECORD, read_index, write_index
 from shoal.data.images.manifest import ImageManifest
-from shoal.data.images.tar_writer import ImageShardWriter
+from shoal.data.images.shards import RECORD, ImageShardWriter, read_index, write_index
 from shoal.errors import ShoalError, UsageError
 
 IMAGES = [
@@ -192,7 +191,7 @@ def test_facts_that_cannot_be(tmp_path, change, words):
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from shoal.data.images.tar_writer import ImageShardWriter
+from shoal.data.images.shards import ImageShardWriter
 from shoal.errors import ShoalError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 limit = int(sys.argv[2])

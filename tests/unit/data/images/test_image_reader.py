@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from shoal.data.images.cache import CacheConfig
-from shoal.data.images.reader import ImageReader
+from shoal.data.images.reader import ImageReader, default_decode_threads
 from shoal.data.images.shards import ImageShards
-from shoal.data.images.threads import default_decode_threads
 from shoal.data.loader import LoaderConfig, held_out_batches, streamed_steps, training_steps
-from shoal.data.steps import Share
+from shoal.data.steps import DataShard
 from shoal.decide.order import BlockShuffle, ShuffledOrder, examples_of
 from shoal.errors import ShoalError, UsageError
 from synthetic_images import BAD, StampTransform, key_of, random_images, write_images
@@ -65,7 +64,7 @@ def streamed(
     workers = [
         streamed_steps(
             reader,
-            Share(
+            DataShard(
                 global_batch_size=GLOBAL_BATCH,
                 micro_batch_size=micro_batch_size,
                 rank=rank,
@@ -110,7 +109,7 @@ def test_resuming_within_an_epoch_at_another_world_size(reader, blocks):
 
 
 def test_streams_are_what_whole_steps_are(reader):
-    share = Share(global_batch_size=GLOBAL_BATCH, micro_batch_size=5, rank=1, num_workers=2)
+    share = DataShard(global_batch_size=GLOBAL_BATCH, micro_batch_size=5, rank=1, num_workers=2)
     whole = list(training_steps(reader, share, LoaderConfig(), num_steps=4, samples_consumed=17))
     parts = [
         list(step) for step in streamed_steps(reader, share, LoaderConfig(), num_steps=4, samples_consumed=17)
@@ -171,7 +170,7 @@ def test_progressive_resolution_takes_the_larger_size_at_the_border(directory):
     shapes = [
         tuple(batch["images"].shape)
         for step in streamed_steps(
-            reader, Share(global_batch_size=20, micro_batch_size=20), LoaderConfig(), num_steps=4
+            reader, DataShard(global_batch_size=20, micro_batch_size=20), LoaderConfig(), num_steps=4
         )
         for batch in step
     ]
@@ -207,7 +206,7 @@ class Counting(ImageReader):
 
 
 def stream_of(reader, *, max_prefetched_bytes, num_steps=10):
-    share = Share(global_batch_size=GLOBAL_BATCH, micro_batch_size=4)
+    share = DataShard(global_batch_size=GLOBAL_BATCH, micro_batch_size=4)
     config = LoaderConfig(max_prefetched_bytes=max_prefetched_bytes)
     return streamed_steps(reader, share, config, num_steps=num_steps)
 

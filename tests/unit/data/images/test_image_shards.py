@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.data.files import sha256_of
+from shoal.data.atomic_io import sha256_of
 from shoal.data.images.cache import CacheConfig
-from shoal.data.images.index import RECORD, read_index, write_index
 from shoal.data.images.manifest import ImageManifest
-from shoal.data.images.shards import ImageShards
+from shoal.data.images.shards import RECORD, ImageShards, read_index, write_index
 from shoal.errors import ShoalError, UsageError
 from synthetic_images import key_of, random_images, write_images
 

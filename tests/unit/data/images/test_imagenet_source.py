@@ -14,9 +14,8 @@ import zlib
 import pytest
 
 from image_files import encoded, photo, tar_of
-from shoal.data.images.imagenet import TRAIN_TAR, VALIDATION_TAR
-from shoal.data.images.open_source import open_source
-from shoal.data.images.tar_members import members
+from shoal.data.images.detect_source import detect_source
+from shoal.data.images.imagenet import TRAIN_TAR, VALIDATION_TAR, members
 from shoal.errors import ShoalError, UsageError
 
 # The development kit's meta.mat in small, as scipy's savemat writes it: numbers 1 to 3 are n02119789,
@@ -73,7 +72,7 @@ def read(image):
 @pytest.mark.parametrize("packed", [True, False])
 def test_images_are_found_where_they_lie(imagenet, packed):
     give_devkit(imagenet, packed=packed)
-    source = open_source(imagenet if packed else imagenet / TRAIN_TAR)
+    source = detect_source(imagenet if packed else imagenet / TRAIN_TAR)
     assert source.classes == CLASSES and source.splits == ("train", "validation")
     train = list(source.images("train"))
     assert [image.label for image in train] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -92,7 +91,7 @@ def test_images_are_found_where_they_lie(imagenet, packed):
 
 def test_forms_of_the_ground_truth(imagenet, tmp_path):
     def labels(**options):
-        return [image.label for image in open_source(imagenet, **options).images("validation")]
+        return [image.label for image in detect_source(imagenet, **options).images("validation")]
 
     named = tmp_path / "imagenet_2012_validation_synset_labels.txt"
     named.write_text("n01440764\nn02100735\nn02119789\nn02119789\n")
@@ -138,7 +137,7 @@ def test_missing_and_wrong_files(imagenet, change, words):
     give_devkit(imagenet)
     change(imagenet)
     with pytest.raises(ShoalError, match=words):
-        open_source(imagenet)
+        detect_source(imagenet)
 
 
 MUCH = 1 << 30
@@ -176,7 +175,7 @@ def test_a_development_kit_that_unpacks_to_too_much(imagenet, kind):
         with pytest.raises(
             ShoalError, match=rf"{packed} unpacks to more than 67,108,864 bytes; is it the dev"
         ):
-            open_source(imagenet)
+            detect_source(imagenet)
 
     assert peak_bytes(act) < 300 << 20
 
@@ -191,7 +190,7 @@ def test_a_list_of_synsets_that_unpacks_to_too_much(imagenet):
         with pytest.raises(
             ShoalError, match=rf"{meta} is not the list .*unpacks to more than 67,108,864 bytes"
         ):
-            open_source(imagenet)
+            detect_source(imagenet)
 
     assert peak_bytes(act) < 300 << 20
 
@@ -202,7 +201,7 @@ def test_a_compressed_element_that_was_cut_short(imagenet):
     cut = META[:132] + struct.pack("<I", size - 9) + META[136 : 136 + size - 9]
     (imagenet / "ILSVRC2012_devkit_t12" / "data" / "meta.mat").write_bytes(cut)
     with pytest.raises(ShoalError, match=r"meta\.mat is not the list of synsets.* was cut short"):
-        open_source(imagenet)
+        detect_source(imagenet)
 
 
 @pytest.mark.parametrize("option", ["ground_truth", "synsets"])
@@ -214,19 +213,19 @@ def test_a_large_file_given_by_mistake(imagenet, option, name):
     path.touch()
     os.truncate(path, 200 << 30)
     with pytest.raises(ShoalError, match=rf"{path} has more than 67,108,864 bytes, which is too large"):
-        open_source(imagenet, **{option: path})
+        detect_source(imagenet, **{option: path})
 
 
 def test_a_development_kit_that_is_not_packed(imagenet):
     (imagenet / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(tar_of({"meta.mat": META}))
     with pytest.raises(ShoalError, match=r"devkit_t12\.tar\.gz cannot be read: Not a gzipped file"):
-        open_source(imagenet)
+        detect_source(imagenet)
 
 
 def test_numbers_without_their_meaning(imagenet):
     (imagenet / "ILSVRC2012_validation_ground_truth.txt").write_text(TRUTH)
     with pytest.raises(UsageError, match=r"what they mean is missing: put meta\.mat"):
-        open_source(imagenet)
+        detect_source(imagenet)
 
 
 def test_damaged_tars_are_noticed(imagenet):
@@ -237,7 +236,7 @@ def test_damaged_tars_are_noticed(imagenet):
 
     def error():
         with pytest.raises(ShoalError) as caught:
-            list(open_source(imagenet).images("train"))
+            list(detect_source(imagenet).images("train"))
         return str(caught.value)
 
     path.write_bytes(whole[: len(whole) // 2])

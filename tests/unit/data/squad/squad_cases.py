@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from shoal.data.squad.files import Answer, Question, SquadData
+from shoal.data.squad.dataset import Answer, Question, SquadData
 
 
 def make_data(*cases: tuple[str, str, str | None]) -> SquadData:

@@ -10,9 +10,9 @@ from squad_cases import make_data, words_tokenizer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from shoal.data.squad.config import WindowConfig
+from shoal.data.squad.dataset import Answer, Question, SquadData, read_squad
 from shoal.data.squad.features import SquadFeatures, make_features
-from shoal.data.squad.files import Answer, Question, SquadData, read_squad
-from shoal.data.tokenizer import read_tokenizer, train_tokenizer
+from shoal.data.text.tokenizer import read_tokenizer, train_tokenizer
 from shoal.env import test_data_dir as data_dir
 from shoal.errors import UsageError
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from forked import shoal
-from shoal.data.squad.files import (
+from shoal.data.squad.dataset import (
     Answer,
     Question,
     SquadData,

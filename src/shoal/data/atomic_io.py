@@ -1,0 +1,166 @@
+"""Files that are complete or absent: temporary name, fsync, rename."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from shoal.errors import ShoalError
+
+PARTIAL = ".partial"
+"""Suffix of a file that is still being written; one left behind by a kill is overwritten next time."""
+
+MAX_WHOLE_BYTES = 64 << 20
+"""The most bytes that are read or unpacked into memory as a whole."""
+
+_BUFFER_BYTES = 1 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def write_error(path: Path, error: OSError) -> ShoalError:
+    """Return what to raise when writing ``path`` failed: a full disk says so, and what to do."""
+    if error.errno in _FULL:
+        return ShoalError(
+            f"{path}: no space left to write it ({error.strerror}); its unfinished part was removed and "
+            "finished files were kept: free some space or choose another folder, then run the command again"
+        )
+    return ShoalError(f"{path}: cannot be written: {error.strerror or error}")
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a finished temporary its name so that a crash leaves either no file or the whole one.
+
+    The caller has already flushed and fsynced ``partial``.
+    """
+    partial.replace(final)
+    folder = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path``, keeping the old file until the new one is on the disk.
+
+    Raises:
+        ShoalError: the disk is full or the folder cannot be written.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        publish(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise write_error(path, error) from error
+
+
+def read_whole(path: Path) -> bytes:
+    """Return the bytes of a file that is small, unless another one was given by mistake.
+
+    Raises:
+        OSError: it cannot be read.
+        ShoalError: it has more than ``MAX_WHOLE_BYTES``.
+    """
+    with path.open("rb") as file:
+        data = file.read(MAX_WHOLE_BYTES + 1)
+    if len(data) > MAX_WHOLE_BYTES:
+        raise ShoalError(
+            f"{path} has more than {MAX_WHOLE_BYTES:,} bytes, which is too large for such a file; is it the "
+            "one that was meant?"
+        )
+    return data
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class AtomicFile:
+    """A file under its temporary name, with its size and SHA-256 as it grows.
+
+    ``close`` and then ``publish`` give it its name; leaving a ``with`` block before that (an exception)
+    removes the temporary, and nothing else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Create the temporary beside ``path``.
+
+        Raises:
+            ShoalError: it cannot be created.
+        """
+        self.path = path
+        self.num_bytes = 0
+        self._partial = path.with_name(path.name + PARTIAL)
+        self._hash = hashlib.sha256()
+        try:
+            self._file = self._partial.open("wb", buffering=_BUFFER_BYTES)
+        except OSError as error:
+            raise write_error(path, error) from error
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append ``data``.
+
+        Raises:
+            ShoalError: the disk is full; the temporary is gone.
+        """
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.discard()
+            raise write_error(self.path, error) from error
+        self._hash.update(data)
+        self.num_bytes += len(data)
+
+    def close(self) -> dict[str, Any]:
+        """Force the file to the disk and return its ``{"bytes": int, "sha256": str}``.
+
+        Raises:
+            ShoalError: the disk is full; the temporary is gone.
+        """
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        except OSError as error:
+            self.discard()
+            raise write_error(self.path, error) from error
+        return {"bytes": self.num_bytes, "sha256": self._hash.hexdigest()}
+
+    def publish(self) -> None:
+        """Give the closed file its name.
+
+        Raises:
+            ShoalError: the folder cannot be written; the temporary is gone.
+        """
+        try:
+            publish(self._partial, self.path)
+        except OSError as error:
+            self.discard()
+            raise write_error(self.path, error) from error
+
+    def discard(self) -> None:
+        """Remove what is unfinished; after ``publish`` there is nothing to remove."""
+        with contextlib.suppress(OSError):  # closing flushes, and the disk may be full
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self._partial.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.discard()

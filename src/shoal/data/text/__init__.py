@@ -1,0 +1,12 @@
+"""Prepares text and makes training examples from it.
+
+1. ``corpus`` reads articles from files: one per line, one per file, or WikiText. ``python_docs_corpus`` takes
+   English text from this Python installation.
+2. ``sentences`` splits paragraphs into sentences; ``tokenizer`` trains a tokenizer or reads a given one.
+3. ``prepare`` cuts the source into chunks; processes run ``chunk_worker``, which encodes them and writes
+   ``shards``; the manifest is written last.
+4. ``examples`` makes examples for masked-LM with sentence order or next-sentence prediction, a pure function
+   of (seed, epoch, index): ``segments`` chooses the text and ``masking`` the tokens to predict.
+   ``span_corruption`` does the same for T5.
+5. ``classify`` and ``text_to_text`` read labelled texts for finetuning; ``task_batches`` batches them.
+"""

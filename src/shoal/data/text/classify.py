@@ -1,0 +1,281 @@
+"""Sentences and pairs with labels: MNLI, and any tab-separated or JSONL file; accuracy and confusion table.
+
+Standard library only. MNLI's matched and mismatched sets are two files, read and scored one by one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from shoal.data.text.special_tokens import Int32Array, Int64Array, SequenceTemplate, encode_texts, plain
+from shoal.errors import UsageError, did_you_mean
+from shoal.json_text import parse_json
+
+MNLI_LABELS = ("entailment", "neutral", "contradiction")
+"""In the order of GLUE."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """What the columns (or keys) of a file are called; those of MNLI are the default."""
+
+    first: str = "sentence1"
+    second: str | None = "sentence2"
+    """The other text of a pair; ``None`` for single texts."""
+    label: tuple[str, ...] = ("gold_label", "label")
+    """The first of these that the file has."""
+    unlabelled: str = "-"
+    """The label of examples on which people did not agree; they are left out, as MNLI's authors ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One text or pair, and the index of its label."""
+
+    first: str
+    second: str | None
+    label: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyData:
+    """A file of examples, in its order."""
+
+    path: Path
+    labels: tuple[str, ...]
+    examples: tuple[Example, ...]
+    num_unlabelled: int
+    """Examples left out since they have no label."""
+
+
+def read_classify(path: Path, columns: Columns, *, labels: Sequence[str] | None) -> ClassifyData:
+    """Read a file whose name ends in ``.tsv`` (with a line of column names) or ``.jsonl``.
+
+    Quotes in a tab-separated file are ordinary characters, as in MNLI's.
+
+    Args:
+        labels: the set of labels, in the order of the model's outputs; ``None`` takes those of the file,
+            sorted: right for training data only, since an evaluation must have the labels of the training.
+
+    Raises:
+        UsageError: the file cannot be read, a column is not there, a line is damaged, a label is not in the
+            set (with its line), or there is no example.
+    """
+    if path.suffix not in _READERS:
+        raise UsageError(
+            f"{path}: is known by the end of its name: .tsv (tab-separated, column names first) or .jsonl"
+        )
+    found = list(_READERS[path.suffix](path, columns))
+    labelled = [row for row in found if row[3] != columns.unlabelled]
+    if not labelled:
+        raise UsageError(f"{path}: holds no example with a label")
+    if labels is None:
+        labels = sorted({label for *_, label in labelled})
+    index = {label: k for k, label in enumerate(labels)}
+    if len(index) != len(labels) or len(index) < 2:
+        raise UsageError(f"{path}: the labels {', '.join(labels)} must be two or more different ones")
+    wrong = [(line, label) for line, _, _, label in labelled if label not in index]
+    if wrong:
+        line, label = wrong[0]
+        more = f" ({len(wrong)} lines have such labels)" if len(wrong) > 1 else ""
+        raise UsageError(
+            f"{path}, line {line}: the label {label!r} is not one of {', '.join(labels)}{more}."
+            f"{did_you_mean(label, labels)}"
+        )
+    return ClassifyData(
+        path=path,
+        labels=tuple(labels),
+        examples=tuple(Example(first, second, index[label]) for _, first, second, label in labelled),
+        num_unlabelled=len(found) - len(labelled),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyScores:
+    """How many examples of each label got which."""
+
+    labels: tuple[str, ...]
+    counts: tuple[tuple[int, ...], ...]
+    """``counts[label][predicted]``."""
+
+    @property
+    def total(self) -> int:
+        """Return the number of examples."""
+        return sum(map(sum, self.counts))
+
+    @property
+    def accuracy(self) -> float:
+        """Return the percentage of right predictions."""
+        return 100.0 * sum(row[k] for k, row in enumerate(self.counts)) / self.total
+
+    def table(self) -> str:
+        """Return the confusion table as text: a row for each label, a column for what was predicted."""
+        recalls = [f"{100 * row[k] / sum(row):.1f}" if sum(row) else "-" for k, row in enumerate(self.counts)]
+        lines = [["", *self.labels, "recall %"]]
+        for label, row, recall in zip(self.labels, self.counts, recalls, strict=True):
+            lines.append([label, *map(str, row), recall])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines
+        )
+
+
+def score_classify(labels: Sequence[str], gold: Iterable[int], predicted: Iterable[int]) -> ClassifyScores:
+    """Compare predictions with the labels of the data, both as indices into ``labels``.
+
+    Raises:
+        UsageError: there are not as many predictions as examples, none at all, or one outside the labels.
+    """
+    golds, guesses = list(gold), list(predicted)
+    if len(golds) != len(guesses) or not golds:
+        raise UsageError(f"{len(guesses)} predictions for {len(golds)} examples; there must be one for each")
+    for guess in (*golds, *guesses):
+        if not 0 <= guess < len(labels):
+            raise UsageError(f"{guess} is not the index of one of the {len(labels)} labels")
+    pairs = Counter(zip(golds, guesses, strict=True))
+    indices = range(len(labels))
+    return ClassifyScores(
+        labels=tuple(labels), counts=tuple(tuple(pairs[g, p] for p in indices) for g in indices)
+    )
+
+
+_Row = tuple[int, str, str | None, str]
+"""Line, texts, label."""
+
+
+def _tsv_rows(path: Path, columns: Columns) -> Iterator[_Row]:
+    lines = _lines(path)
+    names = next(lines, (1, ""))[1].split("\t")
+    where = {name: names.index(name) for name in names}
+    chosen = _chosen(path, 1, columns, where)
+    for number, line in lines:
+        cells = line.split("\t")
+        if len(cells) != len(names):
+            raise UsageError(
+                f"{path}, line {number}: has {len(cells)} columns, but the first line names {len(names)}"
+            )
+        first, second, label = chosen
+        other = None if second is None else cells[where[second]]
+        yield number, cells[where[first]], other, cells[where[label]]
+
+
+def _jsonl_rows(path: Path, columns: Columns) -> Iterator[_Row]:
+    for number, line in _lines(path):
+        entry = parse_json(line, f"{path}, line {number}", error=UsageError)
+        if not isinstance(entry, dict):
+            raise UsageError(f"{path}, line {number}: must be a JSON object with a key for each column")
+        names = _chosen(path, number, columns, entry)
+        first, label = entry[names[0]], entry[names[2]]
+        second = None if names[1] is None else entry[names[1]]
+        texts = [first] if names[1] is None else [first, second]
+        is_label = isinstance(label, str | int) and not isinstance(label, bool)
+        if not is_label or not all(isinstance(text, str) for text in texts):
+            raise UsageError(f"{path}, line {number}: texts must be strings, labels strings or whole numbers")
+        yield number, first, second, str(label)
+
+
+def _chosen(path: Path, line: int, columns: Columns, present: dict[str, Any]) -> tuple[str, str | None, str]:
+    """Return the names of both texts and of the label, after a look whether they are there."""
+    label = next((name for name in columns.label if name in present), columns.label[0])
+    for name in (columns.first, columns.second, label):
+        if name is not None and name not in present:
+            raise UsageError(
+                f"{path}, line {line}: there is no column {name!r}, only {', '.join(map(repr, present))}."
+                f"{did_you_mean(name, present)}"
+            )
+    return columns.first, columns.second, label
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield number and text of each line that is not empty; only \\n and \\r\\n end a line."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        place = error.object.count(b"\n", 0, error.start) + 1
+        raise UsageError(f"{path}, line {place}: is not UTF-8; convert the file") from None
+    if not text.strip():
+        raise UsageError(f"{path}: the file is empty")
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip("\r"):
+            yield number, line.removesuffix("\r")
+
+
+_READERS = {".tsv": _tsv_rows, ".jsonl": _jsonl_rows}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairFeatures:
+    """Sequences of ``data.examples``; tokens of number ``k`` are ``bounds[k]`` to ``bounds[k + 1]``."""
+
+    data: ClassifyData
+    tokens: Int32Array
+    """Token ids of all sequences, flat."""
+    types: npt.NDArray[np.uint8]
+    """Segment ids of all sequences, flat."""
+    bounds: Int64Array
+    """Where sequences begin, and where the last one ends: ``[num_sequences + 1]``."""
+    labels: Int32Array
+    """Index of each sequence's label in ``data.labels``."""
+    num_cut: int
+    """Sequences that were too long."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def make_pairs(data: ClassifyData, tokenizer: Tokenizer, *, max_seq_length: int) -> PairFeatures:
+    """Tokenise all examples and cut what is too long, at the end of the longer text first.
+
+    Args:
+        tokenizer: its padding and truncation do not count. Names of special tokens in a text are ordinary
+            characters.
+        max_seq_length: tokens in a sequence at most, the special ones included.
+
+    Raises:
+        UsageError: the tokenizer puts no special tokens around texts, or no room is left for these.
+    """
+    columns = [[example.first for example in data.examples]]
+    if data.examples[0].second is not None:
+        columns.append([example.second or "" for example in data.examples])
+    frame = SequenceTemplate(tokenizer, num_texts=len(columns))
+    room = max_seq_length - frame.num_special
+    if room < len(columns):
+        raise UsageError(
+            f"max_seq_length {max_seq_length} has no room beside {frame.num_special} special tokens; raise it"
+        )
+    with plain(tokenizer):
+        encoded = [encode_texts(tokenizer, texts, with_offsets=False)[:2] for texts in columns]
+    lengths = [np.diff(bounds) for _, bounds in encoded]
+    kept: tuple[Int64Array, ...]
+    if len(columns) == 1:
+        kept = (np.minimum(lengths[0], room),)
+    else:
+        kept = cut_longer(lengths[0], lengths[1], room)
+    tokens, types, bounds, _ = frame.fill(
+        *((ids, bounds[:-1], count) for (ids, bounds), count in zip(encoded, kept, strict=True))
+    )
+    return PairFeatures(
+        data=data,
+        tokens=tokens,
+        types=types,
+        bounds=bounds,
+        labels=np.array([example.label for example in data.examples], dtype=np.int32),
+        num_cut=int((np.sum(lengths, axis=0) > room).sum()),
+    )
+
+
+def cut_longer(first: Int64Array, second: Int64Array, room: int) -> tuple[Int64Array, Int64Array]:
+    """Return how many tokens of each text stay if the longer one, of equal ones the second, loses its last
+    until both fit: the rule of Google's BERT (``_truncate_seq_pair``)."""
+    kept_first = np.minimum(first, np.maximum(room - second, (room + 1) // 2))
+    return kept_first, np.minimum(second, room - kept_first)

@@ -1,0 +1,292 @@
+"""Masked-LM examples of two segments: pure functions of (seed, epoch, index), a batch at a time.
+
+Nothing is stored but tokens; each example's segments, masks and label are drawn while reading from numbers
+keyed by the seed, the epoch and the example's index. Reading the same example twice, in another batch, by
+another worker or in another process gives the same arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.data.packing import pack_padded
+from shoal.data.steps import evenly_spread
+from shoal.data.text.masking import (
+    MAX_SEQ_LENGTH,
+    choose_tokens,
+    prediction_budgets,
+    replace_tokens,
+    split_ngrams,
+)
+from shoal.data.text.segments import MIN_TOKENS, PairTask, Segments, Windows
+from shoal.data.text.shards import TextShards
+from shoal.decide.rng import Int64Array, UInt64Array, draw, random_keys
+from shoal.errors import ShoalError, UsageError
+
+NUM_SPECIAL = 3
+"""[CLS] A [SEP] B [SEP]."""
+
+_EXAMPLE = 3  # this module's word among the uses of one seed
+_SEGMENTS, _NGRAMS, _CHOICE, _REPLACEMENT = range(4)  # streams of one example
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleConfig:
+    """What an example looks like. The seed also decides the order of examples (``loader``)."""
+
+    max_seq_length: int = 512
+    max_predictions_per_seq: int = 20
+    mask_prob: float = 0.15
+    max_ngram: int = 3
+    whole_words: bool = True
+    pairs: PairTask = "order"
+    short_seq_prob: float = 0.1
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        shortest = 2 * MIN_TOKENS + NUM_SPECIAL
+        if not shortest <= self.max_seq_length <= MAX_SEQ_LENGTH:
+            raise UsageError(
+                f"max_seq_length {self.max_seq_length} must be from {shortest} to {MAX_SEQ_LENGTH}"
+            )
+        if not 1 <= self.max_predictions_per_seq < self.max_seq_length:
+            raise UsageError(
+                f"max_predictions_per_seq {self.max_predictions_per_seq} must be at least 1 and less than "
+                f"max_seq_length {self.max_seq_length}"
+            )
+        if self.max_ngram < 1:
+            raise UsageError(f"max_ngram {self.max_ngram} must be at least 1")
+        for name in ("mask_prob", "short_seq_prob"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UsageError(f"{name} {getattr(self, name)} must be a probability, from 0 to 1")
+
+
+class ExampleReader:
+    """Makes batches of examples from the shards of a split. Picklable: only paths and numbers travel."""
+
+    def __init__(self, shards: TextShards, config: ExampleConfig) -> None:
+        """Number the examples.
+
+        Raises:
+            UsageError: the split has no document long enough for an example.
+        """
+        self.shards = shards
+        self.config = config
+        self._windows = Windows(
+            shards,
+            num_text_tokens=config.max_seq_length - NUM_SPECIAL,
+            short_seq_prob=config.short_seq_prob,
+            seed=config.seed,
+            pairs=config.pairs,
+        )
+        if not self.num_examples:
+            raise UsageError(
+                f"{shards.directory}: the split {shards.split!r} gives no examples: of its "
+                f"{shards.num_documents} documents none has the {MIN_TOKENS} tokens that a pair of segments "
+                "needs; prepare more or longer text"
+            )
+        manifest = shards.manifest
+        self._is_special = np.zeros(manifest.vocab_size, dtype=bool)
+        self._is_special[list(manifest.special_ids)] = True
+        self._ordinary_ids = np.flatnonzero(~self._is_special)
+        self._continues_word = np.frombuffer(manifest.continues_word, dtype=np.bool_)
+
+    def __reduce__(self) -> tuple[type[ExampleReader], tuple[TextShards, ExampleConfig]]:
+        return (ExampleReader, (self.shards, self.config))
+
+    @property
+    def num_examples(self) -> int:
+        """Examples in one epoch."""
+        return self._windows.num_examples
+
+    @property
+    def seed(self) -> int:
+        """What decides the order of the examples."""
+        return self.config.seed
+
+    @property
+    def example_tokens(self) -> int:
+        """Tokens that making one example goes through."""
+        return self.config.max_seq_length
+
+    def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Return the examples as models take them (``packed``)."""
+        return packed(arrays)
+
+    def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
+        """Return the examples ``indices`` (``[B]``, below ``num_examples``) as they are in ``epochs``.
+
+        With T = max_seq_length and P = max_predictions_per_seq:
+
+        - ``input_ids`` int64 [B, T]: [CLS] first segment [SEP] second segment [SEP], then padding;
+        - ``token_type_ids`` int64 [B, T]: 1 in the second segment and its [SEP];
+        - ``attention_mask`` int64 [B, T]: 0 in the padding;
+        - ``masked_positions`` int64 [B, P]: ascending, then 0;
+        - ``masked_ids`` int64 [B, P]: the tokens that were there, then 0;
+        - ``masked_weights`` float32 [B, P]: 1 for each prediction, then 0;
+        - ``labels`` int64 [B]: 1 where the segments are swapped, or the second is of another document;
+        - ``epoch``, ``index`` int64 [B]: the names of the examples.
+
+        Raises:
+            ShoalError: a shard holds a token id beyond the vocabulary.
+        """
+        epochs_, indices_ = _int64_vectors(epochs, indices)
+        streams = self._streams(epochs_, indices_)
+        segments = self._windows.segments(epochs_, indices_, streams[:, _SEGMENTS])
+        layout = _Layout(segments, self.config.max_seq_length)
+        ids = self._lay_out(segments, layout)
+        return {
+            "input_ids": ids,
+            "token_type_ids": layout.second.astype(np.int64),
+            "attention_mask": layout.attended.astype(np.int64),
+            **self._mask(ids, layout, streams),
+            "labels": segments.labels.astype(np.int64),
+            "epoch": epochs_,
+            "index": indices_,
+        }
+
+    def lengths(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> Int64Array:
+        """Return how many tokens of each example are not padding, int64 ``[B]``, without reading tokens."""
+        epochs_, indices_ = _int64_vectors(epochs, indices)
+        streams = self._streams(epochs_, indices_)
+        segments = self._windows.segments(epochs_, indices_, streams[:, _SEGMENTS])
+        return segments.num_tokens + NUM_SPECIAL
+
+    def _streams(self, epochs: Int64Array, indices: Int64Array) -> UInt64Array:
+        keys = random_keys(self.config.seed, _EXAMPLE, epochs, indices)
+        return draw(keys[:, None], np.arange(4))
+
+    def _lay_out(self, segments: Segments, layout: _Layout) -> Int64Array:
+        manifest = self.shards.manifest
+        ids = self._gather(segments, layout)
+        if int(ids.max()) >= manifest.vocab_size:
+            row, column = divmod(int(ids.argmax()), ids.shape[1])
+            span = segments.second if layout.second[row, column] else segments.first
+            raise ShoalError(
+                f"{self.shards.shards[int(span.shard[row])].path}.tokens: token id {ids.max()} in a "
+                f"vocabulary of {manifest.vocab_size}; the shard is damaged: prepare the text again"
+            )
+        ids[~layout.text] = manifest.pad_id
+        ids[:, 0] = manifest.cls_id
+        ids[layout.separators] = manifest.sep_id
+        return ids
+
+    def _gather(self, segments: Segments, layout: _Layout) -> Int64Array:
+        """Read the text of both segments; only where they lie in two shards this takes two looks."""
+        apart = segments.first.shard != segments.second.shard
+        rows = np.flatnonzero(apart)
+        if not rows.size:
+            return self._windows.gather(segments.first.shard, layout.source)
+        elsewhere = layout.second & apart[:, None]
+        ids = self._windows.gather(
+            segments.first.shard, np.where(elsewhere, segments.first.start[:, None], layout.source)
+        )
+        own, start = elsewhere[rows], segments.second.start[rows, None]
+        second = self._windows.gather(segments.second.shard[rows], np.where(own, layout.source[rows], start))
+        ids[rows] = np.where(own, second, ids[rows])
+        return ids
+
+    def _mask(self, ids: Int64Array, layout: _Layout, streams: UInt64Array) -> dict[str, npt.NDArray[Any]]:
+        """Hide tokens in ``ids``, in place; return what was hidden where."""
+        config = self.config
+        num_rows = len(ids)
+        continues_word = self._continues_word[ids] & config.whole_words
+        word_starts = layout.text & ~continues_word | layout.segment_starts
+        ngrams = split_ngrams(streams[:, _NGRAMS], word_starts, layout.segment_starts, config.max_ngram)
+        budgets = prediction_budgets(
+            layout.num_tokens,
+            mask_prob=config.mask_prob,
+            max_predictions=config.max_predictions_per_seq,
+        )
+        maskable = layout.text & ~self._is_special[ids]
+        chosen = choose_tokens(streams[:, _CHOICE], ngrams, maskable, layout.text, budgets)
+
+        rows, columns = np.nonzero(chosen)
+        counts = np.bincount(rows, minlength=num_rows)
+        slots = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
+        hidden = ids[rows, columns]
+        shape = (num_rows, config.max_predictions_per_seq)
+        positions, targets = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        weights = np.zeros(shape, dtype=np.float32)
+        positions[rows, slots], targets[rows, slots], weights[rows, slots] = columns, hidden, 1
+        keys = draw(streams[rows, _REPLACEMENT], columns)
+        ids[rows, columns] = replace_tokens(keys, hidden, self.shards.manifest.mask_id, self._ordinary_ids)
+        return {"masked_positions": positions, "masked_ids": targets, "masked_weights": weights}
+
+
+def packed(batch: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """Return what ``ExampleReader.batch`` made in the form that models take (``shoal.data.packing``).
+
+    To the packed tokens come, for M predictions in all:
+
+    - ``masked_rows`` int64 [M]: which of the T tokens are predicted, ascending;
+    - ``masked_ids`` int64 [M]: the tokens that were there;
+    - ``labels``, ``epoch``, ``index`` int64 [B], as they are.
+    """
+    tokens = pack_padded(batch["input_ids"], batch["token_type_ids"], batch["attention_mask"])
+    rows, slots = np.nonzero(batch["masked_weights"])
+    starts = np.cumsum(tokens["lengths"]) - tokens["lengths"]
+    return {
+        **tokens,
+        "masked_rows": starts[rows] + batch["masked_positions"][rows, slots],
+        "masked_ids": batch["masked_ids"][rows, slots],
+        **{name: batch[name] for name in ("labels", "epoch", "index")},
+    }
+
+
+class _Layout:
+    """Where the parts of [CLS] first [SEP] second [SEP] lie in each row; boolean arrays ``[B, T]``."""
+
+    def __init__(self, segments: Segments, max_seq_length: int) -> None:
+        first, second = segments.first, segments.second
+        num_first, num_text = (first.end - first.start)[:, None], segments.num_tokens[:, None]
+        column = np.arange(max_seq_length)
+        separator = 1 + num_first
+        last = num_text + 2
+        self.num_tokens: Int64Array = num_text[:, 0] + NUM_SPECIAL
+        self.attended = column <= last
+        self.second = (column > separator) & self.attended
+        self.separators = (column == separator) | (column == last)
+        self.text = self.attended & ~self.separators
+        self.text[:, 0] = False
+        self.segment_starts = (column == 1) | (column == separator + 1)
+        # The shard's token for each column; padding and specials read the first one, which is thrown away.
+        first_start, second_start = first.start[:, None], second.start[:, None]
+        in_text = np.where(self.second, second_start - separator - 1, first_start - 1) + column
+        begin = np.where(self.second, second_start, first_start)
+        self.source: Int64Array = np.where(self.text, in_text, begin)
+
+
+def _int64_vectors(epochs: npt.ArrayLike, indices: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:
+    """Return both as vectors of one length, of their own memory: they go into the batch."""
+    indices_ = np.array(indices, dtype=np.int64, ndmin=1)
+    epochs_ = np.empty_like(indices_)
+    epochs_[:] = epochs
+    return epochs_, indices_
+
+
+def mean_fill(reader: ExampleReader, *, limit: int = 10_000) -> float:
+    """Return the mean share of a sequence that is not padding, in epoch 0, over evenly spread examples."""
+    lengths = reader.lengths(0, evenly_spread(reader.num_examples, limit))
+    return float(lengths.mean() / reader.config.max_seq_length)
+
+
+def unigram_entropy(target_ids: npt.ArrayLike) -> float:
+    """Return the entropy, in nats, of the distribution of the given token ids.
+
+    It is the loss of a model that knows how often each target occurs and nothing about the context; a
+    model that has learnt something about context is below it.
+
+    Raises:
+        ValueError: there are no ids.
+    """
+    ids = np.asarray(target_ids).ravel()
+    if not ids.size:
+        raise ValueError("the entropy of no tokens is not defined")
+    shares = np.unique(ids, return_counts=True)[1] / ids.size
+    return float(-(shares * np.log(shares)).sum())

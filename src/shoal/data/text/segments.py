@@ -1,0 +1,209 @@
+"""Which tokens an example is made of: windows over documents, cut into two segments.
+
+A pair of segments poses one of two questions. *Order* (ALBERT): the two halves of a window, in half of the
+examples swapped. *Next* (BERT): in half of the examples the second segment is text of another document,
+drawn with equal chance from all others, that begins at a sentence anywhere in it. It is as long as the half
+that it replaces, if its document is, so that lengths do not give the answer away. (google-research/bert
+also draws the place; there the second segment is shorter wherever a document's end is near.)
+
+A document of ``L`` tokens has ``ceil(L / C)`` windows of ``C`` tokens (the sequence length less its three
+special tokens), or none if it is too short. Their number depends on nothing else, so examples can be
+numbered once for all epochs. The windows' starts are spread evenly from the document's start to ``L - C``;
+they overlap a little instead of leaving a short tail. Each epoch moves all windows of a document by a
+common phase of up to half their distance, so that other tokens and other pairs meet.
+
+A window begins at the start of a sentence: the last one at or before its place, or its place itself in a
+sentence that began more than ``C / 2`` tokens earlier. A window that the phase has pushed to the very end
+of its document (the last one, in half of the epochs) begins at the next sentence start instead if that
+leaves it half full, so that it ends where the document ends and no token stays unread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.data.text.shards import TextShards
+from shoal.decide.rng import Int64Array, UInt64Array, below, draw, random_keys, uniform
+from shoal.errors import UsageError
+
+BoolArray = npt.NDArray[np.bool_]
+PairTask = Literal["order", "next"]
+"""The question about two segments: sentence order, or next sentence."""
+
+_Groups = list[tuple[int, Any]]  # (shard number, the rows of a batch that lie in it)
+
+MIN_TOKENS = 8
+"""Documents with fewer tokens give no example, and no segment is shortened below this."""
+
+_PHASE = 2  # this module's word among the uses of one seed
+_IS_SHORT, _SHORT_LENGTH, _BOUNDARY, _LABEL, _OTHER, _PLACE = range(6)  # counters of one example's draws
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One segment of each example: tokens ``start`` to ``end`` of shard ``shard``, each array ``[B]``."""
+
+    shard: Int64Array
+    start: Int64Array
+    end: Int64Array
+
+    def where(self, condition: BoolArray, other: Span) -> Span:
+        """Return this span where ``condition [B]`` holds and ``other`` elsewhere."""
+        return Span(
+            shard=np.where(condition, self.shard, other.shard),
+            start=np.where(condition, self.start, other.start),
+            end=np.where(condition, self.end, other.end),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """The two segments of each example as the model sees them.
+
+    ``labels`` (``[B]``) is true where they are swapped, or where the second is of another document.
+    """
+
+    first: Span
+    second: Span
+    labels: BoolArray
+
+    @property
+    def num_tokens(self) -> Int64Array:
+        return self.first.end - self.first.start + self.second.end - self.second.start
+
+
+class Windows:
+    """The numbering of all examples of a split, and the segments of each."""
+
+    def __init__(
+        self,
+        shards: TextShards,
+        *,
+        num_text_tokens: int,
+        short_seq_prob: float,
+        seed: int,
+        pairs: PairTask = "order",
+    ) -> None:
+        """Number the examples; this keeps 8 bytes of memory a document (16 for the task ``next``)."""
+        self._shards = shards
+        self._pairs = pairs
+        self._capacity = num_text_tokens
+        self._short_seq_prob = short_seq_prob
+        self._seed = seed
+        lengths = shards.document_lengths()
+        counts = np.where(lengths >= MIN_TOKENS, -(-lengths // num_text_tokens), 0)
+        self._first_examples: Int64Array = np.concatenate([[0], np.cumsum(counts)])
+        self._usable: Int64Array = np.flatnonzero(counts) if pairs == "next" else np.zeros(0, np.int64)
+        if pairs == "next" and len(self._usable) == 1:
+            raise UsageError(
+                f"{shards.directory}: the split {shards.split!r} has one document of at least {MIN_TOKENS} "
+                "tokens, and next-sentence prediction takes segments of another one; prepare more documents"
+            )
+
+    @property
+    def num_examples(self) -> int:
+        return int(self._first_examples[-1])
+
+    def segments(self, epochs: Int64Array, indices: Int64Array, keys: UInt64Array) -> Segments:
+        """Return the segments of examples ``indices`` in ``epochs``; ``keys`` are theirs. All ``[B]``."""
+        capacity = self._capacity
+        documents = self._first_examples.searchsorted(indices, side="right") - 1
+        shard = self._shards.first_documents.searchsorted(documents, side="right") - 1
+        groups = rows_by_shard(shard)
+        first, last = self._extents(groups, documents)
+        spare = np.maximum(last - first - capacity, 0)
+        offset = self._places(epochs, documents, indices, spare)
+        place = first + offset
+
+        snapped, following = self._sentence_starts(groups, place)
+        start = np.where(place - snapped <= capacity // 2, snapped, place)
+        at_end = (spare > 0) & (offset == spare) & (2 * (last - following) >= capacity)
+        start = np.where(at_end, following, start)
+
+        bits = draw(keys[:, None], np.arange(6 if self._pairs == "next" else 4))
+        u = uniform(bits)
+        length = np.minimum(last - start, capacity)
+        short = MIN_TOKENS + below(bits[:, _SHORT_LENGTH], capacity - MIN_TOKENS + 1)
+        is_short = u[:, _IS_SHORT] < self._short_seq_prob
+        end = start + np.where(is_short, np.minimum(length, short), length)
+        middle = self._boundaries(groups, start, end, u[:, _BOUNDARY])
+        before = Span(shard=shard, start=start, end=middle)
+        after = Span(shard=shard, start=middle, end=end)
+        labels = u[:, _LABEL] < 0.5
+        if self._pairs == "next":
+            elsewhere = self._elsewhere(documents, end - middle, bits)
+            return Segments(first=before, second=elsewhere.where(labels, after), labels=labels)
+        return Segments(first=after.where(labels, before), second=before.where(labels, after), labels=labels)
+
+    def _elsewhere(self, documents: Int64Array, lengths: Int64Array, bits: UInt64Array) -> Span:
+        """Return text of up to ``lengths [B]`` tokens of any document but ``documents [B]``."""
+        number = below(bits[:, _OTHER], len(self._usable) - 1)
+        number += number >= self._usable.searchsorted(documents)
+        other = self._usable[number]
+        shard = self._shards.first_documents.searchsorted(other, side="right") - 1
+        groups = rows_by_shard(shard)
+        first, last = self._extents(groups, other)
+        place = first + below(bits[:, _PLACE], np.maximum(last - first - lengths, 0) + 1)
+        snapped, _ = self._sentence_starts(groups, place)
+        start = np.where(place - snapped <= self._capacity // 2, snapped, place)
+        return Span(shard=shard, start=start, end=np.minimum(start + lengths, last))
+
+    def gather(self, shard: Int64Array, positions: Int64Array) -> Int64Array:
+        """Return the token ids at ``positions`` ``[B, T]`` of each row's shard."""
+        ids = np.empty(positions.shape, dtype=np.int64)
+        for number, rows in rows_by_shard(shard):
+            ids[rows] = self._shards.shards[number].tokens[positions[rows]]
+        return ids
+
+    def _places(
+        self, epochs: Int64Array, documents: Int64Array, indices: Int64Array, spare: Int64Array
+    ) -> Int64Array:
+        """Return each window's place in its document, in [0, spare], before it is moved to a sentence."""
+        before = self._first_examples[documents]
+        num_gaps = np.maximum(self._first_examples[documents + 1] - before - 1, 1)
+        phase = uniform(random_keys(self._seed, _PHASE, epochs, documents)) - 0.5
+        place = np.rint((indices - before + phase) * spare / num_gaps).astype(np.int64)
+        clipped: Int64Array = np.clip(place, 0, spare)
+        return clipped
+
+    def _extents(self, groups: _Groups, documents: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return (first token, last token + 1) of each document."""
+        first, last = np.empty_like(documents), np.empty_like(documents)
+        for number, rows in groups:
+            offsets = self._shards.shards[number].document_token_offsets
+            local = documents[rows] - self._shards.first_documents[number]
+            first[rows], last[rows] = offsets[local], offsets[local + 1]
+        return first, last
+
+    def _sentence_starts(self, groups: _Groups, places: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the last sentence start at or before each place, and the first one at or after it."""
+        before, after = np.empty_like(places), np.empty_like(places)
+        for number, rows in groups:
+            offsets = self._shards.shards[number].sentence_offsets
+            next_sentence = offsets.searchsorted(places[rows], side="right")
+            before[rows], after[rows] = offsets[next_sentence - 1], offsets[next_sentence]
+        return before, np.where(before == places, places, after)
+
+    def _boundaries(
+        self, groups: _Groups, start: Int64Array, end: Int64Array, u: npt.NDArray[np.float64]
+    ) -> Int64Array:
+        """Return where each text is cut in two: at one of the sentence starts inside, else in its middle."""
+        middle = (start + end) // 2
+        for number, rows in groups:
+            offsets = self._shards.shards[number].sentence_offsets
+            lowest = offsets.searchsorted(start[rows], side="right")
+            num_inside = offsets.searchsorted(end[rows], side="left") - lowest
+            chosen = offsets[lowest + (u[rows] * num_inside).astype(np.int64)]
+            middle[rows] = np.where(num_inside > 0, chosen, middle[rows])
+        return middle
+
+
+def rows_by_shard(shard: Int64Array) -> _Groups:
+    """Return (shard number, its rows) for each shard that occurs; one shard costs one step."""
+    if (shard == shard[0]).all():
+        return [(int(shard[0]), slice(None))]
+    return [(number, np.flatnonzero(shard == number)) for number in sorted(set(shard.tolist()))]

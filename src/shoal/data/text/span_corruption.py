@@ -1,0 +1,165 @@
+"""Span corruption, T5's pretraining task: pure functions of (seed, epoch, index), a batch at a time.
+
+An example is a run of ``num_tokens`` tokens of the concatenated articles. Its spans of noise, 15 % of it and
+3 tokens long on average, are each replaced by a sentinel: that is the input. The target is what was replaced,
+each span behind its sentinel; both end with the end token. How many tokens are noise and in how many spans is
+the same for all examples, so nothing is padded: with the defaults 568 tokens become inputs of 512 and targets
+of 114. (Raffel et al., "Exploring the limits of transfer learning", 2020, section 3.1.4; the counts are those
+of ``random_spans_helper`` and ``random_spans_noise_mask`` in google-research's text-to-text code.)
+
+Nothing is stored but tokens: the runs of an epoch begin at a place that the epoch's key decides, so that each
+epoch cuts the text elsewhere, and go around each shard once; up to a run's length at their end is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.data.text.segments import rows_by_shard
+from shoal.data.text.shards import TextShards
+from shoal.data.text.span_config import SpanConfig, sentinel_id
+from shoal.decide.rng import Int64Array, UInt64Array, below, draw, random_keys
+from shoal.errors import ShoalError, UsageError
+
+_PHASE, _SPANS = 9, 10  # this module's words among the uses of one seed
+_OTHER, _NOISE = range(2)  # streams of one example
+
+
+class SpanReader:
+    """Makes batches of examples from the shards of a split. Picklable: only paths and numbers travel."""
+
+    def __init__(self, shards: TextShards, config: SpanConfig) -> None:
+        """Number the examples.
+
+        Raises:
+            UsageError: no shard of the split is long enough for an example.
+        """
+        self.shards = shards
+        self.config = config
+        self._sizes: Int64Array = np.array([len(shard.tokens) for shard in shards.shards], dtype=np.int64)
+        self._first_examples = np.concatenate([[0], np.cumsum(self._sizes // config.num_tokens)])
+        if not self.num_examples:
+            raise UsageError(
+                f"{shards.directory}: the split {shards.split!r} gives no examples: none of its shards has "
+                f"the {config.num_tokens} tokens of one; prepare more text or shorten the input"
+            )
+
+    def __reduce__(self) -> tuple[type[SpanReader], tuple[TextShards, SpanConfig]]:
+        return (SpanReader, (self.shards, self.config))
+
+    @property
+    def num_examples(self) -> int:
+        """Examples in one epoch."""
+        return int(self._first_examples[-1])
+
+    @property
+    def seed(self) -> int:
+        """What decides the order of the examples."""
+        return self.config.seed
+
+    @property
+    def example_tokens(self) -> int:
+        """Tokens that making one example goes through."""
+        return self.config.num_tokens
+
+    def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
+        """Return the examples ``indices`` (``[B]``, below ``num_examples``) as they are in ``epochs``.
+
+        - ``input_ids`` int64 ``[B, input length]``: text with a sentinel for each span, then the end token;
+        - ``labels`` int64 ``[B, target_length]``: each span behind its sentinel, then the end token;
+        - ``epoch``, ``index`` int64 ``[B]``: the names of the examples.
+
+        Raises:
+            ShoalError: a shard holds a token id beyond the vocabulary.
+        """
+        indices_ = np.array(indices, dtype=np.int64, ndmin=1)
+        epochs_ = np.broadcast_to(np.asarray(epochs, dtype=np.int64), indices_.shape).copy()
+        config, manifest = self.config, self.shards.manifest
+        keys = random_keys(config.seed, _SPANS, epochs_, indices_)
+        lengths = span_lengths(keys, config.num_tokens - config.num_noise, config.num_noise, config.num_spans)
+        inputs, targets = corrupt(
+            self._runs(epochs_, indices_),
+            lengths,
+            first_sentinel=sentinel_id(manifest.vocab_size, 0),
+            end=manifest.sep_id,
+        )
+        return {"input_ids": inputs, "labels": targets, "epoch": epochs_, "index": indices_}
+
+    def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Return the examples as models take them: as they are, since none is shorter than another."""
+        return dict(arrays)
+
+    def _runs(self, epochs: Int64Array, indices: Int64Array) -> Int64Array:
+        """Return the tokens of each example before anything is replaced, ``[B, num_tokens]``."""
+        length = self.config.num_tokens
+        shard = self._first_examples.searchsorted(indices, side="right") - 1
+        sizes = self._sizes[shard]
+        phase = below(random_keys(self.config.seed, _PHASE, epochs, shard), sizes)
+        starts = (indices - self._first_examples[shard]) * length + phase
+        ids = np.empty((len(indices), length), dtype=np.int64)
+        for number, rows in rows_by_shard(shard):
+            where = (starts[rows, None] + np.arange(length)) % sizes[rows, None]
+            ids[rows] = self.shards.shards[number].tokens[where]
+        if int(ids.max()) >= self.shards.manifest.vocab_size:
+            row = int(ids.max(axis=1).argmax())
+            raise ShoalError(
+                f"{self.shards.shards[int(shard[row])].path}.tokens: token id {ids.max()} in a vocabulary of "
+                f"{self.shards.manifest.vocab_size}; the shard is damaged: prepare the text again"
+            )
+        return ids
+
+
+def span_lengths(keys: UInt64Array, num_other: int, num_noise: int, num_spans: int) -> Int64Array:
+    """Return the lengths of text and noise in turn, text first, int64 ``[B, 2 * num_spans]``.
+
+    Both are cut at random into ``num_spans`` parts of at least one token, all ways to do so equally likely.
+
+    Args:
+        keys: uint64 ``[B]``, one for each example.
+    """
+    streams = draw(keys[:, None], np.arange(2))
+    lengths = np.empty((len(keys), 2 * num_spans), dtype=np.int64)
+    lengths[:, 0::2] = _compositions(streams[:, _OTHER], num_other, num_spans)
+    lengths[:, 1::2] = _compositions(streams[:, _NOISE], num_noise, num_spans)
+    return lengths
+
+
+def _compositions(keys: UInt64Array, total: int, num_parts: int) -> Int64Array:
+    """Cut ``total`` into parts: of its ``total - 1`` inner borders, those with the smallest draws."""
+    borders = np.empty((len(keys), num_parts + 1), dtype=np.int64)
+    borders[:, 0], borders[:, -1] = 0, total
+    if num_parts > 1:
+        draws = draw(keys[:, None], np.arange(total - 1))
+        borders[:, 1:-1] = draws.argpartition(num_parts - 2, axis=1)[:, : num_parts - 1] + 1
+        borders.sort(axis=1)
+    return np.diff(borders, axis=1)
+
+
+def corrupt(
+    ids: Int64Array, lengths: Int64Array, *, first_sentinel: int, end: int
+) -> tuple[Int64Array, Int64Array]:
+    """Return inputs and targets of runs of tokens ``ids`` ``[B, num_tokens]``.
+
+    Args:
+        lengths: of text and noise in turn, ``[B, 2 * num_spans]``; each row adds up to ``num_tokens``.
+        first_sentinel: the sentinel of the first span; each further one is one less.
+        end: the token at the end of both.
+    """
+    starts = np.cumsum(lengths, axis=1) - lengths
+    begins = np.zeros(ids.shape, dtype=bool)
+    np.put_along_axis(begins, starts, True, axis=1)
+    part = np.cumsum(begins, axis=1) - 1  # text is even, noise is odd
+    noise = (part & 1).astype(bool)
+    sentinels = first_sentinel - (part >> 1)
+
+    def replaced(gone: npt.NDArray[np.bool_]) -> Int64Array:
+        """Put a sentinel for each part of ``gone``, and the end token behind."""
+        first = begins & gone
+        rows = np.where(first, sentinels, ids)[first | ~gone].reshape(len(ids), -1)
+        return np.concatenate([rows, np.full((len(ids), 1), end)], axis=1)
+
+    return replaced(noise), replaced(~noise)

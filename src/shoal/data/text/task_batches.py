@@ -1,0 +1,143 @@
+"""Micro-batches for finetuning and evaluation: which sequences go together, and who gets them.
+
+As in pretraining, sample numbers run over an endless stream of shuffled epochs (``shoal.decide.order``), a
+global batch is the next ``global_batch_size`` of them, and the state of the data is how many were consumed.
+Inside a global batch, sequences are sorted by length and dealt out like cards: workers get equally many
+tokens, and the sequences of a micro-batch are about equally long. Losses are normalised over the whole global
+batch, so that changes no gradient beyond rounding.
+
+An evaluation cuts all sequences into the same micro-batches however many workers share them, so that the
+logits are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shoal.data.loader import Stream, in_order
+from shoal.data.packing import pack
+from shoal.data.text.special_tokens import Int32Array, Int64Array, ranges
+from shoal.decide.order import micro_batches, samples
+
+Batch = dict[str, torch.Tensor]
+
+_STEPS_AHEAD = 2
+
+
+class Sequences(Protocol):
+    """What batches are made of: ``TaskData``, or ``text_to_text.TextToText``."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def bounds(self) -> Int64Array:
+        """Where sequences begin in an array of all tokens, and where the last one ends."""
+
+    @property
+    def lengths(self) -> Int64Array:
+        """Tokens of each sequence."""
+
+    def num_targets(self, indices: Int64Array) -> int:
+        """Return over how many targets the loss of the sequences ``indices`` is a mean."""
+
+    def batch(self, indices: Int64Array) -> dict[str, npt.NDArray[Any]]:
+        """Return the sequences ``indices`` as a model takes them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskData:
+    """Sequences without padding, and what is to be predicted for each."""
+
+    tokens: Int32Array
+    types: npt.NDArray[np.uint8]
+    bounds: Int64Array
+    """Where sequences begin in ``tokens`` and ``types``, and where the last one ends."""
+    targets: Mapping[str, Int32Array]
+    """For each sequence ``start`` and ``end``, or ``labels``."""
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def lengths(self) -> Int64Array:
+        """Tokens of each sequence."""
+        return np.diff(self.bounds)
+
+    def num_targets(self, indices: Int64Array) -> int:
+        """Return over how many targets the loss of the sequences ``indices`` is a mean: one each."""
+        return len(indices)
+
+    def batch(self, indices: Int64Array) -> dict[str, npt.NDArray[Any]]:
+        """Return the sequences ``indices`` packed, with their targets (int64 ``[B]``)."""
+        lengths = self.lengths[indices]
+        where = ranges(self.bounds[indices], lengths)
+        packed = pack(self.tokens[where], self.types[where], lengths)
+        return {**packed, **{name: t[indices].astype(np.int64) for name, t in self.targets.items()}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deal:
+    """How a global batch is shared out."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int = 0
+    num_workers: int = 1
+    seed: int = 0
+
+
+def global_batch(data: Sequences, deal: Deal, step: int) -> Int64Array:
+    """Return the sequences of the global batch after ``step`` completed steps, in their order."""
+    size = deal.global_batch_size
+    return samples(step * size, size, len(data), deal.seed)[1]
+
+
+def own_micro_batches(data: Sequences, deal: Deal, step: int) -> list[Int64Array]:
+    """Return this worker's sequences of that global batch, the longest first, cut into micro-batches."""
+    indices = global_batch(data, deal, step)
+    own = _longest_first(data, indices)[deal.rank :: deal.num_workers]
+    return [own[cut.start : cut.stop] for cut in micro_batches(range(len(own)), deal.micro_batch_size)]
+
+
+def training_batches(
+    data: Sequences, deal: Deal, steps: range, *, pin_memory: bool = False
+) -> Stream[list[Batch]]:
+    """Yield this worker's micro-batches for each of ``steps`` (counted from 0), made ahead by a thread."""
+
+    def make(step: int) -> list[Batch]:
+        return [as_tensors(data.batch(own), pin_memory) for own in own_micro_batches(data, deal, step)]
+
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader")
+    return Stream(in_order(lambda step: thread.submit(make, step), steps, _STEPS_AHEAD), [thread])
+
+
+def evaluation_batches(
+    data: Sequences, *, batch_size: int, rank: int = 0, num_workers: int = 1
+) -> Iterator[tuple[Int64Array, Batch]]:
+    """Yield this worker's micro-batches of all sequences, each with the sequences' numbers."""
+    for indices in evaluation_parts(data, batch_size=batch_size, rank=rank, num_workers=num_workers):
+        yield indices, as_tensors(data.batch(indices), pin_memory=False)
+
+
+def evaluation_parts(data: Sequences, *, batch_size: int, rank: int, num_workers: int) -> list[Int64Array]:
+    """Return the sequences of each of a worker's micro-batches; any worker can work out those of another."""
+    order = _longest_first(data, np.arange(len(data)))
+    cuts = micro_batches(range(len(data)), batch_size)[rank::num_workers]
+    return [order[cut.start : cut.stop] for cut in cuts]
+
+
+def _longest_first(data: Sequences, indices: Int64Array) -> Int64Array:
+    return indices[np.argsort(-data.lengths[indices], kind="stable")]
+
+
+def as_tensors(arrays: Mapping[str, npt.NDArray[Any]], pin_memory: bool) -> Batch:
+    """Return the arrays as tensors, in pinned memory if asked (for copies to a GPU that do not wait)."""
+    batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch

@@ -1,0 +1,141 @@
+"""Classification as T5 does it: a text to read, the label's words to write.
+
+"mnli hypothesis: … premise: …" becomes "entailment" (Raffel et al. 2020, section 2.4 and appendix D). Inputs
+and targets end with the end token; what is too long is cut at the end of the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from shoal.data.text.classify import ClassifyData, Example
+from shoal.data.text.special_tokens import Int32Array, Int64Array, encode_texts, plain, ranges
+from shoal.errors import UsageError
+
+TEMPLATES: Mapping[str, str] = {
+    "mnli": "mnli hypothesis: {second} premise: {first}",
+    "qnli": "qnli question: {first} sentence: {second}",
+    "qqp": "qqp question1: {first} question2: {second}",
+}
+"""How T5 words tasks of GLUE; all others name their texts sentence1 and sentence2, or sentence."""
+
+IGNORED = -100
+"""A label where there is no target."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextToText:
+    """Texts to read and to write, without padding; number ``k`` is ``bounds[k]`` to ``bounds[k + 1]``."""
+
+    data: ClassifyData
+    tokens: Int32Array
+    bounds: Int64Array
+    """Of the inputs: where they begin in ``tokens``, and where the last one ends."""
+    words: tuple[tuple[int, ...], ...]
+    """The tokens of each label, the end token included."""
+    pad_id: int
+    num_cut: int
+    """Inputs that were too long."""
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def lengths(self) -> Int64Array:
+        """Tokens of each input."""
+        return np.diff(self.bounds)
+
+    @property
+    def longest_word(self) -> int:
+        """Tokens of the longest label."""
+        return max(map(len, self.words))
+
+    def num_targets(self, indices: Int64Array) -> int:
+        """Return how many tokens are to be written for the sequences ``indices``."""
+        return sum(len(self.words[self.data.examples[index].label]) for index in indices)
+
+    def batch(self, indices: Int64Array) -> dict[str, npt.NDArray[Any]]:
+        """Return the sequences ``indices`` padded to their longest.
+
+        - ``input_ids``, ``attention_mask`` int64 ``[B, S]``: the mask is 0 in the padding;
+        - ``labels`` int64 ``[B, longest_word]``: -100 behind the end token.
+        """
+        lengths = self.lengths[indices]
+        there = np.arange(int(lengths.max())) < lengths[:, None]
+        ids = np.full(there.shape, self.pad_id, dtype=np.int64)
+        ids[there] = self.tokens[ranges(self.bounds[indices], lengths)]
+        labels = np.full((len(indices), self.longest_word), IGNORED, dtype=np.int64)
+        for row, index in enumerate(indices):
+            word = self.words[self.data.examples[index].label]
+            labels[row, : len(word)] = word
+        return {"input_ids": ids, "attention_mask": there.astype(np.int64), "labels": labels}
+
+    def label_of(self, written: npt.NDArray[np.integer[Any]]) -> int:
+        """Return the index of the label that tokens spell up to their end token; ``len(words)`` for none."""
+        text = tuple(int(token) for token in written)
+        found = (k for k, word in enumerate(self.words) if text[: len(word)] == word)
+        return next(found, len(self.words))
+
+
+def make_text_to_text(
+    data: ClassifyData,
+    tokenizer: Tokenizer,
+    *,
+    template: str,
+    max_seq_length: int,
+    end_id: int,
+    pad_id: int,
+) -> TextToText:
+    """Word all examples and tokenise them; names of special tokens in a text are ordinary characters.
+
+    Args:
+        template: the wording, with ``{first}`` and ``{second}`` in place of the texts.
+        max_seq_length: tokens of an input at most, the end token included.
+
+    Raises:
+        UsageError: two labels are the same to the tokenizer, or no room is left for a text.
+    """
+    if max_seq_length < 2:
+        raise UsageError(f"max_seq_length {max_seq_length} has no room for a text and its end; raise it")
+    with plain(tokenizer):
+        ids, begins, _ = encode_texts(
+            tokenizer, [worded(template, example) for example in data.examples], with_offsets=False
+        )
+        names, at, _ = encode_texts(tokenizer, data.labels, with_offsets=False)
+    words = tuple((*names[at[k] : at[k + 1]].tolist(), end_id) for k in range(len(data.labels)))
+    if len(set(words)) != len(words):
+        raise UsageError(
+            f"{data.path}: the tokenizer writes two of the labels {', '.join(data.labels)} alike; rename one"
+        )
+    lengths = np.diff(begins)
+    kept = np.minimum(lengths, max_seq_length - 1)
+    bounds = np.concatenate([[0], np.cumsum(kept + 1)])
+    tokens = np.full(bounds[-1], end_id, dtype=np.int32)
+    tokens[ranges(bounds[:-1], kept)] = ids[ranges(begins[:-1], kept)]
+    return TextToText(
+        data=data,
+        tokens=tokens,
+        bounds=bounds,
+        words=words,
+        pad_id=pad_id,
+        num_cut=int((lengths > kept).sum()),
+    )
+
+
+def template_of(task: str, *, has_pairs: bool) -> str:
+    """Return how T5 words a task by its name."""
+    texts = "sentence1: {first} sentence2: {second}" if has_pairs else "sentence: {first}"
+    return TEMPLATES.get(task, f"{task} {texts}")
+
+
+def worded(template: str, example: Example) -> str:
+    """Return what is read of an example."""
+    before, _, behind = template.partition("{first}")
+    second = example.second or ""
+    return before.replace("{second}", second) + example.first + behind.replace("{second}", second)

@@ -1,0 +1,379 @@
+"""Tokenizers: trained on the corpus or given, always held as one ``tokenizers`` object and one JSON file.
+
+Training runs sentencepiece, whose result depends on nothing but the text and its fixed number of threads
+(the trainers of ``tokenizers`` 0.23 gave another vocabulary in each of four runs on the same text, with one
+thread too). A WordPiece vocabulary comes out of sentencepiece's BPE on text cut into words beforehand:
+that is how ``tokenizers`` finds one, too.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from shoal.errors import UsageError
+from shoal.json_text import parse_json
+
+NORMAL, UNKNOWN = 1, 2
+UNIGRAM = 1
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentencepieceModel:
+    """``pieces`` are (text, score, type) in the order of their ids; ``charsmap`` normalises characters."""
+
+    pieces: tuple[tuple[str, float, int], ...]
+    model_type: int
+    charsmap: bytes
+
+
+def read_sentencepiece(path: Path, data: bytes) -> SentencepieceModel:
+    """Decode ``data``; ``path`` is only named in errors.
+
+    Raises:
+        UsageError: these bytes are no sentencepiece model.
+    """
+    pieces, charsmap = [], b""
+    model_type: int | None = None
+    try:
+        for number, value in _fields(data):
+            if number == 1 and isinstance(value, bytes):
+                pieces.append(_piece(value))
+            elif number == 2 and isinstance(value, bytes):
+                model_type = next((v for n, v in _fields(value) if n == 3 and isinstance(v, int)), UNIGRAM)
+            elif number == 3 and isinstance(value, bytes):
+                charsmap = next((v for n, v in _fields(value) if n == 2 and isinstance(v, bytes)), b"")
+    except (ValueError, IndexError, struct.error):
+        pieces = []
+    if not pieces or model_type is None:  # the trainer's part follows the pieces: without it the file is cut
+        raise UsageError(f"{path}: is not a sentencepiece model, or it is damaged")
+    return SentencepieceModel(pieces=tuple(pieces), model_type=model_type, charsmap=charsmap)
+
+
+def _piece(data: bytes) -> tuple[str, float, int]:
+    text, score, kind = "", 0.0, NORMAL
+    for number, value in _fields(data):
+        if number == 1 and isinstance(value, bytes):
+            text = value.decode("utf-8")
+        elif number == 2 and isinstance(value, bytes):
+            (score,) = struct.unpack("<f", value)
+        elif number == 3 and isinstance(value, int):
+            kind = value
+    return text, score, kind
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield (field number, value) of one message; fixed-width values stay bytes."""
+    position = 0
+    while position < len(data):
+        key, position = _varint(data, position)
+        wire = key & 7
+        if wire == _VARINT:
+            value, position = _varint(data, position)
+            yield key >> 3, value
+            continue
+        if wire == _BYTES:
+            length, position = _varint(data, position)
+        elif wire in (_FIXED64, _FIXED32):
+            length = 8 if wire == _FIXED64 else 4
+        else:
+            raise ValueError(f"wire type {wire}")
+        if position + length > len(data):
+            raise ValueError("cut short")
+        yield key >> 3, data[position : position + length]
+        position += length
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+        if shift > 63:
+            raise ValueError("number too long")
+
+
+Kind = Literal["unigram", "wordpiece"]
+
+SPECIAL_TOKENS = {
+    "cls": ("[CLS]", "<cls>", "<s>"),
+    "sep": ("[SEP]", "<sep>", "</s>"),
+    "mask": ("[MASK]", "<mask>"),
+    "pad": ("[PAD]", "<pad>"),
+    "unk": ("[UNK]", "<unk>"),
+}
+"""What each special token is called in known tokenizers, ours first."""
+
+_TRAINING_THREADS = 4
+"""Fixed whatever the machine: sums of floats, and with them the vocabulary, depend on it."""
+
+_WORD_START = "▁"
+_BYTE_LEVEL_START = "Ġ"
+
+
+def train_tokenizer(kind: Kind, texts: Iterable[str], *, vocab_size: int, lowercase: bool) -> Tokenizer:
+    """Train a tokenizer of at most ``vocab_size`` tokens, special ones included, on ``texts``.
+
+    The same texts in the same order give the same tokenizer. A small corpus may give fewer tokens.
+    Memory grows with the length of ``texts``: hand over a bounded sample.
+
+    Raises:
+        UsageError: the vocabulary is too small for the characters of the text.
+    """
+    if kind == "unigram":
+        normalizer = _sentencepiece_normalizer(lowercase)
+        lines = (normalizer.normalize_str(text) for text in texts)
+        specials = ("<pad>", "<unk>")
+        return _unigram(_train_sentencepiece(lines, "unigram", vocab_size, specials), normalizer)
+    normalizer, cutter = _bert_normalizer(lowercase), pre_tokenizers.BertPreTokenizer()
+    lines = (
+        " ".join(word for word, _ in cutter.pre_tokenize_str(normalizer.normalize_str(text)))
+        for text in texts
+    )
+    # one piece of BPE becomes up to two of WordPiece ("a", "##a"), so the list is cut afterwards
+    model = _train_sentencepiece(lines, "bpe", vocab_size, ("[PAD]", "[UNK]"))
+    return _wordpiece(_wordpiece_vocabulary(model, vocab_size), lowercase)
+
+
+def read_tokenizer(path: Path, *, lowercase: bool, needs: Sequence[str] = tuple(SPECIAL_TOKENS)) -> Tokenizer:
+    """Read a sentencepiece ``.model`` (Unigram), a BERT ``vocab.txt`` or a ``tokenizer.json``.
+
+    ``lowercase`` (which also drops accents, as ALBERT and BERT-uncased do) counts for the first two; a JSON
+    file brings its own normaliser. ``needs`` are those of ``SPECIAL_TOKENS`` that must be there.
+
+    Raises:
+        UsageError: the file is missing or unreadable, is not what its name says, or lacks one of the
+            special tokens.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"tokenizer {path}: cannot be read: {error.strerror or error}") from None
+    if path.suffix == ".model":
+        model = read_sentencepiece(path, data)
+        if model.model_type != UNIGRAM:
+            raise UsageError(f"tokenizer {path}: only Unigram models of sentencepiece can be read, not BPE")
+        tokenizer = _unigram(model, _sentencepiece_normalizer(lowercase, model.charsmap))
+    elif path.suffix == ".txt":
+        tokenizer = _wordpiece(_read_vocabulary(path, data), lowercase)
+    elif path.suffix == ".json":
+        try:
+            tokenizer = Tokenizer.from_buffer(data)
+        except Exception as error:  # tokenizers raises plain Exception
+            raise UsageError(f"tokenizer {path}: is not a tokenizer.json of `tokenizers`: {error}") from None
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    else:
+        raise UsageError(
+            f"tokenizer {path}: is known by the end of its name: .model (sentencepiece), .txt (a vocabulary "
+            "of BERT) or .json (`tokenizers`); or let `unigram` or `wordpiece` be trained"
+        )
+    special_ids(tokenizer, str(path), needs)
+    return tokenizer
+
+
+def special_ids(
+    tokenizer: Tokenizer, name: str, needs: Sequence[str] = tuple(SPECIAL_TOKENS)
+) -> dict[str, int]:
+    """Return the ids of the ``needs`` of ``SPECIAL_TOKENS``; ``name`` says in errors whose they are.
+
+    Raises:
+        UsageError: there is no such token.
+    """
+    ids, missing = {}, []
+    for role in needs:
+        spellings = SPECIAL_TOKENS[role]
+        found = next((i for s in spellings if (i := tokenizer.token_to_id(s)) is not None), None)
+        if found is None:
+            missing.append(f"{role} ({' or '.join(spellings)})")
+        else:
+            ids[role] = found
+    if missing:
+        raise UsageError(
+            f"tokenizer {name}: has no token for {', '.join(missing)}; masked-LM and sentence order need "
+            "them: choose a tokenizer of BERT, ALBERT or RoBERTa, or add these tokens to it"
+        )
+    return ids
+
+
+def vocab_size(tokenizer: Tokenizer) -> int:
+    """Return the number of rows an embedding needs: one more than the greatest id."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def continues_word(tokenizer: Tokenizer) -> bytes:
+    """Return a byte for each id: 1 where the token continues the word before it, else 0.
+
+    Special tokens, and in vocabularies that mark word starts also tokens of punctuation alone, begin anew
+    (``_is_start_piece`` of google-research/albert does the same).
+    """
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    special |= {spelling for spellings in SPECIAL_TOKENS.values() for spelling in spellings}
+    if model_kind(tokenizer) == "wordpiece":
+        prefix = parse_json(tokenizer.to_str(), "the tokenizer")["model"]["continuing_subword_prefix"]
+        continues = {token for token in vocabulary if token.startswith(prefix)}
+    else:
+        starts = (_WORD_START, _BYTE_LEVEL_START)
+        continues = {t for t in vocabulary if not (t.startswith(starts) or all(map(_is_punctuation, t)))}
+    flags = bytearray(vocab_size(tokenizer))
+    for token in continues - special:
+        flags[vocabulary[token]] = 1
+    return bytes(flags)
+
+
+def model_kind(tokenizer: Tokenizer) -> str:
+    """Return the name of the tokenizer's model in lower case: ``unigram``, ``wordpiece``, ``bpe``…"""
+    return type(tokenizer.model).__name__.lower()
+
+
+def tokenizer_json(tokenizer: Tokenizer) -> bytes:
+    """Return the content of ``tokenizer.json``."""
+    return tokenizer.to_str(pretty=True).encode() + b"\n"
+
+
+def _sentencepiece_normalizer(lowercase: bool, charsmap: bytes = b"") -> normalizers.Normalizer:
+    """Return what ALBERT does to text before sentencepiece sees it, then the model's own character map."""
+    steps: list[Any] = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
+    if lowercase:
+        steps += [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
+    if charsmap:
+        steps.append(normalizers.Precompiled(charsmap))
+    elif not lowercase:
+        steps.append(normalizers.NFKC())
+    steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    return normalizers.Sequence(steps)
+
+
+def _bert_normalizer(lowercase: bool) -> normalizers.Normalizer:
+    return normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=True, strip_accents=lowercase, lowercase=lowercase
+    )
+
+
+def _train_sentencepiece(
+    lines: Iterator[str], model_type: str, vocab_size: int, specials: tuple[str, str]
+) -> SentencepieceModel:
+    from sentencepiece import SentencePieceTrainer
+
+    written = io.BytesIO()
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=written,
+            model_type=model_type,
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            character_coverage=0.99995,
+            num_threads=_TRAINING_THREADS,
+            normalization_rule_name="identity",
+            pad_id=0,
+            pad_piece=specials[0],
+            unk_id=1,
+            unk_piece=specials[1],
+            bos_id=-1,
+            eos_id=-1,
+            control_symbols=["[CLS]", "[SEP]", "[MASK]"],
+            max_sentence_length=1 << 16,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        raise UsageError(
+            f"no {model_type} vocabulary of {vocab_size} tokens could be trained on this text ({error}); "
+            "set --vocab-size nearer to the size of the corpus, or give a tokenizer"
+        ) from None
+    return read_sentencepiece(Path("the trained model"), written.getvalue())
+
+
+def _unigram(model: SentencepieceModel, normalizer: normalizers.Normalizer) -> Tokenizer:
+    unk = next((i for i, (_, _, kind) in enumerate(model.pieces) if kind == UNKNOWN), None)
+    # nine digits hold a float32, and unlike seventeen they are read back from JSON as they were written
+    vocabulary = [(text, float(f"{score:.9g}")) for text, score, _ in model.pieces]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=unk))
+    tokenizer.normalizer = normalizer
+    # sentencepiece never takes "<pad>" in a text for the piece of that name; Unigram of `tokenizers` would,
+    # so such text is cut after its first character
+    reserved = [text for text, _, kind in model.pieces if kind != NORMAL and len(text) > 1]
+    names = "|".join(f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in reserved)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(prepend_scheme="always"),
+            pre_tokenizers.Split(Regex(names), "merged_with_previous"),
+        ]
+    )
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    return _with_special_tokens(tokenizer)
+
+
+def _wordpiece(vocabulary: dict[str, int], lowercase: bool) -> Tokenizer:
+    unk = next((s for s in SPECIAL_TOKENS["unk"] if s in vocabulary), SPECIAL_TOKENS["unk"][0])
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unk))
+    tokenizer.normalizer = _bert_normalizer(lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return _with_special_tokens(tokenizer)
+
+
+def _with_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """Mark the special tokens that the vocabulary has, and put [CLS] and [SEP] around texts by default."""
+    present = [
+        s for spellings in SPECIAL_TOKENS.values() for s in spellings if tokenizer.token_to_id(s) is not None
+    ]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in present])
+    cls, sep = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
+    if cls is not None and sep is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", cls), ("[SEP]", sep)],
+        )
+    return tokenizer
+
+
+def _wordpiece_vocabulary(model: SentencepieceModel, vocab_size: int) -> dict[str, int]:
+    """Turn pieces of BPE, most frequent merges first, into WordPiece's spelling."""
+    special = [text for text, _, kind in model.pieces if kind != NORMAL]
+    normal = [text for text, _, kind in model.pieces if kind == NORMAL and text != _WORD_START]
+    characters = sorted({character for text in normal for character in text} - {_WORD_START})
+    tokens = dict.fromkeys(special)
+    tokens |= dict.fromkeys(f(c) for c in characters for f in (str, "##{}".format))
+    if len(tokens) > vocab_size:
+        raise UsageError(
+            f"the text has {len(characters)} different characters, which need {len(tokens)} tokens of "
+            f"WordPiece; --vocab-size {vocab_size} must be at least that"
+        )
+    for text in normal:
+        if len(tokens) == vocab_size:
+            break
+        tokens[text[1:] if text.startswith(_WORD_START) else f"##{text}"] = None
+    return {token: number for number, token in enumerate(tokens)}
+
+
+def _read_vocabulary(path: Path, data: bytes) -> dict[str, int]:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"tokenizer {path}: byte {error.start + 1} is not UTF-8; it must be text") from None
+    tokens = [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    if len(vocabulary) != len(tokens):
+        twice = next(token for number, token in enumerate(tokens) if vocabulary[token] != number)
+        raise UsageError(f"tokenizer {path}: {twice!r} is there twice; each line must be a token of its own")
+    return vocabulary
+
+
+def _is_punctuation(character: str) -> bool:
+    return unicodedata.category(character)[0] in "PS"

@@ -1,0 +1,123 @@
+"""Classification files, good and bad, and their scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.data.text.classify import MNLI_LABELS, Columns, Example, read_classify, score_classify
+from shoal.env import test_data_dir as data_dir
+from shoal.errors import UsageError
+
+HEAD = "gold_label\tsentence1\tsentence2\n"
+
+
+def write(folder: Path, text: str, name: str = "x.tsv") -> Path:
+    path = folder / name
+    path.write_bytes(text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "total"), [("xnli.en.dev.tsv", 2490), ("mnli_dev_matched_sample51.tsv", 51)]
+)
+def test_real_files(name: str, total: int) -> None:
+    path = data_dir() / "nli" / name
+    if not path.is_file():
+        pytest.skip(f"no {name} in {data_dir()}/nli; set SHOAL_TEST_DATA")
+    data = read_classify(path, Columns(), labels=MNLI_LABELS)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(data.examples) + data.num_unlabelled == total == len(lines) - 1
+    names = lines[0].split("\t")
+    for line, example in zip(lines[1:], data.examples, strict=True):
+        row = dict(zip(names, line.split("\t"), strict=True))
+        assert (example.first, example.second) == (row["sentence1"], row["sentence2"])
+        assert MNLI_LABELS[example.label] == row["label"]
+    golds = [example.label for example in data.examples]
+    scores = score_classify(data.labels, golds, [1] * total)
+    assert scores.accuracy == pytest.approx(100 * golds.count(1) / total)
+
+
+def test_odd_text_is_kept_as_it_is(tmp_path: Path) -> None:
+    odd = 'He said: "hi\u2028\u0085 there'  # quotes open, and line ends that are none here
+    path = write(tmp_path, f"\ufeff{HEAD}neutral\t{odd}\t 😀 \r\n\nentailment\t\tb\n-\tx\ty\n")
+    data = read_classify(path, Columns(), labels=MNLI_LABELS)
+    assert data.examples == (Example(odd, " 😀 ", 1), Example("", "b", 0)) and data.num_unlabelled == 1
+
+
+def test_jsonl_single_texts_and_labels_of_the_file(tmp_path: Path) -> None:
+    rows = [{"text": "a", "stars": 5, "more": None}, {"text": "b", "stars": 1}, {"text": "c", "stars": 5}]
+    path = write(tmp_path, "\n".join(map(json.dumps, rows)), "x.jsonl")
+    columns = Columns(first="text", second=None, label=("stars",))
+    data = read_classify(path, columns, labels=None)
+    assert data.labels == ("1", "5")
+    assert data.examples == (Example("a", None, 1), Example("b", None, 0), Example("c", None, 1))
+    again = read_classify(path, columns, labels=("5", "3", "1"))
+    assert [example.label for example in again.examples] == [0, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("", "x.tsv", "x.tsv: the file is empty"),
+        (HEAD, "x.tsv", "x.tsv: holds no example with a label"),
+        (f"{HEAD}-\ta\tb\n", "x.tsv", "x.tsv: holds no example with a label"),
+        ("a\n", "x.csv", r"x.csv: is known by the end of its name: .tsv .* or .jsonl"),
+        (
+            f"{HEAD}neutral\ta\tb\n\nnetural\ta\tb\nx\ta\tb\n",
+            "x.tsv",
+            r"line 4: the label 'netural' is not one of entailment, neutral, contradiction "
+            r"\(2 lines have such labels\)\. Did you mean 'neutral'\?",
+        ),
+        (f"{HEAD}neutral\ta\n", "x.tsv", "line 2: has 2 columns, but the first line names 3"),
+        (
+            "label\tsentence1\tsentense2\nneutral\ta\tb\n",
+            "x.tsv",
+            "line 1: there is no column 'sentence2', only 'label', .*Did you mean 'sentense2'",
+        ),
+        ('{"label": "neutral"}\n', "x.jsonl", "line 1: there is no column 'sentence1', only 'label'"),
+        ("{}\n", "x.jsonl", "line 1: there is no column 'sentence1', only"),
+        ("\n[1]\n", "x.jsonl", "line 2: must be a JSON object"),
+        ('{"label": \n', "x.jsonl", "line 1: is not JSON"),
+        ('{"label": "-", "sentence1": 1, "sentence2": ""}', "x.jsonl", "line 1: texts must be strings"),
+        ('{"label": "-", "sentence1": "", "sentence2": null}', "x.jsonl", "line 1: texts must be strings"),
+        ('{"label": true, "sentence1": "", "sentence2": ""}', "x.jsonl", "line 1: texts must be .* numbers"),
+    ],
+)
+def test_bad_files_are_named_with_the_line(tmp_path: Path, text: str, name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_classify(write(tmp_path, text, name), Columns(), labels=MNLI_LABELS)
+
+
+def test_missing_files_wrong_bytes_and_wrong_label_sets(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        read_classify(tmp_path / "none.tsv", Columns(), labels=MNLI_LABELS)
+    path = tmp_path / "bytes.tsv"
+    path.write_bytes(HEAD.encode() + b"neutral\ta\tb\nneutral\t\xff\tb\n")
+    with pytest.raises(UsageError, match="line 3: is not UTF-8"):
+        read_classify(path, Columns(), labels=MNLI_LABELS)
+    one = write(tmp_path, f"{HEAD}x\ta\tb\n")
+    with pytest.raises(UsageError, match="the labels x must be two or more different ones"):
+        read_classify(one, Columns(), labels=None)
+
+
+def test_scores_by_hand() -> None:
+    scores = score_classify(("no", "yes", "perhaps"), [0, 0, 0, 1, 1], [0, 0, 1, 1, 2])
+    assert scores.counts == ((2, 1, 0), (0, 1, 1), (0, 0, 0))
+    assert scores.total == 5 and scores.accuracy == pytest.approx(60.0)
+    assert scores.table().splitlines() == [
+        "         no  yes  perhaps  recall %",
+        "no        2    1        0      66.7",
+        "yes       0    1        1      50.0",
+        "perhaps   0    0        0         -",
+    ]
+
+
+def test_scores_of_wrong_predictions() -> None:
+    for gold, predicted in (([0, 1], [0]), ([], [])):
+        with pytest.raises(UsageError, match="there must be one for each"):
+            score_classify(("a", "b"), gold, predicted)
+    with pytest.raises(UsageError, match="2 is not the index of one of the 2 labels"):
+        score_classify(("a", "b"), [0], [2])

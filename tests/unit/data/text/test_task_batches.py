@@ -1,0 +1,107 @@
+"""Micro-batches of tasks: whoever shares them, together they are the plain order of the epochs."""
+
+from __future__ import annotations
+
+import threading
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from shoal.data.text.task_batches import (
+    Deal,
+    TaskData,
+    evaluation_batches,
+    evaluation_parts,
+    global_batch,
+    own_micro_batches,
+    training_batches,
+)
+from shoal.decide.order import samples
+
+
+@pytest.fixture
+def data() -> TaskData:
+    """37 sequences of 3 to 40 tokens; every token of sequence ``k`` is ``k``."""
+    lengths = np.random.default_rng(3).integers(3, 41, 37)
+    numbers = np.repeat(np.arange(37), lengths).astype(np.int32)
+    return TaskData(
+        tokens=numbers,
+        types=(numbers % 2).astype(np.uint8),
+        bounds=np.concatenate([[0], np.cumsum(lengths)]),
+        targets={"labels": np.arange(100, 137, dtype=np.int32)},
+    )
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 6])
+def test_workers_share_each_global_batch(data: TaskData, num_workers: int) -> None:
+    for step in range(6):  # over the end of the epoch
+        parts = [
+            own_micro_batches(
+                data,
+                Deal(global_batch_size=12, micro_batch_size=2, rank=rank, num_workers=num_workers, seed=5),
+                step,
+            )
+            for rank in range(num_workers)
+        ]
+        dealt = np.concatenate([cut for part in parts for cut in part])
+        assert sorted(dealt) == sorted(samples(12 * step, 12, 37, 5)[1])
+        assert {len(part) for part in parts} == {6 // num_workers}
+        tokens = [sum(int(data.lengths[cut].sum()) for cut in part) for part in parts]
+        assert max(tokens) - min(tokens) <= 40  # one sequence at most
+        for part in parts:
+            lengths = np.concatenate([data.lengths[cut] for cut in part])
+            assert (np.diff(lengths) <= 0).all()
+
+
+def test_an_epoch_is_every_sequence_once(data: TaskData) -> None:
+    deal = Deal(global_batch_size=37, micro_batch_size=37)
+    first, second = (global_batch(data, deal, step) for step in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(37))
+    assert first.tolist() != second.tolist()
+
+
+def test_steps_resume_where_they_stopped(data: TaskData) -> None:
+    deal = Deal(global_batch_size=8, micro_batch_size=4, rank=1, num_workers=2, seed=7)
+    whole = list(training_batches(data, deal, range(9)))
+    rest = list(training_batches(data, deal, range(4, 9)))
+    assert len(whole) == 9 and len(rest) == 5
+    for ours, theirs in zip(rest, whole[4:], strict=True):
+        for batch, wanted in zip(ours, theirs, strict=True):
+            assert batch.keys() == wanted.keys()
+            assert all(batch[name].equal(wanted[name]) for name in batch)
+
+
+def test_a_batch_holds_its_sequences(data: TaskData) -> None:
+    batch = data.batch(np.array([5, 30]))
+    assert batch["lengths"].tolist() == data.lengths[[5, 30]].tolist()
+    assert batch["tokens"].tolist() == [5] * data.lengths[5] + [30] * data.lengths[30]
+    assert batch["types"].tolist() == [1] * data.lengths[5] + [0] * data.lengths[30]
+    assert batch["labels"].tolist() == [105, 130] and batch["labels"].dtype == np.int64
+
+
+def test_an_abandoned_loader_ends_its_thread(data: TaskData) -> None:
+    steps = training_batches(data, Deal(global_batch_size=4, micro_batch_size=4), range(1_000_000))
+    next(steps)
+    assert loader_threads()
+    steps.close()
+    assert not loader_threads()
+
+
+def loader_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("shoal-loader")]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 5])
+def test_evaluation_batches_do_not_depend_on_who_shares_them(data: TaskData, num_workers: int) -> None:
+    alone = [part.tolist() for part in evaluation_parts(data, batch_size=4, rank=0, num_workers=1)]
+    assert sorted(chain.from_iterable(alone)) == list(range(37))
+    shared = [
+        [part.tolist() for part in evaluation_parts(data, batch_size=4, rank=rank, num_workers=num_workers)]
+        for rank in range(num_workers)
+    ]
+    assert sorted(chain.from_iterable(shared)) == sorted(alone)
+    for indices, batch in evaluation_batches(
+        data, batch_size=4, rank=num_workers - 1, num_workers=num_workers
+    ):
+        assert batch["labels"].tolist() == (indices + 100).tolist()
