@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -26,11 +25,12 @@ from shoal.decide.order import samples
 from shoal.env import test_data_dir
 from shoal.models.bert_config import BertModelConfig
 from shoal.models.directory import load_task_model
+from shoal.models.encoder import packed_inputs
 from shoal.models.pretraining import BertPretraining, transformers_config
-from shoal.models.tasks import QuestionAnswering, SequenceClassification, label_loss, packed_inputs, span_loss
+from shoal.models.tasks import QuestionAnswering, SequenceClassification, label_loss, span_loss
 
-Arrays = dict[str, npt.NDArray[Any]]
-Batch = dict[str, Tensor]
+Arrays = dict[str, Any]
+Batch = dict[str, Any]
 
 SEED = 42
 
@@ -105,7 +105,7 @@ def squad(folder: Path, config: BertModelConfig, batch_size: int) -> Sides:
 def squad_loss(model: nn.Module, batch: Batch) -> Tensor:
     start_logits, end_logits = model(**packed_inputs(batch))
     loss = span_loss(start_logits, end_logits, batch, batch["start"], batch["end"])
-    return loss / len(batch["lengths"])
+    return loss / len(batch["start"])
 
 
 def mnli(folder: Path, config: BertModelConfig, batch_size: int) -> Sides:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from benchmarks.bert_step import CASES
 from benchmarks.bert_step_cases import MAKERS, SEED, Arrays, Batch, Sides
-from shoal.data.text.task_batches import as_tensors
+from shoal.data.loader import as_tensors, to_device
 from shoal.env import WorkerEnv, WorkerPlace
 from shoal.models.bert_config import BertModelConfig
 from shoal.train.clock import StepClock
@@ -53,19 +54,19 @@ FILLING = {"input_ids": 0, "token_type_ids": 0, "attention_mask": 0, "labels": -
 
 def peer_rows(batch: Arrays) -> list[dict[str, Tensor]]:
     """Return the sequences of a packed batch as the Trainer's rows."""
-    starts = np.cumsum(batch["lengths"]) - batch["lengths"]
-    masked = np.full(len(batch["tokens"]), FILLING["labels"])
-    columns = {"input_ids": batch["tokens"], "token_type_ids": batch["types"]}
+    bounds = batch["cu_seqlens"]
+    masked = np.full(len(batch["input_ids"]), FILLING["labels"])
+    columns = {name: batch[name] for name in ("input_ids", "token_type_ids")}
     if "masked_rows" in batch:
         masked[batch["masked_rows"]] = batch["masked_ids"]
         columns["labels"] = masked
     names = {"start": "start_positions", "end": "end_positions"}
     names["labels"] = "next_sentence_label" if "masked_rows" in batch else "labels"
     return [
-        {name: torch.from_numpy(values[start : start + length]) for name, values in columns.items()}
-        | {"attention_mask": torch.ones(length, dtype=torch.int64)}
+        {name: torch.from_numpy(values[start:end]) for name, values in columns.items()}
+        | {"attention_mask": torch.ones(end - start, dtype=torch.int64)}
         | {theirs: torch.tensor(batch[ours][row]) for ours, theirs in names.items() if ours in batch}
-        for row, (start, length) in enumerate(zip(starts, batch["lengths"], strict=True))
+        for row, (start, end) in enumerate(pairwise(bounds))
     ]
 
 
@@ -102,8 +103,7 @@ class OurStep:
 
     def read(self, step: int) -> Batch:
         """Return the packed batch of a step."""
-        batch = as_tensors(self._sides.read(step), pin_memory=False)
-        return {name: tensor.to(self._trained.world.device) for name, tensor in batch.items()}
+        return to_device(as_tensors(self._sides.read(step), pin_memory=False), self._trained.world.device)
 
     def take(self, step: int) -> None:
         """Do one optimizer step, from reading to the new weights."""
@@ -179,7 +179,7 @@ def run(world: World, sides: Sides, folder: Path, batch_size: int, num_steps: in
     batches = [sides.read(step) for step in range(num_steps)]
     rows = [row for batch in batches for row in peer_rows(batch)]
     check_equal(ours, sides, rows[:batch_size])
-    num_tokens = [len(batch["tokens"]) for batch in batches]
+    num_tokens = [len(batch["input_ids"]) for batch in batches]
     wait = partial(torch.cuda.synchronize, world.device) if world.device.type == "cuda" else lambda: None
     turns = ByTurns(ours, num_tokens, wait)
     trainer = Trainer(
@@ -207,7 +207,7 @@ def run(world: World, sides: Sides, folder: Path, batch_size: int, num_steps: in
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    num_places = [batch["grid"].size for batch in batches]
+    num_places = [(len(batch["cu_seqlens"]) - 1) * batch["max_seqlen"] for batch in batches]
     kept = {side: figures[WARM_UP_STEPS:] for side, figures in turns.samples.items()}
     return {**kept, "fill": sum(num_tokens) / sum(num_places)}
 

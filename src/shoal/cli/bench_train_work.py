@@ -20,8 +20,6 @@ from shoal.recipes.resnet.config import ResNetTrainConfig
 from shoal.recipes.t5.config import T5PretrainConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from shoal.train.world import World
 
 TextConfig = AlbertPretrainConfig | BertPretrainConfig | T5PretrainConfig
@@ -121,9 +119,9 @@ def write_text(folder: Path, vocab_size: int) -> None:
 
 
 def _measure_masked_lm(config: Any, world: World, what: TrainBench, name: str) -> TrainResult:
-    from shoal.models.pretraining import AlbertPretraining, BertPretraining
+    from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, BertPretraining
     from shoal.recipes.masked_lm.job import build
-    from shoal.recipes.masked_lm.losses import INPUTS, NUM_SUMS
+    from shoal.recipes.masked_lm.losses import NUM_SUMS
     from shoal.recipes.masked_lm.model import make_model
     from shoal.recipes.masked_lm.step import agree, batches_after, take_step, warm_up
     from shoal.train.signals import StopRequest
@@ -133,14 +131,14 @@ def _measure_masked_lm(config: Any, world: World, what: TrainBench, name: str) -
     job = build(config, world, make_model(config, world, kind))
     warm_up(job)
     meter, stop = Meter.of(config.train, NUM_SUMS), StopRequest()
-    seen: list[dict[str, torch.Tensor]] = []
+    seen: list[dict[str, Any]] = []
 
     def steps() -> Iterator[None]:
         with batches_after(job, 0) as batches:
             for step, micro_batches in batches:
                 num_masked, _ = agree(job, meter, step, micro_batches, stop)
                 take_step(job, meter, step, micro_batches, num_masked)
-                seen[:] = [{name: micro_batches[0][name] for name in INPUTS}]
+                seen[:] = [{name: micro_batches[0][name] for name in PRETRAINING_INPUTS}]
                 yield
 
     samples_s, parts_s = timed(steps(), job.clock, what)
@@ -168,7 +166,7 @@ def _measure_t5(config: T5PretrainConfig, world: World, what: TrainBench, name: 
 
     job = build(config, world)
     window = StepWindow(1)
-    seen: list[dict[str, torch.Tensor]] = []
+    seen: list[dict[str, Any]] = []
     micro = job.batch.micro_batch_size
 
     def steps() -> Iterator[None]:
@@ -197,15 +195,16 @@ def _measure_t5(config: T5PretrainConfig, world: World, what: TrainBench, name: 
     )
 
 
-def _flops(make: Any, batch: dict[str, torch.Tensor], loss: Any) -> float:
+def _flops(make: Any, batch: dict[str, Any], loss: Any) -> float:
     """Return the FLOPs of forward and backward of one sequence of ``batch``, counted on the meta device."""
     import torch
 
+    from shoal.data.loader import to_device
     from shoal.models.profile import profile_step
 
     num_samples = len(batch["labels"])
     with torch.device("meta"):
         model = make()
-    inputs = {name: tensor.to("meta") for name, tensor in batch.items()}
+    inputs = to_device(batch, torch.device("meta"))
     profile = profile_step(model.train(), lambda: loss(model(**inputs)), num_samples=num_samples)
     return 3 * sum(flops for _, _, flops in profile.layers) / num_samples

@@ -216,12 +216,11 @@ def _masked_lm(name: str, sequence_length: int | None) -> Workload:
     with torch.device("meta"):
         model: nn.Module = (BertPretraining if name in _BERT else AlbertPretraining)(config)
         batch = {
-            "tokens": ids(num_tokens),
-            "types": ids(num_tokens),
-            "positions": ids(num_tokens),
-            "lengths": ids(_SAMPLES),
-            "grid": ids(_SAMPLES, length),
-            "places": ids(num_tokens),
+            "input_ids": ids(num_tokens),
+            "token_type_ids": ids(num_tokens),
+            "position_ids": ids(num_tokens),
+            "cu_seqlens": ids(_SAMPLES + 1),
+            "max_seqlen": length,
             "masked_rows": ids(num_masked),
             "masked_ids": ids(num_masked),
             "labels": ids(_SAMPLES),

@@ -14,13 +14,14 @@ never ends if a process hangs, and its errors come with a traceback in their tex
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import chain, islice, product
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 
 from shoal.data.steps import (
@@ -85,8 +86,8 @@ def in_order(
         yield ahead.popleft().result()  # not kept here while its user has it: batches of images are large
 
 
-Batch = dict[str, torch.Tensor]
-"""A micro-batch as models take it (``steps.Reader.micro_batch``), as tensors."""
+Batch = dict[str, Any]
+"""A micro-batch as models take it (``steps.Reader.micro_batch``): tensors, and numbers."""
 
 _DEADLINE_S = 600.0
 """A step's batches take milliseconds; a loader process that is silent for so long hangs."""
@@ -143,7 +144,7 @@ def training_steps(
 
     def finish(block: range, elsewhere: Future[list[list[Arrays]]] | None) -> list[list[Batch]]:
         made = steps.read(block) if elsewhere is None else _wait(elsewhere)
-        return [[_tensors(arrays, pin_memory) for arrays in step] for step in made]
+        return [[as_tensors(arrays, pin_memory) for arrays in step] for step in made]
 
     def begin(block: range) -> Future[list[list[Batch]]]:
         elsewhere = None if processes is None else submit_read(processes, block)
@@ -180,7 +181,7 @@ def streamed_steps(
     threads = ThreadPoolExecutor(max_workers=_NUM_STREAMS, thread_name_prefix="shoal-loader")
 
     def finish(place: tuple[int, int], elsewhere: Future[Arrays] | None) -> Batch:
-        return _tensors(steps.read_one(*place) if elsewhere is None else _wait(elsewhere), pin_memory)
+        return as_tensors(steps.read_one(*place) if elsewhere is None else _wait(elsewhere), pin_memory)
 
     def begin(place: tuple[int, int]) -> Future[Batch]:
         elsewhere = None if processes is None else submit_read_one(processes, *place)
@@ -227,7 +228,7 @@ def held_out_batches(
 
     def make(cut: range) -> Batch:
         arrays = reader.micro_batch(reader.batch(0, chosen[cut.start : cut.stop]))
-        return _tensors(arrays, pin_memory)
+        return as_tensors(arrays, pin_memory)
 
     if not num_ahead:
         return Stream(map(make, own), [])
@@ -252,6 +253,16 @@ def _wait(elsewhere: Future[_Made]) -> _Made:
         ) from None
 
 
-def _tensors(arrays: Arrays, pin_memory: bool) -> Batch:
-    batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch
+def as_tensors(arrays: Arrays, pin_memory: bool) -> Batch:
+    """Return a micro-batch with tensors for arrays, in pinned memory if asked; numbers stay as they are."""
+    batch = {n: torch.from_numpy(a) if isinstance(a, np.ndarray) else a for n, a in arrays.items()}
+    if not pin_memory:
+        return batch
+    return {n: v.pin_memory() if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
+
+
+def to_device(batch: Mapping[str, Any], device: torch.device) -> Batch:
+    """Return a micro-batch with its tensors on ``device``; copies from pinned memory do not wait."""
+    return {
+        n: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for n, v in batch.items()
+    }

@@ -1,32 +1,34 @@
-"""Packed batches: a micro-batch's tokens one sequence after the other, so that no time goes into padding.
+"""Packs variable-length sequences into one row of tokens, so that no time goes into padding.
 
-A packed micro-batch of B sequences with T tokens in all, S in the longest, is a dict of int64 arrays:
+A packed micro-batch of B sequences with T tokens in all has the layout that variable-length attention kernels
+take (``torch.nn.attention.varlen``, ``flash_attn_varlen_func``):
 
-- ``tokens``, ``types``, ``positions`` ``[T]``: token id, segment, place in its sequence (from 0);
-- ``lengths`` ``[B]``: tokens of each sequence; their sum is T, their maximum S;
-- ``grid`` ``[B, S]``: which of the T tokens stands at each place of each sequence, 0 where there is none;
-- ``places`` ``[T]``: where each token stands in the flattened grid, row * S + position.
-
-Everything but attention works on the T tokens. Attention works on the grid, and ``grid`` and ``places`` lead
-there and back. Models take these arrays by these names.
+- ``input_ids``, ``token_type_ids``, ``position_ids`` int64 ``[T]``: token id, segment, position in its
+  sequence (from 0);
+- ``cu_seqlens`` int32 ``[B + 1]``: the first token of each sequence, and T;
+- ``max_seqlen`` int: tokens of the longest sequence.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-Packed = dict[str, NDArray[np.int64]]
-"""A packed micro-batch by the names above."""
+Packed = dict[str, Any]
+"""A packed micro-batch: the arrays and the number above by their names."""
 
 
-def pack(tokens: NDArray[np.integer], types: NDArray[np.integer], lengths: NDArray[np.integer]) -> Packed:
-    """Return the packed micro-batch of sequences that already stand one after the other.
+def pack(
+    input_ids: NDArray[np.integer], token_type_ids: NDArray[np.integer], lengths: NDArray[np.integer]
+) -> Packed:
+    """Return the packed micro-batch of concatenated sequences.
 
     Args:
-        tokens: ``[T]`` ids.
-        types: ``[T]`` segments.
-        lengths: ``[B]`` tokens of each sequence, at least one.
+        input_ids: ``[T]`` token ids, one sequence after the other.
+        token_type_ids: ``[T]`` segments.
+        lengths: ``[B]`` tokens per sequence, at least one.
 
     Raises:
         ValueError: a sequence is empty, or the lengths do not add up to the tokens.
@@ -35,19 +37,18 @@ def pack(tokens: NDArray[np.integer], types: NDArray[np.integer], lengths: NDArr
     num_tokens = int(lengths.sum())
     if lengths.size == 0 or lengths.min() < 1:
         raise ValueError(f"lengths {lengths.tolist()} must name at least one sequence, none of them empty")
-    if not num_tokens == len(tokens) == len(types):
-        raise ValueError(f"{len(tokens)} tokens and {len(types)} types, but lengths add up to {num_tokens}")
-    longest = int(lengths.max())
-    starts = np.cumsum(lengths) - lengths
-    columns = np.arange(longest)
-    positions = np.arange(num_tokens) - np.repeat(starts, lengths)
+    if not num_tokens == len(input_ids) == len(token_type_ids):
+        raise ValueError(
+            f"{len(input_ids)} input_ids and {len(token_type_ids)} token_type_ids, "
+            f"but lengths add up to {num_tokens}"
+        )
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return {
-        "tokens": np.asarray(tokens, dtype=np.int64),
-        "types": np.asarray(types, dtype=np.int64),
-        "positions": positions,
-        "lengths": lengths,
-        "grid": np.where(columns < lengths[:, None], starts[:, None] + columns, 0),
-        "places": np.repeat(np.arange(len(lengths)) * longest, lengths) + positions,
+        "input_ids": np.asarray(input_ids, dtype=np.int64),
+        "token_type_ids": np.asarray(token_type_ids, dtype=np.int64),
+        "position_ids": np.arange(num_tokens) - np.repeat(cu_seqlens[:-1], lengths),
+        "cu_seqlens": cu_seqlens,
+        "max_seqlen": int(lengths.max()),
     }
 
 
@@ -56,15 +57,15 @@ def pack_padded(
     token_type_ids: NDArray[np.integer],
     attention_mask: NDArray[np.integer] | NDArray[np.bool_],
 ) -> Packed:
-    """Return the packed form of a padded micro-batch; places without a token are left out.
+    """Return the packed form of a padded micro-batch.
 
     Args:
-        input_ids: ``[B, width]`` ids.
+        input_ids: ``[B, width]`` token ids.
         token_type_ids: ``[B, width]`` segments.
-        attention_mask: ``[B, width]`` true where there is a token; tokens come first in each row.
+        attention_mask: ``[B, width]`` true at tokens, which precede the padding in each row.
 
     Raises:
-        ValueError: a row has no token, or one after a place without.
+        ValueError: a row has no token, or a token after padding.
     """
     mask = np.asarray(attention_mask, dtype=bool)
     if (mask[:, 1:] > mask[:, :-1]).any():

@@ -25,8 +25,8 @@ _BLOCK_TOKENS = 1 << 14
 """NumPy's cost a call is most of a small batch: 32 × 128 tokens take 0.75 ms alone, 0.34 ms four at a time.
 Beyond this, arrays leave the processor's caches and it gets slower again."""
 
-Arrays = dict[str, npt.NDArray[Any]]
-"""One micro-batch as models take it, such as packed (``shoal.data.text.examples.packed``)."""
+Arrays = dict[str, Any]
+"""A micro-batch as models take it: arrays, and numbers such as the ``max_seqlen`` of a packed one."""
 
 
 class Reader(Protocol):

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from shoal.models.layers import Layer, embed, layers_of
+
+PACKED_INPUTS = ("input_ids", "token_type_ids", "position_ids", "cu_seqlens", "max_seqlen")
+"""Keys of a packed micro-batch (:mod:`shoal.data.packing`), which all models over it take by these names."""
+
+
+def packed_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the packed sequences of a micro-batch without their targets."""
+    return {name: batch[name] for name in PACKED_INPUTS}
 
 
 class Encoder:
@@ -47,33 +57,28 @@ class Encoder:
 
     def __call__(
         self,
-        tokens: Tensor,
-        types: Tensor,
-        positions: Tensor,
-        lengths: Tensor,
-        grid: Tensor,
-        places: Tensor,
+        input_ids: Tensor,
+        token_type_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
         wanted: Tensor | None = None,
     ) -> Tensor:
         """Return the last hidden states, ``[T, hidden]``, or ``[W, hidden]`` of the rows ``wanted``.
 
         Args:
-            tokens: ``[T]`` ids, one sequence after the other.
-            types: ``[T]`` segments; not read where the model knows of none.
-            positions: ``[T]`` place of each token in its sequence, from 0.
-            lengths: ``[B]`` tokens of each sequence.
-            grid: ``[B, S]`` which token stands at each place (only its shape matters here).
-            places: ``[T]`` where each token stands in the flattened grid.
+            input_ids: ``[T]`` token ids, one sequence after the other.
+            token_type_ids: ``[T]`` segments; not read by models without them.
+            position_ids: ``[T]`` position of each token in its sequence, from 0.
+            cu_seqlens: ``[B + 1]`` the first token of each sequence, and T.
+            max_seqlen: tokens S of the longest sequence.
             wanted: ``[W]`` rows to return, no row twice; default: all.
         """
-        hidden = embed(self.base, tokens, types, positions)
-        shape = (grid.shape[0], grid.shape[1])
-        mask = None
-        if tokens.shape[0] != shape[0] * shape[1]:  # decided by sizes: a GPU need not be waited for
-            mask = (torch.arange(shape[1], device=lengths.device) < lengths[:, None])[:, None, None, :]
+        hidden = embed(self.base, input_ids, token_type_ids, position_ids)
+        layout = _Layout.of(position_ids, cu_seqlens, max_seqlen)
         for layer in self.layers[:-1]:
-            hidden = self._apply(layer, hidden, None, mask, places, shape)
-        hidden = self._apply(self.layers[-1], hidden, wanted, mask, places, shape)
+            hidden = self._apply(layer, hidden, None, layout)
+        hidden = self._apply(self.layers[-1], hidden, wanted, layout)
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
     def _apply(self, *arguments: Any) -> Tensor:
@@ -82,22 +87,14 @@ class Encoder:
             return hidden
         return self._layer(*arguments)
 
-    def _layer(
-        self,
-        layer: Layer,
-        hidden: Tensor,
-        wanted: Tensor | None,
-        mask: Tensor | None,
-        places: Tensor,
-        shape: tuple[int, int],
-    ) -> Tensor:
+    def _layer(self, layer: Layer, hidden: Tensor, wanted: Tensor | None, layout: _Layout) -> Tensor:
         pre, training = self.final_norm is not None, self.base.training
         source = layer.attention_norm(hidden) if pre else hidden
         asking, residual = source, hidden
         if wanted is not None:
             residual = _Collect.apply(hidden, wanted)
             asking = _Collect.apply(source, wanted) if pre else residual
-        context = _attend(layer, asking, wanted, source, mask, places, shape, training=training)
+        context = _attend(layer, asking, wanted, source, layout, training=training)
         summed = residual + F.dropout(layer.dense(context), layer.dense_dropout, training)
         attended = summed if pre else layer.attention_norm(summed)
         fed = layer.down(layer.activation(layer.up(layer.output_norm(attended) if pre else attended)))
@@ -110,29 +107,56 @@ def _attend(
     asking: Tensor,
     wanted: Tensor | None,
     source: Tensor,
-    mask: Tensor | None,
-    places: Tensor,
-    shape: tuple[int, int],
+    layout: _Layout,
     *,
     training: bool,
 ) -> Tensor:
     """Return the context ``[W, hidden]`` of the rows ``asking``, each over its own sequence in ``source``."""
-    asking_places = places if wanted is None else places.index_select(0, wanted)
-    all_full = mask is None
+    unpad_index = layout.unpad_index
+    asking_index = unpad_index if wanted is None else unpad_index.index_select(0, wanted)
+    all_full = layout.mask is None
 
-    def heads(rows: Tensor, at: Tensor, *, in_place: bool) -> Tensor:
-        on_grid = rows if in_place else _Spread.apply(rows, at, shape[0] * shape[1])
-        return on_grid.view(*shape, layer.num_heads, -1).transpose(1, 2)
+    def heads(rows: Tensor, index: Tensor, *, is_padded: bool) -> Tensor:
+        padded = rows if is_padded else _Spread.apply(rows, index, layout.num_sequences * layout.max_seqlen)
+        heads_last = padded.view(layout.num_sequences, layout.max_seqlen, layer.num_heads, -1)
+        return heads_last.transpose(1, 2)
 
     context = F.scaled_dot_product_attention(
-        heads(layer.query(asking), asking_places, in_place=all_full and wanted is None),
-        heads(layer.key(source), places, in_place=all_full),
-        heads(layer.value(source), places, in_place=all_full),
-        attn_mask=mask,
+        heads(layer.query(asking), asking_index, is_padded=all_full and wanted is None),
+        heads(layer.key(source), unpad_index, is_padded=all_full),
+        heads(layer.value(source), unpad_index, is_padded=all_full),
+        attn_mask=layout.mask,
         dropout_p=layer.attention_dropout if training else 0.0,
     )
-    on_grid = context.transpose(1, 2).flatten(2).flatten(0, 1)
-    return on_grid if all_full and wanted is None else _Collect.apply(on_grid, asking_places)
+    padded = context.transpose(1, 2).flatten(2).flatten(0, 1)
+    return padded if all_full and wanted is None else _Collect.apply(padded, asking_index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """Relates the T tokens of a packed batch to the ``B * S`` positions of the padded one."""
+
+    num_sequences: int
+    max_seqlen: int
+    unpad_index: Tensor
+    """``[T]`` position of each token in the flattened padded batch."""
+    mask: Tensor | None
+    """bool ``[B, 1, 1, S]``, false in the padding; none if all sequences have the same length."""
+
+    @classmethod
+    def of(cls, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> _Layout:
+        lengths, num_sequences = cu_seqlens.diff(), cu_seqlens.shape[0] - 1
+        device, num_tokens = position_ids.device, position_ids.shape[0]
+        firsts = torch.arange(num_sequences, device=device) * max_seqlen
+        mask = None
+        if num_tokens != num_sequences * max_seqlen:  # decided by sizes, so that a GPU is not waited for
+            mask = (torch.arange(max_seqlen, device=device) < lengths[:, None])[:, None, None, :]
+        return cls(
+            num_sequences=num_sequences,
+            max_seqlen=max_seqlen,
+            unpad_index=firsts.repeat_interleave(lengths, output_size=num_tokens) + position_ids,
+            mask=mask,
+        )
 
 
 class _Spread(torch.autograd.Function):

@@ -53,18 +53,20 @@ def layers_of(base: PreTrainedModel) -> list[Layer]:
     return [_bert_layer(layer) for layer in base.encoder.layer]
 
 
-def embed(base: PreTrainedModel, tokens: Tensor, types: Tensor, positions: Tensor) -> Tensor:
+def embed(base: PreTrainedModel, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
     """Return what enters the first layer, ``[T, hidden]``, of ``[T]`` ids, segments and positions."""
     config = base.config
     hidden: Tensor
     if config.model_type == "distilbert":
-        hidden = base.embeddings(tokens[None], position_ids=positions[None])[0]
+        hidden = base.embeddings(input_ids[None], position_ids=position_ids[None])[0]
     else:
         if config.type_vocab_size == 1:  # RoBERTa tells its segments apart by separators alone
-            types = torch.zeros_like(types)
+            token_type_ids = torch.zeros_like(token_type_ids)
         if config.model_type == "roberta":  # counts from behind the row that it keeps for padding
-            positions = positions + (base.embeddings.padding_idx + 1)
-        hidden = base.embeddings(tokens[None], token_type_ids=types[None], position_ids=positions[None])[0]
+            position_ids = position_ids + (base.embeddings.padding_idx + 1)
+        hidden = base.embeddings(
+            input_ids[None], token_type_ids=token_type_ids[None], position_ids=position_ids[None]
+        )[0]
     if config.model_type == "albert":
         hidden = base.encoder.embedding_hidden_mapping_in(hidden)
     return hidden

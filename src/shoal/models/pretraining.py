@@ -22,8 +22,11 @@ from transformers import (
 
 from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.bert_config import BertModelConfig
-from shoal.models.encoder import Encoder
+from shoal.models.encoder import PACKED_INPUTS, Encoder
 from shoal.models.layers import fused_activation
+
+PRETRAINING_INPUTS = (*PACKED_INPUTS, "masked_rows", "masked_ids", "labels")
+"""Keys of a micro-batch that :class:`Pretraining` takes."""
 
 
 class Pretraining(nn.Module):
@@ -48,22 +51,21 @@ class Pretraining(nn.Module):
         """The transformers model that holds the weights."""
         raise NotImplementedError
 
-    def predict(self, hidden: Tensor) -> Tensor:
+    def mlm_logits(self, hidden: Tensor) -> Tensor:
         """Return the masked-LM logits ``[M, vocab]`` of ``[M, hidden]``."""
         raise NotImplementedError
 
-    def judge(self, first: Tensor) -> Tensor:
+    def sentence_logits(self, first: Tensor) -> Tensor:
         """Return the sentence logits ``[B, 2]`` of the hidden states of [CLS], ``[B, hidden]``."""
         raise NotImplementedError
 
     def forward(
         self,
-        tokens: Tensor,
-        types: Tensor,
-        positions: Tensor,
-        lengths: Tensor,
-        grid: Tensor,
-        places: Tensor,
+        input_ids: Tensor,
+        token_type_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
         masked_rows: Tensor,
         masked_ids: Tensor,
         labels: Tensor,
@@ -71,23 +73,26 @@ class Pretraining(nn.Module):
         """Return the sums (masked-LM loss, correct predictions, sentence loss, correct sentences).
 
         Args:
-            tokens: ``[T]``, and so on to ``places``: a packed micro-batch (:mod:`shoal.data.packing`).
+            input_ids: ``[T]``, and so on to ``max_seqlen``: a packed micro-batch
+                (:mod:`shoal.data.packing`).
             masked_rows: ``[M]`` which of the T tokens to predict, none twice, none a [CLS].
             masked_ids: ``[M]`` the tokens there.
             labels: ``[B]`` 1 where the segments are swapped (ALBERT) or the second is foreign (BERT).
         """
-        first_rows = grid[:, 0]
+        first_rows = cu_seqlens[:-1].long()
         num_first = 0 if self.skip_sentence else len(first_rows)
         parts = [first_rows] * (not self.skip_sentence) + [masked_rows] * (not self.skip_mlm)
-        hidden = self.encoder(tokens, types, positions, lengths, grid, places, wanted=torch.cat(parts))
+        hidden = self.encoder(
+            input_ids, token_type_ids, position_ids, cu_seqlens, max_seqlen, wanted=torch.cat(parts)
+        )
         zero = hidden.new_zeros((), dtype=torch.float32)
         mlm_loss = mlm_correct = sentence_loss = sentence_correct = zero
         if not self.skip_mlm:
-            logits = at_least_fp32(self.predict(hidden[num_first:]))
+            logits = at_least_fp32(self.mlm_logits(hidden[num_first:]))
             mlm_loss = F.cross_entropy(logits, masked_ids, reduction="sum")
             mlm_correct = _num_correct(logits.detach(), masked_ids)
         if not self.skip_sentence:
-            logits = at_least_fp32(self.judge(hidden[:num_first]))
+            logits = at_least_fp32(self.sentence_logits(hidden[:num_first]))
             sentence_loss = F.cross_entropy(logits, labels, reduction="sum")
             sentence_correct = _num_correct(logits.detach(), labels)
         return mlm_loss, mlm_correct, sentence_loss, sentence_correct
@@ -125,11 +130,11 @@ class AlbertPretraining(Pretraining):
     def weights(self) -> PreTrainedModel:
         return self.albert
 
-    def predict(self, hidden: Tensor) -> Tensor:
+    def mlm_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.albert.predictions(hidden)
         return logits
 
-    def judge(self, first: Tensor) -> Tensor:
+    def sentence_logits(self, first: Tensor) -> Tensor:
         base = self.albert.albert
         logits: Tensor = self.albert.sop_classifier(base.pooler_activation(base.pooler(first)))
         return logits
@@ -156,11 +161,11 @@ class BertPretraining(Pretraining):
     def weights(self) -> PreTrainedModel:
         return self.bert
 
-    def predict(self, hidden: Tensor) -> Tensor:
+    def mlm_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.bert.cls.predictions(hidden)
         return logits
 
-    def judge(self, first: Tensor) -> Tensor:
+    def sentence_logits(self, first: Tensor) -> Tensor:
         logits: Tensor = self.bert.cls.seq_relationship(self.bert.bert.pooler(first[:, None]))
         return logits
 

@@ -7,6 +7,7 @@ The heads, their dropouts and poolers are those of transformers' ``*ForQuestionA
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +16,6 @@ from transformers import PreTrainedModel
 
 from shoal.models.encoder import Encoder
 from shoal.models.pretraining import at_least_fp32
-
-_INPUTS = ("tokens", "types", "positions", "lengths", "grid", "places")
-
-
-def packed_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what of a micro-batch the models take: the packed sequences without their targets."""
-    return {name: batch[name] for name in _INPUTS}
 
 
 class TaskModel(nn.Module):
@@ -50,10 +44,15 @@ class QuestionAnswering(TaskModel):
     """Scores of each token as the first and the last of the answer."""
 
     def forward(
-        self, tokens: Tensor, types: Tensor, positions: Tensor, lengths: Tensor, grid: Tensor, places: Tensor
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
     ) -> tuple[Tensor, Tensor]:
         """Return (start logits ``[T]``, end logits ``[T]``) of a packed micro-batch."""
-        hidden = self.encoder(tokens, types, positions, lengths, grid, places)
+        hidden = self.encoder(input_ids, token_type_ids, position_ids, cu_seqlens, max_seqlen)
         if self.weights.config.model_type == "distilbert":
             hidden = self.weights.dropout(hidden)
         start, end = self.weights.qa_outputs(hidden).unbind(1)
@@ -64,10 +63,17 @@ class SequenceClassification(TaskModel):
     """Scores of each sequence's labels."""
 
     def forward(
-        self, tokens: Tensor, types: Tensor, positions: Tensor, lengths: Tensor, grid: Tensor, places: Tensor
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
     ) -> Tensor:
         """Return the logits ``[B, num_labels]`` of a packed micro-batch."""
-        first = self.encoder(tokens, types, positions, lengths, grid, places, wanted=grid[:, 0])
+        first = self.encoder(
+            input_ids, token_type_ids, position_ids, cu_seqlens, max_seqlen, wanted=cu_seqlens[:-1].long()
+        )
         weights, base = self.weights, self.weights.base_model
         model_type = weights.config.model_type
         if model_type == "roberta":  # its head pools by itself, and so takes [B, S, hidden]
@@ -83,7 +89,7 @@ class SequenceClassification(TaskModel):
 
 
 def span_loss(
-    start_logits: Tensor, end_logits: Tensor, packed: Mapping[str, Tensor], start: Tensor, end: Tensor
+    start_logits: Tensor, end_logits: Tensor, packed: Mapping[str, Any], start: Tensor, end: Tensor
 ) -> Tensor:
     """Return the sum over sequences of the mean of both cross entropies, each over its own sequence.
 
@@ -92,15 +98,17 @@ def span_loss(
     Args:
         start_logits: ``[T]`` scores as the answer's first token.
         end_logits: ``[T]`` scores as its last.
-        packed: the micro-batch; its ``grid`` and ``lengths`` are read.
+        packed: the micro-batch; its ``cu_seqlens`` and ``max_seqlen`` are read.
         start: ``[B]`` position of the first token in its sequence.
         end: ``[B]`` position of the last.
     """
-    grid, lengths = packed["grid"], packed["lengths"]
-    outside = torch.arange(grid.shape[1], device=grid.device) >= lengths[:, None]
+    cu_seqlens = packed["cu_seqlens"]
+    pad_index = cu_seqlens[:-1, None] + torch.arange(packed["max_seqlen"], device=cu_seqlens.device)
+    outside = pad_index >= cu_seqlens[1:, None]
+    pad_index = pad_index.masked_fill(outside, 0)
 
     def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-        scores = at_least_fp32(logits)[grid].masked_fill(outside, -torch.inf)
+        scores = at_least_fp32(logits)[pad_index].masked_fill(outside, -torch.inf)
         return F.cross_entropy(scores, target, reduction="sum")
 
     return (cross_entropy(start_logits, start) + cross_entropy(end_logits, end)) / 2

@@ -47,14 +47,15 @@ def reader(tmp_path_factory):
 
 def padded(batch):
     """Undo the packing: a row an example, with the hidden tokens in a row of their own."""
-    rows = torch.repeat_interleave(torch.arange(len(batch["lengths"])), batch["lengths"])
-    input_ids, types, hidden = (torch.zeros(len(batch["lengths"]), 64, dtype=torch.int64) for _ in range(3))
-    input_ids[rows, batch["positions"]] = batch["tokens"]
-    types[rows, batch["positions"]] = batch["types"]
+    lengths, columns = batch["cu_seqlens"].diff(), batch["position_ids"]
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    input_ids, types, hidden = (torch.zeros(len(lengths), 64, dtype=torch.int64) for _ in range(3))
+    input_ids[rows, columns] = batch["input_ids"]
+    types[rows, columns] = batch["token_type_ids"]
     masked = batch["masked_rows"]
-    hidden[rows[masked], batch["positions"][masked]] = batch["masked_ids"]
-    names = ("lengths", "labels", "epoch", "index")
-    return {"input_ids": input_ids, "types": types, "hidden": hidden, **{n: batch[n] for n in names}}
+    hidden[rows[masked], columns[masked]] = batch["masked_ids"]
+    padded = {"input_ids": input_ids, "types": types, "hidden": hidden, "lengths": lengths}
+    return padded | {name: batch[name] for name in ("labels", "epoch", "index")}
 
 
 def joined(batches):

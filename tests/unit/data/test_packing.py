@@ -15,19 +15,19 @@ def test_every_array_by_its_definition(lengths: list[int]) -> None:
     total, longest = sum(lengths), max(lengths)
     tokens, types = np.arange(100, 100 + total), np.arange(total) % 2
     packed = pack(tokens, types, np.array(lengths))
-    assert all(array.dtype == np.int64 for array in packed.values())
-    assert packed["tokens"].tolist() == tokens.tolist()
-    assert packed["types"].tolist() == types.tolist()
-    assert packed["lengths"].tolist() == lengths
-    grid = [[0] * longest for _ in lengths]
+    for name in ("input_ids", "token_type_ids", "position_ids"):
+        assert packed[name].dtype == np.int64
+    assert packed["input_ids"].tolist() == tokens.tolist()
+    assert packed["token_type_ids"].tolist() == types.tolist()
+    assert packed["max_seqlen"] == longest and type(packed["max_seqlen"]) is int
+    assert packed["cu_seqlens"].dtype == np.int32 and len(packed["cu_seqlens"]) == len(lengths) + 1
     token = 0
     for row, length in enumerate(lengths):
+        assert packed["cu_seqlens"][row] == token
         for position in range(length):
-            assert packed["positions"][token] == position
-            assert packed["places"][token] == row * longest + position
-            grid[row][position] = token
+            assert packed["position_ids"][token] == position
             token += 1
-    assert packed["grid"].tolist() == grid
+    assert packed["cu_seqlens"][-1] == token
 
 
 def test_padded_batch_loses_only_its_padding() -> None:
@@ -37,8 +37,8 @@ def test_padded_batch_loses_only_its_padding() -> None:
     expected = pack(np.array([7, 8, 9, 5, 1, 2]), np.array([0, 0, 1, 0, 0, 1]), np.array([3, 1, 2]))
     assert packed.keys() == expected.keys()
     for name, array in expected.items():
-        assert packed[name].tolist() == array.tolist(), name
-    assert packed["grid"].shape == (3, 3)  # the longest sequence, not the padded width
+        assert np.array_equal(packed[name], array), name
+    assert packed["max_seqlen"] == 3  # the longest sequence, not the padded width
 
 
 @pytest.mark.parametrize(

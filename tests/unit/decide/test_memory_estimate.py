@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.data.loader import as_tensors
 from shoal.data.packing import pack
 from shoal.decide.memory_estimate import estimate_memory
 from shoal.models.albert_config import AlbertModelConfig, num_parameters
@@ -40,7 +41,7 @@ def saved_bytes(config: AlbertModelConfig) -> int:
     rows = (torch.arange(BATCH)[:, None] * LENGTH + torch.arange(1, PREDICTIONS + 1)).flatten()
     with torch.autograd.graph.saved_tensors_hooks(pack_tensor, lambda tensor: tensor):
         sums = model(
-            **{name: torch.from_numpy(array) for name, array in packed.items()},
+            **as_tensors(packed, pin_memory=False),
             masked_rows=rows,
             masked_ids=ids[rows],
             labels=torch.zeros(BATCH, dtype=torch.long),

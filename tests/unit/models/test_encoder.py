@@ -114,8 +114,8 @@ def test_sequences_do_not_see_each_other(model_type: str) -> None:
     encoder, batch = Encoder(base_model(model_type)), packed(padded_batch())
     before = encoder(**batch)
     first, second = LENGTHS[0], LENGTHS[0] + LENGTHS[1]
-    changed = {**batch, "tokens": batch["tokens"].clone()}
-    changed["tokens"][first:second] = 3
+    changed = {**batch, "input_ids": batch["input_ids"].clone()}
+    changed["input_ids"][first:second] = 3
     after = encoder(**changed)
     others = torch.ones(len(before), dtype=torch.bool)
     others[first:second] = False

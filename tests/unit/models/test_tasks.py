@@ -11,8 +11,9 @@ from tiny_models import LENGTHS, grads_of, inputs_of, packed, padded_batch, rela
 from torch import Tensor
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, PreTrainedModel
 
+from shoal.models.encoder import packed_inputs
 from shoal.models.layers import MODEL_TYPES
-from shoal.models.tasks import QuestionAnswering, SequenceClassification, label_loss, packed_inputs, span_loss
+from shoal.models.tasks import QuestionAnswering, SequenceClassification, label_loss, span_loss
 
 architectures = pytest.mark.parametrize("model_type", MODEL_TYPES)
 START, END = torch.tensor([0, 7, 3, 16]), torch.tensor([2, 19, 3, 16])

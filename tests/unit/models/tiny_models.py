@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AlbertConfig, BertConfig, DistilBertConfig, PretrainedConfig, RobertaConfig
 
+from shoal.data.loader import Batch, as_tensors
 from shoal.data.packing import pack_padded
 
 VOCAB, HIDDEN, LONGEST = 97, 32, 20
@@ -49,14 +49,10 @@ def padded_batch(lengths: tuple[int, ...] = LENGTHS, *, seed: int = 7) -> dict[s
     }
 
 
-def packed(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def packed(batch: dict[str, Tensor]) -> Batch:
     """Return the same sequences packed."""
     names = ("input_ids", "token_type_ids", "attention_mask")
-    return as_tensors(pack_padded(*(batch[name].numpy() for name in names)))
-
-
-def as_tensors(arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return as_tensors(pack_padded(*(batch[name].numpy() for name in names)), pin_memory=False)
 
 
 def inputs_of(model_type: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -15,9 +15,9 @@ from transformers import AutoModelForQuestionAnswering
 
 import finetune_made as made
 from shoal.cli.app import app
+from shoal.data.loader import as_tensors
 from shoal.data.squad.dataset import read_squad
 from shoal.data.squad.features import make_features
-from shoal.data.text.task_batches import as_tensors
 from shoal.errors import UsageError
 from shoal.models.directory import save
 from shoal.recipes.finetune.config import FinetuneConfig, FinetuneOptimConfig, TrainConfig

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shoal.data.packing import pack_padded
+from shoal.data.packing import Packed, pack_padded
 from shoal.data.steps import evenly_spread
 from shoal.data.text.masking import (
     MAX_SEQ_LENGTH,
@@ -114,7 +114,7 @@ class ExampleReader:
         """Tokens that making one example goes through."""
         return self.config.max_seq_length
 
-    def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> Packed:
         """Return the examples as models take them (``packed``)."""
         return packed(arrays)
 
@@ -219,7 +219,7 @@ class ExampleReader:
         return {"masked_positions": positions, "masked_ids": targets, "masked_weights": weights}
 
 
-def packed(batch: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+def packed(batch: Mapping[str, npt.NDArray[Any]]) -> Packed:
     """Return what ``ExampleReader.batch`` made in the form that models take (``shoal.data.packing``).
 
     To the packed tokens come, for M predictions in all:
@@ -230,10 +230,9 @@ def packed(batch: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]
     """
     tokens = pack_padded(batch["input_ids"], batch["token_type_ids"], batch["attention_mask"])
     rows, slots = np.nonzero(batch["masked_weights"])
-    starts = np.cumsum(tokens["lengths"]) - tokens["lengths"]
     return {
         **tokens,
-        "masked_rows": starts[rows] + batch["masked_positions"][rows, slots],
+        "masked_rows": tokens["cu_seqlens"][rows] + batch["masked_positions"][rows, slots],
         "masked_ids": batch["masked_ids"][rows, slots],
         **{name: batch[name] for name in ("labels", "epoch", "index")},
     }

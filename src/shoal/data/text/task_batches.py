@@ -15,18 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from shoal.data.loader import Stream, in_order
+from shoal.data.loader import Batch, Stream, as_tensors, in_order
 from shoal.data.packing import pack
+from shoal.data.steps import Arrays
 from shoal.data.text.special_tokens import Int32Array, Int64Array, ranges
 from shoal.decide.order import micro_batches, samples
-
-Batch = dict[str, torch.Tensor]
 
 _STEPS_AHEAD = 2
 
@@ -47,7 +45,7 @@ class Sequences(Protocol):
     def num_targets(self, indices: Int64Array) -> int:
         """Return over how many targets the loss of the sequences ``indices`` is a mean."""
 
-    def batch(self, indices: Int64Array) -> dict[str, npt.NDArray[Any]]:
+    def batch(self, indices: Int64Array) -> Arrays:
         """Return the sequences ``indices`` as a model takes them."""
 
 
@@ -74,7 +72,7 @@ class TaskData:
         """Return over how many targets the loss of the sequences ``indices`` is a mean: one each."""
         return len(indices)
 
-    def batch(self, indices: Int64Array) -> dict[str, npt.NDArray[Any]]:
+    def batch(self, indices: Int64Array) -> Arrays:
         """Return the sequences ``indices`` packed, with their targets (int64 ``[B]``)."""
         lengths = self.lengths[indices]
         where = ranges(self.bounds[indices], lengths)
@@ -135,9 +133,3 @@ def evaluation_parts(data: Sequences, *, batch_size: int, rank: int, num_workers
 
 def _longest_first(data: Sequences, indices: Int64Array) -> Int64Array:
     return indices[np.argsort(-data.lengths[indices], kind="stable")]
-
-
-def as_tensors(arrays: Mapping[str, npt.NDArray[Any]], pin_memory: bool) -> Batch:
-    """Return the arrays as tensors, in pinned memory if asked (for copies to a GPU that do not wait)."""
-    batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shoal import record
 from shoal.data.atomic_io import write_atomically
+from shoal.data.loader import Batch
 from shoal.data.squad.dataset import write_json
 from shoal.data.text.classify import (
     ClassifyData,
@@ -25,11 +26,12 @@ from shoal.data.text.classify import (
     read_classify,
     score_classify,
 )
-from shoal.data.text.task_batches import Batch, TaskData
+from shoal.data.text.task_batches import TaskData
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError
 from shoal.models.directory import load_task_model, save
-from shoal.models.tasks import SequenceClassification, label_loss, packed_inputs
+from shoal.models.encoder import packed_inputs
+from shoal.models.tasks import SequenceClassification, label_loss
 from shoal.recipes.finetune import loop
 from shoal.recipes.finetune.config import CLASSIFY_FIXED, ClassifyDataConfig, ClassifyFinetuneConfig
 from shoal.recipes.finetune.evaluation import outputs_of

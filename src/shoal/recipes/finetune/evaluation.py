@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.data.loader import Batch, to_device
 from shoal.data.text.special_tokens import Int64Array, ranges
-from shoal.data.text.task_batches import Batch, Sequences, evaluation_batches, evaluation_parts
-from shoal.recipes.finetune.job import Job, on_device
+from shoal.data.text.task_batches import Sequences, evaluation_batches, evaluation_parts
+from shoal.recipes.finetune.job import Job
 from shoal.train.gather import Float32Array, gather_rows
 
 
@@ -33,7 +34,7 @@ def outputs_of(
             data, batch_size=size, rank=job.world.place.rank, num_workers=num_workers
         ):
             with job.precision.autocast():
-                own.append(compute(on_device(batch, job.world.device)).float().cpu())
+                own.append(compute(to_device(batch, job.world.device)).float().cpu())
     rows_of = [
         _rows(data, evaluation_parts(data, batch_size=size, rank=rank, num_workers=num_workers), per_token)
         for rank in range(num_workers)

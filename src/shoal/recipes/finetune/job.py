@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor, device, nn
+from torch import Tensor, nn
 
 from shoal import record
-from shoal.data.text.task_batches import Batch, Deal, Sequences
+from shoal.data.loader import Batch
+from shoal.data.text.task_batches import Deal, Sequences
 from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import Schedule
@@ -154,8 +155,3 @@ def build(config: FinetuneConfig, world: World, task: Task, *, checkpoints: Path
         ),
         checkpointer=Checkpointer(checkpoints, keep=config.run.keep_checkpoints) if checkpoints else None,
     )
-
-
-def on_device(batch: Batch, target: device) -> Batch:
-    """Return the batch on the device."""
-    return {name: tensor.to(target, non_blocking=True) for name, tensor in batch.items()}

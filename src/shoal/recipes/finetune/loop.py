@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from shoal import record
-from shoal.data.text.task_batches import Batch, global_batch, training_batches
+from shoal.data.loader import Batch, to_device
+from shoal.data.text.task_batches import global_batch, training_batches
 from shoal.errors import EXIT_OK
 from shoal.optim.lr_schedules import learning_rate
-from shoal.recipes.finetune.job import Job, on_device
+from shoal.recipes.finetune.job import Job
 from shoal.train import step as train_step
 from shoal.train import telling
 from shoal.train.checkpoint import Restored
@@ -90,7 +91,7 @@ def begin_log(job: Job, log: RunLog, restored: Restored | None, command: list[st
 def weighted_loss(job: Job, num_targets: int, sums: Tensor, batch: Batch) -> Tensor:
     """Return this micro-batch's part of the mean loss over the global batch, scaled for fp16."""
     with job.precision.autocast():
-        loss = job.task.loss(job.trained.ddp, on_device(batch, job.world.device))
+        loss = job.task.loss(job.trained.ddp, to_device(batch, job.world.device))
     sums += loss.detach().double()
     return loss * (loss_weight(job.world, num_targets) * job.trained.scale.value)
 

@@ -17,15 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from shoal import record
+from shoal.data.loader import Batch
 from shoal.data.squad.answers import Answers, choose_answers
 from shoal.data.squad.config import AnswerConfig
 from shoal.data.squad.dataset import SquadData, describe_misplaced, read_squad, write_json
 from shoal.data.squad.features import SquadFeatures, make_features
 from shoal.data.squad.score import Scores, score_squad
-from shoal.data.text.task_batches import Batch, TaskData
+from shoal.data.text.task_batches import TaskData
 from shoal.env import WorkerEnv
 from shoal.models.directory import load_task_model, save
-from shoal.models.tasks import QuestionAnswering, packed_inputs, span_loss
+from shoal.models.encoder import packed_inputs
+from shoal.models.tasks import QuestionAnswering, span_loss
 from shoal.recipes.finetune import loop
 from shoal.recipes.finetune.config import SQUAD_FIXED, SquadDataConfig, SquadFinetuneConfig
 from shoal.recipes.finetune.evaluation import outputs_of

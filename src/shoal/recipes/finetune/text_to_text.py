@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal import record
+from shoal.data.loader import Batch
 from shoal.data.text.classify import ClassifyData, score_classify
-from shoal.data.text.task_batches import Batch
 from shoal.data.text.text_to_text import TextToText, make_text_to_text, template_of
 from shoal.env import WorkerEnv
 from shoal.models.directory import save

@@ -5,22 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.data.loader import Batch
+from shoal.data.loader import Batch, to_device
+from shoal.models.pretraining import PRETRAINING_INPUTS
 from shoal.recipes.masked_lm.job import Job
 from shoal.train.gradients import loss_weight
-
-INPUTS = (
-    "tokens",
-    "types",
-    "positions",
-    "lengths",
-    "grid",
-    "places",
-    "masked_rows",
-    "masked_ids",
-    "labels",
-)
-"""What of a micro-batch goes to the model."""
 
 NUM_SUMS = 4
 """Sums a micro-batch adds to: masked-LM loss and correct, sentence loss and correct."""
@@ -28,7 +16,7 @@ NUM_SUMS = 4
 
 def losses_of(job: Job, batch: Batch, sums: Tensor) -> tuple[Tensor, Tensor]:
     """Return a micro-batch's summed losses (masked-LM, sentence); add its figures to ``sums``."""
-    inputs = {name: batch[name].to(job.world.device, non_blocking=True) for name in INPUTS}
+    inputs = to_device({name: batch[name] for name in PRETRAINING_INPUTS}, job.world.device)
     with job.precision.autocast():
         mlm_loss, mlm_correct, sentence_loss, sentence_correct = job.ddp(**inputs)
     sums += torch.stack([mlm_loss.detach(), mlm_correct, sentence_loss.detach(), sentence_correct]).double()
