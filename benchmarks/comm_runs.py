@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.machine import ForeignCores
 from shoal.launch.emulated import Cluster
-from shoal.launch.emulated_plan import MASTER_PORT
+from shoal.launch.emulated_network import MASTER_PORT
 
 MAX_FOREIGN = 0.3
 TIMEOUT_S = 540.0

@@ -34,7 +34,7 @@ from benchmarks.harness import Benchmark
 from benchmarks.plan_emulated_worker import BATCH, COMPUTATION, MODELS
 from shoal.cli.workloads import workload_of_function
 from shoal.launch.emulated import Cluster
-from shoal.launch.emulated_plan import parse_rate
+from shoal.launch.emulated_network import parse_rate
 from shoal.planner.convergence import Convergence
 from shoal.planner.hardware import Catalog, Machines, require_accelerators
 from shoal.planner.prediction import Job, Part, predict

@@ -28,7 +28,7 @@ PRELOADED = [
     "torchvision.io",
     "torchvision.transforms.v2.functional",
     "shoal.cli.app",
-    "shoal.launch.agent",
+    "shoal.launch.host_rendezvous",
     "shoal.recipes.albert.pretrain",
     "shoal.recipes.bert.pretrain",
     "shoal.recipes.finetune.classify",

@@ -24,7 +24,7 @@ import numpy as np
 from forked import fork_process
 from shoal.comm.engine import CommError, Engine, EngineOptions, Helper, Operation, Peer
 from shoal.launch.emulated import Cluster
-from shoal.launch.emulated_plan import HELPER_PORT
+from shoal.launch.emulated_network import HELPER_PORT
 
 SECRET = "the secret of these tests"
 DEADLINE_S = 60.0

@@ -19,7 +19,7 @@ import pytest
 
 from shoal.errors import EXIT_OK, EXIT_STOPPED, ShoalError
 from shoal.launch.emulated import Cluster
-from shoal.launch.emulated_keeper import Namespace, identity, processes_in
+from shoal.launch.emulated_network import Namespace, identity, processes_in
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("tc"), reason="emulated hosts need root and iproute2"
@@ -179,7 +179,7 @@ def test_workers_and_helpers_find_each_other(monkeypatch: pytest.MonkeyPatch) ->
         secret = file.read_text()
         assert (stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(file.parent.stat().st_mode)) == (0o600, 0o700)
         lines = command_lines()
-        assert b"emulated_keeper" in lines and secret.encode() not in lines
+        assert b"emulated_network" in lines and secret.encode() not in lines
         connect = "import socket, sys; socket.create_connection((sys.argv[1], 7070), 10).close()"
         results = cluster.run(python(connect, cluster.address(3)))
         assert [result.exit_code for result in results] == [0, 0]

@@ -1,46 +1,72 @@
-"""A cluster of emulated hosts on this machine: network namespaces on a bridge, with shaped links.
+"""Emulates a cluster on this machine: network namespaces on a bridge, with shaped links.
 
     with Cluster(hosts=8, helpers=4, nic="200mbit") as cluster:
-        results = cluster.run([sys.executable, "job.py"])   # one worker a host, helpers' servers started
+        results = cluster.run([sys.executable, "job.py"])   # one worker per host, helpers' servers started
         cluster.link(3, up=False)                           # pull host 3's cable
 
-Each host has a network namespace with an interface ``eth0`` and a loopback of its own, and a host name of its
-own. Processor, memory, files, shared memory and process ids are this machine's. Hosts are numbered: those of
-the workers from 0, then the helper hosts. :mod:`shoal.launch.emulated_keeper` holds it all and takes it away
-when this process ends, however it ends. Needs Linux, root and iproute2.
+Each host has its own network namespace with an interface ``eth0`` and a loopback, and its own host name.
+Processor, memory, files, shared memory and process ids are this machine's. Hosts are numbered: those of
+the workers from 0, then the helper hosts. :mod:`shoal.launch.emulated_network` holds the namespaces and
+removes them when this process ends, also when it is killed. Needs Linux, root and iproute2.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import secrets
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
+from shoal.env import HELPERS, HOST_ID, LAUNCH_DIR, SECRET, SECRET_FILE, STORE_FILE, child_environment
+from shoal.env import INTERFACE as INTERFACE_VARIABLE
 from shoal.errors import ShoalError, UsageError
-from shoal.launch.emulated_hosts import POLL_S, EmulatedHosts, Output, end
-from shoal.launch.emulated_plan import (
+from shoal.json_text import parse_json
+from shoal.launch.emulated_network import (
     HELPER_PORT,
+    INTERFACE,
     MASTER_PORT,
+    Namespace,
+    end_processes,
     helpers_setting,
+    identity,
     plan_cluster,
-    worker_places,
 )
+from shoal.launch.supervision import POLL_S, Output, end_process_groups, worker_variables, write_secret
 
 HELPER_COMMAND = (sys.executable, "-m", "shoal.comm.server")
-"""What runs on each helper host; ``--address ADDRESS --port PORT`` is appended."""
+"""Command of each helper host's server; ``--address ADDRESS --port PORT`` is appended."""
 
+_GRACE_S = 2.0
 _HELPER_DEADLINE_S = 60.0
+_KEEPER_DEADLINE_S = 60.0
+_NOT_INHERITED = (
+    LAUNCH_DIR,
+    STORE_FILE,
+    SECRET,
+    SECRET_FILE,
+    HELPERS,
+    HOST_ID,
+    INTERFACE_VARIABLE,
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+"""Variables of an outer job."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a worker of :meth:`Cluster.run` has ended."""
+    """End of one worker of :meth:`Cluster.run`."""
 
     rank: int
     exit_code: int
@@ -49,22 +75,24 @@ class Result:
     stderr: str
 
 
-class Cluster(EmulatedHosts):
+class Cluster:
     """``hosts`` worker hosts and ``helpers`` helper hosts; a context manager.
+
+    Leaving the context ends all processes on the hosts and removes the hosts.
 
     Args:
         hosts: number of worker hosts.
         helpers: number of helper hosts.
         nic: rate of every host's link in each direction, such as ``"200mbit"``; ``None``: not shaped.
         helper_nic: the same for helper hosts; ``None``: as ``nic``.
-        announce_rates: tell the workers, in SHOAL_HELPERS, the ratio of the helpers' rate to theirs. Off, the
-            engine has to find it out.
-        helper_command: what to start on each helper host, before ``--address ADDRESS --port PORT``. It must
+        announce_rates: pass the ratio of the helpers' rate to the workers' in SHOAL_HELPERS. Without it the
+            engine has to measure the ratio.
+        helper_command: command of a helper host's server, before ``--address ADDRESS --port PORT``. It must
             print a line with ``listening on ADDRESS:PORT`` when it is ready.
         log_dir: folder for the helpers' output; ``None``: a temporary one, removed at the end.
 
     Raises:
-        UsageError: a number or a rate is none, or this machine cannot emulate hosts.
+        UsageError: a number or a rate is invalid, or this machine cannot emulate hosts.
         ShoalError: making the hosts failed.
     """
 
@@ -80,26 +108,167 @@ class Cluster(EmulatedHosts):
         log_dir: Path | None = None,
     ) -> None:
         prefix = f"shoal-{secrets.token_hex(3)}"
-        super().__init__(
-            plan_cluster(hosts=hosts, helpers=helpers, nic=nic, helper_nic=helper_nic, prefix=prefix)
-        )
+        self.plan = plan_cluster(hosts=hosts, helpers=helpers, nic=nic, helper_nic=helper_nic, prefix=prefix)
         self.num_hosts = hosts
         self.helpers: list[subprocess.Popen[str]] = []
         """The helper hosts' servers, in the order of the hosts; empty before :meth:`start_helpers`."""
         self.helper_logs: list[Path] = []
+        self.namespaces: frozenset[Namespace] = frozenset()
+        """The network namespaces of hosts and bridge, by device and inode."""
         self._announce_rates = announce_rates
         self._helper_command = tuple(helper_command)
         self._log_dir = log_dir
         self._num_jobs = 0
+        self._tools = _require_tools()
+        self._folder: Path | None = None
+        self._secret_file: Path | None = None
+        self._keeper: subprocess.Popen[str] | None = None
+        self._files: dict[str, Any] = {}
+        self._started: list[subprocess.Popen[str]] = []
+
+    # ---- lifetime ----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="shoal-emulated-"))  # 0700
+        self._secret_file = write_secret(self._folder, secrets.token_hex(32).encode())
+        keeper = self._keeper = subprocess.Popen(
+            [sys.executable, "-m", "shoal.launch.emulated_network"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert keeper.stdin is not None and keeper.stdout is not None
+        request = {
+            "launcher": os.getpid(),
+            "folder": str(self._folder),
+            "hosts": [asdict(host) for host in self.plan.hosts],
+            "ip": self._tools["ip"],
+            "tc": self._tools["tc"],
+        }
+        keeper.stdin.write(json.dumps(request) + "\n")
+        keeper.stdin.flush()
+        answer = parse_json(
+            keeper.stdout.readline() or '{"error": "its keeper ended", "denied": false}',
+            "the answer of the keeper of the emulated hosts",
+        )
+        if "error" in answer:
+            raise _cannot_make(answer["error"], denied=answer["denied"])
+        self._files = answer
+        networks = (answer["bridge"], *(network for network, _ in answer["hosts"]))
+        self.namespaces = frozenset(identity(self._path(file)) for file in networks)
+
+    def close(self) -> None:
+        """End all processes and their daemons (SIGTERM, SIGKILL 2 s later) and remove the hosts."""
+        end_process_groups(self._started, grace_s=_GRACE_S)
+        if self._keeper is not None:
+            self._dismiss(self._keeper)
+            self._keeper = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _dismiss(self, keeper: subprocess.Popen[str]) -> None:
+        assert keeper.stdin is not None and keeper.stdout is not None
+        with suppress(BrokenPipeError):
+            keeper.stdin.write("close\n")
+            keeper.stdin.flush()
+        with suppress(BrokenPipeError):
+            keeper.stdin.close()
+        try:
+            keeper.wait(_KEEPER_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            keeper.kill()
+            keeper.wait()
+        keeper.stdout.close()
+        if keeper.returncode != 0 and self.namespaces:  # it was killed: do its work
+            end_processes(self.namespaces, grace_s=0)
+
+    # ---- hosts -------------------------------------------------------------------------------------------
+
+    def address(self, host: int) -> str:
+        """Return the IPv4 address of a host."""
+        return self.plan.hosts[host].address
+
+    def name(self, host: int) -> str:
+        """Return the host name of a host, unique on this machine."""
+        return self.plan.hosts[host].name
+
+    def enter(self, host: int) -> list[str]:
+        """Return the command prefix that runs a command on a host."""
+        network, uts = self._files["hosts"][host]
+        return [self._tools["nsenter"], f"--net={self._path(network)}", f"--uts={self._path(uts)}", "--"]
+
+    def link(self, host: int, *, up: bool) -> None:
+        """Plug in or pull the cable of a host: set its bridge port up or down."""
+        bridge = f"--net={self._path(self._files['bridge'])}"
+        state = "up" if up else "down"
+        command = [self._tools["ip"], "link", "set", self.plan.hosts[host].port, state]
+        subprocess.run([self._tools["nsenter"], bridge, "--", *command], check=True)
 
     def environment(self) -> dict[str, str]:
-        variables = super().environment()
+        """Return the variables of every process on the hosts, the secret's file and the helpers included."""
+        assert self._secret_file is not None
+        variables = {
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+            SECRET_FILE: str(self._secret_file),
+            "OMP_NUM_THREADS": "1",
+        }
         if self.plan.helpers:
-            variables["SHOAL_HELPERS"] = helpers_setting(self.plan, announce_rates=self._announce_rates)
+            variables[HELPERS] = helpers_setting(self.plan, announce_rates=self._announce_rates)
         return variables
 
+    # ---- processes ---------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        host: int,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        stdout: Output = None,
+        stderr: Output = None,
+        cwd: Path | None = None,
+    ) -> subprocess.Popen[str]:
+        """Start a process on a host, as leader of a new session; :meth:`close` ends it.
+
+        Its environment is this process's, updated by :meth:`environment` and ``env``. Its stdin is empty.
+
+        Raises:
+            ShoalError: the hosts have not been made, or are gone.
+        """
+        if self._keeper is None or self._keeper.poll() is not None:
+            raise ShoalError("the emulated cluster is not running: its hosts are gone")
+        inherited = {name: value for name, value in child_environment().items() if name not in _NOT_INHERITED}
+        process = subprocess.Popen(
+            [*self.enter(host), *argv],
+            env={**inherited, **self.environment(), **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=cwd,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
     def start_helpers(self) -> list[subprocess.Popen[str]]:
-        """Start the server of each helper host, unless that has been done, and wait until they listen.
+        """Start the server of each helper host unless done already, and wait until they listen.
 
         Raises:
             ShoalError: one has ended, or does not listen after 60 s.
@@ -130,7 +299,7 @@ class Cluster(EmulatedHosts):
         """Start ``argv`` as every worker, in rank order, with torchrun's environment.
 
         Args:
-            outputs: gives stdout and stderr for a rank.
+            outputs: returns stdout and stderr for a rank.
         """
         if workers_per_host < 1:
             raise UsageError(f"{workers_per_host} workers per host must be at least 1")
@@ -138,10 +307,19 @@ class Cluster(EmulatedHosts):
         self._num_jobs += 1
         workers = []
         for rank in range(self.num_hosts * workers_per_host):
-            place = worker_places(self.plan, rank=rank, workers_per_host=workers_per_host, master_port=port)
+            host, local_rank = divmod(rank, workers_per_host)
+            variables = worker_variables(
+                host=host,
+                num_hosts=self.num_hosts,
+                local_rank=local_rank,
+                workers_per_host=workers_per_host,
+                master_addr=self.address(0),
+                master_port=port,
+            )
             stdout, stderr = outputs(rank)
-            host = rank // workers_per_host
-            workers.append(self.start(host, argv, env={**place, **(env or {})}, stdout=stdout, stderr=stderr))
+            workers.append(
+                self.start(host, argv, env={**variables, **(env or {})}, stdout=stdout, stderr=stderr)
+            )
         return workers
 
     def run(
@@ -154,10 +332,10 @@ class Cluster(EmulatedHosts):
     ) -> list[Result]:
         """Run ``argv`` as every worker to its end, with the helpers' servers started.
 
-        Failures are told in the results, not raised. Who is not done after ``timeout_s`` is killed.
+        Failures are in the results, not raised. Workers that still run after ``timeout_s`` are killed.
 
         Returns:
-            One result a worker, in rank order.
+            One result per worker, in rank order.
         """
         self.start_helpers()
         folder = self._temporary(f"run{self._num_jobs}")
@@ -171,8 +349,8 @@ class Cluster(EmulatedHosts):
             workers = self.start_workers(argv, workers_per_host=workers_per_host, env=env, outputs=outputs)
             until = time.monotonic() + timeout_s
             while any(worker.poll() is None for worker in workers) and time.monotonic() < until:
-                time.sleep(POLL_S)
-            end(workers, grace_s=0)
+                time.sleep(POLL_S / 2)
+            end_process_groups(workers, grace_s=0)
         return [
             Result(
                 rank=rank,
@@ -190,10 +368,50 @@ class Cluster(EmulatedHosts):
             code = process.poll()
             if code is not None or time.monotonic() > until:
                 how = "does not listen" if code is None else f"ended with exit code {code}"
-                said = "".join(f"\n  {line}" for line in text.splitlines()[-10:]) or " nothing"
-                raise ShoalError(f"the server of helper host {index} {how}; it said:{said}")
-            time.sleep(POLL_S)
+                output = "".join(f"\n  {line}" for line in text.splitlines()[-10:]) or " none"
+                raise ShoalError(f"the server of helper host {index} {how}; its output:{output}")
+            time.sleep(POLL_S / 2)
+
+    def _path(self, file: int) -> str:
+        assert self._keeper is not None
+        return f"/proc/{self._keeper.pid}/fd/{file}"
+
+    def _temporary(self, name: str) -> Path:
+        assert self._folder is not None
+        return self._folder / name
 
 
 def _text(path: Path) -> str:
     return path.read_text("utf-8", errors="replace")
+
+
+def _require_tools() -> dict[str, str]:
+    """Return the paths of the programs that emulated hosts need.
+
+    Raises:
+        UsageError: one is missing, this is not Linux, or not root.
+    """
+    if sys.platform != "linux":
+        raise UsageError(f"emulated hosts are Linux network namespaces and this is {sys.platform}")
+    names = ("ip", "tc", "nsenter")
+    found = {name: shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin") for name in names}
+    if missing := [name for name, path in found.items() if path is None]:
+        raise UsageError(
+            f"emulated hosts need the programs {', '.join(missing)}, not found here: install iproute2 and "
+            "util-linux (Debian and Ubuntu: apt-get install iproute2 util-linux)"
+        )
+    if os.geteuid() != 0:
+        raise UsageError(
+            "emulated hosts need root, to make network namespaces: run the same command as root, for "
+            "instance with sudo -E"
+        )
+    return {name: path for name, path in found.items() if path is not None}
+
+
+def _cannot_make(reason: str, *, denied: bool) -> ShoalError:
+    if denied:
+        return UsageError(
+            f"root may not make network namespaces here ({reason}): start the container with --privileged, "
+            "or with --cap-add SYS_ADMIN --cap-add NET_ADMIN and a seccomp filter that lets unshare pass"
+        )
+    return ShoalError(f"the emulated hosts could not be made: {reason}")

@@ -1,29 +1,26 @@
-"""Starts the workers of this host with torchrun's agent, on one host or by hand on several.
+"""Starts the workers of this host, for a job on one host or, by hand on each, on several.
 
-1. The agent (``LocalElasticAgent``, which torchrun itself runs) meets the other hosts' launchers
-   (:mod:`shoal.launch.rendezvous`), hands out ranks and starts the command once for each worker.
-2. A request to stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C) is passed on to the workers, which save and leave.
-3. When a worker fails, the others get a few seconds to end by themselves; then they are killed.
-4. :func:`shoal.launch.outcome.decide_outcome` finds the failure that caused the others; it is shown once.
+1. Launchers of several hosts assign ranks (:func:`shoal.launch.host_rendezvous.join_hosts`).
+2. The command is started once per worker, with torchrun's environment variables.
+3. :class:`shoal.launch.supervision.Job` forwards signals, ends the others when a worker fails, and finds the
+   failure that caused the others, which is shown once.
 
-``elastic_launch`` wraps the same agent but does not say which processes it has started, ends the workers on
-SIGTERM where ours are to save first, and waits 30 s for workers that hang in a collective.
+torchrun's agent is not used: it unpickles its rendezvous, ends workers on SIGTERM where ours save first, and
+waits 30 s for workers that hang in a collective.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import shutil
-import signal
 import socket
+import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from shoal.env import (
@@ -38,38 +35,18 @@ from shoal.env import (
     without,
 )
 from shoal.errors import EXIT_STOPPED, ShoalError, UsageError
-from shoal.launch.ending import EXIT_INTERRUPTED, PASSED_ON, Deadlines, requests_to
-from shoal.launch.job_secret import write_secret
-from shoal.launch.outcome import decide_outcome
-from shoal.launch.worker import read_errors
+from shoal.launch.supervision import POLL_S, Deadlines, Job, worker_variables, write_secret
 
 if TYPE_CHECKING:
-    from shoal.launch.agent import WorkerAgent
+    from shoal.launch.host_rendezvous import Membership
 
-_POLL_S = 0.1
 _LISTENS_ON = (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
-@dataclass(kw_only=True)
-class _Requests:
-    """Requests to stop that this process was sent; the second Ctrl-C is one to end at once."""
-
-    agent: WorkerAgent | None = None
-    num_interrupts: int = 0
-    before_start: bool = False
-
-    @property
-    def to_end_at_once(self) -> bool:
-        return self.num_interrupts > 1
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        received = signal.Signals(number)
-        self.num_interrupts += received == signal.SIGINT
-        # send() waits for a start that is under way, which this handler does not interrupt: it is a thread's
-        if self.agent is None or not self.agent.send(PASSED_ON[received]):
-            self.before_start = True
-        elif self.to_end_at_once:
-            self.agent.kill_workers()
+_TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "shoal",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+}
+"""By these libraries recognise a worker that has been started for them."""
 
 
 def launch(
@@ -84,11 +61,11 @@ def launch(
 ) -> int:
     """Run ``command`` as ``num_workers`` workers on this host and return the exit code of the job.
 
-    The workers find their place by :func:`shoal.env.worker_env`: in RANK, WORLD_SIZE, LOCAL_RANK and
-    LOCAL_WORLD_SIZE; on one host also in SHOAL_STORE_FILE, on several in MASTER_ADDR and MASTER_PORT. They
-    should run under :func:`shoal.launch.worker.run_worker`. Worker 0 writes to this process's stdout and
-    stderr, the others to ``log_dir/worker-00001.log`` and so on. To be called in the main thread, which hears
-    the signals.
+    The workers read their rank by :func:`shoal.env.worker_env`: from RANK, WORLD_SIZE, LOCAL_RANK and
+    LOCAL_WORLD_SIZE; on one host also SHOAL_STORE_FILE, on several MASTER_ADDR and MASTER_PORT. They
+    should run under :func:`shoal.launch.worker.run_worker`. Rank 0 writes to this process's stdout and
+    stderr, the others to ``log_dir/worker-00001.out`` and ``.err`` and so on. Call it in the main thread,
+    which receives the signals.
 
     On one host nobody listens on a port for the rendezvous, and the workers' backends listen on the loopback
     interface unless the user has chosen another. The job's secret goes to the workers in a file; on one host
@@ -97,11 +74,11 @@ def launch(
     Args:
         command: the program and its arguments.
         num_workers: workers on this host; the same on every host.
-        log_dir: folder for the other workers' output; made if it is not there.
-        nnodes: number of hosts; the same command is started on each.
-        rdzv: ``host:port`` of one of them, where the launchers meet. Several hosts need it; one does not.
-        rendezvous_deadline_s: how long to wait for the other hosts.
-        grace_s: how long the other workers may go on after one has failed, before they are killed.
+        log_dir: folder for the other workers' output; made if missing.
+        nnodes: number of hosts; start the same command on each.
+        rdzv: ``host:port`` of one of them, where the launchers meet; required for several hosts.
+        rendezvous_deadline_s: seconds to wait for the other hosts.
+        grace_s: seconds that the other workers may go on after one has failed, before they are killed.
 
     Returns:
         0, :data:`~shoal.errors.EXIT_STOPPED` when the workers saved and left, or that of the first failure.
@@ -109,7 +86,7 @@ def launch(
     Raises:
         UsageError: a number is below 1, ``rdzv`` is missing or not ``host:port``, or several hosts have no
             secret or one that others can read.
-        ShoalError: the other hosts did not come, or somebody else wrote where they meet.
+        ShoalError: the other hosts did not come, or a stranger wrote to their store.
     """
     if num_workers < 1 or nnodes < 1:
         raise UsageError(f"--workers {num_workers} and --nnodes {nnodes} must be at least 1")
@@ -122,71 +99,91 @@ def launch(
             f"--nnodes {nnodes} needs the job's secret, so that strangers cannot take part. Make one with "
             f"{MAKE_SECRET}, copy it to every host, and on each: export {SECRET_FILE}=job.secret"
         )
-    log_dir.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="shoal-launch-"))  # 0700
-    requests = _Requests()
+    deadlines = Deadlines(after_failure_s=grace_s)
     try:
-        with requests_to(requests.handle), _quiet_loggers(), without(SECRET):
-            from shoal.launch.agent import WorkerLogs, make_agent
-            from shoal.launch.rendezvous import OneHost, SeveralHosts
-
+        with Job(log_dir, deadlines, error_dir=folder) as job, without(SECRET):
             job_secret = given or secrets.token_hex(32).encode()
-            several = SeveralHosts(
-                host=host,
-                port=port,
-                num_hosts=nnodes,
-                num_workers=num_workers,
-                secret=job_secret,
-                deadline_s=rendezvous_deadline_s,
-            )
-            worker_env = {
-                **_worker_env(folder, num_workers),
-                **(_one_host_env(folder) if nnodes == 1 else {}),
+            membership = None
+            if nnodes > 1:
+                membership = _join(job, host, port, nnodes, num_workers, job_secret, rendezvous_deadline_s)
+            if job.stop_requested:
+                return EXIT_STOPPED
+            shared = {
                 SECRET_FILE: str(write_secret(folder, job_secret)),
+                **_worker_env(folder, num_workers),
+                **(_one_host_env(folder) if membership is None else {}),
+                **_TORCHRUN,
+                "TORCHELASTIC_USE_AGENT_STORE": str(membership is not None),
             }
-            requests.agent = agent = make_agent(
-                list(command),
-                num_workers=num_workers,
-                rendezvous=several if nnodes > 1 else OneHost(),
-                logs=WorkerLogs(log_dir, worker_env, folder),
-                error_folder=folder,
-                deadlines=Deadlines(after_failure_s=grace_s),
-            )
-            agent.start()
-            while not requests.before_start and not agent.wait(_POLL_S):
-                pass
-        return _finish(agent, requests, folder, lambda error: _no_rendezvous(nnodes, host, port, error))
+            workers: dict[int, subprocess.Popen[str]] = {}
+            for local_rank in range(num_workers):
+                variables = worker_variables(
+                    host=membership.rank if membership else 0,
+                    num_hosts=nnodes,
+                    local_rank=local_rank,
+                    workers_per_host=num_workers,
+                    master_addr=host,
+                    master_port=port,
+                )
+                rank = int(variables["RANK"])
+                stdout, stderr = job.outputs(rank)
+                workers[rank] = subprocess.Popen(
+                    list(command),
+                    env=child_environment(**shared, **variables),
+                    stdout=stdout,
+                    stderr=stderr,
+                    text=True,
+                    start_new_session=True,
+                )
+            job.wait(workers)
+            if membership is not None:
+                membership.leave(wait=not job.has_failed and job.num_interrupts < 2)
+        return job.outcome().report()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _finish(
-    agent: WorkerAgent, requests: _Requests, folder: Path, no_rendezvous: Callable[[Exception], ShoalError]
-) -> int:
-    """Show what went wrong, and return the exit code of the job."""
-    if requests.before_start:
-        return EXIT_STOPPED
-    if requests.to_end_at_once:
-        return EXIT_INTERRUPTED
-    exit_codes = agent.exit_codes
-    if agent.failure is not None and not exit_codes:
-        if isinstance(agent.failure, ShoalError):
-            raise agent.failure
-        raise no_rendezvous(agent.failure) from agent.failure
-    return decide_outcome(
-        exit_codes,
-        read_errors(folder),
-        killed=agent.killed,
-        forwarded=[int(number) for number in agent.forwarded],
-        logs=agent.stderr_files,
-    ).tell()
+def _join(
+    job: Job, host: str, port: int, num_hosts: int, num_workers: int, secret: bytes, deadline_s: float
+) -> Membership | None:
+    """Meet the other hosts; return ``None`` as soon as the job is asked to stop.
 
+    Raises:
+        ShoalError: the other hosts did not come in time, or a stranger wrote to their store.
+    """
+    from shoal.launch.host_rendezvous import join_hosts  # imports torch, which one host does not need
 
-def _no_rendezvous(nnodes: int, host: str, port: int, error: Exception) -> ShoalError:
-    return ShoalError(
-        f"the launchers of {nnodes} hosts did not come together at {host}:{port} ({error}); start the same "
-        "command with the same --nnodes and --rdzv on each, and see that the port can be reached"
-    )
+    found: list[Membership | Exception] = []
+
+    def join() -> None:
+        try:
+            found.append(
+                join_hosts(
+                    host=host,
+                    port=port,
+                    num_hosts=num_hosts,
+                    num_workers=num_workers,
+                    secret=secret,
+                    deadline_s=deadline_s,
+                )
+            )
+        except Exception as error:
+            found.append(error)
+
+    # in a thread: the store's calls do not return for a signal's handler
+    threading.Thread(target=join, name="rendezvous", daemon=True).start()
+    while not found and not job.stop_requested:
+        time.sleep(POLL_S)
+    result = found[0] if found else None
+    if isinstance(result, Exception):
+        if isinstance(result, ShoalError):
+            raise result
+        raise ShoalError(
+            f"the launchers of {num_hosts} hosts did not come together at {host}:{port} ({result}); start "
+            "the same command with the same --nnodes and --rdzv on each, and see that the port can be reached"
+        ) from result
+    return result
 
 
 def _parse_rendezvous(rdzv: str) -> tuple[str, int]:
@@ -207,9 +204,9 @@ def _worker_env(folder: Path, num_workers: int) -> dict[str, str]:
 
 
 def _one_host_env(folder: Path) -> dict[str, str]:
-    """Return the variables by which workers meet in a file, and talk over loopback if they need a network.
+    """Return the variables for a rendezvous in a file and, for backends that need a network, loopback.
 
-    gloo, NCCL and shoal would listen on the address that the host's name stands for.
+    gloo, NCCL and shoal would otherwise listen on the address that the host name resolves to.
     """
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     inherited = child_environment()
@@ -217,23 +214,3 @@ def _one_host_env(folder: Path) -> dict[str, str]:
         STORE_FILE: str(folder / "store"),
         **{name: loopback for name in _LISTENS_ON if not inherited.get(name)},
     }
-
-
-@contextmanager
-def _quiet_loggers() -> Iterator[None]:
-    levels = {name: logging.getLogger(name).level for name in _NOISY_LOGGERS}
-    try:
-        for name in _NOISY_LOGGERS:
-            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-        yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-
-
-# What these say of a failure is said better, and once, by the outcome
-_NOISY_LOGGERS = (
-    "torch.distributed.elastic.agent.server.api",
-    "torch.distributed.elastic.agent.server.local_elastic_agent",
-    "torch.distributed.elastic.multiprocessing.api",
-)

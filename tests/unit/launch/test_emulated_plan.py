@@ -12,7 +12,7 @@ from shoal.env import worker_env
 from shoal.errors import UsageError
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_job import Hosts
-from shoal.launch.emulated_plan import (
+from shoal.launch.emulated_network import (
     bridge_links,
     describe,
     format_rate,
@@ -20,8 +20,8 @@ from shoal.launch.emulated_plan import (
     parse_rate,
     plan_cluster,
     shaping,
-    worker_places,
 )
+from shoal.launch.supervision import worker_variables
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,15 @@ def test_helpers_are_announced_with_their_ratio() -> None:
 
 
 def test_workers_find_their_places() -> None:
-    plan = plan_cluster(hosts=2, helpers=1, prefix="p")
     for rank in range(6):
-        variables = worker_places(plan, rank=rank, workers_per_host=3, master_port=29_501)
+        variables = worker_variables(
+            host=rank // 3,
+            num_hosts=2,
+            local_rank=rank % 3,
+            workers_per_host=3,
+            master_addr="10.77.0.1",
+            master_port=29_501,
+        )
         place = worker_env(variables)
         assert place is not None
         assert (place.place.rank, place.place.num_workers) == (rank, 6)

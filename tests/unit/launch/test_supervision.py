@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import FileStore
 
 from shoal.errors import EXIT_STOPPED, ShoalError, UsageError
-from shoal.launch.outcome import decide_outcome
+from shoal.launch.supervision import decide_outcome
 from shoal.launch.worker import WorkerError, describe_error, read_errors, write_error
 
 KILL, TERM, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV
@@ -45,7 +45,7 @@ def test_the_earliest_error_of_a_workers_own_is_the_cause() -> None:
 def test_a_death_by_signal_explains_lost_peers_and_exit_codes() -> None:
     outcome = decide_outcome({0: 1, 1: 3, 2: KILL}, {0: error(0, lost=True)})
     assert outcome.exit_code == 1
-    assert outcome.text.startswith("worker 2 was ended by SIGKILL: somebody killed it, or the kernel")
+    assert outcome.text.startswith("worker 2 was ended by SIGKILL: killed from outside, or by the kernel")
     assert "native code crashed" in decide_outcome({0: SEGV}, {}).text
     assert decide_outcome({0: 3, 1: KILL}, {}, killed={1}).exit_code == 3
 

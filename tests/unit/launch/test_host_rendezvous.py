@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from forked import free_port
 from shoal.errors import ShoalError, UsageError
-from shoal.launch.rendezvous import OneHost, SeveralHosts, listen
+from shoal.launch.host_rendezvous import Membership, join_hosts, listen
 
 SECRET = b"the secret of these hosts"
 
 
-def host(port: int, num_hosts: int = 3, *, workers: int = 2, secret: bytes = SECRET) -> SeveralHosts:
-    return SeveralHosts(
-        host="127.0.0.1", port=port, num_hosts=num_hosts, num_workers=workers, secret=secret, deadline_s=20
+Host = Callable[[], Membership]
+
+
+def host(port: int, num_hosts: int = 3, *, workers: int = 2, secret: bytes = SECRET) -> Host:
+    return partial(
+        join_hosts,
+        host="127.0.0.1",
+        port=port,
+        num_hosts=num_hosts,
+        num_workers=workers,
+        secret=secret,
+        deadline_s=20,
     )
 
 
-def meet(*hosts: SeveralHosts) -> list[Future[int]]:
-    """Return the ranks that the hosts get; the first one leads."""
+def meet(*hosts: Host) -> list[Membership]:
+    """Return the memberships of the hosts, by rank; one of them keeps the store."""
     with ThreadPoolExecutor(len(hosts)) as pool:
-        return [pool.submit(lambda host=host: host.next_rendezvous().rank) for host in hosts]
+        return sorted(pool.map(lambda host: host(), hosts), key=lambda met: met.rank)
 
 
 def store_at(port: int) -> PrefixStore:
@@ -36,20 +48,35 @@ def store_at(port: int) -> PrefixStore:
 def test_each_host_gets_a_rank_and_the_way_to_the_store(num_hosts: int) -> None:
     port = free_port()
     hosts = [host(port, num_hosts) for _ in range(num_hosts)]
-    with ThreadPoolExecutor(num_hosts) as pool:
-        met = list(pool.map(SeveralHosts.next_rendezvous, hosts))
-    assert sorted(info.rank for info in met) == list(range(num_hosts))
-    assert {info.world_size for info in met} == {num_hosts}
-    for info in met:
-        place = info.bootstrap_store_info
-        assert place is not None and (place.master_addr, place.master_port) == ("127.0.0.1", port)
+    met = meet(*hosts)
+    assert [member.rank for member in met] == list(range(num_hosts))
     met[0].store.set("x", "1")
-    assert [info.store.get("x") for info in met] == [b"1"] * num_hosts
+    assert [member.store.get("x") for member in met] == [b"1"] * num_hosts
 
 
-def test_one_host_needs_nobody() -> None:
-    info = OneHost().next_rendezvous()
-    assert (info.rank, info.world_size) == (0, 1)
+def test_the_host_with_the_store_leaves_last() -> None:
+    port, left = free_port(), []
+    first, second, third = meet(*(host(port) for _ in range(3)))
+
+    def leave(member: Membership) -> None:
+        member.leave(wait=True)
+        left.append(member.rank)
+
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(leave, first)
+        leave(second)
+        time.sleep(0.3)
+        assert left == [1] and not leaving.done()
+        leave(third)
+        leaving.result(20)
+    assert left == [1, 2, 0]
+
+
+def test_after_a_failure_nobody_waits_for_the_others() -> None:
+    first, _ = meet(*(host(port, 2) for port in [free_port()] * 2))
+    began = time.monotonic()
+    first.leave(wait=False)
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(
@@ -62,38 +89,38 @@ def test_one_host_needs_nobody() -> None:
 def test_hosts_that_do_not_agree(setting: dict[str, int], said: str) -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
-        leading = pool.submit(host(port).next_rendezvous)
+        leading = pool.submit(host(port))
         store_at(port).wait(["leader"])
         with pytest.raises(UsageError, match=said):
-            host(port, **setting).next_rendezvous()
-        ranks = [future.result() for future in meet(host(port), host(port))]  # it took nobody's place
-        assert sorted([leading.result().rank, *ranks]) == [0, 1, 2]
+            host(port, **setting)()
+        others = meet(host(port), host(port))  # it took nobody's place
+        assert [leading.result().rank, *(met.rank for met in others)] == [0, 1, 2]
 
 
 def test_a_host_with_another_secret_is_told_and_takes_no_place() -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
-        leading = pool.submit(host(port, 2).next_rendezvous)
+        leading = pool.submit(host(port, 2))
         store_at(port).wait(["leader"])
         with pytest.raises(ShoalError, match=r"'leader' .* secret differs .* sha256sum of SHOAL_SECRET_FILE"):
-            host(port, 2, secret=b"another secret than that").next_rendezvous()
-        assert host(port, 2).next_rendezvous().rank == 1
+            host(port, 2, secret=b"another secret than that")()
+        assert host(port, 2)().rank == 1
         assert leading.result().rank == 0
 
 
 def test_one_host_too_many_is_told() -> None:
     port = free_port()
-    hosts = [host(port, 2) for _ in range(2)]
-    assert sorted(future.result() for future in meet(*hosts)) == [0, 1]
+    met = meet(*(host(port, 2) for _ in range(2)))
+    assert [member.rank for member in met] == [0, 1]
     with pytest.raises(ShoalError, match=r"2 hosts have met at .* already and this is one more"):
-        host(port, 2).next_rendezvous()
+        host(port, 2)()
 
 
 def earlier_job() -> dict[str, bytes]:
     """Return what a stranger can have read of a job of two hosts."""
     port = free_port()
-    hosts = [host(port, 2) for _ in range(2)]  # they keep the store
-    assert sorted(future.result() for future in meet(*hosts)) == [0, 1]
+    met = meet(*(host(port, 2) for _ in range(2)))
+    assert [member.rank for member in met] == [0, 1]
     store = store_at(port)
     return {key: store.get(key) for key in ("leader", "host/1", "ranks")}
 
@@ -101,7 +128,7 @@ def earlier_job() -> dict[str, bytes]:
 def test_an_answer_from_an_earlier_job_with_the_same_secret() -> None:
     recorded, port = earlier_job(), free_port()
     with ThreadPoolExecutor(1) as pool:
-        leading = pool.submit(host(port, 2).next_rendezvous)
+        leading = pool.submit(host(port, 2))
         store_at(port).set("host/1", recorded["host/1"])
         with pytest.raises(ShoalError, match=r"'host/1' .* was not written by a launcher of this job"):
             leading.result()
@@ -113,7 +140,7 @@ def test_a_leader_from_an_earlier_job_with_the_same_secret() -> None:
     for key in ("leader", "ranks"):
         PrefixStore("shoal/launch", server).set(key, recorded[key])
     with pytest.raises(ShoalError, match=r"'ranks' .* was not written by a launcher of this job"):
-        host(port, 2).next_rendezvous()
+        host(port, 2)()
 
 
 @pytest.mark.parametrize(
@@ -124,7 +151,7 @@ def test_a_leader_from_an_earlier_job_with_the_same_secret() -> None:
 def test_values_that_no_launcher_has_written(value: bytes) -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
-        leading = pool.submit(host(port, 2).next_rendezvous)
+        leading = pool.submit(host(port, 2))
         store_at(port).set("host/1", value)
         with pytest.raises(ShoalError, match="'host/1' in the store"):
             leading.result()
@@ -133,7 +160,7 @@ def test_values_that_no_launcher_has_written(value: bytes) -> None:
 def test_a_value_signed_for_another_place() -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
-        leading = pool.submit(host(port, 2).next_rendezvous)
+        leading = pool.submit(host(port, 2))
         store = store_at(port)
         store.set("host/1", store.get("leader"))
         with pytest.raises(ShoalError, match="'host/1' in the store"):

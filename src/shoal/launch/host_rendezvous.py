@@ -1,0 +1,221 @@
+"""Assigns ranks to the hosts of a job: their launchers meet in a store by authenticated values.
+
+torch's own rendezvous (``c10d``) unpickles values from a store that anybody who reaches its port can write
+to. Here all is JSON, and each value carries an HMAC-SHA256 of key and value under the job's secret. A
+stranger at the port can keep a job from starting, but cannot take part and learns no secret.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
+
+_NONCE_BYTES = 16
+_MAC_CHARACTERS = 64
+_VALUE_BYTES = 1_024
+"""Largest value, apart from a nonce per host."""
+_HOST_BYTES = 64
+_END_DEADLINE_S = 300.0
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """This host's place among the hosts of a job.
+
+    The launcher of rank 0 serves the store in which the workers meet, so it has to outlive them:
+    call :meth:`leave` when the workers of this host have ended.
+    """
+
+    rank: int
+    num_hosts: int
+    store: Store
+
+    def leave(self, *, wait: bool) -> None:
+        """Announce the end of this host; with ``wait``, rank 0 waits up to 300 s for the other hosts."""
+        with suppress(Exception):  # the store has gone with its host
+            self.store.add("num_left", 1)
+            until = time.monotonic() + _END_DEADLINE_S
+            while wait and self.rank == 0 and self.store.add("num_left", 0) < self.num_hosts:
+                if time.monotonic() > until:
+                    return
+                time.sleep(_POLL_S)
+
+
+def join_hosts(
+    *, host: str, port: int, num_hosts: int, num_workers: int, secret: bytes, deadline_s: float
+) -> Membership:
+    """Meet the launchers of the other hosts in a store at ``host:port`` and return this host's rank.
+
+    The launcher that finds ``host`` to be an address of its own machine listens there and leads:
+
+    1. The leader publishes a challenge, and the settings on which all launchers must agree.
+    2. Each other launcher takes a number by the store's atomic add and answers under this number.
+    3. The leader checks the answers and publishes the ranks, its own being 0. The others are in the order of
+       their names, so that a host keeps its rank, and what it has cached for it, in the next job.
+
+    The challenge and a nonce in each answer reject values of an earlier job.
+
+    Args:
+        num_workers: workers per host.
+
+    Raises:
+        ShoalError: a value in the store was not written by a launcher of this job, the launchers do not
+            agree on the number of hosts or workers, or ``host`` cannot be found.
+        Exception: from torch, when the others do not come in time.
+    """
+    until = time.monotonic() + deadline_s
+    listener = listen(host, port, backlog=2 * num_hosts * (1 + num_workers))
+    store = TCPStore(
+        host,
+        port,
+        is_master=listener is not None,
+        timeout=timedelta(seconds=deadline_s),
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+    signed = _SignedStore(
+        PrefixStore("shoal/launch", store),
+        address=f"{host}:{port}",
+        secret=secret,
+        most_bytes=_VALUE_BYTES + _HOST_BYTES * num_hosts,
+        until=until,
+    )
+    if listener is not None:
+        _lead(signed, num_hosts=num_hosts, num_workers=num_workers)
+        rank = 0
+    else:
+        rank = _follow(signed, num_hosts=num_hosts, num_workers=num_workers)
+    return Membership(rank=rank, num_hosts=num_hosts, store=signed.store)
+
+
+class _SignedStore:
+    """JSON objects in a store, each with an HMAC of its key and text."""
+
+    def __init__(self, store: Store, *, address: str, secret: bytes, most_bytes: int, until: float) -> None:
+        self.store, self.address = store, address
+        self._secret, self._most_bytes, self._until = secret, most_bytes, until
+
+    def put(self, key: str, value: dict[str, Any]) -> None:
+        text = json.dumps(value)
+        self.store.set(key, self._mac(key, text.encode()) + text)
+
+    def get(self, key: str, fields: dict[str, type]) -> dict[str, Any]:
+        """Wait for a value and return it.
+
+        Raises:
+            ShoalError: it is not signed with the job's secret, or does not have these fields.
+        """
+        self.store.wait([key], timedelta(seconds=max(0.001, self._until - time.monotonic())))
+        data = self.store.get(key)
+        if len(data) > self._most_bytes:
+            raise self.forged(key)
+        mac, text = data[:_MAC_CHARACTERS], data[_MAC_CHARACTERS:]
+        if not hmac.compare_digest(mac, self._mac(key, text).encode()):
+            raise self.forged(key)
+        value = parse_json(text, f"the value {key!r} in the store")
+        if not isinstance(value, dict) or {name: type(field) for name, field in value.items()} != fields:
+            raise self.forged(key)
+        return value
+
+    def forged(self, key: str) -> ShoalError:
+        return ShoalError(
+            f"the value {key!r} in the store at {self.address} was not written by a launcher of "
+            "this job: that host's secret differs from this one's (compare sha256sum of SHOAL_SECRET_FILE), "
+            "or a stranger reaches that port; admit only the job's hosts to it"
+        )
+
+    def _mac(self, key: str, text: bytes) -> str:
+        message = f"shoal launch\0{key}\0".encode() + text
+        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
+
+
+def _lead(store: _SignedStore, *, num_hosts: int, num_workers: int) -> None:
+    challenge = secrets.token_hex(_NONCE_BYTES)
+    store.put("leader", {"challenge": challenge, "hosts": num_hosts, "workers": num_workers})
+    answers = []
+    for number in range(1, num_hosts):
+        answer = store.get(key := f"host/{number}", {"challenge": str, "nonce": str, "name": str})
+        if answer["challenge"] != challenge:
+            raise store.forged(key)
+        answers.append((answer["name"], number, answer["nonce"]))
+    store.put("ranks", {"nonces": [nonce for _, _, nonce in sorted(answers)]})
+
+
+def _follow(store: _SignedStore, *, num_hosts: int, num_workers: int) -> int:
+    leader = store.get("leader", {"challenge": str, "hosts": int, "workers": int})
+    for name, key, mine in (("--nnodes", "hosts", num_hosts), ("--workers", "workers", num_workers)):
+        if leader[key] != mine:
+            raise UsageError(
+                f"{name} is {mine} here and {leader[key]} on {store.address.rpartition(':')[0]}: give all "
+                "hosts the same"
+            )
+    number = store.store.add("num_hosts", 1)
+    if not 0 < number < num_hosts:
+        raise ShoalError(
+            f"{num_hosts} hosts have met at {store.address} already and this is one "
+            "more: end the launchers on all hosts and start one on each, or choose another port"
+        )
+    nonce = secrets.token_hex(_NONCE_BYTES)
+    answer = {"challenge": leader["challenge"], "nonce": nonce, "name": os.uname().nodename}
+    store.put(f"host/{number}", answer)
+    nonces = store.get("ranks", {"nonces": list})["nonces"]
+    if nonce not in nonces:
+        raise store.forged("ranks")
+    return 1 + int(nonces.index(nonce))
+
+
+def listen(host: str, port: int, *, backlog: int) -> socket.socket | None:
+    """Return a socket that listens at ``host:port``, or ``None`` on another machine than ``host``.
+
+    It listens on that one address, unless the name of this machine stands for its loopback interface
+    (Debian's /etc/hosts has it so): the other hosts come by another address then. ``None`` too if somebody
+    listens there already: the launcher of another "host" on this machine.
+
+    Raises:
+        ShoalError: there is no such host, or the port may not be used.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ShoalError(f"--rdzv: the host {host!r} cannot be found: {error}") from error
+    for family, _, _, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+        name = str(address[0])
+        is_loopback = ip_address(name).is_loopback
+        if not is_loopback and _source_towards(family, address) != name:
+            continue
+        if is_loopback and host not in (name, "localhost"):
+            name = ""
+        try:
+            return socket.create_server((name, port), family=family, backlog=backlog)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return None
+            raise ShoalError(f"--rdzv: cannot listen at {host}:{port}: {error.strerror}") from error
+    return None
+
+
+def _source_towards(family: int, address: Any) -> str | None:
+    """Return the address from which this machine would reach ``address``: the same if it is its own."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(address)  # sends nothing
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])

@@ -1,0 +1,324 @@
+"""Supervises the worker processes of a job: signals, deadlines, and the exit code that explains a failure.
+
+The launchers for this host and for emulated hosts start processes; :class:`Job` does what comes after.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Any, Self
+
+from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED
+from shoal.launch.worker import WorkerError, read_errors
+
+EXIT_INTERRUPTED = 130
+"""Exit code of a launcher after a second Ctrl-C."""
+POLL_S = 0.05
+
+_FORWARDED_AS = {
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,
+    signal.SIGHUP: signal.SIGTERM,
+    signal.SIGINT: signal.SIGTERM,
+}
+"""Signals to the launcher, and what it sends to the workers."""
+_TAIL_LINES = 20
+
+Output = int | IO[Any] | None
+"""A standard stream of ``subprocess.Popen``: ``None`` (this process's own), a constant or a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deadlines:
+    """Seconds that workers may go on before they are killed; ``None``: as long as they need."""
+
+    after_failure_s: float = 5.0
+    """The others, after one has failed."""
+    after_stop_s: float | None = 120.0
+    """The others, after one has saved and left."""
+    after_signal_s: float | None = None
+    """All, after a request to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The exit code of a job, and the text for stderr (empty: nothing)."""
+
+    exit_code: int
+    text: str = ""
+
+    def report(self) -> int:
+        """Print the text, if there is any, and return the exit code."""
+        if self.text:
+            print(self.text, file=sys.stderr, flush=True)
+        return self.exit_code
+
+
+class Job:
+    """The workers of one launcher, from start to exit; a context that receives the launcher's signals.
+
+    Signals are forwarded once each; a second Ctrl-C kills. When a worker fails, the others get a grace
+    period. Workers lead process groups, so that a kill reaches their children; leaving the context kills
+    those that still run. Enter it in the main thread.
+
+    Args:
+        log_dir: folder for the output of all workers but rank 0, made if missing.
+        error_dir: folder in which workers report errors (:func:`shoal.launch.worker.write_error`).
+        merge_outputs: write stdout and stderr of a worker to one file.
+    """
+
+    def __init__(
+        self,
+        log_dir: Path,
+        deadlines: Deadlines,
+        *,
+        error_dir: Path | None = None,
+        merge_outputs: bool = False,
+    ) -> None:
+        self.deadlines = deadlines
+        self.exit_codes: dict[int, int] = {}
+        """Exit codes by rank; minus the signal's number for a death by signal."""
+        self.received: int | None = None
+        """The last signal that asked to stop."""
+        self.num_interrupts = 0
+        self._log_dir, self._error_dir, self._merge_outputs = log_dir, error_dir, merge_outputs
+        self._workers: dict[int, subprocess.Popen[str]] = {}
+        self._forwarded: list[int] = []
+        self._killed: set[int] = set()
+        self._ended_at: dict[int, float] = {}
+        self._logs: dict[int, Path] = {}
+        self._files = ExitStack()
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._handlers = {number: signal.signal(number, self._on_signal) for number in _FORWARDED_AS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._kill()
+        self._files.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a signal has asked to stop; nothing is to be started then."""
+        return bool(self._forwarded)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a worker has ended or reported an error other than a requested stop."""
+        codes = self.exit_codes.values()
+        return any(code not in (EXIT_OK, EXIT_STOPPED) for code in codes) or bool(self._errors())
+
+    def outputs(self, rank: int) -> tuple[Output, Output]:
+        """Return stdout and stderr for a worker: rank 0 gets the terminal, the others files by rank."""
+        if rank == 0:
+            return None, None
+        path = self._logs[rank] = (
+            self._log_dir / f"worker-{rank:05}.{'log' if self._merge_outputs else 'err'}"
+        )
+        err = self._files.enter_context(path.open("w"))
+        if self._merge_outputs:
+            return err, subprocess.STDOUT
+        return self._files.enter_context(path.with_suffix(".out").open("w")), err
+
+    def wait(self, workers: Mapping[int, subprocess.Popen[str]]) -> None:
+        """Wait for the end of all workers (by rank): forward signals, and kill those past a deadline."""
+        self._workers = dict(workers)
+        sent: list[int] = []
+        kill_at: dict[str, float] = {}
+        while self._poll():
+            now = time.monotonic()
+            for number in [number for number in self._forwarded if number not in sent]:
+                sent.append(number)
+                for rank in self._alive():
+                    self._workers[rank].send_signal(number)
+            limits = self.deadlines
+            for event, has_come, seconds in (
+                ("failure", self.has_failed, limits.after_failure_s),
+                ("stop", EXIT_STOPPED in self.exit_codes.values(), limits.after_stop_s),
+                ("signal", self.received is not None, limits.after_signal_s),
+            ):
+                if has_come and seconds is not None:
+                    kill_at.setdefault(event, now + seconds)
+            if self.num_interrupts > 1 or now > min(kill_at.values(), default=now):
+                self._kill()
+            time.sleep(POLL_S)
+
+    def outcome(self, *, first_only: bool = False) -> Outcome:
+        """Return what the ends of the workers mean for the job.
+
+        Args:
+            first_only: ignore failures after the first; for commands that report no errors.
+        """
+        if not self.exit_codes:  # asked to stop before the start
+            return Outcome(exit_code=EXIT_STOPPED)
+        if self.num_interrupts > 1:
+            return Outcome(exit_code=EXIT_INTERRUPTED)
+        codes = self.exit_codes
+        if first_only:
+            failed = [self._ended_at[rank] for rank, code in codes.items() if code != EXIT_OK]
+            codes = {r: c for r, c in codes.items() if c == EXIT_OK or self._ended_at[r] == min(failed)}
+        return decide_outcome(
+            codes, self._errors(), killed=self._killed, forwarded=self._forwarded, logs=self._logs
+        )
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.num_interrupts += number == signal.SIGINT
+        if number != signal.SIGUSR1:
+            self.received = number
+        if (forwarded := _FORWARDED_AS[signal.Signals(number)]) not in self._forwarded:
+            self._forwarded.append(forwarded)
+
+    def _poll(self) -> bool:
+        """Collect exit codes; return whether a worker still runs."""
+        now = time.monotonic()
+        for rank in self._alive():
+            if (code := self._workers[rank].poll()) is not None:
+                self.exit_codes[rank] = code
+                self._ended_at[rank] = now
+        return bool(self._alive())
+
+    def _alive(self) -> list[int]:
+        return [rank for rank in self._workers if rank not in self.exit_codes]
+
+    def _errors(self) -> dict[int, WorkerError]:
+        return {} if self._error_dir is None else read_errors(self._error_dir)
+
+    def _kill(self) -> None:
+        alive = self._alive()
+        self._killed.update(alive)
+        end_process_groups([self._workers[rank] for rank in alive], grace_s=0)
+
+
+def end_process_groups(processes: Sequence[subprocess.Popen[str]], *, grace_s: float) -> None:
+    """End process groups by their leaders: SIGTERM, SIGKILL after ``grace_s``; wait for the leaders."""
+    until = time.monotonic() + grace_s
+    for number in (signal.SIGTERM, signal.SIGKILL) if grace_s > 0 else (signal.SIGKILL,):
+        alive = [process for process in processes if process.poll() is None]
+        for process in alive:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        while any(process.poll() is None for process in alive) and (
+            number == signal.SIGKILL or time.monotonic() < until
+        ):
+            time.sleep(POLL_S / 2)
+
+
+def worker_variables(
+    *, host: int, num_hosts: int, local_rank: int, workers_per_host: int, master_addr: str, master_port: int
+) -> dict[str, str]:
+    """Return torchrun's environment variables for one worker; hosts have equally many."""
+    return {
+        "RANK": str(host * workers_per_host + local_rank),
+        "WORLD_SIZE": str(num_hosts * workers_per_host),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(workers_per_host),
+        "GROUP_RANK": str(host),
+        "GROUP_WORLD_SIZE": str(num_hosts),
+        "NODE_RANK": str(host),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
+    }
+
+
+def write_secret(folder: Path, secret: bytes) -> Path:
+    """Write the job's secret to a new file (mode 0600) in ``folder`` and return its path."""
+    path = folder / "secret"
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        file.write(secret)
+    return path
+
+
+# ---- the failure that caused the others --------------------------------------------------------------------
+
+
+def decide_outcome(
+    exit_codes: Mapping[int, int],
+    errors: Mapping[int, WorkerError],
+    *,
+    killed: Collection[int] = (),
+    forwarded: Collection[int] = (),
+    logs: Mapping[int, Path] | None = None,
+) -> Outcome:
+    """Find the failure that caused the others.
+
+    A worker's own error comes first, the earliest of several; then a death by a signal that the launcher
+    did not send, and an exit without an error; then the mere loss of another worker.
+
+    Args:
+        exit_codes: of this host's workers by rank; minus the signal's number for a death by signal.
+        errors: reported by workers themselves, by rank.
+        killed: ranks that the launcher has killed.
+        forwarded: signals sent by the launcher; a worker that died of one had nothing to save yet.
+        logs: files with the output of workers, by rank.
+    """
+    logs = logs or {}
+    own = [error for error in errors.values() if not error.lost_peer]
+    if own:
+        first = min(own, key=lambda error: error.time_s)
+        text = first.message
+        if first.traceback:
+            text = f"worker {first.rank} failed:\n{first.traceback.rstrip()}{_where(first.rank, logs)}"
+        return Outcome(exit_code=first.exit_code, text=text)
+    silent = {
+        rank: code
+        for rank, code in sorted(exit_codes.items())
+        if rank not in errors and rank not in killed and code not in (EXIT_OK, EXIT_STOPPED)
+        and -code not in forwarded
+    }  # fmt: skip
+    if silent:
+        # a death by signal explains an exit code elsewhere rather than the other way round
+        rank = min(silent, key=lambda rank: silent[rank] > 0)
+        return _without_report(rank, silent[rank], logs)
+    if any(code == EXIT_STOPPED or -code in forwarded for code in exit_codes.values()):
+        return Outcome(exit_code=EXIT_STOPPED)
+    if errors:
+        first = min(errors.values(), key=lambda error: error.time_s)
+        return Outcome(
+            exit_code=EXIT_FAILURE,
+            text=f"worker {first.rank} lost another worker, which runs on another host: look for the error "
+            f"in that host's output. Its own error: {first.message}{_where(first.rank, logs)}",
+        )
+    return Outcome(exit_code=EXIT_FAILURE if killed else EXIT_OK)
+
+
+def _without_report(rank: int, code: int, logs: Mapping[int, Path]) -> Outcome:
+    end = f"{_where(rank, logs)}{_tail(logs.get(rank))}"
+    if code > 0:
+        return Outcome(exit_code=code, text=f"worker {rank} ended with exit code {code}{end}")
+    number, hint = -code, ""
+    if number == signal.SIGKILL:
+        hint = (
+            ": killed from outside, or by the kernel because memory was full (see dmesg); a smaller "
+            "--train.micro-batch-size needs less"
+        )
+    elif number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
+        hint = ": native code crashed; the lines above or in its log show where in Python"
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    return Outcome(exit_code=EXIT_FAILURE, text=f"worker {rank} was ended by {name}{hint}{end}")
+
+
+def _where(rank: int, logs: Mapping[int, Path]) -> str:
+    return f"\n(its whole output: {logs[rank]})" if rank in logs else ""
+
+
+def _tail(path: Path | None) -> str:
+    if path is None or not path.is_file():
+        return ""
+    lines = path.read_text("utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+    return "".join(f"\n  {line}" for line in lines)
