@@ -15,10 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.decide.order import shuffled
-from shoal.decide.rng import Int64Array, random_keys
+from shoal.decide.rng import Int64Array, Stream, random_keys
 from shoal.errors import UsageError
-
-_GROUP_ORDER = 24  # this module's word among the uses of one seed
 
 
 def aspect_groups(sizes: npt.ArrayLike, edges: tuple[float, ...] = (1.0,)) -> Int64Array:
@@ -87,4 +85,4 @@ class GroupedOrder:
         return epochs, indices
 
     def _seed_of(self, part: int) -> int:
-        return int(random_keys(self.seed, _GROUP_ORDER, part)[0])
+        return int(random_keys(self.seed, Stream.GROUP_ORDER, part)[0])

@@ -15,11 +15,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shoal.decide.rng import Int64Array, UInt64Array, below, draw, random_keys
+from shoal.decide.rng import Int64Array, Stream, UInt64Array, below, draw, random_keys
 from shoal.errors import UsageError
 
 _ODD = np.uint64(0xD6E8FEB86659FD93)  # a multiplier that mixes well with shifts of 29 to 32
-_ORDER, _BLOCK_ORDER = 1, 12  # this module's words among the uses of one seed
 _ROTATION, _BLOCKS, _WINDOWS = range(3)  # streams of an epoch that is shuffled by blocks
 
 # With few examples, few different round functions exist: over the 120 orders of 5 examples, chi-square
@@ -35,7 +34,7 @@ def shuffled(positions: npt.ArrayLike, num_examples: int, seed: int, epochs: npt
     (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002) with a·b just above ``num_examples``;
     the fewer than one in √n results beyond the end are sent through again until they fall inside.
     """
-    return _permuted(positions, num_examples, random_keys(seed, _ORDER, epochs))
+    return _permuted(positions, num_examples, random_keys(seed, Stream.ORDER, epochs))
 
 
 def _permuted(positions: npt.ArrayLike, num_examples: int, keys: UInt64Array) -> Int64Array:
@@ -100,7 +99,7 @@ def block_shuffled(
     looked up in the epoch's permutation of blocks; the example is rotated. The examples that fill no block
     (fewer than ``block_size``, others in each epoch) come last.
     """
-    keys = random_keys(seed, _BLOCK_ORDER, epochs)
+    keys = random_keys(seed, Stream.BLOCK_ORDER, epochs)
     at = np.asarray(positions, dtype=np.int64) + np.zeros(keys.shape, dtype=np.int64)
     keys = np.broadcast_to(keys, at.shape)
     at = _mixed_in_windows(at, num_examples, draw(keys, _WINDOWS), blocks)

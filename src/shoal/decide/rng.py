@@ -8,6 +8,7 @@ three draws, and the same numbers come out whatever the batch, the worker or the
 
 from __future__ import annotations
 
+from enum import IntEnum, unique
 from typing import cast
 
 import numpy as np
@@ -46,15 +47,48 @@ def _draw_one(key: int, counter: int) -> int:
     return x ^ (x >> _LAST_SHIFT)
 
 
-def random_keys(seed: int, *words: npt.ArrayLike) -> UInt64Array:
-    """Return a key for a seed (any whole number) and further words, each at least 0; the words broadcast."""
-    key = _draw_one(seed & _MASK, 0)
-    num_plain = next((i for i, word in enumerate(words) if not isinstance(word, int)), len(words))
-    for word in words[:num_plain]:
-        key = _draw_one(key, cast(int, word))
+@unique
+class Stream(IntEnum):
+    """Ids of the random streams that one seed feeds; each use of random numbers has its own.
+
+    A number is part of the definition of a run, so it is never changed or given to another use.
+    """
+
+    ORDER = 1
+    WINDOW_PHASE = 2
+    EXAMPLE = 3
+    DROPOUT = 7
+    SPAN_PHASE = 9
+    SPANS = 10
+    BLOCK_ORDER = 12
+    IMAGE_REPLACEMENT = 13
+    IMAGE_AUGMENTATION = 16
+    MIXUP = 17
+    GROUP_ORDER = 24
+    DETECTION_AUGMENTATION = 25
+    ROI_SAMPLING = 26
+    STAGE_WEIGHTS = 29
+    STAGE_OPERATIONS = 30
+
+
+def random_keys(seed: int, stream: Stream, *counters: npt.ArrayLike) -> UInt64Array:
+    """Return keys of a stream of random numbers.
+
+    Args:
+        seed: any whole number; its lowest 64 bits count.
+        stream: the use of the numbers.
+        counters: whole numbers of at least 0, such as epochs and indices; they broadcast.
+
+    Returns:
+        The key of each combination of counters, ``[1]`` if none is an array.
+    """
+    key = _draw_one(_draw_one(seed & _MASK, 0), stream)
+    num_plain = next((i for i, counter in enumerate(counters) if not isinstance(counter, int)), len(counters))
+    for counter in counters[:num_plain]:
+        key = _draw_one(key, cast(int, counter))
     keys = np.array([key], dtype=np.uint64)
-    for word in words[num_plain:]:
-        keys = draw(keys, word)
+    for counter in counters[num_plain:]:
+        keys = draw(keys, counter)
     return keys
 
 

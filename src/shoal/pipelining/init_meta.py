@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shoal.decide.rng import random_keys
+from shoal.decide.rng import Stream, random_keys
 from shoal.errors import UsageError
 from shoal.pipelining.stage import StageModule
 
@@ -52,7 +52,7 @@ def materialise(
     devices = [device] if device.type != "cpu" else []
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
         for number, (name, module) in reversed(list(enumerate(modules))):  # children before parents
-            torch.manual_seed(int(random_keys(seed, number)[0]))
+            torch.manual_seed(int(random_keys(seed, Stream.STAGE_WEIGHTS, number)[0]))
             (initialise or _default(model, name, module, real))(module)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal.decide.rng import random_keys
+from shoal.decide.rng import Stream, random_keys
 
 _CHANCES = ("p", "dropout_p", "dropout")
 _SWITCHES = ("train", "training")
@@ -28,7 +28,8 @@ _SWITCHES = ("train", "training")
 class _Streams:
     """Where the operations of one stage's pass draw from, and the generators' states before it."""
 
-    words: tuple[int, int, int]
+    run_seed: int
+    counters: tuple[int, int]
     states: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
     seen: set[torch.device] = field(default_factory=set)
 
@@ -37,7 +38,8 @@ class _Streams:
         if device not in self.seen:
             self.seen.add(device)
             self.states.append((generator, generator.get_state()))
-        generator.manual_seed(int(random_keys(*self.words, key)[0]))
+        keys = random_keys(self.run_seed, Stream.STAGE_OPERATIONS, *self.counters, key)
+        generator.manual_seed(int(keys[0]))
 
 
 _current: ContextVar[_Streams | None] = ContextVar("shoal_streams", default=None)
@@ -50,7 +52,7 @@ def streams(seed: int, step: int, micro_batch: int) -> Iterator[None]:
     The generators are as before on leaving. Backward passes draw nothing and may run outside. Without this
     context a stage draws from the default generator as any model does.
     """
-    current = _Streams((seed, step, micro_batch))
+    current = _Streams(seed, (step, micro_batch))
     token = _current.set(current)
     try:
         yield

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.decide.order import BlockShuffle, samples
-from shoal.decide.rng import random_keys
+from shoal.decide.rng import Stream, random_keys
 from shoal.record import Step
 from shoal.train.clock import StepClock
 from shoal.train.config import OptimizerConfig
@@ -70,9 +70,9 @@ def take_step(
     return grad_norm
 
 
-def dropout_seed(seed: int, word: int, step: int, rank: int) -> int:
-    """Return the seed of a worker's random draws in a step; ``word`` is the script's own."""
-    return int(random_keys(seed, word, step, rank).item())
+def dropout_seed(seed: int, step: int, rank: int) -> int:
+    """Return the seed of a worker's random draws in a step."""
+    return int(random_keys(seed, Stream.DROPOUT, step, rank).item())
 
 
 def sample_names(

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.decide.rng import draw, random_keys, uniform
+from shoal.decide.rng import Stream, draw, random_keys, uniform
 from shoal.errors import UsageError
 
-_DETECTION = 25  # this module's word among the uses of one seed
 _FLIP, _SHORTER, _SCALE, _TOP, _LEFT = range(5)
 
 
@@ -71,7 +70,7 @@ def placement(
 ) -> Placement:
     """Draw what happens to an image of ``height`` and ``width``; ``key`` is (seed, epoch, index)."""
     seed, epoch, index = key
-    u = uniform(draw(random_keys(seed, _DETECTION, epoch, index), np.arange(5))).tolist()
+    u = uniform(draw(random_keys(seed, Stream.DETECTION_AUGMENTATION, epoch, index), np.arange(5))).tolist()
     flip = u[_FLIP] < config.flip
     if config.scales is None:
         shorter = config.shorter[int(u[_SHORTER] * len(config.shorter))]

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from shoal.decide.rng import draw, random_keys, uniform
+from shoal.decide.rng import Stream, draw, random_keys, uniform
 from shoal.errors import UsageError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -35,7 +35,6 @@ _LIGHT_VECTORS = np.array(
 )
 _SIZE_STEP = 32  # a ResNet halves the side five times
 
-_AUGMENT = 16  # this module's word among the uses of one seed
 _TRIES = 10
 # Where in an image's numbers each of its draws lies; a crop's and a box's tries take two numbers each.
 _CROP, _PLACE, _FLIP, _ORDER, _FACTORS, _LIGHT, _ERASE, _BOX, _BOX_PLACE = 0, 20, 22, 23, 24, 28, 32, 33, 53
@@ -176,7 +175,8 @@ def draws(config: AugmentConfig, key: Key, height: int, width: int, size: int) -
         UsageError: a padded crop does not fit into the image with its padding.
     """
     seed, epoch, index = key
-    u: list[float] = uniform(draw(random_keys(seed, _AUGMENT, epoch, index), _COUNTERS)).tolist()
+    keys = random_keys(seed, Stream.IMAGE_AUGMENTATION, epoch, index)
+    u: list[float] = uniform(draw(keys, _COUNTERS)).tolist()
     if config.crop == "resized":
         crop = _resized_crop(u, height, width, config)
     else:

@@ -14,10 +14,8 @@ from itertools import count
 
 import torch
 
-from shoal.decide.rng import draw, random_keys, uniform
+from shoal.decide.rng import Stream, draw, random_keys, uniform
 from shoal.errors import UsageError
-
-_MIXUP = 17  # this module's word among the uses of one seed
 
 
 def mixup_weight(alpha: float, seed: int, step: int) -> float:
@@ -33,7 +31,7 @@ def mixup_weight(alpha: float, seed: int, step: int) -> float:
         raise UsageError(f"mixup's alpha {alpha} must be from 0 (off) to 1")
     if not alpha:
         return 1.0
-    key = random_keys(seed, _MIXUP, step)
+    key = random_keys(seed, Stream.MIXUP, step)
     x = y = 0.0
     for at in count(0, 2):
         x, y = (uniform(draw(key, [at, at + 1])) ** (1.0 / alpha)).tolist()

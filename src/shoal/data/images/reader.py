@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.storage import Bytes
-from shoal.decide.rng import Int64Array, below, draw, random_keys
+from shoal.decide.rng import Int64Array, Stream, below, draw, random_keys
 from shoal.errors import ShoalError, UsageError
 
 _PIECES_A_THREAD = 8
@@ -74,7 +74,6 @@ class DecodeThreads:
                 left.cancel()
 
 
-_REPLACEMENT = 13  # this module's word among the uses of one seed
 _TRIES = 8
 
 DTypeName = Literal["float32", "uint16", "uint8"]
@@ -228,7 +227,7 @@ class ImageReader:
                 "(on_bad skip)"
             )
         self._tell(index, problem)
-        draws = draw(random_keys(self._seed, _REPLACEMENT, epoch, index), np.arange(_TRIES))
+        draws = draw(random_keys(self._seed, Stream.IMAGE_REPLACEMENT, epoch, index), np.arange(_TRIES))
         for other in below(draws, self.num_examples).tolist():
             if self._try(out, epoch, other) is None:
                 return int(other)

@@ -25,13 +25,12 @@ from shoal.data.text.masking import (
 )
 from shoal.data.text.segments import MIN_TOKENS, PairTask, Segments, Windows
 from shoal.data.text.shards import TextShards
-from shoal.decide.rng import Int64Array, UInt64Array, draw, random_keys
+from shoal.decide.rng import Int64Array, Stream, UInt64Array, draw, random_keys
 from shoal.errors import ShoalError, UsageError
 
 NUM_SPECIAL = 3
 """[CLS] A [SEP] B [SEP]."""
 
-_EXAMPLE = 3  # this module's word among the uses of one seed
 _SEGMENTS, _NGRAMS, _CHOICE, _REPLACEMENT = range(4)  # streams of one example
 
 
@@ -158,7 +157,7 @@ class ExampleReader:
         return segments.num_tokens + NUM_SPECIAL
 
     def _streams(self, epochs: Int64Array, indices: Int64Array) -> UInt64Array:
-        keys = random_keys(self.config.seed, _EXAMPLE, epochs, indices)
+        keys = random_keys(self.config.seed, Stream.EXAMPLE, epochs, indices)
         return draw(keys[:, None], np.arange(4))
 
     def _lay_out(self, segments: Segments, layout: _Layout) -> Int64Array:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.data.text.shards import TextShards
-from shoal.decide.rng import Int64Array, UInt64Array, below, draw, random_keys, uniform
+from shoal.decide.rng import Int64Array, Stream, UInt64Array, below, draw, random_keys, uniform
 from shoal.errors import UsageError
 
 BoolArray = npt.NDArray[np.bool_]
@@ -39,7 +39,6 @@ _Groups = list[tuple[int, Any]]  # (shard number, the rows of a batch that lie i
 MIN_TOKENS = 8
 """Documents with fewer tokens give no example, and no segment is shortened below this."""
 
-_PHASE = 2  # this module's word among the uses of one seed
 _IS_SHORT, _SHORT_LENGTH, _BOUNDARY, _LABEL, _OTHER, _PLACE = range(6)  # counters of one example's draws
 
 
@@ -165,7 +164,7 @@ class Windows:
         """Return each window's place in its document, in [0, spare], before it is moved to a sentence."""
         before = self._first_examples[documents]
         num_gaps = np.maximum(self._first_examples[documents + 1] - before - 1, 1)
-        phase = uniform(random_keys(self._seed, _PHASE, epochs, documents)) - 0.5
+        phase = uniform(random_keys(self._seed, Stream.WINDOW_PHASE, epochs, documents)) - 0.5
         place = np.rint((indices - before + phase) * spare / num_gaps).astype(np.int64)
         clipped: Int64Array = np.clip(place, 0, spare)
         return clipped

@@ -22,10 +22,9 @@ import numpy.typing as npt
 from shoal.data.text.segments import rows_by_shard
 from shoal.data.text.shards import TextShards
 from shoal.data.text.span_config import SpanConfig, sentinel_id
-from shoal.decide.rng import Int64Array, UInt64Array, below, draw, random_keys
+from shoal.decide.rng import Int64Array, Stream, UInt64Array, below, draw, random_keys
 from shoal.errors import ShoalError, UsageError
 
-_PHASE, _SPANS = 9, 10  # this module's words among the uses of one seed
 _OTHER, _NOISE = range(2)  # streams of one example
 
 
@@ -79,7 +78,7 @@ class SpanReader:
         indices_ = np.array(indices, dtype=np.int64, ndmin=1)
         epochs_ = np.broadcast_to(np.asarray(epochs, dtype=np.int64), indices_.shape).copy()
         config, manifest = self.config, self.shards.manifest
-        keys = random_keys(config.seed, _SPANS, epochs_, indices_)
+        keys = random_keys(config.seed, Stream.SPANS, epochs_, indices_)
         lengths = span_lengths(keys, config.num_tokens - config.num_noise, config.num_noise, config.num_spans)
         inputs, targets = corrupt(
             self._runs(epochs_, indices_),
@@ -98,7 +97,7 @@ class SpanReader:
         length = self.config.num_tokens
         shard = self._first_examples.searchsorted(indices, side="right") - 1
         sizes = self._sizes[shard]
-        phase = below(random_keys(self.config.seed, _PHASE, epochs, shard), sizes)
+        phase = below(random_keys(self.config.seed, Stream.SPAN_PHASE, epochs, shard), sizes)
         starts = (indices - self._first_examples[shard]) * length + phase
         ids = np.empty((len(indices), length), dtype=np.int64)
         for number, rows in rows_by_shard(shard):

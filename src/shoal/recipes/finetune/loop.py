@@ -33,7 +33,6 @@ from shoal.train.signals import StopRequest
 from shoal.train.telling import report_checkpoints, start_row
 from shoal.train.window import StepWindow
 
-DROPOUT = 8  # finetuning's word among the uses of one seed
 EXPORT = "transformers"
 """Folder of the run directory with the finetuned model."""
 
@@ -123,7 +122,7 @@ def take_step(job: Job, step: int, micro_batches: list[Batch], num_targets: int,
         partial(weighted_loss, job, num_targets, sums),
         job.config.optim,
         learning_rate=learning_rate(job.schedule, step - 1),
-        dropout_seed=train_step.dropout_seed(job.config.train.seed, DROPOUT, step, job.world.place.rank),
+        dropout_seed=train_step.dropout_seed(job.config.train.seed, step, job.world.place.rank),
     )
 
 

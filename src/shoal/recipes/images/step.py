@@ -86,13 +86,11 @@ def take_step(
     micro_batches: MicroBatches,
     loss: WeightedLoss,
     *,
-    word: int,
     finish: Callable[[], None] | None = None,
 ) -> None:
     """Do optimizer step ``step`` and measure it.
 
     Args:
-        word: the recipe's own among the uses of one seed.
         finish: what follows the update; counted as the optimizer's.
     """
     sums = torch.zeros(len(meter.window.sums), dtype=torch.float64, device=job.world.device)
@@ -102,7 +100,7 @@ def take_step(
         partial(loss, step, sums),
         job.config.optim,
         learning_rate=job.plan.learning_rate(step),
-        dropout_seed=train_step.dropout_seed(job.config.train.seed, word, step, job.world.place.rank),
+        dropout_seed=train_step.dropout_seed(job.config.train.seed, step, job.world.place.rank),
     )
     average_over_workers(job.statistics)
     job.clock.mark("gradient_wait")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.loader import Batch
-from shoal.decide.rng import random_keys
+from shoal.decide.rng import Stream, random_keys
 from shoal.recipes.mask_rcnn.job import Job
 from shoal.train.gradients import loss_weight
 
@@ -25,7 +25,6 @@ LOSSES = {
 NUM_SUMS = len(LOSSES)
 """Sums a micro-batch adds to: each part, over its images."""
 
-_SAMPLING = 26  # this module's word among the uses of one seed
 _TARGETS = ("sizes", "boxes", "labels", "num_objects", "masks", "mask_places")
 
 
@@ -53,7 +52,7 @@ def mean_parts(found: Mapping[str, Tensor]) -> Tensor:
 
 def sampling_keys(seed: int, batch: Batch) -> Tensor:
     """Return the keys ``[B]`` that decide what is sampled of each image."""
-    keys = random_keys(seed, _SAMPLING, batch["epoch"].numpy(), batch["index"].numpy())
+    keys = random_keys(seed, Stream.ROI_SAMPLING, batch["epoch"].numpy(), batch["index"].numpy())
     return torch.from_numpy(keys.view(np.int64))
 
 

@@ -33,8 +33,6 @@ from shoal.train.telling import say_finished
 from shoal.train.window import Meter
 from shoal.train.world import World, join_world
 
-DROPOUT = 27  # this recipe's word among the uses of one seed; the network has no dropout
-
 
 def train(config: MaskRCNNTrainConfig, joined: WorkerEnv, command: list[str]) -> int:
     """Train until the last step, a signal, or a loss that stays not finite; return the exit code.
@@ -84,6 +82,6 @@ def run_steps(job: Job, first_step: int, stop: StopRequest, log: RunLog | None) 
         for step, micro_batches in batches:
             if agree(job, meter, step, stop):
                 return step - 1
-            take_step(job, meter, step, micro_batches, loss, word=DROPOUT)
+            take_step(job, meter, step, micro_batches, loss)
             after_step(job, meter, step, log)
     return job.plan.total_steps

@@ -17,8 +17,6 @@ from shoal.train.gradients import accumulate
 from shoal.train.signals import StopRequest
 from shoal.train.window import Meter
 
-DROPOUT = 7  # pretraining's word among the uses of one seed
-
 
 @contextmanager
 def batches_after(job: Job, step: int) -> Iterator[Iterator[tuple[int, list[Batch]]]]:
@@ -64,7 +62,7 @@ def take_step(job: Job, meter: Meter, step: int, micro_batches: Sequence[Batch],
         partial(weighted_loss, job, num_masked, sums),
         job.config.optim,
         learning_rate=job.phase.learning_rate(step),
-        dropout_seed=train_step.dropout_seed(job.config.train.seed, DROPOUT, step, job.world.place.rank),
+        dropout_seed=train_step.dropout_seed(job.config.train.seed, step, job.world.place.rank),
     )
     meter.loss_was_finite = math.isfinite(float(sums.sum()))
     meter.window.add(sums.cpu(), num_masked, grad_norm)

@@ -10,8 +10,6 @@ from shoal.recipes.resnet.job import Job
 from shoal.recipes.resnet.losses import NUM_SUMS, weighted_loss
 from shoal.train.window import Meter
 
-DROPOUT = 9  # this recipe's word among the uses of one seed
-
 
 def take_step(job: Job, meter: Meter, step: int, micro_batches: MicroBatches) -> None:
     """Do optimizer step ``step`` and measure it."""
@@ -22,7 +20,6 @@ def take_step(job: Job, meter: Meter, step: int, micro_batches: MicroBatches) ->
         step,
         micro_batches,
         partial(weighted_loss, job),
-        word=DROPOUT,
         finish=(lambda: average.update(job.model, step)) if average else None,
     )
 

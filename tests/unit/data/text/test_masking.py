@@ -13,7 +13,7 @@ from shoal.data.text.masking import (
     replace_tokens,
     split_ngrams,
 )
-from shoal.decide.rng import draw, random_keys
+from shoal.decide.rng import Stream, draw, random_keys
 from synthetic_text import assert_binomial
 
 
@@ -24,7 +24,7 @@ def test_lengths_of_ngrams_are_inversely_likely(max_ngram):
     words = np.ones((num_rows, num_words), dtype=bool)
     segment = np.zeros_like(words)
     segment[:, 0] = True
-    ngrams = split_ngrams(random_keys(1, np.arange(num_rows)), words, segment, max_ngram)
+    ngrams = split_ngrams(random_keys(1, Stream.EXAMPLE, np.arange(num_rows)), words, segment, max_ngram)
     lengths = np.stack([(ngrams == j).sum(axis=1) for j in range(num_kept)])
     total = sum(1 / n for n in range(1, max_ngram + 1))
     for n in range(1, max_ngram + 1):
@@ -52,7 +52,7 @@ def test_ngrams_are_those_of_the_plain_rules(data):
     segment = np.zeros_like(starts)
     segment[:, [0, border]] = True
     starts |= segment
-    keys = random_keys(data.draw(st.integers(0, 2**64 - 1)), np.arange(num_rows))
+    keys = random_keys(data.draw(st.integers(0, 2**64 - 1)), Stream.EXAMPLE, np.arange(num_rows))
     ngrams = split_ngrams(keys, starts, segment, max_ngram)
     for row in range(num_rows):
         word = np.cumsum(starts[row]) - 1
@@ -68,7 +68,7 @@ def test_ngrams_are_taken_greedily_in_random_order(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     sizes = rng.integers(0, 7, (num_rows, num_ngrams))
     budgets = rng.integers(0, 30, num_rows)
-    keys = random_keys(data.draw(st.integers(0, 2**64 - 1)), np.arange(num_rows))
+    keys = random_keys(data.draw(st.integers(0, 2**64 - 1)), Stream.EXAMPLE, np.arange(num_rows))
     chosen = choose_ngrams(keys, sizes, budgets)
     for row in range(num_rows):
         expected = plain.choose(int(keys[row]), sizes[row].tolist(), int(budgets[row]))
@@ -78,7 +78,7 @@ def test_ngrams_are_taken_greedily_in_random_order(data):
 def test_each_ngram_is_equally_likely():
     num_rows, num_ngrams = 20_000, 12
     sizes = np.full((num_rows, num_ngrams), 2)
-    chosen = choose_ngrams(random_keys(2, np.arange(num_rows)), sizes, np.full(num_rows, 7))
+    chosen = choose_ngrams(random_keys(2, Stream.EXAMPLE, np.arange(num_rows)), sizes, np.full(num_rows, 7))
     assert (chosen.sum(axis=1) == 3).all()
     for count in chosen.sum(axis=0):
         assert_binomial(int(count), num_rows, 3 / num_ngrams)
@@ -90,7 +90,7 @@ def test_ngrams_with_special_tokens_are_left_alone():
     maskable = text.copy()
     maskable[0, 3] = False
     for number in range(20):
-        chosen = choose_tokens(random_keys(number), ngrams, maskable, text, np.array([9]))
+        chosen = choose_tokens(random_keys(number, Stream.EXAMPLE), ngrams, maskable, text, np.array([9]))
         assert chosen.tolist() == [[False, True, True, False, False, True, False, False]]
 
 
@@ -102,7 +102,7 @@ def test_budgets_are_rounded_and_bounded():
 def test_replacements_are_80_10_10():
     num_tokens, ordinary = 100_000, np.arange(5, 55)
     ids = np.full(num_tokens, 7)
-    seen = replace_tokens(draw(random_keys(3), np.arange(num_tokens)), ids, 4, ordinary)
+    seen = replace_tokens(draw(random_keys(3, Stream.EXAMPLE), np.arange(num_tokens)), ids, 4, ordinary)
     assert set(seen.tolist()) == {4, *ordinary.tolist()}
     assert_binomial(int((seen == 4).sum()), num_tokens, 0.8)
     assert_binomial(int((seen == 7).sum()), num_tokens, 0.1 + 0.1 / 50)

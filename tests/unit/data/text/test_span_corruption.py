@@ -15,7 +15,7 @@ from shoal.data.steps import DataShard
 from shoal.data.text.shards import TextShards
 from shoal.data.text.span_config import MAX_SENTINELS, SpanConfig, sentinel_id
 from shoal.data.text.span_corruption import SpanReader, corrupt, span_lengths
-from shoal.decide.rng import random_keys
+from shoal.decide.rng import Stream, random_keys
 from shoal.errors import ShoalError, UsageError
 from synthetic_text import SEP, assert_binomial, prepare
 
@@ -122,7 +122,7 @@ def test_corrupt_by_hand() -> None:
 
 
 def test_all_ways_to_cut_are_equally_likely() -> None:
-    keys = random_keys(7, 1, np.arange(20_000))
+    keys = random_keys(7, Stream.EXAMPLE, np.arange(20_000))
     lengths = span_lengths(keys, 6, 5, 3)
     assert lengths.min() == 1
     for part, total in ((lengths[:, 0::2], 6), (lengths[:, 1::2], 5)):

@@ -18,8 +18,8 @@ from torchvision.ops import (
 )
 
 from shoal import native
+from shoal.decide.rng import Stream, random_keys
 from shoal.decide.rng import draw as decide_draw
-from shoal.decide.rng import random_keys
 from shoal.models.detection import matching, suppression
 from shoal.models.detection.boxes import giou, giou_loss, pairwise_iou
 from shoal.models.detection.matching import BELOW_LOW, match_boxes
@@ -168,11 +168,11 @@ def test_top_places() -> None:
 
 
 def keys_of(*images: int) -> Tensor:
-    return torch.from_numpy(random_keys(7, 3, np.array(images)).view(np.int64))
+    return torch.from_numpy(random_keys(7, Stream.EXAMPLE, np.array(images)).view(np.int64))
 
 
 def test_draws_are_those_of_decide() -> None:
-    keys = random_keys(-5, np.arange(6))
+    keys = random_keys(-5, Stream.EXAMPLE, np.arange(6))
     counters = np.arange(1000) ** 3
     expected = decide_draw(keys[:, None], counters)
     found = draw(torch.from_numpy(keys.view(np.int64))[:, None], torch.from_numpy(counters))
