@@ -32,12 +32,12 @@ from typing import Any
 from benchmarks.comm_runs import run_on, watched
 from benchmarks.harness import Benchmark
 from benchmarks.plan_emulated_worker import BATCH, COMPUTATION, MODELS
-from shoal.cli.workloads import workload_of_function
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_network import parse_rate
 from shoal.planner.convergence import Convergence
 from shoal.planner.hardware import Catalog, Machines, require_accelerators
 from shoal.planner.prediction import Job, Part, predict
+from shoal.planner.recipe_workloads import workload_of_function
 from shoal.planner.step_time import MEMORY_EFFICIENCY, Layout, achieved_flops_for, step_time
 from shoal.planner.workload import Workload
 

@@ -37,7 +37,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     **dict.fromkeys(sorted(DOERS), DECIDERS | NATIVE),
     "train": DECIDERS | NATIVE | DOERS,
     "recipes": BELOW_RECIPES | {"launch"},
-    "planner": DECIDERS,
+    "planner": DECIDERS | {"models"},
     "launch": frozenset({"errors", "json_text", "env"}),
     "report": frozenset({"errors", "record"}),
     "bench": DECIDERS | NATIVE | {"comm", "launch"},

@@ -1,12 +1,58 @@
-"""``shoal plan``: what a run takes before a machine is rented."""
+"""``shoal plan``: predicts a training run before a machine is rented."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from shoal.cli.plan_request import Request
+from shoal.errors import ShoalError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of ``shoal plan``."""
+
+    cluster: str
+    """The machines that train, like 256xp3dn.24xlarge."""
+    helpers: str | None = None
+    """CPU hosts with summation servers, like 64xc5n.18xlarge."""
+    goal: Literal["time", "cost"] = "time"
+    """Rank plans by time or by cost."""
+    global_batch: int | None = None
+    """Samples per step; default: the recipe's own, or the largest known to reach the target that divides."""
+    sequence_length: int | None = None
+    """Tokens per sample, for recipes with one phase."""
+    model: str | None = None
+    """Your own model instead of a recipe, as module:function; the function returns the model, a dict of its
+    inputs and the number of samples in them. Needs --global-batch."""
+    algorithm: str | None = None
+    """Plan with this algorithm only: ring, hierarchical-ring, tree, two-hop or two-hop-helpers."""
+    wire: Literal["fp32", "bf16"] = "fp32"
+    """Precision of gradients on the network; `shoal train` sends fp32."""
+    throughput: float | None = None
+    """Samples per second that you measured on one host of the cluster with this recipe."""
+    measured: tuple[Path, ...] = ()
+    """Files of `shoal bench train --json` (this recipe on one host) and of `shoal bench comm --json`
+    (all-reduces between hosts), used instead of published figures."""
+    start_s: float = 120.0
+    """Seconds from starting the processes to the first step."""
+    compare: bool = False
+    """Add a table of all algorithms."""
+    sweep: str | None = None
+    """Numbers of hosts for the scaling curve, like nodes=1..256."""
+    page: Path | None = None
+    """Write the plan, and the curve of --sweep, as an HTML page."""
+    trace: Path | None = None
+    """Write the predicted step as a Chrome trace."""
+    json: Path | None = None
+    """Write everything as JSON."""
+    catalog: tuple[Path, ...] = ()
+    """TOML files with instance types of your own."""
 
 
 def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")]) -> int:
@@ -19,6 +65,67 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
     recipe
         What to train: resnet50, mask-rcnn, bert-large, albert-base, t5-3b, gpt-13b, ...
     """
-    from shoal.cli.planning import run
+    if bool(recipe) == bool(request.model):
+        raise UsageError("name a recipe (shoal plan bert-large ...) or your own model with --model, not both")
+    if request.model and request.global_batch is None:
+        raise UsageError("--model needs --global-batch: the planner cannot know the batch of your recipe")
+    if request.model and ":" not in request.model:
+        raise UsageError(f"--model {request.model!r} is not of the form module:function")
+    counts = _sweep_counts(request.sweep) if request.sweep else []
+    from shoal.planner import answer, api
+    from shoal.planner.search import search
 
-    return run(recipe, request)
+    algorithms = [request.algorithm] if request.algorithm else None
+    wire_bytes = 4 if request.wire == "fp32" else 2
+    plans = api.plan(
+        request.model or recipe,
+        request.cluster,
+        request.helpers,
+        global_batch=request.global_batch,
+        sequence_length=request.sequence_length,
+        samples_per_s=request.throughput,
+        measured=request.measured,
+        goal=request.goal,
+        algorithms=algorithms,
+        wire_bytes=wire_bytes,
+        start_s=request.start_s,
+        catalog=request.catalog,
+    )
+    curve = []
+    job, workers = plans[0].job, plans[0].workers
+    helpers = next((found.helpers for found in plans if found.helpers), None)
+    for count in counts:
+        fewer = replace(workers, count=count)
+        helping = helpers and replace(helpers, count=max(1, round(helpers.count * count / workers.count)))
+        curve += search(job, fewer, helping, goal=request.goal, algorithms=algorithms, wire_bytes=wire_bytes)[
+            :1
+        ]
+    print(answer.text_of(plans, curve, compare=request.compare))
+    if request.json:
+        _write(request.json, json.dumps(answer.json_of(plans, curve), indent=1) + "\n")
+    if request.page:
+        _write(request.page, answer.page_of(plans, curve, compare=request.compare))
+    if request.trace:
+        _write(request.trace, json.dumps(answer.trace_of(plans[0])) + "\n")
+    return 0
+
+
+def _sweep_counts(text: str) -> list[int]:
+    """Return the numbers of hosts of ``nodes=1..256``: doublings, and the last.
+
+    Raises:
+        UsageError: the text is not of that form.
+    """
+    match = re.fullmatch(r"(?:nodes|hosts)=(\d+)\.\.(\d+)", text.replace(" ", ""))
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise UsageError(f"--sweep {text!r} is not of the form nodes=1..256, the smaller number first")
+    first, last = int(match[1]), int(match[2])
+    return [*(first << k for k in range(last.bit_length()) if first << k < last), last]
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ShoalError(f"{path} cannot be written: {error.strerror}") from error
+    print(f"\n{path}")

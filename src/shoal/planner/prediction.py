@@ -52,6 +52,7 @@ class Job:
 class Plan:
     """One choice and what it leads to; a job of several parts adds them up."""
 
+    job: Job
     workers: Machines
     helpers: Machines | None
     layouts: tuple[Layout, ...]
@@ -116,6 +117,7 @@ def predict(job: Job, workers: Machines, layouts: Sequence[Layout], helpers: Mac
     alone = _alone(job.parts[0], workers, layouts[0])
     rate = job.parts[0].global_batch / steps[0].total_s
     return Plan(
+        job=job,
         workers=workers,
         helpers=helpers,
         layouts=tuple(layouts),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from shoal.decide.server_assignment import recommended_bucket_bytes
@@ -18,14 +17,6 @@ from shoal.planner.step_time import Layout, num_replicas
 
 Goal = Literal["time", "cost"]
 _STAGES = (1, 2, 4, 8, 16, 32, 64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranked:
-    """A plan and why it stands where it stands."""
-
-    plan: Plan
-    reason: str
 
 
 def layouts_of(part: Part, workers: Machines, *, algorithm: str, wire_bytes: int = 4) -> list[Layout]:
@@ -143,68 +134,3 @@ def search(
 
 def _value(plan: Plan, goal: Goal) -> float:
     return plan.total_s if goal == "time" else (math.inf if plan.dollars is None else plan.dollars)
-
-
-def best_of_each(plans: Sequence[Plan], count: int = 5) -> list[Ranked]:
-    """Return the best ``count`` plans that differ in something a person chooses, each with a reason."""
-    ranked: list[Ranked] = []
-    seen: set[tuple[object, ...]] = set()
-    for plan in plans:
-        layout = plan.layouts[0]
-        key = (layout.algorithm, layout.stages, layout.sharded_optimizer)
-        if key not in seen:
-            seen.add(key)
-            ranked.append(Ranked(plan=plan, reason=_reason(plan, plans[0])))
-        if len(ranked) == count:
-            break
-    return ranked
-
-
-def _reason(plan: Plan, best: Plan) -> str:
-    """Say what makes a plan better or worse than the best: its largest difference in time."""
-    where = plan.where
-    waits = {name: seconds for name, seconds in where.items() if name not in ("compute", "start")}
-    if plan is best:
-        name = max(waits, key=lambda n: waits[n])
-        share = waits[name] / plan.total_s
-        return f"the best; what it loses most to is {name}, {100 * share:.1f} % of the time"
-    there = best.where
-    differences = {name: where[name] - there[name] for name in where}
-    name = max(differences, key=lambda n: abs(differences[n]))
-    if abs(differences[name]) < 0.001 * plan.total_s:
-        return "as fast as the best"
-    more = "more" if differences[name] > 0 else "less"
-    return f"{duration(abs(differences[name]))} {more} {name} than the best"
-
-
-def helpers_sentence(with_helpers: Plan, without: Plan) -> str:
-    """Return what the helpers bring in time and money."""
-    saved_s = without.total_s - with_helpers.total_s
-    name = str(with_helpers.helpers).replace("x", " ", 1)
-    if abs(saved_s) < 1:
-        text = f"{name} helpers change the time by less than a second"
-    else:
-        text = f"{name} helpers {'save' if saved_s > 0 else 'lose'} {duration(abs(saved_s))}"
-    if with_helpers.dollars is None or without.dollars is None:
-        return text
-    saved = without.dollars - with_helpers.dollars
-    if saved_s >= 1 and saved > 0:
-        return f"{text} and {saved:,.0f} dollars"
-    return (
-        f"{text} and cost {-saved:,.0f} dollars more"
-        if saved < 0
-        else f"{text} and save {saved:,.0f} dollars"
-    )
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as a person says it: ``41 s``, ``21 minutes``, ``6.2 hours``, ``4.7 days``."""
-    if seconds < 0.1:
-        return f"{1e3 * seconds:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.0f} minutes"
-    if seconds < 2 * 86400:
-        return f"{seconds / 3600:.1f} hours"
-    return f"{seconds / 86400:.1f} days"

@@ -257,43 +257,30 @@ def achieved_flops_for(
     predict: Callable[[float], float],
     *,
     peak: float,
-    tolerance: float = 1e-5,
+    tolerance: float = 1e-6,
 ) -> float:
-    """Return the FLOP/s of an accelerator at which ``predict`` gives ``measured``.
+    """Return the FLOP/s of an accelerator at which ``predict`` gives ``measured``, by bisection.
 
     Args:
         predict: a time, falling with the FLOP/s, or a throughput, growing with it.
-        peak: of the accelerator; the answer lies between a thousandth of it and 100 times it (a figure above
-            1 × means that the fixed costs are overestimated, and is the caller's to judge).
+        peak: of the accelerator; the answer lies between a thousandth of it and 100 times it. A result above
+            the peak means that the fixed costs are overestimated; the caller judges that.
+        tolerance: relative error of the result.
 
     Raises:
         UsageError: no such rate exists: fixed costs alone exceed the measured time.
     """
-    low, high = math.log(peak * 1e-3), math.log(peak * 100)
-
-    def off(log_flops: float) -> float:
-        """Logarithm of predicted over measured; monotonic, so a root is the only one."""
-        return math.log(predict(math.exp(log_flops)) / measured)
-
-    off_low, off_high = off(low), off(high)
-    if off_low * off_high > 0:
+    low, high = peak * 1e-3, peak * 100
+    grows = predict(high) > predict(low)
+    if (predict(low) > measured) == (predict(high) > measured):
         raise UsageError(
             f"no rate of computation gives {measured:g}: at infinite speed the prediction is "
-            f"{predict(math.exp(high)):g}; the measurement is of another model, batch or hardware"
+            f"{predict(high):g}; the measurement is of another model, batch or hardware"
         )
-    # Regula falsi with halving (Illinois); nearly linear in logarithms where computation dominates.
-    side = 0
-    for _ in range(100):
-        middle = (low * off_high - high * off_low) / (off_high - off_low)
-        value = off(middle)
-        if abs(value) < tolerance:
-            break
-        if (value > 0) == (off_high > 0):
-            high, off_high = middle, value
-            off_low = off_low / 2 if side == 1 else off_low
-            side = 1
+    while high / low > 1 + tolerance:
+        middle = math.sqrt(low * high)
+        if (predict(middle) < measured) == grows:
+            low = middle
         else:
-            low, off_low = middle, value
-            off_high = off_high / 2 if side == -1 else off_high
-            side = -1
-    return math.exp(middle)
+            high = middle
+    return math.sqrt(low * high)

@@ -14,8 +14,7 @@ from plan_made import hosts, model
 from shoal.bench.results import Network as CommNetwork
 from shoal.bench.results import Row, write_json
 from shoal.bench.train import KIND, TrainResult
-from shoal.cli.plan_request import Request
-from shoal.cli.planning import run
+from shoal.cli.plan import Request, plan
 from shoal.decide.server_assignment import ring_seconds, two_hop_seconds
 from shoal.errors import UsageError
 from shoal.planner.calibration import TRAIN_KIND, MeasuredComm, MeasuredTrain, read_measured
@@ -139,12 +138,12 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
 
 
 def command(*measured: Path, recipe: str = "albert-base", **options: Any) -> int:
-    return run(recipe, Request(cluster="8xp3dn.24xlarge", start_s=0.0, measured=measured, **options))
+    return plan(recipe, request=Request(cluster="8xp3dn.24xlarge", start_s=0.0, measured=measured, **options))
 
 
 def test_the_command_uses_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    from shoal.cli.workloads import workload
+    from shoal.planner.recipe_workloads import workload
 
     made = workload("albert-base", 512)
     measured = replace(
@@ -174,14 +173,14 @@ def test_the_command_uses_both_files(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     with pytest.raises(UsageError, match="is of recipe albert-base, not of bert-base"):
         command(tmp_path / "train.json", recipe="bert-base")
-    with pytest.raises(UsageError, match=r"--throughput and --measured .* say the same"):
+    with pytest.raises(UsageError, match=r"--throughput and --measured .* both give the speed"):
         command(tmp_path / "train.json", throughput=900.0)
 
 
 def test_presets_are_the_planners_models() -> None:
     pytest.importorskip("transformers")
-    from shoal.cli.workloads import workload
     from shoal.models import albert_config, bert_config, t5_config
+    from shoal.planner.recipe_workloads import workload
     from shoal.train.config import load_toml
 
     kinds = {

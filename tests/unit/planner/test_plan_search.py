@@ -8,11 +8,12 @@ import pytest
 
 from plan_made import hosts, model
 from shoal.errors import UsageError
+from shoal.planner.answer import best_of_each, helpers_sentence, reason
 from shoal.planner.convergence import Convergence
 from shoal.planner.prediction import Job, Part
 from shoal.planner.run_time import run_time
 from shoal.planner.scaling_limits import breaks_first, strains
-from shoal.planner.search import best_of_each, helpers_sentence, layouts_of, search
+from shoal.planner.search import layouts_of, search
 from shoal.planner.step_time import Layout
 
 TABLE = Convergence(
@@ -56,9 +57,9 @@ def test_time_and_cost_rank_differently() -> None:
     )
     with pytest.raises(UsageError, match="has no price an hour"):
         search(job, hosts(8, price=None), goal="cost")
-    ranked = best_of_each(search(job, workers, helpers))
-    assert ranked[0].reason.startswith("the best; what it loses most to is network")
-    assert "network" in ranked[1].reason
+    best, second, *_ = best_of_each(search(job, workers, helpers))
+    assert reason(best, best).startswith("the best; it loses most to network")
+    assert "network" in reason(second, best)
 
 
 def test_a_model_is_split_only_when_it_must_be() -> None:

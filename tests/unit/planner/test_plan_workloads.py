@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.cli.workloads import recipe_names, workload, workload_of_function
 from shoal.errors import UsageError
 from shoal.models.bert_config import BertModelConfig, num_parameters
+from shoal.planner.recipe_workloads import recipe_names, workload, workload_of_function
 
 
 def test_bert_large_has_its_parameters_and_flops() -> None:

@@ -1,0 +1,258 @@
+"""Formats plans: as text, as an HTML page, as JSON, and the predicted step as a Chrome trace."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from shoal.planner.hardware import require_accelerators
+from shoal.planner.prediction import Plan
+from shoal.planner.scaling_limits import breaks_first, strains
+
+_BAR = 46
+
+
+# ---- text -------------------------------------------------------------------------------------------------
+
+
+def text_of(plans: Sequence[Plan], curve: Sequence[Plan] = (), *, compare: bool = False) -> str:
+    """Describe plans: the best, its time by cause, the next best, helpers, limits, the scaling curve.
+
+    Args:
+        plans: as :func:`shoal.planner.search.search` returns them, the best first.
+        curve: the best plan on each number of hosts of a sweep.
+        compare: whether to add a table of the algorithms.
+    """
+    lines = [*_best(plans[0]), *_best_layouts(plans)]
+    with_helpers = next((plan for plan in plans if plan.helpers), None)
+    without = next((plan for plan in plans if not plan.helpers), None)
+    if with_helpers and without:
+        lines += ["", helpers_sentence(with_helpers, without) + "."]
+    if compare:
+        lines += ["", "algorithms side by side"]
+        lines.append(f"  {'':<18} {'ms per step':>12} {'network':>9} {'scaling':>8} {'time':>12}")
+        firsts: dict[str, Plan] = {}
+        for plan in plans:
+            firsts.setdefault(plan.layouts[0].algorithm, plan)
+        for name, plan in firsts.items():
+            step = plan.steps[0]
+            lines.append(
+                f"  {name:<18} {1e3 * step.total_s:>12.4g} {100 * step.exposed_s / step.total_s:>7.1f} % "
+                f"{100 * plan.efficiency:>6.1f} % {duration(plan.total_s):>12}"
+            )
+    lines += ["", _limits_line(plans[0])]
+    if curve:
+        lines.append("")
+        lines.append(f"  {'hosts':>7} {'samples/s':>14} {'scaling':>8} {'time':>12} {'cost':>12}  algorithm")
+        lines += [
+            f"  {plan.workers.count:>7} {plan.samples_per_s:>14,.0f} {100 * plan.efficiency:>6.1f} % "
+            f"{duration(plan.total_s):>12} {_dollars(plan):>12}  {plan.layouts[0].algorithm}"
+            for plan in curve
+        ]
+    return "\n".join(lines)
+
+
+def _best(plan: Plan) -> list[str]:
+    job, step, layout = plan.job, plan.steps[0], plan.layouts[0]
+    part = job.parts[0]
+    hosts = f"{plan.workers}" + (f" + {plan.helpers}" if plan.helpers else "")
+    room = require_accelerators(plan.workers).memory_bytes
+    share = layout.global_batch * layout.per_replica / plan.workers.num_accelerators
+    prices = plan.workers.instance.price_source
+    cost = f"unknown: {prices}" if plan.dollars is None else f"{plan.dollars:,.0f} dollars (prices: {prices})"
+    network = plan.workers.instance.network.source
+    lines = [
+        f"{job.recipe} on {hosts} ({plan.workers.num_accelerators:,} accelerators)",
+        "",
+        f"  time to train      {duration(plan.total_s)}  ({part.convergence.source})",
+        f"  cost               {cost}",
+        f"  throughput         {plan.samples_per_s:,.0f} {part.workload.unit}/s, "
+        f"{1e3 * step.total_s:.4g} ms per step",
+        f"  scaling            {100 * plan.efficiency:.1f} % of {plan.workers.count} single hosts",
+        f"  global batch       {', '.join(f'{p.global_batch:,}' for p in job.parts)} (per device "
+        f"{share:g} samples, {step.micro_batches} × {share / step.micro_batches:g})",
+        f"  gradients          {'fp32' if layout.wire_bytes == 4 else 'bf16'}, buckets of "
+        f"{layout.bucket_bytes / 2**20:.0f} MiB",
+        f"  memory per device  {plan.memory.total_bytes / 2**30:.1f} of {room / 2**30:.0f} GiB",
+        f"  basis              {part.basis}",
+        *([f"  network            {network}"] if network.startswith("measured") else []),
+        "",
+        "where the time goes",
+    ]
+    for name, seconds in plan.where.items():
+        if (share := seconds / plan.total_s) >= 0.0005:
+            lines.append(f"  {name:<12} {100 * share:>5.1f} %  {'█' * round(_BAR * share)}")
+    return lines
+
+
+def _best_layouts(plans: Sequence[Plan]) -> list[str]:
+    lines = [
+        "",
+        "the best layouts",
+        f"  {'':<3}{'algorithm':<18} {'stages':>6} {'micro':>6} {'time':>12} {'cost':>10}  why",
+    ]
+    for place, plan in enumerate(best_of_each(plans), start=1):
+        layout = plan.layouts[0]
+        micro = layout.global_batch * layout.per_replica / plan.workers.num_accelerators
+        micro /= plan.steps[0].micro_batches
+        lines.append(
+            f"  {place}. {layout.algorithm:<18} {layout.stages:>6} {micro:>6.4g} "
+            f"{duration(plan.total_s):>12} {_dollars(plan):>10}  {reason(plan, plans[0])}"
+        )
+    return lines
+
+
+def best_of_each(plans: Sequence[Plan], count: int = 5) -> list[Plan]:
+    """Return the best ``count`` plans that differ in algorithm, stages or sharding of the optimizer."""
+    firsts: dict[tuple[object, ...], Plan] = {}
+    for plan in plans:
+        layout = plan.layouts[0]
+        firsts.setdefault((layout.algorithm, layout.stages, layout.sharded_optimizer), plan)
+    return list(firsts.values())[:count]
+
+
+def reason(plan: Plan, best: Plan) -> str:
+    """Return the largest difference in time of a plan to the best one; of the best, its largest loss."""
+    where, there = plan.where, best.where
+    if plan is best:
+        waits = {name: seconds for name, seconds in where.items() if name not in ("compute", "start")}
+        name = max(waits, key=lambda n: waits[n])
+        return f"the best; it loses most to {name}, {100 * waits[name] / plan.total_s:.1f} % of the time"
+    differences = {name: where[name] - there[name] for name in where}
+    name = max(differences, key=lambda n: abs(differences[n]))
+    if abs(differences[name]) < 0.001 * plan.total_s:
+        return "as fast as the best"
+    more = "more" if differences[name] > 0 else "less"
+    return f"{duration(abs(differences[name]))} {more} {name} than the best"
+
+
+def helpers_sentence(with_helpers: Plan, without: Plan) -> str:
+    """Return the time and money that helpers save or cost."""
+    saved_s = without.total_s - with_helpers.total_s
+    name = str(with_helpers.helpers).replace("x", " ", 1)
+    if abs(saved_s) < 1:
+        text = f"{name} helpers change the time by less than a second"
+    else:
+        text = f"{name} helpers {'save' if saved_s > 0 else 'lose'} {duration(abs(saved_s))}"
+    if with_helpers.dollars is None or without.dollars is None:
+        return text
+    saved = without.dollars - with_helpers.dollars
+    if saved < 0:
+        return f"{text} and cost {-saved:,.0f} dollars more"
+    return f"{text} and {'' if saved_s >= 1 and saved else 'save '}{saved:,.0f} dollars"
+
+
+def _limits_line(plan: Plan) -> str:
+    """Return the assumption that breaks first, on these hosts or on the way to more."""
+    part, layout = plan.job.parts[0], plan.layouts[0]
+    if first := breaks_first(part, plan.workers, layout, plan.helpers):
+        count, strain = first
+        return f"From {count:,} hosts on, do not rely on: {strain.assumption} ({strain.detail})."
+    strain = strains(part, plan.workers, layout, plan.helpers)[0]
+    return f"The most stretched assumption holds: {strain.assumption} ({strain.detail})."
+
+
+def duration(seconds: float) -> str:
+    """Format a duration with a suitable unit: ``41 s``, ``21 minutes``, ``6.2 hours``, ``4.7 days``."""
+    if seconds < 0.1:
+        return f"{1e3 * seconds:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:.1f} hours" if seconds < 2 * 86400 else f"{seconds / 86400:.1f} days"
+
+
+def _dollars(plan: Plan) -> str:
+    return "" if plan.dollars is None else f"${plan.dollars:,.0f}"
+
+
+# ---- files ------------------------------------------------------------------------------------------------
+
+
+def json_of(plans: Sequence[Plan], curve: Sequence[Plan] = ()) -> dict[str, Any]:
+    """Return everything for programs: the basis, all plans with the best first, and those of a sweep."""
+    return {
+        "recipe": plans[0].job.recipe,
+        "basis": [part.basis for part in plans[0].job.parts],
+        "network": plans[0].workers.instance.network.source,
+        "best": _plan_json(plans[0]),
+        "plans": [_plan_json(plan) for plan in plans],
+        "sweep": [_plan_json(plan) for plan in curve],
+    }
+
+
+def _plan_json(plan: Plan) -> dict[str, Any]:
+    return {
+        "cluster": str(plan.workers),
+        "helpers": str(plan.helpers) if plan.helpers else None,
+        "layouts": [asdict(layout) for layout in plan.layouts],
+        "step_s": [step.total_s for step in plan.steps],
+        "exposed_s": [step.exposed_s for step in plan.steps],
+        "num_steps": [run.num_steps for run in plan.runs],
+        **{name: getattr(plan, name) for name in ("samples_per_s", "efficiency", "total_s", "dollars")},
+        "memory_bytes": plan.memory.total_bytes,
+        "where_s": plan.where,
+    }
+
+
+def trace_of(plan: Plan) -> dict[str, Any]:
+    """Return the predicted step as a Chrome trace with one row per phase, as ``shoal bench comm --trace``."""
+    step = plan.steps[0]
+    spans, begin = [], 0.0
+    for name in ("forward", "backward", "bubble"):
+        if seconds := getattr(step, f"{name}_s"):
+            spans.append(("compute", name, begin, seconds))
+            begin += seconds
+    spans += [(s.phase, f"bucket {s.bucket}", s.begin_s, s.end_s - s.begin_s) for s in step.exchange.spans]
+    spans.append(("compute", "optimizer", step.total_s - step.optimizer_s, step.optimizer_s))
+    events = [
+        {"name": name, "ph": "X", "pid": "predicted", "tid": row, "ts": 1e6 * begin, "dur": 1e6 * seconds}
+        for row, name, begin, seconds in spans
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def page_of(plans: Sequence[Plan], curve: Sequence[Plan] = (), *, compare: bool = False) -> str:
+    """Return an HTML page with the text and, for a sweep, the scaling curve as SVG; it loads nothing."""
+    title = html.escape(f"{plans[0].job.recipe} on {plans[0].workers}")
+    picture = f"<h2>Scaling: samples/s over hosts</h2>{_curve_svg(curve)}" if len(curve) > 1 else ""
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
+        "<style>body{font:15px/1.5 system-ui;margin:2rem}pre{font-size:13px}</style>"
+        f"<h1>{title}</h1><pre>{html.escape(text_of(plans, curve, compare=compare))}</pre>{picture}</html>\n"
+    )
+
+
+def _curve_svg(curve: Sequence[Plan]) -> str:
+    """Draw samples/s over hosts, both axes logarithmic, beside linear scaling of the first (dashed)."""
+    width, height, margin = 720, 380, 60
+    hosts = [plan.workers.count for plan in curve]
+    rates = [plan.samples_per_s for plan in curve]
+    linear = [rates[0] * count / hosts[0] for count in hosts]
+
+    def axis(values: Sequence[float], begin: float, end: float) -> dict[float, float]:
+        low, high = math.log(min(values)), math.log(max(values))
+        scale = (end - begin) / max(high - low, 1e-9)
+        return {value: begin + scale * (math.log(value) - low) for value in values}
+
+    x = axis(hosts, margin, width - 20)
+    y = axis([*rates, *linear], height - margin, 20)
+    lines = "".join(
+        f'<polyline points="{points}" fill="none" stroke-width="2" {style}/>'
+        for values, style in ((linear, 'stroke="#bbb" stroke-dasharray="5 4"'), (rates, 'stroke="#4c78a8"'))
+        for points in [" ".join(f"{x[n]:.1f},{y[rate]:.1f}" for n, rate in zip(hosts, values, strict=True))]
+    )
+    marks = "".join(
+        f'<circle cx="{x[n]:.1f}" cy="{y[rate]:.1f}" r="4" fill="#4c78a8"/>'
+        f'<text x="{x[n]:.1f}" y="{y[rate] - 9:.1f}">{rate:,.0f} ({100 * plan.efficiency:.0f} %)</text>'
+        f'<text x="{x[n]:.1f}" y="{height - 28}">{n}</text>'
+        for plan, n, rate in zip(curve, hosts, rates, strict=True)
+    )
+    return (
+        f'<svg viewBox="0 0 {width} {height}" font-size="12" text-anchor="middle" role="img">{lines}{marks}'
+        f'<text x="{width / 2}" y="{height - 8}">hosts (dashed: linear scaling)</text></svg>'
+    )

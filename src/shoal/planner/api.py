@@ -1,0 +1,188 @@
+"""Predicts the training of a model from Python; ``shoal plan`` calls the same functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from shoal.errors import UsageError
+from shoal.planner.calibration import MeasuredComm, MeasuredTrain, read_measured
+from shoal.planner.convergence import Convergence, at_any_batch, convergence_of
+from shoal.planner.hardware import Catalog, Machines, require_accelerators
+from shoal.planner.prediction import START_S, Job, Part, Plan, achieved
+from shoal.planner.recipe_workloads import require_recipe, workload, workload_of_function, workload_of_model
+from shoal.planner.search import Goal, search
+from shoal.planner.workload import Workload
+
+Model = str | nn.Module | Workload
+
+_DEFAULT_SAMPLES = 1e6
+_MOST_SAMPLES = 256
+"""Largest default batch per accelerator and step."""
+
+
+def plan(
+    model: Model,
+    workers: str,
+    helpers: str | None = None,
+    *,
+    inputs: Mapping[str, Tensor] | None = None,
+    global_batch: int | None = None,
+    sequence_length: int | None = None,
+    train_samples: float | None = None,
+    samples_per_s: float | None = None,
+    measured: Sequence[Path] = (),
+    goal: Goal = "time",
+    algorithms: Sequence[str] | None = None,
+    wire_bytes: int = 4,
+    start_s: float = START_S,
+    catalog: Sequence[Path] = (),
+) -> list[Plan]:
+    """Predict the training of a model on machines that you do not have; return all plans, the best first.
+
+    A plan is a choice of layout and all-reduce algorithm with its predicted throughput, time, cost and
+    memory. Nothing is allocated or computed: the model's operations are counted on the meta device, and a
+    step is simulated. ``docs/plan.md`` describes the model and its errors on published results.
+
+    Args:
+        model: name of a recipe (``"bert-large"``), ``"module:function"`` as ``shoal plan --model`` takes it,
+            a module, best built under ``torch.device("meta")``, or a
+            :class:`~shoal.planner.workload.Workload` of your own numbers.
+        workers: hosts that train, such as ``"32xp4d.24xlarge"``.
+        helpers: CPU hosts that run summation servers, such as ``"8xc5n.18xlarge"``.
+        inputs: for a module, one batch, name -> tensor ``[samples, ...]``.
+        global_batch: samples per step; default: the recipe's, or the largest known to converge.
+        sequence_length: tokens per sample, for recipes with one phase.
+        train_samples: samples in the whole training; default: until the recipe's target by its published
+            convergence, else one million.
+        samples_per_s: throughput that you measured on one host of ``workers``.
+        measured: files written by ``shoal bench train --json`` and ``shoal bench comm --json``.
+        goal: rank by ``"time"`` or by ``"cost"``.
+        algorithms: all-reduce algorithms to consider; default: all in
+            :data:`shoal.planner.network.ALGORITHMS`.
+        wire_bytes: bytes of a gradient element on the network.
+        start_s: seconds from starting the processes to the first step.
+        catalog: TOML files that add instance types.
+
+    Raises:
+        UsageError: a name or size is unknown or invalid, or the model fits on no layout.
+        ShoalError: the library that provides a recipe's model is not installed.
+
+    Example:
+        >>> import torch
+        >>> from shoal.planner.api import plan
+        >>> with torch.device("meta"):
+        ...     model, inputs = torch.nn.Linear(1024, 1024), {"input": torch.empty(32, 1024)}
+        >>> best = plan(model, "8xp3dn.24xlarge", inputs=inputs, global_batch=4096)[0]
+        >>> best.layouts[0].stages, best.samples_per_s > 0
+        (1, True)
+    """
+    if global_batch is not None and global_batch < 1:
+        raise UsageError(f"the global batch is {global_batch}; it must be at least 1")
+    if samples_per_s is not None and not (math.isfinite(samples_per_s) and samples_per_s > 0):
+        raise UsageError(f"the throughput is {samples_per_s}; it must be a positive number of samples/s")
+    known = Catalog(catalog)
+    hosts, helping = known.machines(workers), known.machines(helpers) if helpers else None
+    require_accelerators(hosts)
+    files = [read_measured(path) for path in measured]
+    trained = [file for file in files if isinstance(file, MeasuredTrain)]
+    if trained and samples_per_s is not None:
+        raise UsageError(
+            f"--throughput and --measured {trained[0].path} both give the speed: leave one of them out"
+        )
+    for file in files:
+        if isinstance(file, MeasuredComm):
+            hosts, helping = _with_network(file, hosts, helping)
+    if isinstance(model, str) and ":" not in model:
+        name = model
+        phases = _recipe_phases(name, sequence_length, global_batch, train_samples, hosts.num_accelerators)
+    else:
+        own = _own_workload(model, inputs)
+        name = own.name
+        if global_batch is None:
+            raise UsageError("a model of yours needs a global batch (--global-batch)")
+        phases = [(own, _fixed_length(name, train_samples), global_batch)]
+    parts = []
+    for counted, table, batch in phases:
+        if trained:
+            flops, basis = _calibrated(name, counted, trained, hosts)
+        else:
+            flops, basis = achieved(
+                counted, name, hosts.instance, samples_per_s=samples_per_s, global_batch=batch
+            )
+        parts.append(
+            Part(workload=counted, convergence=table, global_batch=batch, achieved_flops=flops, basis=basis)
+        )
+    job = Job(recipe=name, parts=tuple(parts), start_s=start_s)
+    return search(job, hosts, helping, goal=goal, algorithms=algorithms, wire_bytes=wire_bytes)
+
+
+def _own_workload(model: Model, inputs: Mapping[str, Tensor] | None) -> Workload:
+    if isinstance(model, Workload):
+        return model
+    if isinstance(model, str):
+        return workload_of_function(model)
+    if not inputs:
+        raise UsageError(f"{type(model).__name__}: give one batch of its inputs, name -> tensor, as inputs")
+    return workload_of_model(model, inputs)
+
+
+def _with_network(
+    measured: MeasuredComm, workers: Machines, helpers: Machines | None
+) -> tuple[Machines, Machines | None]:
+    """Return the hosts with the measured network; helpers too if theirs is of the same kind."""
+    if helpers is not None and helpers.instance.network == workers.instance.network:
+        helpers = measured.applied(helpers)
+    return measured.applied(workers), helpers
+
+
+def _recipe_phases(
+    name: str,
+    sequence_length: int | None,
+    global_batch: int | None,
+    train_samples: float | None,
+    num_accelerators: int,
+) -> list[tuple[Workload, Convergence, int]]:
+    """Return (workload, convergence, global batch) of each phase of a recipe."""
+    require_recipe(name)
+    try:
+        table = convergence_of("mask-rcnn" if name == "faster-rcnn" else name)
+    except UsageError:
+        table = _fixed_length(name, train_samples)
+    if len(table.phases) > 1 and sequence_length is not None:
+        lengths = " and ".join(str(phase.sequence_length) for phase in table.phases)
+        raise UsageError(f"{name} has phases of {lengths} tokens; leave --sequence-length out")
+    if train_samples is not None:
+        table = replace(table, points=at_any_batch(train_samples / table.samples_per_epoch))
+    if not table.phases:
+        # The largest batch known to converge that every accelerator shares equally, within bounds.
+        most = min(max(table.largest_batch // num_accelerators, 1), _MOST_SAMPLES)
+        return [(workload(name, sequence_length), table, global_batch or num_accelerators * most)]
+    phases = []
+    for phase in table.phases:
+        samples = train_samples or float(phase.steps * phase.batch)
+        fixed = replace(table, phases=(), points=at_any_batch(samples))
+        counted = workload(name, sequence_length or phase.sequence_length)
+        phases.append((counted, fixed, global_batch or phase.batch))
+    return phases
+
+
+def _fixed_length(name: str, samples: float | None) -> Convergence:
+    amount = _DEFAULT_SAMPLES if samples is None else samples
+    source = "one million samples" if samples is None else f"{amount:,.0f} samples"
+    return Convergence(name=name, source=source, points=at_any_batch(amount), largest_batch=1 << 40)
+
+
+def _calibrated(
+    name: str, counted: Workload, trained: Sequence[MeasuredTrain], workers: Machines
+) -> tuple[float, str]:
+    """Return FLOP/s and basis from the file with the workload's sequence length, else from the first."""
+    length = counted.tokens_per_sample
+    chosen = next((file for file in trained if file.sequence_length == length), trained[0])
+    if chosen.recipe == name and chosen.sequence_length != length:
+        counted = workload(name, chosen.sequence_length)
+    return chosen.achieved_flops(name, counted, workers.instance), chosen.basis

@@ -1,0 +1,268 @@
+"""Counts the workloads of the known recipes, and of any model of yours, on the meta device.
+
+:mod:`shoal.models.profile` counts everything from the modules themselves; nothing is allocated or computed.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache, lru_cache
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.errors import ShoalError, UsageError, did_you_mean
+from shoal.models.profile import profile_step
+from shoal.planner.workload import MOMENTUM_BYTES, Layer, Workload
+
+_SAMPLES = 2
+"""Samples in the batch that is counted: batch norm needs more than one value."""
+_MASKED_LM = ("bert-tiny", "bert-base", "bert-large", "albert-tiny", "albert-base", "albert-large")
+_IMAGES = ("resnet50", "mask-rcnn", "faster-rcnn")
+_DETECTOR_GLUE = 534
+"""Operations that match, sample and suppress boxes in a step of torchvision's Mask R-CNN. They depend on
+data and do not run on the meta device: 1,200 operations of one real image on the CPU, less the dense ones."""
+
+
+def recipe_names() -> list[str]:
+    """Return the names that :func:`workload` accepts."""
+    return [*_IMAGES, *_MASKED_LM, *_language_models()]
+
+
+def require_recipe(name: str) -> None:
+    """Raise UsageError, listing the recipes, unless ``name`` is one of them."""
+    if name not in recipe_names():
+        raise UsageError(
+            f"recipe {name!r} is not known.{did_you_mean(name, recipe_names())} "
+            f"Choose one of {', '.join(recipe_names())}, or a model of yours with --model module:function"
+        )
+
+
+@lru_cache(maxsize=64)
+def workload(name: str, sequence_length: int | None = None) -> Workload:
+    """Count the workload of a recipe.
+
+    Args:
+        name: one of :func:`recipe_names`.
+        sequence_length: tokens per sample; default: the recipe's own.
+
+    Raises:
+        UsageError: the recipe is unknown, or has no sequences.
+        ShoalError: the library that provides its model is not installed.
+    """
+    require_recipe(name)
+    if name in _MASKED_LM:
+        return _masked_lm(name, sequence_length)
+    if name not in _IMAGES:
+        return _language_model(name, sequence_length)
+    if sequence_length is not None:
+        raise UsageError(f"recipe {name} has images, not sequences; leave --sequence-length out")
+    return _resnet() if name == "resnet50" else _detector(name)
+
+
+def workload_of_model(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    *,
+    num_samples: int | None = None,
+    name: str | None = None,
+) -> Workload:
+    """Count the workload of a model: FLOPs and gradient bytes per layer, kernels, activation bytes.
+
+    Args:
+        model: returns a loss, or anything with tensors in it. A model that is not on the meta device is
+            copied there.
+        inputs: one batch, name -> tensor, passed as ``model(**inputs)``; on any device.
+        num_samples: samples in the batch; default: the first dimension of the first input.
+        name: for messages; default: the class of the model.
+
+    Raises:
+        UsageError: the output has no tensor that depends on the parameters.
+    """
+    if any(tensor.device.type != "meta" for tensor in (*model.parameters(), *model.buffers())):
+        model = copy.deepcopy(model).to("meta")
+    on_meta = {key: value.to("meta") for key, value in inputs.items()}
+    name = name or type(model).__name__
+
+    def loss() -> Tensor:
+        out = model(**on_meta)
+        found = getattr(out, "loss", None)
+        leaves = [leaf for leaf in tree_leaves(out if found is None else found) if isinstance(leaf, Tensor)]
+        trained = [leaf.sum() for leaf in leaves if leaf.requires_grad]
+        if not trained:
+            raise UsageError(f"{name}: no tensor in the model's output depends on its parameters")
+        return torch.stack(trained).sum()
+
+    count = num_samples or len(next(iter(on_meta.values())))
+    return _count(name, model, loss, unit="samples", num_samples=count)
+
+
+def workload_of_function(text: str) -> Workload:
+    """Import ``module:function``, call it, and count the workload of the model that it returns.
+
+    The function returns a model, a dict of its inputs (one batch) and the number of samples in them; see
+    :func:`workload_of_model`.
+
+    Raises:
+        UsageError: the function cannot be imported, or returns something else.
+    """
+    module_name, _, function_name = text.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"--model {text!r} cannot be imported ({error}); write it as module:function"
+        ) from error
+    with torch.device("meta"):
+        made = function()
+    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[1], dict)):
+        raise UsageError(f"--model {text}: it must return (model, inputs, number of samples)")
+    return workload_of_model(made[0], made[1], num_samples=made[2], name=text)
+
+
+def _count(
+    name: str, model: nn.Module, loss: Callable[[], Tensor], *, num_samples: int = _SAMPLES, **fields: Any
+) -> Workload:
+    profile = profile_step(model.train(), loss, num_samples=num_samples)
+    return Workload(
+        name=name,
+        layers=tuple(
+            Layer(name=layer, num_parameters=parameters, forward_flops=flops / num_samples)
+            for layer, parameters, flops in profile.layers
+            if parameters or flops
+        ),
+        num_kernels=profile.num_operations,
+        saved_bytes=profile.saved_bytes / 2 / num_samples,  # counted in fp32, kept in 16 bit
+        **fields,
+    )
+
+
+def _library(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ShoalError(
+            f"this recipe's model comes from {module} ({error}); pip install 'shoal[{extra}]'"
+        ) from error
+
+
+def _resnet() -> Workload:
+    vision = _library("torchvision", "vision")
+    with torch.device("meta"):
+        model = vision.models.resnet50()
+        images = torch.empty(_SAMPLES, 3, 224, 224)
+    return _count(
+        "resnet50", model, lambda: model(images).sum(), unit="images", optimizer_bytes=MOMENTUM_BYTES
+    )
+
+
+def _detector(name: str) -> Workload:
+    """Count the dense parts of Mask R-CNN or Faster R-CNN at their training sizes.
+
+    These are images of 800 × 1,344 pixels, with 512 boxes per image, 128 of them with a mask.
+    """
+    detection = _library("torchvision.models.detection", "vision")
+    masks = name == "mask-rcnn"
+    make = detection.maskrcnn_resnet50_fpn if masks else detection.fasterrcnn_resnet50_fpn
+    with torch.device("meta"):
+        model = make(weights=None, weights_backbone=None)
+        images = torch.empty(_SAMPLES, 3, 800, 1344)
+        boxes = torch.empty(_SAMPLES * 512, 256, 7, 7)
+        mask_features = torch.empty(_SAMPLES * 128, 256, 14, 14)
+
+    def loss() -> Tensor:
+        features = list(model.backbone(images).values())
+        scores, offsets = model.rpn.head(features)
+        heads = model.roi_heads
+        classes, refined = heads.box_predictor(heads.box_head(boxes))
+        total: Tensor = sum(t.sum() for t in (*scores, *offsets, classes, refined, *features))
+        return total + heads.mask_predictor(heads.mask_head(mask_features)).sum() if masks else total
+
+    dense = _count(name, model, loss, unit="images", optimizer_bytes=MOMENTUM_BYTES)
+    return replace(dense, num_kernels=dense.num_kernels + _DETECTOR_GLUE)
+
+
+def _masked_lm(name: str, sequence_length: int | None) -> Workload:
+    """Count the model of a recipe's preset over full packed sequences with 15 % of the tokens masked."""
+    _library("transformers", "text")
+    from shoal.models.albert_config import AlbertModelConfig
+    from shoal.models.bert_config import BertModelConfig
+    from shoal.models.pretraining import AlbertPretraining, BertPretraining
+
+    recipe, preset = name.split("-")
+    file = resources.files("shoal.recipes") / recipe / "presets" / f"{preset}.toml"
+    sizes = tomllib.loads(file.read_text(encoding="utf-8"))
+    is_bert = recipe == "bert"
+    config: Any = (BertModelConfig if is_bert else AlbertModelConfig)(**sizes["model"])
+    length = sequence_length or sizes.get("data", {}).get("max_seq_length", config.max_position_embeddings)
+    num_tokens, num_masked = _SAMPLES * length, int(_SAMPLES * length * 0.15)
+
+    def ids(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int64)
+
+    with torch.device("meta"):
+        model: nn.Module = (BertPretraining if is_bert else AlbertPretraining)(config)
+        batch = {
+            "input_ids": ids(num_tokens),
+            "token_type_ids": ids(num_tokens),
+            "position_ids": ids(num_tokens),
+            "cu_seqlens": ids(_SAMPLES + 1),
+            "max_seqlen": length,
+            "masked_rows": ids(num_masked),
+            "masked_ids": ids(num_masked),
+            "labels": ids(_SAMPLES),
+        }
+
+    def loss() -> Tensor:
+        masked, _, sentence, _ = model(**batch)
+        total: Tensor = masked + sentence
+        return total
+
+    return _count(name, model, loss, tokens_per_sample=length)
+
+
+@cache
+def _language_models() -> dict[str, dict[str, Any]]:
+    file = resources.files("shoal.planner") / "catalog" / "models.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def _language_model(name: str, sequence_length: int | None) -> Workload:
+    """Count a model of ``catalog/models.toml``; T5's targets have 114 tokens for 512 (15 % in spans of 3)."""
+    entry = _language_models()[name]
+    architecture = getattr(_library("transformers", "text"), entry["architecture"])
+    length = sequence_length or entry["length"]
+    sizes = {entry["length_key"]: length} if "length_key" in entry else {}
+    config = architecture.config_class(**entry["config"], **sizes)
+    encodes = config.is_encoder_decoder
+    num_samples, relayed = (_SAMPLES, length + length * 114 // 512) if encodes else (1, length)
+    with torch.device("meta"):
+        model = architecture(config)
+        batch = {"input_ids": torch.empty(num_samples, length, dtype=torch.int64)}
+        if encodes:
+            batch["decoder_input_ids"] = torch.empty(num_samples, relayed - length, dtype=torch.int64)
+        else:  # a given mask spares transformers a look at the values
+            batch["attention_mask"] = torch.empty(1, 1, length, length, dtype=torch.bool)
+    trainable = 1.0
+    if rank := entry.get("lora_rank"):
+        hidden = config.hidden_size
+        narrow = hidden * config.num_key_value_heads // config.num_attention_heads
+        adapters = config.num_hidden_layers * rank * (2 * (hidden + hidden) + 2 * (hidden + narrow))
+        trainable = adapters / sum(parameter.numel() for parameter in model.parameters())
+    return _count(
+        name,
+        model,
+        lambda: model(**batch, use_cache=False).logits.sum(),
+        num_samples=num_samples,
+        tokens_per_sample=length,
+        trainable=trainable,
+        # Decoder stages of T5 also pass on the encoder's output.
+        relay_bytes=2.0 * relayed * config.hidden_size,
+    )
