@@ -21,8 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from benchmarks.ddp_emulated_worker import COMPUTATION, batch_of, build
 from benchmarks.ddp_training import Training
-from shoal.bench.groups import Groups
-from shoal.bench.settings import COLOCATED, CommBench
+from shoal.bench.collectives import COLOCATED, Groups
 from shoal.comm.hooks import EightBitWire, bf16_wire
 from shoal.env import worker_env
 
@@ -46,7 +45,7 @@ def main() -> None:
     torch.set_num_threads(1)
     place = worker_env()
     assert place is not None
-    groups = Groups(CommBench(sizes=(), collectives=(), backends=(COLOCATED,)), place)
+    groups = Groups(place, (COLOCATED,))
     draw = torch.Generator().manual_seed(groups.rank)
 
     def loss(model: nn.Module) -> torch.Tensor:

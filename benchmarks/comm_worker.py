@@ -19,9 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.bench.groups import Groups
-from shoal.bench.measure import Case, prepare
-from shoal.bench.settings import CommBench
+from shoal.bench.collectives import Case, Groups, prepare
 from shoal.env import HELPERS, worker_env
 
 WARM_UPS = 2
@@ -107,7 +105,7 @@ def main() -> None:
     torch.set_num_threads(1)
     place = worker_env()
     assert place is not None
-    groups = Groups(CommBench(sizes=(), collectives=(), backends=("gloo",)), place)
+    groups = Groups(place, ("gloo",))
     backends = dict(groups.of_backend)
     for name, num_helpers in spec["backends"].items():
         if num_helpers is not None:

@@ -21,8 +21,7 @@ from transformers import AlbertConfig, AlbertForPreTraining, BertConfig, BertFor
 
 from benchmarks.comm_worker import shoal_group
 from benchmarks.ddp_training import Training
-from shoal.bench.groups import Groups
-from shoal.bench.settings import CommBench
+from shoal.bench.collectives import Groups
 from shoal.env import worker_env
 
 BATCH = 1
@@ -67,7 +66,7 @@ def main() -> None:
     torch.set_num_threads(1)
     place = worker_env()
     assert place is not None
-    groups = Groups(CommBench(sizes=(), collectives=(), backends=("gloo",)), place)
+    groups = Groups(place, ("gloo",))
     backends: dict[str, dist.ProcessGroup | None] = {
         name: groups.of_backend["gloo"] if num_helpers is None else shoal_group(num_helpers)
         for name, num_helpers in spec["backends"].items()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.bench.groups import Groups
+from shoal.bench.collectives import Groups
 
 LEARNING_RATE = 1e-3
 

@@ -23,9 +23,7 @@ from torch import nn
 
 from benchmarks.comm_worker import samples_of, shoal_group
 from benchmarks.ddp_training import Training
-from shoal.bench.groups import Groups
-from shoal.bench.measure import Case, prepare
-from shoal.bench.settings import CommBench
+from shoal.bench.collectives import Case, Groups, prepare
 from shoal.env import worker_env
 
 BATCH = 32
@@ -134,7 +132,7 @@ def main() -> None:
     torch.set_num_threads(1)
     place = worker_env()
     assert place is not None
-    groups = Groups(CommBench(sizes=(), collectives=(), backends=("gloo",)), place)
+    groups = Groups(place, ("gloo",))
     backends = {
         name: groups.of_backend["gloo"] if num_helpers is None else shoal_group(num_helpers)
         for name, num_helpers in spec["backends"].items()

@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.comm_worker import shoal_group
 from benchmarks.priority_shapes import Part, parts_of_bert
-from shoal.bench.groups import Groups
-from shoal.bench.settings import CommBench
+from shoal.bench.collectives import Groups
 from shoal.comm.priority import prioritize
 from shoal.env import worker_env
 
@@ -106,7 +105,7 @@ def main() -> None:
     torch.set_num_threads(1)
     place = worker_env()
     assert place is not None
-    groups = Groups(CommBench(sizes=(), collectives=(), backends=("gloo",)), place)
+    groups = Groups(place, ("gloo",))
     group = shoal_group(spec["helpers"])
     torch.manual_seed(0)
     model = model_of(spec)

@@ -1,11 +1,11 @@
-"""``shoal bench comm``: how fast the collectives are on your hosts, without a model.
+"""Measures collectives and training steps: ``shoal bench comm`` and ``shoal bench train``.
 
-1.  ``settings`` are the options. Started by torchrun or mpirun, ``comm`` is a worker; else it starts workers
-    itself, on this host or on emulated ones.
-2.  Each worker makes one group a backend (``groups``) and runs every collective in all sizes, the backends by
-    turns, so that what else happens on the hosts meets them alike (``measure``).
-3.  Rank 0 compares with what the links allow (``results``) and writes table, JSON and plot.
-4.  ``chrome_trace`` writes a timeline of one call of each.
+1. ``comm_options`` has the options of ``bench comm``; ``cli.bench`` starts workers, on this host or on
+   emulated ones, unless torchrun or mpirun has started the command as a worker.
+2. In each worker ``collectives`` makes one process group per backend and runs every collective in all
+   sizes, backends by turns, so that other load on the hosts affects all of them.
+3. On rank 0 ``comm_results`` compares with what the links allow and writes table, JSON and plot;
+   ``chrome_trace`` writes a timeline of one call of each.
 
-``train`` holds options and result of ``shoal bench train``, whose steps ``cli.bench_train_work`` takes.
+``step_timing`` has the options and the result of ``bench train``; ``cli.bench_train_work`` runs the steps.
 """

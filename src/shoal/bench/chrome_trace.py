@@ -1,4 +1,4 @@
-"""Timelines that chrome://tracing and ui.perfetto.dev open: one process a rank, one lane a kind of work.
+"""Writes timelines for chrome://tracing and ui.perfetto.dev: one process per rank, lanes per kind of work.
 
 The format is Chrome's "Trace Event Format", complete events (``ph: X``), times in microseconds.
 """
@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """What a rank did, from when to when."""
+class Span(NamedTuple):
+    """Begin and end of one piece of work of a rank."""
 
     lane: str
     name: str
@@ -24,57 +22,44 @@ class Span:
     """Number of the operation in its group."""
     chunk: int | None = None
 
-    def since(self, zero_ns: int) -> Span:
-        return replace(self, begin_ns=self.begin_ns - zero_ns, end_ns=self.end_ns - zero_ns)
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def chrome_events(spans_of_rank: Sequence[Sequence[Span]], hosts: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the events of all ranks; ``hosts`` has the host of each."""
-    host_numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-    events: list[dict[str, Any]] = []
-    for rank, spans in enumerate(spans_of_rank):
-        name = f"rank {rank}, host {host_numbers[hosts[rank]]}"
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
-        rows = _rows(spans)
-        labels: dict[int, str] = {}
-        for span, row in zip(spans, rows, strict=True):
-            labels.setdefault(row, span.lane)
-            events.append(
-                {
-                    "ph": "X",
-                    "name": span.name,
-                    "cat": span.lane,
-                    "pid": rank,
-                    "tid": row,
-                    "ts": span.begin_ns / 1e3,
-                    "dur": max(span.end_ns - span.begin_ns, 0) / 1e3,
-                    "args": {k: v for k, v in (("seq", span.seq), ("chunk", span.chunk)) if v is not None},
-                }
-            )
-        for row, lane in labels.items():
-            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": lane}})
+def rank_events(rank: int, host: int, spans: Sequence[Span], *, zero_ns: int = 0) -> list[dict[str, Any]]:
+    """Return the events of one rank; times count from ``zero_ns``."""
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}, host {host}"}},
+        {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
+    ]
+    labels: dict[int, str] = {}
+    for span, row in zip(spans, _rows(spans), strict=True):
+        labels.setdefault(row, span.lane)
+        events.append(
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.lane,
+                "pid": rank,
+                "tid": row,
+                "ts": (span.begin_ns - zero_ns) / 1e3,
+                "dur": max(span.end_ns - span.begin_ns, 0) / 1e3,
+                "args": {k: v for k, v in (("seq", span.seq), ("chunk", span.chunk)) if v is not None},
+            }
+        )
+    for row, lane in labels.items():
+        events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": lane}})
     return events
 
 
 def _rows(spans: Sequence[Span]) -> list[int]:
-    """Give each span a row; a lane has as many as it has spans at one time.
+    """Assign each span a row such that spans of a row do not overlap: viewers stack only nested spans.
 
-    Viewers stack only spans that nest. Rows of one lane stand together, lanes in the order of their first
-    span.
+    Rows of a lane are adjacent, lanes in the order of their first span.
     """
-    lanes = list(dict.fromkeys(span.lane for span in spans))
     rows = [0] * len(spans)
     next_row = 0
-    for lane in lanes:
+    for lane in dict.fromkeys(span.lane for span in spans):
         free_at: list[int] = []
-        mine = sorted(
-            (i for i, span in enumerate(spans) if span.lane == lane), key=lambda i: spans[i].begin_ns
-        )
-        for index in mine:
+        indices = [index for index, span in enumerate(spans) if span.lane == lane]
+        for index in sorted(indices, key=lambda i: spans[i].begin_ns):
             span = spans[index]
             row = next((r for r, end in enumerate(free_at) if end <= span.begin_ns), len(free_at))
             free_at[row : row + 1] = [span.end_ns]
@@ -83,7 +68,6 @@ def _rows(spans: Sequence[Span]) -> list[int]:
     return rows
 
 
-def write_trace(path: Path, spans_of_rank: Sequence[Sequence[Span]], hosts: Sequence[str]) -> None:
-    """Write the timeline of all ranks."""
-    trace = {"traceEvents": chrome_events(spans_of_rank, hosts), "displayTimeUnit": "ms"}
-    path.write_text(json.dumps(trace) + "\n", encoding="utf-8")
+def write_trace(path: Path, events: Sequence[dict[str, Any]]) -> None:
+    """Write the events of all ranks to one file."""
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n", encoding="utf-8")

@@ -2,93 +2,58 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 from pathlib import Path
+from typing import Annotated
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
+from shoal.bench.comm_options import CommBench
 from shoal.cli.bench_train import bench_train
+from shoal.cli.settings import this_command
+from shoal.env import worker_env
+from shoal.errors import EXIT_OK
 
 bench = App(name="bench", help="Measure this machine or cluster.")
 bench.command(bench_train)
 
 
 @bench.command(name="comm")
-def bench_comm(
-    *,
-    sizes: str = "4k,64k,1m,16m",
-    collectives: str = "all_reduce",
-    backends: str = "",
-    dtype: str = "float32",
-    repeats: int = 7,
-    workers: int | None = None,
-    hosts: int | None = None,
-    nic: str | None = None,
-    helpers: int = 0,
-    helper_nic: str | None = None,
-    link: str | None = None,
-    timeout: float = 300.0,
-    json: Path | None = None,
-    plot: Path | None = None,
-    trace: Path | None = None,
-) -> int:
+def bench_comm(*, options: Annotated[CommBench, Parameter(name="*")] = CommBench()) -> int:  # noqa: B008
     """Time the collectives of gloo and shoal, and compare them with what the links allow.
 
     Started by torchrun or mpirun, the command is one of their workers and measures your hosts. Started alone,
     it starts workers on this machine; with --hosts on emulated hosts.
-
-    Parameters
-    ----------
-    sizes
-        Bytes of the tensor, separated by commas; k, m and g are powers of 1,024.
-    collectives
-        all_reduce, reduce_scatter, all_gather, broadcast, reduce, barrier; several separated by commas.
-    backends
-        Backends of torch.distributed, and shoal-colocated for shoal without its helper hosts. Default: gloo
-        and shoal, and shoal-colocated where there are helpers.
-    dtype
-        Of the elements.
-    repeats
-        Times that each is measured.
-    workers
-        Workers on this machine (default 2), or on each emulated host (default 1).
-    hosts
-        Emulated hosts to make. Needs Linux, root and iproute2.
-    nic
-        Rate of each emulated host's link, such as 200mbit.
-    helpers
-        Emulated helper hosts.
-    helper_nic
-        Rate of their links; default: --nic.
-    link
-        Rate of a host's link on a real cluster, such as 10gbit: shows how near to the limit it gets.
-    timeout
-        Seconds after which a collective has failed.
-    json
-        File for all samples.
-    plot
-        File for a picture: .png, .svg or .pdf.
-    trace
-        File for a timeline, which chrome://tracing and ui.perfetto.dev open.
     """
-    from shoal.bench import comm
-    from shoal.bench.settings import CommBench, parse_sizes, split_list
+    options.check()
+    worker = worker_env()
+    if worker is not None:
+        from shoal.bench.collectives import measure_all
+        from shoal.launch.worker import run_worker
 
-    settings = CommBench(
-        sizes=parse_sizes(split_list(sizes)),
-        collectives=tuple(split_list(collectives)),
-        backends=tuple(split_list(backends)),
-        dtype=dtype,
-        repeats=repeats,
-        timeout_s=timeout,
-        workers=workers,
-        hosts=hosts,
-        nic=nic,
-        num_helpers=helpers,
-        helper_nic=helper_nic,
-        link=link,
-        json=json,
-        plot=plot,
-        trace=trace,
-    )
-    return comm.run(settings, command=[sys.executable, "-m", "shoal", *sys.argv[1:]])
+        run_worker(lambda: measure_all(options, worker))
+    from shoal.launch.emulated_job import Hosts, launch_emulated
+    from shoal.launch.local import launch
+
+    logs = Path(tempfile.mkdtemp(prefix="shoal-bench-"))
+    code = 1
+    try:
+        if options.hosts is None:
+            code = launch(this_command(), num_workers=options.workers or 2, log_dir=logs)
+        else:
+            hosts = Hosts(
+                hosts=options.hosts,
+                nic=options.nic,
+                helpers=options.helpers,
+                helper_nic=options.helper_nic,
+                workers_per_host=options.workers or 1,
+            )
+            code = launch_emulated(this_command(), hosts, log_dir=logs)
+    finally:
+        if code == EXIT_OK:
+            shutil.rmtree(logs, ignore_errors=True)
+        else:
+            print(f"output of the other workers: {logs}", file=sys.stderr)
+    return code

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from shoal.bench.train import TrainBench
+from shoal.bench.step_timing import TrainBench
 from shoal.cli.settings import settings_from
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from shoal.bench.train import TrainBench, TrainResult
+from shoal.bench.step_timing import TrainBench, TrainResult
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.bench.train import TrainBench, TrainResult
+from shoal.bench.step_timing import TrainBench, TrainResult
 from shoal.cli.bench_train_clock import result_of, timed
 from shoal.recipes.resnet.config import ResNetTrainConfig
 from shoal.train.world import World

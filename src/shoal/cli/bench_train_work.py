@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.bench.train import TrainBench, TrainResult
+from shoal.bench.step_timing import TrainBench, TrainResult
 from shoal.cli.bench_train_clock import result_of, timed
 from shoal.data.text.span_config import MAX_SENTINELS
 from shoal.env import WorkerEnv

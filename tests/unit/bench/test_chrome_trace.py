@@ -9,17 +9,17 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.bench.chrome_trace import Span, chrome_events, write_trace
+from shoal.bench.chrome_trace import Span, rank_events, write_trace
 
 TIMES = st.tuples(st.sampled_from(["push", "sum", "pull"]), st.integers(0, 50), st.integers(0, 20))
 
 
 def test_events_name_rank_host_and_chunk() -> None:
     spans = [
-        [Span(lane="push", name="push", begin_ns=1_000, end_ns=3_500, seq=7, chunk=2)],
-        [Span(lane="call", name="all_reduce 4 KiB on gloo", begin_ns=0, end_ns=4_000)],
+        [Span("push", "push", 1_000, 3_500, seq=7, chunk=2)],
+        [Span("call", "all_reduce 4 KiB on gloo", 0, 4_000)],
     ]
-    events = chrome_events(spans, ["node/b", "node/a"])
+    events = [event for rank in range(2) for event in rank_events(rank, rank, spans[rank])]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == ["rank 0, host 0", "rank 1, host 1"]
     push, call = (event for event in events if event["ph"] == "X")
@@ -29,10 +29,8 @@ def test_events_name_rank_host_and_chunk() -> None:
 
 @given(st.lists(TIMES, max_size=30))
 def test_spans_of_one_row_do_not_overlap_and_rows_are_of_one_lane(found: list[tuple[str, int, int]]) -> None:
-    spans = [
-        Span(lane=lane, name=lane, begin_ns=begin, end_ns=begin + length) for lane, begin, length in found
-    ]
-    events = [event for event in chrome_events([spans], ["a"]) if event["ph"] == "X"]
+    spans = [Span(lane, lane, begin, begin + length) for lane, begin, length in found]
+    events = [event for event in rank_events(0, 0, spans) if event["ph"] == "X"]
     assert len(events) == len(spans)
     rows: dict[int, list[dict[str, float]]] = {}
     for event in events:
@@ -46,7 +44,6 @@ def test_spans_of_one_row_do_not_overlap_and_rows_are_of_one_lane(found: list[tu
 
 def test_the_file_is_json(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    span = Span(lane="call", name="barrier", begin_ns=5_000, end_ns=6_000).since(2_000)
-    write_trace(path, [[span]], ["a"])
+    write_trace(path, rank_events(0, 0, [Span("call", "barrier", 5_000, 6_000)], zero_ns=2_000))
     events = json.loads(path.read_text())["traceEvents"]
     assert [event["ts"] for event in events if event["ph"] == "X"] == [3.0]

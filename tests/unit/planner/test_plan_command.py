@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shoal.bench.train import TrainResult
+from shoal.bench.step_timing import TrainResult
 from shoal.cli.app import main
 from shoal.errors import EXIT_OK, EXIT_USAGE
 

@@ -11,9 +11,9 @@ import pytest
 
 import shoal.recipes
 from plan_made import hosts, model
-from shoal.bench.results import Network as CommNetwork
-from shoal.bench.results import Row, write_json
-from shoal.bench.train import KIND, TrainResult
+from shoal.bench.comm_results import Network as CommNetwork
+from shoal.bench.comm_results import Row, write_json
+from shoal.bench.step_timing import KIND, TrainResult
 from shoal.cli.plan import Request, plan
 from shoal.decide.server_assignment import ring_seconds, two_hop_seconds
 from shoal.errors import UsageError

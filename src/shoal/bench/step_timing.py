@@ -7,7 +7,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shoal.bench.results import size_text, time_text
+from shoal.bench.comm_results import size_text, time_text
 from shoal.errors import UsageError
 
 KIND = "shoal bench train"

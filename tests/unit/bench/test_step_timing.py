@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.bench.train import KIND, TrainBench, TrainResult
+from shoal.bench.step_timing import KIND, TrainBench, TrainResult
 from shoal.errors import UsageError
 
 MADE = TrainResult(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.bench.results import (
+from shoal.bench.comm_results import (
     HEADER,
     Network,
     Row,
@@ -15,7 +15,6 @@ from shoal.bench.results import (
     formula_seconds,
     limit_seconds,
     size_text,
-    table_line,
     time_text,
     write_json,
 )
@@ -68,12 +67,12 @@ def test_a_row_takes_the_median() -> None:
 
 
 def test_the_table_says_how_near_and_how_much_faster() -> None:
-    line = table_line(make_row(), make_row(backend="gloo", samples_s=[2.5]))
+    line = make_row().line(make_row(backend="gloo", samples_s=[2.5]))
     words = "all_reduce 23.84 MiB shoal 1.25 s 1 s 2 s 20 MB/s 80.0 % 1 s 2.00×"
     assert " ".join(line.split()) == words
     assert len(line) == len(HEADER)
     bare = make_row(collective="barrier", num_bytes=0, limit_s=None, formula_s=None)
-    assert " ".join(table_line(bare, None).split()) == "barrier shoal 1.25 s 1 s 2 s"
+    assert " ".join(bare.line(None).split()) == "barrier shoal 1.25 s 1 s 2 s"
 
 
 def test_the_network_in_words() -> None:

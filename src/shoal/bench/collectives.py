@@ -1,0 +1,257 @@
+"""Times collectives on several backends by turns; run by each worker of ``shoal bench comm``."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.bench import comm_results
+from shoal.bench.chrome_trace import Span, rank_events, write_trace
+from shoal.bench.comm_options import CommBench, parse_sizes, split_list
+from shoal.bench.comm_results import Network, Row
+from shoal.comm.addresses import host_identity
+from shoal.comm.helpers import helper_bandwidths
+from shoal.env import HELPERS, WorkerEnv, helpers, without
+from shoal.errors import EXIT_OK, ShoalError, UsageError
+from shoal.json_text import parse_json
+
+COLOCATED = "shoal-colocated"
+"""The backend shoal without its helper hosts."""
+
+_WARM_UPS = 2
+_MIN_SAMPLE_S = 0.02
+"""A sample of a short collective is the mean of as many calls as take about this long."""
+_MAX_CALLS = 1000
+
+Call = Callable[[], object]
+
+
+class Groups:
+    """A process group per backend, and ``control``, a gloo group for the benchmark's own messages.
+
+    Args:
+        backends: names of torch backends, or :data:`COLOCATED`; empty: gloo and shoal, and shoal without
+            helpers if there are helpers.
+    """
+
+    def __init__(self, worker: WorkerEnv, backends: Sequence[str] = (), *, timeout_s: float = 300.0) -> None:
+        self.rank, self.size = worker.place.rank, worker.place.num_workers
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(
+            "gloo", init_method=worker.init_method, rank=self.rank, world_size=self.size, timeout=timeout
+        )
+        world = dist.group.WORLD
+        assert world is not None
+        self.control: dist.ProcessGroup = world
+        ranks = self.gather_json({"host": host_identity(), "helpers": len(helpers())})
+        self.hosts: list[str] = [rank["host"] for rank in ranks]
+        if not backends:  # backend shoal, too, takes rank 0's helpers
+            backends = ("gloo", COLOCATED, "shoal") if ranks[0]["helpers"] else ("gloo", "shoal")
+        self.of_backend: dict[str, dist.ProcessGroup] = {}
+        for backend in backends:
+            if backend == COLOCATED:
+                with without(HELPERS):
+                    self.of_backend[backend] = _new_group("shoal", timeout)
+            else:
+                self.of_backend[backend] = _new_group(backend, timeout)
+        self.helper_bandwidths: tuple[float, ...] = tuple(self.gather_json(helper_bandwidths())[0])
+
+    def largest(self, values: list[float]) -> list[float]:
+        """Return each value's maximum over all ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control)
+        return [float(value) for value in tensor]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return the value of every rank, in rank order; as JSON, so that nothing is unpickled."""
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(text)]), group=self.control)
+        longest = max(int(length) for length in lengths)
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(text)] = text
+        dist.all_gather(texts, padded, group=self.control)
+        return [
+            parse_json(bytes(text[: int(length)].tolist()), f"the message of rank {rank}")
+            for rank, (text, length) in enumerate(zip(texts, lengths, strict=True))
+        ]
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.control)
+
+
+def _new_group(backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    if not hasattr(dist.Backend, backend.upper()) and backend not in dist.Backend.backend_list:
+        known = ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
+        raise UsageError(f"--backends: torch has no backend {backend!r}; it knows {known}, and {COLOCATED}")
+    group = dist.new_group(backend=backend, timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A collective on a tensor of one size."""
+
+    collective: str
+    num_elements: int
+    """Of the whole tensor; a multiple of the number of ranks for reduce_scatter and all_gather."""
+    num_bytes: int
+
+
+def measure_all(bench: CommBench, worker: WorkerEnv) -> int:
+    """Measure every case on every backend; rank 0 prints and writes. Returns the exit code."""
+    dtype = getattr(torch, bench.dtype)
+    groups = Groups(worker, split_list(bench.backends), timeout_s=bench.timeout)
+    backends = list(groups.of_backend)
+    network = Network(
+        num_workers=groups.size,
+        num_hosts=len(set(groups.hosts)),
+        helper_bandwidths=groups.helper_bandwidths,
+        link_bytes_per_s=bench.link_bytes_per_s,
+    )
+    groups.barrier()
+    zero_ns = time.monotonic_ns()  # hosts' clocks differ; a barrier is their common moment
+    if groups.rank == 0:
+        print(f"{network.describe()}; {bench.dtype}, median of {bench.repeats}\n\n{comm_results.HEADER}")
+    rows: list[Row] = []
+    spans: list[Span] = []
+    for case in cases_of(bench, dtype, groups.size):
+        calls = {name: prepare(case, group, dtype, name) for name, group in groups.of_backend.items()}
+        samples = _sample(calls, groups, bench.repeats)
+        if bench.trace:
+            spans += _trace(calls, groups, case)
+        first: Row | None = None
+        for name in backends:
+            row = Row.of(case.collective, case.num_bytes, name, samples[name], network)
+            rows.append(row)
+            if groups.rank == 0:
+                print(row.line(first), flush=True)
+            first = first or row
+    host = list(dict.fromkeys(groups.hosts)).index(groups.hosts[groups.rank])
+    events = groups.gather_json(rank_events(groups.rank, host, spans, zero_ns=zero_ns) if spans else [])
+    if groups.rank == 0:
+        print("\n" + comm_results.explain(network, backends[0]))
+        settings = {"backends": backends, "dtype": bench.dtype, "repeats": bench.repeats}
+        if bench.json is not None:
+            comm_results.write_json(bench.json, rows, network, settings | {"torch": torch.__version__})
+        if bench.plot is not None:
+            comm_results.draw(bench.plot, rows, network)
+        if bench.trace is not None:
+            write_trace(bench.trace, [event for of_rank in events for event in of_rank])
+        for path in filter(None, (bench.json, bench.plot, bench.trace)):
+            print(path)
+    groups.barrier()
+    dist.destroy_process_group()
+    return EXIT_OK
+
+
+def cases_of(bench: CommBench, dtype: torch.dtype, num_ranks: int) -> Iterator[Case]:
+    """Yield the cases; a size is rounded up to whole elements, and to equally many on each rank."""
+    for collective in split_list(bench.collectives):
+        if collective == "barrier":
+            yield Case(collective="barrier", num_elements=0, num_bytes=0)
+            continue
+        step = num_ranks if collective in ("reduce_scatter", "all_gather") else 1
+        for size in parse_sizes(bench.sizes):
+            elements = -(-size // (dtype.itemsize * step)) * step
+            yield Case(collective=collective, num_elements=elements, num_bytes=elements * dtype.itemsize)
+
+
+def prepare(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, backend: str) -> Call:
+    """Return a call of the collective, after one call whose result has been checked.
+
+    The check sums rank + 1, or with 16 ranks and more ones and zeros: every dtype represents that exactly.
+    Afterwards the data is zero, so that in-place sums do not grow from call to call.
+
+    Raises:
+        ShoalError: the result is wrong.
+    """
+    rank, size = group.rank(), group.size()
+    mine = rank + 1 if size < 16 else int(rank < 16)
+    every = [r + 1 if size < 16 else int(r < 16) for r in range(size)]
+    count = case.num_elements
+    whole = torch.full((count,), mine, dtype=dtype)
+    part = torch.full((count // size,), mine, dtype=dtype)
+    summed = torch.full((count,), sum(every), dtype=dtype)
+    call: Call
+    expected: torch.Tensor | None
+    match case.collective:
+        case "all_reduce":
+            call, result, expected = partial(dist.all_reduce, whole, group=group), whole, summed
+        case "reduce":
+            call, result = partial(dist.reduce, whole, dst=0, group=group), whole
+            expected = summed if rank == 0 else None  # undefined elsewhere
+        case "broadcast":
+            call, result = partial(dist.broadcast, whole, src=0, group=group), whole
+            expected = torch.full((count,), every[0], dtype=dtype)
+        case "reduce_scatter":
+            call, result = partial(dist.reduce_scatter_tensor, part, whole, group=group), part
+            expected = summed[: len(part)]
+        case "all_gather":
+            call, result = partial(dist.all_gather_into_tensor, whole, part, group=group), whole
+            expected = torch.tensor(every, dtype=dtype).repeat_interleave(count // size)
+        case _:
+            return partial(dist.barrier, group=group)
+    try:
+        call()
+    except RuntimeError as error:
+        raise ShoalError(f"{case.collective} in {dtype} on {backend}: {error}") from error
+    if expected is not None and not torch.equal(result, expected):
+        raise ShoalError(
+            f"{case.collective} of {case.num_bytes:,} bytes on {backend} gave a wrong result on rank {rank}: "
+            f"{result[:4].tolist()} … where all elements must be as in {expected[:4].tolist()} …"
+        )
+    whole.zero_()
+    part.zero_()
+    return call
+
+
+def _sample(calls: dict[str, Call], groups: Groups, repeats: int) -> dict[str, list[float]]:
+    """Return ``repeats`` samples per backend, taken by turns: seconds per call on the slowest rank."""
+    num_calls = {}
+    for name, call in calls.items():
+        (once,) = groups.largest([min(_seconds(call, 1, groups) for _ in range(_WARM_UPS))])
+        num_calls[name] = min(max(round(_MIN_SAMPLE_S / once), 1), _MAX_CALLS)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            samples[name].append(_seconds(call, num_calls[name], groups))
+    return {name: groups.largest(seconds) for name, seconds in samples.items()}
+
+
+def _seconds(call: Call, num_calls: int, groups: Groups) -> float:
+    groups.barrier()
+    begin = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    return (time.perf_counter() - begin) / num_calls
+
+
+def _trace(calls: dict[str, Call], groups: Groups, case: Case) -> list[Span]:
+    """Run each call once more and return the spans that the engines recorded, in this host's time."""
+    spans = []
+    for name, call in calls.items():
+        engine = getattr(groups.of_backend[name], "engine", None)
+        if engine is not None:
+            engine.trace(True)
+            engine.take_trace()
+        groups.barrier()
+        begin = time.monotonic_ns()
+        call()
+        end = time.monotonic_ns()
+        title = f"{case.collective} {comm_results.size_text(case.num_bytes)} on {name}"
+        spans.append(Span("call", title, begin, end))
+        if engine is not None:
+            spans += [Span(lane, lane, b, e, seq, chunk) for lane, b, e, seq, chunk in engine.take_trace()]
+            engine.trace(False)
+    return spans
