@@ -1,6 +1,6 @@
 """What do gradients on a GPU cost on their way through the host's memory?
 
-Staging: a tensor goes to the host chunk by chunk and comes back, without a network in between; the peer is
+A tensor goes to the host chunk by chunk and comes back, without a network in between; the peer is
 what one would write by hand: one copy to pinned memory, and one back. Overlap: two processes, as two hosts,
 train on the one GPU over TCP of this machine; the peer is computation and averaging one after the other. Such
 a row says that the copies run beside the backward pass; the network is this machine's memory.
@@ -26,13 +26,12 @@ import torch
 
 from benchmarks.harness import Benchmark
 from shoal.comm.cuda_device import CudaDevice
+from shoal.comm.d2h_pipeline import CopyPipeline, DeviceWork, Transfer
 from shoal.comm.devices import Device
 from shoal.comm.engine import EngineOptions
-from shoal.comm.lone import LoneEngine
 from shoal.comm.memory_device import MemoryDevice
-from shoal.comm.routes import Asked, straight
-from shoal.comm.staged import StagedWork
-from shoal.comm.staging import Job, Staging
+from shoal.comm.routes import CollectiveRequest, flat_route
+from shoal.comm.single_process import SingleProcessEngine
 
 MIB = 1 << 20
 SIZES_MIB = (1, 25, 256)
@@ -56,42 +55,43 @@ class _NoFailure:
         return problem
 
 
-def staged_and_back(staging: Staging, device: Device, tensor: torch.Tensor) -> None:
-    asked = Asked(kind="all_reduce", input=tensor, output=tensor, dtype="float32")
-    engine: Any = LoneEngine()
-    work = StagedWork(device, "all_reduce", [tensor], lambda: None, lambda: None)
-    staging.begin(
-        Job(
-            name="all_reduce", route=straight(asked, engine, 0, 1), ready=device.here().mark(),
-            end_s=time.monotonic() + 60, work=work, finish=None, ended=lambda: None,
+def staged_and_back(pipeline: CopyPipeline, device: Device, tensor: torch.Tensor) -> None:
+    request = CollectiveRequest(kind="all_reduce", input=tensor, output=tensor, dtype="float32")
+    engine: Any = SingleProcessEngine()
+    work = DeviceWork(device, "all_reduce", [tensor], lambda: None, lambda: None)
+    pipeline.begin(
+        Transfer(
+            name="all_reduce", route=flat_route(request, engine, 0, 1),
+            ready=device.current_stream().record_event(), deadline=time.monotonic() + 60,
+            work=work, finish=None, on_end=lambda: None,
         )
     )  # fmt: skip
     work.wait(timedelta(seconds=60))
-    device.here().mark().wait()
+    device.current_stream().record_event().synchronize()
 
 
 def add_staging(bench: Benchmark, device: Device) -> None:
     options = EngineOptions()
-    staging = Staging(
+    pipeline = CopyPipeline(
         device, _NoFailure(), num_buffers=options.staging_buffers, buffer_bytes=options.staging_bytes
     )
     for size in SIZES_MIB[:1] if bench.args.device == "memory" else SIZES_MIB:
-        tensor = torch.zeros(size * MIB // 4, device=device.place)
-        pinned = device.buffer(size * MIB).view(torch.float32)
+        tensor = torch.zeros(size * MIB // 4, device=device.torch_device)
+        pinned = device.host_buffer(size * MIB).view(torch.float32)
 
         def plain(tensor: torch.Tensor = tensor, pinned: torch.Tensor = pinned) -> None:
             pinned.copy_(tensor, non_blocking=True)
             tensor.copy_(pinned, non_blocking=True)
-            device.here().mark().wait()
+            device.current_stream().record_event().synchronize()
 
         bench.compare(
             f"{size} MiB to the host and back",
-            ours=lambda tensor=tensor: staged_and_back(staging, device, tensor),
+            ours=lambda tensor=tensor: staged_and_back(pipeline, device, tensor),
             peer=plain,
             peer_name="a pinned copy each way",
             target=STAGING_TARGET if size >= 25 else None,
         )
-    staging.stop()
+    pipeline.stop()
     device.close()
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal.comm
+from shoal.comm.d2h_pipeline import ChunkTiming
 from shoal.comm.memory_device import MemoryDevice
-from shoal.comm.staging import Seen
 
 _NS_PER_US = 1e3
 
@@ -80,27 +80,27 @@ def measure(worker: Worker, spec: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def write_trace(worker: Worker, path: Path) -> None:
-    """Profile a step and add what staging noted: for each chunk its copy from the device, and its sum."""
+    """Profile a step and add the chunk timings of the copy pipeline."""
     group: Any = dist.group.WORLD
-    staging = next(iter(group._sides.values())).staging
-    staging.seen = seen = []
+    pipeline = next(iter(group._resources.device_groups.values())).pipeline
+    pipeline.timings = timings = []
     activities = [torch.profiler.ProfilerActivity.CPU]
     if worker.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
         worker.step()
         worker.finish()
-    staging.seen = None
+    pipeline.timings = None
     profile.export_chrome_trace(str(path))
-    add_chunks(path, seen)
+    add_chunks(path, timings)
 
 
-def add_chunks(path: Path, seen: list[Seen]) -> None:
+def add_chunks(path: Path, timings: list[ChunkTiming]) -> None:
     """Add rows to a Chrome trace of torch's profiler, whose times count from ``baseTimeNanoseconds``."""
     raw = path.read_bytes()
     trace = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
     base = trace.get("baseTimeNanoseconds", 0)
-    for chunk in seen:
+    for chunk in timings:
         for row, begin, end in (
             ("from the device", chunk.begun, chunk.submitted),
             ("over the network", chunk.submitted, chunk.summed),

@@ -203,11 +203,16 @@ def operations_of(dtype: str) -> list[str]:
 
 
 def expected(
-    hosts: Sequence[str], inputs: Sequence[Array], dtype: str, op: str = "sum", *, partial: str = "float32"
+    hosts: Sequence[str],
+    inputs: Sequence[Array],
+    dtype: str,
+    op: str = "sum",
+    *,
+    partial_dtype: str = "float32",
 ) -> Array:
     """Return the promised bits: ranks of a host in order, then hosts by their lowest rank, one rounding.
 
-    With ``partial="input"`` each host's part is rounded too where hosts have several ranks.
+    With ``partial_dtype="input"`` each host's part is rounded too where hosts have several ranks.
     """
     by_host: dict[str, list[Array]] = {}
     for host, values in zip(hosts, inputs, strict=True):
@@ -219,7 +224,7 @@ def expected(
             for other in values[1:]:
                 part = STEPS[op](part, other)
             parts.append(
-                widen(narrow(part, dtype), dtype) if partial == "input" and len(by_host) > 1 else part
+                widen(narrow(part, dtype), dtype) if partial_dtype == "input" and len(by_host) > 1 else part
             )
         total = parts[0]
         for part in parts[1:]:

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "base/clock.h"
+#include "base/log.h"
 #include "engine/combine.h"
 
 namespace shoal {
@@ -86,7 +87,7 @@ OpPtr Engine::make_op(OpSpec spec) {
   records_[op->seq % kRecords] = {op->seq, op->signature, describe(op->spec)};
   ops_[op->seq] = op;
   submitted_ = next_seq_;
-  const bool told = told_.erase(op->seq) > 0;
+  const bool told = mismatch_reported_.erase(op->seq) > 0;
   if (told || announced_.count(op->seq)) {
     transport_->post([this, op] {
       announce(*op);
@@ -97,7 +98,7 @@ OpPtr Engine::make_op(OpSpec spec) {
         if (found != announced_.end()) heard = found->second;
       }
       for (const Announcement& each : heard) compare(op->seq, {op->seq, op->signature, describe(op->spec)}, each);
-      judge(op->seq);
+      diagnose(op->seq);
     });
   }
   return op;
@@ -162,6 +163,52 @@ void Engine::abort(const std::string& reason) {
     done->set_value();
   });
   done->get_future().wait_for(std::chrono::seconds(5));
+}
+
+// ---- frames from peers (transport thread) ----------------------------------------------------------------
+
+void Engine::on_frame(int peer, const FrameHeader& header, Payload payload) {
+  on_progress(peer, header);
+  if (failed_) return;
+  if (diverged_ && carries_data(header.type)) return;
+  switch (header.type) {
+    case FrameType::push: {
+      std::string wrong = check_sender(peer, header);
+      if (wrong.empty()) wrong = server_->contribute(peer, header, std::move(payload));
+      if (!wrong.empty()) malformed(peer, wrong);
+      return;
+    }
+    case FrameType::result: return deliver(peer, header, std::move(payload));
+    case FrameType::supply: {
+      std::string wrong = check_sender(peer, header);
+      if (wrong.empty()) wrong = server_->supply(peer, header, std::move(payload));
+      if (!wrong.empty()) malformed(peer, wrong);
+      return;
+    }
+    case FrameType::heartbeat: return;
+    case FrameType::order: return on_order(peer, header);
+    case FrameType::server_down:
+      return helper_lost(static_cast<int>(header.chunk), printable(text_of(payload)), false);
+    case FrameType::announce:
+      if (topology_->is_helper(peer)) return malformed(peer, "a helper asks for nothing");
+      return on_announcement(peer, header, printable(text_of(payload)));
+    case FrameType::mismatch: return on_mismatch(peer, header);
+    case FrameType::fail:
+      return fail((topology_->is_helper(peer) ? server_name(peer) + " reports: " : "") + printable(text_of(payload)));
+    case FrameType::goodbye:
+      if (!topology_->is_helper(peer)) states_[static_cast<std::size_t>(peer)].left = true;
+      return;
+    case FrameType::fabric: return;  // a helper's, for those who have libfabric
+  }
+}
+
+// What SumServer cannot know: who takes part, and where the result goes.
+std::string Engine::check_sender(int peer, const FrameHeader& header) const {
+  if (topology_->is_helper(peer)) return "a helper contributes nothing";
+  const auto kind = static_cast<Kind>(header.kind);
+  const bool rooted = kind == Kind::broadcast || kind == Kind::reduce;
+  if (rooted && (header.root < 0 || header.root >= options_.size)) return "there is no rank " + std::to_string(header.root);
+  return "";
 }
 
 // ---- the end of an operation ----------------------------------------------------------------------------

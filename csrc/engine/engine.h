@@ -36,10 +36,10 @@ struct EngineOptions {
   std::size_t chunk_bytes = 32 << 10;         // between hosts, at most
   std::size_t shared_chunk_bytes = 128 << 10;  // inside a host, at most
   std::size_t num_slots = 16;
-  std::size_t least_window_bytes = 32 << 10;  // sent and not answered yet: at least, for each server,
+  std::size_t min_window_bytes = 32 << 10;  // sent and not answered yet: at least, for each server,
   std::size_t window_bytes = 8 << 20;         // at most, in all,
-  double answer_s = 0.015;                    // and so much that answers take about so long
-  std::size_t eager_bytes = 1 << 20;          // sent to a rank that has not begun the operation
+  double target_rtt_s = 0.015;                    // and so much that answers take about so long
+  std::size_t unexpected_bytes = 1 << 20;          // sent to a rank that has not begun the operation
   int connections_per_peer = 1;
   int send_buffer_bytes = 128 << 10;
   std::string fabric;  // libfabric's providers that carry chunks, one a rail, separated by commas; empty: TCP does
@@ -47,7 +47,7 @@ struct EngineOptions {
   double peer_grace_s = 2.0;
   double straggler_s = 1.0;
   bool wide_partials = true;
-  bool serve_beside_workers = true;  // ranks stand in for lost helpers
+  bool workers_serve = true;  // ranks stand in for lost helpers
 };
 
 // Throws std::invalid_argument that names the option, its value and its range.
@@ -118,10 +118,10 @@ class Engine : private Sink {
 
   struct PeerState {
     std::uint64_t submitted = 0, completed = 0;
-    std::size_t eager = 0;
+    std::size_t unexpected_bytes = 0;
     std::deque<std::pair<FrameHeader, Payload>> deferred;  // results for an operation that it has not begun
     bool left = false;
-    std::uint64_t heard_ns = 0;
+    std::uint64_t last_frame_ns = 0;
   };
   struct Record {  // what this rank asked for lately
     std::uint64_t seq = ~std::uint64_t{0}, signature = 0;
@@ -138,7 +138,7 @@ class Engine : private Sink {
     double bytes = 0;          // follows how long answers take
     std::size_t answered = 0;  // bytes since it was last set
   };
-  struct Early {
+  struct EarlyFrame {
     int peer;
     FrameHeader header;
     Payload payload;
@@ -147,7 +147,7 @@ class Engine : private Sink {
   struct Suspicion {
     int rank;
     std::uint64_t signature;
-    int teller;
+    int reporter;
   };
 
   // Sink
@@ -157,12 +157,15 @@ class Engine : private Sink {
   void on_tick() override;
   void on_error(const std::string& what) override;
 
-  // engine.cc: life and callers
-  void require_possible(const OpSpec& spec) const;
+  // engine_start.cc: connecting and closing
   void open_stage(const std::string& segment, double timeout_s);
   void await_all(const std::vector<std::size_t>& wanted, Clock::time_point until, double timeout_s);
+
+  // engine.cc: submission, dispatch of received frames, completion
+  void require_possible(const OpSpec& spec) const;
   OpPtr make_op(OpSpec spec);
   void prepare_own_part(Op& op);
+  std::string check_sender(int peer, const FrameHeader& header) const;
   void finished_one(const OpPtr& op);
   void complete(const OpPtr& op);
   OpPtr find(std::uint64_t seq);
@@ -171,57 +174,56 @@ class Engine : private Sink {
   void note(const std::string& text);
   void traced(const char* what, std::uint64_t begin_ns, std::uint64_t seq, std::uint64_t chunk);
 
-  // engine_chunks.cc: a chunk's way
+  // engine_chunks.cc: the path of a chunk, and flow control
   void begin(const OpPtr& op);
   void push(const OpPtr& op, std::uint64_t index, Payload data, Element input, std::byte* destination);
   void expect(const OpPtr& op, std::uint64_t index, std::byte* destination);
+  int route(std::uint64_t seq, std::uint64_t index, int server);
   void send_contribution(const OpPtr& op, std::uint64_t index);
   FrameHeader header_of(const Op& op, std::uint64_t index, FrameType type) const;
   void answer(int peer, const FrameHeader& header, const Payload& payload);
   void send_result(int peer, FrameHeader header, const Payload& payload);
   void send_deferred();
   void deliver(int peer, const FrameHeader& header, Payload payload);
-  void unfit_result(int peer, const FrameHeader& header);
+  void on_unexpected_result(int peer, const FrameHeader& header);
   void replay_early(std::uint64_t seq);
   void send(int peer, FrameHeader header, Payload payload);
   std::shared_ptr<const void> hold(const OpPtr& op);
-
-  // engine_windows.cc: when chunks leave
   void pump();
   void set_order();
-  void heard_order(int peer, const FrameHeader& header);
+  void on_order(int peer, const FrameHeader& header);
   std::uint64_t num_begun_by_all() const;
-  double least_window() const;
+  double min_window() const;
   std::size_t open(const Window& window) const;
-  void left_the_way(const Op& op, std::uint64_t index);
+  void retire(const Op& op, std::uint64_t index);
   void answered(const Op& op, std::uint64_t index);
 
-  // engine_faults.cc: what goes wrong
+  // engine_mismatch.cc: ranks that issue different collectives
+  void announce(const Op& op);
+  void on_announcement(int rank, const FrameHeader& header, const std::string& text);
+  void compare(std::uint64_t seq, const Record& mine, const Announcement& theirs);
+  void on_conflict(const SumServer::Conflict& conflict);
+  void suspect(std::uint64_t seq, int rank, std::uint64_t signature);
+  void on_mismatch(int reporter, const FrameHeader& header);
+  void add_suspicion(std::uint64_t seq, const Suspicion& suspicion);
+  void diagnose(std::uint64_t seq);
+  Record record_of(std::uint64_t seq);
+
+  // engine_faults.cc: failure of the group, heartbeats, stragglers, lost helpers
   void fail(const std::string& cause);
   void broadcast(FrameType type, std::uint64_t seq, std::uint64_t chunk, std::uint64_t signature,
                  const std::string& text);
   void beat();
-  void announce(const Op& op);
-  void heard_announcement(int rank, const FrameHeader& header, const std::string& text);
-  void compare(std::uint64_t seq, const Record& mine, const Announcement& theirs);
-  void frames_differ(const SumServer::Conflict& conflict);
-  void suspect(std::uint64_t seq, int rank, std::uint64_t signature);
-  void heard_suspicion(int teller, const FrameHeader& header);
-  void disagree(std::uint64_t seq, const Suspicion& suspicion);
-  void judge(std::uint64_t seq);
-  Record record_of(std::uint64_t seq);
-  void helper_lost(int helper, const std::string& why, bool tell);
-  void move_to_stand_ins(int server, const OpPtr& op);
-  int route(std::uint64_t seq, std::uint64_t index, int server);
-  void heard_progress(int peer, const FrameHeader& header);
+  void on_progress(int peer, const FrameHeader& header);
   void check_waiting(const OpPtr& op);
   bool name_stragglers(const Op& op, double age_s);
   std::string missing_ranks(const Op& op, bool& somebody);
   double silent_s(int peer) const;
-  std::string check_sender(int peer, const FrameHeader& header) const;
   void malformed(int peer, const std::string& what);
+  void helper_lost(int helper, const std::string& why, bool tell);
+  void reroute(int server, const OpPtr& op);
   void forget_finished();
-  std::string who(int rank) const;
+  std::string rank_name(int rank) const;
   std::string server_name(int server) const;
   std::string with_pending(const std::string& cause);
 
@@ -246,7 +248,7 @@ class Engine : private Sink {
   std::string error_;
   std::vector<Record> records_;
   std::map<std::uint64_t, std::vector<Announcement>> announced_;
-  std::set<std::uint64_t> told_;
+  std::set<std::uint64_t> mismatch_reported_;
   std::map<std::string, std::uint64_t> counts_;
   std::vector<std::string> events_, names_of_lost_;
   std::vector<TraceEvent> events_trace_;
@@ -263,10 +265,10 @@ class Engine : private Sink {
   std::uint64_t num_runs_ = 0;  // of the order, that rank 0 has set
   bool pumping_ = false;
   std::vector<bool> lost_helpers_;
-  std::map<std::uint64_t, std::vector<Early>> early_;
+  std::map<std::uint64_t, std::vector<EarlyFrame>> early_frames_;
   std::map<std::uint64_t, OpPtr> retained_;
   bool failed_ = false;
-  bool parted_ = false;  // the ranks do not ask for the same: nothing more may end, until it is known who asks what
+  bool diverged_ = false;  // the ranks do not ask for the same: nothing more may end, until it is known who asks what
   std::map<std::uint64_t, std::vector<Suspicion>> suspicions_;
   std::uint64_t num_ticks_ = 0;
 

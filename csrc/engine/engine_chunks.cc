@@ -10,6 +10,9 @@ namespace shoal {
 
 namespace {
 
+constexpr std::size_t kRunsAhead = 4;
+constexpr int kRanksAWindow = 64;
+
 bool is_half(Element element) { return element == Element::float16 || element == Element::bfloat16; }
 
 // Kinds whose results go to ranks that have not sent a contribution, and so may not have begun.
@@ -65,9 +68,9 @@ void Engine::push(const OpPtr& op, std::uint64_t index, Payload data, Element in
   if (part.server < 0) return fail("no server is left: the last helper was lost and workers do not serve");
   if (forwards(op->spec.kind)) {
     data.owner = hold(op);
-    const auto early = early_.find(op->seq);  // a source expects nothing: what came is of another operation
-    if (index == 0 && early != early_.end() && early->second.front().header.signature != op->signature) {
-      return unfit_result(early->second.front().peer, early->second.front().header);
+    const auto early = early_frames_.find(op->seq);  // a source expects nothing: what came is of another operation
+    if (index == 0 && early != early_frames_.end() && early->second.front().header.signature != op->signature) {
+      return on_unexpected_result(early->second.front().peer, early->second.front().header);
     }
   }
   part.contribution = std::move(data);
@@ -84,6 +87,11 @@ void Engine::expect(const OpPtr& op, std::uint64_t index, std::byte* destination
   replay_early(op->seq);
 }
 
+int Engine::route(std::uint64_t seq, std::uint64_t index, int server) {
+  if (!topology_->is_helper(server) || !lost_helpers_[static_cast<std::size_t>(server - options_.size)]) return server;
+  return topology_->stand_in(seq, index, lost_helpers_, options_.workers_serve);
+}
+
 void Engine::send_contribution(const OpPtr& op, std::uint64_t index) {
   Op::Part& part = op->parts[index];
   FrameHeader header = header_of(*op, index, FrameType::push);
@@ -93,7 +101,7 @@ void Engine::send_contribution(const OpPtr& op, std::uint64_t index) {
   traced("push", part.sent_ns, op->seq, index);
   if (part.server != options_.rank) return send(part.server, header, std::move(payload));
   const std::string wrong = server_->contribute(options_.rank, header, std::move(payload));
-  if (!wrong.empty()) fail(who(options_.rank) + " made a malformed contribution: " + wrong);
+  if (!wrong.empty()) fail(rank_name(options_.rank) + " made a malformed contribution: " + wrong);
 }
 
 FrameHeader Engine::header_of(const Op& op, std::uint64_t index, FrameType type) const {
@@ -148,11 +156,11 @@ void Engine::send_result(int peer, FrameHeader header, const Payload& payload) {
   PeerState& state = states_[static_cast<std::size_t>(peer)];
   const bool unasked = forwards(static_cast<Kind>(header.kind)) && payload.size > 0 && state.submitted <= header.seq;
   if (unasked) {
-    if (state.eager + payload.size > options_.eager_bytes) {
+    if (state.unexpected_bytes + payload.size > options_.unexpected_bytes) {
       state.deferred.emplace_back(header, payload);
       return;
     }
-    state.eager += payload.size;
+    state.unexpected_bytes += payload.size;
   }
   send(peer, header, payload);
 }
@@ -174,19 +182,19 @@ void Engine::send(int peer, FrameHeader header, Payload payload) {
 
 // A result has come, or the word that a contribution was used.
 void Engine::deliver(int peer, const FrameHeader& header, Payload payload) {
-  if (failed_ || parted_) return;
+  if (failed_ || diverged_) return;
   const std::uint64_t begun = submitted_;  // read first: what begins meanwhile finds its results among the early
   const OpPtr op = find(header.seq);
   if (!op) {
     if (header.seq >= begun) {
-      early_[header.seq].push_back({peer, header, std::move(payload)});
+      early_frames_[header.seq].push_back({peer, header, std::move(payload)});
       return;
     }
     const Record mine = record_of(header.seq);  // it may have ended
-    if (mine.seq == header.seq && mine.signature != header.signature) unfit_result(peer, header);
+    if (mine.seq == header.seq && mine.signature != header.signature) on_unexpected_result(peer, header);
     return;
   }
-  if (op->signature != header.signature) return unfit_result(peer, header);
+  if (op->signature != header.signature) return on_unexpected_result(peer, header);
   if (header.chunk >= op->parts.size()) {
     return fail("the ranks cut " + numbered(header.seq) + " differently; give all of them the same options");
   }
@@ -194,7 +202,7 @@ void Engine::deliver(int peer, const FrameHeader& header, Payload payload) {
   Op::Part& part = op->parts[index];
   if (part.step == Op::Step::done) return;
   if (part.step == Op::Step::idle) {
-    early_[header.seq].push_back({peer, header, std::move(payload)});
+    early_frames_[header.seq].push_back({peer, header, std::move(payload)});
     return;
   }
   if (peer != part.server && peer != op->chunks[index].server) {  // the planned one may have answered before it was lost
@@ -225,18 +233,95 @@ void Engine::deliver(int peer, const FrameHeader& header, Payload payload) {
 
 // A result of another operation than this rank's of that number. A helper sums nothing that does not fit this
 // rank's contribution: it is broken. A rank may ask for another operation; what it forwards is its source's word.
-void Engine::unfit_result(int peer, const FrameHeader& header) {
+void Engine::on_unexpected_result(int peer, const FrameHeader& header) {
   if (topology_->is_helper(peer)) return malformed(peer, "a result that does not fit what it was sent");
   const bool forwarded = forwards(static_cast<Kind>(header.kind)) && 0 <= header.root && header.root < options_.size;
   suspect(header.seq, forwarded ? header.root : peer, header.signature);
 }
 
 void Engine::replay_early(std::uint64_t seq) {
-  const auto found = early_.find(seq);
-  if (found == early_.end()) return;
-  std::vector<Early> early = std::move(found->second);
-  early_.erase(found);
-  for (Early& each : early) deliver(each.peer, each.header, std::move(each.payload));
+  const auto found = early_frames_.find(seq);
+  if (found == early_frames_.end()) return;
+  std::vector<EarlyFrame> early = std::move(found->second);
+  early_frames_.erase(found);
+  for (EarlyFrame& each : early) deliver(each.peer, each.header, std::move(each.payload));
+}
+
+// ---- flow control ---------------------------------------------------------------------------------------
+
+double Engine::min_window() const {
+  return static_cast<double>(options_.min_window_bytes) * (topology_->num_hosts() + topology_->num_helpers());
+}
+
+std::size_t Engine::open(const Window& window) const {
+  return static_cast<std::size_t>(std::max(window.bytes, min_window()));
+}
+
+// Sends what waits while the windows are open. What goes to ourselves needs no window. Each outbox has a window of its
+// own: else what fills it could wait for an operation that another rank begins only after one that we hold back.
+void Engine::pump() {
+  if (pumping_) return;  // an answer of our own server came while we were at it
+  pumping_ = true;
+  while (!failed_ && !diverged_) {
+    auto next = outbox_.next(open(window_), options_.rank);
+    if (!next) {
+      if (options_.rank == 0) set_order();
+      next = ordered_.next(open(ordered_window_), options_.rank);
+    }
+    if (!next) break;
+    send_contribution(next->first, next->second);
+  }
+  pumping_ = false;
+}
+
+// Rank 0: tells the others which chunks go next. Far enough ahead that they never wait for it, and no further, since
+// what becomes urgent goes behind that. A run is a window's worth, and more where many ranks have to hear of it.
+void Engine::set_order() {
+  const std::size_t bytes = open(ordered_window_) * static_cast<std::size_t>(1 + options_.size / kRanksAWindow);
+  while (ordered_.bytes_ahead() < kRunsAhead * bytes) {
+    const auto run = ordered_.choose(num_begun_by_all(), bytes);
+    if (!run) return;
+    ordered_.extend(num_runs_, *run);
+    broadcast(FrameType::order, run->seq, run->end, num_runs_++, "");
+  }
+}
+
+void Engine::on_order(int peer, const FrameHeader& header) {
+  if (peer != 0) return malformed(peer, "it set an order, which is for rank 0 to do");
+  ordered_.extend(header.signature, {header.seq, header.chunk});
+  pump();
+}
+
+std::uint64_t Engine::num_begun_by_all() const {
+  std::uint64_t num = submitted_;
+  for (int rank = 0; rank < options_.size; ++rank) {
+    if (rank != options_.rank) num = std::min(num, states_[static_cast<std::size_t>(rank)].submitted);
+  }
+  return num;
+}
+
+// The chunk, sent to another host's server, has been answered, or is served beside this rank now.
+void Engine::retire(const Op& op, std::uint64_t index) {
+  if (op.ordered) ordered_.arrived(op, index);
+  else outbox_.arrived(op, index);
+}
+
+// Opens or closes the window so that an answer takes about target_rtt_s: more would only fill queues on the way,
+// and there the flows to one server starve those to another, until the last one decides when the sum is there.
+// 8 + 8 hosts at 200 Mbit/s, 16 MiB: 0.96 s with 2 MiB on the way to each server, 0.71 s with 32 KiB.
+void Engine::answered(const Op& op, std::uint64_t index) {
+  const Op::Part& part = op.parts[index];
+  if (part.server == options_.rank) return;
+  retire(op, index);
+  Window& window = op.ordered ? ordered_window_ : window_;
+  window.answered += part.contribution.size;
+  window.bytes = std::max(window.bytes, min_window());
+  if (static_cast<double>(window.answered) < window.bytes) return;
+  const double took_s = static_cast<double>(now_ns() - part.sent_ns) * 1e-9;
+  window.bytes *= std::clamp(options_.target_rtt_s / std::max(took_s, 1e-6), 0.5, 2.0);
+  const double most = std::max(min_window(), static_cast<double>(options_.window_bytes));
+  window.bytes = std::clamp(window.bytes, min_window(), most);
+  window.answered = 0;
 }
 
 }  // namespace shoal

@@ -3,7 +3,6 @@
 #include <cstdio>
 
 #include "base/clock.h"
-#include "base/log.h"
 #include "engine/engine.h"
 
 namespace shoal {
@@ -22,13 +21,13 @@ std::string tenths(double value) {
 
 }  // namespace
 
-std::string Engine::who(int rank) const {
+std::string Engine::rank_name(int rank) const {
   const PeerInfo& peer = peers_[static_cast<std::size_t>(rank)];
   return "rank " + std::to_string(peer.global_rank) + " (" + peer.address + ", pid " + std::to_string(peer.pid) + ")";
 }
 
 std::string Engine::server_name(int server) const {
-  if (!topology_->is_helper(server)) return who(server);
+  if (!topology_->is_helper(server)) return rank_name(server);
   const HelperInfo& helper = helpers_[static_cast<std::size_t>(server - options_.size)];
   return "helper " + helper.name + " (" + helper.address + ":" + std::to_string(helper.port) + ")";
 }
@@ -47,7 +46,7 @@ void Engine::fail(const std::string& cause) {
   ordered_ = {};
   for (PeerState& state : states_) state.deferred.clear();
   if (server_) server_->clear();
-  early_.clear();
+  early_frames_.clear();
   retained_.clear();
   if (HostStage* stage = this->stage()) stage->stop();
   {
@@ -64,7 +63,7 @@ void Engine::fail(const std::string& cause) {
 
 std::string Engine::with_pending(const std::string& cause) {
   const std::vector<OpPtr> pending = pending_ops();
-  const std::string me = "group '" + options_.group + "', " + (peers_.empty() ? "" : who(options_.rank)) + ": ";
+  const std::string me = "group '" + options_.group + "', " + (peers_.empty() ? "" : rank_name(options_.rank)) + ": ";
   if (pending.empty()) return me + cause;
   const Op& first = *pending.front();
   return me + cause + "; under way here: " + numbered(first.seq) + ", " + describe(first.spec) +
@@ -88,63 +87,10 @@ void Engine::broadcast(FrameType type, std::uint64_t seq, std::uint64_t chunk, s
 
 // ---- frames and peers -----------------------------------------------------------------------------------
 
-int Engine::on_identity(const Identity& who, std::string& why_not) {
-  const bool of_group = who.group == identity_ && who.size == options_.size && who.num_hosts == topology_->num_hosts();
-  if (of_group && who.rank > options_.rank && who.rank < who.size && who.host == topology_->host_of(who.rank)) {
-    return who.rank;
-  }
-  why_not = "it is rank " + std::to_string(who.rank) + " of group '" + who.group + "', not of '" + options_.group + "'";
-  return -1;
-}
-
-void Engine::on_frame(int peer, const FrameHeader& header, Payload payload) {
-  heard_progress(peer, header);
-  if (failed_) return;
-  if (parted_ && carries_data(header.type)) return;
-  switch (header.type) {
-    case FrameType::push: {
-      std::string wrong = check_sender(peer, header);
-      if (wrong.empty()) wrong = server_->contribute(peer, header, std::move(payload));
-      if (!wrong.empty()) malformed(peer, wrong);
-      return;
-    }
-    case FrameType::result: return deliver(peer, header, std::move(payload));
-    case FrameType::supply: {
-      std::string wrong = check_sender(peer, header);
-      if (wrong.empty()) wrong = server_->supply(peer, header, std::move(payload));
-      if (!wrong.empty()) malformed(peer, wrong);
-      return;
-    }
-    case FrameType::heartbeat: return;
-    case FrameType::order: return heard_order(peer, header);
-    case FrameType::server_down:
-      return helper_lost(static_cast<int>(header.chunk), printable(text_of(payload)), false);
-    case FrameType::announce:
-      if (topology_->is_helper(peer)) return malformed(peer, "a helper asks for nothing");
-      return heard_announcement(peer, header, printable(text_of(payload)));
-    case FrameType::tell: return heard_suspicion(peer, header);
-    case FrameType::fail:
-      return fail((topology_->is_helper(peer) ? server_name(peer) + " reports: " : "") + printable(text_of(payload)));
-    case FrameType::goodbye:
-      if (!topology_->is_helper(peer)) states_[static_cast<std::size_t>(peer)].left = true;
-      return;
-    case FrameType::fabric: return;  // a helper's, for those who have libfabric
-  }
-}
-
-// What SumServer cannot know: who takes part, and where the result goes.
-std::string Engine::check_sender(int peer, const FrameHeader& header) const {
-  if (topology_->is_helper(peer)) return "a helper contributes nothing";
-  const auto kind = static_cast<Kind>(header.kind);
-  const bool rooted = kind == Kind::broadcast || kind == Kind::reduce;
-  if (rooted && (header.root < 0 || header.root >= options_.size)) return "there is no rank " + std::to_string(header.root);
-  return "";
-}
-
-void Engine::on_error(const std::string& what) { fail("an error of " + who(options_.rank) + " itself: " + what); }
+void Engine::on_error(const std::string& what) { fail("an error of " + rank_name(options_.rank) + " itself: " + what); }
 
 void Engine::malformed(int peer, const std::string& what) {
-  if (!topology_->is_helper(peer)) return fail(who(peer) + " sent a malformed frame: " + what);
+  if (!topology_->is_helper(peer)) return fail(rank_name(peer) + " sent a malformed frame: " + what);
   transport_->drop(peer);
   on_down(peer, "it sent a malformed frame: " + what);
 }
@@ -152,18 +98,18 @@ void Engine::malformed(int peer, const std::string& what) {
 void Engine::on_down(int peer, const std::string& why) {
   if (failed_) return;
   if (topology_->is_helper(peer)) return helper_lost(peer - options_.size, why, true);
-  if (!states_[static_cast<std::size_t>(peer)].left) return fail(who(peer) + " was lost: " + why);
+  if (!states_[static_cast<std::size_t>(peer)].left) return fail(rank_name(peer) + " was lost: " + why);
   on_tick();
 }
 
-void Engine::heard_progress(int peer, const FrameHeader& header) {
+void Engine::on_progress(int peer, const FrameHeader& header) {
   PeerState& state = states_[static_cast<std::size_t>(peer)];
-  state.heard_ns = now_ns();
+  state.last_frame_ns = now_ns();
   if (topology_->is_helper(peer)) return;
   state.completed = std::max(state.completed, header.completed);
   if (header.submitted <= state.submitted) return;
   state.submitted = header.submitted;
-  state.eager = 0;
+  state.unexpected_bytes = 0;
   std::deque<std::pair<FrameHeader, Payload>> deferred;
   deferred.swap(state.deferred);
   for (auto& [held, payload] : deferred) send_result(peer, held, payload);
@@ -205,7 +151,7 @@ void Engine::check_waiting(const OpPtr& op) {
   for (int rank = 0; rank < options_.size; ++rank) {
     const PeerState& state = states_[static_cast<std::size_t>(rank)];
     if (state.left && state.completed <= op->seq) {
-      return fail(who(rank) + " has left the group after " + std::to_string(state.completed) + " operations");
+      return fail(rank_name(rank) + " has left the group after " + std::to_string(state.completed) + " operations");
     }
   }
   const double age_s = std::chrono::duration<double>(Clock::now() - op->begun).count();
@@ -221,7 +167,7 @@ void Engine::check_waiting(const OpPtr& op) {
 }
 
 double Engine::silent_s(int peer) const {
-  return static_cast<double>(now_ns() - states_[static_cast<std::size_t>(peer)].heard_ns) * 1e-9;
+  return static_cast<double>(now_ns() - states_[static_cast<std::size_t>(peer)].last_frame_ns) * 1e-9;
 }
 
 // The lowest rank that waits speaks for all. Returns whether there is a straggler: one that fell silent after it
@@ -248,7 +194,7 @@ std::string Engine::missing_ranks(const Op& op, bool& somebody) {
     if (helper && lost_helpers_[static_cast<std::size_t>(rank - options_.size)]) continue;
     const bool late = silent || (!helper && !begun);
     if (!late || ++count > kNamedRanks) continue;
-    const std::string name = helper ? "helper " + helpers_[static_cast<std::size_t>(rank - options_.size)].name : who(rank);
+    const std::string name = helper ? "helper " + helpers_[static_cast<std::size_t>(rank - options_.size)].name : rank_name(rank);
     text += (text.empty() ? "" : "; ") + name + (helper || begun ? "" : " has not begun it") +
             (silent ? std::string(helper || begun ? "" : " and") + " has been silent for " + tenths(silent_s(rank)) + " s" : "");
   }
@@ -267,6 +213,59 @@ void Engine::forget_finished() {
   const std::lock_guard lock(mutex_);
   announced_.erase(announced_.begin(), announced_.lower_bound(everywhere));
   suspicions_.erase(suspicions_.begin(), suspicions_.lower_bound(everywhere));
+}
+
+// ---- lost helpers ---------------------------------------------------------------------------------------
+
+// Chunks that a lost helper has not answered go to their stand-ins: the same sums in the same order. They go at
+// once, past what waits for the window: if they stood behind it, two ranks could each have a window full of chunks
+// that the other holds back.
+void Engine::helper_lost(int helper, const std::string& why, bool tell) {
+  if (helper < 0 || helper >= topology_->num_helpers() || lost_helpers_[static_cast<std::size_t>(helper)]) return;
+  lost_helpers_[static_cast<std::size_t>(helper)] = true;
+  const int server = options_.size + helper;
+  transport_->drop(server);
+  const std::string& name = helpers_[static_cast<std::size_t>(helper)].name;
+  if (tell) broadcast(FrameType::server_down, 0, static_cast<std::uint64_t>(helper), 0, why);
+  {
+    const std::lock_guard lock(mutex_);
+    names_of_lost_.push_back(name);
+  }
+  note("helper " + name + " was lost (" + why + "); the others take over its chunks");
+  std::map<std::uint64_t, OpPtr> affected = retained_;
+  for (const OpPtr& op : pending_ops()) affected[op->seq] = op;
+  for (const auto& [seq, op] : affected) {
+    if (!failed_) reroute(server, op);
+  }
+  if (!failed_) pump();
+}
+
+void Engine::reroute(int server, const OpPtr& op) {
+  for (std::uint64_t index = 0; index < op->parts.size(); ++index) {
+    Op::Part& part = op->parts[index];
+    if (part.step == Op::Step::idle || part.server != server) continue;
+    part.server = route(op->seq, index, server);
+    if (part.server < 0) {
+      return fail("no server is left: helper " + helpers_[static_cast<std::size_t>(server - options_.size)].name +
+                  " was the last one and workers do not serve");
+    }
+    if (part.step == Op::Step::waiting) {
+      if (part.sent_ns == 0) continue;  // still in the outbox, and goes to the stand-in from there
+      if (part.server == options_.rank) retire(*op, index);
+      send_contribution(op, index);
+      if (failed_) return;
+      continue;
+    }
+    const auto held = op->retained.find(index);
+    if (held == op->retained.end()) continue;
+    const FrameHeader header = header_of(*op, index, FrameType::supply);
+    if (part.server != options_.rank) {
+      send(part.server, header, held->second);
+      continue;
+    }
+    const std::string wrong = server_->supply(options_.rank, header, held->second);
+    if (!wrong.empty()) return fail(rank_name(options_.rank) + " supplied a malformed result: " + wrong);
+  }
 }
 
 }  // namespace shoal

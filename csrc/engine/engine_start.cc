@@ -72,11 +72,11 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
   const auto num_servers = static_cast<std::size_t>(options_.size + num_helpers);
   states_.resize(num_servers);
   lost_helpers_.resize(static_cast<std::size_t>(num_helpers));
-  for (PeerState& state : states_) state.heard_ns = now_ns();
+  for (PeerState& state : states_) state.last_frame_ns = now_ns();
   server_ = std::make_unique<SumServer>(
       pool_, SumServer::Members{topology_->num_hosts(), [this](int rank) { return topology_->host_of(rank); }},
       [this](int peer, const FrameHeader& header, const Payload& payload) { answer(peer, header, payload); },
-      [this](const SumServer::Conflict& conflict) { frames_differ(conflict); });
+      [this](const SumServer::Conflict& conflict) { on_conflict(conflict); });
   transport_->start();
 
   const auto until = Clock::now() + seconds(timeout_s);
@@ -133,7 +133,7 @@ void Engine::open_stage(const std::string& segment, double timeout_s) {
     transport_->post([=, this] { expect(op, index, to); });
   };
   hooks.done = [this](const OpPtr& op) { finished_one(op); };
-  hooks.disagree = [this](std::uint64_t seq, int rank, std::uint64_t signature) {
+  hooks.report_mismatch = [this](std::uint64_t seq, int rank, std::uint64_t signature) {
     transport_->post([=, this] { suspect(seq, rank, signature); });
   };
   hooks.error = [this](const std::string& what) { transport_->post([=, this] { on_error(what); }); };
@@ -144,6 +144,15 @@ void Engine::open_stage(const std::string& segment, double timeout_s) {
                                        options_.wide_partials, timeout_s, std::move(hooks));
   const std::lock_guard lock(mutex_);  // the transport's thread may be at work: a peer may have failed already
   stage_ = std::move(stage);
+}
+
+int Engine::on_identity(const Identity& who, std::string& why_not) {
+  const bool of_group = who.group == identity_ && who.size == options_.size && who.num_hosts == topology_->num_hosts();
+  if (of_group && who.rank > options_.rank && who.rank < who.size && who.host == topology_->host_of(who.rank)) {
+    return who.rank;
+  }
+  why_not = "it is rank " + std::to_string(who.rank) + " of group '" + who.group + "', not of '" + options_.group + "'";
+  return -1;
 }
 
 // Waits for the connections of each peer. Throws std::runtime_error that names who has not come.
@@ -157,7 +166,7 @@ void Engine::await_all(const std::vector<std::size_t>& wanted, Clock::time_point
       missing += (missing.empty() ? "" : ", ") + server_name(static_cast<int>(peer));
     }
     const auto strangers = transport_->counters().at("strangers_dropped");
-    throw std::runtime_error(missing + " did not connect to " + who(options_.rank) + " within " +
+    throw std::runtime_error(missing + " did not connect to " + rank_name(options_.rank) + " within " +
                              std::to_string(static_cast<int>(timeout_s)) + " s" +
                              (strangers ? "; connections that were turned away: " + std::to_string(strangers) +
                                               " (have all ranks the same secret?)"

@@ -88,7 +88,7 @@ void HelperServer::report_conflict(const std::string& group, const SumServer::Co
                           std::to_string(conflict.chunk) + " of " + numbered(conflict.seq) + " as " +
                           conflict.first.sent + " and as " + conflict.second.sent);
   }
-  header.type = FrameType::tell;
+  header.type = FrameType::mismatch;
   for (const SumServer::Sender& each : {conflict.first, conflict.second}) {
     header.chunk = static_cast<std::uint64_t>(rank_of(each.peer));
     header.signature = each.signature;

@@ -157,7 +157,7 @@ bool HostStage::agreed(const Entry& each) {
     if (shm_.signature_tag(rank, each.number).load(std::memory_order_acquire) != each.number + 1) return false;
     const std::uint64_t theirs = shm_.signature(rank, each.number).load(std::memory_order_relaxed);
     if (theirs != each.op->signature) {
-      hooks_.disagree(each.op->seq, topology_.my_locals()[static_cast<std::size_t>(rank)], theirs);
+      hooks_.report_mismatch(each.op->seq, topology_.my_locals()[static_cast<std::size_t>(rank)], theirs);
       stopping_ = true;
       return false;
     }

@@ -28,7 +28,7 @@ struct StageHooks {
   std::function<void(const OpPtr&, std::uint64_t index, std::byte* destination)> expect;
   std::function<void(const OpPtr&)> done;  // this rank is through with the operation's last chunk
   // The local `rank` (of the group) asks for another operation than this one.
-  std::function<void(std::uint64_t seq, int rank, std::uint64_t signature)> disagree;
+  std::function<void(std::uint64_t seq, int rank, std::uint64_t signature)> report_mismatch;
   std::function<void(const std::string& what)> error;  // the stage has ended
   std::function<void(const char* what, std::uint64_t begin_ns, std::uint64_t seq, std::uint64_t chunk)> trace;
 };

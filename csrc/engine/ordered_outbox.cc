@@ -33,9 +33,9 @@ std::optional<Outgoing> OrderedOutbox::next(std::size_t window, int rank) {
   if (found == lines_.end() || found->second.num_sent == found->second.num_added) return {};  // not begun here
   Line& line = found->second;
   Outgoing taken{line.op, line.num_sent};
-  const std::size_t bytes = OnTheWay::counted(*line.op, line.num_sent, rank);
-  if (!on_the_way_.fits(bytes, window)) return {};
-  on_the_way_.sent(line.op->seq, bytes);
+  const std::size_t bytes = InFlight::counted(*line.op, line.num_sent, rank);
+  if (!in_flight_.fits(bytes, window)) return {};
+  in_flight_.sent(line.op->seq, bytes);
   ahead_ -= std::min(ahead_, line.op->parts[line.num_sent].contribution.size);
   if (++line.num_sent >= run->second.end) {
     runs_.erase(run);

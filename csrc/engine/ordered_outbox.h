@@ -3,7 +3,7 @@
 // Ranks begin an urgent operation at different moments. Did each turn to it by itself, what it had sent of the one
 // before would lie in its window until all had come back to that one, and the rest would go chunk by chunk: 8 workers
 // of BERT-base took 52 s a step so, and 25 s without priorities. So rank 0 cuts the operations into runs of chunks,
-// chooses which run goes next, and tells all (engine_windows.cc), some windows ahead of what it sends.
+// chooses which run goes next, and tells all (engine_chunks.cc), some windows ahead of what it sends.
 //
 // Nothing hangs: the rank that has sent the fewest chunks has all of them answered, since all others have sent the
 // same, and its next one may go as soon as this rank has begun the operation. It waits for none that it would begin
@@ -37,9 +37,9 @@ class OrderedOutbox {
 
   // As Outbox's.
   std::optional<Outgoing> next(std::size_t window, int rank);
-  void arrived(const Op& op, std::uint64_t index) { on_the_way_.arrived(op, index); }
+  void arrived(const Op& op, std::uint64_t index) { in_flight_.arrived(op, index); }
 
-  std::size_t bytes_on_the_way() const { return on_the_way_.bytes(); }
+  std::size_t bytes_in_flight() const { return in_flight_.bytes(); }
 
   // Of chunks that choose() has put into runs and next() has not taken.
   std::size_t bytes_ahead() const { return ahead_; }
@@ -53,7 +53,7 @@ class OrderedOutbox {
   std::map<std::uint64_t, Line> lines_;  // by number: the oldest operation first
   std::map<std::uint64_t, Run> runs_;    // by number, those not sent
   std::uint64_t next_run_ = 0;
-  OnTheWay on_the_way_;
+  InFlight in_flight_;
   std::size_t ahead_ = 0;
 };
 

@@ -15,9 +15,9 @@ std::optional<Outgoing> Outbox::next(std::size_t window, int rank) {
   const auto oldest = lines_.begin();
   auto& [op, waiting] = oldest->second;
   Outgoing taken{op, waiting.front()};
-  const std::size_t bytes = OnTheWay::counted(*op, taken.second, rank);
-  if (!on_the_way_.fits(bytes, window) && on_the_way_.any_up_to(op->seq)) return {};
-  on_the_way_.sent(op->seq, bytes);
+  const std::size_t bytes = InFlight::counted(*op, taken.second, rank);
+  if (!in_flight_.fits(bytes, window) && in_flight_.any_up_to(op->seq)) return {};
+  in_flight_.sent(op->seq, bytes);
   waiting.pop_front();
   if (waiting.empty()) lines_.erase(oldest);
   return taken;

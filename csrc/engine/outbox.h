@@ -1,6 +1,6 @@
 // What waits to be sent in the order of the calls, and how much is on its way without an answer.
 //
-// One window bounds what is on its way (engine_windows.cc), so queues further on are short. Operations go in the order
+// One window bounds what is on its way (engine_chunks.cc), so queues further on are short. Operations go in the order
 // of the calls, and the chunks of one in the order of the pattern of servers. What is added to what does not depend on
 // it. Operations with a priority go another way (ordered_outbox.h).
 //
@@ -15,7 +15,7 @@
 #include <optional>
 #include <utility>
 
-#include "engine/on_the_way.h"
+#include "engine/in_flight.h"
 #include "engine/op.h"
 
 namespace shoal {
@@ -32,9 +32,9 @@ class Outbox {
   std::optional<Outgoing> next(std::size_t window, int rank);
 
   // The chunk, sent to another host's server, has been answered, or is served beside this rank now.
-  void arrived(const Op& op, std::uint64_t index) { on_the_way_.arrived(op, index); }
+  void arrived(const Op& op, std::uint64_t index) { in_flight_.arrived(op, index); }
 
-  std::size_t bytes_on_the_way() const { return on_the_way_.bytes(); }
+  std::size_t bytes_in_flight() const { return in_flight_.bytes(); }
 
  private:
   struct Line {  // an operation's
@@ -43,7 +43,7 @@ class Outbox {
   };
 
   std::map<std::uint64_t, Line> lines_;  // by number: the oldest operation first; none without a chunk
-  OnTheWay on_the_way_;
+  InFlight in_flight_;
 };
 
 }  // namespace shoal

@@ -104,7 +104,7 @@ void SumServer::combine(const FrameHeader& header, State& state) {
   contributions.swap(state.contributions);
   state.contributions.resize(contributions.size());
   FrameHeader answer = header;
-  seal(answer, state.result);  // the checksum once for all who receive it
+  set_checksums(answer, state.result);  // the checksum once for all who receive it
   const State done = state;
   if (!state.kept) chunks_.erase({header.seq, header.chunk});
   for (std::size_t host = 0; host < contributions.size(); ++host) {

@@ -17,7 +17,7 @@ constexpr std::size_t kKeptBytes = std::size_t{32} << 20;  // of each size
 
 }  // namespace
 
-void seal(FrameHeader& header, Payload& payload) {
+void set_checksums(FrameHeader& header, Payload& payload) {
   if (!payload.has_crc) {
     payload.crc = payload.size ? crc32c(payload.data, payload.size) : 0;
     payload.has_crc = true;

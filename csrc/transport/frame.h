@@ -16,7 +16,7 @@ enum class FrameType : std::uint8_t {
   order,        // from rank 0: chunks of `seq` before `chunk` go next; signature = number of the run
   server_down,  // a helper is lost: chunk = its index
   announce,     // payload: what this rank asks for at `seq`
-  tell,         // two contributions at `seq` did not agree: announce yours
+  mismatch,         // two contributions at `seq` did not agree: announce yours
   fail,         // payload: why the group has failed
   goodbye,      // this rank leaves the group in order
   fabric,       // payload: where libfabric reaches this process; between transports only
@@ -64,7 +64,7 @@ inline bool carries_data(FrameType type) {
   return type == FrameType::push || type == FrameType::result || type == FrameType::supply;
 }
 
-void seal(FrameHeader& header, Payload& payload);
+void set_checksums(FrameHeader& header, Payload& payload);
 
 // An empty string, or what is wrong with the header.
 std::string check_header(const FrameHeader& header);

@@ -54,7 +54,7 @@ OfiTransport::OfiTransport(TransportOptions options, Sink& sink)
   for (const std::string& provider : split(options_.fabric)) {
     rails_.push_back(std::make_unique<Rail>(provider, options_.tcp.address, message_bytes_));
   }
-  tcp_.take_in(*this);
+  tcp_.add_poll_source(*this);
 }
 
 OfiTransport::~OfiTransport() { stop(); }
@@ -95,7 +95,7 @@ void OfiTransport::send(int peer, FrameHeader header, Payload payload) {
   if (over_tcp) return tcp_.send(peer, header, std::move(payload));
   Link& link = found->second;
   if (link.down) return;
-  seal(header, payload);
+  set_checksums(header, payload);
   link.queue.push_back({header, std::move(payload)});
   pump(peer, link);
 }

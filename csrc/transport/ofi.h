@@ -24,7 +24,7 @@
 
 namespace shoal {
 
-class OfiTransport : public Transport, private Sink, private Guest {
+class OfiTransport : public Transport, private Sink, private PollSource {
  public:
   // Throws std::runtime_error that names the provider and the reason.
   OfiTransport(TransportOptions options, Sink& sink);
@@ -77,7 +77,7 @@ class OfiTransport : public Transport, private Sink, private Guest {
   void on_tick() override;
   void on_error(const std::string& what) override { sink_.on_error(what); }
 
-  // Guest of TCP's thread
+  // PollSource of TCP's thread
   std::vector<int> wait_fds() override;
   int max_wait_ms() override;
   void work() override;

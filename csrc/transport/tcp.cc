@@ -69,9 +69,9 @@ TcpTransport::~TcpTransport() {
   }
 }
 
-void TcpTransport::take_in(Guest& guest) {
-  guest_ = &guest;
-  for (int fd : guest.wait_fds()) {
+void TcpTransport::add_poll_source(PollSource& source) {
+  poll_source_ = &source;
+  for (int fd : source.wait_fds()) {
     epoll_event event{EPOLLIN, {.fd = fd}};
     epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event);
   }
@@ -151,7 +151,7 @@ bool TcpTransport::flush(double timeout_s) {
     const auto left = std::make_shared<std::promise<std::size_t>>();
     post([this, left] {
       flush_dirty();
-      std::size_t bytes = guest_ ? guest_->unsent_bytes() : 0;
+      std::size_t bytes = poll_source_ ? poll_source_->unsent_bytes() : 0;
       for (const auto& [fd, connection] : connections_) {
         int unacknowledged = 0;
         ioctl(fd, SIOCOUTQ, &unacknowledged);
@@ -184,7 +184,7 @@ void TcpTransport::run() {
   while (!stopping_) {
     const double until_tick = options_.tick_s - std::chrono::duration<double>(Clock::now() - last_tick).count();
     int wait_ms = std::max(0, static_cast<int>(until_tick * 1000) + 1);
-    if (const int most_ms = guest_ ? guest_->max_wait_ms() : -1; most_ms >= 0) wait_ms = std::min(wait_ms, most_ms);
+    if (const int most_ms = poll_source_ ? poll_source_->max_wait_ms() : -1; most_ms >= 0) wait_ms = std::min(wait_ms, most_ms);
     const int count = epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), wait_ms);
     for (int k = 0; k < count; ++k) {
       const int fd = events[static_cast<std::size_t>(k)].data.fd;
@@ -200,7 +200,7 @@ void TcpTransport::run() {
       }
     }
     run_tasks();
-    if (guest_) guest_->work();
+    if (poll_source_) poll_source_->work();
     const double elapsed = std::chrono::duration<double>(Clock::now() - last_tick).count();
     if (elapsed >= options_.tick_s) {
       last_tick = Clock::now();
@@ -245,7 +245,7 @@ void TcpTransport::send(int index, FrameHeader header, Payload payload) {
       if (small && best->queued_bytes() < kSmallBytes) break;  // one system call takes many small frames
     }
   }
-  seal(header, payload);
+  set_checksums(header, payload);
   best->enqueue(header, std::move(payload));
   ++frames_sent_;
   dirty_.push_back(best);

@@ -37,9 +37,9 @@ struct TcpOptions {
 
 // Something else that the transport's thread looks after beside its sockets: libfabric's endpoints. All calls
 // come on that thread.
-class Guest {
+class PollSource {
  public:
-  virtual ~Guest() = default;
+  virtual ~PollSource() = default;
   // They become readable when there is work.
   virtual std::vector<int> wait_fds() = 0;
   // How long the thread may sleep: -1 as long as it likes, 0 not at all. Asked before each sleep.
@@ -55,8 +55,8 @@ class TcpTransport : public Transport {
   TcpTransport(TcpOptions options, Sink& sink);
   ~TcpTransport() override;
 
-  // Before start(); the guest outlives stop().
-  void take_in(Guest& guest);
+  // Before start(); the source outlives stop().
+  void add_poll_source(PollSource& source);
 
   int port() const override { return port_; }
   void start() override;
@@ -75,7 +75,7 @@ class TcpTransport : public Transport {
   void drop_data() override;
   std::map<std::string, std::uint64_t> counters() const override;
 
-  // For the guest, on the transport's thread: it reaches the peer too, which counts as a connection; it no longer
+  // For the source, on the transport's thread: it reaches the peer too, which counts as a connection; it no longer
   // does, and unless the peer's own connections end within the grace, in order or not, the peer is down; the peer
   // has sent what cannot be.
   void count_connection(int peer);
@@ -125,7 +125,7 @@ class TcpTransport : public Transport {
   Sink& sink_;
   BufferPool pool_;
   LineLimit lines_;
-  Guest* guest_ = nullptr;
+  PollSource* poll_source_ = nullptr;
   int port_ = 0;
   int listen_fd_ = -1, epoll_fd_ = -1, wake_fd_ = -1;
   std::thread thread_;

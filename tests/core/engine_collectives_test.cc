@@ -86,8 +86,8 @@ TEST_OVER_EACH(engine_long_tensors_with_small_windows_and_few_slots) {
       options.chunk_bytes = 8 << 10;
       options.shared_chunk_bytes = 16 << 10;
       options.num_slots = 2;
-      options.least_window_bytes = options.window_bytes = 16 << 10;
-      options.eager_bytes = 16 << 10;
+      options.min_window_bytes = options.window_bytes = 16 << 10;
+      options.unexpected_bytes = 16 << 10;
       options.connections_per_peer = 2;
     });
     all_kinds(group, placement, 100'003);
@@ -169,7 +169,7 @@ TEST_OVER_EACH(engine_groups_overlapping_in_opposite_orders) {
 TEST_OVER_EACH(engine_a_rank_that_begins_late) {
   for (const auto& hosts : {std::vector<std::string>{"a", "b", "c"}, {"a", "a", "b"}}) {
     const Placement placement{"", hosts};
-    Group group(placement, [](shoal::EngineOptions& options) { options.eager_bytes = 64 << 10; });
+    Group group(placement, [](shoal::EngineOptions& options) { options.unexpected_bytes = 64 << 10; });
     constexpr std::size_t kCount = 200'000;
     const auto sent = values<float>(kCount, 1);
     group.each([&](int rank, Engine& engine) {

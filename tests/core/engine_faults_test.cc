@@ -84,7 +84,7 @@ TEST_OVER_EACH(engine_a_helper_is_lost_in_the_middle) {
                                            {{"a", "b", "c"}, 1},
                                            {{"a", "a", "b", "b"}, 2}}) {
     const Placement placement{"", hosts, num_helpers};
-    Group group(placement, [](shoal::EngineOptions& options) { options.least_window_bytes = options.window_bytes = 32 << 10; });
+    Group group(placement, [](shoal::EngineOptions& options) { options.min_window_bytes = options.window_bytes = 32 << 10; });
     constexpr std::size_t kCount = 60'000;
     constexpr int kOps = 30;
     std::vector<std::vector<float>> inputs;
@@ -117,7 +117,7 @@ TEST_OVER_EACH(engine_a_helper_is_lost_in_the_middle) {
 }
 
 TEST_OVER_EACH(engine_all_helpers_are_lost_and_workers_do_not_serve) {
-  Group group({"", {"a", "b"}, 1}, [](shoal::EngineOptions& options) { options.serve_beside_workers = false; });
+  Group group({"", {"a", "b"}, 1}, [](shoal::EngineOptions& options) { options.workers_serve = false; });
   group.each([&](int, Engine& engine) {
     std::vector<float> x(50'000, 1.0f);
     run(engine, Kind::all_reduce, x.data(), x.data(), x.size());
@@ -165,7 +165,7 @@ TEST_OVER_EACH(engine_one_rank_closes_early) {
 TEST_OVER_EACH(engine_results_kept_back_survive_the_servers_close) {
   for (const auto& hosts : {std::vector<std::string>{"a", "b", "c"}, {"a", "b", "b", "c"}}) {
     const int n = static_cast<int>(hosts.size());
-    Group group({"", hosts}, [](shoal::EngineOptions& options) { options.eager_bytes = 16 << 10; });
+    Group group({"", hosts}, [](shoal::EngineOptions& options) { options.unexpected_bytes = 16 << 10; });
     constexpr std::size_t kCount = 300'000;
     const auto sent = values<float>(kCount, 5);
     group.each([&](int rank, Engine& engine) {

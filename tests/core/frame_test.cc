@@ -42,7 +42,7 @@ TEST(frame_every_flipped_bit_of_a_header_is_seen) {
   std::mt19937_64 random(1);
   FrameHeader header = some_header(random);
   Payload payload = some_payload(100, random);
-  seal(header, payload);
+  set_checksums(header, payload);
   CHECK_EQ(check_header(header), "");
   for (std::size_t bit = 0; bit < 8 * sizeof header; ++bit) {
     FrameHeader flipped = header;
@@ -57,7 +57,7 @@ TEST(frame_sealed_nonsense_is_refused) {
     FrameHeader header;
     Payload payload;
     change(header, payload);
-    seal(header, payload);
+    set_checksums(header, payload);
     return check_header(header) != "";
   };
   CHECK(!refused([](FrameHeader&, Payload&) {}));
@@ -127,7 +127,7 @@ struct Pair {
 };
 
 std::vector<std::uint8_t> bytes_of(FrameHeader header, Payload payload) {
-  seal(header, payload);
+  set_checksums(header, payload);
   std::vector<std::uint8_t> bytes(sizeof header + payload.size);
   std::memcpy(bytes.data(), &header, sizeof header);
   if (payload.size) std::memcpy(bytes.data() + sizeof header, payload.data, payload.size);
@@ -143,7 +143,7 @@ TEST(connection_frames_arrive_whole_and_in_order) {
   for (std::size_t size : {0, 1, 80, 16'304, 16'384, 50'000, 0, 7, 300'000, 3}) {
     headers.push_back(some_header(random));
     payloads.push_back(some_payload(size, random));
-    seal(headers.back(), payloads.back());
+    set_checksums(headers.back(), payloads.back());
     from.connection->enqueue(headers.back(), payloads.back());
   }
   std::size_t arrived = 0;

@@ -96,9 +96,9 @@ TEST(ordered_outbox_keeps_the_window) {
   outbox.arrived(*op, 1);
   outbox.arrived(*op, 2);
   CHECK(sent(outbox, 0) == (Sent{{0, 3}, {1, 0}, {1, 1}}));  // larger than the window; the others need none
-  CHECK_EQ(outbox.bytes_on_the_way(), kBytes);
+  CHECK_EQ(outbox.bytes_in_flight(), kBytes);
   outbox.arrived(*op, 3);
-  CHECK_EQ(outbox.bytes_on_the_way(), 0u);
+  CHECK_EQ(outbox.bytes_in_flight(), 0u);
 }
 
 // Ranks with windows of two chunks begin operations when they like, and some only when an older one has ended. Each
@@ -139,7 +139,7 @@ TEST(ordered_outbox_never_hangs) {
         ++num_heard[rank];
       }
       while (const auto next_chunk = outboxes[rank].next(kWindow, kRanks)) {
-        CHECK(outboxes[rank].bytes_on_the_way() <= kWindow);
+        CHECK(outboxes[rank].bytes_in_flight() <= kWindow);
         const auto& [op, index] = *next_chunk;
         if (++num_sent[op->seq][index] < kRanks) continue;
         for (std::size_t each = 0; each < kRanks; ++each) outboxes[each].arrived(*ops[each][op->seq], index);

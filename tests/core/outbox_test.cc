@@ -28,7 +28,7 @@ TEST(outbox_keeps_the_order_of_the_calls) {
   waiting(outbox, 6, 2);
   const Sent all{{4, 0}, {4, 1}, {5, 0}, {6, 0}, {6, 1}};
   CHECK(sent(outbox, 1000) == all);
-  CHECK_EQ(outbox.bytes_on_the_way(), 5 * kBytes);
+  CHECK_EQ(outbox.bytes_in_flight(), 5 * kBytes);
 }
 
 TEST(outbox_keeps_the_window) {
@@ -37,7 +37,7 @@ TEST(outbox_keeps_the_window) {
   CHECK(sent(outbox, 25) == (Sent{{0, 0}, {0, 1}}));
   CHECK(sent(outbox, 25).empty());
   outbox.arrived(*op, 0);
-  CHECK_EQ(outbox.bytes_on_the_way(), kBytes);
+  CHECK_EQ(outbox.bytes_in_flight(), kBytes);
   CHECK(sent(outbox, 25) == (Sent{{0, 2}}));
   outbox.arrived(*op, 1);
   outbox.arrived(*op, 2);
@@ -48,7 +48,7 @@ TEST(outbox_needs_no_window_for_the_server_beside_it) {
   Outbox outbox;
   waiting(outbox, 0, 3, kMe);
   CHECK_EQ(sent(outbox, 0).size(), 3u);
-  CHECK_EQ(outbox.bytes_on_the_way(), 0u);
+  CHECK_EQ(outbox.bytes_in_flight(), 0u);
 }
 
 // As sums inside a host end in any order, what is newer may fill the window.
@@ -72,7 +72,7 @@ TEST(outbox_never_exceeds_the_window) {
   Outbox outbox;
   for (std::uint64_t seq = 0; seq < 6; ++seq) waiting(outbox, seq, 1);
   CHECK_EQ(sent(outbox, 30).size(), 3u);
-  CHECK_EQ(outbox.bytes_on_the_way(), 30u);
+  CHECK_EQ(outbox.bytes_in_flight(), 30u);
 }
 
 // As sums inside a host end in any order.

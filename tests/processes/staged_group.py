@@ -1,4 +1,4 @@
-"""A group whose CPU tensors go the way of CUDA tensors, over the device whose lanes are threads."""
+"""A group whose CPU tensors go the way of CUDA tensors, over the device whose streams are threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shoal.comm.device_side import DeviceSide
+from shoal.comm.device_group import DeviceGroup
 from shoal.comm.memory_device import MemoryDevice
 
 
@@ -20,19 +20,19 @@ def small_pieces(group: Any = None, num_bytes: int = 4 * 128, num_buffers: int =
 
 
 @contextmanager
-def staged(identity: str | None = None, group: Any = None) -> Iterator[DeviceSide]:
+def staged(identity: str | None = None, group: Any = None) -> Iterator[DeviceGroup]:
     """Send what is begun inside through staging. The device is made at the first use and stays."""
     group = group or dist.group.WORLD
     device = MemoryDevice(identity=identity)
-    group.devices["cpu"] = lambda place: device
+    group.devices["cpu"] = lambda _: device
     try:
-        side: DeviceSide = group._side(device.place)
-        yield side
+        device_group: DeviceGroup = group._device_group(device.torch_device)
+        yield device_group
     finally:
         del group.devices["cpu"]
 
 
-def device_of(side: DeviceSide) -> MemoryDevice:
+def device_of(side: DeviceGroup) -> MemoryDevice:
     device = side._device
     assert isinstance(device, MemoryDevice)
     return device

@@ -93,7 +93,7 @@ def _kill_helpers(hosts: str, num_helpers: int, num_killed: int, seed: int) -> N
 def test_a_rank_that_begins_after_the_loss_meets_another_whose_window_is_full() -> None:
     """Each sends the lowest chunks first, whatever was lost: else two full windows wait for each other."""
     count = 1_000_000  # 123 chunks; rank 0 has 24 of them under way, rank 1 has 3
-    options = [EngineOptions(least_window_bytes=256 << 10), EngineOptions()]
+    options = [EngineOptions(min_window_bytes=256 << 10), EngineOptions()]
     with HelperProcess("h0") as helper:
         with Group(begin_in_turn, "ab", count, helpers=[helper], options=options) as group:
             group.expect(0, "begun")

@@ -17,8 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import wire_oracle as oracle
-from shoal.comm.blocks import BLOCK, BLOCK_BYTES
 from shoal.comm.hooks import EightBitWire, bf16_wire
+from shoal.comm.int8_blocks import BLOCK, BLOCK_BYTES
 from shoal.train.checkpoint import Checkpointer
 
 HOSTS = ("a", "b", "c", "d")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from comm_group import _enter
 
 from forked import fork_process, wait_for
-from shoal.comm.records import Fields, Records
+from shoal.comm.store import Fields, Records
 from shoal.errors import UsageError
 from shoal.launch.emulated import Cluster
 

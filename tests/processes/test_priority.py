@@ -224,7 +224,7 @@ def pushes(rank: int, group: Any, *, taken_over: bool) -> list[int]:
 
 
 def messages(rank: int) -> None:
-    options = EngineOptions(chunk_bytes=CHUNK, least_window_bytes=CHUNK, window_bytes=CHUNK)
+    options = EngineOptions(chunk_bytes=CHUNK, min_window_bytes=CHUNK, window_bytes=CHUNK)
     group: Any = dist.new_group(backend="shoal", pg_options=options)
     group.engine.set_pattern([1])
     group.engine.trace(True)

@@ -129,13 +129,13 @@ def check_moves(rank: int, size: int, same: BothWays) -> None:
     same(pass_on, torch.full((4,), float(rank)), torch.zeros(4))
 
 
-def check_all(rank: int, size: int, identity: str | None, by_parts: bool) -> None:
+def check_all(rank: int, size: int, identity: str | None, is_hierarchical: bool) -> None:
     small_pieces()
     check_reductions(rank, size, BothWays(identity))
     assert not has_inner_group()
     check_moves(rank, size, BothWays(identity))
     with staged(identity) as side:
-        assert (side._by_parts is not None) == by_parts
+        assert (side._hierarchical is not None) == is_hierarchical
 
 
 slow = pytest.mark.slow
@@ -146,5 +146,5 @@ slow = pytest.mark.slow
     ["uneven", "parts", pytest.param("one host", marks=slow), pytest.param("one device", marks=slow)],
 )
 def test_collectives_have_the_bits_of_the_plain_way(placement: str, tmp_path: Path) -> None:
-    hosts, identity, by_parts = PLACEMENTS[placement]
-    run_group(check_all, len(hosts), tmp_path, len(hosts), identity, by_parts, hosts=hosts)
+    hosts, identity, is_hierarchical = PLACEMENTS[placement]
+    run_group(check_all, len(hosts), tmp_path, len(hosts), identity, is_hierarchical, hosts=hosts)

@@ -1,4 +1,4 @@
-"""CUDA's way with CPU tensors: order with the caller's lane, futures, training, and what goes wrong."""
+"""CUDA's way with CPU tensors: order with the caller's stream, futures, training, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from shoal.errors import UsageError
 def check_order(rank: int) -> None:
     with staged() as side:
         device = device_of(side)
-        lane, late = device.new_lane(), device.new_lane()
+        stream, late = device.new_stream(), device.new_stream()
         tensor, seen = torch.zeros(1000), torch.zeros(1000)
-        with device.on(lane):
+        with device.on(stream):
             for step in range(3):
-                lane.run(lambda: time.sleep(0.02))
-                lane.run(lambda step=step: tensor.fill_(step + rank))  # type: ignore[misc]
-                side.staging._coming.run(lambda: time.sleep(0.02))
+                stream.run(lambda: time.sleep(0.02))
+                stream.run(lambda step=step: tensor.fill_(step + rank))  # type: ignore[misc]
+                side.pipeline._h2d.run(lambda: time.sleep(0.02))
                 work: Any = dist.all_reduce(tensor, async_op=True)
                 work.wait()
-                lane.run(lambda: seen.copy_(tensor))
-                lane.mark().wait()
+                stream.run(lambda: seen.copy_(tensor))
+                stream.record_event().synchronize()
                 assert (seen == 2 * step + 1).all()
                 assert work.is_completed() and work.is_success()
-        # many under way at once, waited for from behind; each thread's wait is for its own lane
+        # many under way at once, waited for from behind; each thread's wait is for its own stream
         tensors = [torch.full((700,), float(rank + i)) for i in range(20)]
         works: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
         with device.on(late):
             for i, work in reversed(list(enumerate(works))):
                 work.wait()
                 late.run(lambda i=i: tensors[i].mul_(2))  # type: ignore[misc]
-        late.mark().wait()
+        late.record_event().synchronize()
         assert [set(tensor.tolist()) for tensor in tensors] == [{2.0 * (2 * i + 1)} for i in range(20)]
         # futures: before and after the end, a chain, and several as one
         tensor = torch.full((1000,), float(rank))
@@ -68,7 +68,7 @@ def check_order(rank: int) -> None:
         else:
             time.sleep(0.5)
             work = dist.all_reduce(tensor, async_op=True)
-        with device.recording(), raises(UsageError, "while a graph is captured"):
+        with device.capturing(), raises(UsageError, "while a graph is captured"):
             dist.all_reduce(tensor)
         work.wait()
         assert (tensor == 4).all()
@@ -147,7 +147,7 @@ def check_wrong(rank: int) -> None:
     with staged() as side:
         dist.all_reduce(torch.ones(10))
         if rank == 0:
-            side.staging._coming.run(fail)
+            side.pipeline._h2d.run(fail)
         with raises(RuntimeError if rank == 0 else CommError, "the copy came to grief", *["rank 0"] * rank):
             for _ in range(100):
                 dist.all_reduce(torch.ones(10))

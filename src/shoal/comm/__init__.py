@@ -62,9 +62,8 @@ def register() -> None:
         dist.Backend.register_backend(BACKEND_NAME, _create_group, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _create_group(meeting: Any, options: Any) -> Any:
-    importlib.import_module("shoal.comm.mixes").refuse_other_backends(meeting)
-    return importlib.import_module("shoal.comm.backend").create_group(meeting, options)
+def _create_group(backend_options: Any, options: Any) -> Any:
+    return importlib.import_module("shoal.comm.backend").create_group(backend_options, options)
 
 
 if hasattr(sys.modules.get("torch"), "distributed"):

@@ -22,7 +22,7 @@ _INTERFACE_NAME_BYTES = 15
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """The address at which a rank listens, and the network in which a loopback address means it."""
 
     node: str
@@ -71,7 +71,7 @@ def _network_namespace() -> str:
         return "?"
 
 
-def refuse_loopback(places: Sequence[Place]) -> None:
+def refuse_loopback(places: Sequence[Endpoint]) -> None:
     """See that ranks of other hosts do not have to reach a loopback address. ``places`` is in rank order.
 
     Raises:

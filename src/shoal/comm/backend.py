@@ -1,7 +1,7 @@
-"""The process group behind ``init_process_group("shoal")``: torch's collectives on top of the engine.
+"""Implements the process group of ``init_process_group("shoal")``: torch's collectives on the engine.
 
-torch calls several of these methods by an old or a new name, according to its version; both are defined here.
-A missing one would not fail: FSDP2 would go around the engine.
+torch calls several methods by an old or a new name, depending on its version; both are defined here. A
+missing one would not raise: FSDP2 would bypass the engine.
 """
 
 # torch's stubs of ProcessGroup differ between its versions and lack what only some have.
@@ -21,87 +21,108 @@ from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
+    GatherOptions,
     ReduceOptions,
     ReduceScatterOptions,
+    ScatterOptions,
     Work,
 )
 
-from shoal.comm import operands
-from shoal.comm.delegating import DelegatingGroup
-from shoal.comm.engine import EngineOptions
-from shoal.comm.fused import Fused
-from shoal.comm.monitored import monitored_barrier
-from shoal.comm.operands import one, options_of
-from shoal.comm.untraced import untraced
-from shoal.comm.work import NO_TIMEOUT
+from shoal.comm.coalescing import Coalescer, check_rows
+from shoal.comm.engine import EngineOptions, Operation
+from shoal.comm.gloo_fallback import GlooWork, PointToPointWork, Start
+from shoal.comm.group import EngineGroup, refuse_other_backends
+from shoal.comm.store import monitored_barrier
+from shoal.comm.tensors import (
+    Finish,
+    as_contiguous,
+    as_movable,
+    as_reducible,
+    check_tensors,
+    copy_back,
+    options_of,
+    output_buffer,
+    reduction_of,
+    single_tensor,
+)
+from shoal.comm.work import NO_TIMEOUT, opaque_to_dynamo
 from shoal.errors import UsageError
 
 
-def create_group(meeting: Any, options: Any) -> ShoalProcessGroup:
-    """Make the process group that torch asks for; ``meeting`` is its ``DistributedBackendOptions``.
+def create_group(backend_options: Any, options: Any) -> ShoalProcessGroup:
+    """Create the process group that torch asks for.
+
+    Args:
+        backend_options: torch's ``DistributedBackendOptions``.
+        options: the caller's ``pg_options``.
 
     Raises:
         CommError: a rank did not come in time.
-        UsageError: the options are not ours, or an environment variable is wrong.
+        UsageError: the options have another type, another backend was asked for as well, or an environment
+            variable is wrong.
     """
+    refuse_other_backends(backend_options)
     if not isinstance(options, EngineOptions | None):
         raise UsageError(
             f"pg_options is {type(options).__name__}; backend shoal takes shoal.comm.engine.EngineOptions, "
             "the same on all ranks, or nothing"
         )
-    ranks = list(meeting.global_ranks_in_group) or list(range(meeting.group_size))
     return ShoalProcessGroup(
-        meeting.store,
-        meeting.group_rank,
-        meeting.group_size,
-        meeting.timeout,
-        meeting.group_id,
-        ranks,
+        backend_options.store,
+        backend_options.group_rank,
+        backend_options.group_size,
+        backend_options.timeout,
+        backend_options.group_id,
+        list(backend_options.global_ranks_in_group) or list(range(backend_options.group_size)),
         options,
     )
 
 
-@untraced
-class ShoalProcessGroup(DelegatingGroup):
-    """A group whose collectives run on the engine. They return at once, with a ``Work``."""
+@opaque_to_dynamo
+class ShoalProcessGroup(EngineGroup):
+    """Collectives of the backend ``"shoal"``. They do not block; each returns a ``Work``."""
 
     @cached_property
-    def _fused(self) -> Fused:
-        return Fused(self._submit, self._rank, self._size)
+    def _coalescer(self) -> Coalescer:
+        return Coalescer(self._submit, self._rank, self._size)
 
     # ---- collectives of the engine ------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
-        (tensor,), opts = one(tensors, "all_reduce"), options_of(opts, AllreduceOptions, timeout)
+        (tensor,), opts = single_tensor(tensors, "all_reduce"), options_of(opts, AllreduceOptions, timeout)
         if tensor.layout == torch.sparse_coo and tensor.device.type == "cpu":
             return self._delegate("sparse_all_reduce", lambda g: g.allreduce([tensor], opts), opts)
         return self._reduce("all_reduce", tensor, opts, 0)
 
     def reduce(self, tensors: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
-        (tensor,), opts = one(tensors, "reduce"), options_of(opts, ReduceOptions, timeout)
+        (tensor,), opts = single_tensor(tensors, "reduce"), options_of(opts, ReduceOptions, timeout)
         return self._reduce("reduce", tensor, opts, opts.rootRank)
 
     def all_reduce_with_priority(self, tensor: Tensor, priority: int) -> Work:
-        """Begin to sum a tensor in place. Of what waits to be sent, higher priorities go first.
+        """Sum a tensor in place, with a priority over other queued operations.
 
-        Rank 0's priorities decide for all. Other collectives have priority 0, which is no place in that
-        order: they go at once. The bits do not depend on it. Where workers share a host, all keep the order
-        of the calls.
+        Args:
+            tensor: as in ``all_reduce``.
+            priority: higher priorities are sent first; rank 0's apply to all ranks. Operations with priority
+            0,
+                as all other collectives have, are not queued behind any. The bits of the result do not depend
+                on it. Where ranks share a host, operations are sent in the order of the calls.
         """
         return self._reduce("all_reduce", tensor, options_of(None, AllreduceOptions), 0, priority)
 
     def _reduce(self, kind: str, tensor: Tensor, opts: Any, root: int, priority: int = 0) -> Work:
-        operands.check([tensor], kind)
-        op = operands.reduction(opts.reduceOp, tensor)
-        output, finish = operands.destination(tensor)
+        check_tensors([tensor], kind)
+        op = reduction_of(opts.reduceOp, tensor)
+        output, finish = output_buffer(tensor)
         if kind == "reduce" and root != self._rank:
             finish = None
         else:
             finish = op.after(output, self._size, finish)
-        input, dtype = operands.numbers(op.before(operands.block(tensor)))
-        output, _ = operands.numbers(output)
+        input, dtype = as_reducible(op.before(as_contiguous(tensor)))
+        output, _ = as_reducible(output)
         return self._submit(
             kind, input, output, input.numel(), dtype,
             op=op.name, root=root, shape=tensor.shape, timeout=opts.timeout, result=[tensor], finish=finish,
@@ -110,19 +131,19 @@ class ShoalProcessGroup(DelegatingGroup):
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         opts = options_of(opts, AllreduceCoalescedOptions)
-        operands.check(tensors, "all_reduce_coalesced")
-        return self._fused.all_reduce(list(tensors), opts)
+        check_tensors(tensors, "all_reduce_coalesced")
+        return self._coalescer.all_reduce(list(tensors), opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
-        (tensor,) = one(tensors, "broadcast")
+        (tensor,) = single_tensor(tensors, "broadcast")
         root, opts = (opts, None) if isinstance(opts, int) else (None, opts)
         opts = options_of(opts, BroadcastOptions, timeout)
-        operands.check([tensor], "broadcast")
+        check_tensors([tensor], "broadcast")
         root = opts.rootRank if root is None else root
-        output, finish = operands.destination(tensor)
-        source = operands.block(tensor) if root == self._rank else output
-        input, dtype = operands.plain(source)
-        output, _ = operands.plain(output)
+        output, finish = output_buffer(tensor)
+        source = as_contiguous(tensor) if root == self._rank else output
+        input, dtype = as_movable(source)
+        output, _ = as_movable(output)
         return self._submit(
             "broadcast", input, output, input.numel(), dtype,
             root=root, shape=tensor.shape, timeout=opts.timeout, result=[tensor],
@@ -132,53 +153,54 @@ class ShoalProcessGroup(DelegatingGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
         if outputs and isinstance(outputs[0], Tensor):  # all_gather(list, tensor)
             outputs = [outputs]
-        (tensor,), opts = one(inputs, "all_gather"), options_of(opts, AllgatherOptions, timeout)
-        operands.check([tensor, *outputs[0]], "all_gather")
-        return self._fused.all_gather_list(list(outputs[0]), tensor, opts)
+        (tensor,), opts = single_tensor(inputs, "all_gather"), options_of(opts, AllgatherOptions, timeout)
+        check_tensors([tensor, *outputs[0]], "all_gather")
+        return self._coalescer.all_gather_list(list(outputs[0]), tensor, opts)
 
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta = NO_TIMEOUT
     ) -> Work:
         opts = options_of(opts, AllgatherOptions, timeout)
-        operands.check([output, input], "all_gather_into_tensor")
-        return self._fused.all_gather([output], [input], opts)
+        check_tensors([output, input], "all_gather_into_tensor")
+        return self._coalescer.all_gather([output], [input], opts)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         opts = options_of(opts, AllgatherOptions)
-        operands.check([*outputs, *inputs], "all_gather_into_tensor_coalesced")
-        return self._fused.all_gather(list(outputs), list(inputs), opts)
+        check_tensors([*outputs, *inputs], "all_gather_into_tensor_coalesced")
+        return self._coalescer.all_gather(list(outputs), list(inputs), opts)
 
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         opts = options_of(opts, AllgatherOptions)
-        operands.check([*inputs, *itertools.chain(*output_lists)], "all_gather_coalesced")
-        return self._fused.all_gather_lists([list(outputs) for outputs in output_lists], list(inputs), opts)
+        check_tensors([*inputs, *itertools.chain(*output_lists)], "all_gather_coalesced")
+        return self._coalescer.all_gather_lists([list(each) for each in output_lists], list(inputs), opts)
 
     def reduce_scatter(
         self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
     ) -> Work:
         if input_lists and isinstance(input_lists[0], Tensor):  # reduce_scatter(tensor, list)
             input_lists = [input_lists]
-        (output,), opts = one(outputs, "reduce_scatter"), options_of(opts, ReduceScatterOptions, timeout)
-        operands.check([output, *input_lists[0]], "reduce_scatter")
-        return self._fused.reduce_scatter_list(output, list(input_lists[0]), opts)
+        (output,) = single_tensor(outputs, "reduce_scatter")
+        opts = options_of(opts, ReduceScatterOptions, timeout)
+        check_tensors([output, *input_lists[0]], "reduce_scatter")
+        return self._coalescer.reduce_scatter_list(output, list(input_lists[0]), opts)
 
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta = NO_TIMEOUT
     ) -> Work:
         opts = options_of(opts, ReduceScatterOptions, timeout)
-        operands.check([output, input], "reduce_scatter_tensor")
-        return self._fused.reduce_scatter([output], [input], opts)
+        check_tensors([output, input], "reduce_scatter_tensor")
+        return self._coalescer.reduce_scatter([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         opts = options_of(opts, ReduceScatterOptions)
-        operands.check([*outputs, *inputs], "reduce_scatter_tensor_coalesced")
-        return self._fused.reduce_scatter(list(outputs), list(inputs), opts)
+        check_tensors([*outputs, *inputs], "reduce_scatter_tensor_coalesced")
+        return self._coalescer.reduce_scatter(list(outputs), list(inputs), opts)
 
     def barrier(self, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
         opts = options_of(opts, BarrierOptions, timeout)
@@ -186,17 +208,151 @@ class ShoalProcessGroup(DelegatingGroup):
         return self._submit("barrier", nothing, nothing, 0, "uint8", timeout=opts.timeout, result=[])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier after which rank 0 names the ranks that did not come.
+        """Wait for all ranks; rank 0 names the ranks that did not come.
 
         Raises:
-            CommError: ranks are missing, which rank 0 names; on the others: rank 0 did not answer.
+            CommError: on rank 0, ranks are missing; on other ranks, rank 0 did not answer.
         """
         self._sequence += 1
         limit = self._timeout if timeout is None else timeout
         monitored_barrier(self._store, self._sequence, self._rank, self._size, limit, wait_all_ranks)
 
-    # the names that torch 2.11 to 2.14 call
+    # ---- operations of the inner gloo group ---------------------------------------------------------------
+
+    def _delegate(
+        self, name: str, start: Start, opts: Any,
+        *, root: int = 0, shape: Sequence[int] = (), num_bytes: int = 0, result: Any = None,
+        finish: Finish | None = None,
+    ) -> Work:  # fmt: skip
+        """Announce a collective on the engine, which counts it, and start it on the inner group."""
+        opts.timeout = self._limit(opts.timeout)
+        timeout_s = opts.timeout.total_seconds()
+        handle = self._begin(
+            Operation(kind="delegated", op=name, root=root, count=num_bytes, shape=shape, timeout_s=timeout_s)
+        )
+
+        def on_end() -> None:
+            self.engine.finish_delegated(handle)
+
+        try:
+            work = start(self.gloo.group())
+        except Exception:
+            on_end()
+            raise
+        return GlooWork(self.gloo, work, name, on_end, result, finish)
+
+    def _gloo_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors for gloo to read: the given ones, or host copies of device tensors."""
+        group = self._device_group(tensors[0].device) if tensors else None
+        return list(tensors) if group is None else group.bounce_buffers.to_host(tensors)
+
+    def _gloo_outputs(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Finish | None]:
+        """Return tensors for gloo to write, and a function that copies them to the device, if needed."""
+        group = self._device_group(tensors[0].device) if tensors else None
+        return (list(tensors), None) if group is None else group.bounce_buffers.for_outputs(tensors)
+
+    def gather(
+        self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
+    ) -> Work:
+        opts = options_of(opts, GatherOptions, timeout)
+        check_tensors([*inputs, *itertools.chain(*output_lists)], "gather")
+        sources = self._gloo_inputs(inputs)
+        targets = [self._gloo_outputs(outputs) for outputs in output_lists]
+        finish = targets[0][1] if targets else None
+        return self._delegate(
+            "gather", lambda g: g.gather([target for target, _ in targets], sources, opts), opts,
+            root=opts.rootRank, shape=inputs[0].shape, finish=finish, result=output_lists if finish else None,
+        )  # fmt: skip
+
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        opts = options_of(opts, GatherOptions)
+        rows: list[list[Tensor]] = []
+        if opts.rootRank == self._rank:
+            check_rows(self._size, "gather_into_tensor", "output", output, "input", input)
+            rows = [list(output.view(self._size, *input.shape).unbind())]
+        return self.gather(rows, [input], opts)
+
+    def scatter(
+        self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
+    ) -> Work:
+        opts = options_of(opts, ScatterOptions, timeout)
+        check_tensors([*outputs, *itertools.chain(*input_lists)], "scatter")
+        sources = [self._gloo_inputs(inputs) for inputs in input_lists]
+        targets, finish = self._gloo_outputs(outputs)
+        return self._delegate(
+            "scatter", lambda g: g.scatter(targets, sources, opts), opts,
+            root=opts.rootRank, shape=outputs[0].shape, finish=finish, result=outputs if finish else None,
+        )  # fmt: skip
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        opts = options_of(opts, AllToAllOptions)
+        check_tensors([*outputs, *inputs], "all_to_all")
+        outputs, sizes = list(outputs), [output.numel() for output in outputs]
+        source = torch.cat([as_contiguous(tensor).view(-1) for tensor in self._gloo_inputs(inputs)])
+        target = torch.empty(sum(sizes), dtype=source.dtype)  # gloo takes no lists
+        targets, to_device = self._gloo_outputs(outputs)
+        unpack = copy_back(targets, target)
+
+        def finish() -> None:
+            unpack()
+            if to_device is not None:
+                to_device()
+
+        return self._delegate(
+            "all_to_all",
+            lambda g: g.alltoall_base(target, source, sizes, [tensor.numel() for tensor in inputs], opts),
+            opts, result=outputs, finish=finish,
+        )  # fmt: skip
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> Work:
+        opts = options_of(opts, AllToAllOptions)
+        check_tensors([output, input], "all_to_all_single")
+        (source,), ((target,), finish) = self._gloo_inputs([input]), self._gloo_outputs([output])
+        return self._delegate(
+            "all_to_all_single",
+            lambda g: g.alltoall_base(target, source, output_sizes, input_sizes, opts),
+            opts, num_bytes=input.numel() * input.element_size(), finish=finish,
+            result=[output] if finish else None,
+        )  # fmt: skip
+
+    # Point-to-point operations have no number in the group's sequence: only two ranks take part.
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> PointToPointWork:
+        check_tensors(tensors, "send")
+        sources = self._gloo_inputs(tensors)
+        return self._message(to, lambda g: g.send(sources, to, tag))
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> PointToPointWork:
+        check_tensors(tensors, "recv")
+        targets, finish = self._gloo_outputs(tensors)
+        return self._message(source, lambda g: g.recv(targets, source, tag), finish)
+
+    def _message(self, peer: int, start: Start, finish: Finish | None = None) -> PointToPointWork:
+        if not 0 <= peer < self._size or peer == self._rank:
+            raise UsageError(
+                f"a message between rank {self._rank} and rank {peer} of a group of {self._size}"
+            )
+        work = self.gloo.message(peer, start, finish)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> PointToPointWork:
+        """Receive from any rank. gloo connects to all ranks for it, so all create their inner group."""
+        check_tensors(tensors, "recv")
+        group = self.gloo.connect_all()
+        targets, finish = self._gloo_outputs(tensors)
+        work = PointToPointWork(self.gloo, self._timeout, finish)
+        work.started(group.recv_anysource(targets, tag))
+        return work
+
+    # names that torch 2.11 to 2.14 call
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+    gather_into_tensor = gather_single
+    recvAnysource = recv_anysource

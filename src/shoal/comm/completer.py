@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from shoal.comm.engine import CommError, Engine
-from shoal.comm.lone import LoneEngine
+from shoal.comm.single_process import SingleProcessEngine
 from shoal.comm.work import EngineWork
 from shoal.errors import UsageError
 
@@ -65,7 +65,7 @@ _here = threading.local()
 class Completer:
     """Sets the futures of one engine's operations; its threads start with the first one."""
 
-    def __init__(self, engine: Engine | LoneEngine, *, ordered: bool = False) -> None:
+    def __init__(self, engine: Engine | SingleProcessEngine, *, ordered: bool = False) -> None:
         self._engine = engine
         self._ordered = ordered
         self._tasks: dict[int, _Task] = {}

@@ -1,7 +1,8 @@
-"""A GPU as staging sees it: lanes are streams, marks are events, the ranks of a host are NCCL's.
+"""Implements the device interface for GPUs: CUDA streams and events; NCCL inside a host.
 
-Nothing here waits on the processor but :meth:`CudaMark.wait`, which only threads of our own call. Tensors of
-other streams are not recorded with the allocator: who queues a step keeps them until a later mark is passed.
+Nothing here blocks the CPU except :meth:`CudaEvent.synchronize`, which only threads of the copy pipeline
+call. Tensors of other streams are not recorded with the caching allocator: the code that queues a step keeps
+them alive until a later event is reached.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ _OPS: dict[str, Any] = {
     "min": ReduceOp.MIN,
     "max": ReduceOp.MAX,
 }
-_NCCL_PATIENCE = 10
-"""times the group's timeout. NCCL's own watchdog ends the process; the engine is to name the rank before."""
+_NCCL_TIMEOUT_FACTOR = 10
+"""Multiple of the group's timeout: NCCL's watchdog kills the process; the engine reports first."""
 
 
-class CudaMark:
-    """An event behind what a stream holds now. The thread that waits for it sleeps."""
+class CudaEvent:
+    """An event at the end of a stream. A thread that synchronizes with it sleeps instead of spinning."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self.event.synchronize()
 
-    def is_done(self) -> bool:
+    def query(self) -> bool:
         return bool(self.event.query())
 
 
-class CudaLane:
-    """A stream."""
+class CudaStream:
+    """A CUDA stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -49,69 +50,73 @@ class CudaLane:
         with torch.cuda.stream(self._stream):
             step()
 
-    def wait_for(self, mark: CudaMark) -> None:
-        self._stream.wait_event(mark.event)
+    def wait_event(self, event: CudaEvent) -> None:
+        self._stream.wait_event(event.event)
 
-    def mark(self) -> CudaMark:
-        return CudaMark(self._stream)
+    def record_event(self) -> CudaEvent:
+        return CudaEvent(self._stream)
 
 
 class CudaDevice:
-    """The GPU on which a group's tensors are."""
+    """The GPU that holds a group's tensors."""
 
-    def __init__(self, place: torch.device) -> None:
-        self.place = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.torch_device = torch.device("cuda", index)
 
     def identity(self) -> str:
-        return str(torch.cuda.get_device_properties(self.place).uuid)
+        return str(torch.cuda.get_device_properties(self.torch_device).uuid)
 
-    def here(self) -> CudaLane:
-        return CudaLane(torch.cuda.current_stream(self.place))
+    def current_stream(self) -> CudaStream:
+        return CudaStream(torch.cuda.current_stream(self.torch_device))
 
-    def new_lane(self) -> CudaLane:
-        # Of high priority: a copy that is ready goes before kernels of the backward pass that are queued.
-        return CudaLane(torch.cuda.Stream(self.place, priority=-1))  # type: ignore[no-untyped-call]
+    def new_stream(self) -> CudaStream:
+        # High priority: a copy that is ready runs before kernels of the backward pass that are already
+        # queued.
+        return CudaStream(torch.cuda.Stream(self.torch_device, priority=-1))  # type: ignore[no-untyped-call]
 
-    def buffer(self, num_bytes: int) -> Tensor:
-        with torch.cuda.device(self.place):
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        with torch.cuda.device(self.torch_device):
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def inside_host(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> NcclHost:
-        return NcclHost(store, rank, size, timeout, name)
+    def intra_host_group(
+        self, store: Store, rank: int, size: int, timeout: timedelta, name: str
+    ) -> NcclIntraHostGroup:
+        return NcclIntraHostGroup(store, rank, size, timeout, name)
 
-    def is_recording(self) -> bool:
+    def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
     def future_devices(self) -> list[torch.device]:
-        return [self.place]
+        return [self.torch_device]
 
     def run_thread(self, work: Callable[[], None]) -> None:
-        with torch.cuda.device(self.place), torch.no_grad():
+        with torch.cuda.device(self.torch_device), torch.no_grad():
             work()
 
     def close(self) -> None:
-        """Nothing to do: torch keeps streams for the next who asks."""
+        """Do nothing: torch pools its streams."""
 
 
-class NcclHost:
-    """The GPUs of one host, as a group of NCCL's. Its operations join the stream that is current."""
+class NcclIntraHostGroup:
+    """The GPUs of one host as an NCCL process group. Its collectives run on the current stream."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
-        from torch.distributed import ProcessGroupNCCL  # not in builds without NCCL
+        from torch.distributed import ProcessGroupNCCL  # missing from builds without NCCL
 
         options: Any = ProcessGroupNCCL.Options()
-        options._timeout = timeout * _NCCL_PATIENCE
+        options._timeout = timeout * _NCCL_TIMEOUT_FACTOR
         options.group_name = name
         group: Any = ProcessGroupNCCL(store, rank, size, options)
         self._group = group
-        # torch 2.11 to 2.14 have the old names only
+        # torch 2.11 to 2.14 have only the old names
         self._scatter = getattr(self._group, "reduce_scatter_single", None) or group._reduce_scatter_base
         self._gather = getattr(self._group, "all_gather_single", None) or group._allgather_base
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
         options = ReduceScatterOptions()
         options.reduceOp = _OPS[op]
-        self._scatter(output, input, options).wait()  # the current stream waits, not the processor
+        self._scatter(output, input, options).wait()  # blocks the current stream, not the CPU
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
         self._gather(output, input, AllgatherOptions()).wait()
@@ -122,6 +127,6 @@ class NcclHost:
             group.abort()
 
     def close(self) -> None:
-        """Leave in order, unless it was aborted."""
+        """Shut the group down, unless it was aborted."""
         if self._group is not None:
             self._group.shutdown()

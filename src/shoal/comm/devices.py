@@ -1,7 +1,7 @@
-"""What staging needs of a device: lanes of work, marks in them, buffers, and the ranks beside it.
+"""Device interface of the copy pipeline: streams, events, pinned host buffers and the intra-host group.
 
-Two implementations: ``cuda_device`` for GPUs, and ``memory_device``, whose lanes are threads and whose
-tensors lie in the processor's memory. The second is what the tests run: all above this interface is the same.
+``cuda_device`` implements it for GPUs. ``memory_device`` implements it with threads as streams and CPU
+tensors, so that the tests run all code above this interface without a GPU.
 """
 
 from __future__ import annotations
@@ -15,67 +15,70 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 
-class Mark(Protocol):
-    """A place in a lane. It is passed when all that was queued before it has ended."""
+class Event(Protocol):
+    """A point in a stream, reached once all work queued before it has completed."""
 
-    def wait(self) -> None:
-        """Hold the calling thread until the mark is passed; raises what went wrong before it."""
+    def synchronize(self) -> None:
+        """Block the calling thread until the event is reached; raise the first error before it."""
 
-    def is_done(self) -> bool: ...
+    def query(self) -> bool:
+        """Return whether the event has been reached."""
 
 
-class Lane(Protocol):
-    """Work of the device, done in the order in which it was queued, beside that of other lanes (a stream)."""
+class Stream(Protocol):
+    """A queue of device work that executes in order, concurrently with other streams."""
 
     def run(self, step: Callable[[], object]) -> None:
-        """Queue what ``step`` does to tensors. Whoever queues it keeps them alive until a later mark."""
+        """Queue the tensor operations of ``step``. The caller keeps its tensors alive until a later event."""
 
-    def wait_for(self, mark: Any) -> None:
-        """Let what is queued from now on begin after ``mark``; the calling thread goes on."""
+    def wait_event(self, event: Any) -> None:
+        """Make work queued from now on start after ``event``; does not block the calling thread."""
 
-    def mark(self) -> Mark: ...
+    def record_event(self) -> Event: ...
 
 
-class HostRanks(Protocol):
-    """The ranks of one host among themselves. Called inside a step of a lane, in the same order on all."""
+class IntraHostGroup(Protocol):
+    """Collectives among the ranks of one host, called in a stream's step, in the same order on all ranks."""
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
-        """Combine the ranks' inputs and leave this rank's part, the rank-th of equal ones, in ``output``."""
+        """Reduce the ranks' inputs; write the rank-th of as many equal parts as there are ranks."""
 
     def all_gather(self, output: Tensor, input: Tensor) -> None: ...
 
     def abort(self, reason: str) -> None:
-        """Free who waits here."""
+        """Release ranks that wait in a collective."""
 
     def close(self) -> None: ...
 
 
 class Device(Protocol):
-    """One device, as one group of ranks uses it."""
+    """One device, as used by one process group."""
 
-    place: torch.device
+    torch_device: torch.device
 
     def identity(self) -> str:
-        """Return a text that is the same for two processes of a host exactly if they use the same device."""
+        """Return a string that is equal for two processes of a host exactly if they use the same device."""
 
-    def here(self) -> Lane:
-        """Return the lane into which the calling thread's own work goes."""
+    def current_stream(self) -> Stream:
+        """Return the stream of the calling thread's own work."""
 
-    def new_lane(self) -> Lane: ...
+    def new_stream(self) -> Stream: ...
 
-    def buffer(self, num_bytes: int) -> Tensor:
-        """Return memory of the host (uint8) which the device copies to and from without the processor."""
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Return pinned host memory (uint8), which the device copies to and from asynchronously."""
 
-    def inside_host(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> HostRanks:
-        """Meet the ranks of this host, which all call this; raises if they cannot work together."""
+    def intra_host_group(
+        self, store: Store, rank: int, size: int, timeout: timedelta, name: str
+    ) -> IntraHostGroup:
+        """Connect the ranks of this host, all of which call it; raise if they cannot be connected."""
 
-    def is_recording(self) -> bool:
-        """Whether what the calling thread queues is recorded to be done later, instead of being done."""
+    def is_capturing(self) -> bool:
+        """Return whether the current stream records into a graph instead of executing."""
 
     def future_devices(self) -> list[torch.device]:
-        """Return what a future of tensors on this device must name."""
+        """Return the ``devices`` argument of a future of tensors on this device."""
 
     def run_thread(self, work: Callable[[], None]) -> None:
-        """Do the whole of a thread's work, with this device as its current one."""
+        """Run the body of a thread with this as its current device."""
 
     def close(self) -> None: ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from weakref import WeakSet
 
 from shoal import native
@@ -19,16 +19,20 @@ Event = tuple[str, int, int, int, int]
 """What happened, from and to in ns of ``time.monotonic_ns``, number of the operation, index of the chunk."""
 
 
+_PYTHON_OPTIONS = frozenset(
+    {"partial_dtype", "order", "transport", "staging_bytes", "staging_buffers", "ordered_callbacks"}
+)
+"""Options that the core does not have under the same name."""
 _FABRIC = "ofi:"
 _MOST_BYTES = 1 << 40
 _RANGES: dict[str, tuple[float, float, int]] = {
     "chunk_bytes": (128, 8 << 20, 128),
     "shared_chunk_bytes": (128, 8 << 20, 128),
     "num_slots": (1, 64, 1),
-    "least_window_bytes": (1, _MOST_BYTES, 1),
+    "min_window_bytes": (1, _MOST_BYTES, 1),
     "window_bytes": (1, _MOST_BYTES, 1),
-    "answer_s": (1e-6, 3600.0, 0),
-    "eager_bytes": (0, _MOST_BYTES, 1),
+    "target_rtt_s": (1e-6, 3600.0, 0),
+    "unexpected_bytes": (0, _MOST_BYTES, 1),
     "connections_per_peer": (1, 64, 1),
     "send_buffer_bytes": (0, 1 << 30, 1),
     "peer_grace_s": (0.0, 86400.0, 0),
@@ -98,15 +102,15 @@ class EngineOptions:
         chunk_bytes: the most that travels in one message between hosts; a multiple of 128, at most 8 MiB.
         shared_chunk_bytes: the same inside a host: small enough for the caches.
         num_slots: chunks of each rank that are under way in shared memory, from 1 to 64.
-        least_window_bytes: what may always be on its way without an answer, for each server.
+        min_window_bytes: what may always be on its way without an answer, for each server.
         window_bytes: and what at most, in all; bounds a server's memory. In between it follows the answers.
-        answer_s: the time that an answer should take: longer ones mean that queues fill on the way.
-        eager_bytes: what may be sent to a rank that has not begun the operation.
+        target_rtt_s: the time that an answer should take: longer ones mean that queues fill on the way.
+        unexpected_bytes: what may be sent to a rank that has not begun the operation.
         connections_per_peer: TCP connections for data to each peer; clouds limit what one carries.
         send_buffer_bytes: the kernel's buffer of each; small ones keep the flows fair, 0: the system's.
         peer_grace_s: how long a host may not answer before it is lost.
         straggler_s: how long an operation waits before the ranks that are missing are named.
-        partial: "float32" sends the sums of a host's 16-bit tensors unrounded, "input" in 16 bits.
+        partial_dtype: "float32" sends the sums of a host's 16-bit tensors unrounded, "input" in 16 bits.
         workers_serve: whether workers carry chunks of a lost helper.
         order: "host" adds up inside each host first; "rank" adds in plain rank order for any placement, and
             sends each rank's tensor over the network for it.
@@ -121,15 +125,15 @@ class EngineOptions:
     chunk_bytes: int = 32 << 10
     shared_chunk_bytes: int = 128 << 10
     num_slots: int = 16
-    least_window_bytes: int = 32 << 10
+    min_window_bytes: int = 32 << 10
     window_bytes: int = 8 << 20
-    answer_s: float = 0.015
-    eager_bytes: int = 1 << 20
+    target_rtt_s: float = 0.015
+    unexpected_bytes: int = 1 << 20
     connections_per_peer: int = 1
     send_buffer_bytes: int = 128 << 10
     peer_grace_s: float = 2.0
     straggler_s: float = 1.0
-    partial: str = "float32"
+    partial_dtype: str = "float32"
     workers_serve: bool = True
     order: str = "host"
     transport: str | None = None
@@ -139,7 +143,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name, value, known in (
-            ("partial", self.partial, ("float32", "input")),
+            ("partial_dtype", self.partial_dtype, ("float32", "input")),
             ("order", self.order, ("host", "rank")),
         ):
             if value not in known:
@@ -211,11 +215,11 @@ class Engine:
         settings.set_secret(secret)
         settings.rank, settings.size, settings.group = rank, size, group
         settings.address, settings.port = address, port
-        settings.wide_partials = options.partial == "float32"
-        settings.serve_beside_workers = options.workers_serve
+        settings.wide_partials = options.partial_dtype == "float32"
         settings.fabric = fabric_providers(options.transport)
-        for name in _SAME_NAME:
-            setattr(settings, name, getattr(options, name))
+        for name, value in asdict(options).items():
+            if name not in _PYTHON_OPTIONS:
+                setattr(settings, name, value)
         self._group_error: type[Exception] = native.core().GroupError
         try:
             self._engine = native.core().Engine(settings)
@@ -361,16 +365,3 @@ def _leave_all() -> None:
     """Leave open groups when the interpreter exits; what is on its way to the others arrives."""
     for engine in list(_open):
         engine.close()
-
-
-_OURS = {
-    "partial",
-    "workers_serve",
-    "order",
-    "transport",
-    "staging_bytes",
-    "staging_buffers",
-    "ordered_callbacks",
-}
-_SAME_NAME = tuple({each.name for each in fields(EngineOptions)} - _OURS)
-"""Options that the core has under the same name."""

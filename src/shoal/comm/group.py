@@ -1,4 +1,7 @@
-"""What a group is, apart from its collectives: its engine, its names, its parts, its end."""
+"""Process-group lifecycle: construction, submission, splitting, timeouts, shutdown.
+
+Collectives are in ``backend``.
+"""
 
 # torch's stubs of ProcessGroup differ between its versions and lack what only some have.
 # mypy: disable-error-code="override, assignment, misc"
@@ -7,6 +10,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import queue
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -15,47 +21,45 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, Work
+from torch.distributed import distributed_c10d
 
 from shoal.comm import BACKEND_NAME
 from shoal.comm.addresses import LOOPBACK, local_address
-from shoal.comm.bootstrap import connect_engine
 from shoal.comm.completer import Completer
-from shoal.comm.device_side import DeviceSide, Membership
+from shoal.comm.device_group import DeviceGroup, Membership
 from shoal.comm.devices import Device
-from shoal.comm.ending import Ending, end_when_dropped
 from shoal.comm.engine import CommError, Engine, EngineOptions, Operation
-from shoal.comm.inner import InnerGloo
-from shoal.comm.lone import LoneEngine
-from shoal.comm.messages import Messages
-from shoal.comm.mixes import refuse_configuration
-from shoal.comm.operands import DEVICES
-from shoal.comm.routes import Asked
-from shoal.comm.untraced import untraced
-from shoal.comm.work import NO_TIMEOUT, EngineWork, JoinedWork
+from shoal.comm.gloo_fallback import GlooFallback
+from shoal.comm.rendezvous import connect_engine
+from shoal.comm.routes import CollectiveRequest
+from shoal.comm.single_process import SingleProcessEngine
+from shoal.comm.tensors import DEVICES, Finish
+from shoal.comm.work import NO_TIMEOUT, EngineWork, JoinedWork, opaque_to_dynamo
 from shoal.errors import UsageError
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
+_ACCELERATOR_BACKENDS = ("nccl", "xccl", "ucc", "mpi")
 
 
-def _open_cuda(place: torch.device) -> Device:
-    return importlib.import_module("shoal.comm.cuda_device").CudaDevice(place)  # type: ignore[no-any-return]
+def _open_cuda(device: torch.device) -> Device:
+    return importlib.import_module("shoal.comm.cuda_device").CudaDevice(device)  # type: ignore[no-any-return]
 
 
-class _Devices(list[torch.device]):
-    """The devices of a group, with which torch's flight recorder leaves the group alone.
+class _FalsyDevices(list[torch.device]):
+    """A group's devices, as a list that is false.
 
-    It can only attach to a group with a C++ backend, and would raise. It takes a group for one without when
-    ``not group._device_types``; all other code of torch looks into the list.
+    torch's flight recorder attaches only to groups with a C++ backend and raises for others, but skips a
+    group where ``not group._device_types``. All other code of torch iterates over the list.
     """
 
     def __bool__(self) -> bool:
         return False
 
 
-@untraced
+@opaque_to_dynamo
 class EngineGroup(ProcessGroup):
-    """A group of ranks with an engine of its own."""
+    """A process group with its own engine."""
 
     supports_splitting = True
     supports_coalescing = False
@@ -78,25 +82,24 @@ class EngineGroup(ProcessGroup):
         self._global_ranks = global_ranks
         self._options = options or EngineOptions()
         self.devices: dict[str, Callable[[torch.device], Device]] = {"cuda": _open_cuda}
-        """Devices whose tensors go through staging, by type."""
-        self.engine: Engine | LoneEngine
+        """Factories by device type, for tensors that pass through the copy pipeline."""
+        self.engine: Engine | SingleProcessEngine
         if size == 1:
-            self.engine, address = LoneEngine(), LOOPBACK
+            self.engine, address = SingleProcessEngine(), LOOPBACK
         else:
             self.engine = connect_engine(store, rank, size, name, global_ranks[rank], timeout, options)
             address = local_address(store)
-        self.inner = InnerGloo(store, rank, size, address, timeout, self.engine.error)
-        self._messages = Messages(self.inner)
+        self.gloo = GlooFallback(store, rank, size, address, timeout, self.engine.error)
         self._completer = Completer(self.engine, ordered=self._options.ordered_callbacks)
-        self._ending = Ending(self.engine, self._completer, self.inner)
-        end_when_dropped(self, self._ending)
+        self._resources = GroupResources(self.engine, self._completer, self.gloo)
+        close_when_collected(self, self._resources)
         self._pending: dict[int, EngineWork] = {}
         self._sequence = 0
         self._splits = 0
         self._closed = False
         self._coalescing: list[Work] | None = None
 
-    # ---- what works ask of their group --------------------------------------------------------------------
+    # ---- WorkOwner ----------------------------------------------------------------------------------------
 
     def is_done(self, handle: int) -> bool:
         return self.engine.is_done(handle)
@@ -109,17 +112,19 @@ class EngineGroup(ProcessGroup):
         return False
 
     def _idle(self) -> None:
-        """See to what others ask of a rank that waits."""
-        self.inner.join_if_wanted()
+        """Answer requests of other ranks and log the engine's events; called during long waits."""
+        self.gloo.join_if_wanted()
         for event in self.engine.take_events():
             _log.warning("group %s: %s", self._name, event)
 
     def forget(self, handle: int) -> None:
         self._pending.pop(handle, None)
-        self._ending.operands.pop(handle, None)
+        self._resources.operands.pop(handle, None)
 
     def complete_later(self, work: EngineWork) -> None:
         self._completer.add(work)
+
+    # ---- submission ---------------------------------------------------------------------------------------
 
     def _submit(
         self,
@@ -134,31 +139,32 @@ class EngineGroup(ProcessGroup):
         shape: Sequence[int] = (),
         timeout: timedelta,
         result: Any,
-        finish: Callable[[], None] | None = None,
+        finish: Finish | None = None,
         priority: int = 0,
     ) -> Work:
-        """Begin an operation on two blocks of memory, which stay alive until it is done."""
-        side = self._side(input.device) if kind != "barrier" else None
-        if side is not None:
-            wanted = Asked(
+        """Submit a collective on two contiguous tensors, which it keeps alive until it completes."""
+        timeout = self._limit(timeout)
+        device_group = self._device_group(input.device) if kind != "barrier" else None
+        if device_group is not None:
+            request = CollectiveRequest(
                 kind=kind, input=input, output=output, dtype=dtype,
                 op=op, root=root, shape=shape, priority=priority,
             )  # fmt: skip
             return self._coalesced(
-                side.submit(
-                    wanted, begin=self._begin, idle=self._idle,
-                    timeout=self._limit(timeout), result=result, finish=finish,
+                device_group.submit(
+                    request, begin=self._begin, idle=self._idle,
+                    timeout=timeout, result=result, finish=finish,
                 )
             )  # fmt: skip
-        asked = Operation(
+        operation = Operation(
             kind=kind, input=input.data_ptr(), output=output.data_ptr(), count=count, dtype=dtype,
-            op=op, root=root, shape=shape, timeout_s=self._limit(timeout).total_seconds(), priority=priority,
+            op=op, root=root, shape=shape, timeout_s=timeout.total_seconds(), priority=priority,
         )  # fmt: skip
-        handle = self._begin(asked)
-        self._ending.operands[handle] = input, output
+        handle = self._begin(operation)
+        self._resources.operands[handle] = input, output
         work = EngineWork(self, handle, kind, result, (input, output), finish)
         self._pending[handle] = work
-        # What nobody waits for is settled here, at the latest when the group ends.
+        # Works that nobody waits for are settled here, at the latest when the group shuts down.
         for oldest in list(self._pending.values()):
             if oldest is work or not oldest.is_completed():
                 break
@@ -169,63 +175,63 @@ class EngineGroup(ProcessGroup):
             self._coalescing.append(work)
         return work
 
-    def _side(self, place: torch.device) -> DeviceSide | None:
-        """Return what serves tensors on this device; ``None`` if the engine itself does."""
-        if place.type not in self.devices:
+    def _device_group(self, device: torch.device) -> DeviceGroup | None:
+        """Return the device group of tensors on this device; ``None`` if the group's engine takes them."""
+        if device.type not in self.devices:
             return None
-        sides = self._ending.sides
-        if place not in sides:
+        groups = self._resources.device_groups
+        if device not in groups:
             if self._closed:
                 raise CommError(
-                    f"collective on {place}: this process group has been shut down; make a new one"
+                    f"collective on {device}: this process group has been shut down; make a new one"
                 )
             membership = Membership(
-                store=PrefixStore(f"device/{len(sides)}/", self._store), rank=self._rank,
+                store=PrefixStore(f"device/{len(groups)}/", self._store), rank=self._rank,
                 size=self._size, name=self._name, global_rank=self._global_ranks[self._rank],
                 engine=self.engine, options=self._options,
             )  # fmt: skip
-            sides[place] = DeviceSide(self.devices[place.type](place), membership, self._timeout)
-        return sides[place]
+            groups[device] = DeviceGroup(self.devices[device.type](device), membership, self._timeout)
+        return groups[device]
 
-    def _begin(self, asked: Operation) -> int:
-        """Give the engine an operation and count it."""
+    def _begin(self, operation: Operation) -> int:
+        """Submit an operation to the engine and count it."""
         if self._closed:
-            raise CommError(f"{asked.name}: this process group has been shut down; make a new one")
+            raise CommError(f"{operation.name}: this process group has been shut down; make a new one")
         if self._sequence == 0:
-            refuse_configuration(self)
-        handle = self._completer.begin(partial(self.engine.submit, asked), asked.name, self._timeout)
+            refuse_mixed_configuration(self)
+        handle = self._completer.begin(partial(self.engine.submit, operation), operation.name, self._timeout)
         self._sequence += 1
         return handle
 
     def _limit(self, timeout: timedelta) -> timedelta:
-        """Return the time that an operation may take: as asked, or else as this group's operations may."""
+        """Return an operation's timeout: the given one, or the group's if that is zero."""
         return timeout if timeout > NO_TIMEOUT else self._timeout
 
-    # ---- groups -------------------------------------------------------------------------------------------
+    # ---- torch's ProcessGroup interface -------------------------------------------------------------------
 
     def split_group(
         self, ranks: Sequence[int], timeout: timedelta | None = None, opts: Any = None,
         group_name: str | None = None, group_desc: str | None = None, device_types: Any = None,
     ) -> EngineGroup | None:  # fmt: skip
-        """Return a group of some of this group's ranks, or ``None`` if this rank is not among them."""
+        """Return a group of the given ranks of this group, or ``None`` on other ranks."""
         ranks = list(ranks)
         if self._rank not in ranks:
             return None
         self._splits += 1
         name = group_name or f"{self._name}:split:{self._splits}:{'-'.join(map(str, ranks))}"
-        part = type(self)(
+        subgroup = type(self)(
             PrefixStore(f"{name}/", self._store), ranks.index(self._rank), len(ranks),
             timeout or self._timeout, name, [self._global_ranks[rank] for rank in ranks],
         )  # fmt: skip
         if group_desc is not None:
-            part.setGroupDesc(group_desc)
-        return part
+            subgroup.setGroupDesc(group_desc)
+        return subgroup
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Nothing to do: a group is connected when it is made."""
+        """Do nothing: a group is connected on construction."""
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Nothing to do: ranks outside a subgroup have no part in making it."""
+        """Do nothing: ranks outside a subgroup take no part in its construction."""
 
     def start_coalescing(self, device: torch.device | None = None) -> None:
         self._coalescing = []
@@ -263,12 +269,13 @@ class EngineGroup(ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return _Devices([_CPU, *([torch.device("cuda")] if torch.cuda.is_available() else [])])
+        return _FalsyDevices([_CPU, *([torch.device("cuda")] if torch.cuda.is_available() else [])])
 
     def _get_backend(self, device: torch.device) -> EngineGroup:
-        """
+        """Return this group, which is its own backend.
+
         Raises:
-            UsageError: a device that this backend does not serve.
+            UsageError: the device is not one of :data:`DEVICES`.
         """
         if torch.device(device).type not in DEVICES:
             raise UsageError(f"backend shoal serves {', '.join(DEVICES)} tensors, and {device} was asked for")
@@ -280,34 +287,136 @@ class EngineGroup(ProcessGroup):
         return self._sequence
 
     def setSequenceNumberForGroup(self) -> None:
-        """Nothing to do: every group starts at 0."""
+        """Do nothing: every group starts at 0."""
 
     _get_sequence_number_for_group = getSequenceNumberForGroup
     _set_sequence_number_for_group = setSequenceNumberForGroup
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the deadline of the operations that start from now on without one of their own."""
+        """Set the timeout of later operations that have none of their own."""
         self._timeout = timeout
-        self.inner.set_timeout(timeout)
+        self.gloo.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
-    # ---- the end ------------------------------------------------------------------------------------------
+    # ---- shutdown -----------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Fail everything under way here and on all other ranks of the group."""
+        """Fail all pending operations here and on all other ranks of the group."""
         if not self._closed:
             self.engine.abort(f"rank {self._rank} of group {self._name} aborted it")
 
     def shutdown(self) -> None:
-        """Leave the group. The others do not mind, unless they wait for this rank.
+        """Leave the group. Other ranks are not affected unless they wait for this rank.
 
-        A group that is dropped without it leaves too, a moment later.
+        A group that is garbage-collected without it is shut down shortly after.
         """
         if self._closed:
             return
         for work in list(self._pending.values()):
             work.is_completed()
         self._closed = True
-        self._ending.run()
+        self._resources.close()
         self._pending.clear()
+
+
+# ---- mixed backends -------------------------------------------------------------------------------------
+
+
+def refuse_other_backends(options: Any) -> None:
+    """Refuse a group for which torch was asked to make a second backend for CUDA tensors.
+
+    torch replaces the whole group by one that is written in Python, so this backend would silently serve the
+    tensors of the other one. For a second backend of CPU tensors it does that.
+
+    Args:
+        options: torch's ``DistributedBackendOptions``.
+
+    Raises:
+        UsageError: another backend was asked for.
+    """
+    group = getattr(options, "process_group", None)
+    if group is None:  # torch 2.11: the configuration is known once the group is registered
+        return
+    # Backends that exist already are in the group; of later ones the accelerator's is the default.
+    _refuse(
+        [
+            *(group._get_backend(each).name() for each in group._device_types if each.type != "cpu"),
+            group.name(),
+        ]
+    )
+
+
+def refuse_mixed_configuration(group: Any) -> None:
+    """Make the same check on a registered group, before its first operation.
+
+    Raises:
+        UsageError: another backend was asked for.
+    """
+    configuration = distributed_c10d._world.pg_backend_config.get(group, "")
+    _refuse([each.rpartition(":")[2] for each in configuration.split(",")])
+
+
+def _refuse(names: list[str]) -> None:
+    for name in names:
+        if name in _ACCELERATOR_BACKENDS:
+            raise UsageError(
+                f"the backend of this group mixes {BACKEND_NAME} and {name}; torch lets a group have one "
+                f"backend where {BACKEND_NAME} is among them, and {name} would not be used: write "
+                f'"{BACKEND_NAME}" for CPU and CUDA tensors, or make two groups, '
+                f'init_process_group("{name}") and new_group(backend="{BACKEND_NAME}") for the CPU tensors'
+            )
+
+
+# ---- garbage collection ---------------------------------------------------------------------------------
+# Python collects garbage on any thread and under any lock, where joining a thread can deadlock. Resources of
+# a collected group are therefore closed by a thread that already exists; the collecting thread only puts them
+# into a queue. shoal.comm.engine closes engines that are open when the interpreter exits.
+
+
+class GroupResources:
+    """Open resources of a group. Holds no reference to the group, so that the group can be collected."""
+
+    def __init__(
+        self, engine: Engine | SingleProcessEngine, completer: Completer, gloo: GlooFallback
+    ) -> None:
+        self._engine, self._completer, self._gloo = engine, completer, gloo
+        self.device_groups: dict[torch.device, DeviceGroup] = {}
+        self.operands: dict[int, Sequence[Any]] = {}
+        """Memory that the engine reads and writes, by operation; must outlive the engine."""
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def close(self) -> None:
+        """Leave the group and join its threads. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for device_group in self.device_groups.values():
+            device_group.stop()
+        self._completer.stop()
+        self._gloo.stop()
+        self._engine.close()
+        self.operands.clear()
+
+
+# SimpleQueue: the garbage collector may call put() while the same thread is in put().
+_collected: queue.SimpleQueue[GroupResources] = queue.SimpleQueue()
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def close_when_collected(group: object, resources: GroupResources) -> None:
+    """Close ``resources`` on a background thread once ``group`` has been garbage-collected."""
+    global _thread
+    with _lock:
+        if _thread is None or not _thread.is_alive():  # a forked child has no threads
+            _thread = threading.Thread(target=_close_collected, name="shoal-ending", daemon=True)
+            _thread.start()
+    weakref.finalize(group, _collected.put, resources).atexit = False
+
+
+def _close_collected() -> None:
+    while True:
+        _collected.get().close()

@@ -28,7 +28,7 @@ def name_of(helper: HelperAddress) -> str:
     return f"{helper.address}:{helper.port}"
 
 
-def usable_helpers(*, workers_serve: bool) -> list[HelperAddress]:
+def reachable_helpers(*, workers_serve: bool) -> list[HelperAddress]:
     """Return those of SHOAL_HELPERS that can serve a new group, and tell on stderr which are left out.
 
     Raises:
@@ -63,7 +63,7 @@ def bandwidth_of(helper: HelperAddress) -> float | None:
     return helper.bandwidth or _measured.get(name_of(helper))
 
 
-def note_bandwidths(names: Sequence[str], bandwidths: Sequence[float]) -> None:
+def remember_bandwidths(names: Sequence[str], bandwidths: Sequence[float]) -> None:
     """Keep what a group has measured for those that follow."""
     _measured.update(zip(names, bandwidths, strict=True))
 

@@ -37,7 +37,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
-from shoal.comm import blocks
+from shoal.comm import int8_blocks
 from shoal.errors import UsageError
 
 
@@ -157,10 +157,10 @@ class EightBitWire:
             buffer.copy_(numbers)
             numbers.zero_()
             return _completed(buffer)
-        values, scales = blocks.parts(place.sent)
+        values, scales = int8_blocks.parts(place.sent)
         for other in range(self._size):
             if other != self._rank:
-                blocks.encode(place.residual[other], values[other], scales[other])
+                int8_blocks.encode(place.residual[other], values[other], scales[other])
         work = dist.all_to_all_single(place.received, place.sent, group=self._group, async_op=True)
         exchange = _Exchange(place=place, buffer=buffer, work=work)
         self._adding.submit(_guarded, self._add_up, exchange)
@@ -171,8 +171,8 @@ class EightBitWire:
         exchange.work.wait()
         place = exchange.place
         own = place.residual[self._rank]
-        blocks.add_in_order(place.received, own, self._rank)
-        blocks.encode(own, *blocks.parts(place.served))
+        int8_blocks.add_in_order(place.received, own, self._rank)
+        int8_blocks.encode(own, *int8_blocks.parts(place.served))
         exchange.work = dist.all_gather_into_tensor(
             place.sums.view(-1), place.served, group=self._back, async_op=True
         )
@@ -180,7 +180,7 @@ class EightBitWire:
 
     def _read(self, exchange: _Exchange) -> None:
         exchange.work.wait()
-        blocks.write_out(exchange.place.sums, exchange.buffer)
+        int8_blocks.write_out(exchange.place.sums, exchange.buffer)
         exchange.begun.set_result(None)
 
     @contextmanager
@@ -201,13 +201,15 @@ class EightBitWire:
         if (found := self._places.get(key)) is not None:
             return found
         count = bucket.buffer().numel()
-        num_blocks = blocks.blocks_of(-(-count // self._size))
-        rows = [torch.zeros(self._size, num_blocks * blocks.BLOCK_BYTES, dtype=torch.uint8) for _ in range(3)]
+        num_blocks = int8_blocks.blocks_of(-(-count // self._size))
+        rows = [
+            torch.zeros(self._size, num_blocks * int8_blocks.BLOCK_BYTES, dtype=torch.uint8) for _ in range(3)
+        ]
         place = _Place(
-            residual=torch.zeros(self._size, num_blocks, blocks.BLOCK),
+            residual=torch.zeros(self._size, num_blocks, int8_blocks.BLOCK),
             sent=rows[0],
             received=rows[1],
-            served=torch.zeros(num_blocks * blocks.BLOCK_BYTES, dtype=torch.uint8),
+            served=torch.zeros(num_blocks * int8_blocks.BLOCK_BYTES, dtype=torch.uint8),
             sums=rows[2],
         )
         flat, begin = place.residual.view(-1), 0

@@ -1,16 +1,18 @@
-"""How a collective on a device's tensors travels: steps on the device, a part over the network, steps again.
+"""Routes collectives of device tensors: flat over all ranks, or hierarchically, first inside each host.
 
-With L ranks on each host, each with a device of its own, only 1/L of a tensor leaves each device:
+With L ranks per host, each with its own device, the hierarchical route sends only 1/L of a tensor over the
+network from each device:
 
-    all_reduce       add up inside the host, each rank a part · sum it over hosts · gather inside the host
-    reduce           the same, and only the root's host gathers
-    broadcast        the root's host shares it out in parts · each part to all hosts · gather inside the host
-    all_gather       this rank's rows of all hosts · gather inside the host · rows into the group's order
-    reduce_scatter   rows into the hosts' order · add up inside the host · sum of this rank's rows over hosts
+    all_reduce       reduce_scatter inside the host; all_reduce of the part over hosts; all_gather inside
+    reduce           the same, but only the root's host gathers
+    broadcast        the root's host scatters; each part goes to all hosts; all_gather inside the host
+    all_gather       all_gather of this rank's rows over hosts, then inside the host; rows into rank order
+    reduce_scatter   rows into rail order; reduce_scatter inside the host; reduce_scatter over hosts
 
-A *rail* is the engine of the ranks with the same place in their hosts. The ranks of a host add up first, then
-hosts in the order of their lowest ranks, as the engine does with CPU tensors. 16-bit tensors are added in
-float32 and rounded once. Otherwise (``straight``) the whole tensor goes through the engine of all ranks.
+A *rail* is the engine of the ranks with the same index in their hosts. The ranks of a host are added first,
+then hosts in the order of their lowest ranks, as the engine does with CPU tensors. 16-bit tensors are
+accumulated in float32 and rounded once. The flat route passes the whole tensor through an engine of all
+ranks.
 """
 
 from __future__ import annotations
@@ -23,20 +25,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.devices import HostRanks
+from shoal.comm.devices import IntraHostGroup
 from shoal.comm.engine import Engine
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-HOST_OPS = ("sum", "avg", "prod", "min", "max")
-_LINE = 128
+INTRA_HOST_OPS = ("sum", "avg", "prod", "min", "max")
+_COLUMN_ALIGNMENT = 128
 """Chunks are multiples of this many elements."""
 
 Step = Callable[[], object]
 
 
 @dataclass(kw_only=True)
-class Asked:
-    """A collective as the group gives it: two blocks of the device's memory, and what is done."""
+class CollectiveRequest:
+    """A collective on two contiguous device tensors, as the process group submits it."""
 
     kind: str
     input: Tensor
@@ -49,25 +51,25 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which ranks share a host, and where this one is among them."""
+class RankLayout:
+    """The ranks of each host, and the position of this rank."""
 
     hosts: tuple[tuple[int, ...], ...]
     """Ranks of each host in rank order; hosts in the order of their lowest ranks."""
     rank: int
-    by_parts: bool
-    """All hosts have as many ranks, more than one, each with a device of its own."""
+    is_hierarchical: bool
+    """Whether all hosts have the same number of ranks, more than one, each with its own device."""
 
     @classmethod
-    def of(cls, records: Sequence[tuple[str, str]], rank: int) -> Place:
-        """Return the place of ``rank`` from each rank's host and device; the same hosts on all ranks."""
+    def of(cls, records: Sequence[tuple[str, str]], rank: int) -> RankLayout:
+        """Return the layout seen by ``rank``, from the host and the device of each rank."""
         by_host: dict[str, list[int]] = {}
         for each, (host, _) in enumerate(records):
             by_host.setdefault(host, []).append(each)
         hosts = tuple(tuple(ranks) for ranks in by_host.values())
-        alike = len({len(ranks) for ranks in hosts}) == 1 and len(hosts[0]) > 1
-        alone = all(len({records[each][1] for each in ranks}) == len(ranks) for ranks in hosts)
-        return cls(hosts, rank, alike and alone)
+        even = len({len(ranks) for ranks in hosts}) == 1 and len(hosts[0]) > 1
+        own_device = all(len({records[each][1] for each in ranks}) == len(ranks) for ranks in hosts)
+        return cls(hosts, rank, even and own_device)
 
     def host_of(self, rank: int) -> int:
         return next(index for index, ranks in enumerate(self.hosts) if rank in ranks)
@@ -80,18 +82,18 @@ class Place:
     def local(self) -> int:
         return self.hosts[self.host].index(self.rank)
 
-    def rails_first(self) -> list[int]:
-        """Return all ranks, those of one rail together."""
+    def rail_order(self) -> list[int]:
+        """Return all ranks, grouped by rail."""
         return [ranks[local] for local in range(len(self.hosts[0])) for ranks in self.hosts]
 
 
 @dataclass(kw_only=True)
 class Route:
-    """One collective's way. ``source`` and ``target`` are tables [rows, width]: columns travel in chunks."""
+    """The route of a collective. ``source`` and ``target`` are [rows, width], sent in chunks of columns."""
 
     engine: Engine | None
-    """of the ranks between which it travels; ``None``: it does not leave the host"""
-    asked: Asked
+    """engine of the ranks that exchange the chunks; ``None`` if nothing leaves the host"""
+    request: CollectiveRequest
     op: str = "sum"
     dtype: str = ""
     root: int = 0
@@ -102,189 +104,205 @@ class Route:
     sends: bool = True
     receives: bool = True
     begin: Step | None = None
-    """on the device, before the first chunk leaves it"""
+    """device work before the first chunk is copied out"""
     end: Step | None = None
-    """on the device, after the last chunk has come back"""
+    """device work after the last chunk was copied back"""
 
     @property
     def rows(self) -> int:
-        """Rows of a chunk in the host's memory."""
-        return {"all_gather": self.size, "reduce_scatter": self.size + 1}.get(self.asked.kind, 1)
+        """Rows of a chunk in its host buffer."""
+        return {"all_gather": self.size, "reduce_scatter": self.size + 1}.get(self.request.kind, 1)
 
     def chunks(self, buffer_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yield the columns of each chunk, from and to; the same on all ranks."""
+        """Yield the column range of each chunk, the same on all ranks."""
         width = self.source.shape[1]
-        most = buffer_bytes // (self.rows * self.source.element_size())
-        most = most // _LINE * _LINE or most
-        for first in range(0, width, most):
-            yield first, min(first + most, width)
+        step = buffer_bytes // (self.rows * self.source.element_size())
+        step = step // _COLUMN_ALIGNMENT * _COLUMN_ALIGNMENT or step
+        for first in range(0, width, step):
+            yield first, min(first + step, width)
 
 
-def straight(asked: Asked, engine: Engine | None, rank: int, size: int) -> Route:
-    """Return the way of the whole tensor over an engine of all ranks; of a group of one, without any."""
-    source, target = asked.input.view(-1), asked.output.view(-1)
+def flat_route(request: CollectiveRequest, engine: Engine | None, rank: int, size: int) -> Route:
+    """Return the route of the whole tensor over an engine of all ranks, or none in a group of one."""
+    source, target = request.input.view(-1), request.output.view(-1)
     if engine is None:
         same = source.data_ptr() == target.data_ptr()
         end = None if same else partial(target.copy_, source)
-        return Route(engine=None, asked=asked, source=source[None], target=target[None], end=end)
-    kind = asked.kind
+        return Route(engine=None, request=request, source=source[None], target=target[None], end=end)
+    kind = request.kind
     rooted = kind in ("reduce", "broadcast")
     return Route(
         engine=engine,
-        asked=asked,
-        op=asked.op,
-        dtype=asked.dtype,
-        root=asked.root,
+        request=request,
+        op=request.op,
+        dtype=request.dtype,
+        root=request.root,
         rank=rank,
         size=size,
         source=source.view(size, -1) if kind == "reduce_scatter" else source[None],
         target=target.view(size, -1) if kind == "all_gather" else target[None],
-        sends=kind != "broadcast" or rank == asked.root,
-        receives=not rooted or (rank == asked.root) == (kind == "reduce"),
+        sends=kind != "broadcast" or rank == request.root,
+        receives=not rooted or (rank == request.root) == (kind == "reduce"),
     )
 
 
-class ByParts:
-    """The ways of a group with several devices on each host.
+class HierarchicalRoutes:
+    """Builds hierarchical routes.
 
-    ``adding`` and ``gathering`` are the same ranks twice: the first goes with the lane that leaves the
-    device, the second with the lane that comes back, and each sees its operations in one order on all ranks.
+    Args:
+        layout: the ranks of each host.
+        rail: engine of the ranks with this rank's index in their hosts; ``None`` with one host.
+        d2h_ranks: the ranks of this host, for the pipeline's device-to-host stream.
+        h2d_ranks: the same ranks, for the host-to-device stream. Each group so sees its operations in one
+        order
+            on all ranks.
+        widen: whether sums of 16-bit tensors leave the host in float32.
     """
 
     def __init__(
-        self, place: Place, rail: Engine | None, adding: HostRanks, gathering: HostRanks, *, wide: bool
+        self,
+        layout: RankLayout,
+        rail: Engine | None,
+        d2h_ranks: IntraHostGroup,
+        h2d_ranks: IntraHostGroup,
+        *,
+        widen: bool,
     ) -> None:
-        self._place, self._rail = place, rail
-        self._adding, self._gathering = adding, gathering
-        self._wide = wide
-        self._num_hosts, self._num_local = len(place.hosts), len(place.hosts[0])
+        self._layout, self._rail = layout, rail
+        self._d2h_ranks, self._h2d_ranks = d2h_ranks, h2d_ranks
+        self._widen = widen
+        self._num_hosts, self._num_local = len(layout.hosts), len(layout.hosts[0])
         self._size = self._num_hosts * self._num_local
         self._order: Tensor | None = None
 
-    def route(self, asked: Asked) -> Route:
-        make: dict[str, Callable[[Asked], Route]] = {
+    def route(self, request: CollectiveRequest) -> Route:
+        make: dict[str, Callable[[CollectiveRequest], Route]] = {
             "all_reduce": self._reduce,
             "reduce": self._reduce,
             "broadcast": self._broadcast,
             "all_gather": self._all_gather,
             "reduce_scatter": self._reduce_scatter,
         }
-        return make[asked.kind](asked)
+        return make[request.kind](request)
 
-    def _rail_route(self, asked: Asked, source: Tensor, target: Tensor, dtype: str, **more: Any) -> Route:
+    def _rail_route(
+        self, request: CollectiveRequest, source: Tensor, target: Tensor, dtype: str, **more: Any
+    ) -> Route:
         if self._rail is None:
             more["sends"] = more["receives"] = False
         return Route(
-            engine=self._rail, asked=asked, source=source, target=target, dtype=dtype,
-            rank=self._place.host, size=self._num_hosts, **more,
+            engine=self._rail, request=request, source=source, target=target, dtype=dtype,
+            rank=self._layout.host, size=self._num_hosts, **more,
         )  # fmt: skip
 
-    def _added_in(self, asked: Asked) -> tuple[torch.dtype, str, str]:
-        """Return the dtype in which partial sums are, its name, and what is done to them."""
-        averages = asked.op == "avg"
-        widened = asked.input.dtype in SIXTEEN_BITS and asked.op in ("sum", "avg", "prod")
-        dtype = torch.float32 if widened and (self._wide or averages) else asked.input.dtype
-        return dtype, str(dtype).removeprefix("torch."), "sum" if averages else asked.op
+    def _accumulation_dtype(self, request: CollectiveRequest) -> tuple[torch.dtype, str, str]:
+        """Return the dtype of partial results, its name, and the operation that combines them."""
+        averages = request.op == "avg"
+        widened = request.input.dtype in SIXTEEN_BITS and request.op in ("sum", "avg", "prod")
+        dtype = torch.float32 if widened and (self._widen or averages) else request.input.dtype
+        return dtype, str(dtype).removeprefix("torch."), "sum" if averages else request.op
 
-    def _divisor(self, asked: Asked, like: Tensor) -> Tensor | None:
-        # A tensor: by a number, a GPU multiplies with the reciprocal, which rounds once more.
-        return torch.full((), self._size, dtype=like.dtype, device=like.device) if asked.op == "avg" else None
+    def _divisor(self, request: CollectiveRequest, like: Tensor) -> Tensor | None:
+        # A tensor: division by a Python number multiplies by the reciprocal on a GPU, which rounds once more.
+        return (
+            torch.full((), self._size, dtype=like.dtype, device=like.device) if request.op == "avg" else None
+        )
 
-    def _reduce(self, asked: Asked) -> Route:
-        count, local = asked.input.numel(), self._num_local
+    def _reduce(self, request: CollectiveRequest) -> Route:
+        count, local = request.input.numel(), self._num_local
         width = -(-count // local)
-        dtype, name, op = self._added_in(asked)
-        source, target = asked.input.view(-1), asked.output.view(-1)
+        dtype, name, op = self._accumulation_dtype(request)
+        source, target = request.input.view(-1), request.output.view(-1)
         fits = count == width * local
         given = source if fits and dtype == source.dtype else source.new_empty(width * local, dtype=dtype)
         part = source.new_empty(width, dtype=dtype)
         result = part if dtype == source.dtype else part.new_empty(width, dtype=source.dtype)
-        divisor = self._divisor(asked, part)
-        root = self._place.host_of(asked.root)
-        writes = asked.kind == "all_reduce" or asked.root == self._place.rank
-        ends = asked.kind == "all_reduce" or root == self._place.host
+        divisor = self._divisor(request, part)
+        root = self._layout.host_of(request.root)
+        writes = request.kind == "all_reduce" or request.root == self._layout.rank
+        ends = request.kind == "all_reduce" or root == self._layout.host
         gathered = target if fits and writes else result.new_empty(width * local)
 
         def begin() -> None:
             if given is not source:
                 given[:count].copy_(source)
                 given[count:].zero_()
-            self._adding.reduce_scatter(part, given, op)
+            self._d2h_ranks.reduce_scatter(part, given, op)
 
         def end() -> None:
             if divisor is not None:
                 part.div_(divisor)
             if result is not part:
                 result.copy_(part)
-            self._gathering.all_gather(gathered, result)
+            self._h2d_ranks.all_gather(gathered, result)
             if gathered is not target and writes:
                 target.copy_(gathered[:count])
 
         table = part[None]
         return self._rail_route(
-            asked, table, table, name,
+            request, table, table, name,
             op=op, root=root, receives=ends, begin=begin, end=end if ends else None,
         )  # fmt: skip
 
-    def _broadcast(self, asked: Asked) -> Route:
-        source, target = (each.view(-1).view(torch.uint8) for each in (asked.input, asked.output))
+    def _broadcast(self, request: CollectiveRequest) -> Route:
+        source, target = (each.view(-1).view(torch.uint8) for each in (request.input, request.output))
         count, local = source.numel(), self._num_local
         width = -(-count // local)
-        host, root = self._place.host, self._place.host_of(asked.root)
-        is_root = asked.root == self._place.rank
+        host, root = self._layout.host, self._layout.host_of(request.root)
+        is_root = request.root == self._layout.rank
         whole, part = source.new_empty(width * local), source.new_empty(width)
 
-        def begin() -> None:  # bytes and zeros: the sum has the root's bits
+        def begin() -> None:  # all other ranks add zero bytes: the sum has the bits of the root
             whole.zero_()
             if is_root:
                 whole[:count].copy_(source)
-            self._adding.reduce_scatter(part, whole, "sum")
+            self._d2h_ranks.reduce_scatter(part, whole, "sum")
 
         def end() -> None:
-            self._gathering.all_gather(whole, part)
+            self._h2d_ranks.all_gather(whole, part)
             if not is_root:
                 target.copy_(whole[:count])
 
         return self._rail_route(
-            asked, part[None], part[None], "uint8",
+            request, part[None], part[None], "uint8",
             root=root, sends=host == root, receives=host != root,
             begin=begin if host == root else None, end=end,
         )  # fmt: skip
 
-    def _all_gather(self, asked: Asked) -> Route:
-        source, target = asked.input.view(-1), asked.output.view(self._size, -1)
+    def _all_gather(self, request: CollectiveRequest) -> Route:
+        source, target = request.input.view(-1), request.output.view(self._size, -1)
         rows = source.new_empty(self._num_hosts, source.numel())
         whole = source.new_empty(self._size, source.numel())
-        order = self._rows(source)
+        order = self._row_order(source)
 
         def end() -> None:
-            self._gathering.all_gather(whole.view(-1), rows.view(-1))
+            self._h2d_ranks.all_gather(whole.view(-1), rows.view(-1))
             target.index_copy_(0, order, whole)
 
         begin = partial(rows[0].copy_, source) if self._rail is None else None
-        return self._rail_route(asked, source[None], rows, asked.dtype, begin=begin, end=end)
+        return self._rail_route(request, source[None], rows, request.dtype, begin=begin, end=end)
 
-    def _reduce_scatter(self, asked: Asked) -> Route:
-        source, target = asked.input.view(self._size, -1), asked.output.view(-1)
-        dtype, name, op = self._added_in(asked)
-        order = self._rows(source)
+    def _reduce_scatter(self, request: CollectiveRequest) -> Route:
+        source, target = request.input.view(self._size, -1), request.output.view(-1)
+        dtype, name, op = self._accumulation_dtype(request)
+        order = self._row_order(source)
         given = source.new_empty(source.shape, dtype=dtype)
         part = given.new_empty(self._num_hosts, target.numel())
         total = part[:1] if self._rail is None else given.new_empty(1, target.numel())
-        divisor = self._divisor(asked, part)
+        divisor = self._divisor(request, part)
 
         def begin() -> None:
             given.copy_(source.index_select(0, order))
-            self._adding.reduce_scatter(part.view(-1), given.view(-1), op)
+            self._d2h_ranks.reduce_scatter(part.view(-1), given.view(-1), op)
 
         def end() -> None:
             if divisor is not None:
                 total.div_(divisor)
             target.copy_(total[0])
 
-        return self._rail_route(asked, part, total, name, op=op, begin=begin, end=end)
+        return self._rail_route(request, part, total, name, op=op, begin=begin, end=end)
 
-    def _rows(self, like: Tensor) -> Tensor:
+    def _row_order(self, like: Tensor) -> Tensor:
         if self._order is None:
-            self._order = torch.tensor(self._place.rails_first(), device=like.device)
+            self._order = torch.tensor(self._layout.rail_order(), device=like.device)
         return self._order

@@ -1,4 +1,4 @@
-"""What an asynchronous collective returns: wait for it, ask it, or have a future of it."""
+"""``Work`` objects: wait for a collective, poll it, or get its future."""
 
 from __future__ import annotations
 
@@ -7,24 +7,73 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from types import FunctionType
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Work
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd.graph import _engine_run_backward
 from torch.futures import Future
 
 from shoal.comm.engine import CommError
-from shoal.comm.untraced import untraced
 
 NO_TIMEOUT = timedelta(0)
 
-# A wait returns to Python this often, for signals and for what others ask of a rank that waits.
-SLICE_S = 1.0
+# Applies to the method and to the functions it calls. torch.compiler.disable does the same, but imports
+# Dynamo, which takes seconds.
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+
+_Class = TypeVar("_Class", bound=type)
 
 
-class Waiting(Protocol):
-    """What works need of their group."""
+def opaque_to_dynamo(cls: _Class) -> _Class:
+    """Exclude the public methods of a class from tracing by ``torch.compile``.
+
+    Dynamo breaks the graph at a method of a process group and calls it. In torch's own groups that method is
+    C++. A Python method would be compiled as the next frame, which fails: to Dynamo a process group is an
+    opaque object that has only the attributes which torch registered.
+    """
+    for method in vars(cls).values():
+        if isinstance(method, FunctionType) and not method.__name__.startswith("_"):
+            set_code_exec_strategy(method.__code__, _SKIP)
+            vars(method)["_torchdynamo_disable"] = True  # also prevents inlining into the caller's graph
+    return cls
+
+
+def wait_until(
+    name: str,
+    timeout: timedelta,
+    wait_once: Callable[[float], bool],
+    *,
+    slice_s: float = 1.0,
+    poll: Callable[[], None] | None = None,
+) -> None:
+    """Wait in slices, so that Python handles signals and ``poll`` runs between two of them.
+
+    Args:
+        name: the operation, for the error message.
+        timeout: the longest wait; none if zero.
+        wait_once: waits for at most the given number of seconds; returns whether the operation has completed.
+        slice_s: the longest single wait.
+        poll: called after each slice in which the operation did not complete; may raise.
+
+    Raises:
+        CommError: ``timeout`` has passed.
+    """
+    deadline = time.monotonic() + timeout.total_seconds() if timeout > NO_TIMEOUT else None
+    while not wait_once(slice_s if deadline is None else max(0.0, min(slice_s, deadline - time.monotonic()))):
+        if deadline is not None and time.monotonic() >= deadline:
+            raise CommError(
+                f"{name}: waited {timeout.total_seconds():g} s as asked and it is still under way; wait "
+                "longer, or look which rank is late"
+            )
+        if poll is not None:
+            poll()
+
+
+class WorkOwner(Protocol):
+    """Operations of a process group that its works call."""
 
     def is_done(self, handle: int) -> bool: ...
     def wait_once(self, handle: int, timeout_s: float) -> bool: ...
@@ -32,19 +81,18 @@ class Waiting(Protocol):
     def complete_later(self, work: EngineWork) -> None: ...
 
 
-@untraced
-class SingleWork(Work):
-    """What the works of a single operation share: it ends once, well or with an error."""
+@opaque_to_dynamo
+class BaseWork(Work):
+    """State of a single operation: its result or its error."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, result: Any) -> None:
         super().__init__()
+        self._name = name
+        self._result = result
         self._error: Exception | None = None
 
-    def _has_ended(self) -> bool:
-        raise NotImplementedError
-
     def is_success(self) -> bool:
-        return self._has_ended() and self._error is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
         return self._error
@@ -52,74 +100,70 @@ class SingleWork(Work):
     def synchronize(self) -> None:
         self.wait()
 
+    def result(self) -> Any:
+        return self._result
 
-def still_under_way(name: str, limit: timedelta) -> CommError:
-    """Return the error of a wait that ends before its operation."""
-    return CommError(
-        f"{name}: waited {limit.total_seconds():g} s as asked and it is still under way; wait longer, or "
-        "look which rank is late"
-    )
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _outcome(self, _: Future[Any]) -> Any:
+        self._raise_error()
+        return self._result
 
 
-@untraced
-class EngineWork(SingleWork):
-    """One operation of the engine.
+@opaque_to_dynamo
+class EngineWork(BaseWork):
+    """An operation of the engine.
 
-    ``finish`` runs once, after the engine is done and before anybody sees the result. ``operands`` keeps
-    alive the memory that the engine reads and writes.
+    Args:
+        group: the process group.
+        handle: the engine's number of the operation.
+        operands: memory that the engine reads and writes, kept alive until the operation completes.
+        finish: runs once, after the engine has completed the operation and before the result is visible.
     """
 
     def __init__(
         self,
-        group: Waiting,
+        group: WorkOwner,
         handle: int,
         name: str,
         result: Any,
         operands: Sequence[Any],
         finish: Callable[[], None] | None,
     ) -> None:
-        super().__init__()
+        super().__init__(name, result)
         self._group = group
         self.handle = handle
-        self._name = name
-        self._result = result
         self._operands: Sequence[Any] = operands
         self._finish = finish
         self._lock = threading.Lock()
         self._settled = False
-        self._begun: Future[Any] | None = None
+        self._completion: Future[Any] | None = None
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until the result is there.
+        """Block until the result is available.
 
         Raises:
-            CommError: the group has failed, or ``timeout`` has passed (the operation itself goes on until the
-                deadline it was started with).
+            CommError: the group has failed, or ``timeout`` has passed (the operation itself continues until
+            the
+                deadline with which it was submitted).
         """
         if not self._settled:
-            self._await(timeout)
-        if self._error is not None:
-            raise self._error
+            try:
+                wait_until(self._name, timeout, lambda slice_s: self._group.wait_once(self.handle, slice_s))
+            except CommError as error:
+                if not self._group.is_done(self.handle):
+                    raise
+                self._settle(error)
+            else:
+                self._settle(None)
+        self._raise_error()
         return True
 
-    def _await(self, limit: timedelta) -> None:
-        end = time.monotonic() + limit.total_seconds() if limit > NO_TIMEOUT else None
-        try:
-            while not self._group.wait_once(
-                self.handle, SLICE_S if end is None else max(0.0, min(SLICE_S, end - time.monotonic()))
-            ):
-                if end is not None and time.monotonic() >= end:
-                    raise still_under_way(self._name, limit)
-        except CommError as error:
-            if not self._group.is_done(self.handle):
-                raise
-            self.settle(error)
-        else:
-            self.settle(None)
-
-    def settle(self, error: Exception | None) -> None:
-        """Note that the engine is done with it."""
+    def _settle(self, error: Exception | None) -> None:
+        """Record the outcome of an operation that the engine has completed."""
         with self._lock:
             if self._settled:
                 return
@@ -133,26 +177,20 @@ class EngineWork(SingleWork):
             self._settled = True
         self._group.forget(self.handle)
 
-    def settle_now(self) -> None:
-        """Note the outcome of an operation that is done, or whose group ends."""
+    def _settle_now(self) -> None:
+        """Record the outcome of an operation that has completed, or whose group shuts down."""
         error: CommError | None = None
         try:
             if not self._group.wait_once(self.handle, 0.0):
                 error = CommError(f"{self._name}: this process group was shut down before it had ended")
         except CommError as problem:
             error = problem
-        self.settle(error)
+        self._settle(error)
 
     def is_completed(self) -> bool:
         if not self._settled and self._group.is_done(self.handle):
-            self.settle_now()
+            self._settle_now()
         return self._settled
-
-    def _has_ended(self) -> bool:
-        return self._settled
-
-    def result(self) -> Any:
-        return self._result
 
     def get_future(self) -> Future[Any]:
         """Return a future of the output tensors."""
@@ -162,25 +200,19 @@ class EngineWork(SingleWork):
         with self._lock:
             if self._future is not None:
                 return self._future
-            begun: Future[Any] = Future()
-            self._begun = begun
-            # A failure raised by a callback reaches C++ (DDP's reducer) as the error of this second future.
-            self._future = begun.then(self._outcome)
-            future = self._future
+            completion: Future[Any] = Future()
+            self._completion = completion
+            # An error raised in a callback reaches C++ (DDP's reducer) as the error of this second future.
+            future = self._future = completion.then(self._outcome)
         self._group.complete_later(self)
         return future
 
     def complete_future(self) -> None:
-        """Called by the completer once the engine is done."""
+        """Set the future. The completer calls it once the engine has completed the operation."""
         if not self._settled:
-            self.settle_now()
-        if self._begun is not None:
-            self._begun.set_result(None)
-
-    def _outcome(self, _: Future[Any]) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._result
+            self._settle_now()
+        if self._completion is not None:
+            self._completion.set_result(None)
 
 
 def is_fp16_bucket(result: Any) -> bool:
@@ -191,24 +223,24 @@ def is_fp16_bucket(result: Any) -> bool:
 
 
 def _called_by_backward() -> bool:
-    """Return whether C++ in a backward pass, such as DDP's reducer, called the calling method."""
-    caller = sys._getframe(1).f_back  # none in a thread of autograd's
+    """Return whether the caller's caller is C++ in a backward pass, such as DDP's reducer."""
+    caller = sys._getframe(1).f_back  # none on an autograd thread
     return caller is None or caller.f_code is _engine_run_backward.__code__
 
 
 def typed_future(tensors: list[torch.Tensor]) -> Future[Any]:
-    """Return a completed future that C++ takes for a list of tensors.
+    """Return a completed future that C++ accepts as one of a list of tensors.
 
-    A ``torch.futures.Future`` holds Python objects, and the built-in hook FP16_COMPRESS refuses those. What
-    ``torch._C.fork`` (``torch.jit.fork`` without its warning) returns for a Python function has the type of
-    its value, but is complete at once: the backward pass waits for this bucket.
+    A ``torch.futures.Future`` holds Python objects, which the built-in hook FP16_COMPRESS rejects. The result
+    of ``torch._C.fork`` (``torch.jit.fork`` without its warning) for a Python function has the type of its
+    value, but is complete at once, so the backward pass blocks for this bucket.
     """
     future: Any = torch._C.fork(lambda: tensors)
     typed: Future[Any] = future
     return typed
 
 
-@untraced
+@opaque_to_dynamo
 class JoinedWork(Work):
     """Several works as one."""
 
@@ -235,9 +267,9 @@ class JoinedWork(Work):
         self.wait()
 
     def get_future(self) -> Future[Any]:
-        def outcome(all_done: Future[Any]) -> Any:
-            for part in all_done.value():
-                part.wait()  # all are done: this raises, and joins streams
+        def outcome(completed: Future[Any]) -> Any:
+            for future in completed.value():
+                future.wait()  # does not block; raises errors and synchronizes streams
             return self._result
 
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(outcome)

@@ -67,7 +67,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "large chunks": {"chunk_bytes": 1 << 20, "shared_chunk_bytes": 1 << 20},
     "three connections": {"connections_per_peer": 3},
     "two slots": {"num_slots": 2},
-    "tight windows": {"least_window_bytes": 8 << 10, "window_bytes": 8 << 10, "eager_bytes": 8 << 10},
+    "tight windows": {"min_window_bytes": 8 << 10, "window_bytes": 8 << 10, "unexpected_bytes": 8 << 10},
     "one server": {"pattern": [1]},
     "servers backwards": {"pattern": [3, 2, 1, 0]},
     "one helper": {"num_helpers": 1},
@@ -149,12 +149,12 @@ def test_partial_sums_in_16_bits_are_rounded_once_more(dtype: str, op: str) -> N
     hosts = ["a", "a", "b", "c", "c", "c"]
     inputs = [random_values(COUNT, dtype, rank, spread=1) for rank in range(len(hosts))]
     results = {}
-    for partial in ("float32", "input"):
-        with engine_group(hosts, 1, partial=partial) as group:
+    for partial_dtype in ("float32", "input"):
+        with engine_group(hosts, 1, partial_dtype=partial_dtype) as group:
             outputs = [np.zeros_like(x) for x in inputs]
             group.run("all_reduce", inputs, outputs, dtype=dtype, op=op)
-        results[partial] = outputs[0]
-        want = expected(hosts, inputs, dtype, op, partial=partial)
+        results[partial_dtype] = outputs[0]
+        want = expected(hosts, inputs, dtype, op, partial_dtype=partial_dtype)
         assert all(same_bits(x, want) for x in outputs)
     assert same_bits(results["float32"], results["input"]) == (op == "max")
 
@@ -163,5 +163,5 @@ def test_partial_sums_in_16_bits_are_rounded_once_more(dtype: str, op: str) -> N
 def test_without_partial_sums_both_settings_are_one(hosts: list[str]) -> None:
     inputs = [random_values(COUNT, "bfloat16", rank) for rank in range(3)]
     want = expected(hosts, inputs, "bfloat16")
-    assert same_bits(all_reduced(hosts, inputs, dtype="bfloat16", partial="input"), want)
-    assert same_bits(all_reduced(hosts, inputs, dtype="bfloat16", partial="float32"), want)
+    assert same_bits(all_reduced(hosts, inputs, dtype="bfloat16", partial_dtype="input"), want)
+    assert same_bits(all_reduced(hosts, inputs, dtype="bfloat16", partial_dtype="float32"), want)

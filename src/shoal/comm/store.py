@@ -12,13 +12,14 @@ import ipaddress
 import json
 import re
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from shoal.comm.addresses import Place
+from shoal.comm.addresses import Endpoint
 from shoal.comm.engine import CommError, Helper, Peer
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
@@ -48,7 +49,7 @@ class Records:
         """Tell those who read ``key`` why the group cannot be made."""
         self.put(key, {"error": reason[:_MOST_ERROR]})
 
-    def await_readers(self, rank: int, size: int) -> None:
+    def wait_for_readers(self, rank: int, size: int) -> None:
         """Wait a little until all ranks have read what they need: the store may end with this process.
 
         All ranks call it that find the same reason to end.
@@ -171,7 +172,7 @@ def _malformed(key: str, rank: int, what: str) -> CommError:
     return CommError(f"what rank {rank} has put into the store ({key}) is malformed: {what}; {_CHANGED}")
 
 
-def parse_peer(found: Fields) -> tuple[Peer, Place]:
+def parse_peer(found: Fields) -> tuple[Peer, Endpoint]:
     """Return where a rank is.
 
     Raises:
@@ -184,7 +185,7 @@ def parse_peer(found: Fields) -> tuple[Peer, Place]:
         global_rank=found.whole("global_rank", 0, (1 << 31) - 1),
         pid=found.whole("pid", 1, (1 << 31) - 1),
     )
-    place = Place(found.text("node", _NAME), peer.address, found.text("network", _NAME))
+    place = Endpoint(found.text("node", _NAME), peer.address, found.text("network", _NAME))
     found.end()
     return peer, place
 
@@ -238,3 +239,94 @@ def parse_rules(found: Fields) -> Rules:
     )
     found.end()
     return rules
+
+
+_POLL_S = 0.01
+_LIMIT = timedelta(minutes=30)
+
+
+def wait_for_keys(store: Store, keys: list[str], must_end: Callable[[], bool], limit: timedelta) -> bool:
+    """Wait until the store has all keys; ``False`` if ``must_end()`` or the end of ``limit`` came first."""
+    end = time.monotonic() + limit.total_seconds()
+    while not store.check(keys):
+        if must_end() or time.monotonic() >= end:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+class InterruptibleStore(Store):
+    """The store as gloo sees it. Its threads wait here for ranks that may never come, but no longer than the
+    group lives: a group whose threads wait cannot be ended."""
+
+    def __init__(self, store: Store, must_end: Callable[[], bool]) -> None:
+        super().__init__()
+        self._store = store
+        self._must_end = must_end
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta = _LIMIT) -> None:
+        if not wait_for_keys(self._store, keys, self._must_end, timeout):
+            raise RuntimeError(f"nobody came to meet at {', '.join(keys)}")
+
+
+_POLL_S = 0.01
+_ANSWER_MARGIN_S = 1.0
+
+
+def monitored_barrier(
+    store: Store, number: int, rank: int, size: int, limit: timedelta, wait_all_ranks: bool
+) -> None:
+    """Return when all ranks of the group have called it with this ``number``.
+
+    Raises:
+        CommError: ranks did not come within ``limit``; rank 0 names the first, or all (``wait_all_ranks``).
+    """
+    base = f"monitored/{number}"
+    if limit <= timedelta(0):
+        raise CommError(
+            f"Rank {rank} timed out in monitoredBarrier: its timeout was {limit.total_seconds():g} s"
+        )
+    if rank == 0:
+        verdict = _missing(store, base, size, limit, wait_all_ranks)
+        store.set(f"{base}/verdict", verdict)
+        if verdict:
+            raise CommError(verdict)
+        return
+    store.set(f"{base}/{rank}", "1")
+    passed = (
+        f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv"
+    )
+    try:
+        store.wait([f"{base}/verdict"], limit + timedelta(seconds=_ANSWER_MARGIN_S))
+    except Exception as problem:  # the store's own class of time-outs differs between versions
+        raise CommError(
+            f"{passed} from rank 0: it did not answer within {limit.total_seconds():g} s; see its log"
+        ) from problem
+    if verdict := store.get(f"{base}/verdict").decode():
+        raise CommError(f"{passed} from rank 0, which says: {verdict}")
+
+
+def _missing(store: Store, base: str, size: int, limit: timedelta, wait_all_ranks: bool) -> str:
+    end = time.monotonic() + limit.total_seconds()
+    missing = list(range(1, size))
+    while missing:
+        missing = [rank for rank in missing if not store.check([f"{base}/{rank}"])]
+        if missing and time.monotonic() >= end:
+            named = missing if wait_all_ranks else missing[:1]
+            return (
+                f"[Rank 0]: Rank{'s' if wait_all_ranks else ''} {', '.join(map(str, named))} failed to pass "
+                f"monitoredBarrier in {round(limit.total_seconds() * 1000)} ms"
+            )
+        if missing:
+            time.sleep(_POLL_S)
+    return ""

@@ -5,38 +5,38 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.comm.routes import Asked, Place, Route, straight
+from shoal.comm.routes import CollectiveRequest, RankLayout, Route, flat_route
 
 
-def place(hosts: str, devices: str, rank: int = 0) -> Place:
-    return Place.of(list(zip(hosts, devices, strict=True)), rank)
+def place(hosts: str, devices: str, rank: int = 0) -> RankLayout:
+    return RankLayout.of(list(zip(hosts, devices, strict=True)), rank)
 
 
 def test_ranks_of_a_host_have_parts_if_each_has_a_device() -> None:
-    assert place("aabb", "0101").by_parts
-    assert place("aa", "01").by_parts, "one host"
-    assert not place("aabb", "0100").by_parts, "two ranks of a host share a device"
-    assert not place("aab", "010").by_parts, "not as many ranks on each host"
-    assert not place("abc", "000").by_parts, "one rank a host: nothing to add up inside"
+    assert place("aabb", "0101").is_hierarchical
+    assert place("aa", "01").is_hierarchical, "one host"
+    assert not place("aabb", "0100").is_hierarchical, "two ranks of a host share a device"
+    assert not place("aab", "010").is_hierarchical, "not as many ranks on each host"
+    assert not place("abc", "000").is_hierarchical, "one rank a host: nothing to add up inside"
 
 
 def test_hosts_come_in_the_order_of_their_lowest_ranks() -> None:
     found = place("baab", "0011", rank=2)
     assert found.hosts == ((0, 3), (1, 2))
     assert (found.host, found.local) == (1, 1)
-    assert found.rails_first() == [0, 1, 3, 2]
+    assert found.rail_order() == [0, 1, 3, 2]
     assert [found.host_of(rank) for rank in range(4)] == [0, 1, 1, 0]
 
 
 def route(kind: str, rank: int = 0, root: int = 0, count: int = 1000, size: int = 3) -> Route:
     wide = torch.zeros(count * size)
-    asked = Asked(
+    asked = CollectiveRequest(
         kind=kind, dtype="float32", root=root,
         input=wide if kind == "reduce_scatter" else wide[:count],
         output=wide if kind == "all_gather" else wide[:count],
     )  # fmt: skip
     engine: object = "an engine"
-    return straight(asked, engine, rank, size)  # type: ignore[arg-type]
+    return flat_route(asked, engine, rank, size)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ ITEM_BYTES = {
 }
 
 
-class LoneEngine:
+class SingleProcessEngine:
     """Completes every operation as it is submitted: a sum over one rank is a copy."""
 
     def __init__(self) -> None:

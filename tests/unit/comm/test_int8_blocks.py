@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import wire_oracle as oracle
-from shoal.comm import blocks
-from shoal.comm.blocks import BLOCK, BLOCK_BYTES
+from shoal.comm import int8_blocks
+from shoal.comm.int8_blocks import BLOCK, BLOCK_BYTES
 
 
 def some_blocks(count: int, seed: int = 0) -> Tensor:
@@ -27,16 +27,16 @@ def some_blocks(count: int, seed: int = 0) -> Tensor:
 
 
 def room(num_blocks: int) -> tuple[Tensor, Tensor]:
-    return blocks.parts(torch.full((num_blocks * BLOCK_BYTES,), 77, dtype=torch.uint8))
+    return int8_blocks.parts(torch.full((num_blocks * BLOCK_BYTES,), 77, dtype=torch.uint8))
 
 
 def test_values_scales_and_what_is_left_over_are_those_of_numpy() -> None:
     numbers = some_blocks(600)  # more than are worked on at a time
     values, scales = room(600)
     rest = numbers.clone()
-    blocks.encode(rest, values, scales)
+    int8_blocks.encode(rest, values, scales)
     out = torch.empty_like(numbers)
-    blocks.decode(values, scales, out)
+    int8_blocks.decode(values, scales, out)
     for index, block in enumerate(numbers.numpy()):
         wanted, scale = oracle.rounded(block)
         np.testing.assert_array_equal(values[index].numpy(), wanted)
@@ -49,8 +49,8 @@ def test_sent_and_left_over_are_the_number_exactly() -> None:
     numbers = some_blocks(600, seed=1)
     values, scales = room(600)
     rest, out = numbers.clone(), torch.empty_like(numbers)
-    blocks.encode(rest, values, scales)
-    blocks.decode(values, scales, out)
+    int8_blocks.encode(rest, values, scales)
+    int8_blocks.decode(values, scales, out)
     assert torch.equal(out.double() + rest.double(), numbers.double())
     # to half a unit of the largest level's rounding
     assert (rest.abs() <= scales[:, None] * (0.5 + 127 * 2**-23)).logical_or(scales[:, None] == 0).all()
@@ -62,8 +62,8 @@ def test_a_block_that_is_not_finite_travels_as_nan_and_leaves_nothing(bad: float
     numbers[5, 100] = bad
     values, scales = room(9)
     rest, out = numbers.clone(), torch.empty_like(numbers)
-    blocks.encode(rest, values, scales)
-    blocks.decode(values, scales, out)
+    int8_blocks.encode(rest, values, scales)
+    int8_blocks.decode(values, scales, out)
     assert out[5].isnan().all() and (rest[5] == 0).all()
     others = torch.arange(9) != 5
     assert torch.equal((out.double() + rest.double())[others], numbers.double()[others])
@@ -71,9 +71,9 @@ def test_a_block_that_is_not_finite_travels_as_nan_and_leaves_nothing(bad: float
 
 def test_a_row_is_all_values_and_then_all_scales() -> None:
     rows = torch.zeros(2, 3 * BLOCK_BYTES, dtype=torch.uint8)
-    values, scales = blocks.parts(rows)
+    values, scales = int8_blocks.parts(rows)
     assert values.shape == (2, 3, BLOCK) and scales.shape == (2, 3)
-    blocks.encode(some_blocks(4)[1:], values[1], scales[1])
+    int8_blocks.encode(some_blocks(4)[1:], values[1], scales[1])
     assert (rows[0] == 0).all()
     raw = rows[1].numpy().tobytes()
     assert raw[: 3 * BLOCK] == values[1].numpy().tobytes()
@@ -84,12 +84,12 @@ def test_a_row_is_all_values_and_then_all_scales() -> None:
 def test_sums_are_in_rank_order_and_a_workers_own_numbers_are_not_rounded(rank: int) -> None:
     numbers = [some_blocks(300, seed=other) for other in range(3)]
     received = torch.full((3, 300 * BLOCK_BYTES), 255, dtype=torch.uint8)  # NaN where it is not filled
-    values, scales = blocks.parts(received)
+    values, scales = int8_blocks.parts(received)
     for other in range(3):
         if other != rank:
-            blocks.encode(numbers[other].clone(), values[other], scales[other])
+            int8_blocks.encode(numbers[other].clone(), values[other], scales[other])
     own = numbers[rank].clone()
-    blocks.add_in_order(received, own, rank)
+    int8_blocks.add_in_order(received, own, rank)
     terms = [
         n.numpy() if other == rank else oracle.sent(n.flatten().numpy()).reshape(-1, BLOCK)
         for other, n in enumerate(numbers)
@@ -102,11 +102,11 @@ def test_sums_are_in_rank_order_and_a_workers_own_numbers_are_not_rounded(rank: 
 )
 def test_rows_are_written_one_after_the_other_without_the_padding(count: int) -> None:
     rows = torch.zeros(3, 2 * BLOCK_BYTES, dtype=torch.uint8)
-    values, scales = blocks.parts(rows)
+    values, scales = int8_blocks.parts(rows)
     numbers = some_blocks(600)[-6:].view(3, 2, BLOCK)
     for row in range(3):
-        blocks.encode(numbers[row].clone(), values[row], scales[row])
+        int8_blocks.encode(numbers[row].clone(), values[row], scales[row])
     flat = torch.full((count + 2,), 5.0)
-    blocks.write_out(rows, flat[:count])
+    int8_blocks.write_out(rows, flat[:count])
     np.testing.assert_array_equal(flat[:count].numpy(), oracle.sent(numbers.flatten().numpy())[:count])
     assert flat[count:].tolist() == [5.0, 5.0]

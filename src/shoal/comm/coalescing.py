@@ -13,12 +13,23 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from shoal.comm import operands
+from shoal.comm.tensors import (
+    Finish,
+    as_bytes,
+    as_contiguous,
+    as_movable,
+    as_reducible,
+    copy_back,
+    is_plain_contiguous,
+    output_buffer,
+    overlaps,
+    reduction_of,
+)
 from shoal.comm.work import JoinedWork
 from shoal.errors import UsageError
 
 
-class Fused:
+class Coalescer:
     """The collectives of one group that take many tensors. ``submit`` is the group's way to the engine."""
 
     def __init__(self, submit: Callable[..., Work], rank: int, size: int) -> None:
@@ -30,14 +41,14 @@ class Fused:
         works: list[Work] = []
         for same in _by_dtype(tensors, tensors):
             group = [tensors[index] for index in same]
-            op = operands.reduction(opts.reduceOp, group[0])
-            if len(group) == 1 and operands.is_block(group[0]) and op.factor is None:
+            op = reduction_of(opts.reduceOp, group[0])
+            if len(group) == 1 and is_plain_contiguous(group[0]) and op.factor is None:
                 flat, finish = group[0].detach(), None
             else:
-                flat = op.before(torch.cat([operands.block(tensor).view(-1) for tensor in group]))
-                finish = operands.copy_back(group, flat)
+                flat = op.before(torch.cat([as_contiguous(tensor).view(-1) for tensor in group]))
+                finish = copy_back(group, flat)
             finish = op.after(flat, self._size, finish)
-            numbers, dtype = operands.numbers(flat)
+            numbers, dtype = as_reducible(flat)
             work = self._submit(
                 "all_reduce", numbers, numbers, numbers.numel(), dtype,
                 op=op.name, shape=_shape(group, flat), timeout=opts.timeout, result=group, finish=finish,
@@ -50,7 +61,7 @@ class Fused:
         outputs: list[Tensor],
         inputs: list[Tensor],
         opts: Any,
-        finish_also: operands.Finish | None = None,
+        finish_also: Finish | None = None,
         result: Any = None,
     ) -> Work:
         """Each output has ``size`` rows of its input's elements. ``finish_also`` then leaves ``result``."""
@@ -58,9 +69,9 @@ class Fused:
             check_rows(self._size, "all_gather_into_tensor", "output", output, "input", input)
         if len(inputs) == 1 and finish_also is None:
             return self._all_gather_one(outputs[0], inputs[0], opts)
-        source = torch.cat([operands.as_bytes(tensor) for tensor in inputs])
+        source = torch.cat([as_bytes(tensor) for tensor in inputs])
         rows = source.new_empty(self._size, source.numel())
-        staged = [operands.destination(output) for output in outputs]
+        staged = [output_buffer(output) for output in outputs]
 
         def finish() -> None:
             begin = 0
@@ -79,16 +90,13 @@ class Fused:
         )  # fmt: skip
 
     def _all_gather_one(self, output: Tensor, input: Tensor, opts: Any) -> Work:
-        source, (target, finish) = operands.block(input), operands.destination(output)
+        source, (target, finish) = as_contiguous(input), output_buffer(output)
         place = source.data_ptr() - target.data_ptr()
-        if (
-            operands.shares_memory(source, target)
-            and place != self._rank * source.numel() * source.element_size()
-        ):
+        if overlaps(source, target) and place != self._rank * source.numel() * source.element_size():
             source = source.clone()
-        flat, dtype = operands.plain(source)
+        flat, dtype = as_movable(source)
         return self._submit(
-            "all_gather", flat, operands.plain(target)[0], flat.numel(), dtype,
+            "all_gather", flat, as_movable(target)[0], flat.numel(), dtype,
             shape=input.shape, timeout=opts.timeout, result=[output], finish=finish,
         )  # fmt: skip
 
@@ -110,7 +118,7 @@ class Fused:
                 f"its input {tuple(input.shape)}; they must have the same number of elements"
             )
         width = max(output.numel() for output in outputs)
-        source = operands.block(input).view(-1)
+        source = as_contiguous(input).view(-1)
         if source.numel() < width:
             source = torch.cat([source, source.new_zeros(width - source.numel())])
         rows = source.new_empty(self._size, width)
@@ -119,9 +127,9 @@ class Fused:
             for row, output in zip(rows, outputs, strict=True):
                 output.detach().copy_(row[: output.numel()].view(output.shape))
 
-        flat, dtype = operands.plain(source)
+        flat, dtype = as_movable(source)
         return self._submit(
-            "all_gather", flat, operands.plain(rows)[0], flat.numel(), dtype,
+            "all_gather", flat, as_movable(rows)[0], flat.numel(), dtype,
             shape=input.shape, timeout=opts.timeout, result=outputs, finish=finish,
         )  # fmt: skip
 
@@ -149,7 +157,7 @@ class Fused:
             check_rows(self._size, "reduce_scatter_tensor", "input", input, "output", output)
         works = []
         for same in _by_dtype(outputs, inputs):
-            tables = [operands.block(inputs[index]).view(self._size, -1) for index in same]
+            tables = [as_contiguous(inputs[index]).view(self._size, -1) for index in same]
             table = tables[0] if len(tables) == 1 else torch.cat(tables, dim=1)
             works.append(self._reduce_scatter_table([outputs[index] for index in same], table, opts))
         return _joined(works, outputs)
@@ -171,20 +179,20 @@ class Fused:
         width = max(input.numel() for input in inputs)
         table = output.new_zeros(self._size, width)
         for row, input in zip(table, inputs, strict=True):
-            row[: input.numel()].copy_(operands.block(input).view(-1))
+            row[: input.numel()].copy_(as_contiguous(input).view(-1))
         return self._reduce_scatter_table([output], table, opts)
 
     def _reduce_scatter_table(self, outputs: list[Tensor], table: Tensor, opts: Any) -> Work:
-        op = operands.reduction(opts.reduceOp, table)
+        op = reduction_of(opts.reduceOp, table)
         table = op.before(table)
         target, finish = outputs[0].detach(), None
-        direct = len(outputs) == 1 and operands.is_block(target) and target.numel() == table.shape[1]
-        if not direct or operands.shares_memory(target, table):
+        direct = len(outputs) == 1 and is_plain_contiguous(target) and target.numel() == table.shape[1]
+        if not direct or overlaps(target, table):
             target = table.new_empty(table.shape[1])
-            finish = operands.copy_back(outputs, target)
+            finish = copy_back(outputs, target)
         finish = op.after(target, self._size, finish)
-        input, dtype = operands.numbers(table)
-        output, _ = operands.numbers(target)
+        input, dtype = as_reducible(table)
+        output, _ = as_reducible(target)
         return self._submit(
             "reduce_scatter", input, output, output.numel(), dtype,
             op=op.name, shape=_shape(outputs, target), timeout=opts.timeout, result=outputs, finish=finish,

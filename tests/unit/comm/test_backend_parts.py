@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from shoal import env
-from shoal.comm import addresses, bootstrap, operands
+from shoal.comm import addresses, rendezvous
 from shoal.comm.engine import CommError, Operation
-from shoal.comm.lone import LoneEngine
-from shoal.comm.monitored import monitored_barrier
+from shoal.comm.single_process import SingleProcessEngine
+from shoal.comm.store import monitored_barrier
+from shoal.comm.tensors import ENGINE_DTYPES, as_contiguous, as_movable, output_buffer, overlaps, reduction_of
 from shoal.errors import UsageError
 
 # ---- environment ----------------------------------------------------------------------------------------
@@ -58,9 +59,9 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_loopback_addresses_reach_only_their_network() -> None:
-    one, other = addresses.Place("a", "127.0.1.1", "x"), addresses.Place("b", "10.0.0.2", "y")
-    addresses.refuse_loopback([one, addresses.Place("c", "127.0.0.2", "x")])
-    addresses.refuse_loopback([other, addresses.Place("c", "10.0.0.3", "x")])
+    one, other = addresses.Endpoint("a", "127.0.1.1", "x"), addresses.Endpoint("b", "10.0.0.2", "y")
+    addresses.refuse_loopback([one, addresses.Endpoint("c", "127.0.0.2", "x")])
+    addresses.refuse_loopback([other, addresses.Endpoint("c", "10.0.0.3", "x")])
     with pytest.raises(UsageError, match=r"rank 1 on host a listens at 127\.0\.1\.1, which rank 0 on host b"):
         addresses.refuse_loopback([other, one])
 
@@ -70,15 +71,15 @@ def test_a_rank_that_cannot_take_part_tells_the_others(monkeypatch: pytest.Monke
     limit = timedelta(seconds=5)
     monkeypatch.setenv("SHOAL_HELPERS", "10.0.0.1:1")
     with pytest.raises(UsageError, match="SHOAL_SECRET is not"):
-        bootstrap.connect_engine(store, 0, 2, "g", 0, limit)
+        rendezvous.connect_engine(store, 0, 2, "g", 0, limit)
     monkeypatch.delenv("SHOAL_HELPERS")
     with pytest.raises(CommError, match=r"cannot be made: rank 0: .*SHOAL_SECRET is not"):
-        bootstrap.connect_engine(store, 1, 2, "g", 1, limit)
+        rendezvous.connect_engine(store, 1, 2, "g", 1, limit)
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(CommError, match=r"rank 1 of the group did not come within 0.2 s"):
-        bootstrap.connect_engine(dist.HashStore(), 0, 2, "g", 0, timedelta(seconds=0.2))
+        rendezvous.connect_engine(dist.HashStore(), 0, 2, "g", 0, timedelta(seconds=0.2))
 
 
 # ---- operands -------------------------------------------------------------------------------------------
@@ -99,8 +100,8 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     ],
 )
 def test_reductions_of_dtypes(op: ReduceOp.RedOpType, dtype: torch.dtype, name: str) -> None:
-    assert operands.reduction(op, torch.empty(1, dtype=dtype)).name == name
-    assert operands.reduction(ReduceOp(op), torch.empty(1, dtype=dtype)).name == name
+    assert reduction_of(op, torch.empty(1, dtype=dtype)).name == name
+    assert reduction_of(ReduceOp(op), torch.empty(1, dtype=dtype)).name == name
 
 
 @pytest.mark.parametrize(
@@ -115,42 +116,42 @@ def test_reductions_of_dtypes(op: ReduceOp.RedOpType, dtype: torch.dtype, name: 
 )
 def test_reductions_that_cannot_be(op: ReduceOp.RedOpType, dtype: torch.dtype) -> None:
     with pytest.raises(UsageError, match=f"of a {dtype} tensor"):
-        operands.reduction(op, torch.empty(1, dtype=dtype))
+        reduction_of(op, torch.empty(1, dtype=dtype))
 
 
 def test_blocks_are_copied_only_if_they_must_be() -> None:
     table = torch.arange(12.0).view(3, 4)
-    assert operands.block(table).data_ptr() == table.data_ptr()
-    target, copy = operands.destination(table)
+    assert as_contiguous(table).data_ptr() == table.data_ptr()
+    target, copy = output_buffer(table)
     assert target.data_ptr() == table.data_ptr()
     assert copy is None
     turned = table.t()
-    assert torch.equal(operands.block(turned), turned)
-    assert operands.block(turned).is_contiguous()
-    target, copy = operands.destination(turned)
+    assert torch.equal(as_contiguous(turned), turned)
+    assert as_contiguous(turned).is_contiguous()
+    target, copy = output_buffer(turned)
     assert copy is not None
     target.fill_(7)
     copy()
     assert (table == 7).all()
     rows = torch.arange(6.0)
-    assert operands.shares_memory(rows[:3], rows[2:])
-    assert not operands.shares_memory(rows[:3], rows[3:])
+    assert overlaps(rows[:3], rows[2:])
+    assert not overlaps(rows[:3], rows[3:])
 
 
 def test_what_moves_keeps_its_bits() -> None:
     for dtype in (torch.float16, torch.bool, torch.complex128, torch.int16):
         tensor = torch.ones(5, dtype=dtype)
-        flat, name = operands.plain(tensor)
+        flat, name = as_movable(tensor)
         assert flat.data_ptr() == tensor.data_ptr()
         assert flat.numel() * flat.element_size() == tensor.numel() * tensor.element_size()
-        assert name == operands.ENGINE_DTYPES.get(dtype, "uint8")
+        assert name == ENGINE_DTYPES.get(dtype, "uint8")
 
 
 # ---- alone, and the monitored barrier -------------------------------------------------------------------
 
 
 def test_the_engine_of_one() -> None:
-    engine = LoneEngine()
+    engine = SingleProcessEngine()
     source, target = torch.arange(4.0), torch.zeros(4)
     asked = Operation(
         kind="all_gather", input=source.data_ptr(), output=target.data_ptr(), count=4, dtype="float32",

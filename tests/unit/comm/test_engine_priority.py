@@ -14,7 +14,7 @@ from engine_group import DEADLINE_S, PLACEMENTS, Array, engine_group, expected, 
 from shoal.comm.engine import CommError, Engine, Operation
 
 CHUNK = 8 << 10
-WINDOW = {"chunk_bytes": CHUNK, "least_window_bytes": CHUNK, "window_bytes": CHUNK}
+WINDOW = {"chunk_bytes": CHUNK, "min_window_bytes": CHUNK, "window_bytes": CHUNK}
 """One chunk on its way for each server that there may be: two of them with two hosts."""
 
 

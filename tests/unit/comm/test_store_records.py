@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from forked import fork_process
-from shoal.comm import bootstrap
+from shoal.comm import rendezvous
 from shoal.comm.engine import CommError
-from shoal.comm.records import Records, parse_peer, parse_rules
+from shoal.comm.store import Records, parse_peer, parse_rules
 from shoal.errors import UsageError
 
 LIMIT = timedelta(seconds=5)
@@ -116,7 +116,7 @@ def test_a_changed_record_ends_a_group_at_its_beginning(monkeypatch: pytest.Monk
     store = dist.HashStore()
     store.set("peer/1", json.dumps({**PEER, "global_rank": 1}))  # somebody who does not know the secret
     with pytest.raises(CommError, match=r"rank 1 .* is not signed"):
-        bootstrap.connect_engine(store, 0, 2, "g", 0, LIMIT)
+        rendezvous.connect_engine(store, 0, 2, "g", 0, LIMIT)
 
 
 def hold_store(pipe: Connection) -> None:

@@ -9,7 +9,7 @@
 
 namespace shoal {
 
-class OnTheWay {
+class InFlight {
  public:
   // What goes to the server beside `rank` is not counted.
   static std::size_t counted(const Op& op, std::uint64_t index, int rank) {

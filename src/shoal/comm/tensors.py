@@ -72,7 +72,7 @@ class Reduction:
         return divide
 
 
-def reduction(op: ReduceOp | ReduceOp.RedOpType, tensor: Tensor) -> Reduction:
+def reduction_of(op: ReduceOp | ReduceOp.RedOpType, tensor: Tensor) -> Reduction:
     """Return the engine's operation on this tensor.
 
     Raises:
@@ -106,7 +106,7 @@ def reduction(op: ReduceOp | ReduceOp.RedOpType, tensor: Tensor) -> Reduction:
     return Reduction(name, factor)
 
 
-def block(tensor: Tensor) -> Tensor:
+def as_contiguous(tensor: Tensor) -> Tensor:
     """Return the tensor's elements in order as one block of memory: itself, or a copy if it is not one."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
@@ -114,13 +114,13 @@ def block(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-def is_block(tensor: Tensor) -> bool:
+def is_plain_contiguous(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def destination(tensor: Tensor) -> tuple[Tensor, Finish | None]:
+def output_buffer(tensor: Tensor) -> tuple[Tensor, Finish | None]:
     """Return a block of the tensor's size to write to, and what then brings it into the tensor, if needed."""
-    if is_block(tensor):
+    if is_plain_contiguous(tensor):
         return tensor.detach(), None
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise UsageError(
@@ -147,7 +147,7 @@ def copy_back(tensors: Sequence[Tensor], flat: Tensor) -> Finish:
     return finish
 
 
-def numbers(tensor: Tensor) -> tuple[Tensor, str]:
+def as_reducible(tensor: Tensor) -> tuple[Tensor, str]:
     """Return a block of memory as the numbers that the engine reduces, flat, and the name of their dtype."""
     if tensor.dtype == torch.bool:
         tensor = tensor.view(torch.uint8)
@@ -156,7 +156,7 @@ def numbers(tensor: Tensor) -> tuple[Tensor, str]:
     return tensor.view(-1), ENGINE_DTYPES[tensor.dtype]
 
 
-def plain(tensor: Tensor) -> tuple[Tensor, str]:
+def as_movable(tensor: Tensor) -> tuple[Tensor, str]:
     """Return a block of memory as what the engine moves unchanged: its dtype if it knows it, else bytes."""
     flat = tensor.view(-1)
     if flat.dtype in ENGINE_DTYPES:
@@ -165,16 +165,16 @@ def plain(tensor: Tensor) -> tuple[Tensor, str]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    return block(tensor).view(-1).view(torch.uint8)
+    return as_contiguous(tensor).view(-1).view(torch.uint8)
 
 
-def shares_memory(one: Tensor, other: Tensor) -> bool:
+def overlaps(one: Tensor, other: Tensor) -> bool:
     """Whether two blocks overlap."""
     begin, end = one.data_ptr(), one.data_ptr() + one.numel() * one.element_size()
     return begin < other.data_ptr() + other.numel() * other.element_size() and other.data_ptr() < end
 
 
-def check(tensors: Sequence[Tensor], name: str) -> None:
+def check_tensors(tensors: Sequence[Tensor], name: str) -> None:
     """
     Raises:
         UsageError: a tensor is on a device that is not ours, or is sparse, or they are on several devices.
@@ -193,7 +193,7 @@ def check(tensors: Sequence[Tensor], name: str) -> None:
             )
 
 
-def one(tensors: Any, name: str) -> list[Tensor]:
+def single_tensor(tensors: Any, name: str) -> list[Tensor]:
     """Return the list of the one tensor that each rank gives."""
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if len(found) != 1:

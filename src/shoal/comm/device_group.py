@@ -1,0 +1,296 @@
+"""Per-device state of a process group: its engines, the intra-host group and the copy pipeline.
+
+The group's first collective on the device creates it; all ranks take part. Its engines are separate from the
+group's engine, because chunks are submitted when they have left the device, and the caller submits other
+operations in the meantime.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from shoal.comm.addresses import host_identity
+from shoal.comm.d2h_pipeline import CopyPipeline, DeviceWork, Transfer
+from shoal.comm.devices import Device, IntraHostGroup
+from shoal.comm.engine import CommError, Engine, EngineOptions, Operation
+from shoal.comm.gloo_fallback import BounceBuffers
+from shoal.comm.rendezvous import connect_engine
+from shoal.comm.routes import (
+    INTRA_HOST_OPS,
+    CollectiveRequest,
+    HierarchicalRoutes,
+    RankLayout,
+    Route,
+    flat_route,
+)
+from shoal.comm.single_process import SingleProcessEngine
+from shoal.comm.store import wait_for_keys
+from shoal.errors import UsageError
+from shoal.json_text import parse_json
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.2
+_GROUP_ERROR_S = 1.0
+_MAX_ELEMENT_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """A rank of a process group."""
+
+    store: Store
+    rank: int
+    size: int
+    name: str
+    global_rank: int
+    engine: Engine | SingleProcessEngine
+    """The group's engine. Every collective is announced on it, so that it detects mismatched collectives."""
+    options: EngineOptions
+
+
+class DeviceGroup:
+    """The collectives of one process group on the tensors of one device."""
+
+    def __init__(self, device: Device, group: Membership, timeout: timedelta) -> None:
+        self._device, self._group, self._timeout = device, group, timeout
+        options = group.options
+        min_bytes = (group.size + 1) * _MAX_ELEMENT_BYTES
+        self.pipeline = CopyPipeline(
+            device, self,
+            num_buffers=options.staging_buffers, buffer_bytes=max(options.staging_bytes, min_bytes),
+        )  # fmt: skip
+        self.bounce_buffers = BounceBuffers(device)
+        self._stopped = threading.Event()
+        self._layout: RankLayout | None = None
+        self._hierarchical: HierarchicalRoutes | None = None
+        self._flat: Engine | None = None
+        self._engines: list[Engine] = []
+        self._intra_host: list[IntraHostGroup] = []
+        threading.Thread(target=self._watch, name="shoal-device-guard", daemon=True).start()
+
+    # ---- collectives --------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        request: CollectiveRequest,
+        *,
+        begin: Callable[[Operation], int],
+        idle: Callable[[], None],
+        timeout: timedelta,
+        result: Any,
+        finish: Callable[[], None] | None,
+    ) -> DeviceWork:
+        """Submit a collective, ordered after the work that the caller has queued on the device.
+
+        Args:
+            request: the collective and its tensors.
+            begin: submits an operation to the group's engine and counts it. Like ``idle`` it is a method of
+            the
+                group and is not stored here, where threads would keep the group alive.
+            idle: called by threads that wait for long.
+            timeout: of the operation.
+            result: what the work's future returns.
+            finish: queued on the device after the result.
+
+        Raises:
+            CommError: the group has failed, or a rank did not join the first collective.
+            UsageError: the stream is being captured into a graph.
+        """
+        device, kind = self._device.torch_device.type, request.kind
+        if self._device.is_capturing():
+            raise UsageError(
+                f"{kind} on {device} while a graph is captured: the network's part is the processor's and "
+                "cannot be replayed; capture forward and backward pass and average the gradients outside"
+            )
+        handle = begin(_announcement(f"{device}_{kind}", request, timeout))
+        try:
+            route = self._route(request)
+        except Exception:
+            self._group.engine.finish_delegated(handle)
+            raise
+        work = DeviceWork(self._device, kind, result, self.error, idle)
+        self.pipeline.begin(
+            Transfer(
+                name=kind,
+                route=route,
+                ready=self._device.current_stream().record_event(),
+                deadline=time.monotonic() + timeout.total_seconds(),
+                work=work,
+                finish=finish,
+                on_end=lambda: self._group.engine.finish_delegated(handle),
+            )
+        )
+        return work
+
+    def _route(self, request: CollectiveRequest) -> Route:
+        if self._group.size == 1 or request.output.numel() == 0:
+            return flat_route(request, None, 0, 1)
+        layout = self._exchange_layout()
+        if layout.is_hierarchical and request.op in INTRA_HOST_OPS and self._hierarchical is not None:
+            return self._hierarchical.route(request)
+        if self._flat is None:
+            self._exchange("all", None)
+            self._flat = self._connect("all", self._group.rank, self._group.size)
+        return flat_route(request, self._flat, self._group.rank, self._group.size)
+
+    # ---- rendezvous ---------------------------------------------------------------------------------------
+
+    def _exchange_layout(self) -> RankLayout:
+        if self._layout is None:
+            group = self._group
+            found = self._exchange("place", [host_identity(), self._device.identity()])
+            layout = RankLayout.of([(host, device) for host, device in found], group.rank)
+            if layout.is_hierarchical and group.options.order == "host":
+                self._connect_hierarchy(layout)
+            self._layout = layout
+        return self._layout
+
+    def _connect_hierarchy(self, layout: RankLayout) -> None:
+        """Connect the ranks of this host and of this rail, unless the intra-host group of any rank fails."""
+        problem = ""
+        try:
+            self._intra_host = [self._connect_host(layout, direction) for direction in range(2)]
+        except Exception as refusal:
+            problem = f"rank {self._group.rank}: {refusal}"
+        problems = [each for each in self._exchange("beside", problem) if each]
+        if problems:
+            if self._group.rank == 0:
+                _log.warning(
+                    "group %s: whole tensors leave each %s: the ranks of a host cannot add up there (%s)",
+                    self._group.name, self._device.torch_device.type, problems[0],
+                )  # fmt: skip
+            return
+        rail = (
+            self._connect(f"rail/{layout.local}", layout.host, len(layout.hosts))
+            if len(layout.hosts) > 1
+            else None
+        )
+        widen = self._group.options.partial_dtype == "float32"
+        self._hierarchical = HierarchicalRoutes(layout, rail, *self._intra_host, widen=widen)
+
+    def _connect_host(self, layout: RankLayout, direction: int) -> IntraHostGroup:
+        """Connect the ranks of this host for one of the pipeline's two streams, and test a reduction."""
+        store = PrefixStore(f"host/{layout.host}/{direction}/", self._group.store)
+        name = f"{self._group.name}, host {layout.host}, stream {direction}"
+        size = len(layout.hosts[0])
+        ranks = self._device.intra_host_group(store, layout.local, size, self._timeout, name)
+        ones = torch.ones(size, device=self._device.torch_device)
+        part = ones.new_empty(1)
+        ranks.reduce_scatter(part, ones, "sum")
+        ranks.all_gather(ones, part)
+        if ones.tolist() != [size] * size:
+            raise CommError(f"the ranks of host {layout.host} add ones up to {ones.tolist()}")
+        return ranks
+
+    def _connect(self, name: str, rank: int, size: int) -> Engine:
+        group = self._group
+        engine = connect_engine(
+            PrefixStore(f"{name}/", group.store), rank, size,
+            f"{group.name} on {self._device.torch_device.type}",
+            group.global_rank, self._timeout, group.options, verbose=False,
+        )  # fmt: skip
+        self._engines.append(engine)
+        return engine
+
+    def _exchange(self, topic: str, value: Any) -> list[Any]:
+        """Return the values of all ranks for a topic, in rank order.
+
+        Raises:
+            CommError: the group has failed, or a rank did not come in time.
+        """
+        group = self._group
+        keys = [f"{topic}/{rank}" for rank in range(group.size)]
+        group.store.set(keys[group.rank], json.dumps(value))
+        if not wait_for_keys(group.store, keys, lambda: self.error() is not None, self._timeout):
+            missing = [str(rank) for rank, key in enumerate(keys) if not group.store.check([key])]
+            raise CommError(
+                self.error()
+                or f"rank {', '.join(missing)} of group {group.name} did not begin its first collective on "
+                f"{self._device.torch_device.type} within {self._timeout.total_seconds():g} s; see where it "
+                "is"
+            )
+        return [parse_json(group.store.get(key), f"{key} in the store") for key in keys]
+
+    # ---- failure and shutdown -----------------------------------------------------------------------------
+
+    def error(self) -> str | None:
+        return self._group.engine.error()
+
+    def explain(self, problem: Exception) -> Exception:
+        """Return the group's error, which names the first cause, if the group has failed; else ``problem``.
+
+        A rank that leaves after a failure also closes its device engines. Only the group's engine receives
+        the first cause.
+        """
+        end = time.monotonic() + (_GROUP_ERROR_S if isinstance(problem, CommError) else 0.0)
+        while not self._stopped.is_set():
+            if reason := self.error():
+                return CommError(reason)
+            if time.monotonic() >= end:
+                break
+            time.sleep(_POLL_S / 10)
+        return problem
+
+    def abort(self, reason: str) -> None:
+        """Fail the group on all ranks, unless it is being shut down."""
+        if not self._stopped.is_set():
+            self._group.engine.abort(f"rank {self._group.rank} of group {self._group.name}: {reason}")
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_POLL_S):
+            for engine in self._engines:
+                for event in engine.take_events():
+                    _log.warning(
+                        "group %s on %s: %s", self._group.name, self._device.torch_device.type, event
+                    )
+            if reason := self.error():
+                self._abort_all(reason)
+                return
+
+    def _abort_all(self, reason: str) -> None:
+        for engine in self._engines:
+            engine.abort(reason)
+        for ranks in self._intra_host:
+            ranks.abort(reason)
+
+    def stop(self) -> None:
+        """Shut down; abort operations that have not completed."""
+        self._stopped.set()
+        if self.error() or not self.pipeline.is_idle:
+            self._abort_all(
+                self.error() or f"rank {self._group.rank} of group {self._group.name} has left it"
+            )
+        self.pipeline.stop()
+        for ranks in self._intra_host:
+            ranks.close()
+        for engine in self._engines:
+            engine.close()
+        self._device.close()
+
+
+def _announcement(name: str, request: CollectiveRequest, timeout: timedelta) -> Operation:
+    """Return the delegated operation that announces a device collective on the group's engine.
+
+    The engine compares name, dtype and root of delegated operations. The operation and its root are therefore
+    part of the name, and a checksum of the element count takes the place of the root.
+    """
+    if request.op != "sum":
+        name += f"_{request.op}"
+    if request.kind in ("broadcast", "reduce"):
+        name += f"_{'from' if request.kind == 'broadcast' else 'to'}_{request.root}"
+    count = request.output.numel() if request.kind == "reduce_scatter" else request.input.numel()
+    return Operation(
+        kind="delegated", op=name, root=zlib.crc32(f"{count}".encode()) >> 1, count=count,
+        dtype=request.dtype, shape=request.shape, timeout_s=timeout.total_seconds(),
+    )  # fmt: skip
