@@ -1,7 +1,7 @@
-"""The engine of one group, as the torch backend sees it: addresses in, sums out, waits with a deadline.
+"""Wraps the C++ engine of one group: submits collectives on raw memory and waits for them with a deadline.
 
-Knows nothing of torch: whoever has an address, a count and an element type can use it. The work is done in
-the C++ core (``csrc/engine``); what is here names things and turns failures into :class:`CommError`.
+Independent of torch: an operation is described by addresses, a count and an element type. The work is done in
+``csrc/engine``; this module names things and turns failures into :class:`CommError`.
 """
 
 from __future__ import annotations
@@ -16,38 +16,37 @@ from shoal import native
 from shoal.errors import ShoalError, UsageError
 
 Event = tuple[str, int, int, int, int]
-"""What happened, from and to in ns of ``time.monotonic_ns``, number of the operation, index of the chunk."""
-
+"""A trace event: name, begin and end in ns of ``time.monotonic_ns``, operation number, chunk index."""
 
 _PYTHON_OPTIONS = frozenset(
     {"partial_dtype", "order", "transport", "staging_bytes", "staging_buffers", "ordered_callbacks"}
 )
 """Options that the core does not have under the same name."""
 _FABRIC = "ofi:"
-_MOST_BYTES = 1 << 40
+_MAX_BYTES = 1 << 40
 _RANGES: dict[str, tuple[float, float, int]] = {
     "chunk_bytes": (128, 8 << 20, 128),
     "shared_chunk_bytes": (128, 8 << 20, 128),
     "num_slots": (1, 64, 1),
-    "min_window_bytes": (1, _MOST_BYTES, 1),
-    "window_bytes": (1, _MOST_BYTES, 1),
+    "min_window_bytes": (1, _MAX_BYTES, 1),
+    "window_bytes": (1, _MAX_BYTES, 1),
     "target_rtt_s": (1e-6, 3600.0, 0),
-    "unexpected_bytes": (0, _MOST_BYTES, 1),
+    "unexpected_bytes": (0, _MAX_BYTES, 1),
     "connections_per_peer": (1, 64, 1),
     "send_buffer_bytes": (0, 1 << 30, 1),
     "peer_grace_s": (0.0, 86400.0, 0),
     "straggler_s": (0.0, 86400.0, 0),
-    "staging_bytes": (1, _MOST_BYTES, 1),
+    "staging_bytes": (1, _MAX_BYTES, 1),
     "staging_buffers": (2, 4096, 1),
 }
-"""The least and the most of each number of :class:`EngineOptions`, and what divides it; 0 for any number."""
+"""Minimum and maximum of each number of :class:`EngineOptions`, and the number that divides it; 0 for any."""
 
 
 def fabric_providers(transport: str | None) -> str:
-    """Return libfabric's providers in the words of :attr:`EngineOptions.transport`; an empty text is TCP.
+    """Return the libfabric providers of :attr:`EngineOptions.transport`; an empty string means TCP.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: the transport is neither.
     """
     if transport is None or transport == "tcp":
         return ""
@@ -63,19 +62,19 @@ def fabric_providers(transport: str | None) -> str:
 
 
 class CommError(ShoalError):
-    """The group has failed: a peer was lost, a deadline passed, or ranks ask for different things."""
+    """The group has failed: a peer was lost, a deadline passed, or ranks issued different collectives."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """Where a rank of the group is.
+    """Location of a rank.
 
     Attributes:
-        host: ranks with the same text share memory.
-        address: IPv4 address where its engine listens.
-        port: and the port.
+        host: ranks with the same string share memory.
+        address: IPv4 address on which its engine listens.
+        port: port on which its engine listens.
         global_rank: its rank in the whole job, for messages.
-        pid: its process, for messages.
+        pid: its process id, for messages.
     """
 
     host: str
@@ -87,7 +86,7 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Helper:
-    """A helper host's server."""
+    """Location of a helper host's server."""
 
     address: str
     port: int
@@ -96,30 +95,36 @@ class Helper:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What can be tuned. The defaults suit hosts with 1 to 25 Gbit/s.
+    """Tuning options of a group, the same on all ranks. The defaults suit hosts with 1 to 25 Gbit/s.
+
+    Example:
+
+        >>> EngineOptions(chunk_bytes=64 << 10, transport="ofi:efa").chunk_bytes
+        65536
 
     Attributes:
-        chunk_bytes: the most that travels in one message between hosts; a multiple of 128, at most 8 MiB.
-        shared_chunk_bytes: the same inside a host: small enough for the caches.
-        num_slots: chunks of each rank that are under way in shared memory, from 1 to 64.
-        min_window_bytes: what may always be on its way without an answer, for each server.
-        window_bytes: and what at most, in all; bounds a server's memory. In between it follows the answers.
-        target_rtt_s: the time that an answer should take: longer ones mean that queues fill on the way.
-        unexpected_bytes: what may be sent to a rank that has not begun the operation.
-        connections_per_peer: TCP connections for data to each peer; clouds limit what one carries.
-        send_buffer_bytes: the kernel's buffer of each; small ones keep the flows fair, 0: the system's.
-        peer_grace_s: how long a host may not answer before it is lost.
-        straggler_s: how long an operation waits before the ranks that are missing are named.
-        partial_dtype: "float32" sends the sums of a host's 16-bit tensors unrounded, "input" in 16 bits.
-        workers_serve: whether workers carry chunks of a lost helper.
-        order: "host" adds up inside each host first; "rank" adds in plain rank order for any placement, and
-            sends each rank's tensor over the network for it.
-        transport: "tcp", or "ofi:" and libfabric's providers, one a rail, separated by commas: "ofi:efa",
-            "ofi:tcp;ofi_rxm,tcp;ofi_rxm". ``None``: what SHOAL_TRANSPORT says, or else TCP.
-        staging_bytes: a piece of a CUDA tensor that is copied to or from the host at once.
-        staging_buffers: such pieces that have memory on the host, for each group.
-        ordered_callbacks: whether a collective waits until callbacks of earlier ones have ended. For
-            callbacks that begin collectives while the program does too, as PowerSGD's with several buckets.
+        chunk_bytes: largest message between hosts; a multiple of 128, at most 8 MiB.
+        shared_chunk_bytes: largest chunk inside a host; small enough for the caches.
+        num_slots: chunks of each rank in flight in shared memory, 1 to 64.
+        min_window_bytes: minimum of the flow-control window (bytes in flight), per server.
+        window_bytes: maximum of the window, for all servers together; bounds a server's memory.
+        target_rtt_s: round-trip time of a chunk to which the window adapts; longer ones mean full queues.
+        unexpected_bytes: bytes sent to a rank that has not begun the operation.
+        connections_per_peer: TCP connections for data per peer; clouds limit the rate of one.
+        send_buffer_bytes: kernel send buffer of a connection; small ones keep flows fair, 0 is the system's.
+        peer_grace_s: silence after which a host counts as lost.
+        straggler_s: wait after which an operation's missing ranks are logged.
+        partial_dtype: dtype in which 16-bit tensors' partial sums leave a host: "float32", or "input" for 16
+            bits.
+        workers_serve: whether workers take over chunks of a lost helper.
+        order: "host" adds inside each host first. "rank" adds in rank order for any placement, and sends each
+            rank's tensor over the network for it.
+        transport: "tcp", or "ofi:" and libfabric's providers, one per rail, separated by commas: "ofi:efa",
+            "ofi:tcp;ofi_rxm,tcp;ofi_rxm". ``None``: SHOAL_TRANSPORT if set, else TCP.
+        staging_bytes: bytes of a CUDA tensor that are copied to or from the host at a time.
+        staging_buffers: pinned host buffers of that size, per group and device.
+        ordered_callbacks: whether a collective waits until callbacks of earlier ones have returned. For
+            callbacks that issue collectives while the program does too, as PowerSGD's with several buckets.
     """
 
     chunk_bytes: int = 32 << 10
@@ -158,22 +163,24 @@ class EngineOptions:
 
 @dataclass(kw_only=True, slots=True)
 class Operation:
-    """A collective, as one rank asks for it.
+    """A collective, as one rank submits it.
 
     Attributes:
-        kind: all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, or delegated (nothing moves,
-            but the others hear of it).
-        input: address of the elements; they stay where they are until the operation has ended.
-        output: address for the result; may be ``input``.
-        count: elements of the tensor; of the input for all_gather, of the output for reduce_scatter.
+        kind: all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, or delegated (announced to
+        the
+            other ranks, but moves no data).
+        input: address of the elements, which must stay valid until the operation completes.
+        output: address for the result; may equal ``input``.
+        count: number of elements of the tensor; of the input for all_gather, of the output for
+        reduce_scatter.
         dtype: float32, float64, float16, bfloat16, int8, uint8, int32 or int64.
-        op: sum, avg, prod, min, max, band, bor or bxor; of a delegated operation its name.
-        root: rank in the group that a broadcast comes from or a reduce goes to.
+        op: sum, avg, prod, min, max, band, bor or bxor; for a delegated operation, its name.
+        root: source rank of a broadcast, destination rank of a reduce.
         shape: for messages.
         timeout_s: the operation's deadline; 0 for none.
-        priority: of an all_reduce. 0: it goes in the order of the calls, before all others. Else: among those
-            that have one, in an order that rank 0 sets for all ranks, higher ones first. All ranks give one,
-            or none. The bits do not depend on it.
+        priority: of an all_reduce. Operations with priority 0 are sent in call order, before all others. The
+            others are sent by descending priority, in an order that rank 0 sets for all ranks. All ranks give
+            a priority, or none does. The bits of the result do not depend on it.
     """
 
     kind: str
@@ -189,15 +196,15 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """What counters and messages call it."""
+        """Name of the operation in counters and messages."""
         return self.op if self.kind == "delegated" else self.kind
 
 
 class Engine:
-    """One rank's part in a group of ranks. Listens as soon as it is made; :meth:`connect` meets the others.
+    """One rank's membership in a group. Listens on construction; :meth:`connect` connects to the others.
 
     Raises:
-        CommError: the address or the port cannot be had.
+        CommError: the address or the port is not available.
     """
 
     def __init__(
@@ -226,7 +233,7 @@ class Engine:
         except RuntimeError as error:
             raise CommError(f"group {group!r}, rank {rank}: {error}") from error
         self._group, self._rank, self._pid = group, rank, os.getpid()
-        _open.add(self)
+        _open_engines.add(self)
 
     @property
     def port(self) -> int:
@@ -241,18 +248,18 @@ class Engine:
         segment: str,
         timeout_s: float,
     ) -> None:
-        """Meet all ranks and helpers of the group.
+        """Connect to all ranks and helpers of the group.
 
         Args:
-            peers: one for each rank, in rank order.
+            peers: one per rank, in rank order.
             helpers: the helper hosts, in the same order on all ranks.
-            pattern: the server of each successive chunk, again from the start when it ends; servers 0 to
-                size - 1 are beside the ranks, then come the helpers.
+            pattern: server of each successive chunk, repeated cyclically. Servers 0 to size - 1 are on the
+                ranks, the next ones are the helpers.
             segment: name for shared memory, unique to the group and the same on all ranks.
-            timeout_s: how long this may take.
+            timeout_s: limit for connecting.
 
         Raises:
-            CommError: somebody did not come, refused us, or does not know the secret.
+            CommError: a peer did not come, rejected this rank, or does not know the secret.
         """
         try:
             self._engine.connect(
@@ -268,100 +275,100 @@ class Engine:
             ) from error
 
     def set_pattern(self, pattern: Sequence[int]) -> None:
-        """Assign later chunks to servers. All ranks call it between the same two operations."""
+        """Set the servers of later chunks. All ranks call it between the same two operations."""
         self._engine.set_pattern(list(pattern))
 
-    def submit(self, asked: Operation) -> int:
-        """Begin a collective and return its handle, the group's running number. Never waits for peers.
+    def submit(self, operation: Operation) -> int:
+        """Begin a collective and return its handle, its number in the group. Never waits for peers.
 
         Raises:
-            CommError: the group has failed before.
-            ValueError: an unknown word, or an operation that the type does not have.
+            CommError: the group has failed.
+            ValueError: a name is unknown, or the dtype does not support the operation.
         """
         try:
             handle: int = self._engine.submit(
-                asked.kind, asked.input, asked.output, asked.count, asked.dtype, asked.op, asked.root,
-                list(asked.shape), asked.timeout_s, asked.priority,
+                operation.kind, operation.input, operation.output, operation.count, operation.dtype,
+                operation.op, operation.root, list(operation.shape), operation.timeout_s, operation.priority,
             )  # fmt: skip
         except self._group_error as error:
             raise CommError(str(error)) from None
         return handle
 
     def finish_delegated(self, handle: int) -> None:
-        """Say that the delegated operation has ended here."""
+        """Complete a delegated operation on this rank."""
         self._engine.finish_delegated(handle)
 
     def wait(self, handle: int, timeout_s: float | None = None) -> bool:
-        """Wait for an operation; ``False`` when it is still under way after ``timeout_s``.
+        """Wait for an operation; return ``False`` if it has not completed after ``timeout_s``.
 
         Raises:
             CommError: the operation failed.
         """
         try:
-            ended: bool = self._engine.wait(handle, -1.0 if timeout_s is None else max(timeout_s, 0.0))
+            done: bool = self._engine.wait(handle, -1.0 if timeout_s is None else max(timeout_s, 0.0))
         except self._group_error as error:
             raise CommError(str(error)) from None
-        return ended
+        return done
 
     def is_done(self, handle: int) -> bool:
-        """Whether the operation has ended or failed."""
+        """Return whether the operation has completed or failed."""
         return bool(self._engine.is_done(handle))
 
     def watch(self, handle: int) -> None:
-        """Have :meth:`next_watched` report the operation's end, at once if it is over."""
+        """Make :meth:`next_watched` report the operation once it is done."""
         self._engine.watch(handle)
 
     def next_watched(self, timeout_s: float) -> list[int]:
-        """Return watched operations that have ended or failed since; waits for the first."""
+        """Wait for a watched operation; return those that are done and were not yet reported."""
         return list(self._engine.next_watched(timeout_s))
 
     def error(self) -> str | None:
-        """Return why the group has failed, if it has."""
+        """Return the reason for which the group has failed, if it has."""
         return self._engine.error() or None
 
     def abort(self, reason: str) -> None:
-        """End the group here and on all peers: who waits is freed with this reason."""
+        """Fail the group here and on all peers; pending waits raise this reason."""
         self._engine.abort(reason)
 
     def close(self) -> None:
-        """Leave the group in order. Peers that wait for nothing do not mind."""
+        """Leave the group. Peers are not affected unless they wait for this rank."""
         if os.getpid() == self._pid:
             _lost.update(dict.fromkeys(self._engine.lost_helpers()))
-            _open.discard(self)
+            _open_engines.discard(self)
             self._engine.close()
 
     def counters(self) -> dict[str, int]:
-        """Return bytes, frames and operations by kind since the start."""
+        """Return bytes, frames, and operations by kind, since construction."""
         return dict(self._engine.counters())
 
     def take_events(self) -> list[str]:
-        """Return what was worth telling a person since the last call: stragglers, lost helpers."""
+        """Return the log messages since the last call: stragglers, lost helpers."""
         return list(self._engine.take_events())
 
     def trace(self, on: bool) -> None:
-        """Begin or end to note every chunk's way."""
+        """Start or stop recording the events of each chunk."""
         self._engine.trace(on)
 
     def take_trace(self) -> list[Event]:
-        """Return the events noted since the last call."""
+        """Return the events recorded since the last call."""
         return list(self._engine.take_trace())
 
 
-_open: WeakSet[Engine] = WeakSet()
+_open_engines: WeakSet[Engine] = WeakSet()
 _lost: dict[str, None] = {}
-"""The helpers that engines lost which are closed, in the order of the losses."""
+"""Helpers lost by engines that are closed, in the order of the losses."""
 
 
 def lost_helpers() -> list[str]:
     """Return the names of the helpers that engines of this process have lost."""
-    for engine in list(_open):
+    for engine in list(_open_engines):
         if engine._pid == os.getpid():
             _lost.update(dict.fromkeys(engine._engine.lost_helpers()))
     return list(_lost)
 
 
 @atexit.register
-def _leave_all() -> None:
-    """Leave open groups when the interpreter exits; what is on its way to the others arrives."""
-    for engine in list(_open):
+def _close_all() -> None:
+    """Close open groups at interpreter exit, so that data in flight to other ranks arrives."""
+    for engine in list(_open_engines):
         engine.close()

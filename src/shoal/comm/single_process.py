@@ -1,4 +1,4 @@
-"""The engine of a group of one: same interface as ``engine.Engine``, no network, nothing to wait for."""
+"""Implements the interface of ``engine.Engine`` for a group of one rank: no network, nothing to wait for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ITEM_BYTES = {
 
 
 class SingleProcessEngine:
-    """Completes every operation as it is submitted: a sum over one rank is a copy."""
+    """Completes every operation on submission: the reduction of one rank's tensor is a copy."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -29,12 +29,13 @@ class SingleProcessEngine:
         self._counts: Counter[str] = Counter()
         self._error: str | None = None
 
-    def submit(self, asked: Operation) -> int:
-        num_bytes = asked.count * ITEM_BYTES[asked.dtype]
-        if num_bytes and asked.input != asked.output and asked.kind not in ("barrier", "delegated"):
-            ctypes.memmove(asked.output, asked.input, num_bytes)
-        self._counts[f"ops_{asked.name}"] += 1
-        self._counts[f"bytes_{asked.name}"] += num_bytes
+    def submit(self, operation: Operation) -> int:
+        num_bytes = operation.count * ITEM_BYTES[operation.dtype]
+        moves = operation.kind not in ("barrier", "delegated") and operation.input != operation.output
+        if num_bytes and moves:
+            ctypes.memmove(operation.output, operation.input, num_bytes)
+        self._counts[f"ops_{operation.name}"] += 1
+        self._counts[f"bytes_{operation.name}"] += num_bytes
         self._next += 1
         return self._next
 

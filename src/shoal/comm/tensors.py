@@ -1,6 +1,6 @@
-"""Tensors as the engine sees them: an address, a count and the name of a dtype.
+"""Converts tensors to what the engine takes: an address, a count and a dtype name.
 
-What is not one block of memory is copied into one, and the result is copied back when it has come.
+A tensor that is not contiguous is copied into a contiguous buffer, and the result is copied back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENGINE_DTYPES = {
     torch.int64: "int64",
 }
 DEVICES = ("cpu", "cuda")
-"""Types of the devices whose tensors the backend takes."""
+"""Device types of the tensors that the backend accepts."""
 _OPS = {
     ReduceOp.SUM: "sum",
     ReduceOp.AVG: "avg",
@@ -39,28 +39,29 @@ _OPS = {
     ReduceOp.BXOR: "bxor",
 }
 _BITWISE = frozenset({"band", "bor", "bxor"})
-# Of truth values: a byte that is 0 or 1 stays one.
-_OPS_OF_BOOL = {"sum": "max", "prod": "min", "min": "min", "max": "max"} | dict.fromkeys(_BITWISE, "")
+# A bool is a byte that is 0 or 1, and must stay so.
+_BOOL_OPS = {"sum": "max", "prod": "min", "min": "min", "max": "max"} | {op: op for op in _BITWISE}
 _COMPLEX_PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 Finish = Callable[[], None]
+"""Completes a result after the engine has written it."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Describes a reduction: the engine's name of the operation, and what precedes and follows it."""
+    """The engine's operation for a torch reduction, with the steps before and after it."""
 
     name: str
     factor: float | Tensor | None = None
     divides: bool = False
-    """The sum is divided by the number of ranks and truncated toward zero, as NCCL averages integers."""
+    """Divide the sum by the number of ranks and truncate toward zero, as NCCL averages integers."""
 
     def before(self, block: Tensor) -> Tensor:
-        """Return what goes into the engine: the block, or a copy times the factor."""
+        """Return the engine's input: the tensor, or a copy multiplied by the factor."""
         return block if self.factor is None else block * self.factor
 
     def after(self, output: Tensor, size: int, finish: Finish | None) -> Finish | None:
-        """Return what ends the operation once ``output``, a block, holds the engine's result."""
+        """Return the step that completes the operation once ``output`` holds the engine's result."""
         if not self.divides:
             return finish
 
@@ -73,10 +74,10 @@ class Reduction:
 
 
 def reduction_of(op: ReduceOp | ReduceOp.RedOpType, tensor: Tensor) -> Reduction:
-    """Return the engine's operation on this tensor.
+    """Return the engine's operation for a torch reduction of this tensor.
 
     Raises:
-        UsageError: this dtype cannot be reduced so.
+        UsageError: the dtype does not support the reduction.
     """
     kind: Any = getattr(op, "op", op)
     name, factor = _OPS.get(kind, ""), None
@@ -86,8 +87,8 @@ def reduction_of(op: ReduceOp | ReduceOp.RedOpType, tensor: Tensor) -> Reduction
     dtype = tensor.dtype
     if not name:
         raise UsageError(f"reduce operation {op}: backend shoal has {', '.join(_OPS.values())}, premul_sum")
-    if dtype == torch.bool and _OPS_OF_BOOL.get(name) is not None:
-        return Reduction(_OPS_OF_BOOL[name] or name)
+    if dtype == torch.bool and name in _BOOL_OPS:
+        return Reduction(_BOOL_OPS[name])
     if dtype.is_complex:
         allowed = name in ("sum", "avg") and dtype in _COMPLEX_PARTS
     elif dtype.is_floating_point:
@@ -107,7 +108,7 @@ def reduction_of(op: ReduceOp | ReduceOp.RedOpType, tensor: Tensor) -> Reduction
 
 
 def as_contiguous(tensor: Tensor) -> Tensor:
-    """Return the tensor's elements in order as one block of memory: itself, or a copy if it is not one."""
+    """Return the tensor's elements in order as contiguous memory: the tensor, or a copy if it is not."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -115,11 +116,12 @@ def as_contiguous(tensor: Tensor) -> Tensor:
 
 
 def is_plain_contiguous(tensor: Tensor) -> bool:
+    """Return whether the tensor's memory holds its elements, in order and without a lazy conjugation."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def output_buffer(tensor: Tensor) -> tuple[Tensor, Finish | None]:
-    """Return a block of the tensor's size to write to, and what then brings it into the tensor, if needed."""
+    """Return contiguous memory for a result, and the copy into the tensor if they are not the same."""
     if is_plain_contiguous(tensor):
         return tensor.detach(), None
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -127,16 +129,12 @@ def output_buffer(tensor: Tensor) -> tuple[Tensor, Finish | None]:
             f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has elements that share "
             "memory and cannot take a result; clone() it first"
         )
-    staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return staged, lambda: _copy(tensor, staged)
-
-
-def _copy(tensor: Tensor, value: Tensor) -> None:
-    tensor.detach().copy_(value)
+    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return buffer, copy_back([tensor], buffer.view(-1))
 
 
 def copy_back(tensors: Sequence[Tensor], flat: Tensor) -> Finish:
-    """Return what brings the elements of one block into tensors that share it, one after the other."""
+    """Return a function that copies consecutive parts of ``flat`` into tensors."""
 
     def finish() -> None:
         begin = 0
@@ -148,7 +146,7 @@ def copy_back(tensors: Sequence[Tensor], flat: Tensor) -> Finish:
 
 
 def as_reducible(tensor: Tensor) -> tuple[Tensor, str]:
-    """Return a block of memory as the numbers that the engine reduces, flat, and the name of their dtype."""
+    """Return a contiguous tensor as flat numbers that the engine reduces, and their dtype name."""
     if tensor.dtype == torch.bool:
         tensor = tensor.view(torch.uint8)
     elif tensor.dtype in _COMPLEX_PARTS:
@@ -157,7 +155,7 @@ def as_reducible(tensor: Tensor) -> tuple[Tensor, str]:
 
 
 def as_movable(tensor: Tensor) -> tuple[Tensor, str]:
-    """Return a block of memory as what the engine moves unchanged: its dtype if it knows it, else bytes."""
+    """Return a contiguous tensor flat, for transport without change: as its dtype if known, else as bytes."""
     flat = tensor.view(-1)
     if flat.dtype in ENGINE_DTYPES:
         return flat, ENGINE_DTYPES[flat.dtype]
@@ -165,19 +163,21 @@ def as_movable(tensor: Tensor) -> tuple[Tensor, str]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the tensor's elements as a flat uint8 tensor."""
     return as_contiguous(tensor).view(-1).view(torch.uint8)
 
 
 def overlaps(one: Tensor, other: Tensor) -> bool:
-    """Whether two blocks overlap."""
+    """Return whether the memory of two contiguous tensors overlaps."""
     begin, end = one.data_ptr(), one.data_ptr() + one.numel() * one.element_size()
     return begin < other.data_ptr() + other.numel() * other.element_size() and other.data_ptr() < end
 
 
 def check_tensors(tensors: Sequence[Tensor], name: str) -> None:
-    """
+    """Check that tensors are dense and on one supported device.
+
     Raises:
-        UsageError: a tensor is on a device that is not ours, or is sparse, or they are on several devices.
+        UsageError: a tensor is on an unsupported device, or sparse, or they are on several devices.
     """
     for tensor in tensors:
         if tensor.device.type not in DEVICES:
@@ -194,11 +194,15 @@ def check_tensors(tensors: Sequence[Tensor], name: str) -> None:
 
 
 def single_tensor(tensors: Any, name: str) -> list[Tensor]:
-    """Return the list of the one tensor that each rank gives."""
+    """Return the list of the one tensor that each rank gives.
+
+    Raises:
+        UsageError: there are several.
+    """
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if len(found) != 1:
         raise UsageError(
-            f"{name}: {len(found)} tensors; one a rank is possible (or the coalesced form, for many)"
+            f"{name}: {len(found)} tensors; one per rank is possible (or the coalesced form, for many)"
         )
     return found
 
