@@ -8,7 +8,6 @@ from collections.abc import Callable
 from benchmarks.harness import Benchmark
 from benchmarks.machine import ForeignCores
 from shoal.decide.cost import Link, ModelCost, Unit, stage_costs
-from shoal.decide.partition import equal_units
 from shoal.decide.pipeline_schedules import Schedule, make_schedule
 from shoal.decide.pipeline_simulator import simulate
 
@@ -56,7 +55,7 @@ def add_simulation_time(bench: Benchmark) -> None:
     """
     cost = layers()
     link = Link(bytes_per_s=1e10, latency_s=1e-5)
-    stages = stage_costs(cost, equal_units(cost, 8))
+    stages = stage_costs(cost, [len(cost.units) * stage // 8 for stage in range(1, 8)])
     for name, num_ranks in (("1f1b", 8), ("interleaved", 4), ("bfs", 4), ("vee", 4), ("backward_first", 8)):
         schedules: list[Schedule] = []
 

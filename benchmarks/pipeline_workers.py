@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import peer_module
 from shoal.decide.cost import ModelCost
-from shoal.decide.partition import parameter_balanced
+from shoal.decide.partition import minimax, parameter_ranges
 from shoal.decide.pipeline_simulator import Timeline
 from shoal.pipelining import Pipeline, pipeline
 from shoal.pipelining.export_graph import export_model
@@ -272,7 +272,11 @@ def cuts_to_try(cost: ModelCost) -> dict[str, list[int]]:
     """Return every boundary of blocks, the one in the middle again as ``layers``, and what parameters say."""
     starts = block_starts([unit.name for unit in cost.units], "encoder.block.", "decoder.block.")
     cuts = {f"block {number}": [start] for number, start in enumerate(starts) if number}
-    return {**cuts, "layers": [starts[len(starts) // 2]], "parameters": list(parameter_balanced(cost, 2))}
+    return {
+        **cuts,
+        "layers": [starts[len(starts) // 2]],
+        "parameters": list(minimax([parameter_ranges(cost)] * 2)[1]),
+    }
 
 
 def _stage_s(timeline: Timeline, stage: int) -> float:

@@ -75,7 +75,7 @@ def show_t5(
         Draw the predicted step of the best layout.
     """
     from shoal.pipelining.explain import explain_layouts
-    from shoal.pipelining.step_row import step_row
+    from shoal.pipelining.trace import step_row
     from shoal.recipes.t5.layout import find_layouts
     from shoal.report.pipeline_figure import write_figure
 

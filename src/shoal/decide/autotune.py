@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.decide.actions import Schedule
 from shoal.decide.cost import Link, ModelCost, check_cuts, stage_costs
 from shoal.decide.partition import (
     DoesNotFit,
@@ -18,7 +17,7 @@ from shoal.decide.partition import (
     refine,
 )
 from shoal.decide.pipeline_schedules import GREEDY, check_schedule_name, make_schedule, num_virtual_choices
-from shoal.decide.pipeline_simulator import Timeline, num_kept, rounded, simulate
+from shoal.decide.pipeline_simulator import Schedule, Timeline, num_kept, rounded, simulate
 from shoal.errors import UsageError
 
 PORTFOLIO = ("1f1b", "interleaved", "backward_first", "vee", "bfs", "gpipe")

@@ -21,9 +21,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from shoal.decide.actions import Schedule
 from shoal.decide.cost import Link, ModelCost, parameter_bytes, stage_costs
-from shoal.decide.pipeline_simulator import Simulator, peak_bytes
+from shoal.decide.pipeline_simulator import Schedule, Simulator, peak_bytes
 from shoal.errors import UsageError
 
 Matrix = npt.NDArray[np.float64]
@@ -147,16 +146,13 @@ class Tables:
         self._relay_bytes = [*cost.relay_bytes, 0]
         self._seconds = seconds[None, :] - seconds[:, None]
         self._saved = saved[None, :] - saved[:, None]
-        self._parameters = _parameter_ranges(cost)
+        self._parameters = parameter_ranges(cost)
 
     def seconds(self, link: Link | None) -> Matrix:
         """Return the time of each stage for one micro-batch, with its relay there and back."""
         relay = [2 * link.seconds(num_bytes) if link else 0.0 for num_bytes in self._relay_bytes]
         seconds: Matrix = self._seconds + np.array([0.0, *relay])
         return seconds
-
-    def parameter_bytes(self) -> Matrix:
-        return self._parameters
 
     def held_bytes(self, memory: Memory | None, num_kept: int) -> Matrix:
         """Return the bytes of each stage: its state, and what it keeps of ``num_kept`` micro-batches.
@@ -169,7 +165,7 @@ class Tables:
         return held
 
 
-def _parameter_ranges(cost: ModelCost) -> Matrix:
+def parameter_ranges(cost: ModelCost) -> Matrix:
     """Return the parameter bytes of each range, each parameter once.
 
     Unit u adds a parameter to the ranges that begin behind the last unit before u that uses it too.
@@ -203,18 +199,6 @@ def minimax(tables: Iterable[Matrix]) -> tuple[float, tuple[int, ...]]:
     for choice in reversed(choices):
         cuts.append(int(choice[cuts[-1]]))
     return float(best[-1]), tuple(reversed(cuts[1:]))
-
-
-def equal_units(cost: ModelCost, num_stages: int) -> tuple[int, ...]:
-    """Return cuts into stages of as many units each: what one does without any cost."""
-    check_num_stages(cost, num_stages)
-    return tuple(len(cost.units) * stage // num_stages for stage in range(1, num_stages))
-
-
-def parameter_balanced(cost: ModelCost, num_stages: int) -> tuple[int, ...]:
-    """Return the cuts whose stage with the most parameter bytes has the least, as DeepSpeed balances."""
-    check_num_stages(cost, num_stages)
-    return minimax([Tables(cost).parameter_bytes()] * num_stages)[1]
 
 
 def rank_bytes(

@@ -30,7 +30,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from shoal.decide.pipeline_schedules import Schedule
+from shoal.decide.pipeline_simulator import Schedule
 
 Around = Callable[[str, int, int], AbstractContextManager[None]]
 """Called as (kind, stage, micro-batch); each computation runs inside what it returns."""

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from shoal.pipelining.stage import StageModule
+from shoal.pipelining.stage import StageModule, replace_tensors
 from shoal.pipelining.stage_runner import StageRunner
 
 
-def put_on(device: torch.device, stages: Iterable[StageModule]) -> None:
-    """Move what the stages hold to ``device``; what several of them share is moved once and stays shared.
+def put_on(device: torch.device, stages: Sequence[StageModule]) -> None:
+    """Move the stages to ``device``; a tensor that several of them share is moved once and stays shared.
 
-    The model that was split keeps its own tensors: so nothing of other stages is moved, and it can be freed.
+    The model that was split keeps its own tensors, so that nothing of other stages moves and it can be freed.
     """
-    moved: dict[int, tuple[Tensor, Tensor]] = {}
+    replace_tensors(
+        nn.ModuleList(stages), lambda tensor: None if tensor.device == device else tensor.detach().to(device)
+    )
     for stage in stages:
-        for module in stage.modules():
-            for table in (module._parameters, module._buffers):
-                for name, tensor in table.items():
-                    if tensor is None or tensor.device == device:
-                        continue
-                    if id(tensor) not in moved:
-                        moved[id(tensor)] = (tensor, _moved(tensor, device))
-                    table[name] = moved[id(tensor)][1]  # type: ignore[assignment]
         stage.follow_device()
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    new = tensor.detach().to(device)
-    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 
 
 def held(runners: Iterable[StageRunner]) -> tuple[dict[str, nn.Parameter], dict[str, Tensor], set[str]]:

@@ -6,14 +6,14 @@ Every process builds the whole model on the meta device, splits it, and allocate
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.decide.rng import Stream, random_keys
 from shoal.errors import UsageError
-from shoal.pipelining.stage import StageModule
+from shoal.pipelining.stage import StageModule, replace_tensors
 
 Initialise = Callable[[nn.Module], object]
 
@@ -42,38 +42,24 @@ def materialise(
     Raises:
         UsageError: without ``initialise``, a module with weights that knows neither.
     """
-    real: dict[int, Tensor] = {}
-    for stage in stages:
-        _allocate(stage.weights, device, real)
-    _allocate(model, device, real, known_only=True)
+    held = nn.ModuleList(stage.weights for stage in stages)
+    on_meta = {id(t) for t in (*held.parameters(), *held.buffers()) if t.is_meta}
+    replace_tensors(
+        nn.ModuleList([held, model]),
+        lambda old: torch.empty_like(old, device=device) if id(old) in on_meta else None,
+    )
     for stage in stages:
         stage.follow_device()
+    allocated = {id(tensor) for tensor in (*held.parameters(), *held.buffers())}
     modules = list(model.named_modules())
     devices = [device] if device.type != "cpu" else []
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
         for number, (name, module) in reversed(list(enumerate(modules))):  # children before parents
             torch.manual_seed(int(random_keys(seed, Stream.STAGE_WEIGHTS, number)[0]))
-            (initialise or _default(model, name, module, real))(module)
+            (initialise or _default(model, name, module, allocated))(module)
 
 
-def _allocate(
-    container: nn.Module, device: torch.device, real: dict[int, Tensor], *, known_only: bool = False
-) -> None:
-    """Exchange the container's tensors on meta; ``real`` maps the old ones to the new ones, and grows."""
-    for module in container.modules():
-        kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in kinds:
-            for name, old in tensors.items():
-                if old is None or not old.is_meta or (known_only and id(old) not in real):
-                    continue
-                if id(old) not in real:
-                    empty = torch.empty_like(old, device=device)
-                    is_parameter = isinstance(old, nn.Parameter)
-                    real[id(old)] = nn.Parameter(empty, old.requires_grad) if is_parameter else empty
-                tensors[name] = real[id(old)]
-
-
-def _default(model: nn.Module, name: str, module: nn.Module, real: dict[int, Tensor]) -> Initialise:
+def _default(model: nn.Module, name: str, module: nn.Module, allocated: set[int]) -> Initialise:
     parts = name.split(".") if name else []
     for length in range(len(parts), -1, -1):
         around = model.get_submodule(".".join(parts[:length]))
@@ -81,9 +67,8 @@ def _default(model: nn.Module, name: str, module: nn.Module, real: dict[int, Ten
             return cast(Initialise, around._init_weights)
     if callable(reset := getattr(module, "reset_parameters", None)):
         return lambda each: reset()
-    mine = {id(tensor) for tensor in real.values()}
     own = [n for n, t in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
-    lost = [n for n in own if id(getattr(module, n)) in mine]
+    lost = [n for n in own if id(getattr(module, n)) in allocated]
     if lost:
         raise UsageError(
             f"nothing says how to initialise {lost[0]!r} of module {name!r} ({type(module).__name__}): "

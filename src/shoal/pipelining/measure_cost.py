@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from shoal.decide.cost import ModelCost, Unit
 from shoal.errors import UsageError
-from shoal.pipelining.assemble import container_of
 from shoal.pipelining.export_graph import Exported
 from shoal.pipelining.random_streams import streams
-from shoal.pipelining.split import split
+from shoal.pipelining.split import container_of, split
 from shoal.pipelining.stage import StageModule
 from shoal.pipelining.unit_runner import Piece, pieces_of, run_pieces
 from shoal.pipelining.units import Units, units_of

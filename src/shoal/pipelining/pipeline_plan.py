@@ -12,8 +12,7 @@ from typing import Any
 
 from shoal.decide.autotune import Choice, Conditions, choose_schedule
 from shoal.decide.cost import Link, ModelCost, StageCost, stage_costs
-from shoal.decide.pipeline_schedules import Action, Schedule
-from shoal.decide.pipeline_simulator import Timeline, simulate
+from shoal.decide.pipeline_simulator import Action, Schedule, Timeline, simulate
 from shoal.errors import UsageError
 from shoal.pipelining.process_groups import Groups
 

@@ -22,7 +22,7 @@ from shoal.decide.cost import ModelCost
 from shoal.errors import UsageError
 from shoal.pipelining.export_graph import Exported
 from shoal.pipelining.measure_cost import all_weights, cost_of, saved_bytes
-from shoal.pipelining.stage import retarget
+from shoal.pipelining.stage import replace_tensors, retarget
 from shoal.pipelining.unit_runner import pieces_of, run_pieces
 from shoal.pipelining.units import Units, units_of
 
@@ -51,9 +51,11 @@ def estimate_cost(exported: Exported, rates: Rates, *, units: Units | None = Non
     if not exported.training:
         raise UsageError("an estimate needs a model exported for training")
     units = units or units_of(exported)
-    weights, constants = _on_meta(all_weights(exported.model)), nn.Module()
+    weights, constants = all_weights(exported.model), nn.Module()
     pieces = pieces_of(units, weights, constants)
-    _on_meta(constants)
+    replace_tensors(
+        nn.ModuleList([weights, constants]), lambda tensor: torch.empty_like(tensor, device="meta")
+    )
     if exported.device.type != "meta":
         for piece in pieces:
             retarget(piece.module, exported.device, torch.device("meta"))
@@ -101,16 +103,3 @@ class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _num_bytes(value: Tensor) -> int:
     return min(value.numel() * value.element_size(), value.untyped_storage().nbytes())
-
-
-def _on_meta(container: nn.Module) -> nn.Module:
-    """Exchange a container's tensors for ones without values; the model that they came from keeps its own."""
-    for module in container.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                made = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-                module._parameters[name] = made
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device="meta")
-    return container

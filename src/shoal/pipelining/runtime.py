@@ -24,9 +24,8 @@ from shoal.pipelining.random_streams import streams
 from shoal.pipelining.replicas import ReplicaSum
 from shoal.pipelining.stage_runner import StageRunner
 from shoal.pipelining.state_dict import Part
-from shoal.pipelining.step_row import step_row
 from shoal.pipelining.tied_weights import Ties
-from shoal.pipelining.trace import Tracer, clock_offset, gather, timeline_of
+from shoal.pipelining.trace import Tracer, clock_offset, gather, step_row, timeline_of
 from shoal.pipelining.verify import Reference, compare
 from shoal.record import PipelineStep
 

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.errors import UsageError, did_you_mean
-from shoal.pipelining.assemble import put_module
 from shoal.pipelining.export_graph import alias_names
 from shoal.pipelining.measure_cost import undisturbed
 from shoal.pipelining.random_streams import own_stream, streams
-from shoal.pipelining.stage import Body, StageModule, TensorSpec
+from shoal.pipelining.stage import Body, StageModule, TensorSpec, owner_of
 
 Inputs = Mapping[str, Tensor]
 
@@ -54,7 +53,8 @@ def split_by_modules(model: nn.Module, stages: Sequence[Sequence[str]], inputs: 
         body = Body(run=chain, input_names=chain.input_names, relayed_in=received, relayed_out=sent)
         weights = nn.Module()
         for link in links[first:last]:
-            put_module(weights, link.name, link.module)
+            owner, field = owner_of(weights, link.name)
+            owner.add_module(field, link.module)
         made.append(
             StageModule(
                 index=index,

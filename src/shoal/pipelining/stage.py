@@ -155,6 +155,39 @@ class StageModule(nn.Module):
             self._device = tensors[0].device
 
 
+def replace_tensors(root: nn.Module, replace: Callable[[Tensor], Tensor | None]) -> None:
+    """Exchange parameters and buffers of a module tree in place.
+
+    Args:
+        replace: returns the new tensor, made a parameter where the old one is, or ``None`` to keep the old.
+            It is called once per tensor, so that shared tensors stay shared.
+    """
+    known: dict[int, tuple[Tensor, Tensor | None]] = {}
+    for module in root.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, old in table.items():
+                if old is None:
+                    continue
+                if id(old) not in known:
+                    new = replace(old)
+                    if new is not None and isinstance(old, nn.Parameter):
+                        new = nn.Parameter(new, old.requires_grad)
+                    known[id(old)] = (old, new)
+                if (new := known[id(old)][1]) is not None:
+                    table[name] = new
+
+
+def owner_of(container: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module below ``container`` that holds a dotted name, made if missing, and the last part."""
+    *path, field = name.split(".")
+    for part in path:
+        if part not in container._modules:
+            container.add_module(part, nn.Module())
+        container = container.get_submodule(part)
+    return container, field
+
+
 class _ContiguousGradient(torch.autograd.Function):
     """The identity, whose gradient is contiguous: it is sent as it is."""
 

@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
 
+from shoal.pipelining.stage import owner_of
+
 
 class Part(nn.Module):
     """Parameters and buffers of a model, held under their canonical names; it computes nothing.
@@ -37,18 +39,8 @@ class Part(nn.Module):
         super().__init__()
         self.aliases: dict[str, str] = dict(aliases or {})
         for name, parameter in parameters.items():
-            module, own_name = self._place(name)
+            module, own_name = owner_of(self, name)
             module.register_parameter(own_name, parameter)
         for name, buffer in (buffers or {}).items():
-            module, own_name = self._place(name)
+            module, own_name = owner_of(self, name)
             module.register_buffer(own_name, buffer, persistent=name not in not_saved)
-
-    def _place(self, name: str) -> tuple[nn.Module, str]:
-        """Return the module that a tensor belongs to, made where it is missing, and its name there."""
-        *path, own_name = name.split(".")
-        module: nn.Module = self
-        for step in path:
-            if step not in module._modules:
-                module.add_module(step, nn.Module())
-            module = module.get_submodule(step)
-        return module, own_name

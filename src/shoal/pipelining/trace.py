@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shoal.decide.pipeline_schedules import Action, Schedule
-from shoal.decide.pipeline_simulator import Box, Timeline
+from shoal.decide.pipeline_simulator import Action, Box, Schedule, Timeline, recorded
+from shoal.record import PipelineStep
 
 _NUM_PINGS = 5
 
@@ -151,4 +151,20 @@ def timeline_of(boxes: Sequence[Box], predicted: Timeline, num_ranks: int) -> Ti
     busy = sum(box.end_s - box.begin_s for box in boxes)
     return replace(
         predicted, boxes=tuple(boxes), makespan_s=makespan, bubble=1 - busy / (num_ranks * makespan)
+    )
+
+
+def step_row(
+    schedule: Schedule, predicted: Timeline, traced: Timeline | None = None, *, step: int = 0
+) -> PipelineStep:
+    """Return the row; without ``traced`` it is a prediction only, of step 0."""
+    return PipelineStep(
+        step=step,
+        schedule=schedule.name,
+        placement=list(schedule.placement),
+        num_micro_batches=schedule.num_micro_batches,
+        predicted=recorded(predicted),
+        traced=recorded(traced) if traced else [],
+        predicted_peak_bytes=list(predicted.peak_saved_bytes),
+        traced_peak_bytes=[],
     )

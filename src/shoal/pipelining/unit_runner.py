@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from shoal.pipelining.assemble import assemble
 from shoal.pipelining.dataflow import Flow
+from shoal.pipelining.split import assemble
 from shoal.pipelining.units import Units
 
 Watch = Callable[[int, bool], AbstractContextManager[object]]

@@ -11,7 +11,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -290,19 +290,6 @@ def _named(source: str, where: str, entries: Mapping[str, Any], key: str, name: 
             f"{source}: {where}: {key} {name!r} is in no catalog.{did_you_mean(str(name), entries)}"
         )
     return entries[name]
-
-
-def ideal(instance: Instance) -> Instance:
-    """Return ``instance`` with links that cost nothing, for limits and for 'where the time goes'."""
-    free = Network(name="ideal", efficiency=1.0, latency_s=0.0, source="limit")
-    return replace(
-        instance,
-        network=free,
-        local_network=free,
-        nic_bytes_per_s=math.inf,
-        local_bytes_per_s=math.inf,
-        flow_bytes_per_s=math.inf,
-    )
 
 
 def require_accelerators(machines: Machines) -> Accelerator:

@@ -11,11 +11,10 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import pairwise
 
-from shoal.decide.actions import Schedule, loop_placement
 from shoal.decide.cost import Link, ModelCost, StageCost, Unit, stage_costs
 from shoal.decide.partition import partition
 from shoal.decide.pipeline_schedules import make_schedule
-from shoal.decide.pipeline_simulator import Simulator
+from shoal.decide.pipeline_simulator import Schedule, Simulator, loop_placement
 from shoal.planner.hardware import Machines
 from shoal.planner.workload import Workload
 

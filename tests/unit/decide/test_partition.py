@@ -12,9 +12,7 @@ from shoal.decide.cost import Link, ModelCost, Unit, stage_costs
 from shoal.decide.partition import (
     DoesNotFit,
     Memory,
-    equal_units,
     in_gb,
-    parameter_balanced,
     partition,
     rank_bytes,
     refine,
@@ -114,17 +112,6 @@ def test_optimizing_for_memory_makes_the_fullest_stage_least():
         assert partition(cost, 3, num_kept=kept) == partition(cost, 3, num_kept=kept, memory_weight=0.0)
 
 
-def test_baselines():
-    cost = random_cost(random.Random(3), 8)
-    assert equal_units(cost, 4) == (2, 4, 6)
-    assert equal_units(cost, 3) == (2, 5)
-
-    def most(cuts):
-        return max(stage.parameter_bytes for stage in stage_costs(cost, cuts))
-
-    assert most(parameter_balanced(cost, 3)) == min(map(most, all_cuts(cost, 3)))
-
-
 def test_a_rank_counts_a_parameter_of_several_of_its_stages_once():
     units = tuple(
         Unit(name=name, forward_s=1, backward_s=2, parameters=parameters, saved_bytes=100)
@@ -186,7 +173,7 @@ def test_the_search_puts_memory_first():
     schedule = make_schedule("1f1b", num_ranks=3, num_virtual=1, num_micro_batches=6)
     least = min(max(rank_bytes(cost, c, schedule, Memory(limit_bytes=0))) for c in all_cuts(cost, 3))
     memory = Memory(limit_bytes=int(1.1 * least))
-    found = refine(cost, equal_units(cost, 3), schedule, memory=memory)
+    found = refine(cost, (4, 8), schedule, memory=memory)
     assert max(rank_bytes(cost, found, schedule, memory)) <= memory.limit_bytes
 
 
@@ -203,8 +190,7 @@ def test_a_search_with_no_trials_left_returns_what_it_has():
             lambda cost: partition(cost, 9),
             "9 stages need 8 cut points, and the model has 7: take at most 8 stages",
         ),
-        (lambda cost: equal_units(cost, 9), "9 stages need 8 cut points"),
-        (lambda cost: parameter_balanced(cost, 0), "the number of stages is 0"),
+        (lambda cost: partition(cost, 0), "the number of stages is 0"),
         (
             lambda cost: partition(cost, 2, memory_weight=1.5),
             "memory_weight is 1.5; it must be between 0 and 1",

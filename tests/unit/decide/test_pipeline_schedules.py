@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.decide.actions import loop_placement, vee_placement
 from shoal.decide.cost import Link, StageCost
 from shoal.decide.pipeline_schedules import NAMES, make_schedule, num_virtual_choices
-from shoal.decide.pipeline_simulator import num_kept, simulate
+from shoal.decide.pipeline_simulator import loop_placement, num_kept, simulate, vee_placement
 from shoal.errors import UsageError
 
 

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.decide.actions import Action, Schedule
 from shoal.decide.cost import Link, StageCost
 from shoal.decide.pipeline_schedules import NAMES, make_schedule, num_virtual_choices
-from shoal.decide.pipeline_simulator import num_kept, peak_bytes, simulate
+from shoal.decide.pipeline_simulator import Action, Schedule, num_kept, peak_bytes, simulate
 from shoal.errors import UsageError
 
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from plan_made import hosts, model
+from plan_made import hosts, ideal, model
 from shoal.errors import UsageError
 from shoal.planner.device_memory import largest_micro_batch
-from shoal.planner.hardware import ideal
 from shoal.planner.simulate import slowest
 from shoal.planner.step_time import Layout, achieved_flops_for, step_time
 from shoal.planner.workload import gradient_buckets
