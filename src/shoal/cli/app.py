@@ -11,16 +11,8 @@ import cyclopts
 from cyclopts import App
 
 import shoal
-from shoal.cli.bench import bench
-from shoal.cli.evaluate import evaluate
-from shoal.cli.finetune import finetune
-from shoal.cli.hosts import emulate, serve
-from shoal.cli.pipeline import pipeline
+from shoal.cli.commands import doctor, emulate, export, predict, report, serve
 from shoal.cli.plan import plan
-from shoal.cli.predict import predict
-from shoal.cli.prepare import prepare
-from shoal.cli.results import doctor, export, report
-from shoal.cli.train import train
 from shoal.errors import EXIT_OK, EXIT_USAGE, ShoalError
 
 app = App(
@@ -32,32 +24,41 @@ A first run, from text to a report:
 
     shoal prepare text builtin --out runs/text
 
-    shoal train albert --preset tiny --data.path runs/text --run.dir runs/first --workers 2
+    shoal train albert --preset tiny --data.path runs/text --run.dir runs/first
 
     shoal report runs/first
     """,
-    help_format="markdown",
+    help_format="plaintext",
 )
-for command in (
-    prepare,
-    train,
-    finetune,
-    evaluate,
-    predict,
-    plan,
-    pipeline,
-    emulate,
-    serve,
-    export,
-    report,
-    bench,
-    doctor,
-):
+# Commands with many options are imported when they are used: `shoal --help` takes half as long
+_LAZY = {
+    "prepare": "Turn raw data into shards that training reads.",
+    "train": "Train a recipe; the same command again continues where the run stopped.",
+    "finetune": """Finetune a pretrained model on a task and score it; the same command again continues.
+
+The model is the directory of a run of shoal (its newest checkpoint) or a transformers directory with its
+tokenizer: BERT, ALBERT, RoBERTa or DistilBERT, or T5, which writes its answers.
+
+    shoal finetune squad --preset albert --model runs/first --data train-v2.0.json --eval dev-v2.0.json
+
+    shoal finetune classify --model bert/ --data train.tsv --eval dev_matched.tsv dev_mismatched.tsv
+
+    shoal finetune t5 --task mnli --model t5/ --data train.tsv --eval dev_matched.tsv dev_mismatched.tsv
+    """,
+    "evaluate": "Score predictions or a trained network.",
+    "pipeline": "Look at pipelines: models that are split over several devices.",
+    "bench": "Measure this machine or cluster.",
+}
+for name, text in _LAZY.items():
+    app.command(f"shoal.cli.{name}:{name}", name=name, help=text)
+for command in (predict, plan, emulate, serve, export, report, doctor):
     app.command(command)
 
 
 def main() -> None:
     """Run the command line; the only place that turns an error into an exit code."""
+    if len(sys.argv) > 2:
+        app.help_format = "markdown"  # its import takes 0.1 s, which the list of commands does without
     try:
         result = app(sys.argv[1:], result_action="return_value", exit_on_error=False, print_error=True)
     except cyclopts.CycloptsError:

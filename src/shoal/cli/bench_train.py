@@ -22,7 +22,6 @@ from shoal.recipes.t5 import config as t5
 
 bench_train = App(
     name="train",
-    help="Time some steps of a recipe on this machine, on data that is made up; nothing is kept.",
     default_parameter=Parameter(consume_multiple=True),
 )
 bench_train.config = (

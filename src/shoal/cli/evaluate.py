@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 from shoal.cli.settings import this_command
 from shoal.recipes.start import Launch
 
-evaluate = App(name="evaluate", help="Score predictions by the official rules.")
+evaluate = App(name="evaluate")
 
 
 @evaluate.command(name="squad")

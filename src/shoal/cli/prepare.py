@@ -1,15 +1,17 @@
-"""``shoal prepare …``: raw data to shards."""
+"""``shoal prepare …``: converts raw data to shards."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
+from shoal.data.images.prepare import ImagePrepareConfig
+from shoal.data.images.prepare import prepare_images as prepare_source
 from shoal.errors import UsageError
 
-prepare = App(name="prepare", help="Turn raw data into shards that training reads.")
+prepare = App(name="prepare")
 
 
 @prepare.command(name="text")
@@ -82,17 +84,11 @@ def prepare_images(
     /,
     *,
     out: Path | None = None,
-    resize: int = 0,
-    quality: int = 90,
     validation: float | None = None,
     ground_truth: Path | None = None,
     synsets: Path | None = None,
-    shard_bytes: int = 128 << 20,
-    on_bad: Literal["refuse", "skip"] = "refuse",
-    seed: int = 0,
-    processes: int = 0,
-    overwrite: bool = False,
     dry_run: bool = False,
+    config: Annotated[ImagePrepareConfig, Parameter(name="*")] = ImagePrepareConfig(),  # noqa: B008
 ) -> None:
     """Turn images into shards. Run it again to continue after a stop or a crash.
 
@@ -103,51 +99,27 @@ def prepare_images(
         folder of ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar.
     out
         Directory for shards and manifest; needed unless it is a dry run.
-    resize
-        Make images smaller whose shorter side has more pixels than this (480, say); 0 leaves sizes alone.
-    quality
-        JPEG quality of what has to be encoded again, 1 to 95.
     validation
         Share of each class held out, where there are no validation images: .05 unless given.
     ground_truth
         Classes of ImageNet's validation images, one a line; else found beside the tars.
     synsets
         meta.mat of ImageNet's development kit; else found beside the tars.
-    shard_bytes
-        Bytes of source images that make one shard, about.
-    on_bad
-        Stop at a file that is not a whole image, or skip it and list it in skipped.txt.
-    seed
-        Another seed holds out other images and puts them into another order.
-    processes
-        Worker processes; 0: one a core. The result does not depend on it.
-    overwrite
-        Remove what an earlier preparation wrote there, and begin anew.
     dry_run
-        Write nothing: say how many images, classes, shards and bytes it would be.
+        Write nothing; print the number of images, classes, shards and bytes.
     """
-    from shoal.data.images import prepare as images
     from shoal.data.images.detect_source import detect_source
     from shoal.data.images.dry_run import dry_run as try_out
 
     if out is None and not dry_run:
         raise UsageError("--out is missing: the directory for shards and manifest")
-    config = images.ImagePrepareConfig(
-        resize=resize,
-        quality=quality,
-        shard_bytes=shard_bytes,
-        on_bad=on_bad,
-        seed=seed,
-        processes=processes,
-        overwrite=overwrite,
-    )
     found = detect_source(
-        source, validation=validation, seed=seed, ground_truth=ground_truth, synsets=synsets
+        source, validation=validation, seed=config.seed, ground_truth=ground_truth, synsets=synsets
     )
     if out is None or dry_run:
         print("\n".join([found.description, *found.remarks, *try_out(found, config).lines()]))
     else:
-        images.prepare_images(found, out, config=config)
+        prepare_source(found, out, config=config)
 
 
 @prepare.command(name="coco")
@@ -160,13 +132,7 @@ def prepare_coco(
     validation_annotations: Path | None = None,
     keep_empty: bool = False,
     masks: Literal["as-given", "run-lengths"] = "as-given",
-    resize: int = 0,
-    quality: int = 90,
-    shard_bytes: int = 128 << 20,
-    on_bad: Literal["refuse", "skip"] = "refuse",
-    seed: int = 0,
-    processes: int = 0,
-    overwrite: bool = False,
+    config: Annotated[ImagePrepareConfig, Parameter(name="*")] = ImagePrepareConfig(),  # noqa: B008
 ) -> None:
     """Turn COCO's images and annotations into image shards. Run it again to continue after a stop or a crash.
 
@@ -187,34 +153,10 @@ def prepare_coco(
     masks
         as-given: polygons become masks in each training batch, exact at its size; run-lengths: here, once,
         at the size of the image.
-    resize
-        Make images smaller whose shorter side has more pixels than this; 0 leaves sizes alone.
-    quality
-        JPEG quality of what has to be encoded again, 1 to 95.
-    shard_bytes
-        Bytes of source images that make one shard, about.
-    on_bad
-        Stop at an annotation or image that cannot be used, or skip and count such.
-    seed
-        Another seed puts the images into another order.
-    processes
-        Worker processes; 0: one a core. The result does not depend on it.
-    overwrite
-        Remove what an earlier preparation wrote there, and begin anew.
     """
     from shoal.data.coco.source import CocoSource, CocoSplit
     from shoal.data.coco.source import prepare_coco as prepare_split
-    from shoal.data.images.prepare import ImagePrepareConfig
 
-    config = ImagePrepareConfig(
-        resize=resize,
-        quality=quality,
-        shard_bytes=shard_bytes,
-        on_bad=on_bad,
-        seed=seed,
-        processes=processes,
-        overwrite=overwrite,
-    )
     validation = None
     if validation_images and validation_annotations:
         validation = CocoSplit(validation_images, validation_annotations)
@@ -225,7 +167,7 @@ def prepare_coco(
     source = CocoSource(
         CocoSplit(images, annotations),
         validation,
-        on_bad=on_bad,
+        on_bad=config.on_bad,
         keep_empty=keep_empty,
         run_lengths=masks == "run-lengths",
     )

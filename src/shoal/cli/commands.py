@@ -1,13 +1,79 @@
-"""``shoal emulate`` and ``shoal serve``: hosts that are emulated, and hosts that help."""
+"""Small commands: ``predict``, ``export``, ``report``, ``emulate``, ``serve`` and ``doctor``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 
 from shoal.errors import EXIT_OK
+
+predict = App(name="predict", help="Use a trained network on files of your own.")
+
+
+@predict.command(name="mask_rcnn")
+def predict_mask_rcnn(
+    *images: Path,
+    model: Annotated[Path, Parameter(name=("--model", "--checkpoint"))],
+    out: Path = Path("predictions"),
+    min_score: float = 0.5,
+    classes: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
+) -> None:
+    """Find objects in pictures; draw their boxes, masks, names and scores, and list them in JSON.
+
+    For each picture NAME.objects.png and NAME.objects.json are written. Pictures are taken as their files
+    hold them: a camera's note of how to turn one (EXIF) does not count, as in training.
+
+    Parameters
+    ----------
+    images
+        JPEG, PNG, GIF or WebP files.
+    model
+        A run of `shoal train mask_rcnn`, one of its checkpoints, or a directory that `shoal export` wrote.
+    out
+        Folder for what is written.
+    min_score
+        Objects of which the network is less sure are left out.
+    classes
+        Names of the only categories that shall be looked for; default: all.
+    """
+    from shoal.recipes.mask_rcnn.predict import Prediction, run
+
+    run(Prediction(images=images, model=model, out=out, min_score=min_score, classes=classes))
+
+
+def export(source: Path, *, out: Path | None = None) -> None:
+    """Write a run's model as a directory that others load.
+
+    A language model and its tokenizer for transformers; a network for images as safetensors under
+    torchvision's names and a config.json.
+
+    Parameters
+    ----------
+    source
+        A run directory, whose newest checkpoint is taken, or one of its checkpoints.
+    out
+        What to write; default: transformers-STEP or model-STEP in the run directory.
+    """
+    from shoal.recipes.exporting import export_any
+
+    print(export_any(source, out))
+
+
+def report(*runs: Path, out: Path | None = None) -> None:
+    """Write one HTML page about one run, or several side by side.
+
+    Parameters
+    ----------
+    runs
+        Run directories.
+    out
+        The page; default: report.html in the first run's directory.
+    """
+    from shoal.report.page import write_report
+
+    print(write_report(runs, out))
 
 
 def emulate(
@@ -90,3 +156,10 @@ def serve(
         report_every_s=report_every_s,
         transport=transport,
     )
+
+
+def doctor() -> int:
+    """Show versions, devices and the native core, what is missing and how to get it."""
+    from shoal.doctor.examination import run_doctor
+
+    return run_doctor()
