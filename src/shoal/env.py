@@ -146,6 +146,14 @@ def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     )
 
 
+def alone(folder: Path) -> WorkerEnv:
+    """Return the place of a process that is the only worker; its store is a file in ``folder``."""
+    place = WorkerPlace(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
+    return WorkerEnv(
+        place=place, master_addr="127.0.0.1", master_port=0, launcher="none", store_file=folder / "store"
+    )
+
+
 def launch_dir(environ: Mapping[str, str] | None = None) -> Path | None:
     """Return the folder shared with our own launcher, or ``None`` under another one."""
     value = (os.environ if environ is None else environ).get(LAUNCH_DIR)

@@ -29,6 +29,10 @@ class UsageError(ShoalError, ValueError):
     exit_code = EXIT_USAGE
 
 
+class RetryStep(ShoalError):
+    """An optimizer step could not be completed on any worker and may be repeated: nothing was changed."""
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?`` for the choice nearest to ``word``, or an empty string."""
     near = get_close_matches(word, list(choices), n=1, cutoff=0.6)

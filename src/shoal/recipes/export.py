@@ -14,7 +14,7 @@ from shoal.models.bert_config import BertModelConfig
 from shoal.models.pretraining import AlbertPretraining, BertPretraining
 from shoal.models.t5 import new_t5
 from shoal.models.t5_config import T5ModelConfig
-from shoal.recipes.masked_lm import export as masked_lm
+from shoal.recipes import masked_lm
 from shoal.recipes.t5 import export as t5
 from shoal.record import Start, read_record
 from shoal.train.checkpoint import load_model

@@ -1,4 +1,4 @@
-"""The settings that every recipe shares. Standard library only.
+"""The settings that every recipe shares. No torch.
 
 Defaults live here, presets in the recipe's TOML files; options are named ``--section.field``.
 """
@@ -11,9 +11,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, Protocol, TypeVar, get_args, get_type_hints
 
 from shoal.errors import UsageError
+from shoal.optim.schedules import Schedule
 
 T = TypeVar("T")
 
@@ -32,6 +33,10 @@ class LoopConfig:
     """torch.compile the model; default: on GPUs."""
     max_nonfinite_steps: int = 5
     """Stop after so many steps in a row whose loss is not finite."""
+
+    def compiles(self, device_type: str) -> bool:
+        """Return whether to compile the model for a device of this type."""
+        return self.compile if self.compile is not None else device_type == "cuda"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +241,46 @@ def check_wire(distributed: DistributedConfig, *, precision: str, clip: str) -> 
             f"distributed.wire {distributed.wire} with optim.clip worker: each worker's clipped gradient is "
             "averaged in fp32; use --optim.clip global or --distributed.wire fp32"
         )
+
+
+class Rates(Protocol):
+    """Learning rates of a stretch of training, in optimizer steps."""
+
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def end_learning_rate(self) -> float: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def constant_steps(self) -> int: ...
+
+
+def schedule_of(rates: Rates, optim: OptimizerConfig, total_steps: int) -> Schedule:
+    """Return the schedule that the settings describe."""
+    return Schedule(
+        base=rates.learning_rate,
+        end=rates.end_learning_rate,
+        warmup_steps=rates.warmup_steps,
+        constant_steps=rates.constant_steps,
+        total_steps=total_steps,
+        power=optim.power,
+        decay_from=optim.decay_from,
+    )
+
+
+def check_warmup(section: str, warmup_steps: int, steps_section: str, total_steps: int) -> None:
+    """Raise a :class:`UsageError` for a warm-up that is longer than the training."""
+    if not 0 <= warmup_steps <= total_steps:
+        raise UsageError(
+            f"{section}.warmup_steps {warmup_steps} must lie between 0 and {steps_section}.total_steps "
+            f"{total_steps}"
+        )
+
+
+def settings_lines(config: object) -> list[str]:
+    """Return the settings as TOML, for a dry run."""
+    return [to_toml(as_tree(config))]
 
 
 def required(value: T | None) -> T:

@@ -19,12 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from shoal.comm.hooks import EightBitWire, bf16_wire
 from shoal.decide.server_assignment import MIB, recommended_bucket_bytes
 from shoal.errors import UsageError
 from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig
+from shoal.train.precision import Precision
 from shoal.train.world import World
 
 # torch renamed it in 2.15 and warns about the old name
@@ -44,17 +46,169 @@ class MicroBatches(Protocol):
 
 
 class DataParallel(DistributedDataParallel):
-    """A model whose gradients are averaged over all workers; ``wire`` is what keeps state for that."""
+    """A model whose gradients are averaged over all workers.
+
+    Attributes:
+        wire: the state of 8-bit gradients, if they travel so.
+        average: whether backward averages; otherwise each worker's gradient is clipped first.
+        precision: autocast type of the forward pass.
+    """
 
     wire: EightBitWire | None = None
+    average = True
+    precision: Precision | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.precision is None:
+            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        with self.precision.autocast():
+            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def settle_buckets(self) -> None:
+        """Let DDP arrange its buckets now, by a backward pass with zero gradients.
+
+        DDP arranges them after its first backward pass. Without this, the first step of a resumed run would
+        add in another order than the same step of a run that was never interrupted.
+        """
+        model = self.module
+        with self.rehearsal():
+            self.module = _TouchAll([p for p in model.parameters() if p.requires_grad])
+            try:
+                super().forward().backward()  # type: ignore[no-untyped-call]
+            finally:
+                self.module = model
+        self.zero_grad()
+
+    def volatile_state(self) -> dict[str, Tensor]:
+        """Return copies of what forward and backward change besides gradients: buffers, residuals."""
+        state = {f"buffer.{name}": value for name, value in self.module.named_buffers()}
+        if self.wire is not None:
+            state |= {f"wire.{name}": value for name, value in self.wire.residuals().items()}
+        return {name: value.clone() for name, value in state.items()}
+
+    def restore_volatile(self, before: dict[str, Tensor]) -> None:
+        """Put back what :meth:`volatile_state` returned."""
+        for name, value in self.module.named_buffers():
+            value.copy_(before[f"buffer.{name}"])
+        if self.wire is not None:
+            for name, value in self.wire.residuals().items():
+                value.copy_(before.get(f"wire.{name}", torch.zeros_like(value)))
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        """Return what surrounds backward passes whose gradients nobody uses: they leave no state."""
+        """Return a context for backward passes whose gradients are not used: they leave no residual."""
         return nullcontext() if self.wire is None else self.wire.aside()
 
     def wire_state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it."""
         return {} if self.wire is None else {"wire": self.wire}
+
+
+class _TouchAll(nn.Module):
+    """A model whose gradient is zero for each of ``parameters``, the last one's first."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.touched = parameters
+
+    def forward(self) -> Tensor:
+        total = torch.zeros(())
+        for parameter in self.touched:
+            total = total.to(parameter.device) + parameter.flatten()[0] * 0.0
+        return total
+
+
+def wrap_model(
+    model: nn.Module,
+    world: World,
+    config: DistributedConfig,
+    precision: Precision,
+    lap: Callable[[str], None],
+) -> DataParallel:
+    """Wrap ``model`` so that backward averages its gradients over all workers.
+
+    The communication hook calls ``lap("backward")`` when the last gradient of the backward pass is ready: the
+    rest of the backward pass waits for other workers.
+
+    Raises:
+        UsageError: 8-bit gradients on a GPU.
+    """
+    recommended = recommended_bucket_bytes(
+        world.num_hosts,
+        ranks_per_host=world.place.num_local_workers,
+        gradient_bytes=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
+    )
+    ddp = DataParallel(
+        model,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        bucket_cap_mb=config.bucket_mb or recommended / MIB,
+        gradient_as_bucket_view=True,
+        **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
+    )
+    ddp.precision = precision
+    hook: Callable[..., Any] = bf16_wire if config.wire == "bf16" else default_hooks.allreduce_hook
+    if config.wire == "int8":
+        if world.device.type != "cpu":
+            raise UsageError(
+                "distributed.wire int8 takes CPU tensors, and this run computes on GPUs: use bf16 or fp32"
+            )
+        ddp.wire = hook = EightBitWire(model.named_parameters(), timeout=timedelta(seconds=config.timeout_s))
+
+    def average(group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+        if bucket.is_last():
+            lap("backward")
+        return hook(group, bucket)
+
+    ddp.register_comm_hook(dist.group.WORLD, average)
+    return ddp
+
+
+class Update(Protocol):
+    """Measures gradients and turns them into new weights; replaced by :meth:`shoal.train.run.Run.use`."""
+
+    def finish_gradients(
+        self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float
+    ) -> float:
+        """Divide by the loss scale, average if ``per_worker``, and clip to ``max_norm``.
+
+        Returns:
+            The norm before clipping, the same on all workers; one that is not finite skips the step.
+        """
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Update the weights. It must not fail half-way: nothing is rolled back from here."""
+
+    def weight_norm(self, optimizer: Optimizer) -> float:
+        """Return the norm of all weights. All workers call it."""
+
+
+class LocalUpdate:
+    """The update that each worker applies to its own copy of the model."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def finish_gradients(
+        self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float
+    ) -> float:
+        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        norm = norm_of(gradients) / loss_scale
+        if per_worker or math.isfinite(norm):
+            _scale(gradients, _clip_factor(norm, max_norm) / loss_scale)
+        if not per_worker:
+            return norm
+        _average(gradients, self._world)
+        return norm_of(gradients)
+
+    def apply(self, optimizer: Optimizer) -> None:
+        optimizer.step()
+
+    def weight_norm(self, optimizer: Optimizer) -> float:
+        return norm_of(p.detach() for p in parameters_of(optimizer))
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def data_parallel(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from shoal.decide.batch import BatchPlan
 from shoal.errors import ShoalError
 
 
@@ -39,6 +40,26 @@ class NonFiniteWatch:
         )
 
 
+def out_of_memory(
+    error: BaseException, batch: BatchPlan, remedy: str, *, section: str = "train"
+) -> ShoalError:
+    """Return the error that names the settings to change when memory runs out.
+
+    ``section`` is where the batch stands in the settings, ``remedy`` an option that helps besides.
+    """
+    size = batch.micro_batch_size
+    smaller = f"--{section}.micro-batch-size {size // 2} or " if size > 1 else ""
+    return ShoalError(
+        f"out of memory with a micro-batch of {size} {batch.unit}: use {smaller}"
+        f"{remedy}; the global batch stays the same ({error})"
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether ``error`` says that the device or the host has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
 @contextmanager
 def memory_advice(
     micro_batch_size: int,
@@ -55,14 +76,10 @@ def memory_advice(
     try:
         yield
     except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         smaller = f"--{section}.micro-batch-size {micro_batch_size // 2} or " if micro_batch_size > 1 else ""
         raise ShoalError(
             f"out of memory with a micro-batch of {micro_batch_size} {unit}: use {smaller}"
             f"{remedy}; the global batch stays the same ({error})"
         ) from error
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

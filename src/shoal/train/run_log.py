@@ -32,7 +32,7 @@ from shoal.record import (
 )
 from shoal.train.checkpoint import CompletedCheckpoint
 from shoal.train.owner import own
-from shoal.train.progress import Progress, duration
+from shoal.train.progress import Progress, duration, rate
 from shoal.train.world import World
 
 
@@ -197,3 +197,30 @@ def counted(number: int, noun: str) -> str:
 def format_metrics(metrics: dict[str, float]) -> str:
     """Return ``name value`` pairs for a line of text."""
     return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items())
+
+
+def speed_line(run_dir: Path, world: World, unit: str) -> str:
+    """Return how fast the steps since the last start were, and which part was not waiting for other workers.
+
+    That part is what scaling costs nothing of: one worker alone has no other to wait for.
+    """
+    seconds = waited = samples = 0.0
+    before = 0
+    for row in read_record(run_dir):
+        if isinstance(row, Start):
+            seconds = waited = samples = 0.0
+            before = 0
+        elif isinstance(row, Resume):
+            before = row.step
+        elif isinstance(row, Step):
+            num_steps = row.step - before
+            seconds += num_steps * row.step_s
+            waited += num_steps * row.parts_s["gradient_wait"]
+            samples += num_steps * row.step_s * row.samples_per_s
+            before = row.step
+    if not seconds:
+        return "no step was done"
+    return (
+        f"{rate(samples / seconds)} {unit}/s, {rate(samples / seconds / world.num_workers)} a worker; "
+        f"{100 * (1 - waited / seconds):.1f} % of the time was not spent waiting for other workers"
+    )

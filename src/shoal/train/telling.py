@@ -11,7 +11,6 @@ from shoal.decide.batch import BatchPlan
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.train.checkpoint import Checkpointer
 from shoal.train.precision import Precision
-from shoal.train.progress import rate
 from shoal.train.run_log import RunLog, device_name, versions
 from shoal.train.signals import StopRequest
 from shoal.train.world import World
@@ -72,33 +71,6 @@ def say_finished(run_dir: Path | None, step: int, total_steps: int, world: World
             f"begin anew, name another --run.dir or remove {run_dir}"
         )
     return EXIT_OK
-
-
-def speed_line(run_dir: Path, world: World, unit: str) -> str:
-    """Return how fast the steps since the last start were, and which part was not waiting for other workers.
-
-    That part is what scaling costs nothing of: one worker alone has no other to wait for.
-    """
-    seconds = waited = samples = 0.0
-    before = 0
-    for row in record.read_record(run_dir):
-        if isinstance(row, record.Start):
-            seconds = waited = samples = 0.0
-            before = 0
-        elif isinstance(row, record.Resume):
-            before = row.step
-        elif isinstance(row, record.Step):
-            num_steps = row.step - before
-            seconds += num_steps * row.step_s
-            waited += num_steps * row.parts_s["gradient_wait"]
-            samples += num_steps * row.step_s * row.samples_per_s
-            before = row.step
-    if not seconds:
-        return "no step was done"
-    return (
-        f"{rate(samples / seconds)} {unit}/s, {rate(samples / seconds / world.num_workers)} a worker; "
-        f"{100 * (1 - waited / seconds):.1f} % of the time was not spent waiting for other workers"
-    )
 
 
 def leave(

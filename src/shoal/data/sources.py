@@ -1,0 +1,176 @@
+"""Adapts readers, datasets and DataLoaders to :meth:`shoal.train.run.Run.steps`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+from torch.utils.data import DataLoader, default_collate
+
+from shoal.data.loader import LoaderConfig, streamed_steps, training_steps
+from shoal.data.steps import Reader, Share, SizedReader
+from shoal.data.stream import Stream, in_order
+from shoal.decide.order import Order, ShuffledOrder, micro_batches, worker_part
+from shoal.errors import UsageError
+
+_STEPS_AHEAD = 2
+
+
+class StepSource(Protocol):
+    """Makes the micro-batches of optimizer steps; a step's batches depend on its number alone."""
+
+    def open(self, shard: Share, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+        """Return a stream with, per step (from 0), this worker's micro-batches: a list or an iterator."""
+
+    def names(self, shard: Share, step: int) -> list[str]:
+        """Return names of the samples of global batch ``step`` (from 0), for messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderSource:
+    """Batches of a reader of small examples: a step's micro-batches are made together."""
+
+    reader: Reader
+    config: LoaderConfig = field(default_factory=LoaderConfig)
+
+    def open(self, shard: Share, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+        return training_steps(
+            self.reader,
+            shard,
+            self.config,
+            num_steps=len(steps),
+            samples_consumed=steps.start * shard.global_batch_size,
+            pin_memory=pin_memory,
+        )
+
+    def names(self, shard: Share, step: int) -> list[str]:
+        order = ShuffledOrder(num_examples=self.reader.num_examples, seed=self.reader.seed)
+        return _names(order, shard, step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedSource:
+    """Batches of a reader of large examples: micro-batches come one by one as they become ready."""
+
+    reader: SizedReader
+    order: Order
+    config: LoaderConfig = field(default_factory=LoaderConfig)
+
+    def open(self, shard: Share, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+        return streamed_steps(
+            self.reader,
+            shard,
+            self.config,
+            num_steps=len(steps),
+            samples_consumed=steps.start * shard.global_batch_size,
+            order=self.order,
+            pin_memory=pin_memory,
+        )
+
+    def names(self, shard: Share, step: int) -> list[str]:
+        return _names(self.order, shard, step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSource:
+    """Batches of an indexable dataset, collated as a DataLoader does, in an order of its own per epoch.
+
+    The same global batches at any number of workers: a run that continues with another number sees the same
+    samples in the same steps.
+    """
+
+    dataset: Any
+    seed: int
+
+    def __post_init__(self) -> None:
+        if len(self.dataset) < 1:
+            raise UsageError("the dataset to train on is empty")
+
+    def open(self, shard: Share, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader")
+
+        def make(step: int) -> list[Any]:
+            part = worker_part(shard.global_batch_size, shard.rank, shard.num_workers)
+            cuts = micro_batches(part, shard.micro_batch_size)
+            return [self._batch(step * shard.global_batch_size + np.asarray(cut)) for cut in cuts]
+
+        return Stream(in_order(lambda step: thread.submit(make, step), steps, _STEPS_AHEAD), [thread])
+
+    def names(self, shard: Share, step: int) -> list[str]:
+        return _names(self._order, shard, step)
+
+    @property
+    def _order(self) -> Order:
+        return ShuffledOrder(num_examples=len(self.dataset), seed=self.seed)
+
+    def _batch(self, numbers: Any) -> Any:
+        indices = [int(index) for index in self._order.examples_of(numbers)[1]]
+        if hasattr(self.dataset, "__getitems__"):
+            return default_collate(self.dataset.__getitems__(indices))
+        return default_collate([self.dataset[index] for index in indices])
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterableSource:
+    """Micro-batches of a DataLoader or another iterable, which each worker has for itself.
+
+    Its order is the sampler's: each epoch calls ``set_epoch`` of the sampler, or of the iterable, where there
+    is one, and a run that continues skips to its place. So the place is exact at the same number of workers.
+    """
+
+    batches: Iterable[Any]
+
+    def open(self, shard: Share, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+        per_step = shard.global_batch_size // (shard.micro_batch_size * shard.num_workers)
+        endless = self._epochs()
+        for _ in islice(endless, steps.start * per_step):
+            pass
+        return Stream((list(islice(endless, per_step)) for _ in steps), [])
+
+    def names(self, shard: Share, step: int) -> list[str]:
+        return [f"those of step {step + 1:,}"]
+
+    def _epochs(self) -> Iterator[Any]:
+        epoch = 0
+        while True:
+            owners: list[Any] = [getattr(self.batches, "sampler", None), self.batches]
+            for owner in owners:
+                if hasattr(owner, "set_epoch"):
+                    owner.set_epoch(epoch)
+            count = 0
+            for batch in self.batches:
+                count += 1
+                yield batch
+            if not count:
+                raise UsageError(f"the data to train on gave no batch in epoch {epoch}")
+            epoch += 1
+
+
+def as_source(data: Any, *, seed: int) -> StepSource:
+    """Return ``data`` as a source of steps.
+
+    Raises:
+        UsageError: it is none of a source, an indexable dataset and an iterable of micro-batches.
+    """
+    if hasattr(data, "open") and hasattr(data, "names"):
+        source: StepSource = data
+        return source
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, DataLoader):
+        return DatasetSource(dataset=data, seed=seed)
+    if isinstance(data, Iterable) and not isinstance(data, Iterator):
+        return IterableSource(batches=data)
+    raise UsageError(
+        f"a {type(data).__name__} is no training data: give an indexable dataset, a DataLoader or another "
+        "iterable of micro-batches that can be gone through more than once"
+    )
+
+
+def _names(order: Order, shard: Share, step: int) -> list[str]:
+    """Return the samples of a global batch as epoch:index."""
+    size = shard.global_batch_size
+    epochs, indices = order.examples_of(np.arange(step * size, (step + 1) * size))
+    return [f"{epoch}:{index}" for epoch, index in zip(epochs, indices, strict=True)]

@@ -1,0 +1,180 @@
+"""Pretrains ALBERT (Lan et al. 2019, arXiv 1909.11942): masked LM and sentence order.
+
+    python -m shoal.recipes.albert --preset tiny --data.path runs/text
+    torchrun --nproc-per-node 8 -m shoal.recipes.albert --preset base --data.path /data/text
+    shoal train albert --preset tiny --data.path runs/text --workers 2
+
+One optimizer step: each worker takes its part of the global batch as packed micro-batches; losses are sums,
+divided by the counts of the whole global batch; the last backward averages the gradients over the workers;
+leaving the step clips them and updates the weights.
+"""
+
+# Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.env import WorkerEnv
+from shoal.models.albert_config import AlbertModelConfig, num_parameters
+from shoal.optim.schedules import learning_rate
+from shoal.recipes import masked_lm, run_script
+from shoal.recipes.masked_lm import INPUTS, MaskedLMConfig, TextConfig
+from shoal.train.config import (
+    OptimConfig,
+    TrainConfig,
+    check_warmup,
+    require_positive,
+    required,
+    schedule_of,
+)
+
+# ------------------------------------------------------------------------------------------------- config
+
+PRESETS = ("tiny", "base", "large", "xlarge")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(TextConfig):
+    """Which text, and how examples are made of it."""
+
+    max_seq_length: int = 512
+    """Tokens in an example, the special ones included."""
+    max_predictions_per_seq: int = 20
+    """Masked tokens in an example at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlbertConfig(MaskedLMConfig):
+    """All settings of ALBERT's pretraining; presets are TOML files in ``presets/albert``."""
+
+    model: AlbertModelConfig = field(default_factory=AlbertModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+    def __post_init__(self) -> None:
+        require_positive("train", self.train, "total_steps", "global_batch_size", "micro_batch_size")
+        check_warmup("optim", self.optim.warmup_steps, "train", self.train.total_steps)
+        self.check_common(self.train.total_steps, ("data", self.data.max_seq_length))
+
+
+IMMUTABLE = (
+    "model",
+    "data.max_seq_length",
+    "data.max_predictions_per_seq",
+    "data.mask_prob",
+    "data.max_ngram",
+    "data.whole_words",
+    "data.short_seq_prob",
+    "train.seed",
+    "train.global_batch_size",
+    "optim.optimizer",
+)
+"""Settings that must stay when a run continues: weights, optimizer state or data order depend on them."""
+
+
+def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
+    """Pretrain until the last step, a signal, or a loss that stays not finite; return the exit code.
+
+    Raises:
+        UsageError: settings that do not go together, or with the data or the run that is there.
+        ShoalError: damaged data or checkpoints, a lost worker, no memory, a loss that is not finite.
+    """
+    import torch
+
+    from shoal.data.loader import LoaderConfig
+    from shoal.data.sources import ReaderSource
+    from shoal.models.pretraining import AlbertPretraining
+    from shoal.train.optimizers import build_optimizer, set_learning_rate
+    from shoal.train.run import Run
+
+    with Run.open(
+        required(config.run.dir),
+        config=config,
+        recipe="albert",
+        unit="sequences",
+        settings=config.run,
+        loop=config.train,
+        distributed=config.distributed,
+        immutable=IMMUTABLE,
+        memory_remedy="--model.activation-checkpointing",
+        longer="--train.total-steps",
+        worker=worker,
+    ) as run:
+        # ----------------------------------------------------------------------------------------- data
+        train, held_out = masked_lm.open_text(
+            config,
+            pairs="order",
+            max_seq_length=config.data.max_seq_length,
+            max_predictions_per_seq=config.data.max_predictions_per_seq,
+            verify=run.world.is_main,
+        )
+        references = masked_lm.reference_lines("sop", held_out, config.run.validation_samples)
+        loader = LoaderConfig(num_loader_processes=config.data.loader_processes)
+
+        # ----------------------------------------------------------------------------------------- model
+        torch.manual_seed(run.seed)
+        model = AlbertPretraining(config.model)
+        masked_lm.load_weights(model, config.model)
+        ddp = run.data_parallel(model, average=config.optim.clip == "global")
+        if config.train.compiles(run.world.device.type):
+            model.compile(dynamic=True)  # packed: no two micro-batches have the same shape
+        optimizer = build_optimizer(model.named_parameters(), config.optim)
+        schedule = schedule_of(config.optim, config.optim, config.train.total_steps)
+        run.keep(model=model, optimizer=optimizer)
+
+        # ----------------------------------------------------------------------------------------- loop
+        steps = run.steps(
+            ReaderSource(reader=train, config=loader),
+            config.train,
+            until=config.train.total_steps,
+            targets=lambda batch: len(batch["masked_ids"]),
+            references=references,
+            notes=[f"data: {train.num_examples:,} training examples an epoch"],
+        )
+        for step in steps:
+            with step:
+                set_learning_rate(optimizer, learning_rate(schedule, step.number - 1))
+                for batch in step:
+                    sums = ddp(**{name: batch[name] for name in INPUTS})
+                    mlm_loss, mlm_correct, sop_loss, sop_correct = sums
+                    step.backward(mlm_loss / step.num_targets + sop_loss / step.num_samples)
+                    step.add(step.num_targets, mlm_loss=mlm_loss, mlm_accuracy=mlm_correct)
+                    step.add(step.num_samples, sop_loss=sop_loss, sop_accuracy=sop_correct)
+                step.update(optimizer, max_norm=config.optim.max_grad_norm)
+
+            # ------------------------------------------------------------------------------------- evaluation
+            if run.due(config.run.validation_frequency):
+                scores, num_samples = masked_lm.evaluate(
+                    ddp,
+                    held_out,
+                    run,
+                    "sop",
+                    batch_size=run.batch.micro_batch_size,
+                    limit=config.run.validation_samples,
+                )
+                run.evaluation("validation", scores, num_samples=num_samples)
+            if run.due(config.finetune.at):
+                masked_lm.score_on_squad(config, model, run)
+
+        # ----------------------------------------------------------------------------------------- export
+        def export(directory: Path) -> None:
+            if not config.model.pre_layer_norm:  # transformers has no such form
+                masked_lm.write_export(model, required(config.data.path), directory / "transformers")
+
+        return run.finish(export, lambda last: masked_lm.verdict("sop", last["validation"], references))
+
+
+def check(config: AlbertConfig, num_workers: int, dry_run: bool) -> list[str]:
+    """Check the settings for a number of workers before any starts; return the lines of a dry run.
+
+    Raises:
+        UsageError: sizes that do not divide, or no data that fits.
+    """
+    data, train = config.data, config.train
+    phase = ("train", train, train.total_steps, data.max_seq_length, data.max_predictions_per_seq)
+    return masked_lm.describe(config, num_workers, num_parameters(config.model), [phase])
+
+
+if __name__ == "__main__":
+    run_script("albert")

@@ -1,0 +1,235 @@
+"""Pretrains BERT (Devlin et al. 2018, arXiv 1810.04805): masked LM and next sentence, in two phases.
+
+    python -m shoal.recipes.bert --preset tiny --data.path runs/text
+    torchrun --nproc-per-node 8 -m shoal.recipes.bert --preset large --data.path /data/text
+    shoal train bert --preset tiny --data.path runs/text --workers 2
+
+The first phase has short sequences, the second long ones. The second begins with the weights of the first,
+a fresh optimizer, and examples, batch and schedule of its own. A checkpoint at the border belongs to both: a
+run that continues from it begins the second phase as a run that was never interrupted does.
+"""
+
+# Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from shoal.env import WorkerEnv
+from shoal.errors import UsageError
+from shoal.models.bert_config import BertModelConfig, num_parameters
+from shoal.optim.schedules import learning_rate
+from shoal.recipes import masked_lm, run_script
+from shoal.recipes.masked_lm import INPUTS, MaskedLMConfig, TextConfig
+from shoal.train.config import check_warmup, require_positive, required, schedule_of
+
+# ------------------------------------------------------------------------------------------------- config
+
+PRESETS = ("tiny", "base", "large", "large-lans")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(TextConfig):
+    """Which text, and how examples are made of it."""
+
+    max_ngram: int = 1
+    """Longest run of words masked together; the paper hides single tokens."""
+    whole_words: bool = False
+    """Mask all tokens of a word or none (the authors' later "whole word masking" models)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseConfig:
+    """One phase: its examples, its batch and its schedule."""
+
+    total_steps: int = 7_038
+    """Optimizer steps of this phase; 0 leaves it out."""
+    max_seq_length: int = 128
+    """Tokens in an example, the special ones included."""
+    max_predictions_per_seq: int = 20
+    """Masked tokens in an example at most."""
+    global_batch_size: int = 65_536
+    """Sequences in one optimizer step, over all workers."""
+    micro_batch_size: int | None = None
+    """Sequences per worker and forward pass; default: the largest divisor of its share up to 64."""
+    learning_rate: float = 6e-3
+    """Learning rate at the end of the warm-up."""
+    end_learning_rate: float = 0.0
+    """Learning rate after the last step of this phase."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    constant_steps: int = 0
+    """Steps at the learning rate between warm-up and decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertConfig(MaskedLMConfig):
+    """All settings of BERT's pretraining; presets are TOML files in ``presets/bert``."""
+
+    model: BertModelConfig = field(default_factory=BertModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    phase1: PhaseConfig = field(default_factory=PhaseConfig)
+    phase2: PhaseConfig = field(default_factory=PhaseConfig)
+
+    def __post_init__(self) -> None:
+        for section, phase in (("phase1", self.phase1), ("phase2", self.phase2)):
+            require_positive(section, phase, "global_batch_size", "micro_batch_size")
+            if phase.total_steps < 0:
+                raise UsageError(f"{section}.total_steps {phase.total_steps} must be at least 0")
+            if phase.total_steps:
+                check_warmup(section, phase.warmup_steps, section, phase.total_steps)
+        if not self.phases:
+            raise UsageError("phase1.total_steps and phase2.total_steps are both 0: nothing to train")
+        lengths = [(section, phase.max_seq_length) for section, phase in self.phases]
+        self.check_common(self.total_steps, *lengths)
+
+    @property
+    def phases(self) -> list[tuple[str, PhaseConfig]]:
+        """The phases that have steps, in order, with their sections."""
+        sections = (("phase1", self.phase1), ("phase2", self.phase2))
+        return [(section, phase) for section, phase in sections if phase.total_steps]
+
+    @property
+    def total_steps(self) -> int:
+        return self.phase1.total_steps + self.phase2.total_steps
+
+
+IMMUTABLE = (
+    "model",
+    "data.mask_prob",
+    "data.max_ngram",
+    "data.whole_words",
+    "data.short_seq_prob",
+    "train.seed",
+    "optim.optimizer",
+    "phase1.total_steps",
+    *(
+        f"{phase}.{name}"
+        for phase in ("phase1", "phase2")
+        for name in ("max_seq_length", "max_predictions_per_seq", "global_batch_size")
+    ),
+)
+"""Settings that must stay when a run continues: weights, optimizer state or data order depend on them."""
+
+
+def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
+    """Pretrain until the last step, a signal, or a loss that stays not finite; return the exit code.
+
+    Raises:
+        UsageError: settings that do not go together, or with the data or the run that is there.
+        ShoalError: damaged data or checkpoints, a lost worker, no memory, a loss that is not finite.
+    """
+    import torch
+
+    from shoal.data.loader import LoaderConfig
+    from shoal.data.sources import ReaderSource
+    from shoal.models.pretraining import BertPretraining
+    from shoal.train.optimizers import build_optimizer, set_learning_rate
+    from shoal.train.run import Run
+
+    with Run.open(
+        required(config.run.dir),
+        config=config,
+        recipe="bert",
+        unit="sequences",
+        settings=config.run,
+        loop=config.train,
+        distributed=config.distributed,
+        immutable=IMMUTABLE,
+        memory_remedy="--model.activation-checkpointing",
+        longer=f"--{config.phases[-1][0]}.total-steps",
+        worker=worker,
+    ) as run:
+        # ----------------------------------------------------------------------------------------- model
+        torch.manual_seed(run.seed)
+        model = BertPretraining(config.model)
+        masked_lm.load_weights(model, config.model)
+        ddp = run.data_parallel(model, average=config.optim.clip == "global")
+        if config.train.compiles(run.world.device.type):
+            model.compile(dynamic=True)  # packed: no two micro-batches have the same shape
+        optimizer = build_optimizer(model.named_parameters(), config.optim)
+        run.keep(model=model, optimizer=optimizer)
+
+        ends = list(accumulate(phase.total_steps for _, phase in config.phases))
+        for (section, phase), end in zip(config.phases, ends, strict=True):
+            if run.step >= end and end != ends[-1]:
+                continue  # a run that continues in the second phase
+            begin = end - phase.total_steps
+
+            # ------------------------------------------------------------------------------------- data
+            train, held_out = masked_lm.open_text(
+                config,
+                pairs="next",
+                max_seq_length=phase.max_seq_length,
+                max_predictions_per_seq=phase.max_predictions_per_seq,
+                verify=run.world.is_main and section == config.phases[0][0],
+            )
+            references = masked_lm.reference_lines("nsp", held_out, config.run.validation_samples)
+            if run.step == begin > 0:
+                optimizer = build_optimizer(model.named_parameters(), config.optim)
+                run.keep(optimizer=optimizer)
+            schedule = schedule_of(phase, config.optim, phase.total_steps)
+            steps = run.steps(
+                ReaderSource(
+                    reader=train, config=LoaderConfig(num_loader_processes=config.data.loader_processes)
+                ),
+                phase,
+                since=begin,
+                until=end,
+                total=config.total_steps,
+                targets=lambda batch: len(batch["masked_ids"]),
+                section=section,
+                phase=(section, phase.max_seq_length),
+                references=references,
+                notes=[f"data: {train.num_examples:,} training examples an epoch"],
+            )
+
+            # ------------------------------------------------------------------------------------- loop
+            for step in steps:
+                with step:
+                    set_learning_rate(optimizer, learning_rate(schedule, step.number - begin - 1))
+                    for batch in step:
+                        sums = ddp(**{name: batch[name] for name in INPUTS})
+                        mlm_loss, mlm_correct, nsp_loss, nsp_correct = sums
+                        step.backward(mlm_loss / step.num_targets + nsp_loss / step.num_samples)
+                        step.add(step.num_targets, mlm_loss=mlm_loss, mlm_accuracy=mlm_correct)
+                        step.add(step.num_samples, nsp_loss=nsp_loss, nsp_accuracy=nsp_correct)
+                    step.update(optimizer, max_norm=config.optim.max_grad_norm)
+
+                # --------------------------------------------------------------------------------- evaluation
+                if run.due(config.run.validation_frequency):
+                    scores, num_samples = masked_lm.evaluate(
+                        ddp,
+                        held_out,
+                        run,
+                        "nsp",
+                        batch_size=run.batch.micro_batch_size,
+                        limit=config.run.validation_samples,
+                    )
+                    run.evaluation("validation", scores, num_samples=num_samples)
+                if run.due(config.finetune.at):
+                    masked_lm.score_on_squad(config, model, run)
+
+        # ----------------------------------------------------------------------------------------- export
+        return run.finish(
+            lambda directory: masked_lm.write_export(
+                model, required(config.data.path), directory / "transformers"
+            ),
+            lambda last: masked_lm.verdict("nsp", last["validation"], references),
+        )
+
+
+def check(config: BertConfig, num_workers: int, dry_run: bool) -> list[str]:
+    """Check the settings for a number of workers before any starts; return the lines of a dry run.
+
+    Raises:
+        UsageError: sizes that do not divide, or no data that fits.
+    """
+    phases = [
+        (section, phase, phase.total_steps, phase.max_seq_length, phase.max_predictions_per_seq)
+        for section, phase in config.phases
+    ]
+    return masked_lm.describe(config, num_workers, num_parameters(config.model), phases)
+
+
+if __name__ == "__main__":
+    run_script("bert")

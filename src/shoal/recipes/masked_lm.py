@@ -1,0 +1,440 @@
+"""Opens text, scores and exports for the scripts ``albert.py`` and ``bert.py``."""
+
+# Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
+
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from shoal.errors import UsageError
+from shoal.models.encoder_config import EncoderConfig
+from shoal.train.config import (
+    DistributedConfig,
+    LoopConfig,
+    OptimizerConfig,
+    RunConfig,
+    check_wire,
+    require_positive,
+    required,
+    settings_lines,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shoal.data.examples import ExampleReader
+    from shoal.data.manifest import Manifest
+    from shoal.models.pretraining import Pretraining
+    from shoal.record import Evaluation
+    from shoal.train.run import BatchSizes, Run
+
+INPUTS = (
+    "tokens",
+    "types",
+    "positions",
+    "lengths",
+    "grid",
+    "places",
+    "masked_rows",
+    "masked_ids",
+    "labels",
+)
+"""Keys of a micro-batch that the model takes."""
+
+SENTENCE_TASKS = {"sop": "sentence order", "nsp": "next sentence"}
+
+# ------------------------------------------------------------------------------------------------- config
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """Which text, and how examples are made of it."""
+
+    path: Path | None = None
+    """Directory that `shoal prepare text` wrote."""
+    mask_prob: float = 0.15
+    """Part of the tokens that is predicted."""
+    max_ngram: int = 3
+    """Longest run of words masked together."""
+    whole_words: bool = True
+    """Mask all tokens of a word or none."""
+    short_seq_prob: float = 0.1
+    """Part of the examples that is shorter than it could be."""
+    verify: Literal["sizes", "checksums"] = "checksums"
+    """Compare only sizes at the start, or read every byte once (1.5 GB/s, by the main worker)."""
+    loader_processes: int = 0
+    """Processes that make examples; 0: a thread of the worker, enough for text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortFinetuneConfig:
+    """Scores during pretraining: a copy of the model is finetuned on SQuAD at chosen steps."""
+
+    at: tuple[int, ...] = ()
+    """Steps after which to do it, such as --finetune.at 5000 10000."""
+    data: Path | None = None
+    """Training questions, the official JSON of SQuAD 1.1 or 2.0."""
+    eval: Path | None = None
+    """Questions to score on."""
+    total_steps: int = 8_144
+    """Optimizer steps of each finetuning."""
+    global_batch_size: int = 48
+    """Windows in one of its steps, over all workers."""
+    micro_batch_size: int | None = None
+    """Windows per worker and forward pass; default: the largest divisor of its share up to 64."""
+    learning_rate: float = 3e-5
+    """Its learning rate, after a tenth of the steps as warm-up."""
+    max_seq_length: int = 384
+    """Tokens in a window of a paragraph at most, the special ones included."""
+    doc_stride: int = 128
+    """Tokens from the begin of a window to that of the next."""
+    max_question_length: int = 64
+    """Tokens of a question; longer ones are cut off at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedLMConfig:
+    """Settings of pretraining ALBERT or BERT, without those of its steps."""
+
+    model: EncoderConfig
+    data: TextConfig = field(default_factory=TextConfig)
+    train: LoopConfig = field(default_factory=LoopConfig)
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    finetune: ShortFinetuneConfig = field(default_factory=ShortFinetuneConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+    def check_common(self, total_steps: int, *sequence_lengths: tuple[str, int]) -> None:
+        """Check the settings of both recipes; ``sequence_lengths`` are (section, tokens).
+
+        Raises:
+            UsageError: a number out of its range, or two that do not go together.
+        """
+        require_positive("train", self.train, "max_nonfinite_steps")
+        require_positive("run", self.run, "log_frequency", "validation_frequency", "validation_samples")
+        require_positive("run", self.run, "checkpoint_frequency", "keep_checkpoints")
+        check_wire(self.distributed, precision=self.train.precision, clip=self.optim.clip)
+        longest, short = self.model.max_position_embeddings, self.finetune
+        require_positive("finetune", short, "total_steps", "global_batch_size", "micro_batch_size")
+        lengths = [*sequence_lengths, *([("finetune", short.max_seq_length)] if short.at else [])]
+        for section, length in lengths:
+            if length > longest:
+                raise UsageError(
+                    f"{section}.max_seq_length {length} is more than model.max_position_embeddings "
+                    f"{longest}: shorten the one or raise the other"
+                )
+        if not short.at:
+            return
+        if short.data is None or short.eval is None:
+            raise UsageError(
+                "finetune.at needs finetune.data and finetune.eval: SQuAD files to train and to score on"
+            )
+        beyond = [step for step in short.at if not 1 <= step <= total_steps]
+        if beyond:
+            raise UsageError(f"finetune.at {beyond[0]} is not one of the steps 1 to {total_steps}")
+        if getattr(self.model, "pre_layer_norm", False):
+            raise UsageError(
+                "finetune.at does not go with model.pre_layer_norm: such a model has no task heads"
+            )
+
+
+# ------------------------------------------------------------------------------------------------- data
+
+
+def read_manifest(config: MaskedLMConfig) -> "Manifest":
+    """Return the manifest of the prepared text that the settings name.
+
+    Raises:
+        UsageError: none is named, it is not there, or its vocabulary is larger than the model's.
+    """
+    from shoal.data.manifest import Manifest
+
+    if config.data.path is None:
+        raise UsageError(
+            "data.path is not set: name the directory that `shoal prepare text` wrote, "
+            "e.g. --data.path runs/text"
+        )
+    manifest = Manifest.load(config.data.path)
+    manifest.check_vocabulary(config.model.vocab_size)
+    return manifest
+
+
+def open_text(
+    config: MaskedLMConfig,
+    *,
+    pairs: Literal["order", "next"],
+    max_seq_length: int,
+    max_predictions_per_seq: int,
+    verify: bool,
+) -> tuple["ExampleReader", "ExampleReader"]:
+    """Return the readers of the training and the held-out examples; ``verify`` reads every byte once."""
+    from shoal.data.examples import ExampleConfig, ExampleReader
+    from shoal.data.shards import TextShards
+
+    read_manifest(config)
+    data = config.data
+    examples = ExampleConfig(
+        max_seq_length=max_seq_length,
+        max_predictions_per_seq=max_predictions_per_seq,
+        mask_prob=data.mask_prob,
+        max_ngram=data.max_ngram,
+        whole_words=data.whole_words,
+        pairs=pairs,
+        short_seq_prob=data.short_seq_prob,
+        seed=config.train.seed,
+    )
+    train, held_out = (
+        TextShards(required(data.path), split, verify=data.verify if verify else "sizes")
+        for split in ("train", "validation")
+    )
+    return ExampleReader(train, examples), ExampleReader(held_out, examples)
+
+
+# ------------------------------------------------------------------------------------------------- model
+
+
+def load_weights(model: "Pretraining", config: EncoderConfig) -> None:
+    """Copy the initial weights that the settings name into ``model``.
+
+    Raises:
+        UsageError: they are not there, or are of another model.
+        ShoalError: they cannot be read.
+    """
+    from shoal.models.directory import copy_weights
+    from shoal.train.checkpoint import load_model
+
+    if config.load_from == "transformers":
+        copy_weights(model, required(config.checkpoint_path))
+    elif config.load_from == "checkpoint":
+        load_model(required(config.checkpoint_path), model)
+
+
+# ------------------------------------------------------------------------------------------------- scores
+
+
+def evaluate(
+    model: "nn.Module", reader: "ExampleReader", run: "Run", task: str, *, batch_size: int, limit: int
+) -> tuple[dict[str, float], int]:
+    """Return mean losses in nats and accuracies on held-out examples, and how many examples they are.
+
+    Args:
+        model: returns the sums of :meth:`shoal.models.pretraining.Pretraining.forward`.
+        task: ``sop`` or ``nsp``, as in the metrics' names.
+        batch_size: examples per forward pass; the workers share the examples.
+        limit: examples at most.
+    """
+    import torch
+
+    from shoal.data.loader import held_out_batches
+    from shoal.train.run import to_device
+
+    model.eval()
+    sums = torch.zeros(4, dtype=torch.float64, device=run.world.device)
+    num_masked = num_sequences = 0
+    batches = held_out_batches(
+        reader,
+        micro_batch_size=batch_size,
+        limit=limit,
+        rank=run.world.place.rank,
+        num_workers=run.world.num_workers,
+    )
+    with torch.inference_mode():
+        for batch in batches:
+            sums += torch.stack(model(**to_device({name: batch[name] for name in INPUTS}, run.world.device)))
+            num_masked += len(batch["masked_ids"])
+            num_sequences += len(batch["labels"])
+    model.train()
+    *totals, masked, sequences = run.sum([*sums.tolist(), num_masked, num_sequences])
+    mlm_loss, mlm_correct, sentence_loss, sentence_correct = totals
+    return {
+        "mlm_loss": mlm_loss / max(masked, 1),
+        "mlm_accuracy": mlm_correct / max(masked, 1),
+        f"{task}_loss": sentence_loss / max(sequences, 1),
+        f"{task}_accuracy": sentence_correct / max(sequences, 1),
+    }, int(sequences)
+
+
+def reference_lines(task: str, reader: "ExampleReader", limit: int) -> dict[str, float]:
+    """Return the scores of a model that ignores the text: the unigram entropy of its targets, chance."""
+    import torch
+
+    from shoal.data.examples import unigram_entropy
+    from shoal.data.loader import held_out_batches
+
+    targets = [batch["masked_ids"] for batch in held_out_batches(reader, micro_batch_size=64, limit=limit)]
+    return {
+        "mlm_loss": unigram_entropy(torch.cat(targets).numpy()),
+        f"{task}_loss": math.log(2),
+        f"{task}_accuracy": 0.5,
+    }
+
+
+def verdict(task: str, scores: "Evaluation", references: dict[str, float]) -> str:
+    """Compare held-out scores with the unigram entropy of the targets and with guessing, in two lines."""
+    loss, entropy = scores.metrics["mlm_loss"], references["mlm_loss"]
+    accuracy = scores.metrics[f"{task}_accuracy"]
+    z = (accuracy - 0.5) / (0.5 / math.sqrt(scores.num_samples))
+    p_value = max(0.5 * math.erfc(z / math.sqrt(2)), 1e-300)  # one-sided, normal approximation
+    return (
+        f"held-out masked-LM loss {loss:.3f}: {abs(entropy - loss):.2f} nats "
+        f"{'below' if loss < entropy else 'above'} the unigram entropy of its targets ({entropy:.3f})\n"
+        f"held-out {SENTENCE_TASKS[task]} {100 * accuracy:.1f} % right on {scores.num_samples:,} pairs "
+        f"(by guessing: p {'<' if p_value <= 1e-300 else '='} {p_value:.1e})"
+    )
+
+
+def score_on_squad(config: MaskedLMConfig, model: "Pretraining", run: "Run") -> None:
+    """Finetune a copy of ``model`` on SQuAD, and write its scores to the record.
+
+    The pretraining is not affected: its weights, optimizer and random numbers stay as they are.
+
+    Raises:
+        UsageError: the questions are not there, or do not go with the model.
+    """
+    from shoal.data.squad.files import read_squad
+    from shoal.recipes.finetune.squad import finetune_squad_from
+    from shoal.train.exchange import together
+
+    short, directory = config.finetune, required(run.directory) / "finetune" / f"step-{run.step:08}"
+
+    def export() -> None:
+        if run.world.is_main:
+            directory.parent.mkdir(exist_ok=True)
+            write_export(model, required(config.data.path), directory)
+
+    together(run.world.control, export)
+    scores = finetune_squad_from(directory, _squad_settings(config), run.world, stop=run.stop_request)
+    run.world.barrier()
+    if run.world.is_main:
+        shutil.rmtree(directory)
+    if scores:  # none: a signal came in between
+        num_questions = len(read_squad(required(short.eval), misplaced="keep").questions)
+        run.evaluation("squad", scores, num_samples=num_questions)
+
+
+def _squad_settings(config: MaskedLMConfig) -> Any:
+    from shoal.data.squad.config import WindowConfig
+    from shoal.recipes.finetune import config as finetune
+
+    short = config.finetune
+    return finetune.SquadFinetuneConfig(
+        model=finetune.SourceConfig(),
+        data=finetune.SquadDataConfig(path=short.data, eval=short.eval),
+        window=WindowConfig(
+            max_seq_length=short.max_seq_length,
+            doc_stride=short.doc_stride,
+            max_question_length=short.max_question_length,
+        ),
+        train=finetune.TrainConfig(
+            total_steps=short.total_steps,
+            global_batch_size=short.global_batch_size,
+            micro_batch_size=short.micro_batch_size,
+            seed=config.train.seed,
+            precision=config.train.precision,
+        ),
+        optim=finetune.FinetuneOptimConfig(learning_rate=short.learning_rate),
+        distributed=replace(config.distributed, wire="fp32"),  # 8-bit gradients make a group each time
+    )
+
+
+# ------------------------------------------------------------------------------------------------- export
+
+
+def write_export(model: "Pretraining", data: Path, out: Path) -> None:
+    """Write ``model`` with the tokenizer of the prepared text ``data``, whole or not at all.
+
+    An older export in ``out`` is replaced.
+
+    Raises:
+        UsageError: transformers has no form for this model.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    from shoal.data.manifest import Manifest
+    from shoal.models.directory import save
+
+    if getattr(model.config, "pre_layer_norm", False):
+        raise UsageError(
+            "a model with pre_layer_norm cannot be exported: transformers' ALBERT has no such form"
+        )
+    manifest = Manifest.load(data)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(data / manifest.tokenizer.file))
+    ids = {
+        "cls_token": manifest.cls_id,
+        "sep_token": manifest.sep_id,
+        "mask_token": manifest.mask_id,
+        "pad_token": manifest.pad_id,
+        "unk_token": manifest.unk_id,
+    }
+    tokenizer.add_special_tokens({name: tokenizer.convert_ids_to_tokens(i) for name, i in ids.items()})
+    save(model, out, tokenizer=tokenizer)
+
+
+# ------------------------------------------------------------------------------------------------- dry run
+
+
+def describe(
+    config: MaskedLMConfig,
+    num_workers: int,
+    num_parameters: int,
+    phases: "Sequence[tuple[str, BatchSizes, int, int, int]]",
+) -> list[str]:
+    """Check the settings; return the lines of a dry run: settings, arithmetic, parameters, memory.
+
+    Args:
+        phases: (section, batch, steps, sequence length, predictions per sequence) of each.
+
+    Raises:
+        UsageError: sizes that do not divide, or no data that fits.
+    """
+    from shoal.data.squad.files import read_squad
+    from shoal.decide.batch import plan_batch
+    from shoal.decide.memory import estimate_memory
+
+    manifest = read_manifest(config)
+    num_tokens = sum(shard.num_tokens for shard in manifest.shards("train"))
+    lines, memories = [], []
+    for section, batch, num_steps, length, predictions in phases:
+        plan = plan_batch(
+            global_batch_size=batch.global_batch_size,
+            num_workers=num_workers,
+            micro_batch_size=batch.micro_batch_size,
+            section=section,
+        )
+        name = f"{section}: " if len(phases) > 1 else ""
+        sequences = num_steps * plan.global_batch_size
+        lines += [
+            f"batch        {name}{plan}",
+            f"run          {name}{num_steps:,} steps, {sequences:,} sequences of {length} tokens, about "
+            f"{sequences * length / max(num_tokens, 1):,.1f} times the {num_tokens:,} tokens of "
+            f"{config.data.path}",
+        ]
+        memories.append(
+            estimate_memory(
+                num_parameters=num_parameters,
+                micro_batch_size=plan.micro_batch_size,
+                sequence_length=length,
+                hidden_size=config.model.hidden_size,
+                intermediate_size=config.model.intermediate_size,
+                num_layers=config.model.num_hidden_layers,
+                num_logits=plan.micro_batch_size * predictions * config.model.vocab_size,
+                activation_bytes=2 if config.train.precision in ("bf16", "fp16") else 4,
+                activation_checkpointing=config.model.activation_checkpointing,
+            )
+        )
+    if config.finetune.at:
+        short = config.finetune
+        plan_batch(
+            global_batch_size=short.global_batch_size,
+            num_workers=num_workers,
+            micro_batch_size=short.micro_batch_size,
+            section="finetune",
+        )
+        for path in (required(short.data), required(short.eval)):
+            read_squad(path, misplaced="skip")
+    memory = max(memories, key=lambda estimate: estimate.total_bytes)
+    parameters = f"parameters   {num_parameters:,}"
+    return [*settings_lines(config), *lines, parameters, f"memory       {memory}"]

@@ -1,0 +1,715 @@
+"""The training session: everything around a loop that every recipe, or a user's own script, has in common.
+
+    with Run.open("runs/mine", seed=0) as run:
+        model = run.data_parallel(Net())
+        optimizer = Lamb(model.parameters(), lr=1e-3)
+        run.keep(model=model.module, optimizer=optimizer)      # restores if there is a checkpoint
+        for step in run.steps(dataset, BatchSizes(global_batch_size=256), until=1_000):
+            with step:
+                for inputs, labels in step:
+                    step.backward(F.cross_entropy(model(inputs), labels, reduction="sum") / step.num_samples)
+                step.update(optimizer, max_norm=1.0)
+            if run.due(every=100):
+                run.evaluation("validation", {"accuracy": accuracy(model)}, num_samples=10_000)
+        sys.exit(run.finish())
+
+1. :meth:`Run.open` joins the workers that torchrun, mpirun, Slurm or ``shoal train`` have started (or is the
+   only one), takes the run directory and catches the signals that ask to stop.
+2. :meth:`Run.keep` names the state that checkpoints hold and restores the newest good one.
+3. :meth:`Run.steps` yields a :class:`Step` per optimizer step. Before each, all workers agree in one small
+   collective on stops, losses that are not finite, and the number of targets of the global batch.
+4. ``with step`` is a transaction. The block computes gradients; leaving it clips them, updates the weights
+   and writes what is due to the record. A block that raises leaves weights, optimizer state, loss scale,
+   buffers and counters as they were; after :class:`~shoal.errors.RetryStep` the same batch comes again.
+5. A checkpoint that is due is saved when the loop asks for the next step, after any evaluation: a run that
+   was killed goes back to before the evaluation and makes it again.
+
+The loop, the loss and the update stay in the script: ``Run`` never calls back into it while it trains.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal import record
+from shoal.data.sources import StepSource, as_source
+from shoal.data.steps import Share
+from shoal.decide.batch import BatchPlan, plan_batch
+from shoal.decide.rng import random_keys
+from shoal.env import WorkerEnv, alone, worker_env
+from shoal.errors import EXIT_OK, EXIT_STOPPED, RetryStep
+from shoal.train.checkpoint import Checkpointer, Restored
+from shoal.train.config import DistributedConfig, LoopConfig, RunConfig, as_tree
+from shoal.train.exchange import together
+from shoal.train.gradients import DataParallel, LocalUpdate, Update, wrap_model
+from shoal.train.health import NonFiniteWatch, is_out_of_memory, out_of_memory
+from shoal.train.metrics import RunningMetrics, StepTimer, peak_memory_bytes
+from shoal.train.owner import owned
+from shoal.train.precision import LossScale, choose_precision
+from shoal.train.progress import Progress
+from shoal.train.run_dir import open_run_dir
+from shoal.train.run_log import RunLog, device_name, has_ended, speed_line, versions
+from shoal.train.signals import StopRequest
+from shoal.train.world import World, join_world
+
+Batch = Any
+M = TypeVar("M", bound=nn.Module)
+
+
+class BatchSizes(Protocol):
+    """The sizes of a batch as settings give them; ``None`` takes the largest micro-batch that fits 64."""
+
+    @property
+    def global_batch_size(self) -> int: ...
+
+    @property
+    def micro_batch_size(self) -> int | None: ...
+
+
+class Run:
+    """A training session; made by :meth:`open`.
+
+    Attributes:
+        world: rank, number of workers, device and the process groups.
+        directory: the run directory; ``None`` for an inner run, which writes nothing.
+        seed: of weights, data order and dropout.
+        step: optimizer steps done, counted over the whole run.
+        precision: the autocast type; models of :meth:`data_parallel` apply it themselves.
+        log: writes the record; ``None`` on all workers but the first.
+        timer: times the parts of a step.
+        stop_request: the signal that asked to stop, if any.
+        stopped: whether a signal asked to stop; :meth:`steps` then yields nothing more.
+        num_parameters: for the record; :meth:`keep` counts those of ``model``.
+        epoch_samples: samples of an epoch, for a run that is defined in epochs.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        directory: Path | None,
+        *,
+        name: str,
+        recipe: str,
+        unit: str,
+        config: Mapping[str, Any],
+        settings: RunConfig,
+        loop: LoopConfig,
+        distributed: DistributedConfig,
+        stop: StopRequest,
+        memory_remedy: str,
+        longer: str,
+    ) -> None:
+        self.world, self.directory, self.seed = world, directory, loop.seed
+        self.name, self.recipe, self.unit = name, recipe, unit
+        self.precision = choose_precision(loop.precision, world.device)
+        self.timer = StepTimer(world.device)
+        self.log: RunLog | None = None
+        self.step = 0
+        self.stopped = False
+        self._config, self._settings, self._loop, self._distributed = config, settings, loop, distributed
+        self.stop_request, self._memory_remedy, self._longer = stop, memory_remedy, longer
+        self._checkpointer = (
+            None if directory is None else Checkpointer(directory, keep=settings.keep_checkpoints)
+        )
+        self._scale = self._fresh_scale()
+        self._watch = NonFiniteWatch(loop.max_nonfinite_steps)
+        self._metrics = RunningMetrics(world.sum_values)
+        self._update: Update = LocalUpdate(world)
+        self._models: list[DataParallel] = []
+        self._kept: dict[str, Any] = {}
+        self._restored: Restored | None = None
+        self._samples, self._until, self._total = 0, 0, 0
+        self._batch: BatchPlan | None = None
+        self._section = "train"
+        self.num_parameters, self.epoch_samples = 0, 0
+        self._last_loss = 0.0
+        self._stack = ExitStack()
+        self._began = self._last_end = time.monotonic()
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        directory: Path | str,
+        *,
+        config: object | None = None,
+        recipe: str = "script",
+        unit: str = "samples",
+        settings: RunConfig | None = None,
+        loop: LoopConfig | None = None,
+        distributed: DistributedConfig | None = None,
+        immutable: Sequence[str] = (),
+        memory_remedy: str = "a smaller model",
+        longer: str = "until",
+        worker: WorkerEnv | None = None,
+    ) -> Iterator[Run]:
+        """Join the workers and open or continue the run in ``directory``.
+
+        Args:
+            directory: on a file system that all hosts share; the same directory continues the run.
+            config: a dataclass of dataclasses to write beside the run and into checkpoints.
+            recipe: written into the record.
+            unit: what samples are called in it, such as ``images``.
+            settings: how often to write lines and checkpoints.
+            loop: seed, precision, loss scale.
+            distributed: backend, device, timeouts, wire format.
+            immutable: dotted names of settings that must not differ when a run continues.
+            memory_remedy: an option to name beside the micro-batch size when memory runs out.
+            longer: the option that makes the run longer, for the message of a finished one.
+            worker: this process's place; default: as the launcher's environment variables say.
+
+        Raises:
+            UsageError: the directory cannot be written, another job uses it, or an immutable setting differs.
+            ShoalError: a worker was lost, or memory ran out.
+        """
+        settings, loop = settings or RunConfig(), loop or LoopConfig()
+        distributed = distributed or DistributedConfig()
+        directory, tree = Path(directory), {} if config is None else as_tree(config)
+        stop = StopRequest()
+        with ExitStack() as stack:
+            worker = worker or worker_env() or alone(Path(stack.enter_context(TemporaryDirectory())))
+            world = stack.enter_context(join_world(worker, distributed))
+            stack.enter_context(owned(directory, world))
+            together(
+                world.control, lambda: open_run_dir(directory, tree, immutable) if world.is_main else None
+            )
+            run = cls(
+                world, directory, name=settings.name or directory.name, recipe=recipe, unit=unit,
+                config=tree, settings=settings, loop=loop, distributed=distributed, stop=stop,
+                memory_remedy=memory_remedy, longer=longer,
+            )  # fmt: skip
+            stack.enter_context(run._stack)
+            try:
+                yield run
+            except (RuntimeError, MemoryError) as error:
+                if run._batch is None or not is_out_of_memory(error):
+                    raise
+                raise out_of_memory(error, run._batch, memory_remedy, section=run._section) from error
+
+    def inner(self, *, loop: LoopConfig, distributed: DistributedConfig | None = None) -> Run:
+        """Return a run on the same workers that writes nothing, for a short training inside this one."""
+        return Run(
+            self.world, None, name=self.name, recipe=self.recipe, unit=self.unit, config={},
+            settings=self._settings, loop=loop, distributed=distributed or self._distributed,
+            stop=self.stop_request, memory_remedy=self._memory_remedy, longer="",
+        )  # fmt: skip
+
+    @property
+    def batch(self) -> BatchPlan:
+        """The arithmetic of the batch, once :meth:`steps` has begun."""
+        assert self._batch is not None, "run.steps() has not begun"
+        return self._batch
+
+    # ---- what is trained --------------------------------------------------------------------------------
+
+    def data_parallel(self, model: nn.Module, *, average: bool = True) -> DataParallel:
+        """Move ``model`` to the device and wrap it so that backward averages its gradients over all workers.
+
+        Args:
+            average: without, each worker clips its own gradient and :meth:`Step.update` averages.
+
+        Raises:
+            UsageError: 8-bit gradients on a GPU.
+        """
+        ddp = wrap_model(
+            model.to(self.world.device), self.world, self._distributed, self.precision, self.timer.lap
+        )
+        ddp.average = average
+        ddp.settle_buckets()
+        self._models.append(ddp)
+        return ddp
+
+    def keep(self, **stateful: Any) -> None:
+        """Name what checkpoints hold, and restore it if the run has a checkpoint.
+
+        Args:
+            stateful: models (not wrapped), optimizers, tensors, plain values.
+
+        Called again, it replaces what it names without restoring: a fresh optimizer in the middle of a run.
+        The loss scale is reset with it.
+
+        Raises:
+            ShoalError: there are checkpoints and all are damaged.
+            UsageError: the model or the optimizer is not the one that was saved.
+        """
+        first = not self._kept
+        self._kept.update(stateful)
+        if isinstance(model := stateful.get("model"), nn.Module):
+            self.num_parameters = self.num_parameters or sum(p.numel() for p in model.parameters())
+        if not first:
+            self._scale = self._fresh_scale()
+            return
+        if self._checkpointer is None:
+            return
+        self._restored = self._checkpointer.restore(self._state())
+        if self._restored:
+            self.step, self._samples = self._restored.step, int(self._restored.values["samples"])
+            self._scale.load_state_dict(self._restored.values["loss_scale"])
+
+    def use(self, update: Update) -> None:
+        """Replace how a step's gradients are measured and become new weights (:class:`Update`)."""
+        self._update = update
+
+    # ---- the loop ---------------------------------------------------------------------------------------
+
+    def steps(
+        self,
+        data: Any,
+        batch: BatchPlan | BatchSizes,
+        *,
+        until: int,
+        since: int = 0,
+        total: int | None = None,
+        targets: Callable[[Batch], int] | None = None,
+        replica: tuple[int, int] | None = None,
+        section: str = "train",
+        phase: tuple[str, int] | None = None,
+        references: Mapping[str, float] | None = None,
+        notes: Sequence[str] = (),
+    ) -> Iterator[Step]:
+        """Yield each optimizer step that is left, up to step ``until``.
+
+        Args:
+            data: a :class:`~shoal.data.loader.StepSource`; an indexable dataset, whose order is then exact at
+                any number of workers; or a DataLoader or another iterable of micro-batches, each worker its
+                own.
+            batch: sizes of the global batch and the micro-batch, or a finished plan.
+            until: the last step, counted over the whole run from 1.
+            since: the step after which this data begins.
+            total: last step of the whole run; default: ``until``.
+            targets: counts the targets of a micro-batch, for :attr:`Step.num_targets`.
+            replica: (index, number) of the data-parallel replica, where that is not a worker (pipelines).
+            section: where the batch stands in the settings, for messages.
+            phase: (name, sequence length) for the record, where the loop is one of several.
+            references: lines to draw in the plots of evaluation metrics.
+            notes: lines to print at the beginning.
+
+        Raises:
+            UsageError: the batch does not divide.
+            ShoalError: the loss was not finite too often in a row; damaged data; a lost worker.
+        """
+        index, num_replicas = replica or (self.world.place.rank, self.world.num_workers)
+        if not isinstance(batch, BatchPlan):
+            batch = plan_batch(
+                global_batch_size=batch.global_batch_size,
+                num_workers=num_replicas,
+                micro_batch_size=batch.micro_batch_size,
+                section=section,
+                unit=self.unit,
+            )
+        self._batch, self._section, self._until, self._total = batch, section, until, total or until
+        if self._is_over():
+            return
+        if self.directory is not None and not self.stopped:
+            self._begin(batch, references or {}, [f"batch: {batch}", *notes])
+        if phase is not None and self.log and self.step == since:
+            self.log.phase(
+                record.Phase(
+                    step=since + 1,
+                    last_step=until,
+                    name=phase[0],
+                    sequence_length=phase[1],
+                    global_batch_size=batch.global_batch_size,
+                    micro_batch_size=batch.micro_batch_size,
+                    accumulation_steps=batch.accumulation_steps,
+                )
+            )
+        source = as_source(data, seed=self.seed)
+        shard = Share(
+            global_batch_size=batch.global_batch_size,
+            micro_batch_size=batch.micro_batch_size,
+            rank=index,
+            num_workers=num_replicas,
+        )
+        self.timer.reset()
+        while self.step < until and not self.stopped:
+            left = range(self.step - since, until - since)
+            yield from self._attempt(source, shard, batch, left, targets)
+
+    def _attempt(
+        self,
+        source: StepSource,
+        shard: Share,
+        batch: BatchPlan,
+        steps: range,
+        targets: Callable[[Batch], int] | None,
+    ) -> Iterator[Step]:
+        """Yield steps until all are done, a stop is asked for, or one has to be repeated."""
+        pin_memory = self.world.device.type == "cuda"
+        with closing(source.open(shard, steps, pin_memory=pin_memory)) as batches:
+            for index, micro_batches in zip(steps, batches, strict=False):
+                num_targets = sum(map(targets, micro_batches)) if targets else 0
+                self.timer.lap("data")
+                bad = not math.isfinite(self._last_loss)
+                num_targets, num_bad, num_stops = self.world.sum_counts(
+                    num_targets, bad, self.stop_request.requested is not None
+                )
+                if self._watch.note(bad=num_bad > 0):
+                    names = source.names(shard, index - 1)
+                    raise self._watch.error(
+                        self.step, names, section=_SCHEDULES.get(self._section, self._section)
+                    )
+                if num_stops:
+                    self._leave()
+                    return
+                step = Step(self, micro_batches, batch, max(num_targets, 1))
+                yield step
+                if not step.is_done:
+                    return
+                if self.due(self._settings.checkpoint_frequency) and self.directory is not None:
+                    self.save()
+                self._report_checkpoints()
+                self.timer.begin_step()
+
+    def due(self, every: int | Sequence[int] | None) -> bool:
+        """Return whether the step just done is a multiple of ``every`` or one of them.
+
+        For a number, and for ``None``, the last step of the loop counts too.
+        """
+        if isinstance(every, Sequence):
+            return self.step in every
+        return self.step == self._until or bool(every and self.step % every == 0)
+
+    def evaluation(
+        self, split: str, metrics: Mapping[str, float], *, num_samples: int, seconds: float | None = None
+    ) -> None:
+        """Write scores of the step just done to the record and the terminal.
+
+        Args:
+            split: what was evaluated, such as ``validation``.
+            metrics: the same on all workers, or used on the first alone.
+            num_samples: over how many samples.
+            seconds: how long it took; default: since the step, or since the last evaluation.
+        """
+        now = time.monotonic()
+        row = record.Evaluation(
+            step=self.step, split=split, num_samples=num_samples, metrics=dict(metrics),
+            seconds=now - self._last_end if seconds is None else seconds,
+        )  # fmt: skip
+        if self.log:
+            self.log.evaluation(row)
+        self._last_end = now
+        self.timer.begin_step()
+
+    def note(self, text: str) -> None:
+        """Print lines above the progress bar, on the first worker."""
+        if self.log:
+            self.log.say(text)
+
+    def sum(self, values: Sequence[float] | Tensor) -> list[float]:
+        """Return each value summed over all workers, in float64."""
+        tensor = torch.as_tensor(values, dtype=torch.float64).cpu()
+        return [float(value) for value in self.world.sum_values(tensor)]
+
+    def save(self, *, wait: bool = False) -> None:
+        """Save a checkpoint of the step just done; :meth:`steps` does so when one is due."""
+        if self._checkpointer is None:
+            return
+        self._checkpointer.save(self.step, self._state(), wait=wait)
+        self._report_checkpoints()
+
+    def finish(
+        self,
+        export: Callable[[Path], None] | None = None,
+        summary: Callable[[Mapping[str, record.Evaluation]], str] | None = None,
+    ) -> int:
+        """End the run: wait for the last checkpoint, export, write the summary. Return the exit code.
+
+        Args:
+            export: writes the trained model; called with the run directory, on the first worker.
+            summary: returns lines about the last step's evaluations, by split.
+        """
+        if self.stopped:
+            return EXIT_STOPPED
+        assert self.directory is not None and self._checkpointer is not None
+        if self._is_over():
+            if self.world.is_main:
+                print(
+                    f"{self.directory} is finished: {self.step:,} of {self._total:,} steps. To train longer, "
+                    f"raise {self._longer}; to begin again, name another --run.dir or remove {self.directory}"
+                )
+            return EXIT_OK
+        self._checkpointer.finish()
+        self._report_checkpoints()
+        if self.log:
+            if export:
+                export(self.directory)
+            found = {split: row.metrics for split, row in self._last_evaluations().items()}
+            metrics = {
+                name if len(found) == 1 else f"{split}/{name}": value
+                for split, values in found.items()
+                for name, value in values.items()
+            }
+            self.log.say(speed_line(self.directory, self.world, self.unit))
+            self.log.end(record.End(step=self.step, seconds=time.monotonic() - self._began, metrics=metrics))
+            if summary:
+                self.log.say(summary(self._last_evaluations()))
+        return EXIT_OK
+
+    # ---- inside -----------------------------------------------------------------------------------------
+
+    def _fresh_scale(self) -> LossScale:
+        return LossScale(enabled=self.precision.name == "fp16", static=self._loop.loss_scale)
+
+    def _state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds; the state of the data is the one integer ``samples``."""
+        wires = [ddp.wire_state() for ddp in self._models]
+        return {
+            **self._kept,
+            **{name: wire for state in wires for name, wire in state.items()},
+            "loss_scale": self._scale.state_dict(),
+            "samples": self._samples,
+            "config": self._config,
+        }
+
+    def _is_over(self) -> bool:
+        """Return whether an earlier process group has ended the run; all workers call it."""
+        if self.directory is None or self._restored is None or self.step != self._restored.step:
+            return False
+        if self.step < self._total:
+            return False
+        return self.step > self._total or has_ended(self.directory, self.step, self.world)
+
+    def _begin(self, batch: BatchPlan, references: Mapping[str, float], notes: Sequence[str]) -> None:
+        """Begin the record on the first worker, once: the settings, the arithmetic, where it goes on from."""
+        if not self.world.is_main:
+            return
+        if self.log is not None:  # a further phase
+            self.log.references = dict(references)
+        else:
+            assert self.directory is not None
+            progress = Progress(self._total, self.step, unit=self.unit)
+            self.log = self._stack.enter_context(RunLog(self.directory, progress))
+            self.log.start(
+                record.Start(
+                    run=self.name,
+                    recipe=self.recipe,
+                    command=sys.orig_argv,
+                    config=dict(self._config),
+                    num_workers=self.world.num_workers,
+                    num_hosts=self.world.num_hosts,
+                    backend=self.world.backend,
+                    device=device_name(self.world.device),
+                    precision=self.precision.name,
+                    versions=versions(),
+                    num_parameters=self.num_parameters,
+                    total_steps=self._total,
+                    global_batch_size=batch.global_batch_size,
+                    micro_batch_size=batch.micro_batch_size,
+                    accumulation_steps=batch.accumulation_steps,
+                    unit=batch.unit,
+                    epoch_samples=self.epoch_samples,
+                    references=dict(references),
+                )
+            )
+        for note in notes:
+            self.log.say(note)
+        if (restored := self._restored) and self.step == restored.step:
+            self.log.resume(
+                record.Resume(step=restored.step, path=str(restored.path), damaged=restored.damaged)
+            )
+
+    def _leave(self) -> None:
+        """Save because a signal asked some worker to stop."""
+        self.stopped = True
+        self.save(wait=True)
+        if self.log and self.directory is not None:
+            reason = (
+                f"{self.stop_request.requested or 'a signal to another worker'}; the same command continues"
+            )
+            self.log.stop(record.Stop(step=self.step, reason=reason, exit_code=EXIT_STOPPED))
+
+    def _report_checkpoints(self) -> None:
+        if self._checkpointer is not None:
+            completed = self._checkpointer.poll()
+            if self.log:
+                self.log.checkpoints(completed)
+
+    def _last_evaluations(self) -> dict[str, record.Evaluation]:
+        """Return the evaluations of the last step; those of an earlier process group are in the record."""
+        assert self.directory is not None
+        rows = (row for row in record.read_record(self.directory) if isinstance(row, record.Evaluation))
+        return {row.split: row for row in rows if row.step == self.step}
+
+    def _commit(self, step: Step, loss: float) -> None:
+        """Count a step that was done, and write its line if one is due."""
+        self.step += 1
+        self._samples += step.num_samples
+        self._last_loss = loss
+        self._metrics.add_step(loss, step.sums, step.counts, step.grad_norm)
+        self.timer.end_step()
+        if self.log:
+            self.log.advance(self.step)
+        if self.due(self._settings.log_frequency) or step.ends_line:
+            self._write_line(step)
+        self._last_end = time.monotonic()
+
+    def _write_line(self, step: Step) -> None:
+        loss, figures = self._metrics.means()
+        weight_norm = self._update.weight_norm(step.optimizer)
+        if self.log:
+            step_s = self.timer.step_s()
+            self.log.step(
+                record.Step(
+                    step=self.step,
+                    samples=self._samples,
+                    loss=loss,
+                    metrics=figures,
+                    learning_rate=step.learning_rate,
+                    loss_scale=self._scale.value,
+                    grad_norm=self._metrics.mean_grad_norm(),
+                    weight_norm=weight_norm,
+                    samples_per_s=step.num_samples / step_s,
+                    step_s=step_s,
+                    parts_s=self.timer.parts_s(),
+                    num_skipped=self._metrics.num_skipped(),
+                    peak_memory_bytes=peak_memory_bytes(self.world.device),
+                )
+            )
+        self._metrics.reset()
+        self.timer.reset()
+
+
+_DROPOUT = 7
+"""RNG stream id."""
+
+_SCHEDULES = {"train": "optim"}
+"""Sections whose learning rate stands in another one."""
+
+
+class Step:
+    """One optimizer step: an iterable over this worker's micro-batches, and a transaction as a context.
+
+    Attributes:
+        number: counted over the whole run from 1.
+        num_samples: samples of the global batch.
+        num_targets: targets of the global batch, at least 1; see ``targets`` of :meth:`Run.steps`.
+        is_done: whether the step was committed.
+    """
+
+    def __init__(self, run: Run, micro_batches: Any, batch: BatchPlan, num_targets: int) -> None:
+        self._run, self._micro_batches, self._count = run, micro_batches, batch.accumulation_steps
+        self.number = run.step + 1
+        self.num_samples = batch.global_batch_size
+        self.num_targets = num_targets
+        self.is_done = False
+        self.ends_line = False
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = {}
+        self.grad_norm = math.nan
+        self.learning_rate = math.nan
+        self._loss = torch.zeros((), dtype=torch.float64, device=run.world.device)
+        self._optimizer: Optimizer | None = None
+        self._averages = False
+        self._before: list[dict[str, Tensor]] = []
+
+    @property
+    def optimizer(self) -> Optimizer:
+        assert self._optimizer is not None, "step.update(optimizer) was not called"
+        return self._optimizer
+
+    def __enter__(self) -> Step:
+        run = self._run
+        torch.manual_seed(int(random_keys(run.seed, _DROPOUT, self.number, run.world.place.rank).item()))
+        self._before = [ddp.volatile_state() for ddp in run._models]
+        return self
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield this worker's micro-batches, on the device. Backward of the last one averages gradients."""
+        run = self._run
+        for number, batch in enumerate(self._micro_batches, start=1):
+            run.timer.lap("data")
+            with ExitStack() as stack:
+                self._averages = number == self._count
+                for ddp in run._models:
+                    if not (self._averages and ddp.average):
+                        stack.enter_context(ddp.no_sync())
+                yield to_device(batch, run.world.device)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward.
+
+        Args:
+            loss: this micro-batch's part of the mean loss over the global batch: a sum over the micro-batch
+                divided by :attr:`num_samples` or :attr:`num_targets`.
+        """
+        run = self._run
+        run.timer.lap("forward")
+        self._loss += loss.detach()
+        (loss * (run.world.num_workers * run._scale.value)).backward()  # type: ignore[no-untyped-call]  # DDP averages over workers
+        run.timer.lap("gradient_wait" if self._averages else "backward")
+
+    def observe(self, loss: float | Tensor, part: str) -> None:
+        """Take note of a loss whose backward pass has been run elsewhere, the same on all workers.
+
+        ``part`` is what the time since the last lap counts as.
+        """
+        self._run.timer.lap(part)
+        self._loss += loss / self._run.world.num_workers
+
+    def add(self, count: int, **sums: Tensor | float) -> None:
+        """Add to figures that the next line of the record shows as means.
+
+        Args:
+            count: over how many items of the global batch each is a mean, such as :attr:`num_targets`.
+            sums: this micro-batch's part of each sum, scalars.
+        """
+        for name, value in sums.items():
+            value = torch.as_tensor(value, device=self._loss.device).detach().double()
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+            self.counts[name] = count
+
+    def update(self, optimizer: Optimizer, *, max_norm: float | None = None) -> None:
+        """Measure and clip the gradients; leaving the step then applies ``optimizer``.
+
+        A gradient norm that is not finite, the same on all workers, skips the update.
+
+        Args:
+            max_norm: clip the norm over the whole model to it.
+        """
+        run = self._run
+        self._optimizer = optimizer
+        self.learning_rate = optimizer.param_groups[0]["lr"]
+        per_worker = any(not ddp.average for ddp in run._models)
+        self.grad_norm = run._update.finish_gradients(
+            optimizer, max_norm=max_norm, per_worker=per_worker, loss_scale=run._scale.value
+        )
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        run = self._run
+        if error is not None:
+            for ddp, before in zip(run._models, self._before, strict=True):
+                ddp.zero_grad()
+                ddp.restore_volatile(before)
+            return isinstance(error, RetryStep)
+        finite = math.isfinite(self.grad_norm)
+        if finite:
+            run._update.apply(self.optimizer)
+        run._scale.update(finite=finite)
+        self.optimizer.zero_grad()
+        run.timer.lap("optimizer")
+        self.is_done = True
+        run._commit(self, float(self._loss))
+        return False
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return ``batch`` with its tensors on ``device``; dictionaries, lists and tuples keep their form."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
