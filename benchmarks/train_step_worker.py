@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,17 @@ from transformers.models.albert import AlbertForPreTraining
 from benchmarks.train_step import GLOBAL_BATCH, SEQUENCE
 from shoal.data.atomic_io import sha256_of
 from shoal.data.manifest import Manifest, TokenizerInfo
+from shoal.data.sources import ReaderSource
+from shoal.data.text.examples import ExampleReader
 from shoal.data.text.shards import ShardWriter
-from shoal.env import WorkerEnv, WorkerPlace, worker_env
 from shoal.models.albert_config import AlbertModelConfig
-from shoal.models.pretraining import AlbertPretraining, transformers_config
-from shoal.recipes.albert.config import AlbertPretrainConfig, DataConfig
-from shoal.recipes.masked_lm.job import Job, build
-from shoal.recipes.masked_lm.losses import NUM_SUMS
-from shoal.recipes.masked_lm.model import make_model
-from shoal.recipes.masked_lm.step import agree, batches_after, take_step, warm_up
-from shoal.train.config import OptimConfig, RunConfig, TrainConfig
-from shoal.train.signals import StopRequest
-from shoal.train.window import Meter
-from shoal.train.world import World, join_world
+from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, transformers_config
+from shoal.optim.lr_schedules import learning_rate
+from shoal.recipes.albert import AlbertConfig, DataConfig
+from shoal.recipes.masked_lm import open_text
+from shoal.train.config import OptimConfig, RunConfig, TrainConfig, required, schedule_of
+from shoal.train.optimizers import build_optimizer, set_learning_rate
+from shoal.train.run import Run
 
 WARM_UP_STEPS = 3
 MODELS = {
@@ -74,23 +72,23 @@ def write_text(folder: Path, vocab_size: int) -> None:
     ).save(folder)
 
 
-def settings(preset: str, folder: Path, compiled: bool) -> AlbertPretrainConfig:
-    return AlbertPretrainConfig(
+def settings(preset: str, folder: Path, compiled: bool) -> AlbertConfig:
+    return AlbertConfig(
         model=MODELS[preset],
         data=DataConfig(path=folder, max_seq_length=SEQUENCE[preset]),
         train=TrainConfig(
             total_steps=1_000, global_batch_size=GLOBAL_BATCH[preset], precision="fp32", compile=compiled
         ),
         optim=OptimConfig(optimizer="adamw", learning_rate=1e-4, warmup_steps=0),
-        run=RunConfig(name="benchmark", dir=folder / "run"),
+        run=RunConfig(name="benchmark", dir=folder / "run", log_frequency=10**9, checkpoint_frequency=10**9),
     )
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Any]]):
     """The Trainer's examples, ready in memory, labels over the whole sequence as it wants them."""
 
-    def __init__(self, job: Job, num_rows: int) -> None:
-        batch = job.train_reader.batch(0, range(num_rows))
+    def __init__(self, reader: ExampleReader, num_rows: int) -> None:
+        batch = reader.batch(0, range(num_rows))
         self._rows = []
         for row in range(num_rows):
             labels = torch.full((batch["input_ids"].shape[1],), -100)
@@ -116,9 +114,8 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
 class ByTurns(TrainerCallback):
     """Times the Trainer's step that has ended, then takes and times one of ours."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._steps = our_steps(job, Meter.of(job.config.train, NUM_SUMS))
+    def __init__(self, run: Run, steps: Iterator[int]) -> None:
+        self._run, self._steps = run, steps
         self.samples: dict[str, list[float]] = {"ours": [], "peer": []}
         self._begin_s = 0.0
 
@@ -126,41 +123,70 @@ class ByTurns(TrainerCallback):
         end_s = time.perf_counter()
         if self._begin_s:
             self.samples["peer"].append(1e3 * (end_s - self._begin_s))
-        self._job.world.barrier()
+        self._run.world.barrier()
         begin_s = time.perf_counter()
         next(self._steps)
         self.samples["ours"].append(1e3 * (time.perf_counter() - begin_s))
-        self._job.world.barrier()
+        self._run.world.barrier()
         self._begin_s = time.perf_counter()
 
 
-def our_steps(job: Job, meter: Meter) -> Iterator[int]:
+def our_steps(run: Run, config: AlbertConfig, reader: ExampleReader) -> Iterator[int]:
     """Do one step of the recipe after the other, and yield its number."""
-    stop = StopRequest()
-    with batches_after(job, 0) as batches:
-        for step, micro_batches in batches:
-            num_masked, _ = agree(job, meter, step, micro_batches, stop)
-            take_step(job, meter, step, micro_batches, num_masked)
-            yield step
-            job.clock.reset()
+    torch.manual_seed(run.seed)
+    model = AlbertPretraining(config.model)
+    ddp = run.data_parallel(model)
+    if config.train.compiles("cpu"):
+        model.compile(dynamic=True)
+    optimizer = build_optimizer(model.named_parameters(), config.optim)
+    schedule = schedule_of(config.optim, config.optim, config.train.total_steps)
+    run.keep(model=model, optimizer=optimizer)
+    steps = run.steps(
+        ReaderSource(reader=reader),
+        config.train,
+        until=config.train.total_steps,
+        targets=lambda batch: len(batch["masked_ids"]),
+    )
+    for step in steps:
+        with step:
+            set_learning_rate(optimizer, learning_rate(schedule, step.number - 1))
+            for batch in step:
+                mlm_loss, mlm_correct, sop_loss, sop_correct = ddp(
+                    **{name: batch[name] for name in PRETRAINING_INPUTS}
+                )
+                step.backward(mlm_loss / step.num_targets + sop_loss / step.num_samples)
+                step.add(step.num_targets, mlm_loss=mlm_loss, mlm_accuracy=mlm_correct)
+                step.add(step.num_samples, sop_loss=sop_loss, sop_accuracy=sop_correct)
+            step.update(optimizer, max_norm=config.optim.max_grad_norm)
+        yield step.number
 
 
-def place() -> WorkerEnv:
-    """Return this process's place, that of a world of one if nobody gave it any."""
-    given = worker_env()
-    if given is not None:
-        return given
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    alone = WorkerPlace(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
-    return WorkerEnv(place=alone, master_addr="127.0.0.1", master_port=port, launcher="benchmark")
+@contextmanager
+def opened(config: AlbertConfig) -> Iterator[tuple[Run, ExampleReader]]:
+    """Open a run of the recipe and its training examples."""
+    with Run.open(
+        required(config.run.dir),
+        config=config,
+        settings=config.run,
+        loop=config.train,
+        recipe="albert",
+        unit="sequences",
+    ) as run:
+        reader, _ = open_text(
+            config,
+            pairs="order",
+            max_seq_length=config.data.max_seq_length,
+            max_predictions_per_seq=config.data.max_predictions_per_seq,
+            verify=False,
+        )
+        yield run, reader
 
 
-def run(world: World, config: AlbertPretrainConfig, num_steps: int, compiled: bool) -> dict[str, list[float]]:
-    job = build(config, world, make_model(config, world, AlbertPretraining))
-    warm_up(job)
-    turns = ByTurns(job)
+def measure(
+    run: Run, config: AlbertConfig, reader: ExampleReader, num_steps: int, compiled: bool
+) -> dict[str, list[float]]:
+    world = run.world
+    turns = ByTurns(run, our_steps(run, config, reader))
     model = AlbertForPreTraining(transformers_config(config.model))
     batch_size = GLOBAL_BATCH["tiny" if config.model.hidden_size == 128 else "base"] // world.num_workers
     trainer = Trainer(
@@ -180,7 +206,7 @@ def run(world: World, config: AlbertPretrainConfig, num_steps: int, compiled: bo
             report_to="none",
             disable_tqdm=True,
         ),
-        train_dataset=Rows(job, batch_size * world.num_workers * 4),
+        train_dataset=Rows(reader, batch_size * world.num_workers * 4),
         callbacks=[turns],
     )
     trainer.train()
@@ -199,9 +225,9 @@ def main() -> None:
         folder = Path(name)
         write_text(folder, MODELS[args.preset].vocab_size)
         config = settings(args.preset, folder, args.compiled)
-        with join_world(place(), config.distributed) as world:
-            samples = run(world, config, args.num_steps, args.compiled)
-            if world.is_main:
+        with opened(config) as (run, reader):
+            samples = measure(run, config, reader, args.num_steps, args.compiled)
+            if run.world.is_main:
                 args.out.write_text(json.dumps(samples))
 
 

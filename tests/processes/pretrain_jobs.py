@@ -21,9 +21,9 @@ from shoal.launch.worker import run_worker
 from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.bert_config import BertModelConfig
 from shoal.models.t5_config import T5ModelConfig
-from shoal.recipes.albert.config import AlbertPretrainConfig, DataConfig
-from shoal.recipes.bert.config import BertPretrainConfig, PhaseConfig
-from shoal.recipes.bert.config import DataConfig as BertDataConfig
+from shoal.recipes.albert import AlbertConfig, DataConfig
+from shoal.recipes.bert import BertConfig, PhaseConfig
+from shoal.recipes.bert import DataConfig as BertDataConfig
 from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig
 from shoal.recipes.resnet.config import ResNetTrainConfig
 from shoal.recipes.resnet.score import Scoring
@@ -32,13 +32,11 @@ from shoal.recipes.t5.config import T5OptimConfig, T5PretrainConfig
 from shoal.record import Step, read_record
 from shoal.train.config import LoopConfig, OptimConfig, OptimizerConfig, RunConfig, TrainConfig
 
-AnyConfig = (
-    AlbertPretrainConfig | BertPretrainConfig | T5PretrainConfig | ResNetTrainConfig | MaskRCNNTrainConfig
-)
+AnyConfig = AlbertConfig | BertConfig | T5PretrainConfig | ResNetTrainConfig | MaskRCNNTrainConfig
 Config = TypeVar(
     "Config",
-    AlbertPretrainConfig,
-    BertPretrainConfig,
+    AlbertConfig,
+    BertConfig,
     T5PretrainConfig,
     ResNetTrainConfig,
     MaskRCNNTrainConfig,
@@ -94,9 +92,9 @@ def prepare_small(folder: Path) -> Path:
     return out
 
 
-def small_config(text: Path, run_dir: Path, **changes: Any) -> AlbertPretrainConfig:
+def small_config(text: Path, run_dir: Path, **changes: Any) -> AlbertConfig:
     """Return settings for 12 quick steps; ``changes`` are ``section={field: value}``."""
-    config = AlbertPretrainConfig(
+    config = AlbertConfig(
         model=AlbertModelConfig(
             vocab_size=96,
             embedding_size=16,
@@ -121,9 +119,9 @@ def small_config(text: Path, run_dir: Path, **changes: Any) -> AlbertPretrainCon
     return changed(config, changes)
 
 
-def small_bert_config(text: Path, run_dir: Path, **changes: Any) -> BertPretrainConfig:
+def small_bert_config(text: Path, run_dir: Path, **changes: Any) -> BertConfig:
     """Return settings for 8 and 6 quick steps in two phases."""
-    config = BertPretrainConfig(
+    config = BertConfig(
         model=BertModelConfig(
             vocab_size=96,
             hidden_size=32,
@@ -256,8 +254,8 @@ def wait_for_checkpoint(run_dir: Path, step: int, processes: list[BaseProcess]) 
 
 
 def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
-    from shoal.recipes.albert.pretrain import pretrain as pretrain_albert
-    from shoal.recipes.bert.pretrain import pretrain as pretrain_bert
+    from shoal.recipes.albert import main as pretrain_albert
+    from shoal.recipes.bert import main as pretrain_bert
     from shoal.recipes.mask_rcnn.train import train as train_mask_rcnn
     from shoal.recipes.resnet.train import train as train_resnet
     from shoal.recipes.t5.pretrain import pretrain as pretrain_t5
@@ -273,10 +271,10 @@ def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
         run_worker(lambda: train_mask_rcnn(config, joined, ["test"]))
     elif isinstance(config, ResNetTrainConfig):
         run_worker(lambda: train_resnet(config, joined, ["test"]))
-    elif isinstance(config, BertPretrainConfig):
-        run_worker(lambda: pretrain_bert(config, joined, ["test"]))
+    elif isinstance(config, BertConfig):
+        run_worker(lambda: pretrain_bert(config, joined))
     else:
-        run_worker(lambda: pretrain_albert(config, joined, ["test"]))
+        run_worker(lambda: pretrain_albert(config, joined))
 
 
 def _score(what: Scoring, rank: int, num_workers: int, port: int) -> None:

@@ -14,9 +14,10 @@ from shoal.data.steps import evenly_spread
 from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.export import export_run
-from shoal.recipes.masked_lm.job import open_data
+from shoal.recipes.masked_lm import open_text
 from shoal.record import read_record
 from shoal.report.page import write_report
+from shoal.train.config import schedule_of
 
 BORDER, LAST = 8, 14
 
@@ -45,8 +46,9 @@ def test_one_command_runs_both_phases(whole_run: Path, data: Path) -> None:
     assert [row.step for row in steps] == list(range(1, LAST + 1))
     assert [row.samples for row in steps] == [12 * s for s in range(1, 9)] + [96 + 6 * s for s in range(1, 7)]
     for row in steps:
-        phase = config.phases[row.step > BORDER]
-        assert row.learning_rate == learning_rate(phase.schedule, row.step - 1 - phase.steps_before)
+        _, phase = config.phases[row.step > BORDER]
+        schedule = schedule_of(phase, config.optim, phase.total_steps)
+        assert row.learning_rate == learning_rate(schedule, row.step - 1 - BORDER * (row.step > BORDER))
         assert row.loss == pytest.approx(row.metrics["mlm_loss"] + row.metrics["nsp_loss"])
     assert steps[BORDER].learning_rate == 0  # the second phase warms up again, from 0
     assert [row.step for row in rows if isinstance(row, record.Evaluation)] == [6, BORDER, 12, LAST]
@@ -83,7 +85,14 @@ def test_the_exported_model_scores_what_the_run_says(whole_run: Path, data: Path
 
     model = BertForPreTraining.from_pretrained(whole_run / "transformers").eval()
     config = jobs.small_bert_config(data, whole_run)
-    _, reader = open_data(config, config.phases[1])
+    phase = config.phase2
+    _, reader = open_text(
+        config,
+        pairs="next",
+        max_seq_length=phase.max_seq_length,
+        max_predictions_per_seq=phase.max_predictions_per_seq,
+        verify=False,
+    )
     batch = {
         name: torch.from_numpy(array)
         for name, array in reader.batch(0, evenly_spread(reader.num_examples, 32)).items()

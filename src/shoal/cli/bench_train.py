@@ -14,8 +14,7 @@ from shoal.bench.step_timing import TrainBench
 from shoal.cli.settings import settings_from
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError
-from shoal.recipes.albert import config as albert
-from shoal.recipes.bert import config as bert
+from shoal.recipes import albert, bert
 from shoal.recipes.resnet import config as resnet
 from shoal.recipes.start import Launch, start
 from shoal.recipes.t5 import config as t5
@@ -26,22 +25,20 @@ bench_train = App(
 )
 bench_train.config = (
     settings_from(
-        lambda command: f"{'resnet' if command == 'resnet50' else command}/presets",
+        lambda command: {"resnet50": "resnet/presets", "t5": "t5/presets"}.get(command, f"presets/{command}"),
         lambda command: "imagenet-16k" if command == "resnet50" else "base",
     ),
 )
 
 Settings = Parameter(name="*")
-Config = (
-    albert.AlbertPretrainConfig | bert.BertPretrainConfig | t5.T5PretrainConfig | resnet.ResNetTrainConfig
-)
+Config = albert.AlbertConfig | bert.BertConfig | t5.T5PretrainConfig | resnet.ResNetTrainConfig
 
 
 @bench_train.command(name="albert")
 def bench_albert(
     *,
     preset: Literal[albert.PRESETS] = "base",  # type: ignore[valid-type]
-    settings: Annotated[albert.AlbertPretrainConfig, Settings] = albert.AlbertPretrainConfig(),  # noqa: B008
+    settings: Annotated[albert.AlbertConfig, Settings] = albert.AlbertConfig(),  # noqa: B008
     launch: Annotated[Launch, Settings] = Launch(),  # noqa: B008
     what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
 ) -> int:
@@ -60,7 +57,7 @@ def bench_bert(
     *,
     preset: Literal[bert.PRESETS] = "base",  # type: ignore[valid-type]
     phase: Literal[1, 2] = 1,
-    settings: Annotated[bert.BertPretrainConfig, Settings] = bert.BertPretrainConfig(),  # noqa: B008
+    settings: Annotated[bert.BertConfig, Settings] = bert.BertConfig(),  # noqa: B008
     launch: Annotated[Launch, Settings] = Launch(),  # noqa: B008
     what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
 ) -> int:

@@ -14,15 +14,15 @@ from shoal.cli.bench_train_clock import result_of, timed
 from shoal.data.text.span_config import MAX_SENTINELS
 from shoal.env import WorkerEnv
 from shoal.errors import EXIT_OK
-from shoal.recipes.albert.config import AlbertPretrainConfig
-from shoal.recipes.bert.config import BertPretrainConfig
+from shoal.recipes.albert import AlbertConfig
+from shoal.recipes.bert import BertConfig
 from shoal.recipes.resnet.config import ResNetTrainConfig
 from shoal.recipes.t5.config import T5PretrainConfig
 
 if TYPE_CHECKING:
     from shoal.train.world import World
 
-TextConfig = AlbertPretrainConfig | BertPretrainConfig | T5PretrainConfig
+TextConfig = AlbertConfig | BertConfig | T5PretrainConfig
 Config = TextConfig | ResNetTrainConfig
 _NUM_DOCUMENTS = 200
 _SENTENCES, _TOKENS = 60, 20
@@ -34,17 +34,28 @@ def measure(config: Config, place: WorkerEnv, what: TrainBench, *, name: str) ->
     """Run the steps; the main worker prints and writes what it measured. Returns the exit code."""
     from shoal.train.world import join_world
 
+    if isinstance(config, AlbertConfig | BertConfig):
+        with tempfile.TemporaryDirectory(prefix="shoal-bench-") as made:
+            text: Any = prepared(config, Path(made), what, num_workers=place.place.num_workers)
+            found = _measure_script(text, place, Path(made), what, name)
+            if found is not None:
+                _report(found, what)
+        return EXIT_OK
     with (
         tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder,
         join_world(place, config.distributed) as world,
     ):
         result = _result(config, Path(folder), world, what, name)
         if world.is_main:
-            print("\n".join(result.lines()))
-            if what.json:
-                result.write(what.json)
-                print(f"\n{what.json}")
+            _report(result, what)
     return EXIT_OK
+
+
+def _report(result: TrainResult, what: TrainBench) -> None:
+    print("\n".join(result.lines()))
+    if what.json:
+        result.write(what.json)
+        print(f"\n{what.json}")
 
 
 def _result(config: Config, folder: Path, world: World, what: TrainBench, name: str) -> TrainResult:
@@ -60,11 +71,9 @@ def _result(config: Config, folder: Path, world: World, what: TrainBench, name: 
             return bench_train_images.measure_images(images, world, what)
     text = prepared(config, folder, what, num_workers=world.num_workers)
     with memory_advice(_sizes(text)[1].micro_batch_size):
-        if isinstance(text, T5PretrainConfig):
-            write_text(folder, text.model.vocab_size - MAX_SENTINELS)
-            return _measure_t5(text, world, what, name)
-        write_text(folder, text.model.vocab_size)
-        return _measure_masked_lm(text, world, what, name)
+        assert isinstance(text, T5PretrainConfig)
+        write_text(folder, text.model.vocab_size - MAX_SENTINELS)
+        return _measure_t5(text, world, what, name)
 
 
 def prepared(config: TextConfig, folder: Path, what: TrainBench, *, num_workers: int) -> TextConfig:
@@ -78,12 +87,21 @@ def prepared(config: TextConfig, folder: Path, what: TrainBench, *, num_workers:
     sizes = replace(sizes, micro_batch_size=micro, global_batch_size=batch)
     run = replace(config.run, name="bench", dir=folder / "run")
     changed: Any = {section: sizes}
+    if not isinstance(config, T5PretrainConfig):
+        steps = what.warm_up + what.steps
+        changed[section] = replace(
+            sizes, total_steps=steps, **({"warmup_steps": 0} if section == "phase1" else {})
+        )
+        if section == "train":
+            optim: Any = config.optim
+            changed["optim"] = replace(optim, warmup_steps=0)
+        run = replace(run, log_frequency=1, save=False, validation_samples=micro)
     return replace(config, data=data, run=run, **changed)
 
 
 def _sizes(config: TextConfig) -> tuple[str, Any]:
     """Return name and settings of the section that has the batch; of BERT the one phase that runs."""
-    if isinstance(config, BertPretrainConfig):
+    if isinstance(config, BertConfig):
         return "phase1", config.phase1
     return "train", config.train
 
@@ -118,41 +136,61 @@ def write_text(folder: Path, vocab_size: int) -> None:
     ).save(folder)
 
 
-def _measure_masked_lm(config: Any, world: World, what: TrainBench, name: str) -> TrainResult:
+def _measure_script(
+    config: AlbertConfig | BertConfig, worker: WorkerEnv, folder: Path, what: TrainBench, name: str
+) -> TrainResult | None:
+    """Run the recipe's script on made text and read its record; workers but the main one return ``None``."""
+    import torch
+
+    from shoal.cli.bench_train_clock import matmul_flops_per_s
+    from shoal.data.loader import held_out_batches
     from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, BertPretraining
-    from shoal.recipes.masked_lm.job import build
-    from shoal.recipes.masked_lm.losses import NUM_SUMS
-    from shoal.recipes.masked_lm.model import make_model
-    from shoal.recipes.masked_lm.step import agree, batches_after, take_step, warm_up
-    from shoal.train.signals import StopRequest
-    from shoal.train.window import Meter
+    from shoal.recipes import albert, bert, masked_lm
+    from shoal.record import Start, Step, read_record
+    from shoal.train.config import required
 
-    kind: Any = AlbertPretraining if config.recipe == "albert" else BertPretraining
-    job = build(config, world, make_model(config, world, kind))
-    warm_up(job)
-    meter, stop = Meter.of(config.train, NUM_SUMS), StopRequest()
-    seen: list[dict[str, Any]] = []
-
-    def steps() -> Iterator[None]:
-        with batches_after(job, 0) as batches:
-            for step, micro_batches in batches:
-                num_masked, _ = agree(job, meter, step, micro_batches, stop)
-                take_step(job, meter, step, micro_batches, num_masked)
-                seen[:] = [{name: micro_batches[0][name] for name in PRETRAINING_INPUTS}]
-                yield
-
-    samples_s, parts_s = timed(steps(), job.clock, what)
-    return result_of(
-        world,
-        name=name,
-        num_parameters=config.num_parameters,
-        global_batch=_sizes(config)[1].global_batch_size,
-        micro_batch=_sizes(config)[1].micro_batch_size,
-        sequence_length=job.phase.max_seq_length,
-        precision=job.precision.name,
-        samples_s=samples_s,
-        parts_s=parts_s,
-        flops=_flops(lambda: kind(config.model), seen[0], lambda out: out[0] + out[2]),
+    write_text(folder, config.model.vocab_size)
+    if isinstance(config, BertConfig):
+        bert.main(config, worker)
+        sizes, pairs = config.phase1, "next"
+    else:
+        albert.main(config, worker)
+        sizes, pairs = config.data, "order"  # type: ignore[assignment]
+    if not worker.place.is_main:
+        return None
+    rows = read_record(required(config.run.dir))
+    start = next(row for row in rows if isinstance(row, Start))
+    timed = [row for row in rows if isinstance(row, Step)][what.warm_up :]
+    reader, _ = masked_lm.open_text(
+        config,
+        pairs=pairs,  # type: ignore[arg-type]
+        max_seq_length=sizes.max_seq_length,
+        max_predictions_per_seq=sizes.max_predictions_per_seq,
+        verify=False,
+    )
+    batch = next(held_out_batches(reader, micro_batch_size=start.micro_batch_size))
+    kind: Any = BertPretraining if isinstance(config, BertConfig) else AlbertPretraining
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[start.precision]
+    return TrainResult(
+        recipe=name,
+        sequence_length=sizes.max_seq_length,
+        num_parameters=start.num_parameters,
+        device=start.device,
+        num_devices=start.num_workers,
+        precision=start.precision,
+        global_batch=start.global_batch_size,
+        micro_batch=start.micro_batch_size,
+        samples_s=tuple(row.step_s for row in timed),
+        parts_s={part: sum(row.parts_s[part] for row in timed) / len(timed) for part in timed[0].parts_s},
+        peak_memory_bytes=timed[-1].peak_memory_bytes,
+        flops_per_sample=_flops(
+            lambda: kind(config.model),
+            {key: batch[key] for key in PRETRAINING_INPUTS},
+            lambda out: out[0] + out[2],
+        ),
+        matmul_flops_per_s=matmul_flops_per_s(
+            torch.device("cpu" if start.device.startswith("CPU") else "cuda"), dtype
+        ),
     )
 
 

@@ -2,7 +2,6 @@
 
 # Annotations are objects here, not texts: cyclopts reads those of the generated commands.
 
-import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,8 +12,13 @@ from typing import Annotated, Any, Literal
 import cyclopts
 from cyclopts import App, Parameter
 
-from shoal.launch.start import Launch, start
+from shoal.cli.settings import this_command
+from shoal.env import WorkerEnv
 from shoal.recipes import RECIPES, load
+from shoal.recipes.mask_rcnn import config as mask_rcnn
+from shoal.recipes.resnet import config as resnet
+from shoal.recipes.start import Launch, start
+from shoal.recipes.t5 import config as t5
 from shoal.train.config import load_toml
 
 train = App(
@@ -23,8 +27,13 @@ train = App(
     default_parameter=Parameter(consume_multiple=True),  # --finetune.at 5000 10000
 )
 
-_LAUNCHING = """Started alone, the command starts the workers; started by torchrun, mpirun or anything that sets
-RANK and WORLD_SIZE, it joins them. Run it again to continue after a stop or a crash.
+everything = Parameter(name="*")
+"""Options of the fields of a dataclass, without its own name before them."""
+_FOLDERS = {"resnet50": "resnet"}
+_DEFAULT_PRESETS = {"mask_rcnn": "coco-1x", "resnet50": "imagenet-16k"}
+
+_LAUNCHING = """Started alone, the command starts the workers; started by torchrun, mpirun or anything that
+sets RANK and WORLD_SIZE, it joins them. Run it again to continue after a stop or a crash.
 
 Parameters
 ----------
@@ -45,15 +54,14 @@ def __getattr__(name: str) -> Callable[..., int]:
 def command_for(name: str) -> Callable[..., int]:
     """Return ``shoal train NAME`` as a function with the recipe's settings as options."""
     recipe, module = RECIPES[name], load(name)
-    Config, presets = getattr(module, recipe.config), module.PRESETS  # noqa: N806
-    everything = Parameter(name="*")  # options of its fields, without its own name before them
+    Config, presets = getattr(module, recipe.config), module.PRESETS
 
     def command(
         *,
         preset: Literal[presets] = recipe.preset,  # type: ignore[valid-type]
         config: Path | None = None,
-        settings: Annotated[Config, everything] = Config(),  # type: ignore[valid-type]
-        launch: Annotated[Launch, everything] = Launch(),
+        settings: Annotated[Config, everything] = Config(),  # type: ignore[valid-type]  # noqa: B008
+        launch: Annotated[Launch, everything] = Launch(),  # noqa: B008
     ) -> int:
         return run_recipe(name, settings, launch, preset)
 
@@ -81,9 +89,7 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
     )
 
 
-def fill_settings(
-    app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection
-) -> None:
+def fill_settings(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
     """Fill in settings that the command line left open: from ``--config``, then from ``--preset``.
 
     Keys are checked like options, so that a misspelt one in a file fails with a suggestion too.
@@ -93,9 +99,11 @@ def fill_settings(
     if path := given.get("--config"):
         trees.append((path, load_toml(Path(path))))
     name = commands[-1]
-    if name in RECIPES:
-        preset = given.get("--preset", RECIPES[name].preset)
-        file = resources.files("shoal.recipes") / "presets" / name / f"{preset}.toml"
+    default = RECIPES[name].preset if name in RECIPES else _DEFAULT_PRESETS.get(name, "base")
+    preset = given.get("--preset", default)
+    folder = f"presets/{name}" if name in RECIPES else f"{_FOLDERS.get(name, name)}/presets"
+    if folder:
+        file = resources.files("shoal.recipes") / folder / f"{preset}.toml"
         if file.is_file():
             trees.append((f"preset {preset}", tomllib.loads(file.read_text(encoding="utf-8"))))
     for source, tree in trees:
@@ -104,11 +112,109 @@ def fill_settings(
         cyclopts.config.Dict(tree, source=source)(app, commands, arguments)
 
 
-def this_command() -> list[str]:
-    """Return this process's command, with which workers are started."""
-    return [sys.executable, "-m", "shoal", *sys.argv[1:]]
-
-
 train.config = (fill_settings,)
 for _name, _recipe in RECIPES.items():
     train.command(f"{__name__}:{_name}", name=_name, help=_recipe.help)
+
+
+@train.command(name="t5")
+def train_t5(
+    *,
+    preset: Literal[t5.PRESETS] = "base",  # type: ignore[valid-type]
+    config: Path | None = None,
+    devices: int | None = None,
+    memory: str | None = None,
+    settings: Annotated[t5.T5PretrainConfig, everything] = t5.T5PretrainConfig(),  # noqa: B008
+    how: Annotated[Launch, everything] = Launch(),  # noqa: B008
+) -> int:
+    """Pretrain T5: span corruption, on one device a replica or on a pipeline of several.
+
+    The workers are --parallel.pipeline × --parallel.data; a run may go on with another layout. Started alone,
+    the command starts the workers; started by torchrun, mpirun or anything that sets RANK and WORLD_SIZE, it
+    joins them. Run it again to continue after a stop or a crash.
+
+    Parameters
+    ----------
+    preset
+        Settings to start from.
+    config
+        TOML file with settings that go before the preset's; options go before both.
+    devices
+        For --parallel.layout auto: how many devices to plan for; default: the workers.
+    memory
+        For --parallel.layout auto: memory of a device, such as 40GB.
+    """
+    from shoal.recipes.t5 import start
+
+    def work(resolved: t5.T5PretrainConfig, place: WorkerEnv, command: list[str]) -> int:
+        from shoal.recipes.t5.pretrain import pretrain
+
+        return pretrain(resolved, place, command)
+
+    parallel = settings.parallel
+    parallel = replace(parallel, devices=devices or parallel.devices, memory=memory or parallel.memory)
+    return start.run(replace(settings, parallel=parallel), how, work, preset=preset, command=this_command())
+
+
+@train.command(name="resnet50")
+def train_resnet50(
+    *,
+    preset: Literal[resnet.PRESETS] = "imagenet-16k",  # type: ignore[valid-type]
+    config: Path | None = None,
+    settings: Annotated[resnet.ResNetTrainConfig, everything] = resnet.ResNetTrainConfig(),  # noqa: B008
+    how: Annotated[Launch, everything] = Launch(),  # noqa: B008
+) -> int:
+    """Train ResNet-50, or another residual network, to tell classes of images apart.
+
+    The run is defined in epochs; its optimizer steps follow from the batch and are printed. Started alone,
+    the command starts the workers; started by torchrun, mpirun or anything that sets RANK and WORLD_SIZE, it
+    joins them. Run it again to continue after a stop or a crash.
+
+    Parameters
+    ----------
+    preset
+        Settings to start from.
+    config
+        TOML file with settings that go before the preset's; options go before both.
+    """
+    from shoal.recipes.images import start
+    from shoal.recipes.resnet.start import describe
+
+    def work(resolved: resnet.ResNetTrainConfig, place: WorkerEnv, command: list[str]) -> int:
+        from shoal.recipes.resnet.train import train
+
+        return train(resolved, place, command)
+
+    return start.run(settings, how, work, describe, preset=preset, command=this_command())
+
+
+@train.command(name="mask_rcnn")
+def train_mask_rcnn(
+    *,
+    preset: Literal[mask_rcnn.PRESETS] = "coco-1x",  # type: ignore[valid-type]
+    config: Path | None = None,
+    settings: Annotated[mask_rcnn.MaskRCNNTrainConfig, everything] = mask_rcnn.MaskRCNNTrainConfig(),  # noqa: B008
+    how: Annotated[Launch, everything] = Launch(),  # noqa: B008
+) -> int:
+    """Train Mask R-CNN to find objects in images, each with its box and mask.
+
+    Held-out images are scored by COCO's rules, with all workers. Started alone, the command starts the
+    workers; started by torchrun, mpirun or anything that sets RANK and WORLD_SIZE, it joins them. Run it
+    again to continue after a stop or a crash.
+
+    Parameters
+    ----------
+    preset
+        Settings to start from.
+    config
+        TOML file with settings that go before the preset's; options go before both.
+    """
+    from shoal.recipes.images import start
+    from shoal.recipes.mask_rcnn.start import describe
+
+    def work(resolved: mask_rcnn.MaskRCNNTrainConfig, place: WorkerEnv, command: list[str]) -> int:
+        from shoal.recipes.mask_rcnn.train import train
+
+        return train(resolved, place, command)
+
+    return start.run(settings, how, work, describe, preset=preset, command=this_command())

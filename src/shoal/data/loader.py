@@ -261,8 +261,15 @@ def as_tensors(arrays: Arrays, pin_memory: bool) -> Batch:
     return {n: v.pin_memory() if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
 
 
-def to_device(batch: Mapping[str, Any], device: torch.device) -> Batch:
-    """Return a micro-batch with its tensors on ``device``; copies from pinned memory do not wait."""
-    return {
-        n: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for n, v in batch.items()
-    }
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return ``batch`` with its tensors on ``device``; copies from pinned memory do not wait.
+
+    Dictionaries, lists and tuples keep their form; other values stay as they are.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

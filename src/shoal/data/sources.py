@@ -11,9 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import DataLoader, default_collate
 
-from shoal.data.loader import LoaderConfig, streamed_steps, training_steps
-from shoal.data.steps import Reader, Share, SizedReader
-from shoal.data.stream import Stream, in_order
+from shoal.data.loader import LoaderConfig, Stream, in_order, streamed_steps, training_steps
+from shoal.data.steps import DataShard, Reader, SizedReader
 from shoal.decide.order import Order, ShuffledOrder, micro_batches, worker_part
 from shoal.errors import UsageError
 
@@ -23,10 +22,10 @@ _STEPS_AHEAD = 2
 class StepSource(Protocol):
     """Makes the micro-batches of optimizer steps; a step's batches depend on its number alone."""
 
-    def open(self, shard: Share, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
         """Return a stream with, per step (from 0), this worker's micro-batches: a list or an iterator."""
 
-    def names(self, shard: Share, step: int) -> list[str]:
+    def names(self, shard: DataShard, step: int) -> list[str]:
         """Return names of the samples of global batch ``step`` (from 0), for messages."""
 
 
@@ -37,7 +36,7 @@ class ReaderSource:
     reader: Reader
     config: LoaderConfig = field(default_factory=LoaderConfig)
 
-    def open(self, shard: Share, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
         return training_steps(
             self.reader,
             shard,
@@ -47,7 +46,7 @@ class ReaderSource:
             pin_memory=pin_memory,
         )
 
-    def names(self, shard: Share, step: int) -> list[str]:
+    def names(self, shard: DataShard, step: int) -> list[str]:
         order = ShuffledOrder(num_examples=self.reader.num_examples, seed=self.reader.seed)
         return _names(order, shard, step)
 
@@ -60,7 +59,7 @@ class StreamedSource:
     order: Order
     config: LoaderConfig = field(default_factory=LoaderConfig)
 
-    def open(self, shard: Share, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
         return streamed_steps(
             self.reader,
             shard,
@@ -71,7 +70,7 @@ class StreamedSource:
             pin_memory=pin_memory,
         )
 
-    def names(self, shard: Share, step: int) -> list[str]:
+    def names(self, shard: DataShard, step: int) -> list[str]:
         return _names(self.order, shard, step)
 
 
@@ -90,7 +89,7 @@ class DatasetSource:
         if len(self.dataset) < 1:
             raise UsageError("the dataset to train on is empty")
 
-    def open(self, shard: Share, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader")
 
         def make(step: int) -> list[Any]:
@@ -100,7 +99,7 @@ class DatasetSource:
 
         return Stream(in_order(lambda step: thread.submit(make, step), steps, _STEPS_AHEAD), [thread])
 
-    def names(self, shard: Share, step: int) -> list[str]:
+    def names(self, shard: DataShard, step: int) -> list[str]:
         return _names(self._order, shard, step)
 
     @property
@@ -124,14 +123,14 @@ class IterableSource:
 
     batches: Iterable[Any]
 
-    def open(self, shard: Share, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
         per_step = shard.global_batch_size // (shard.micro_batch_size * shard.num_workers)
         endless = self._epochs()
         for _ in islice(endless, steps.start * per_step):
             pass
         return Stream((list(islice(endless, per_step)) for _ in steps), [])
 
-    def names(self, shard: Share, step: int) -> list[str]:
+    def names(self, shard: DataShard, step: int) -> list[str]:
         return [f"those of step {step + 1:,}"]
 
     def _epochs(self) -> Iterator[Any]:
@@ -169,7 +168,7 @@ def as_source(data: Any, *, seed: int) -> StepSource:
     )
 
 
-def _names(order: Order, shard: Share, step: int) -> list[str]:
+def _names(order: Order, shard: DataShard, step: int) -> list[str]:
     """Return the samples of a global batch as epoch:index."""
     size = shard.global_batch_size
     epochs, indices = order.examples_of(np.arange(step * size, (step + 1) * size))

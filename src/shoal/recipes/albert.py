@@ -16,9 +16,9 @@ from pathlib import Path
 
 from shoal.env import WorkerEnv
 from shoal.models.albert_config import AlbertModelConfig, num_parameters
-from shoal.optim.schedules import learning_rate
+from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes import masked_lm, run_script
-from shoal.recipes.masked_lm import INPUTS, MaskedLMConfig, TextConfig
+from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
 from shoal.train.config import (
     OptimConfig,
     TrainConfig,
@@ -84,7 +84,7 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
 
     from shoal.data.loader import LoaderConfig
     from shoal.data.sources import ReaderSource
-    from shoal.models.pretraining import AlbertPretraining
+    from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
     from shoal.train.optimizers import build_optimizer, set_learning_rate
     from shoal.train.run import Run
 
@@ -133,10 +133,11 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
             notes=[f"data: {train.num_examples:,} training examples an epoch"],
         )
         for step in steps:
+            masked_lm.score_if_due(config, model, run)
             with step:
                 set_learning_rate(optimizer, learning_rate(schedule, step.number - 1))
                 for batch in step:
-                    sums = ddp(**{name: batch[name] for name in INPUTS})
+                    sums = ddp(**{name: batch[name] for name in PRETRAINING_INPUTS})
                     mlm_loss, mlm_correct, sop_loss, sop_correct = sums
                     step.backward(mlm_loss / step.num_targets + sop_loss / step.num_samples)
                     step.add(step.num_targets, mlm_loss=mlm_loss, mlm_accuracy=mlm_correct)
@@ -154,8 +155,8 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
                     limit=config.run.validation_samples,
                 )
                 run.evaluation("validation", scores, num_samples=num_samples)
-            if run.due(config.finetune.at):
-                masked_lm.score_on_squad(config, model, run)
+
+        masked_lm.score_if_due(config, model, run)
 
         # ----------------------------------------------------------------------------------------- export
         def export(directory: Path) -> None:

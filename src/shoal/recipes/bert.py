@@ -17,9 +17,9 @@ from itertools import accumulate
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError
 from shoal.models.bert_config import BertModelConfig, num_parameters
-from shoal.optim.schedules import learning_rate
+from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes import masked_lm, run_script
-from shoal.recipes.masked_lm import INPUTS, MaskedLMConfig, TextConfig
+from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
 from shoal.train.config import check_warmup, require_positive, required, schedule_of
 
 # ------------------------------------------------------------------------------------------------- config
@@ -122,7 +122,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
 
     from shoal.data.loader import LoaderConfig
     from shoal.data.sources import ReaderSource
-    from shoal.models.pretraining import BertPretraining
+    from shoal.models.pretraining import PRETRAINING_INPUTS, BertPretraining
     from shoal.train.optimizers import build_optimizer, set_learning_rate
     from shoal.train.run import Run
 
@@ -185,10 +185,11 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
 
             # ------------------------------------------------------------------------------------- loop
             for step in steps:
+                masked_lm.score_if_due(config, model, run)
                 with step:
                     set_learning_rate(optimizer, learning_rate(schedule, step.number - begin - 1))
                     for batch in step:
-                        sums = ddp(**{name: batch[name] for name in INPUTS})
+                        sums = ddp(**{name: batch[name] for name in PRETRAINING_INPUTS})
                         mlm_loss, mlm_correct, nsp_loss, nsp_correct = sums
                         step.backward(mlm_loss / step.num_targets + nsp_loss / step.num_samples)
                         step.add(step.num_targets, mlm_loss=mlm_loss, mlm_accuracy=mlm_correct)
@@ -206,8 +207,8 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
                         limit=config.run.validation_samples,
                     )
                     run.evaluation("validation", scores, num_samples=num_samples)
-                if run.due(config.finetune.at):
-                    masked_lm.score_on_squad(config, model, run)
+
+        masked_lm.score_if_due(config, model, run)
 
         # ----------------------------------------------------------------------------------------- export
         return run.finish(

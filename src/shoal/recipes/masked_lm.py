@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,24 +26,11 @@ from shoal.train.config import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from shoal.data.examples import ExampleReader
     from shoal.data.manifest import Manifest
+    from shoal.data.text.examples import ExampleReader
     from shoal.models.pretraining import Pretraining
     from shoal.record import Evaluation
     from shoal.train.run import BatchSizes, Run
-
-INPUTS = (
-    "tokens",
-    "types",
-    "positions",
-    "lengths",
-    "grid",
-    "places",
-    "masked_rows",
-    "masked_ids",
-    "labels",
-)
-"""Keys of a micro-batch that the model takes."""
 
 SENTENCE_TASKS = {"sop": "sentence order", "nsp": "next sentence"}
 
@@ -171,8 +159,8 @@ def open_text(
     verify: bool,
 ) -> tuple["ExampleReader", "ExampleReader"]:
     """Return the readers of the training and the held-out examples; ``verify`` reads every byte once."""
-    from shoal.data.examples import ExampleConfig, ExampleReader
-    from shoal.data.shards import TextShards
+    from shoal.data.text.examples import ExampleConfig, ExampleReader
+    from shoal.data.text.shards import TextShards
 
     read_manifest(config)
     data = config.data
@@ -228,8 +216,8 @@ def evaluate(
     """
     import torch
 
-    from shoal.data.loader import held_out_batches
-    from shoal.train.run import to_device
+    from shoal.data.loader import held_out_batches, to_device
+    from shoal.models.pretraining import PRETRAINING_INPUTS
 
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=run.world.device)
@@ -243,7 +231,9 @@ def evaluate(
     )
     with torch.inference_mode():
         for batch in batches:
-            sums += torch.stack(model(**to_device({name: batch[name] for name in INPUTS}, run.world.device)))
+            sums += torch.stack(
+                model(**to_device({name: batch[name] for name in PRETRAINING_INPUTS}, run.world.device))
+            )
             num_masked += len(batch["masked_ids"])
             num_sequences += len(batch["labels"])
     model.train()
@@ -261,8 +251,8 @@ def reference_lines(task: str, reader: "ExampleReader", limit: int) -> dict[str,
     """Return the scores of a model that ignores the text: the unigram entropy of its targets, chance."""
     import torch
 
-    from shoal.data.examples import unigram_entropy
     from shoal.data.loader import held_out_batches
+    from shoal.data.text.examples import unigram_entropy
 
     targets = [batch["masked_ids"] for batch in held_out_batches(reader, micro_batch_size=64, limit=limit)]
     return {
@@ -286,19 +276,29 @@ def verdict(task: str, scores: "Evaluation", references: dict[str, float]) -> st
     )
 
 
-def score_on_squad(config: MaskedLMConfig, model: "Pretraining", run: "Run") -> None:
-    """Finetune a copy of ``model`` on SQuAD, and write its scores to the record.
+def score_if_due(config: MaskedLMConfig, model: "Pretraining", run: "Run") -> None:
+    """Finetune a copy of ``model`` on SQuAD and record its scores, if that is due for the steps done so far.
 
-    The pretraining is not affected: its weights, optimizer and random numbers stay as they are.
+    The pretraining is not affected: its weights, optimizer and random numbers stay as they are. A run that
+    was stopped before the scores were there makes them when it continues.
 
     Raises:
         UsageError: the questions are not there, or do not go with the model.
     """
-    from shoal.data.squad.files import read_squad
-    from shoal.recipes.finetune.squad import finetune_squad_from
+    from shoal.data.squad.dataset import read_squad
+    from shoal.record import Evaluation, read_record
     from shoal.train.exchange import together
 
     short, directory = config.finetune, required(run.directory) / "finetune" / f"step-{run.step:08}"
+    if run.step not in short.at or run.stopped or run.is_over:
+        return
+    done = run.world.is_main and any(
+        isinstance(row, Evaluation) and (row.step, row.split) == (run.step, "squad")
+        for row in read_record(required(run.directory))
+    )
+    if run.world.sum_counts(done) == [1]:
+        return
+    squad = import_module("shoal.recipes.finetune.squad")
 
     def export() -> None:
         if run.world.is_main:
@@ -306,7 +306,7 @@ def score_on_squad(config: MaskedLMConfig, model: "Pretraining", run: "Run") -> 
             write_export(model, required(config.data.path), directory)
 
     together(run.world.control, export)
-    scores = finetune_squad_from(directory, _squad_settings(config), run.world, stop=run.stop_request)
+    scores = squad.finetune_squad_from(directory, _squad_settings(config), run.world, stop=run.stop_request)
     run.world.barrier()
     if run.world.is_main:
         shutil.rmtree(directory)
@@ -390,9 +390,9 @@ def describe(
     Raises:
         UsageError: sizes that do not divide, or no data that fits.
     """
-    from shoal.data.squad.files import read_squad
+    from shoal.data.squad.dataset import read_squad
     from shoal.decide.batch import plan_batch
-    from shoal.decide.memory import estimate_memory
+    from shoal.decide.memory_estimate import estimate_memory
 
     manifest = read_manifest(config)
     num_tokens = sum(shard.num_tokens for shard in manifest.shards("train"))

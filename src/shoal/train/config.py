@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_type_hints
 
 from shoal.errors import UsageError
-from shoal.optim.schedules import Schedule
+from shoal.optim.lr_schedules import Schedule
 
 T = TypeVar("T")
 
@@ -205,6 +205,8 @@ class RunConfig(RunPlaceConfig):
     """Steps between checkpoints."""
     keep_checkpoints: int = 3
     """How many checkpoints stay on disk."""
+    save: bool = True
+    """Write checkpoints, and the trained model at the end; without, the run cannot be continued."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,10 +43,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal import record
+from shoal.data.loader import to_device
 from shoal.data.sources import StepSource, as_source
-from shoal.data.steps import Share
+from shoal.data.steps import DataShard
 from shoal.decide.batch import BatchPlan, plan_batch
-from shoal.decide.rng import random_keys
+from shoal.decide.rng import Stream, random_keys
 from shoal.env import WorkerEnv, alone, worker_env
 from shoal.errors import EXIT_OK, EXIT_STOPPED, RetryStep
 from shoal.train.checkpoint import Checkpointer, Restored
@@ -90,6 +91,8 @@ class Run:
         timer: times the parts of a step.
         stop_request: the signal that asked to stop, if any.
         stopped: whether a signal asked to stop; :meth:`steps` then yields nothing more.
+        is_over: whether an earlier process group has ended the run; known once :meth:`steps` has begun.
+        writes_line: set it in a step to have its line in the record although none is due.
         num_parameters: for the record; :meth:`keep` counts those of ``model``.
         epoch_samples: samples of an epoch, for a run that is defined in epochs.
     """
@@ -116,12 +119,12 @@ class Run:
         self.timer = StepTimer(world.device)
         self.log: RunLog | None = None
         self.step = 0
-        self.stopped = False
+        self.stopped = self.is_over = self.writes_line = False
         self._config, self._settings, self._loop, self._distributed = config, settings, loop, distributed
         self.stop_request, self._memory_remedy, self._longer = stop, memory_remedy, longer
-        self._checkpointer = (
-            None if directory is None else Checkpointer(directory, keep=settings.keep_checkpoints)
-        )
+        self._checkpointer: Checkpointer | None = None
+        if directory is not None and settings.save:
+            self._checkpointer = Checkpointer(directory, keep=settings.keep_checkpoints)
         self._scale = self._fresh_scale()
         self._watch = NonFiniteWatch(loop.max_nonfinite_steps)
         self._metrics = RunningMetrics(world.sum_values)
@@ -309,7 +312,8 @@ class Run:
                 unit=self.unit,
             )
         self._batch, self._section, self._until, self._total = batch, section, until, total or until
-        if self._is_over():
+        self.is_over = self._has_ended()
+        if self.is_over:
             return
         if self.directory is not None and not self.stopped:
             self._begin(batch, references or {}, [f"batch: {batch}", *notes])
@@ -326,7 +330,7 @@ class Run:
                 )
             )
         source = as_source(data, seed=self.seed)
-        shard = Share(
+        shard = DataShard(
             global_batch_size=batch.global_batch_size,
             micro_batch_size=batch.micro_batch_size,
             rank=index,
@@ -340,7 +344,7 @@ class Run:
     def _attempt(
         self,
         source: StepSource,
-        shard: Share,
+        shard: DataShard,
         batch: BatchPlan,
         steps: range,
         targets: Callable[[Batch], int] | None,
@@ -367,7 +371,7 @@ class Run:
                 yield step
                 if not step.is_done:
                     return
-                if self.due(self._settings.checkpoint_frequency) and self.directory is not None:
+                if self.due(self._settings.checkpoint_frequency):
                     self.save()
                 self._report_checkpoints()
                 self.timer.begin_step()
@@ -432,20 +436,24 @@ class Run:
         """
         if self.stopped:
             return EXIT_STOPPED
-        assert self.directory is not None and self._checkpointer is not None
-        if self._is_over():
+        assert self.directory is not None, "an inner run has no end of its own"
+        if self.is_over:
             if self.world.is_main:
                 print(
                     f"{self.directory} is finished: {self.step:,} of {self._total:,} steps. To train longer, "
                     f"raise {self._longer}; to begin again, name another --run.dir or remove {self.directory}"
                 )
             return EXIT_OK
-        self._checkpointer.finish()
+        if self._checkpointer is not None:
+            self._checkpointer.finish()
         self._report_checkpoints()
         if self.log:
-            if export:
+            if export and self._settings.save:
                 export(self.directory)
-            found = {split: row.metrics for split, row in self._last_evaluations().items()}
+            last = self._last_evaluations()
+            found = {split: row.metrics for split, row in last.items()}
+            if "validation" in found:
+                found = {"validation": found["validation"]}
             metrics = {
                 name if len(found) == 1 else f"{split}/{name}": value
                 for split, values in found.items()
@@ -454,7 +462,7 @@ class Run:
             self.log.say(speed_line(self.directory, self.world, self.unit))
             self.log.end(record.End(step=self.step, seconds=time.monotonic() - self._began, metrics=metrics))
             if summary:
-                self.log.say(summary(self._last_evaluations()))
+                self.log.say(summary(last))
         return EXIT_OK
 
     # ---- inside -----------------------------------------------------------------------------------------
@@ -473,7 +481,7 @@ class Run:
             "config": self._config,
         }
 
-    def _is_over(self) -> bool:
+    def _has_ended(self) -> bool:
         """Return whether an earlier process group has ended the run; all workers call it."""
         if self.directory is None or self._restored is None or self.step != self._restored.step:
             return False
@@ -551,7 +559,7 @@ class Run:
         self.timer.end_step()
         if self.log:
             self.log.advance(self.step)
-        if self.due(self._settings.log_frequency) or step.ends_line:
+        if self.due(self._settings.log_frequency) or self.writes_line:
             self._write_line(step)
         self._last_end = time.monotonic()
 
@@ -577,12 +585,10 @@ class Run:
                     peak_memory_bytes=peak_memory_bytes(self.world.device),
                 )
             )
+        self.writes_line = False
         self._metrics.reset()
         self.timer.reset()
 
-
-_DROPOUT = 7
-"""RNG stream id."""
 
 _SCHEDULES = {"train": "optim"}
 """Sections whose learning rate stands in another one."""
@@ -604,7 +610,6 @@ class Step:
         self.num_samples = batch.global_batch_size
         self.num_targets = num_targets
         self.is_done = False
-        self.ends_line = False
         self.sums: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
         self.grad_norm = math.nan
@@ -621,7 +626,9 @@ class Step:
 
     def __enter__(self) -> Step:
         run = self._run
-        torch.manual_seed(int(random_keys(run.seed, _DROPOUT, self.number, run.world.place.rank).item()))
+        torch.manual_seed(
+            int(random_keys(run.seed, Stream.DROPOUT, self.number, run.world.place.rank).item())
+        )
         self._before = [ddp.volatile_state() for ddp in run._models]
         return self
 
@@ -702,14 +709,3 @@ class Step:
         self.is_done = True
         run._commit(self, float(self._loss))
         return False
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with its tensors on ``device``; dictionaries, lists and tuples keep their form."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {name: to_device(value, device) for name, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch

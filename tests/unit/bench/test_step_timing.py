@@ -57,11 +57,11 @@ def test_senseless_numbers_are_refused(field: str, value: int) -> None:
 def test_phases_and_batches(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from shoal.cli.bench_train_work import prepared
-    from shoal.recipes.bert.config import BertPretrainConfig
+    from shoal.recipes.bert import BertConfig
     from shoal.recipes.t5.config import T5PretrainConfig
 
-    bert = prepared(BertPretrainConfig(), tmp_path, TrainBench(batch=3, accumulate=2), num_workers=4)
-    assert isinstance(bert, BertPretrainConfig)
+    bert = prepared(BertConfig(), tmp_path, TrainBench(batch=3, accumulate=2), num_workers=4)
+    assert isinstance(bert, BertConfig)
     assert (bert.phase1.micro_batch_size, bert.phase1.global_batch_size) == (3, 24)
     assert bert.data.short_seq_prob == 0.0, "every sequence must be whole for the throughput to compare"
     t5 = prepared(T5PretrainConfig(), tmp_path, TrainBench(), num_workers=2)

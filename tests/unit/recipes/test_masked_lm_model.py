@@ -14,7 +14,7 @@ from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.bert_config import BertModelConfig
 from shoal.models.directory import copy_weights
 from shoal.models.pretraining import AlbertPretraining, BertPretraining
-from shoal.recipes.masked_lm.export import write_export
+from shoal.recipes.masked_lm import write_export
 
 SIZES = {
     "vocab_size": 97,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shoal.errors import ShoalError, UsageError
-from shoal.recipes.albert.config import AlbertPretrainConfig
+from shoal.recipes.albert import IMMUTABLE, AlbertConfig
 from shoal.recipes.finetune.config import FinetuneConfig
 from shoal.recipes.finetune.config import TrainConfig as FinetuneTrainConfig
 from shoal.recipes.resnet.config import ResNetTrainConfig
@@ -154,7 +154,7 @@ def test_without_a_terminal_there_is_a_plain_line_with_the_time_left(
 
 
 def test_the_resolved_configuration_reads_back() -> None:
-    config = AlbertPretrainConfig()
+    config = AlbertConfig()
     tree = as_tree(config)
     assert tomllib.loads(to_toml(tree)) == tree
     odd = {"run": {"name": 'a "quoted" \\ name', "flag": True, "rate": 1e-7}}
@@ -191,18 +191,18 @@ def test_a_config_file_nested_too_deeply_is_one_error(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_holds_its_settings_and_refuses_others(tmp_path: Path) -> None:
-    tree = as_tree(AlbertPretrainConfig())
-    open_run_dir(tmp_path / "run", tree, AlbertPretrainConfig.fixed)
+    tree = as_tree(AlbertConfig())
+    open_run_dir(tmp_path / "run", tree, IMMUTABLE)
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text()) == tree
     longer = {**tree, "train": {**tree["train"], "total_steps": 7}}
-    open_run_dir(tmp_path / "run", longer, AlbertPretrainConfig.fixed)
+    open_run_dir(tmp_path / "run", longer, IMMUTABLE)
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text()) == longer
     other = {**tree, "model": {**tree["model"], "hidden_size": 64}}
     with pytest.raises(UsageError, match=r"model\.hidden_size = 768, and this command says 64"):
-        open_run_dir(tmp_path / "run", other, AlbertPretrainConfig.fixed)
+        open_run_dir(tmp_path / "run", other, IMMUTABLE)
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text()) == longer
     with pytest.raises(UsageError, match="cannot be written"):
-        open_run_dir(tmp_path / "run" / "config.toml" / "below", tree, AlbertPretrainConfig.fixed)
+        open_run_dir(tmp_path / "run" / "config.toml" / "below", tree, IMMUTABLE)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -229,7 +229,7 @@ def test_wires_that_cannot_be_are_refused() -> None:
     with pytest.raises(UsageError, match=r"wire bf16 with optim\.clip worker"):
         check_wire(bf16, precision="fp32", clip="worker")
     with pytest.raises(UsageError, match=r"wire int8 with train\.precision fp16"):
-        AlbertPretrainConfig(distributed=int8, train=TrainConfig(precision="fp16"))
+        AlbertConfig(distributed=int8, train=TrainConfig(precision="fp16"))
     with pytest.raises(UsageError, match=r"wire int8 with train\.precision fp16"):
         ResNetTrainConfig(distributed=int8, train=ImageTrainConfig(precision="fp16"))
     with pytest.raises(UsageError, match=r"wire int8 with train\.precision fp16"):
