@@ -32,7 +32,6 @@ def prepare_small(folder: Path) -> Path:
         num_validation=NUM_VALIDATION,
         size=24,
         seed=1,
-        processes=1,
     )
     return out
 

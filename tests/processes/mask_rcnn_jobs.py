@@ -25,7 +25,7 @@ NUM_TRAIN, NUM_VALIDATION = 11, 5
 def prepare_small(folder: Path) -> Path:
     """Make and prepare a few scenes, some wide and some tall, and return the directory."""
     out = folder / "scenes"
-    make_coco(out, num_train=NUM_TRAIN, num_validation=NUM_VALIDATION, size=64, seed=3, processes=1)
+    make_coco(out, num_train=NUM_TRAIN, num_validation=NUM_VALIDATION, size=64, seed=3)
     return out
 
 

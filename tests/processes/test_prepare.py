@@ -345,7 +345,7 @@ def test_a_killed_worker_is_said_and_a_killed_parent_leaves_no_orphans(corpus: P
     wait_for(lambda: any((out / "records").glob("0*.json")) or process.poll() is not None)
     os.kill(next(workers_of(process.pid)), signal.SIGKILL)
     _, stderr = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 1 and "a worker process ended" in stderr and "Traceback" not in stderr
+    assert process.returncode == 1 and "a worker process was killed" in stderr and "Traceback" not in stderr
 
     other = tmp_path / "other"
     process = subprocess.Popen(command(corpus, other), stderr=subprocess.DEVNULL)

@@ -7,7 +7,6 @@ import errno
 import hashlib
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from shoal.errors import ShoalError
@@ -160,7 +159,5 @@ class AtomicFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.discard()

@@ -1,9 +1,11 @@
-"""What a prepared directory says about itself: ``manifest.json``.
+"""Reads and writes ``manifest.json``, the description of a prepared directory.
 
-It is written last, so a directory with a manifest is complete. It holds what a reader must know to use the
-shards without loading the tokenizer: vocabulary size, the ids of the special tokens, and for each token id
-whether it continues the word before it (whole-word masking). Counts, sizes and checksums of every shard
-are here too, so a shard that was cut short or swapped is noticed by name.
+The manifest is written last, so a directory with a manifest is complete. It has a format, a version, and the
+counts, sizes and SHA-256 of every shard; a shard that was truncated or replaced is reported by name.
+
+A manifest of text (:class:`Manifest`) also has what a reader needs to use the shards without loading the
+tokenizer: vocabulary size, the ids of special tokens, and for each token id whether it continues the word
+before it (whole-word masking). ``images.manifest`` has that of images.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import mmap
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,44 +33,75 @@ VERSION = 1
 
 _FILE_NAME = re.compile(r"[\w-][\w.-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_COMMANDS = {
+    "text": "shoal prepare text SOURCE...",
+    "images": "shoal prepare images SOURCE",
+    "coco": "shoal prepare coco --images FOLDER --annotations FILE",
+}
 
 Shard = TypeVar("Shard")
 
 
-def read_manifest(path: Path, *, format: str, version: int) -> dict[str, Any]:
-    """Return the JSON object of a manifest whose format is ``shoal-KIND`` ("shoal-text", "shoal-images").
+def prepare_command(kind: str, directory: Path | str) -> str:
+    """Return the command that prepares "text", "images" or "coco" into ``directory``, for error messages."""
+    return f"`{_COMMANDS[kind]} --out {directory}`"
+
+
+def check_version(found: object, version: int, where: str, kind: str) -> None:
+    """Check the format version that the file ``where`` of a prepared directory has.
+
+    Raises:
+        ShoalError: an older or a newer version of shoal wrote it; names the command that prepares it again.
+    """
+    if found == version and type(found) is int:
+        return
+    is_newer = isinstance(found, int) and found > version
+    command = prepare_command(kind, where.rpartition("/")[0] or ".").removesuffix("`")
+    raise ShoalError(
+        f"{where} has format version {found}; this shoal reads version {version} only: "
+        f"{'update shoal, or ' if is_newer else ''}run {command} --overwrite`"
+    )
+
+
+def write_manifest(directory: Path, value: Mapping[str, Any], *, format: str, version: int) -> None:
+    """Write ``manifest.json`` atomically. It must be the last file to be written.
+
+    Raises:
+        ShoalError: the disk is full or the folder cannot be written.
+    """
+    text = json.dumps({"format": format, "version": version, **value}, indent=1, ensure_ascii=False)
+    write_atomically(directory / MANIFEST, f"{text}\n".encode())
+
+
+def read_manifest(directory: Path, *, format: str, version: int) -> dict[str, Any]:
+    """Return the fields of a manifest of format ``shoal-KIND`` ("shoal-text", "shoal-images").
 
     Raises:
         UsageError: the directory has none.
-        ShoalError: it is damaged, of other data, or a newer version wrote it.
+        ShoalError: it is damaged, of another kind of data, or of another format version.
     """
-    kind = format.removeprefix("shoal-")
+    kind, path = format.removeprefix("shoal-"), directory / MANIFEST
     try:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(
-            f"{path.parent} has no {path.name}, so it holds no prepared {kind}, or its preparation did not "
-            f"finish; run `shoal prepare {kind} SOURCE... --out {path.parent}`"
+            f"{directory} has no {MANIFEST}, so it holds no prepared {kind}, or its preparation did not "
+            f"finish; run {prepare_command(kind, directory)}"
         ) from None
     return parse_manifest(data, str(path), format=format, version=version)
 
 
 def parse_manifest(data: bytes, where: str, *, format: str, version: int) -> dict[str, Any]:
-    """Return the JSON object of a manifest that was read from ``where``.
+    """Return the fields of a manifest that was read from ``where``.
 
     Raises:
-        ShoalError: it is damaged, of other data, or a newer version wrote it.
+        ShoalError: it is damaged, of another kind of data, or of another format version.
     """
     kind = format.removeprefix("shoal-")
     value = parse_json(data, where, remedy=f"prepare the {kind} again")
     if not isinstance(value, dict) or value.get("format") != format:
         raise ShoalError(f"{where}: its format is not {format!r}; is this the folder of other data?")
-    found = value.get("version")
-    if not isinstance(found, int) or found > version:
-        raise ShoalError(
-            f"{where} has version {found}; this shoal reads version {version}: "
-            f"update shoal, or prepare the {kind} again"
-        )
+    check_version(value.get("version"), version, where, kind)
     return {key: field for key, field in value.items() if key not in ("format", "version")}
 
 
@@ -85,12 +120,12 @@ def shards_of(splits: Mapping[str, tuple[Shard, ...]], split: str) -> tuple[Shar
 
 
 def check_file_name(name: object) -> None:
-    """Check that a name which stands in a manifest is that of a file in the manifest's own folder.
+    """Check that a name from a manifest is that of a file in the manifest's own folder.
 
-    Others may have written the manifest, and names are joined to folders for reading and writing.
+    A manifest may come from elsewhere, and its names are joined to folders for reading and writing.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not.
     """
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
         raise ValueError(
@@ -99,10 +134,10 @@ def check_file_name(name: object) -> None:
 
 
 def check_shard(name: object, counts: Sequence[object], files: object, suffixes: Sequence[str]) -> None:
-    """Check the fields that all kinds of shards have in a manifest.
+    """Check the fields that every kind of shard has in a manifest.
 
     Raises:
-        ValueError: one cannot be: the name, a count, or size or SHA-256 of a file.
+        ValueError: the name, a count, or the size or SHA-256 of a file is not valid.
     """
     check_file_name(name)
     if not all(isinstance(count, int) and count >= 0 for count in counts):
@@ -110,23 +145,43 @@ def check_shard(name: object, counts: Sequence[object], files: object, suffixes:
     if not isinstance(files, dict) or set(files) != set(suffixes):
         raise ValueError(f"the shard {name!r} must have the files {', '.join(suffixes)}")
     for suffix, facts in files.items():
-        is_right = (
-            isinstance(facts, dict)
-            and isinstance(facts.get("bytes"), int)
-            and facts["bytes"] >= 0
-            and isinstance(facts.get("sha256"), str)
-            and _SHA256.fullmatch(facts["sha256"])
-        )
-        if not is_right:
+        num_bytes, digest = (facts.get("bytes"), facts.get("sha256")) if isinstance(facts, dict) else (-1, "")
+        if not isinstance(num_bytes, int) or num_bytes < 0 or not _SHA256.fullmatch(str(digest)):
             raise ValueError(f"{name}.{suffix} must have a number of bytes and a SHA-256 of 64 digits")
+
+
+def map_file(path: Path, facts: Mapping[str, Any], kind: str) -> mmap.mmap | bytes:
+    """Map a file of a shard for reading; return ``b""`` if it is empty.
+
+    Args:
+        facts: its entry in the manifest, with its size in ``bytes``.
+        kind: what to prepare again if it is damaged ("text", "images"), for messages.
+
+    Raises:
+        ShoalError: it is missing, cannot be read or has another size.
+    """
+    expected, remedy = int(facts["bytes"]), f"copy it again or prepare the {kind} again"
+    try:
+        with path.open("rb") as file:
+            actual = os.fstat(file.fileno()).st_size
+            if actual != expected:
+                what = "was cut short" if actual < expected else "is too long"
+                raise ShoalError(
+                    f"{path} {what}: it has {actual:,} bytes, the manifest says {expected:,}; {remedy}"
+                )
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if actual else b""
+    except FileNotFoundError:
+        raise ShoalError(f"{path} is missing, though the manifest names it; {remedy}") from None
+    except OSError as error:
+        raise ShoalError(f"{path} cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardInfo:
-    """Counts of one shard, and size and SHA-256 of each of its files.
+    """Counts of one shard of text, and the size and SHA-256 of each of its files.
 
-    ``files`` maps the suffix ("tokens", "index") to ``{"bytes": int, "sha256": str}``; the file of a
-    suffix is ``NAME.SUFFIX``.
+    ``files`` maps the suffix ("tokens", "index") to ``{"bytes": int, "sha256": str}``; the file of a suffix
+    is ``NAME.SUFFIX``.
     """
 
     name: str
@@ -138,10 +193,6 @@ class ShardInfo:
     def __post_init__(self) -> None:
         counts = (self.num_documents, self.num_sentences, self.num_tokens)
         check_shard(self.name, counts, self.files, ("tokens", "index"))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return this as plain JSON values; ``ShardInfo(**value)`` is the way back."""
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,12 +209,12 @@ class TokenizerInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The contents of ``manifest.json``.
+    """The manifest of a directory of token shards.
 
-    ``continues_word`` has one byte for each token id: 1 where the token continues the word of the token
-    before it ("##ing" of WordPiece; a sentencepiece piece without "▁" that is not punctuation), else 0.
-    ``source`` says in words what the text is. ``splits`` maps "train" and "validation" to their shards,
-    in the order in which documents are numbered.
+    ``continues_word`` has one byte per token id: 1 if the token continues the word of the token before it
+    ("##ing" of WordPiece; a sentencepiece piece without "▁" that is not punctuation), else 0. ``source``
+    describes the text. ``splits`` maps "train" and "validation" to their shards, in the order in which
+    documents are numbered.
     """
 
     vocab_size: int
@@ -208,11 +259,10 @@ class Manifest:
         Raises:
             ShoalError: the disk is full or the folder cannot be written.
         """
-        value = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
-        flags = np.frombuffer(self.continues_word, dtype=np.uint8)
-        value["continues_word"] = base64.b64encode(np.packbits(flags, bitorder="little").tobytes()).decode()
-        text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-        write_atomically(directory / MANIFEST, text.encode())
+        flags = np.packbits(np.frombuffer(self.continues_word, dtype=np.uint8), bitorder="little")
+        packed = base64.b64encode(flags.tobytes()).decode()
+        value = {**dataclasses.asdict(self), "continues_word": packed}
+        write_manifest(directory, value, format=FORMAT, version=VERSION)
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:
@@ -220,30 +270,29 @@ class Manifest:
 
         Raises:
             UsageError: the directory has none.
-            ShoalError: it is damaged, or a newer version wrote it.
+            ShoalError: it is damaged, of other data, or of another format version.
         """
-        path = directory / MANIFEST
-        value = read_manifest(path, format=FORMAT, version=VERSION)
+        value = read_manifest(directory, format=FORMAT, version=VERSION)
         try:
             vocab_size = int(value["vocab_size"])
             packed = np.frombuffer(base64.b64decode(value["continues_word"]), dtype=np.uint8)
             flags = np.unpackbits(packed, bitorder="little")
-            if len(flags) - vocab_size in range(8):  # what rounds the bits up to bytes
+            if len(flags) - vocab_size in range(8):  # the bits are padded to whole bytes
                 flags = flags[:vocab_size]
-            splits = {
+            value["continues_word"] = flags.tobytes()
+            value["tokenizer"] = TokenizerInfo(**value["tokenizer"])
+            value["splits"] = {
                 split: tuple(ShardInfo(**shard) for shard in shards)
                 for split, shards in value["splits"].items()
             }
-            tokenizer = TokenizerInfo(**value["tokenizer"])
-            made = {"continues_word": flags.tobytes(), "splits": splits, "tokenizer": tokenizer}
-            return cls(**{**value, **made})
+            return cls(**value)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ShoalError(
-                f"{path}: a field is missing or wrong ({error}); prepare the text again"
+                f"{directory / MANIFEST}: a field is missing or wrong ({error}); prepare the text again"
             ) from None
 
     def check_tokenizer(self, path: Path) -> None:
-        """Check that the tokenizer in ``path`` is the one that made the shards.
+        """Check that ``path`` is the tokenizer that made the shards.
 
         Raises:
             ShoalError: the file is missing.
@@ -263,7 +312,7 @@ class Manifest:
             )
 
     def check_vocabulary(self, model_vocab_size: int) -> None:
-        """Check that a model has a row for each token id.
+        """Check that a model has an embedding for each token id.
 
         Raises:
             UsageError: the model's vocabulary is smaller than that of the shards.

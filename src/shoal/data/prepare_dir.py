@@ -1,4 +1,4 @@
-"""The directory of a preparation: one process at a time, one plan, and a clean way to begin anew."""
+"""Guards the output directory of a preparation: one process at a time, one plan, a clean restart."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,25 +17,22 @@ from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 
 PLAN = "prepare.json"
-"""Configuration and state of the source. Shards belong to the plan beside them, finished or not."""
+"""Kind, format version, configuration and state of the source; the shards beside it follow from it."""
 LOCK = "prepare.lock"
 RECORDS = "records"
-"""Folder of what only an unfinished preparation needs."""
-OVERWRITE = "run again with --overwrite to begin from nothing"
-"""The remedy for a directory that somebody else has changed."""
-
-_KIND, _TEXT = "kind", "text"
-"""What a plan prepares; plans of text do not say so."""
+"""Folder of the records of an unfinished preparation, removed when it is complete."""
+OVERWRITE = "run again with --overwrite to start from nothing"
+"""The remedy for a directory that was changed by something else."""
 
 T = TypeVar("T")
 
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Make ``out`` and hold it for this process; the system lets go of it when the process ends.
+    """Create ``out`` and hold a lock on it; the system releases the lock when the process ends.
 
     Raises:
-        ShoalError: the directory cannot be made or written, or another process prepares into it.
+        ShoalError: the directory cannot be created or written, or another process prepares into it.
     """
     path = out / LOCK
     try:
@@ -52,11 +49,11 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def open_plan(out: Path, plan: dict[str, Any]) -> None:
-    """Record ``plan`` in ``out``, or check that what is there was made with the same.
+    """Record ``plan`` in ``out``, or check that the preparation there was started with the same plan.
 
     Raises:
-        UsageError: the plan differs, or the directory holds files of somebody else.
-        ShoalError: the plan's file is damaged.
+        UsageError: the plan differs, or the directory holds unrelated files.
+        ShoalError: the file of the plan is damaged.
     """
     path = out / PLAN
     if not path.is_file():
@@ -70,7 +67,7 @@ def open_plan(out: Path, plan: dict[str, Any]) -> None:
     old = _read_plan(path)
     if old is None:
         raise ShoalError(f"{path} is damaged; {OVERWRITE}")
-    _check_kind(out, old, plan.get(_KIND, _TEXT))
+    _check_kind(out, old, plan.get("kind"))
     # through JSON, so that tuples compare as the lists they were written as
     new = parse_json(json.dumps(plan), "the plan")
     changes = [
@@ -80,16 +77,16 @@ def open_plan(out: Path, plan: dict[str, Any]) -> None:
     ]
     if changes:
         raise UsageError(
-            f"{out} was begun with another configuration or source: {'; '.join(changes)}. Give another "
-            "--out, or --overwrite to remove what is there and begin anew"
+            f"{out} was started with another configuration or source: {'; '.join(changes)}. Give another "
+            "--out, or --overwrite to remove what is there and start from nothing"
         )
 
 
 def read_record(path: Path, make: Callable[[Any], T]) -> T:
-    """Return what ``make`` makes of the JSON that this preparation wrote down.
+    """Return ``make`` of the JSON in a record of this preparation.
 
     Raises:
-        ShoalError: it has been changed since.
+        ShoalError: it was changed since.
     """
     try:
         return make(parse_json(path.read_bytes(), str(path), remedy=OVERWRITE))
@@ -99,13 +96,28 @@ def read_record(path: Path, make: Callable[[Any], T]) -> T:
         raise ShoalError(f"{path}: a field is missing or wrong ({error}); {OVERWRITE}") from None
 
 
-def clear(out: Path, kind: str, is_ours: Callable[[str], bool]) -> None:
-    """Remove what a preparation of ``kind`` wrote: plan, manifest, records, files that ``is_ours`` names.
-
-    Files of others stay.
+def check_finished(out: Path, name: str, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that the files ``NAME.SUFFIX`` of a shard that an earlier run finished have their sizes.
 
     Raises:
-        UsageError: the directory belongs to another kind of data.
+        ShoalError: one is missing or has another size.
+    """
+    for suffix, facts in files.items():
+        file = out / f"{name}.{suffix}"
+        if not file.is_file() or file.stat().st_size != facts["bytes"]:
+            raise ShoalError(
+                f"{file}: an earlier run finished this file, now it is missing or has another size than "
+                f"{facts['bytes']} bytes; {OVERWRITE}"
+            )
+
+
+def clear(out: Path, kind: str, is_ours: Callable[[str], bool]) -> None:
+    """Remove the output of a preparation of ``kind``: plan, manifest, records, files named by ``is_ours``.
+
+    Other files stay.
+
+    Raises:
+        UsageError: the directory holds another kind of data.
         ShoalError: a file cannot be removed.
     """
     if not (out / PLAN).is_file():
@@ -133,9 +145,7 @@ def _read_plan(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _check_kind(out: Path, plan: dict[str, Any] | None, kind: str) -> None:
-    found = kind if plan is None else plan.get(_KIND, _TEXT)
+def _check_kind(out: Path, plan: dict[str, Any] | None, kind: object) -> None:
+    found = kind if plan is None else plan.get("kind")
     if found != kind:
-        raise UsageError(
-            f"{out} holds {found} that was prepared, not {kind}; give another directory as --out"
-        )
+        raise UsageError(f"{out} holds prepared {found}, not {kind}; give another directory as --out")

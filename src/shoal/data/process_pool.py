@@ -1,8 +1,8 @@
-"""One function over many tasks in several processes: results as they come, a clean end on every way out.
+"""Runs one function over many tasks in a pool of processes, with progress and a clean shutdown.
 
-Processes are spawned, not forked: `tokenizers` and numpy have threads by then. A worker ignores Ctrl-C,
-which is its parent's to handle, and leaves at once if the parent is killed, so that no orphan goes on
-writing. Tasks say how far they are through a shared counter and look at a shared flag to end early.
+Processes are spawned, not forked: `tokenizers` and numpy run threads by then. A worker process ignores
+Ctrl-C, which its parent handles, and exits as soon as the parent is killed. Tasks add to a shared counter as
+they advance, and stop early when a shared flag is set.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any, TypeVar
 
+from shoal.data.progress import Progress
 from shoal.errors import ShoalError
 
 Task = TypeVar("Task")
@@ -29,11 +30,11 @@ _stop: Synchronized[int]
 
 
 class Stopped(Exception):
-    """The parent wants this task to end unfinished."""
+    """Ends a task early, on the parent's request."""
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -43,7 +44,7 @@ def advance(num_bytes: int) -> None:
     """Report from inside a task that ``num_bytes`` more are done.
 
     Raises:
-        Stopped: the parent is on its way out.
+        Stopped: the parent is shutting down.
     """
     if _stop.value:
         raise Stopped
@@ -62,8 +63,8 @@ def run_tasks(
 ) -> Iterator[tuple[int, Result]]:
     """Yield (index of the task, result) in order of completion.
 
-    ``show`` is called several times a second with the sum of all ``advance`` calls so far. The first error
-    of a task ends the others and is raised.
+    ``show`` is called several times per second with the sum of all ``advance`` calls so far. The first error
+    of a task stops the others and is raised.
 
     Raises:
         ShoalError: a worker process was killed.
@@ -86,12 +87,51 @@ def run_tasks(
             show(done.value)
     except BrokenProcessPool:
         raise ShoalError(
-            "a worker process ended without a word; most likely the system was out of memory and killed it: "
-            "run the same command again, it goes on where it was, with fewer --processes"
+            "a worker process was killed, most likely because memory ran out: run the same command again "
+            "with fewer --processes; it continues where it stopped"
         ) from None
     finally:
         stop.value = 1
         executor.shutdown(wait=True, cancel_futures=True)
+
+
+def run_unfinished(
+    function: Callable[[Task], Result],
+    tasks: Sequence[Task],
+    finished: Callable[[Task], Result | None],
+    shown: Progress,
+    *,
+    what: str,
+    num_bytes: Callable[[Task], float],
+    processes: int,
+    initializer: Callable[..., None],
+    initargs: tuple[Any, ...],
+) -> list[Result]:
+    """Run the tasks for which ``finished`` returns ``None``; return the results of all, in order.
+
+    Args:
+        what: what a task writes, for the report ("image shards").
+        num_bytes: how many bytes of a task its ``advance`` calls add up to.
+
+    Raises:
+        ShoalError: a worker process was killed.
+    """
+    results = [finished(task) for task in tasks]
+    todo = [index for index, result in enumerate(results) if result is None]
+    if len(todo) < len(tasks):
+        shown.say(f"{len(tasks) - len(todo)} of {len(tasks)} {what} were finished before")
+    if todo:
+        shown.start(f"Writing {what}", round(sum(num_bytes(tasks[index]) for index in todo)))
+        for number, result in run_tasks(
+            function,
+            [tasks[index] for index in todo],
+            processes=processes,
+            initializer=initializer,
+            initargs=initargs,
+            show=shown.show,
+        ):
+            results[todo[number]] = result
+    return [result for result in results if result is not None]
 
 
 def _start_worker(
@@ -103,12 +143,12 @@ def _start_worker(
     global _done, _stop
     _done, _stop = done, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     if initializer is not None:
         initializer(*initargs)
 
 
-def _leave_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -22,7 +22,7 @@ from shoal.train.world import World
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> MaskRCNNTrainConfig:
     scenes = tmp_path_factory.mktemp("data") / "scenes"
-    make_coco(scenes, num_train=11, num_validation=3, size=64, seed=3, processes=1)
+    make_coco(scenes, num_train=11, num_validation=3, size=64, seed=3)
     return MaskRCNNTrainConfig(
         data=ImageDataConfig(path=str(scenes), decode_threads=1),
         augment=DetectionAugmentConfig(shorter=(24,), longer=32, flip=0.5),

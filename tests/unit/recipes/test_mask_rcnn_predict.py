@@ -44,7 +44,7 @@ NETWORK = MaskRCNNConfig(
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("data") / "scenes"
-    make_coco(out, num_train=1, num_validation=3, size=64, seed=3, processes=1)
+    make_coco(out, num_train=1, num_validation=3, size=64, seed=3)
     return out
 
 

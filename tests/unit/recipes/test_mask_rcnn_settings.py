@@ -160,7 +160,7 @@ def test_images_and_weights_must_be_named_and_there(tmp_path: Path) -> None:
 
 
 def test_images_to_validate_on_must_be_there(tmp_path: Path) -> None:
-    make_coco(tmp_path / "scenes", num_train=1, num_validation=1, size=32, processes=1)
+    make_coco(tmp_path / "scenes", num_train=1, num_validation=1, size=32)
     manifest = tmp_path / "scenes" / "manifest.json"
     tree = json.loads(manifest.read_text())
     del tree["splits"]["validation"]
@@ -184,7 +184,7 @@ def test_the_size_of_the_published_network() -> None:
 
 def test_a_dry_run_of_512_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scenes = tmp_path / "scenes"
-    make_coco(scenes, num_train=3, num_validation=2, size=32, processes=1)
+    make_coco(scenes, num_train=3, num_validation=2, size=32)
     options = [
         "--data.path",
         str(scenes),

@@ -23,11 +23,14 @@ from shoal.data.images.manifest import ImageManifest
 from shoal.data.images.prepare import ImagePrepareConfig, prepare_images
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
 from shoal.data.images.storage import SCHEME, S3Files
+from shoal.data.manifest import check_version, prepare_command
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 
 CATEGORIES = "categories.json"
-"""The categories in the order of their labels: an array of objects with id and name."""
+"""Format, version, and the categories in the order of their labels: objects with id and name."""
+FORMAT = "shoal-coco"
+VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -134,9 +137,19 @@ def prepare_coco(source: CocoSource, out: Path, *, config: ImagePrepareConfig) -
         ShoalError: likewise.
     """
     manifest = prepare_images(source, out, config=config)
-    categories = [{"id": number, "name": name} for number, name in source.categories.items()]
-    write_atomically(out / CATEGORIES, json.dumps(categories, indent=1).encode() + b"\n")
+    write_categories(out, source.categories)
     return manifest
+
+
+def write_categories(out: Path, categories: Mapping[int, str]) -> None:
+    """Write :data:`CATEGORIES`.
+
+    Raises:
+        ShoalError: the disk is full or the folder cannot be written.
+    """
+    entries = [{"id": number, "name": name} for number, name in categories.items()]
+    tree = {"format": FORMAT, "version": VERSION, "categories": entries}
+    write_atomically(out / CATEGORIES, json.dumps(tree, indent=1).encode() + b"\n")
 
 
 def read_categories(location: Path | str) -> dict[int, str]:
@@ -147,17 +160,25 @@ def read_categories(location: Path | str) -> dict[int, str]:
 
     Raises:
         UsageError: the directory was not prepared from COCO.
-        ShoalError: it is in S3 and cannot be read.
+        ShoalError: the file cannot be read, is damaged or has another format version.
     """
     path = f"{location}/{CATEGORIES}"
     try:
         remote = str(location).startswith(SCHEME)
         data = S3Files(str(location)).read(CATEGORIES) if remote else Path(path).read_bytes()
-        return {int(entry["id"]): str(entry["name"]) for entry in parse_json(data, path)}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+    except OSError:
         raise UsageError(
-            f"{path} is missing or is no list of categories; prepare the directory with shoal prepare coco"
+            f"{path} is missing, so the directory was not prepared from COCO; "
+            f"run {prepare_command('coco', location)}"
         ) from None
+    tree = parse_json(data, path, remedy="prepare the images again")
+    if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+        tree = {"categories": tree}  # version None
+    check_version(tree.get("version"), VERSION, path, "coco")
+    try:
+        return {int(entry["id"]): str(entry["name"]) for entry in tree["categories"]}
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise ShoalError(f"{path}: a field is missing or wrong ({error}); prepare the images again") from None
 
 
 def as_json(image: CocoImage, objects: tuple[CocoObject, ...], *, run_lengths: bool = False) -> str:

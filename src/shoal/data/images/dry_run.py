@@ -1,4 +1,4 @@
-"""What a preparation would do, without writing anything that stays: counts, shards, bytes and time."""
+"""Estimates what a preparation would write, without writing it: counts, shards, bytes and time."""
 
 from __future__ import annotations
 
@@ -11,24 +11,21 @@ from pathlib import Path
 import numpy as np
 
 from shoal.data.images.headers import BadImage
-from shoal.data.images.prepare import ImagePrepareConfig, check_totals
+from shoal.data.images.prepare import ImagePrepareConfig, list_images
 from shoal.data.images.reencode import check_pillow, reencode
 from shoal.data.images.shard_worker import num_shards, read_image
-from shoal.data.images.sources import TRAIN, ImageSource, Listing, Totals, write_listing
+from shoal.data.images.sources import TRAIN, ImageSource, Listing, Totals
 from shoal.data.process_pool import num_cores
 
 _TRIED = 64
 _MEMBER_BYTES = 512 + 256
-"""Header of a member of a tar, and half a block on average to fill its last."""
+"""Header of a tar member, and half a block on average to pad its last one."""
 _GIB, _MIB = 1 << 30, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What would come out. Bytes and seconds are estimates from the images that were tried.
-
-    ``tried``, ``changed`` and ``bad`` are counts of training images; the first bad one is named.
-    """
+    """The estimate. ``tried``, ``changed`` and ``bad`` are counts or names of training images."""
 
     totals: dict[str, Totals]
     num_shards: dict[str, int]
@@ -37,8 +34,7 @@ class DryRun:
     processes: int
     tried: int
     changed: int
-    bad: int
-    bad_name: str
+    bad: list[str]
 
     def lines(self) -> Iterator[str]:
         """Yield the report, line by line."""
@@ -47,7 +43,7 @@ class DryRun:
                 f"{split}: {found.num_images:,} images of {len(found.class_counts):,} classes, "
                 f"{_size(found.num_bytes)}, {self.num_shards[split]:,} shards"
             )
-        bad = f", {self.bad} cannot be read (such as {self.bad_name})" if self.bad else ""
+        bad = f", {len(self.bad)} cannot be read (such as {self.bad[0]})" if self.bad else ""
         yield f"of {self.tried} training images tried, {self.changed} are encoded again{bad}"
         yield (
             f"about {_size(self.shard_bytes)} of shards, {max(self.seconds, 1):,.0f} s with {self.processes} "
@@ -56,7 +52,7 @@ class DryRun:
 
 
 def dry_run(source: ImageSource, config: ImagePrepareConfig) -> DryRun:
-    """List the source and try some of its images.
+    """List the source, and read and re-encode some of its images.
 
     Raises:
         UsageError: the source cannot be used.
@@ -64,21 +60,15 @@ def dry_run(source: ImageSource, config: ImagePrepareConfig) -> DryRun:
     """
     check_pillow()
     with tempfile.TemporaryDirectory(prefix="shoal-dry-run-") as name:
-        folder = Path(name)
-        totals = {
-            split: write_listing(source.images(split), folder, split, num_classes=len(source.classes))
-            for split in source.splits
-        }
-        check_totals(source, totals)
-        listing = Listing(folder, TRAIN)
+        totals = list_images(source, Path(name))
+        listing = Listing(Path(name), TRAIN)
         chosen = np.unique(np.linspace(0, len(listing) - 1, _TRIED).astype(int))
         images = [listing.image(number) for number in chosen]
         listing.close()
-    before = after = changed = 0
+    after = changed = 0
     bad: list[str] = []
     begin_s = time.process_time()
     for image in images:
-        before += image.size
         try:
             data = read_image(image)
             jpeg = reencode(data, config.encoding).jpeg
@@ -87,22 +77,17 @@ def dry_run(source: ImageSource, config: ImagePrepareConfig) -> DryRun:
             continue
         after += len(jpeg) + 2 * _MEMBER_BYTES
         changed += jpeg is not data
-    total_bytes = sum(found.num_bytes for found in totals.values())
-    scale = total_bytes / max(before, 1)
+    scale = sum(found.num_bytes for found in totals.values()) / max(sum(image.size for image in images), 1)
     processes = config.processes or num_cores()
     return DryRun(
         totals=totals,
-        num_shards={
-            split: num_shards(found.num_images, found.num_bytes, config.shard_bytes)
-            for split, found in totals.items()
-        },
+        num_shards={s: num_shards(t.num_images, t.num_bytes, config.shard_bytes) for s, t in totals.items()},
         shard_bytes=round(after * scale),
         seconds=(time.process_time() - begin_s) * scale / processes,
         processes=processes,
         tried=len(images),
         changed=changed,
-        bad=len(bad),
-        bad_name=bad[0] if bad else "",
+        bad=bad,
     )
 
 

@@ -1,20 +1,25 @@
-"""What a prepared directory of images says about itself: ``manifest.json``.
+"""Describes a prepared directory of images: ``manifest.json``.
 
-It is written last, so a directory with a manifest is complete. It holds the classes in the order of their
-labels, and counts, sizes and checksums of every shard, so a shard that was cut short, swapped or comes from
-another preparation is noticed by name.
+It holds the class names in the order of their labels, and the count, sizes and checksums of every shard, so
+that a shard that was truncated, replaced or copied from another preparation is reported by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.data.atomic_io import sha256_of, write_atomically
-from shoal.data.manifest import MANIFEST, check_shard, parse_manifest, read_manifest, shards_of
+from shoal.data.atomic_io import sha256_of
+from shoal.data.manifest import (
+    MANIFEST,
+    check_shard,
+    parse_manifest,
+    read_manifest,
+    shards_of,
+    write_manifest,
+)
 from shoal.errors import ShoalError
 
 FORMAT = "shoal-images"
@@ -25,7 +30,7 @@ INDEX = "index"
 
 @dataclass(frozen=True, kw_only=True)
 class ImageShardInfo:
-    """One shard: its images, and size and SHA-256 of each of its files.
+    """Image count of one shard, and the size and SHA-256 of each of its files.
 
     ``files`` maps the suffix ("tar", "index") to ``{"bytes": int, "sha256": str}``; the file of a suffix is
     ``NAME.SUFFIX``.
@@ -38,15 +43,11 @@ class ImageShardInfo:
     def __post_init__(self) -> None:
         check_shard(self.name, (self.num_images,), self.files, (TAR, INDEX))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return this as plain JSON values; ``ImageShardInfo(**value)`` is the way back."""
-        return dataclasses.asdict(self)
-
     def check(self, directory: Path) -> None:
         """Check size and SHA-256 of the shard's files, reading every byte.
 
         Raises:
-            ShoalError: a file is missing, cannot be read, or is not the one that the manifest means.
+            ShoalError: a file is missing, cannot be read, or differs from the manifest.
         """
         for suffix, expected in self.files.items():
             path = directory / f"{self.name}.{suffix}"
@@ -68,10 +69,10 @@ class ImageShardInfo:
 class ImageManifest:
     """The contents of ``manifest.json``.
 
-    ``classes`` are the names in the order of the labels; images of detection data have no label, and what
-    their annotations call a class is for that data to say. ``source`` says in words what the images are.
-    ``splits`` maps "train" and "validation" to their shards, in the order in which images are numbered.
-    ``skipped`` counts the images of the source that could not be read; ``skipped.txt`` names them.
+    ``classes`` are the class names in the order of the labels; images of detection data have no label.
+    ``source`` describes where the images come from. ``splits`` maps "train" and "validation" to their shards,
+    in the order in which images are numbered. ``skipped`` counts the images of the source that could not be
+    read; ``skipped.txt`` lists them.
     """
 
     classes: tuple[str, ...]
@@ -88,7 +89,7 @@ class ImageManifest:
         return shards_of(self.splits, split)
 
     def num_images(self, split: str) -> int:
-        """Return how many images a split has."""
+        """Return the number of images of a split."""
         return sum(shard.num_images for shard in self.shards(split))
 
     def save(self, directory: Path) -> None:
@@ -97,9 +98,7 @@ class ImageManifest:
         Raises:
             ShoalError: the disk is full or the folder cannot be written.
         """
-        value = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
-        text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-        write_atomically(directory / MANIFEST, text.encode())
+        write_manifest(directory, dataclasses.asdict(self), format=FORMAT, version=VERSION)
 
     @classmethod
     def load(cls, directory: Path) -> ImageManifest:
@@ -107,10 +106,10 @@ class ImageManifest:
 
         Raises:
             UsageError: the directory has none.
-            ShoalError: it is damaged, of other data, or a newer version wrote it.
+            ShoalError: it is damaged, of other data, or of another format version.
         """
-        path = directory / MANIFEST
-        return cls.from_json(read_manifest(path, format=FORMAT, version=VERSION), str(path))
+        value = read_manifest(directory, format=FORMAT, version=VERSION)
+        return cls._from_json(value, str(directory / MANIFEST))
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> ImageManifest:
@@ -119,15 +118,10 @@ class ImageManifest:
         Raises:
             ShoalError: as for ``load``.
         """
-        return cls.from_json(parse_manifest(data, where, format=FORMAT, version=VERSION), where)
+        return cls._from_json(parse_manifest(data, where, format=FORMAT, version=VERSION), where)
 
     @classmethod
-    def from_json(cls, value: dict[str, Any], where: str) -> ImageManifest:
-        """Return the manifest of a JSON object without its format and version; ``where`` names it in errors.
-
-        Raises:
-            ShoalError: a field is missing or wrong.
-        """
+    def _from_json(cls, value: dict[str, Any], where: str) -> ImageManifest:
         try:
             splits = {
                 split: tuple(ImageShardInfo(**shard) for shard in shards)

@@ -1,13 +1,13 @@
-"""``shoal prepare images``: from a source to a directory of image shards with a manifest.
+"""Prepares images as shards with a manifest: ``shoal prepare images``.
 
-1. The source is looked at: its classes, its splits, a digest of its state (``folder``, ``imagenet``).
-2. Its images are listed on the disk (``listing``); the number of shards follows from their bytes.
-3. Shards are written in several processes, in any order (``shard_work``); each is a run of one permutation
-   of its split, so it is a mix of all classes. Each finished one is recorded.
-4. The manifest is put together and written last.
+1. Takes a source with its classes, its splits and a digest of its state (``folder``, ``imagenet``).
+2. Lists its images on disk (``sources``); the number of shards follows from their bytes.
+3. Writes shards in a pool of processes, in any order (``shard_worker``), and records each. A shard is a range
+   of one permutation of its split, so it is a mix of all classes.
+4. Writes the manifest.
 
-Every step leaves whole files behind, so the same command goes on after a kill at any moment. The result
-depends on source and configuration only, not on the number of processes or on interruptions.
+Every step writes whole files, so the same command continues after a kill at any moment. The result depends on
+source and configuration only, not on the number of processes or on interruptions.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from shoal.data.atomic_io import write_atomically
-from shoal.data.images.manifest import INDEX, TAR, ImageManifest
+from shoal.data.images.manifest import INDEX, TAR, VERSION, ImageManifest
 from shoal.data.images.reencode import ReencodeConfig, check_pillow
 from shoal.data.images.shard_worker import (
     SPLITS,
-    Job,
     OnBad,
+    ShardJob,
     ShardResult,
     ShardTask,
-    check_allowed,
     finished_shard,
     num_shards,
     start_worker,
@@ -38,38 +37,38 @@ from shoal.data.images.shard_worker import (
 from shoal.data.images.sources import TRAIN, ImageSource, Totals, write_listing
 from shoal.data.manifest import MANIFEST
 from shoal.data.prepare_dir import RECORDS, clear, locked, open_plan, read_record
-from shoal.data.process_pool import num_cores, run_tasks
+from shoal.data.process_pool import num_cores, run_unfinished
 from shoal.data.progress import Progress
 from shoal.errors import UsageError, did_you_mean
 
 KIND = "images"
 SKIPPED = "skipped.txt"
-"""Images that could not be read: split, name and reason, with tabs between."""
+"""Images that could not be read: split, name and reason, separated by tabs."""
 
 _LISTED = "listed.json"
 _SHARD = re.compile(rf"(?:{'|'.join(SPLITS)})-\d{{5}}\.(?:{TAR}|{INDEX})")
-_HOW_NOT_WHAT = ("processes", "overwrite", "on_bad")
+_NOT_IN_PLAN = ("processes", "overwrite", "on_bad")
 """Fields that do not change the result of a finished shard: one without a bad image is the same with
-``--on-bad skip``, so that a run stopped by such an image can go on."""
+``--on-bad skip``, so that a run stopped by such an image can continue."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePrepareConfig(ReencodeConfig):
-    """How images become shards."""
+    """Size, order and re-encoding of the images of a preparation."""
 
     shard_bytes: int = 128 << 20
-    """Bytes of source images that make one shard, about."""
+    """Approximate bytes of source images per shard."""
     on_bad: OnBad = "refuse"
-    """What to do with a file that is no whole image: stop and name it, or skip and list it."""
+    """Stop at a file that is not a whole image and name it, or skip and list it."""
     seed: int = 0
     """Another seed puts the images into another order."""
     processes: int = 0
-    """Worker processes; 0 takes one a core. The result does not depend on it."""
+    """Worker processes; 0: one per core. The result does not depend on it."""
     overwrite: bool = False
-    """Remove what an earlier preparation wrote to the directory, and begin anew."""
+    """Remove what an earlier preparation wrote to the directory, and start from nothing."""
 
     def __post_init__(self) -> None:
-        """Check each field by itself.
+        """Check each field.
 
         Raises:
             UsageError: a value is out of its range.
@@ -86,22 +85,22 @@ class ImagePrepareConfig(ReencodeConfig):
 
     @property
     def encoding(self) -> ReencodeConfig:
-        """The part that says what becomes of an image."""
+        """The fields that decide how an image is re-encoded."""
         return ReencodeConfig(resize=self.resize, quality=self.quality)
 
 
 def prepare_images(
     source: ImageSource, out: Path, *, config: ImagePrepareConfig | None = None, progress: bool = True
 ) -> ImageManifest:
-    """Prepare ``source`` into ``out`` and return the manifest, also if it was there already.
+    """Prepare ``source`` into ``out`` and return the manifest; return it if it is there already.
 
-    Started again after an interruption, it goes on with the shards that are not finished. With ``progress``
-    it reports on standard error. Processes are spawned: a script that calls this needs the usual
+    After an interruption, the same call continues with the shards that are not finished. ``progress`` reports
+    on standard error. Processes are spawned: a script that calls this needs the usual
     ``if __name__ == "__main__":``.
 
     Raises:
-        UsageError: the source or the configuration cannot be used, or differs from that of what the
-            directory holds; an image is bad and ``on_bad`` refuses it.
+        UsageError: the source or the configuration cannot be used, or differs from that of the directory; an
+            image is bad and ``on_bad`` refuses it.
         ShoalError: the disk is full, a file cannot be read or written, a worker process was killed.
     """
     config = config or ImagePrepareConfig()
@@ -109,123 +108,83 @@ def prepare_images(
     with locked(out), Progress(shown=progress, what=KIND) as shown:
         if config.overwrite:
             clear(out, KIND, lambda name: _SHARD.fullmatch(name) is not None or name == SKIPPED)
-        open_plan(out, _plan(source, config))
+        fields = {key: value for key, value in dataclasses.asdict(config).items() if key not in _NOT_IN_PLAN}
+        state = {"source": source.description, "source_state": source.state()}
+        open_plan(out, {"kind": KIND, "version": VERSION, **state, **fields})
         if (out / MANIFEST).is_file():
             shutil.rmtree(out / RECORDS, ignore_errors=True)  # killed while removing them
-            shown.say(f"{out} is already prepared (--overwrite begins anew)")
+            shown.say(f"{out} is already prepared (--overwrite starts from nothing)")
             return ImageManifest.load(out)
         for line in source.remarks:
             shown.say(line)
         totals = _list_source(source, out, shown)
-        results = _run_shards(_tasks(totals, config), totals, out, config, shown)
+        tasks = []
+        for split, found in totals.items():
+            count = num_shards(found.num_images, found.num_bytes, config.shard_bytes)
+            tasks += [ShardTask(split, number, count) for number in range(count)]
+        job = ShardJob(out=out, encoding=config.encoding, on_bad=config.on_bad, seed=config.seed)
+        results = run_unfinished(
+            write_shard,
+            tasks,
+            lambda task: finished_shard(out, task, job.on_bad),
+            shown,
+            what="image shards",
+            num_bytes=lambda task: totals[task.split].num_bytes / task.num_shards,
+            processes=config.processes or num_cores(),
+            initializer=start_worker,
+            initargs=(job,),
+        )
         return _finish(source, config, results, out, shown)
 
 
-def _plan(source: ImageSource, config: ImagePrepareConfig) -> dict[str, Any]:
-    """Return all that the result depends on, in JSON's terms."""
-    fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in _HOW_NOT_WHAT}
-    return {"kind": KIND, "source": source.description, "source_state": source.state(), **fields}
-
-
 def _list_source(source: ImageSource, out: Path, shown: Progress) -> dict[str, Totals]:
-    """Write down what the source holds, unless an earlier run did; return the totals of each split.
+    """List the images of the source, unless an earlier run did; return the totals of each split.
 
     Raises:
         UsageError: there is no image to train on, or a class has none.
     """
-    records = out / RECORDS
-    path = records / _LISTED
+    path = out / RECORDS / _LISTED
     if not path.is_file():
-        records.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         shown.start("Listing images", 0)
-        num_classes = len(source.classes)
-        totals = {
-            split: write_listing(source.images(split), records, split, num_classes=num_classes)
-            for split in source.splits
-        }
-        check_totals(source, totals)
+        totals = list_images(source, path.parent)
         value = {split: dataclasses.asdict(found) for split, found in totals.items()}
         write_atomically(path, json.dumps(value).encode())
     return read_record(path, lambda record: {split: Totals(**value) for split, value in record.items()})
 
 
-def check_totals(source: ImageSource, totals: dict[str, Totals]) -> None:
-    """Check that there is something to train on, in each class unless no image has a label.
+def list_images(source: ImageSource, folder: Path) -> dict[str, Totals]:
+    """List the images of every split in ``folder``; return their totals.
 
     Raises:
-        UsageError: there is not.
+        UsageError: there is no image to train on, or a class has none although others have.
+        ShoalError: the source cannot be read, or the disk is full.
     """
+    totals = {
+        split: write_listing(source.images(split), folder, split, num_classes=len(source.classes))
+        for split in source.splits
+    }
     if not totals[TRAIN].num_images:
         raise UsageError(f"{source.description}: there is no image to train on")
-    empty = [
-        name for name, count in zip(source.classes, totals[TRAIN].class_counts, strict=True) if not count
-    ]
+    counts = zip(source.classes, totals[TRAIN].class_counts, strict=True)
+    empty = [name for name, count in counts if not count]
     if empty and len(empty) < len(source.classes):
         raise UsageError(
             f"{source.description}: class {empty[0]!r} has no image to train on"
             + (f", nor have {len(empty) - 1} more ({', '.join(empty[1:4])})" if empty[1:] else "")
             + "; give it some, or remove its folder"
         )
-
-
-def _tasks(totals: dict[str, Totals], config: ImagePrepareConfig) -> list[ShardTask]:
-    tasks = []
-    for split, found in totals.items():
-        count = num_shards(found.num_images, found.num_bytes, config.shard_bytes)
-        tasks += [ShardTask(split, number, count) for number in range(count)]
-    return tasks
-
-
-def _run_shards(
-    tasks: list[ShardTask], totals: dict[str, Totals], out: Path, config: ImagePrepareConfig, shown: Progress
-) -> dict[ShardTask, ShardResult]:
-    """Write the shards that are not finished; return the results of all, in order."""
-    results = {task: finished_shard(out, task) for task in tasks}
-    todo = [task for task in tasks if results[task] is None]
-    for result in results.values():
-        check_allowed(result.skipped if result else (), config.on_bad)
-    if len(todo) < len(tasks):
-        shown.say(f"{len(tasks) - len(todo)} of {len(tasks)} shards were finished before")
-    if todo:
-        num_bytes = sum(totals[task.split].num_bytes / task.num_shards for task in todo)
-        shown.start("Writing image shards", round(num_bytes))
-        job = Job(out=out, encoding=config.encoding, on_bad=config.on_bad, seed=config.seed)
-        running = run_tasks(
-            write_shard,
-            todo,
-            processes=config.processes or num_cores(),
-            initializer=start_worker,
-            initargs=(job,),
-            show=shown.show,
-        )
-        for index, result in running:
-            results[todo[index]] = result
-    return {task: result for task, result in results.items() if result is not None}
+    return totals
 
 
 def _finish(
-    source: ImageSource,
-    config: ImagePrepareConfig,
-    results: dict[ShardTask, ShardResult],
-    out: Path,
-    shown: Progress,
+    source: ImageSource, config: ImagePrepareConfig, results: list[ShardResult], out: Path, shown: Progress
 ) -> ImageManifest:
-    """Write the manifest and remove what only an unfinished preparation needs."""
-    splits = {
-        split: tuple(
-            result.shard
-            for task, result in results.items()
-            if task.split == split and result.shard is not None
-        )
-        for split in SPLITS
-    }
+    """Write the manifest and remove the records."""
+    splits = {split: tuple(r.shard for r in results if r.task.split == split and r.shard) for split in SPLITS}
     if not splits[TRAIN]:
         raise UsageError(f"{source.description}: none of the images to train on can be read")
-    lines = [
-        f"{task.split}\t{name}\t{reason}\n"
-        for task, result in results.items()
-        for name, reason in result.skipped
-    ]
+    lines = [f"{r.task.split}\t{name}\t{reason}\n" for r in results for name, reason in r.skipped]
     if lines:
         write_atomically(out / SKIPPED, "".join(lines).encode("utf-8", "surrogateescape"))
         shown.say(f"{len(lines):,} images could not be read and were skipped; {out / SKIPPED} names them")

@@ -1,12 +1,13 @@
-"""What one worker does for one shard: its images, read where they lie, re-encoded and written.
+"""Writes one image shard: reads its images where they are stored, re-encodes and appends them.
 
-A shard's images are a run of positions of one permutation of the split, so which they are follows from the
-number of the shard alone. A small record ``records/SPLIT-NNNNN.json`` is written after the shard; a shard
-with a record is finished, and nobody touches it again.
+The images of a shard are a contiguous range of positions in one permutation of the split, so the number of a
+shard determines them. A record ``records/SPLIT-NNNNN.json`` is written after the shard; a shard with a record
+is finished and not touched again.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from shoal.data.images.manifest import ImageShardInfo
 from shoal.data.images.reencode import MAX_IMAGE_BYTES, ReencodeConfig, check_pillow, reencode
 from shoal.data.images.shards import ImageShardWriter
 from shoal.data.images.sources import TRAIN, VALIDATION, Listing, SourceImage
-from shoal.data.prepare_dir import OVERWRITE, RECORDS, read_record
+from shoal.data.prepare_dir import OVERWRITE, RECORDS, check_finished, read_record
 from shoal.data.process_pool import advance
 from shoal.decide.order import shuffled
 from shoal.errors import ShoalError, UsageError
@@ -31,7 +32,7 @@ OnBad = Literal["refuse", "skip"]
 SPLITS = (TRAIN, VALIDATION)
 
 _EPOCH = 1 << 32
-"""Permutations of preparation are those of epochs that no training reaches, one a split."""
+"""Epoch numbers of the permutations of preparation, one per split, that no training reaches."""
 
 
 class ShardTask(NamedTuple):
@@ -48,16 +49,17 @@ class ShardTask(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardResult:
-    """A finished shard, ``None`` if none of its images could be read, and (name, reason) of those that could
-    not."""
+    """A finished shard, ``None`` if none of its images could be read, and (name, reason) of unreadable
+    ones."""
 
+    task: ShardTask
     shard: ImageShardInfo | None
     skipped: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is the same for all shards."""
+class ShardJob:
+    """Settings that all shards of a preparation share."""
 
     out: Path
     encoding: ReencodeConfig
@@ -65,8 +67,8 @@ class Job:
     seed: int
 
 
-def start_worker(job: Job) -> None:
-    """Remember the job once a process."""
+def start_worker(job: ShardJob) -> None:
+    """Store the job, once per process."""
     global _job, _listings
     check_pillow()
     _job, _listings = job, {}
@@ -83,40 +85,42 @@ def write_shard(task: ShardTask) -> ShardResult:
         _listings[task.split] = Listing(_job.out / RECORDS, task.split)
     listing = _listings[task.split]
     skipped: list[tuple[str, str]] = []
-    shard = None
     with ImageShardWriter(_job.out, task.name) as writer:
         for number in images_of(task, len(listing), _job.seed):
             image = listing.image(number)
             try:
-                _add(writer, image)
+                encoded = reencode(read_image(image), _job.encoding)
             except BadImage as error:
                 skipped.append((image.name, str(error)))
                 check_allowed(skipped, _job.on_bad)
+            else:
+                extra = None if image.annotations is None else image.annotations.encode()
+                size = {"width": encoded.width, "height": encoded.height}
+                writer.add(image.key, encoded.jpeg, label=image.label, **size, annotations=extra)
             advance(image.size)
-        if writer.num_images:
-            shard = writer.finish()
-    record = {"shard": shard and shard.to_json(), "skipped": skipped}
+        shard = writer.finish() if writer.num_images else None
+    record = {"shard": shard and dataclasses.asdict(shard), "skipped": skipped}
     write_atomically(_record_path(_job.out, task), json.dumps(record).encode())
-    return ShardResult(shard=shard, skipped=tuple(skipped))
+    return ShardResult(task=task, shard=shard, skipped=tuple(skipped))
 
 
 def images_of(task: ShardTask, num_images: int, seed: int) -> list[int]:
-    """Return which images of the source make a shard: a run of positions of the split's permutation."""
+    """Return the images of a shard: a range of positions in the permutation of its split."""
     begin, end = (at * num_images // task.num_shards for at in (task.number, task.number + 1))
     epoch = _EPOCH + SPLITS.index(task.split)
     return [int(number) for number in shuffled(np.arange(begin, end), num_images, seed, epoch)]
 
 
 def num_shards(num_images: int, num_bytes: int, shard_bytes: int) -> int:
-    """Return into how many shards a split is cut: about ``shard_bytes`` each, none without images."""
+    """Return the number of shards of a split: about ``shard_bytes`` each, none without images."""
     return min(num_images, max(1, math.ceil(num_bytes / shard_bytes)))
 
 
 def check_allowed(skipped: Sequence[tuple[str, str]], on_bad: OnBad) -> None:
-    """Refuse images that cannot be used, unless they may be skipped.
+    """Raise if there is an unusable image and ``on_bad`` refuses it.
 
     Raises:
-        UsageError: there is one, and bad images are refused.
+        UsageError: names the last one.
     """
     if skipped and on_bad == "refuse":
         name, reason = skipped[-1]
@@ -125,34 +129,31 @@ def check_allowed(skipped: Sequence[tuple[str, str]], on_bad: OnBad) -> None:
         )
 
 
-def finished_shard(out: Path, task: ShardTask) -> ShardResult | None:
-    """Return a shard that an earlier run has finished, or ``None``.
+def finished_shard(out: Path, task: ShardTask, on_bad: OnBad) -> ShardResult | None:
+    """Return a shard that an earlier run finished, or ``None``.
 
     Raises:
+        UsageError: it skipped an image, and bad images are refused now.
         ShoalError: one of its files is missing or has another size.
     """
     path = _record_path(out, task)
     if not path.is_file():
         return None
-    result = read_record(path, _result)
-    shard = result.shard
-    for suffix, facts in shard.files.items() if shard else ():
-        file = out / f"{task.name}.{suffix}"
-        if not file.is_file() or file.stat().st_size != facts["bytes"]:
-            raise ShoalError(
-                f"{file}: an earlier run finished this file, now it is missing or has another size than "
-                f"{facts['bytes']} bytes; {OVERWRITE}"
-            )
+
+    def make(record: dict[str, Any]) -> ShardResult:
+        shard = ImageShardInfo(**record["shard"]) if record["shard"] else None
+        skipped = tuple((name, reason) for name, reason in record["skipped"])
+        return ShardResult(task=task, shard=shard, skipped=skipped)
+
+    result = read_record(path, make)
+    check_allowed(result.skipped, on_bad)
+    if result.shard:
+        check_finished(out, task.name, result.shard.files)
     return result
 
 
-def _result(record: dict[str, Any]) -> ShardResult:
-    shard = ImageShardInfo(**record["shard"]) if record["shard"] else None
-    return ShardResult(shard=shard, skipped=tuple((name, reason) for name, reason in record["skipped"]))
-
-
 def read_image(image: SourceImage) -> bytes:
-    """Return the bytes of an image where it lies.
+    """Return the encoded bytes of an image of the source.
 
     Raises:
         BadImage: it is too large to be one.
@@ -175,22 +176,9 @@ def read_image(image: SourceImage) -> bytes:
     return data
 
 
-def _add(writer: ImageShardWriter, image: SourceImage) -> None:
-    encoded = reencode(read_image(image), _job.encoding)
-    annotations = None if image.annotations is None else image.annotations.encode()
-    writer.add(
-        image.key,
-        encoded.jpeg,
-        label=image.label,
-        width=encoded.width,
-        height=encoded.height,
-        annotations=annotations,
-    )
-
-
 def _record_path(out: Path, task: ShardTask) -> Path:
     return out / RECORDS / f"{task.name}.json"
 
 
-_job: Job
+_job: ShardJob
 _listings: dict[str, Listing]

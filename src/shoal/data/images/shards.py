@@ -1,10 +1,14 @@
-"""Image shards: any image of a split by its number, from a folder or from S3, perhaps through a cache.
+"""Writes image shards, and reads any image of a split by its number.
 
-``tar_writer`` writes a tar in WebDataset's layout and an index of where its images lie;
-``ImageShards`` maps the tar (or fetches ranges of it) and never parses it. The numbers of images run through
-the shards in the order of the manifest. What is compared when shards are opened: sizes, the checksum of each
-index, every place and label in it, and, where the tars are at hand, that the first and the last image of
-each have the header that the index implies, which a tar from another preparation does not.
+A shard ``NAME`` is two files. ``NAME.tar`` has WebDataset's layout: an image is two members, ``KEY.jpg`` and
+``KEY.cls`` (its label in ASCII), or ``KEY.json`` for its annotations. Members have no owner, time or mode, so
+the same images give the same bytes. ``NAME.index`` is nothing but records of ``RECORD``, one per image, in
+the order of the tar. The reader maps or fetches the bytes ``[offset, offset + size)`` and never parses the
+tar.
+
+Images are numbered through the shards in the order of the manifest. Opening a split checks the sizes of the
+files, the checksum of each index, and every offset and label in it; of local tars also that the first and the
+last image have the header that the index implies, which those of another preparation do not.
 """
 
 from __future__ import annotations
@@ -14,13 +18,12 @@ import tarfile
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from shoal.data.atomic_io import AtomicFile, write_atomically
+from shoal.data.atomic_io import AtomicFile
 from shoal.data.images.cache import CacheConfig, CacheCounts, ShardCache
 from shoal.data.images.manifest import INDEX, TAR, ImageShardInfo
 from shoal.data.images.storage import Bytes, LocalStorage, open_storage
@@ -38,51 +41,23 @@ RECORD = np.dtype(
         ("reserved", "<i4"),
     ]
 )
-"""``offset`` and ``size``: the bytes of the JPEG within the tar; ``width`` and ``height`` in pixels.
+"""``offset`` and ``size``: the bytes of the JPEG in the tar; ``width`` and ``height`` in pixels.
 
-``label`` is -1 where there is none. ``extra_*`` is the image's last other member: its annotations (``.json``)
-where it has some, else its label (``.cls``)."""
+``label`` is -1 if there is none. ``extra_*`` is the image's last other member: its annotations (``.json``) if
+it has some, else its label (``.cls``)."""
 
 Records = npt.NDArray[np.void]
-
-
-def read_index(path: Path) -> Records:
-    """Return the records of an index, ``RECORD[num_images]``.
-
-    Raises:
-        ShoalError: the file cannot be read, or is not a whole number of records.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ShoalError(f"{path}: the index of the shard cannot be read: {error.strerror}") from error
-    if len(data) % RECORD.itemsize:
-        raise ShoalError(
-            f"{path} is not a whole number of records of {RECORD.itemsize} bytes: it has {len(data):,}; "
-            "copy it again or prepare the images again"
-        )
-    return np.frombuffer(data, dtype=RECORD)
-
-
-def write_index(path: Path, records: npt.NDArray[Any]) -> None:
-    """Write records of ``RECORD`` atomically.
-
-    Raises:
-        ShoalError: the disk is full or the folder cannot be written.
-    """
-    write_atomically(path, records.astype(RECORD, copy=False).tobytes())
-
+Int64Array = npt.NDArray[np.int64]
 
 _BLOCK = tarfile.BLOCKSIZE
-_TAR_RECORD_BYTES = tarfile.RECORDSIZE
-"""Two blocks of zeros end a tar, and tars are whole records of 20 blocks."""
+"""Two blocks of zeros end a tar, which is padded to a whole number of records of 20 blocks."""
 
 
 class ImageShardWriter:
     """Writes one shard. Images are streamed to the file; only their records (40 bytes each) stay in memory.
 
-    Use it as a context manager: leaving the block without ``finish`` (an exception) removes the
-    temporaries, and nothing else.
+    Use it as a context manager: leaving the block without ``finish`` (an exception) removes the temporary
+    files.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -110,24 +85,23 @@ class ImageShardWriter:
         """Append an image.
 
         Args:
-            key: its name in the tar; without a dot behind its last slash, where WebDataset's suffix begins.
+            key: its name in the tar; without a dot after its last slash, where WebDataset's suffix begins.
             jpeg: the bytes of the file.
-            label: its class, or -1 if it has none.
-            width: of the image in pixels.
-            height: of the image in pixels.
-            annotations: JSON that rides along, or ``None``.
+            label: its class, or -1.
+            width, height: in pixels.
+            annotations: JSON to store as ``KEY.json``, or ``None``.
 
         Raises:
             ShoalError: the disk is full.
         """
         place = self._member(f"{key}.jpg", jpeg)
-        extra, extra_size = 0, 0
+        extra = (0, 0)
         if label >= 0:
             text = str(label).encode()
-            extra, extra_size = self._member(f"{key}.cls", text), len(text)
+            extra = self._member(f"{key}.cls", text), len(text)
         if annotations is not None:
-            extra, extra_size = self._member(f"{key}.json", annotations), len(annotations)
-        record = (place, len(jpeg), label, width, height, extra, extra_size, 0)
+            extra = self._member(f"{key}.json", annotations), len(annotations)
+        record = (place, len(jpeg), label, width, height, *extra, 0)
         self._records += np.array([record], dtype=RECORD).tobytes()
         self.num_images += 1
 
@@ -137,7 +111,7 @@ class ImageShardWriter:
         Raises:
             ShoalError: the disk is full; the temporaries are gone, finished shards untouched.
         """
-        fill = -(self._tar.num_bytes + 2 * _BLOCK) % _TAR_RECORD_BYTES
+        fill = -(self._tar.num_bytes + 2 * _BLOCK) % tarfile.RECORDSIZE
         self._tar.write(bytes(2 * _BLOCK + fill))
         with self._tar, AtomicFile(self._directory / f"{self._name}.{INDEX}") as index:
             index.write(bytes(self._records))
@@ -150,13 +124,11 @@ class ImageShardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._tar.discard()
 
     def _member(self, name: str, data: bytes) -> int:
-        """Append a member and return where its bytes begin."""
+        """Append a member; return the offset of its bytes."""
         member = tarfile.TarInfo(name)
         member.size = len(data)
         header = member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
@@ -165,17 +137,12 @@ class ImageShardWriter:
         return place
 
 
-Int64Array = npt.NDArray[np.int64]
-
-_HEADER_BYTES = tarfile.BLOCKSIZE
-
-
 class ImageShards:
     """All shards of one split, as one sequence of images. Threads may read at the same time.
 
-    ``verify="sizes"`` compares what the module's docstring lists; ``verify="checksums"`` also reads every
-    byte once. A shard that goes into the cache is always compared with its checksum. Only the location and
-    settings are pickled, so a loader process opens the shards itself.
+    ``verify="sizes"`` checks what the module's docstring lists; ``verify="checksums"`` also reads every byte
+    once. A shard that enters the cache is always compared with its checksum. Only location and settings are
+    pickled, so a loader process opens the shards itself.
     """
 
     def __init__(
@@ -196,18 +163,18 @@ class ImageShards:
         self.split = split
         self._verify: Literal["sizes", "checksums"] = verify
         self._cache_config = cache
-        self._files = open_storage(location)
-        self.manifest = self._files.manifest()
+        self._storage = open_storage(location)
+        self.manifest = self._storage.manifest()
         self.shards = self.manifest.shards(split)
         self._records = [
-            _checked(data, info, len(self.manifest.classes), self._files.path(info, INDEX))
-            for info, data in zip(self.shards, self._files.indexes(self.shards), strict=True)
+            _checked(data, info, len(self.manifest.classes), self._storage.path(info, INDEX))
+            for info, data in zip(self.shards, self._storage.indexes(self.shards), strict=True)
         ]
         for number, info in enumerate(self.shards):
-            self._files.open(info)
+            self._storage.open(info)
             if verify == "checksums":
                 self._check(info)
-            if isinstance(self._files, LocalStorage):
+            if isinstance(self._storage, LocalStorage):
                 self._check_headers(number)
         self._cache = ShardCache(cache) if cache else None
         counts = [info.num_images for info in self.shards]
@@ -250,7 +217,7 @@ class ImageShards:
         return self._read(shard, int(record["offset"]), int(record["size"]))
 
     def extra(self, number: int) -> Bytes:
-        """Return the bytes that ride along with an image (its annotations, or its label as text).
+        """Return the annotations of an image (``KEY.json``), or else its label as text.
 
         Raises:
             ShoalError: as for ``read``.
@@ -259,22 +226,22 @@ class ImageShards:
         return self._read(shard, int(record["extra_offset"]), int(record["extra_size"]))
 
     def name(self, number: int) -> str:
-        """Return shard and key of an image, for messages: ``DIR/train-00000.tar: n01440764/10026``."""
+        """Return the shard and the key of an image for messages: ``DIR/train-00000.tar: n01440764/10026``."""
         shard, record = self._record(number)
-        header = _member(self._read(shard, int(record["offset"]) - _HEADER_BYTES, _HEADER_BYTES))
+        header = _member(self._read(shard, int(record["offset"]) - _BLOCK, _BLOCK))
         key = header.name if header else f"image {number}"
-        return f"{self._files.path(self.shards[shard], TAR)}: {key.rpartition('.')[0] or key}"
+        return f"{self._storage.path(self.shards[shard], TAR)}: {key.rpartition('.')[0] or key}"
 
     def will_need(self, numbers: Iterable[int]) -> None:
-        """Have the system begin to read images of a folder, all at once; ``read`` comes soon after."""
-        if self._cache is None and isinstance(self._files, LocalStorage):
+        """Prefetch images of a local folder (``madvise``); ``read`` follows soon after."""
+        if self._cache is None and isinstance(self._storage, LocalStorage):
             for number in numbers:
                 shard, record = self._record(number)
-                self._files.will_need(self.shards[shard], int(record["offset"]), int(record["size"]))
+                self._storage.will_need(self.shards[shard], int(record["offset"]), int(record["size"]))
 
     @property
     def cache_counts(self) -> CacheCounts | None:
-        """What the cache did in this process, or ``None`` without one."""
+        """Counts of the cache in this process, or ``None`` without a cache."""
         return self._cache.counts if self._cache else None
 
     def _record(self, number: int) -> tuple[int, Any]:
@@ -289,36 +256,36 @@ class ImageShards:
     def _read(self, shard: int, start: int, size: int) -> Bytes:
         info = self.shards[shard]
         if self._cache is not None:
-            data = self._cache.view(info, partial(self._files.parts, info))
+            data = self._cache.view(info, partial(self._storage.parts, info))
             if data is not None:
                 return data[start : start + size]
-        return self._files.read(info, start, size)
+        return self._storage.read(info, start, size)
 
     def _check(self, info: ImageShardInfo) -> None:
-        if not isinstance(self._files, LocalStorage):
+        if not isinstance(self._storage, LocalStorage):
             raise UsageError(
                 f"verify='checksums' of {self.location} would fetch every shard; leave it out: shards are "
                 "compared with their checksums when they enter the cache"
             )
-        info.check(self._files.directory)
+        info.check(self._storage.directory)
 
     def _check_headers(self, number: int) -> None:
         """Compare the first and the last image's header in the tar with the index."""
         info, records = self.shards[number], self._records[number]
         for record in records[[0, -1]] if len(records) else ():
             place, size = int(record["offset"]), int(record["size"])
-            header = _member(self._files.read(info, place - _HEADER_BYTES, _HEADER_BYTES))
+            header = _member(self._storage.read(info, place - _BLOCK, _BLOCK))
             if header is None or header.size != size:
                 found = "no member" if header is None else f"{header.name!r} of {header.size:,} bytes"
                 raise ShoalError(
-                    f"{self._files.path(info, TAR)} does not fit its index: {size:,} bytes of an image "
+                    f"{self._storage.path(info, TAR)} does not fit its index: {size:,} bytes of an image "
                     f"should begin at {place:,}, and the tar has {found} there; it comes from another "
                     "preparation or was damaged: copy it again or prepare the images again"
                 )
 
 
 def _checked(data: bytes, info: ImageShardInfo, num_classes: int, path: str) -> Records:
-    """Return the records of an index, of which each must be possible.
+    """Return the records of an index after checking each of them.
 
     Raises:
         ShoalError: the index is not the manifest's, or contradicts it.
@@ -337,7 +304,7 @@ def _checked(data: bytes, info: ImageShardInfo, num_classes: int, path: str) -> 
     tar_bytes = int(info.files[TAR]["bytes"])
     for place, size, least in (("offset", "size", 1), ("extra_offset", "extra_size", 0)):
         first, count = records[place], records[size].astype(np.int64)
-        wrong = (count < least) | ((count > 0) & ((first < _HEADER_BYTES) | (first > tar_bytes - count)))
+        wrong = (count < least) | ((count > 0) & ((first < _BLOCK) | (first > tar_bytes - count)))
         if wrong.any():
             at = int(wrong.argmax())
             raise _inconsistent(

@@ -1,4 +1,8 @@
-"""Where images come from: what every source says of itself, and of each image."""
+"""Defines image sources, and lists the images of a source on disk.
+
+A source yields where each image is stored (:class:`SourceImage`). Its listing, one JSON line per image, gives
+worker processes any image by its number without holding all of them in memory.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,10 @@ class SourceImage(NamedTuple):
     """One image: the bytes ``[offset, offset + size)`` of ``path``, a file of its own or a member of a tar.
 
     Attributes:
-        key: its name in the shard: unique in its split, without a dot behind the last slash.
-        label: its class, or -1 where it has none.
-        member: how the tar calls it, for messages; empty for a file of its own.
-        annotations: JSON that rides along as ``KEY.json``.
+        key: its name in the shard, unique in its split, without a dot after the last slash.
+        label: its class, or -1.
+        member: its name in the tar, for messages; empty for a file of its own.
+        annotations: JSON to store with the image as ``KEY.json``.
     """
 
     key: str
@@ -39,38 +43,38 @@ class SourceImage(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The file, and the member of it, as messages call the image."""
+        """The file, and the member of it, for messages."""
         return f"{self.path}: {self.member}" if self.member else str(self.path)
 
 
 class ImageSource(Protocol):
-    """Images in one or two splits, in an order that depends on nothing but the source.
+    """Images in one or two splits, in an order that depends on the source only.
 
-    Making a source looks at as much as finds what cannot be used; ``images`` may take its time.
+    The constructor checks what can be checked quickly; ``images`` may take long.
     """
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes in the order of their labels."""
+        """The class names in the order of their labels."""
         ...
 
     @property
     def description(self) -> str:
-        """What the images are, in words."""
+        """A description of the images for the manifest."""
         ...
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """``train``, and ``validation`` where there is one."""
+        """``train``, and ``validation`` if there is one."""
         ...
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the user should know of it, a line each: files that are left alone, a choice that was made."""
+        """Lines to print: files that are ignored, choices that were made."""
         ...
 
     def state(self) -> str:
-        """Return a digest that changes when the source does (names, sizes, times of change)."""
+        """Return a digest that changes when the source does (names, sizes, mtimes)."""
         ...
 
     def images(self, split: str) -> Iterator[SourceImage]:
@@ -85,7 +89,7 @@ class ImageSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What a split of the source holds; ``class_counts`` are its images by label, none without labels."""
+    """Counts of a split; ``class_counts`` are the images of each label, empty without labels."""
 
     num_images: int
     num_bytes: int
@@ -93,7 +97,7 @@ class Totals:
 
 
 class Listing:
-    """The images of a split by number."""
+    """The listed images of a split by number."""
 
     def __init__(self, folder: Path, split: str) -> None:
         self._lines = (folder / f"{split}.images").open("rb")
@@ -103,19 +107,19 @@ class Listing:
         return len(self._offsets) - 1
 
     def image(self, number: int) -> SourceImage:
-        """Return an image as the source gave it."""
+        """Return an image as the source yielded it."""
         begin, end = self._offsets[number : number + 2]
         self._lines.seek(begin)
         key, path, *rest = parse_json(self._lines.read(end - begin), self._lines.name)
         return SourceImage(key, Path(path), *rest)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._lines.close()
 
 
 def write_listing(images: Iterable[SourceImage], folder: Path, split: str, *, num_classes: int) -> Totals:
-    """Write down ``images`` and return their totals.
+    """List ``images`` on disk and return their totals.
 
     Raises:
         ShoalError: two images have the same key; the disk is full.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import random
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 
 from shoal.data.atomic_io import MAX_WHOLE_BYTES
 from shoal.data.images.manifest import INDEX, TAR, ImageManifest, ImageShardInfo
-from shoal.data.manifest import MANIFEST
+from shoal.data.manifest import MANIFEST, map_file
 from shoal.errors import ShoalError, UsageError
 
 SCHEME = "s3://"
@@ -254,10 +253,10 @@ class LocalStorage:
         return ImageManifest.load(self.directory)
 
     def indexes(self, infos: Iterable[ImageShardInfo]) -> list[bytes]:
-        return [bytes(self._map(info, INDEX)) for info in infos]
+        return [bytes(map_file(Path(self.path(i, INDEX)), i.files[INDEX], "images")) for i in infos]
 
     def open(self, info: ImageShardInfo) -> None:
-        data = self._map(info, TAR)
+        data = map_file(Path(self.path(info, TAR)), info.files[TAR], "images")
         if isinstance(data, mmap.mmap):  # else it is empty
             self._maps[info.name] = data
 
@@ -276,25 +275,6 @@ class LocalStorage:
 
     def path(self, info: ImageShardInfo, suffix: str) -> str:
         return str(self.directory / f"{info.name}.{suffix}")
-
-    def _map(self, info: ImageShardInfo, suffix: str) -> mmap.mmap | bytes:
-        path, expected = self.path(info, suffix), int(info.files[suffix]["bytes"])
-        try:
-            with Path(path).open("rb") as file:
-                actual = os.fstat(file.fileno()).st_size
-                if actual != expected:
-                    what = "was cut short" if actual < expected else "is too long"
-                    raise ShoalError(
-                        f"{path} {what}: it has {actual:,} bytes, the manifest says {expected:,}; "
-                        "copy it again or prepare the images again"
-                    )
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if actual else b""
-        except FileNotFoundError:
-            raise ShoalError(
-                f"{path} is missing, though the manifest names it; copy it again or prepare the images again"
-            ) from None
-        except OSError as error:
-            raise ShoalError(f"{path} cannot be read: {error.strerror}") from error
 
 
 class S3Storage:

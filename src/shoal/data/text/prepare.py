@@ -1,12 +1,12 @@
-"""``shoal prepare text``: from sources to a directory of token shards with a manifest.
+"""Prepares text as token shards with a manifest: ``shoal prepare text``.
 
-1. The source is planned: its files, cut into pieces by size alone (``corpus``).
-2. A bounded sample is read: it trains the tokenizer and tells where the validation split begins.
-3. Pieces become shards in several processes, in any order (``pieces``); each finished one is recorded.
-4. The manifest is put together and written last.
+1. Lists the files of the source and cuts them into chunks by size alone (``corpus``).
+2. Reads a bounded sample, which trains the tokenizer and decides where the validation split begins.
+3. Writes the shards of each chunk in a pool of processes, in any order (``chunk_worker``), and records each.
+4. Writes the manifest.
 
-Every step leaves whole files behind, so the same command goes on after a kill at any moment. The result
-depends on source and configuration only, not on the number of processes or on interruptions.
+Every step writes whole files, so the same command continues after a kill at any moment. The result depends on
+source and configuration only, not on the number of processes or on interruptions.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from shoal.data.atomic_io import sha256_of, write_atomically
-from shoal.data.manifest import MANIFEST, Manifest, TokenizerInfo
+from shoal.data.manifest import MANIFEST, VERSION, Manifest, TokenizerInfo
 from shoal.data.prepare_dir import RECORDS, clear, locked, open_plan, read_record
-from shoal.data.process_pool import num_cores, run_tasks
+from shoal.data.process_pool import num_cores, run_unfinished
 from shoal.data.progress import Progress
 from shoal.data.text import chunk_worker, tokenizer
 from shoal.data.text.chunk_worker import article_rank
@@ -34,126 +34,59 @@ from shoal.data.text.python_docs_corpus import write_snapshot
 from shoal.data.text.sentences import split_sentences
 from shoal.errors import UsageError, did_you_mean
 
-_SAMPLE_CHARACTERS = 10 << 20
-"""Enough for tens of thousands of subwords; sentencepiece takes about 8 s of processor time for it."""
-_PART_CHARACTERS = 64 << 10
-"""At least this much is read at each place, so the number of places is bounded too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """Articles from evenly spread pieces; ``is_whole`` if these are all that the source has."""
-
-    articles: list[str]
-    is_whole: bool
-
-
-def read_sample(parts: Sequence[Chunk], errors: Errors) -> Sample:
-    """Read the beginnings of evenly spread pieces, about 10 million characters in all.
-
-    Raises:
-        UsageError: there is no article, or a piece cannot be read (see ``read_articles``).
-    """
-    num_places = min(len(parts), _SAMPLE_CHARACTERS // _PART_CHARACTERS)
-    articles: list[str] = []
-    is_whole = num_places == len(parts)
-    room = 0
-    for place in range(num_places):
-        room += _SAMPLE_CHARACTERS // num_places
-        for article in read_articles(parts[place * len(parts) // num_places], errors):
-            if room <= 0:
-                is_whole = False
-                break
-            articles.append(article)
-            room -= len(article)
-    if not articles:
-        first = parts[0][0].path
-        raise UsageError(
-            f"{first}: there is no article in the source, only white space; is it the one meant?"
-        )
-    return Sample(articles=articles, is_whole=is_whole)
-
-
-def held_out_rank(sample: Sample, validation: float, seed: int) -> float:
-    """Return the greatest ``article_rank`` of the validation split; -1 if nothing is held out.
-
-    Of a source that was sampled whole, the share is exact and never empty.
-
-    Raises:
-        UsageError: there is only one article.
-    """
-    if validation == 0:
-        return -1.0
-    if not sample.is_whole:
-        return validation
-    ranks = sorted({article_rank(article, seed) for article in sample.articles})
-    if len(ranks) < 2:
-        raise UsageError(
-            "the source has only one article (or copies of one), so none can be held out for validation; "
-            "add articles, choose another --format, or pass --validation 0"
-        )
-    num_held_out = min(max(1, round(validation * len(ranks))), len(ranks) - 1)
-    return ranks[num_held_out - 1]
-
-
-def training_sentences(sample: Sample, unknown_word: str | None) -> Iterator[str]:
-    """Yield the sample's sentences for a trainer; words that stand for unknown ones are left out."""
-    for article in sample.articles:
-        if unknown_word is not None:
-            article = article.replace(unknown_word, "")
-        for paragraph in article.split("\n"):
-            yield from split_sentences(paragraph)
-
-
 BUILTIN = "builtin"
 SNAPSHOT = "builtin.txt"
-"""The English of the installation as it was when the preparation began: a source like any other."""
+"""The text of the installation as it was when the preparation began: a source like any other."""
 TOKENIZER = "tokenizer.json"
 
 _SHARD = re.compile(rf"(?:{'|'.join(chunk_worker.SPLITS)})-\d{{5}}\.(?:tokens|index)")
 
 _SAMPLE = "sample.json"
+_SAMPLE_CHARACTERS = 10 << 20
+"""Enough for tens of thousands of subwords; sentencepiece takes about 8 s of processor time for it."""
+_PART_CHARACTERS = 64 << 10
+"""At least this much is read per place, which bounds the number of places."""
 _MIN_CHUNK_BYTES = 1 << 20
 _NUM_CHUNKS = 16
-"""Small sources are cut into about this many pieces, so that several processes share them evenly."""
+"""Small sources are cut into about this many chunks, so that several processes share them evenly."""
 _WIKITEXT_UNKNOWN = "<unk>"
-_HOW_NOT_WHAT = ("out", "processes", "overwrite", "errors")
-"""Fields that do not change the result of a finished piece: one that met no wrong byte is the same with
-``--errors replace``, so that a run stopped by such a byte can go on."""
+_NOT_IN_PLAN = ("out", "processes", "overwrite", "errors")
+"""Fields that do not change the result of a finished chunk: one that met no wrong byte is the same with
+``--errors replace``, so that a run stopped by such a byte can continue."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """What to prepare, and where to."""
+    """Sources, tokenizer and output of a preparation of text."""
 
     sources: tuple[str, ...]
     """Files, directories or globs of text; ``builtin`` is the English of this Python installation."""
     out: Path
-    """Directory for tokenizer, shards and manifest; it is made if it does not exist."""
+    """Directory for tokenizer, shards and manifest; created if it does not exist."""
     format: Literal["auto", "lines", "files", "wikitext"] = "auto"
-    """One article a line, one a file, or WikiText's headings; auto looks at each file."""
+    """One article per line, one per file, or WikiText's headings; auto looks at each file."""
     tokenizer: str = "unigram"
     """``unigram`` or ``wordpiece`` to train one on the corpus; else the path of a sentencepiece .model, a
     BERT vocab.txt or a tokenizer.json."""
     vocab_size: int = 8192
-    """Tokens of a trained tokenizer at most, special tokens included."""
+    """Most tokens of a trained tokenizer, special tokens included."""
     lowercase: bool = True
     """Lower-case the text and drop accents; a tokenizer.json brings its own rules."""
     validation: float = 0.05
-    """Share of articles held out, chosen by a hash of their text; 0 for none."""
+    """Fraction of articles held out, chosen by a hash of their text; 0 for none."""
     shard_bytes: int = 64 << 20
-    """Bytes of source text that make one shard at most."""
+    """Most bytes of source text per shard."""
     errors: Errors = "strict"
     """``replace`` puts U+FFFD for bytes that are not UTF-8; ``strict`` stops and names them."""
     seed: int = 0
     """Another seed holds out other articles."""
     processes: int = 0
-    """Worker processes; 0 takes one a core. The result does not depend on it."""
+    """Worker processes; 0: one per core. The result does not depend on it."""
     overwrite: bool = False
-    """Remove what an earlier preparation wrote to the directory, and begin anew."""
+    """Remove what an earlier preparation wrote to the directory, and start from nothing."""
 
     def __post_init__(self) -> None:
-        """Check each field by itself.
+        """Check each field.
 
         Raises:
             UsageError: a value is out of its range.
@@ -178,20 +111,21 @@ class PrepareConfig:
 
     @property
     def trains_tokenizer(self) -> bool:
-        """Whether the tokenizer comes out of the corpus."""
+        """Whether the tokenizer is trained on the corpus."""
         return self.tokenizer in get_args(tokenizer.Kind)
 
 
 def prepare_text(config: PrepareConfig, *, progress: bool = True) -> Manifest:
-    """Prepare ``config.sources`` into ``config.out`` and return the manifest, also if it was there already.
+    """Prepare ``config.sources`` into ``config.out`` and return the manifest; return it if it is there
+    already.
 
-    Started again after an interruption, it goes on with the pieces that are not finished. With ``progress``
-    it reports on standard error. Processes are spawned: a script that calls this needs the usual
+    After an interruption, the same call continues with the chunks that are not finished. ``progress`` reports
+    on standard error. Processes are spawned: a script that calls this needs the usual
     ``if __name__ == "__main__":``.
 
     Raises:
-        UsageError: a source, a tokenizer or the configuration cannot be used, or differs from that of what
-            the directory holds.
+        UsageError: a source, a tokenizer or the configuration cannot be used, or differs from that of the
+            directory.
         ShoalError: the disk is full, a file cannot be written, a worker process was killed.
     """
     processes = config.processes or num_cores()
@@ -199,49 +133,54 @@ def prepare_text(config: PrepareConfig, *, progress: bool = True) -> Manifest:
     files = find_files(others, config.format) if others or not config.sources else []
     with locked(config.out), Progress(shown=progress, what="text") as shown:
         if config.overwrite:
-            clear(config.out, "text", _is_ours)
+            clear(
+                config.out, "text", lambda name: bool(_SHARD.fullmatch(name)) or name in (SNAPSHOT, TOKENIZER)
+            )
         open_plan(config.out, _plan(config, files))
         if (config.out / MANIFEST).is_file():
             shutil.rmtree(config.out / RECORDS, ignore_errors=True)  # killed while removing them
-            shown.say(f"{config.out} is already prepared (--overwrite begins anew)")
+            shown.say(f"{config.out} is already prepared (--overwrite starts from nothing)")
             return Manifest.load(config.out)
         if len(others) < len(config.sources):
             snapshot = config.out / SNAPSHOT
             if not snapshot.is_file():
                 write_snapshot(snapshot, processes=processes, progress=shown)
             files = find_files([str(snapshot)], "lines") + files
-        parts = cut_chunks(files, _chunk_bytes(files, config.shard_bytes))
-        job = _make_job(config, files, parts, shown)
-        shards = _run_chunks(job, parts, processes, shown)
+        chunk_bytes = max(sum(file.num_bytes for file in files) // _NUM_CHUNKS, _MIN_CHUNK_BYTES)
+        chunks = cut_chunks(files, min(chunk_bytes, config.shard_bytes))
+        job = _make_job(config, files, chunks, shown)
+        shards = run_unfinished(
+            chunk_worker.prepare_chunk,
+            list(enumerate(chunks)),
+            lambda task: chunk_worker.finished_chunk(job.out, task[0]),
+            shown,
+            what="token shards",
+            num_bytes=lambda task: sum(span.end - span.start for span in task[1]),
+            processes=processes,
+            initializer=chunk_worker.start_worker,
+            initargs=(job,),
+        )
         return _finish(config, job, shards, shown)
 
 
 def _plan(config: PrepareConfig, files: Sequence[SourceFile]) -> dict[str, Any]:
-    """Return all that the result depends on, in JSON's terms; of files, name, size and time of change.
+    """Return everything that the result depends on, as JSON; of files the name, size and mtime.
 
-    ``builtin`` is left out: the snapshot that a preparation began with counts.
+    ``builtin`` is left out: its snapshot is taken once, when the preparation begins.
     """
-    fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in _HOW_NOT_WHAT}
+    fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_IN_PLAN}
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.path}\0{file.format}\0{file.num_bytes}\0{file.changed_ns}\n".encode())
     given = {} if config.trains_tokenizer else {"tokenizer_sha256": sha256_of(Path(config.tokenizer))}
-    return {**fields, "source_files": len(files), "source_state": digest.hexdigest(), **given}
-
-
-def _is_ours(name: str) -> bool:
-    return _SHARD.fullmatch(name) is not None or name in (SNAPSHOT, TOKENIZER)
-
-
-def _chunk_bytes(files: Sequence[SourceFile], shard_bytes: int) -> int:
-    total_bytes = sum(file.num_bytes for file in files)
-    return min(max(total_bytes // _NUM_CHUNKS, _MIN_CHUNK_BYTES), shard_bytes)
+    state = {"source_files": len(files), "source_state": digest.hexdigest()}
+    return {"kind": "text", "version": VERSION, **fields, **state, **given}
 
 
 def _make_job(
-    config: PrepareConfig, files: Sequence[SourceFile], parts: Sequence[Chunk], shown: Progress
+    config: PrepareConfig, files: Sequence[SourceFile], chunks: Sequence[Chunk], shown: Progress
 ) -> chunk_worker.ChunkJob:
-    """Return what all pieces share; tokenizer and sample are taken from an earlier run if it got so far."""
+    """Return the settings of all chunks; reuse the tokenizer and the sample of an earlier run."""
     records, path = config.out / RECORDS, config.out / TOKENIZER
     unknown_word = _WIKITEXT_UNKNOWN if any(file.format == "wikitext" for file in files) else None
     if not (records / _SAMPLE).is_file():
@@ -251,7 +190,7 @@ def _make_job(
         given = (
             None if trains else tokenizer.read_tokenizer(Path(config.tokenizer), lowercase=config.lowercase)
         )
-        sample = read_sample(parts, config.errors)
+        sample = read_sample(chunks, config.errors)
         held_out = held_out_rank(sample, config.validation, config.seed)
         made = given or tokenizer.train_tokenizer(
             "unigram" if config.tokenizer == "unigram" else "wordpiece",
@@ -274,37 +213,11 @@ def _make_job(
     )
 
 
-def _run_chunks(
-    job: chunk_worker.ChunkJob, parts: Sequence[Chunk], processes: int, shown: Progress
-) -> list[chunk_worker.Shards]:
-    """Prepare the pieces that are not finished; return the shards of all, in order."""
-    shards = {number: chunk_worker.finished_chunk(job.out, number) for number in range(len(parts))}
-    todo = [(number, part) for number, part in enumerate(parts) if shards[number] is None]
-    todo_bytes = sum(span.end - span.start for _, part in todo for span in part)
-    if len(todo) < len(parts):
-        shown.say(f"{len(parts) - len(todo)} of {len(parts)} pieces were finished before")
-    if todo:
-        shown.start("Writing token shards", todo_bytes)
-        tasks = run_tasks(
-            chunk_worker.prepare_chunk,
-            todo,
-            processes=processes,
-            initializer=chunk_worker.start_worker,
-            initargs=(job,),
-            show=shown.show,
-        )
-        for index, result in tasks:
-            shards[todo[index][0]] = result
-    return [found for number in range(len(parts)) if (found := shards[number]) is not None]
-
-
 def _finish(
     config: PrepareConfig, job: chunk_worker.ChunkJob, shards: list[chunk_worker.Shards], shown: Progress
 ) -> Manifest:
-    """Write the manifest and remove what only an unfinished preparation needs."""
-    splits = {
-        split: tuple(piece[split] for piece in shards if split in piece) for split in chunk_worker.SPLITS
-    }
+    """Write the manifest and remove the records."""
+    splits = {split: tuple(one[split] for one in shards if split in one) for split in chunk_worker.SPLITS}
     if not splits["train"]:
         raise UsageError(
             f"{', '.join(config.sources)}: no article is left for training; the source needs more different "
@@ -313,12 +226,13 @@ def _finish(
     path = config.out / TOKENIZER
     trained = tokenizer.read_tokenizer(path, lowercase=config.lowercase)
     ids = tokenizer.special_ids(trained, str(path))
+    python = f"English of Python {platform.python_version()} and its packages"
     manifest = Manifest(
         vocab_size=job.vocab_size,
         **{f"{role}_id": value for role, value in ids.items()},
         continues_word=tokenizer.continues_word(trained),
         tokenizer=TokenizerInfo(file=TOKENIZER, sha256=sha256_of(path), kind=tokenizer.model_kind(trained)),
-        source=_describe(config),
+        source=", ".join(python if source == BUILTIN else source for source in config.sources),
         splits={split: found for split, found in splits.items() if found},
     )
     manifest.save(config.out)
@@ -331,6 +245,64 @@ def _finish(
     return manifest
 
 
-def _describe(config: PrepareConfig) -> str:
-    python = f"English of Python {platform.python_version()} and its packages"
-    return ", ".join(python if source == BUILTIN else source for source in config.sources)
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Articles from evenly spaced chunks; ``is_whole`` if the source has no others."""
+
+    articles: list[str]
+    is_whole: bool
+
+
+def read_sample(chunks: Sequence[Chunk], errors: Errors) -> Sample:
+    """Read the first articles of evenly spaced chunks, about 10 million characters in all.
+
+    Raises:
+        UsageError: there is no article, or a chunk cannot be read (see ``read_articles``).
+    """
+    num_places = min(len(chunks), _SAMPLE_CHARACTERS // _PART_CHARACTERS)
+    articles: list[str] = []
+    is_whole = num_places == len(chunks)
+    room = 0
+    for place in range(num_places):
+        room += _SAMPLE_CHARACTERS // num_places
+        for article in read_articles(chunks[place * len(chunks) // num_places], errors):
+            if room <= 0:
+                is_whole = False
+                break
+            articles.append(article)
+            room -= len(article)
+    if not articles:
+        raise UsageError(
+            f"{chunks[0][0].path}: there is no article in the source, only white space; is it the one meant?"
+        )
+    return Sample(articles=articles, is_whole=is_whole)
+
+
+def held_out_rank(sample: Sample, validation: float, seed: int) -> float:
+    """Return the greatest ``article_rank`` of the validation split; -1 if nothing is held out.
+
+    If the sample is the whole source, the fraction is exact and the split never empty.
+
+    Raises:
+        UsageError: there is only one article.
+    """
+    if validation == 0:
+        return -1.0
+    if not sample.is_whole:
+        return validation
+    ranks = sorted({article_rank(article, seed) for article in sample.articles})
+    if len(ranks) < 2:
+        raise UsageError(
+            "the source has only one article (or copies of one), so none can be held out for validation; "
+            "add articles, choose another --format, or pass --validation 0"
+        )
+    num_held_out = min(max(1, round(validation * len(ranks))), len(ranks) - 1)
+    return ranks[num_held_out - 1]
+
+
+def training_sentences(sample: Sample, unknown_word: str | None) -> Iterator[str]:
+    """Yield the sentences of the sample without ``unknown_word``."""
+    for article in sample.articles:
+        text = article if unknown_word is None else article.replace(unknown_word, "")
+        for paragraph in text.split("\n"):
+            yield from split_sentences(paragraph)

@@ -1,34 +1,31 @@
-"""Token shards: flat files of token ids with sentence and document offsets, mapped into memory.
+"""Writes and reads token shards: flat files of token ids with sentence and document offsets.
 
-A shard ``NAME`` is two files. ``NAME.tokens`` is nothing but token ids, little-endian, two bytes each
-(four if the vocabulary has more than 65,536 entries). ``NAME.index`` is a header of 64 bytes (magic,
-version, bytes a token, counts) and three arrays of little-endian int64, each one longer than its count:
+A shard ``NAME`` is two files. ``NAME.tokens`` holds token ids only, little-endian, two bytes each (four if
+the vocabulary has more than 65,536 entries). ``NAME.index`` is a header of 64 bytes (magic, version, bytes
+per token, counts) and three arrays of little-endian int64, each one longer than its count:
 
-- ``sentence_offsets``: where each sentence starts, in tokens;
-- ``document_offsets``: where each document starts, in sentences;
-- ``document_token_offsets``: the same in tokens, so that opening a shard need not touch the large
-  array of sentences.
+- ``sentence_offsets``: the first token of each sentence;
+- ``document_offsets``: the first sentence of each document;
+- ``document_token_offsets``: the first token of each document, so that opening a shard does not touch the
+  large array of sentences.
 
-``shard_writer.ShardWriter`` writes them, ``TextShards`` reads them, ``manifest`` says which there are.
+``ShardWriter`` writes them; ``TextShards`` maps those of a split into memory.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import struct
 from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from shoal.data.atomic_io import AtomicFile, sha256_of
-from shoal.data.manifest import Manifest, ShardInfo
+from shoal.data.manifest import Manifest, ShardInfo, check_version, map_file
 from shoal.errors import ShoalError
 
 Int64Array = npt.NDArray[np.int64]
@@ -39,7 +36,7 @@ HEADER = struct.Struct("<8sIIqqq24x")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return how token ids of a vocabulary are stored: uint16 where they fit, else uint32."""
+    """Return the type of stored token ids: uint16 if those of the vocabulary fit, else uint32."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
@@ -57,20 +54,25 @@ class Shard:
         """Map the files of ``info`` and check their sizes and the ends of their offsets.
 
         Raises:
-            ShoalError: a file is missing, has another size, or the index contradicts the manifest.
+            ShoalError: a file is missing, has another size or format version, or the index contradicts the
+                manifest.
         """
         self.path = directory / info.name
         dtype = token_dtype(vocab_size)
         tokens, index = (
-            _map(directory / f"{info.name}.{suffix}", info, suffix) for suffix in ("tokens", "index")
+            map_file(directory / f"{info.name}.{suffix}", info.files[suffix], "text")
+            for suffix in ("tokens", "index")
         )
         counts = (info.num_documents, info.num_sentences, info.num_tokens)
         lengths = (info.num_sentences + 1, info.num_documents + 1, info.num_documents + 1)
         expected_bytes = HEADER.size + 8 * sum(lengths)
         if len(index) != expected_bytes or len(tokens) != info.num_tokens * dtype.itemsize:
-            raise _inconsistent(self.path, "its counts do not fit the sizes of its files")
-        if HEADER.unpack_from(index) != (MAGIC, VERSION, dtype.itemsize, *counts):
-            raise _inconsistent(self.path, "the header of its index differs from the manifest")
+            raise self._inconsistent("its counts do not fit the sizes of its files")
+        magic, version, *rest = HEADER.unpack_from(index)
+        if magic == MAGIC:
+            check_version(version, VERSION, f"{self.path}.index", "text")
+        if magic != MAGIC or rest != [dtype.itemsize, *counts]:
+            raise self._inconsistent("the header of its index differs from the manifest")
         self.tokens: npt.NDArray[Any] = np.frombuffer(tokens, dtype=dtype)
         offsets = np.frombuffer(index, dtype="<i8", offset=HEADER.size)
         self.sentence_offsets: Int64Array
@@ -85,18 +87,16 @@ class Shard:
             (self.document_token_offsets, info.num_tokens),
         ):
             if array_[0] != 0 or array_[-1] != last:
-                raise _inconsistent(
-                    self.path, f"its offsets run from {array_[0]} to {array_[-1]}, not 0 to {last}"
-                )
+                raise self._inconsistent(f"its offsets run from {array_[0]} to {array_[-1]}, not 0 to {last}")
 
-    def check(self, directory: Path, info: ShardInfo, vocab_size: int) -> None:
+    def check(self, info: ShardInfo, vocab_size: int) -> None:
         """Check everything: checksums, order of the offsets, token ids.
 
         Raises:
             ShoalError: names the file and what is wrong with it.
         """
         for suffix, expected in info.files.items():
-            path = directory / f"{info.name}.{suffix}"
+            path = self.path.with_name(f"{info.name}.{suffix}")
             found = sha256_of(path)
             if found != expected["sha256"]:
                 raise ShoalError(
@@ -105,22 +105,24 @@ class Shard:
                     "text again"
                 )
         if (np.diff(self.sentence_offsets) <= 0).any() or (np.diff(self.document_offsets) <= 0).any():
-            raise _inconsistent(self.path, "its offsets do not increase")
+            raise self._inconsistent("its offsets do not increase")
         if (self.sentence_offsets[self.document_offsets] != self.document_token_offsets).any():
-            raise _inconsistent(self.path, "documents do not begin where their first sentence begins")
+            raise self._inconsistent("documents do not begin where their first sentence begins")
         if self.tokens.size and int(self.tokens.max()) >= vocab_size:
-            raise _inconsistent(
-                self.path, f"it has token id {self.tokens.max()} in a vocabulary of {vocab_size}"
-            )
+            raise self._inconsistent(f"it has token id {self.tokens.max()} in a vocabulary of {vocab_size}")
+
+    def _inconsistent(self, what: str) -> ShoalError:
+        return ShoalError(
+            f"{self.path}: this shard contradicts itself or the manifest: {what}; prepare the text again"
+        )
 
 
 class TextShards:
     """All shards of one split of a prepared directory, as one sequence of documents.
 
-    ``verify="sizes"`` compares sizes, headers and counts, which costs nothing; a shard that was cut short
-    or is missing is found. ``verify="checksums"`` also reads every byte once, 1.5 GB/s
-    a core: seconds for most data, so affordable at the start of a training; nothing is remembered.
-    Only paths are pickled, so a loader process maps the same files again.
+    ``verify="sizes"`` checks sizes, headers and counts, which costs nothing and finds a shard that was
+    truncated or is missing. ``verify="checksums"`` also reads every byte once, at 1.5 GB/s per core. Only
+    paths are pickled, so a loader process maps the same files again.
     """
 
     def __init__(
@@ -129,8 +131,8 @@ class TextShards:
         """Map the shards of ``split``.
 
         Raises:
-            UsageError: no manifest, no such split, or another tokenizer in the directory.
-            ShoalError: a file is missing, cut short, damaged, or of a newer version.
+            UsageError: there is no manifest or no such split, or the directory has another tokenizer.
+            ShoalError: a file is missing, truncated, damaged, or of another format version.
         """
         self.directory = directory
         self.split = split
@@ -140,7 +142,7 @@ class TextShards:
         for info in self.manifest.shards(split):
             shard = Shard(directory, info, self.manifest.vocab_size)
             if verify == "checksums":
-                shard.check(directory, info, self.manifest.vocab_size)
+                shard.check(info, self.manifest.vocab_size)
             self.shards.append(shard)
         counts = [len(shard.document_offsets) - 1 for shard in self.shards]
         self.first_documents: Int64Array = np.cumsum([0, *counts], dtype=np.int64)
@@ -169,44 +171,18 @@ class TextShards:
 
     def document(self, number: int) -> list[npt.NDArray[Any]]:
         """Return the token ids of each sentence of a document (views of the mapped file)."""
-        shard = self.shards[int(np.searchsorted(self.first_documents, number, side="right")) - 1]
-        local = number - int(self.first_documents[self.shards.index(shard)])
+        index = int(np.searchsorted(self.first_documents, number, side="right")) - 1
+        shard, local = self.shards[index], number - int(self.first_documents[index])
         first, last = shard.document_offsets[local], shard.document_offsets[local + 1]
         bounds = shard.sentence_offsets[first : last + 1]
         return [shard.tokens[a:b] for a, b in pairwise(bounds)]
 
 
-def _map(path: Path, info: ShardInfo, suffix: str) -> mmap.mmap | bytes:
-    expected = int(info.files[suffix]["bytes"])
-    try:
-        with path.open("rb") as file:
-            actual = os.fstat(file.fileno()).st_size
-            if actual != expected:
-                what = "was cut short" if actual < expected else "is too long"
-                raise ShoalError(
-                    f"{path} {what}: it has {actual:,} bytes, the manifest says {expected:,}; "
-                    "copy it again or prepare the text again"
-                )
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if actual else b""
-    except FileNotFoundError:
-        raise ShoalError(
-            f"{path} is missing, though the manifest names it; copy it again or prepare the text again"
-        ) from None
-    except OSError as error:
-        raise ShoalError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _inconsistent(path: Path, what: str) -> ShoalError:
-    return ShoalError(
-        f"{path}: this shard contradicts itself or the manifest: {what}; prepare the text again"
-    )
-
-
 class ShardWriter:
-    """Writes one shard. Tokens are streamed to the file; only offsets (16 bytes a sentence) stay in memory.
+    """Writes one shard. Tokens are streamed to the file; only offsets (16 bytes per sentence) stay in memory.
 
-    Use it as a context manager: leaving the block without ``finish`` (an exception) removes the
-    temporaries, and nothing else.
+    Use it as a context manager: leaving the block without ``finish`` (an exception) removes the temporary
+    files.
     """
 
     def __init__(self, directory: Path, name: str, vocab_size: int) -> None:
@@ -216,19 +192,18 @@ class ShardWriter:
             ShoalError: the file cannot be created.
         """
         self.num_tokens = 0
-        self._directory = directory
-        self._name = name
+        self._path = directory / name
         self._vocab_size = vocab_size
         self._dtype = token_dtype(vocab_size)
         self._sentences = array("q", [0])
         self._documents = array("q", [0])
         self._document_tokens = array("q", [0])
-        self._tokens = AtomicFile(self._path("tokens"))
+        self._tokens = AtomicFile(directory / f"{name}.tokens")
 
     def add_document(self, sentences: Sequence[Sequence[int] | npt.NDArray[Any]]) -> None:
         """Append a document, given as the token ids of its sentences.
 
-        Sentences without tokens are left out, and so is a document without any.
+        Empty sentences are skipped, and so is a document without any token.
 
         Raises:
             ShoalError: an id is not in the vocabulary; the disk is full.
@@ -237,11 +212,11 @@ class ShardWriter:
         if not lengths:
             return
         tokens = np.concatenate([np.asarray(sentence) for sentence in sentences if len(sentence)])
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
-            wrong = int(tokens.min()) if int(tokens.min()) < 0 else int(tokens.max())
+        least, largest = int(tokens.min()), int(tokens.max())
+        if least < 0 or largest >= self._vocab_size:
             raise ShoalError(
-                f"{self._path('tokens')}: document {len(self._documents) - 1} has the token id {wrong}, "
-                f"which is not in the vocabulary of "
+                f"{self._path}.tokens: document {len(self._documents) - 1} has the token id "
+                f"{least if least < 0 else largest}, which is not in the vocabulary of "
                 f"{self._vocab_size}; the tokenizer and its vocabulary size do not belong together"
             )
         self._tokens.write(tokens.astype(self._dtype).tobytes())
@@ -252,42 +227,35 @@ class ShardWriter:
         self._document_tokens.append(self.num_tokens)
 
     def finish(self) -> ShardInfo:
-        """Write the index, force both files to the disk and give them their names.
+        """Write the index, fsync both files and give them their names.
 
         Raises:
-            ShoalError: the disk is full; the temporaries are gone, finished shards untouched.
+            ShoalError: the disk is full; the temporary files are gone, finished shards untouched.
         """
-        num_documents, num_sentences = len(self._documents) - 1, len(self._sentences) - 1
-        header = HEADER.pack(
-            MAGIC, VERSION, self._dtype.itemsize, num_documents, num_sentences, self.num_tokens
-        )
-        with self._tokens, AtomicFile(self._path("index")) as index:
-            index.write(header)
+        counts = (len(self._documents) - 1, len(self._sentences) - 1, self.num_tokens)
+        with self._tokens, AtomicFile(self._path.with_name(f"{self._path.name}.index")) as index:
+            index.write(HEADER.pack(MAGIC, VERSION, self._dtype.itemsize, *counts))
             for offsets in (self._sentences, self._documents, self._document_tokens):
                 index.write(np.asarray(offsets, dtype="<i8").tobytes())
             files = {"tokens": self._tokens.close(), "index": index.close()}
             # The index comes last: a shard with an index is complete.
             self._tokens.publish()
             index.publish()
+        num_documents, num_sentences, num_tokens = counts
         return ShardInfo(
-            name=self._name,
+            name=self._path.name,
             num_documents=num_documents,
             num_sentences=num_sentences,
-            num_tokens=self.num_tokens,
+            num_tokens=num_tokens,
             files=files,
         )
 
     def discard(self) -> None:
-        """Remove what is unfinished; after ``finish`` there is nothing to remove."""
+        """Remove the unfinished file; does nothing after ``finish``."""
         self._tokens.discard()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.discard()
-
-    def _path(self, suffix: str) -> Path:
-        return self._directory / f"{self._name}.{suffix}"

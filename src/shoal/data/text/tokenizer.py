@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import io
 import re
-import struct
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,90 +19,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
-
-NORMAL, UNKNOWN = 1, 2
-UNIGRAM = 1
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentencepieceModel:
-    """``pieces`` are (text, score, type) in the order of their ids; ``charsmap`` normalises characters."""
-
-    pieces: tuple[tuple[str, float, int], ...]
-    model_type: int
-    charsmap: bytes
-
-
-def read_sentencepiece(path: Path, data: bytes) -> SentencepieceModel:
-    """Decode ``data``; ``path`` is only named in errors.
-
-    Raises:
-        UsageError: these bytes are no sentencepiece model.
-    """
-    pieces, charsmap = [], b""
-    model_type: int | None = None
-    try:
-        for number, value in _fields(data):
-            if number == 1 and isinstance(value, bytes):
-                pieces.append(_piece(value))
-            elif number == 2 and isinstance(value, bytes):
-                model_type = next((v for n, v in _fields(value) if n == 3 and isinstance(v, int)), UNIGRAM)
-            elif number == 3 and isinstance(value, bytes):
-                charsmap = next((v for n, v in _fields(value) if n == 2 and isinstance(v, bytes)), b"")
-    except (ValueError, IndexError, struct.error):
-        pieces = []
-    if not pieces or model_type is None:  # the trainer's part follows the pieces: without it the file is cut
-        raise UsageError(f"{path}: is not a sentencepiece model, or it is damaged")
-    return SentencepieceModel(pieces=tuple(pieces), model_type=model_type, charsmap=charsmap)
-
-
-def _piece(data: bytes) -> tuple[str, float, int]:
-    text, score, kind = "", 0.0, NORMAL
-    for number, value in _fields(data):
-        if number == 1 and isinstance(value, bytes):
-            text = value.decode("utf-8")
-        elif number == 2 and isinstance(value, bytes):
-            (score,) = struct.unpack("<f", value)
-        elif number == 3 and isinstance(value, int):
-            kind = value
-    return text, score, kind
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield (field number, value) of one message; fixed-width values stay bytes."""
-    position = 0
-    while position < len(data):
-        key, position = _varint(data, position)
-        wire = key & 7
-        if wire == _VARINT:
-            value, position = _varint(data, position)
-            yield key >> 3, value
-            continue
-        if wire == _BYTES:
-            length, position = _varint(data, position)
-        elif wire in (_FIXED64, _FIXED32):
-            length = 8 if wire == _FIXED64 else 4
-        else:
-            raise ValueError(f"wire type {wire}")
-        if position + length > len(data):
-            raise ValueError("cut short")
-        yield key >> 3, data[position : position + length]
-        position += length
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-        if shift > 63:
-            raise ValueError("number too long")
-
 
 Kind = Literal["unigram", "wordpiece"]
 
@@ -163,10 +77,12 @@ def read_tokenizer(path: Path, *, lowercase: bool, needs: Sequence[str] = tuple(
     except OSError as error:
         raise UsageError(f"tokenizer {path}: cannot be read: {error.strerror or error}") from None
     if path.suffix == ".model":
-        model = read_sentencepiece(path, data)
-        if model.model_type != UNIGRAM:
+        model = _parse_sentencepiece(path, data)
+        if model.trainer_spec.model_type != model.trainer_spec.UNIGRAM:
             raise UsageError(f"tokenizer {path}: only Unigram models of sentencepiece can be read, not BPE")
-        tokenizer = _unigram(model, _sentencepiece_normalizer(lowercase, model.charsmap))
+        tokenizer = _unigram(
+            model, _sentencepiece_normalizer(lowercase, model.normalizer_spec.precompiled_charsmap)
+        )
     elif path.suffix == ".txt":
         tokenizer = _wordpiece(_read_vocabulary(path, data), lowercase)
     elif path.suffix == ".json":
@@ -264,9 +180,28 @@ def _bert_normalizer(lowercase: bool) -> normalizers.Normalizer:
     )
 
 
+def _parse_sentencepiece(path: Path, data: bytes) -> Any:
+    """Parse ``data`` as sentencepiece's ``ModelProto``; ``path`` is only named in errors.
+
+    Raises:
+        UsageError: it is not a sentencepiece model.
+    """
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()
+    try:
+        model.ParseFromString(data)
+    except DecodeError:
+        model.Clear()
+    if not model.pieces or not model.HasField("trainer_spec"):  # stored behind the pieces: the file was cut
+        raise UsageError(f"{path}: is not a sentencepiece model, or it is damaged")
+    return model
+
+
 def _train_sentencepiece(
     lines: Iterator[str], model_type: str, vocab_size: int, specials: tuple[str, str]
-) -> SentencepieceModel:
+) -> Any:
     from sentencepiece import SentencePieceTrainer
 
     written = io.BytesIO()
@@ -295,18 +230,18 @@ def _train_sentencepiece(
             f"no {model_type} vocabulary of {vocab_size} tokens could be trained on this text ({error}); "
             "set --vocab-size nearer to the size of the corpus, or give a tokenizer"
         ) from None
-    return read_sentencepiece(Path("the trained model"), written.getvalue())
+    return _parse_sentencepiece(Path("the trained model"), written.getvalue())
 
 
-def _unigram(model: SentencepieceModel, normalizer: normalizers.Normalizer) -> Tokenizer:
-    unk = next((i for i, (_, _, kind) in enumerate(model.pieces) if kind == UNKNOWN), None)
+def _unigram(model: Any, normalizer: normalizers.Normalizer) -> Tokenizer:
+    unk = next((i for i, piece in enumerate(model.pieces) if piece.type == piece.UNKNOWN), None)
     # nine digits hold a float32, and unlike seventeen they are read back from JSON as they were written
-    vocabulary = [(text, float(f"{score:.9g}")) for text, score, _ in model.pieces]
+    vocabulary = [(piece.piece, float(f"{piece.score:.9g}")) for piece in model.pieces]
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=unk))
     tokenizer.normalizer = normalizer
     # sentencepiece never takes "<pad>" in a text for the piece of that name; Unigram of `tokenizers` would,
     # so such text is cut after its first character
-    reserved = [text for text, _, kind in model.pieces if kind != NORMAL and len(text) > 1]
+    reserved = [piece.piece for piece in model.pieces if piece.type != piece.NORMAL and len(piece.piece) > 1]
     names = "|".join(f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in reserved)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -343,10 +278,10 @@ def _with_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def _wordpiece_vocabulary(model: SentencepieceModel, vocab_size: int) -> dict[str, int]:
+def _wordpiece_vocabulary(model: Any, vocab_size: int) -> dict[str, int]:
     """Turn pieces of BPE, most frequent merges first, into WordPiece's spelling."""
-    special = [text for text, _, kind in model.pieces if kind != NORMAL]
-    normal = [text for text, _, kind in model.pieces if kind == NORMAL and text != _WORD_START]
+    special = [piece.piece for piece in model.pieces if piece.type != piece.NORMAL]
+    normal = [p.piece for p in model.pieces if p.type == p.NORMAL and p.piece != _WORD_START]
     characters = sorted({character for text in normal for character in text} - {_WORD_START})
     tokens = dict.fromkeys(special)
     tokens |= dict.fromkeys(f(c) for c in characters for f in (str, "##{}".format))

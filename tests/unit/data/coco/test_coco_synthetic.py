@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from shoal.data.coco.source import read_categories
 from shoal.data.coco.synthetic import draw_scene, make_coco
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.synthetic import SHAPES
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
 
 
 def test_a_mask_is_what_can_be_seen() -> None:
@@ -32,7 +33,7 @@ def test_a_mask_is_what_can_be_seen() -> None:
 
 def test_the_truth_comes_back_from_the_shards(tmp_path: Path) -> None:
     """Objects that are found exactly have an AP of 1; one box moved by a pixel has less."""
-    make_coco(tmp_path / "scenes", num_train=4, num_validation=6, size=64, seed=2, processes=1)
+    make_coco(tmp_path / "scenes", num_train=4, num_validation=6, size=64, seed=2)
     assert list(tmp_path.iterdir()) == [tmp_path / "scenes"]
     shards, categories = ImageShards(tmp_path / "scenes", "validation"), read_categories(tmp_path / "scenes")
     assert tuple(categories.values()) == SHAPES
@@ -51,6 +52,20 @@ def test_the_truth_comes_back_from_the_shards(tmp_path: Path) -> None:
                 found[image.id].append(Detection(one.category_id, 1.0, shape, one.area))
         figures[kind] = summarise(truth, [overlaps_of(truth, found, kind)], kind).figures["AP"]
     assert figures == {"bbox": 1.0, "segm": 1.0}
+
+
+@pytest.mark.parametrize("version", [0, 2, None])
+def test_categories_of_another_format_version(tmp_path: Path, version: int | None) -> None:
+    make_coco(tmp_path, num_train=1, num_validation=1, size=32)
+    path = tmp_path / "categories.json"
+    tree = json.loads(path.read_bytes())
+    assert (tree["format"], tree["version"]) == ("shoal-coco", 1)
+    path.write_text(json.dumps(tree["categories"] if version is None else {**tree, "version": version}))
+    with pytest.raises(
+        ShoalError, match=rf"{path} has format version {version}; .* `shoal prepare coco"
+    ) as error:
+        read_categories(tmp_path)
+    assert str(error.value).endswith(f"--out {tmp_path} --overwrite`")
 
 
 def test_out_of_range(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from shoal.data.atomic_io import sha256_of
 from shoal.data.images.cache import CacheConfig
 from shoal.data.images.manifest import ImageManifest
-from shoal.data.images.shards import RECORD, ImageShards, read_index, write_index
+from shoal.data.images.shards import RECORD, ImageShards
 from shoal.errors import ShoalError, UsageError
 from synthetic_images import key_of, random_images, write_images
 
@@ -135,9 +135,9 @@ def test_a_shard_of_another_preparation_with_the_same_size(prepared, tmp_path_fa
 def rewrite(directory, name, change):
     """Change the records of an index, and the manifest's checksum of it with them."""
     path = directory / f"{name}.index"
-    records = read_index(path).copy()
+    records = np.fromfile(path, RECORD)
     change(records)
-    write_index(path, records)
+    records.tofile(path)
     text = (directory / "manifest.json").read_text()
     info = next(info for info in ImageManifest.load(directory).splits["train"] if info.name == name)
     (directory / "manifest.json").write_text(text.replace(info.files["index"]["sha256"], sha256_of(path)))

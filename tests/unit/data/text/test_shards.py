@@ -194,11 +194,27 @@ def test_token_beyond_the_vocabulary(prepared):
         TextShards(prepared, "train", verify="checksums")
 
 
-def test_newer_version(prepared):
+@pytest.mark.parametrize("version", ["0", "2", "null", "true"])
+def test_another_format_version(prepared, version):
     path = prepared / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
-    with pytest.raises(ShoalError, match=r"version 2; this shoal reads version 1: update shoal"):
+    path.write_text(path.read_text().replace('"version": 1', f'"version": {version}'))
+    with pytest.raises(ShoalError) as caught:
         Manifest.load(prepared)
+    found = {"null": "None", "true": "True"}.get(version, version)
+    update = "update shoal, or " if version == "2" else ""
+    assert str(caught.value) == (
+        f"{path} has format version {found}; this shoal reads version 1 only: {update}run "
+        f"`shoal prepare text SOURCE... --out {prepared} --overwrite`"
+    )
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_shard_of_another_format_version(prepared, version):
+    rewrite(prepared, "train-00000", "index", lambda data: data.__setitem__(8, version))
+    with pytest.raises(
+        ShoalError, match=rf"index has format version {version}; .* `shoal prepare text SOURCE"
+    ):
+        TextShards(prepared, "train")
 
 
 @pytest.mark.parametrize(
