@@ -1,45 +1,42 @@
-"""Gradients averaged in two network hops: the ``torch.distributed`` backend ``"shoal"``.
+"""Averages gradients in two network hops: the ``torch.distributed`` backend ``"shoal"``.
 
     import torch.distributed as dist
     dist.init_process_group("shoal")
 
-The story of one gradient:
+The path of one gradient:
 
-1.  ``init_process_group`` finds the name ``"shoal"`` through an entry point and asks
-    ``backend.create_group`` for a process group. ``bootstrap`` lets the ranks exchange addresses through
-    torch's store, finds out which of them share a host, reads the helper hosts from the environment and
-    makes the group's ``Engine``.
-2.  ``DistributedDataParallel`` fills a bucket and calls ``all_reduce``:
-    ``backend.ShoalProcessGroup.allreduce`` takes the tensor's address, gives it to the engine and returns
-    a ``Work`` at once. What is not one block of memory (``operands``) is copied into one first, and many
-    small tensors are fused into one.
-3.  The engine gives the operation its number in the group and tells it to the others with its name, dtype
-    and shape, so that ranks that do not do the same learn both sides instead of hanging.
-4.  Workers of one host first add up in shared memory, in rank order, so that the network carries a bucket
-    once a host.
-5.  The bucket is cut into chunks, and ``decide.server_assignment`` says which server sums which: the servers
-    beside the workers, helper hosts (``python -m shoal.comm.server``), or both, each as much as its link
-    carries.
-6.  First hop: each host pushes its chunks to their servers, starting at a different server each.
-7.  A server that holds all contributions of a chunk adds them in the order of the hosts' lowest ranks, in
-    fp32, rounds once, and, second hop, sends the sum to every host, while later chunks are still on their
-    way to it.
-8.  The last sum to arrive completes the ``Work``: a waiting thread wakes, or ``completer`` sets the
-    future on which DDP waits. The gradient is where it was, averaged. With ``priority.prioritize`` nobody
-    waits: later buckets overtake earlier ones, and the next forward pass begins with what has arrived.
+1.  ``init_process_group`` finds the name ``"shoal"`` through an entry point and calls
+    ``backend.create_group``. ``rendezvous`` exchanges the ranks' addresses through torch's store, finds out
+    which ranks share a host, reads the helper hosts from the environment, and creates the group's ``Engine``.
+2.  ``DistributedDataParallel`` fills a bucket and calls ``all_reduce``. ``ShoalProcessGroup.allreduce``
+    passes the tensor's address to the engine and returns a ``Work`` at once. Tensors that are not contiguous
+    are copied first (``tensors``), and many small ones are fused into one (``coalescing``).
+3.  The engine numbers the operation. Where ranks submit different operations under one number, they exchange
+    names, dtypes and shapes, and all raise an error with both sides instead of hanging.
+4.  Workers of one host first reduce in shared memory, in rank order, so that the network carries a bucket
+    once per host.
+5.  The bucket is cut into chunks, and ``decide.server_assignment`` assigns each chunk to a server: the
+    workers' own servers, helper hosts (``python -m shoal.comm.server``), or both, in proportion to their
+    links.
+6.  First hop: each host pushes its chunks to their servers. Hosts start at different servers.
+7.  A server that has all contributions of a chunk adds them in the order of the hosts' lowest ranks, in fp32,
+    and rounds once. Second hop: it sends the sum to every host, while later chunks are still arriving.
+8.  The last sum completes the ``Work``: a waiting thread wakes up, or ``completer`` sets the future on which
+    DDP waits. The gradient was averaged in place. With ``priority.prioritize`` nothing blocks: later buckets
+    overtake earlier ones, and the next forward pass starts with the buckets that have arrived.
 
-Gradients of a GPU (``device_side``) come to an engine of their own through pinned memory, chunk by chunk, and
-go back the same way (``staging``); where a host has several GPUs, they add up among themselves first and each
-sends a part (``routes``).
+Gradients on a GPU go through an engine of their own (``device_group``) by way of pinned memory, chunk by
+chunk, in both directions (``d2h_pipeline``). Where a host has several GPUs, they reduce among themselves
+first, and each sends a part (``routes``).
 
-Gradients that travel in fewer bytes (``hooks``: bf16, or 8-bit blocks with error feedback) are a hook of
-DistributedDataParallel on top of this.
+``hooks`` holds DDP communication hooks that send gradients in fewer bytes: bf16, or 8-bit blocks with error
+feedback.
 
-What does not run on the engine (``scatter``, ``gather``, ``all_to_all``, ``send``, ``recv``, sparse
-tensors) goes to an inner gloo group that is made when it is first needed (``inner``). The collectives
-among them announce themselves through the engine all the same.
+Operations that the engine does not implement (``scatter``, ``gather``, ``all_to_all``, ``send``, ``recv``,
+sparse tensors) run on an inner gloo group that is created on first use (``gloo_fallback``). The collectives
+among them are announced through the engine all the same.
 
-This package itself imports no torch: a helper host runs its server without it.
+This package does not import torch: a helper host runs its server without it.
 """
 
 from __future__ import annotations
@@ -52,10 +49,10 @@ BACKEND_NAME = "shoal"
 
 
 def register() -> None:
-    """Make ``"shoal"`` a backend of ``torch.distributed``.
+    """Register ``"shoal"`` as a backend of ``torch.distributed``.
 
-    torch calls this itself, through the entry points ``torch.backends`` and ``torch.distributed.backends``.
-    It costs an import nothing: the group's module is imported when the first group is made.
+    torch calls this through the entry points ``torch.backends`` and ``torch.distributed.backends``. It adds
+    nothing to the time of ``import torch``: the group's module is imported when the first group is made.
     """
     dist = importlib.import_module("torch.distributed")
     if dist.is_available() and not hasattr(dist.Backend, BACKEND_NAME.upper()):

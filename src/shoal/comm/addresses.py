@@ -1,4 +1,4 @@
-"""Locates a rank: the host whose memory it shares, its address, and the network of that address."""
+"""Identifies the host of a rank, its address, and the network in which that address is valid."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _INTERFACE_NAME_BYTES = 15
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address at which a rank listens, and the network in which a loopback address means it."""
+    """Address on which a rank listens, and the network in which a loopback address reaches it."""
 
     node: str
-    """name of its host, for messages"""
+    """host name, for messages"""
     address: str
     network: str
-    """what :func:`network_identity` returns there"""
+    """the rank's :func:`network_identity`"""
 
 
 def host_identity() -> str:
-    """Return a text that is the same for two processes exactly if they may share memory.
+    """Return a string that is equal for two processes exactly if they may share memory.
 
-    It holds the boot id, the network namespace (a container or an emulated host has its own), the file system
-    of ``/dev/shm`` and the node's name. ``SHOAL_HOST_ID`` overrides it.
+    It contains the node name, the boot id, the network namespace (a container or an emulated host has its
+    own) and the file system of ``/dev/shm``. ``SHOAL_HOST_ID`` overrides it.
     """
     if given := env.host_id():
         return given
@@ -49,9 +49,9 @@ def host_identity() -> str:
 
 
 def network_identity() -> str:
-    """Return a text that is the same for two processes if they have the same loopback addresses.
+    """Return a string that is equal for two processes if they share their loopback interface.
 
-    ``SHOAL_HOST_ID`` does not change it: the hosts that it makes of one machine share the loopback.
+    ``SHOAL_HOST_ID`` does not affect it: the hosts into which it divides a machine share the loopback.
     """
     parts = [_boot(), _network_namespace()]
     return "/".join(parts if "?" not in parts else [os.uname().nodename, *parts])
@@ -71,29 +71,32 @@ def _network_namespace() -> str:
         return "?"
 
 
-def refuse_loopback(places: Sequence[Endpoint]) -> None:
-    """See that ranks of other hosts do not have to reach a loopback address. ``places`` is in rank order.
+def refuse_loopback(endpoints: Sequence[Endpoint]) -> None:
+    """Refuse a loopback address that a rank in another network would have to reach.
+
+    Args:
+        endpoints: of all ranks, in rank order.
 
     Raises:
-        UsageError: they would have to.
+        UsageError: there is one.
     """
-    for rank, place in enumerate(places):
-        if not ipaddress.IPv4Address(place.address).is_loopback:
+    for rank, endpoint in enumerate(endpoints):
+        if not ipaddress.IPv4Address(endpoint.address).is_loopback:
             continue
-        for other, elsewhere in enumerate(places):
-            if elsewhere.network != place.network:
+        for other, elsewhere in enumerate(endpoints):
+            if elsewhere.network != endpoint.network:
                 raise UsageError(
-                    f"rank {rank} on host {place.node} listens at {place.address}, which rank {other} on "
-                    f"host {elsewhere.node} cannot reach: there the host of MASTER_ADDR (or, without a "
+                    f"rank {rank} on host {endpoint.node} listens at {endpoint.address}, which rank {other} "
+                    f"on host {elsewhere.node} cannot reach: there the host of MASTER_ADDR (or, without a "
                     "TCP store, its own name) has a loopback address or no IPv4 address; set SHOAL_INTERFACE "
-                    f"on {place.node} to the name or the IPv4 address of the interface that the hosts share"
+                    f"on {endpoint.node} to the name or the IPv4 address of an interface that the hosts share"
                 )
 
 
 def local_address(store: Store) -> str:
-    """Return the IPv4 address on which this process is to listen.
+    """Return the IPv4 address on which this process listens.
 
-    That is ``SHOAL_INTERFACE``, or else the address from which this host reaches the store.
+    That is ``SHOAL_INTERFACE`` if set, else the address from which this host reaches the store.
 
     Raises:
         UsageError: there is no such interface.
@@ -105,14 +108,14 @@ def local_address(store: Store) -> str:
     host = store.host if isinstance(store, TCPStore) else socket.gethostname()
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing: it only chooses a route
+            probe.connect((host, 9))  # sends nothing, only selects a route
             return str(probe.getsockname()[0])
     except OSError:
         return LOOPBACK
 
 
 def interface_address(given: str) -> str:
-    """Return the address itself, or that of the interface of this name.
+    """Return an IPv4 address unchanged, or the address of the interface of this name.
 
     Raises:
         UsageError: it is neither.

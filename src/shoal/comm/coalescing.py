@@ -1,7 +1,7 @@
-"""Collectives on several tensors, or on lists: laid out in one block of memory, done in one operation.
+"""Implements collectives on several tensors or lists as one operation on a contiguous buffer.
 
-One block of n bytes is shared out over the servers evenly, whatever the tensors' sizes are. Below, a row is
-what belongs to one rank; ``all_gather`` fills rows, ``reduce_scatter`` sums them.
+A buffer of n bytes is divided evenly among the servers, whatever the sizes of the tensors. Below, a *row* is
+the data of one rank; ``all_gather`` fills rows, ``reduce_scatter`` reduces them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ from shoal.errors import UsageError
 
 
 class Coalescer:
-    """The collectives of one group that take many tensors. ``submit`` is the group's way to the engine."""
+    """The multi-tensor collectives of one group.
+
+    Args:
+        submit: submits an operation to the group's engine.
+        rank: of this process in the group.
+        size: number of ranks.
+    """
 
     def __init__(self, submit: Callable[..., Work], rank: int, size: int) -> None:
         self._submit = submit
@@ -61,13 +67,21 @@ class Coalescer:
         outputs: list[Tensor],
         inputs: list[Tensor],
         opts: Any,
-        finish_also: Finish | None = None,
+        unpack: Finish | None = None,
         result: Any = None,
     ) -> Work:
-        """Each output has ``size`` rows of its input's elements. ``finish_also`` then leaves ``result``."""
+        """Gather each input into ``size`` rows of its output.
+
+        Args:
+            outputs: each with ``size`` times the elements of its input.
+            inputs: one per output.
+            opts: torch's options.
+            unpack: runs after the outputs are written.
+            result: of the work; default: ``outputs``.
+        """
         for output, input in zip(outputs, inputs, strict=True):
             check_rows(self._size, "all_gather_into_tensor", "output", output, "input", input)
-        if len(inputs) == 1 and finish_also is None:
+        if len(inputs) == 1 and unpack is None:
             return self._all_gather_one(outputs[0], inputs[0], opts)
         source = torch.cat([as_bytes(tensor) for tensor in inputs])
         rows = source.new_empty(self._size, source.numel())
@@ -81,8 +95,8 @@ class Coalescer:
                 begin += mine.shape[1]
                 if copy is not None:
                     copy()
-            if finish_also is not None:
-                finish_also()
+            if unpack is not None:
+                unpack()
 
         return self._submit(
             "all_gather", source, rows, source.numel(), "uint8", shape=source.shape, timeout=opts.timeout,
@@ -91,8 +105,8 @@ class Coalescer:
 
     def _all_gather_one(self, output: Tensor, input: Tensor, opts: Any) -> Work:
         source, (target, finish) = as_contiguous(input), output_buffer(output)
-        place = source.data_ptr() - target.data_ptr()
-        if overlaps(source, target) and place != self._rank * source.numel() * source.element_size():
+        offset = source.data_ptr() - target.data_ptr()
+        if overlaps(source, target) and offset != self._rank * source.numel() * source.element_size():
             source = source.clone()
         flat, dtype = as_movable(source)
         return self._submit(
@@ -101,10 +115,10 @@ class Coalescer:
         )  # fmt: skip
 
     def all_gather_list(self, outputs: list[Tensor], input: Tensor, opts: Any) -> Work:
-        """Output r is rank r's tensor; they may differ in size, if every rank gives the same sizes."""
+        """Gather rank r's tensor into output r. Sizes may differ by rank; all ranks pass the same ones."""
         if len(outputs) != self._size:
             raise UsageError(
-                f"all_gather: {len(outputs)} output tensors for {self._size} ranks; give one a rank"
+                f"all_gather: {len(outputs)} output tensors for {self._size} ranks; give one per rank"
             )
         for rank, output in enumerate(outputs):
             if output.dtype != input.dtype:
@@ -134,13 +148,13 @@ class Coalescer:
         )  # fmt: skip
 
     def all_gather_lists(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
-        """``output_lists[r][i]`` is rank r's tensor i."""
+        """Gather rank r's tensor i into ``output_lists[r][i]``."""
         wanted = [input.numel() for input in inputs]
         given = [[output.numel() for output in outputs] for outputs in output_lists]
         if given != [wanted] * self._size:
             raise UsageError(
                 f"all_gather_coalesced: output tensors of {given} elements for {self._size} ranks with "
-                f"{wanted} elements each; give a list of such tensors a rank"
+                f"{wanted} elements each; give a list of such tensors per rank"
             )
         tables = [input.new_empty(self._size, input.numel()) for input in inputs]
 
@@ -152,7 +166,7 @@ class Coalescer:
         return self.all_gather(tables, inputs, opts, finish, output_lists)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
-        """Each input has ``size`` rows of its output's elements; row r of the sum goes to rank r."""
+        """Reduce inputs of ``size`` rows; row r of each result goes to rank r's output."""
         for output, input in zip(outputs, inputs, strict=True):
             check_rows(self._size, "reduce_scatter_tensor", "input", input, "output", output)
         works = []
@@ -163,10 +177,10 @@ class Coalescer:
         return _joined(works, outputs)
 
     def reduce_scatter_list(self, output: Tensor, inputs: list[Tensor], opts: Any) -> Work:
-        """Input r is what this rank adds for rank r; they may differ in size, the same on all ranks."""
+        """Reduce input r of all ranks into rank r's output. Sizes may differ, but not between ranks."""
         if len(inputs) != self._size:
             raise UsageError(
-                f"reduce_scatter: {len(inputs)} input tensors for {self._size} ranks; give one a rank"
+                f"reduce_scatter: {len(inputs)} input tensors for {self._size} ranks; give one per rank"
             )
         if inputs[self._rank].numel() != output.numel() or any(
             input.dtype != output.dtype for input in inputs
@@ -200,6 +214,11 @@ class Coalescer:
 
 
 def check_rows(size: int, name: str, large_name: str, large: Tensor, small_name: str, small: Tensor) -> None:
+    """Check that a tensor has ``size`` rows of another.
+
+    Raises:
+        UsageError: it has not, or their dtypes differ.
+    """
     if large.dtype != small.dtype:
         raise UsageError(
             f"{name}: the input and output tensors are {large.dtype} and {small.dtype}; convert one"

@@ -1,20 +1,21 @@
-"""The threads that set the futures of a group's operations, and so run their callbacks.
+"""Sets the futures of a group's operations, which runs their callbacks, on background threads.
 
-Callbacks run one after the other, in the order in which their operations were begun. A callback may begin
-operations of the group, and wait for these or for any others, without a hang:
+Callbacks run one at a time, in the order in which their operations were submitted. A callback may submit
+operations of the group and wait for these or any others without deadlock:
 
-- Futures of what a callback has begun do not wait for it to end. A thread that is free sets them. Among
-  themselves they keep their order too.
-- A callback that waits for anything else, say for an operation begun after its own, holds up what it waits
-  for. One whose thread uses no processor time for ``_LOOK_S`` therefore no longer holds up those behind it.
+- Futures of operations that a callback submitted do not wait for that callback to return. A free thread sets
+  them, in their own order.
+- A callback that waits for anything else, such as an operation submitted after its own, blocks the operation
+it
+  waits for. A callback whose thread uses no CPU time for ``_CHECK_S`` therefore stops blocking later ones.
 
-So each future is set soon after its operation has ended, whatever callbacks do. There are as many threads as
-callbacks that wait, one more, and one that looks after them.
+Each future is so set soon after its operation has completed. The number of threads is the number of callbacks
+that wait, plus one, plus the watchdog.
 
-A callback runs at another moment on each rank. If the program begins operations meanwhile and the callback
-does too, ranks may begin them in different orders, and add up what does not belong together. The callback
-gets an error then. With ``EngineOptions.ordered_callbacks`` the program's operations wait until earlier
-callbacks have ended.
+A callback runs at a different time on each rank. If both the program and the callback submit operations,
+ranks may submit them in different orders and reduce unrelated tensors. The callback raises an error in that
+case. With ``EngineOptions.ordered_callbacks``, the program's operations wait until earlier callbacks have
+returned.
 """
 
 from __future__ import annotations
@@ -31,39 +32,39 @@ from shoal.comm.work import EngineWork
 from shoal.errors import UsageError
 
 _IDLE_S = 0.1
-_LOOK_S = 0.1
+_CHECK_S = 0.1
 
 
 @dataclass(eq=False)
 class _Task:
-    """A future that is to be set."""
+    """A future to be set."""
 
     completer: Completer
     work: EngineWork
     depth: int
-    """0 if the program began the operation, 1 if a callback of such a one did, and so on"""
+    """0 if the program submitted the operation, 1 if a callback of such an operation did, and so on"""
     num_begun: int
-    """how many operations the program had begun when its future was asked for"""
+    """number of operations that the program had submitted when the future was requested"""
     turn: object = None
     clock: int | None = None
-    """the processor time of the thread that runs the callbacks"""
+    """CPU-time clock of the thread that runs the callbacks"""
     used_s: float = -1.0
-    has_stopped: bool = False
+    is_blocked: bool = False
 
-    def look(self) -> bool:
-        """Return whether the callbacks have stopped: no processor time used since the last look."""
-        if self.clock is None or self.has_stopped:
+    def check_blocked(self) -> bool:
+        """Return whether the callbacks block: their thread has used no CPU time since the last check."""
+        if self.clock is None or self.is_blocked:
             return False
         before_s, self.used_s = self.used_s, time.clock_gettime(self.clock)
-        self.has_stopped = before_s == self.used_s
-        return self.has_stopped
+        self.is_blocked = before_s == self.used_s
+        return self.is_blocked
 
 
 _here = threading.local()
 
 
 class Completer:
-    """Sets the futures of one engine's operations; its threads start with the first one."""
+    """Sets the futures of one engine's operations; starts its threads with the first one."""
 
     def __init__(self, engine: Engine | SingleProcessEngine, *, ordered: bool = False) -> None:
         self._engine = engine
@@ -72,30 +73,30 @@ class Completer:
         self._done: set[int] = set()
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
-        # The guard has a condition of its own, and is woken by the first task after a pause only: each
-        # wake-up costs as much as a small operation.
+        # The watchdog has its own condition, and only the first task after a pause wakes it: each wake-up
+        # costs as much as a small operation.
         self._resumed = threading.Condition(lock)
-        self._guard_pauses = False
+        self._watchdog_paused = False
         self._beginning = threading.Lock()
         self._num_begun = 0
         self._turn: object = None
-        """Whose thread asks the engine what is done."""
+        """Token of the thread that polls the engine."""
         self._is_offered = False
         self._num_free = 0
         self._threads: list[threading.Thread] = []
         self._stopping = False
 
     def _running(self) -> _Task | None:
-        """Return the task whose callbacks the calling thread runs."""
+        """Return the task whose callbacks the calling thread is running."""
         task: _Task | None = getattr(_here, "task", None)
         return task if task is not None and task.completer is self else None
 
     def begin(self, submit: Callable[[], int], name: str, limit: timedelta) -> int:
-        """Give the engine an operation, as the program or as a callback, and return its handle.
+        """Submit an operation for the program or for a callback, and return its handle.
 
         Raises:
-            CommError: earlier callbacks have not ended in time.
-            UsageError: a callback begins an operation, and the program has begun others meanwhile.
+            CommError: earlier callbacks have not returned in time.
+            UsageError: a callback submits an operation after the program has submitted others.
         """
         task = self._running()
         if task is None and self._ordered:
@@ -118,7 +119,7 @@ class Completer:
             return submit()
 
     def add(self, work: EngineWork) -> None:
-        """Set the work's future once the engine is done with it and those before it are set."""
+        """Set the work's future once the operation is done and earlier futures are set."""
         outer = self._running()
         with self._changed:
             stopping = self._stopping
@@ -130,12 +131,12 @@ class Completer:
                     num_begun=self._num_begun if outer is None else outer.num_begun,
                 )
                 if not self._threads:
-                    self._start(self._guard, "shoal-futures-guard")
+                    self._start(self._watchdog, "shoal-futures-watchdog")
                     self._offer_turn()
                 elif outer is not None and outer.turn is self._turn:
                     self._offer_turn()
                 self._changed.notify_all()
-                if self._guard_pauses:
+                if self._watchdog_paused:
                     self._resumed.notify()
         if stopping:
             work.complete_future()
@@ -143,7 +144,7 @@ class Completer:
             self._engine.watch(work.handle)
 
     def stop(self) -> None:
-        """End the threads; futures that are still open are completed with the group's outcome."""
+        """Join the threads; complete open futures with the group's outcome."""
         with self._changed:
             self._stopping = True
             waiting = [self._tasks[handle] for handle in sorted(self._tasks)]
@@ -164,7 +165,7 @@ class Completer:
         self._threads[-1].start()
 
     def _offer_turn(self) -> None:
-        """Let a free thread set futures from now on."""
+        """Hand the polling of the engine to a free thread."""
         self._turn, self._is_offered = None, True
         self._changed.notify_all()
         if not self._num_free:
@@ -193,17 +194,17 @@ class Completer:
                     self._end(task)
 
     def _has(self, turn: object) -> bool:
-        """Wait for a task and return whether it is still this turn."""
+        """Wait for a task; return whether ``turn`` is still current."""
         with self._changed:
             self._changed.wait_for(lambda: self._tasks or self._stopping or self._turn is not turn)
             return not self._stopping and self._turn is turn
 
     def _take(self, turn: object) -> _Task | None:
-        """Return what is done, the first of its depth, and not held up by callbacks that run."""
+        """Return the first completed task of a depth at which no callback is running."""
         with self._changed:
             if self._stopping:
                 return None
-            held = {task.depth for task in self._tasks.values() if task.turn and not task.has_stopped}
+            held = {task.depth for task in self._tasks.values() if task.turn and not task.is_blocked}
             for handle in sorted(self._tasks):
                 task = self._tasks[handle]
                 if task.turn is None and task.depth not in held:
@@ -220,17 +221,17 @@ class Completer:
             if self._ordered:
                 self._changed.notify_all()
 
-    def _guard(self) -> None:
-        """Let others go on behind callbacks that have stopped."""
+    def _watchdog(self) -> None:
+        """Let later futures pass callbacks that block."""
         while True:
             with self._changed:
-                self._guard_pauses = not self._tasks
+                self._watchdog_paused = not self._tasks
                 self._resumed.wait_for(lambda: self._tasks or self._stopping)
-                self._guard_pauses = False
-                self._resumed.wait_for(lambda: self._stopping, _LOOK_S)
+                self._watchdog_paused = False
+                self._resumed.wait_for(lambda: self._stopping, _CHECK_S)
                 if self._stopping:
                     return
-                stopped = [task for task in self._tasks.values() if task.look()]
-                if any(task.turn is self._turn for task in stopped):
+                blocked = [task for task in self._tasks.values() if task.check_blocked()]
+                if any(task.turn is self._turn for task in blocked):
                     self._offer_turn()
-                del stopped  # or their group would live until the next ones come
+                del blocked  # or their group would live until the next tasks

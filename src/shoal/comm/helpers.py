@@ -1,4 +1,4 @@
-"""Chooses a new group's helper hosts: those of ``SHOAL_HELPERS`` that rank 0 reaches and has not lost."""
+"""Selects a new group's helper hosts: those of ``SHOAL_HELPERS`` that rank 0 reaches and did not lose."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shoal.env import HelperAddress
 from shoal.errors import UsageError
 
 REACH_S = 3.0
-"""Time that a group waits at its start for helpers that do not take a connection."""
+"""Time that a new group waits for helpers that do not accept a connection."""
 _PAUSE_S = 0.1
 
-# Why, by the helper's name. What was left out once stays out: a helper that comes and goes, or that only
-# rank 0 reaches, would cost each further group its time to begin.
-_left_out: dict[str, str] = {}
-# By name; a job's further groups need not measure again.
+# Reasons by helper name. An excluded helper stays excluded: one that comes and goes, or that only rank 0
+# reaches, would delay the start of every further group.
+_excluded: dict[str, str] = {}
+# Multiples by helper name, so that further groups of the job do not probe again.
 _measured: dict[str, float] = {}
 
 
@@ -29,10 +29,10 @@ def name_of(helper: HelperAddress) -> str:
 
 
 def reachable_helpers(*, workers_serve: bool) -> list[HelperAddress]:
-    """Return those of SHOAL_HELPERS that can serve a new group, and tell on stderr which are left out.
+    """Return the helpers of SHOAL_HELPERS that can serve a new group; print the excluded ones to stderr.
 
     Raises:
-        CommError: there are helpers, none can be used, and the workers are not to serve.
+        CommError: there are helpers, none is usable, and workers may not serve.
         UsageError: an address is not an IPv4 address.
     """
     given = env.helpers()
@@ -43,14 +43,14 @@ def reachable_helpers(*, workers_serve: bool) -> list[HelperAddress]:
                 "address; write the address that `shoal serve` was given"
             )
     for name in lost_helpers():
-        _leave_out(name, "a group of this process lost it")
-    asked = [helper for helper in given if name_of(helper) not in _left_out]
+        _exclude(name, "a group of this process lost it")
+    asked = [helper for helper in given if name_of(helper) not in _excluded]
     for helper, problem in zip(asked, _reach(asked), strict=True):
         if problem:
-            _leave_out(name_of(helper), f"it was not reached in {REACH_S:g} s: {problem}")
-    usable = [helper for helper in asked if name_of(helper) not in _left_out]
+            _exclude(name_of(helper), f"it was not reached in {REACH_S:g} s: {problem}")
+    usable = [helper for helper in asked if name_of(helper) not in _excluded]
     if given and not usable and not workers_serve:
-        reasons = "; ".join(f"{name_of(helper)}: {_left_out[name_of(helper)]}" for helper in given)
+        reasons = "; ".join(f"{name_of(helper)}: {_excluded[name_of(helper)]}" for helper in given)
         raise CommError(
             f"no server is left: none of SHOAL_HELPERS can be used ({reasons}) and workers do not serve; "
             "start the helpers again, or allow EngineOptions.workers_serve"
@@ -59,28 +59,28 @@ def reachable_helpers(*, workers_serve: bool) -> list[HelperAddress]:
 
 
 def bandwidth_of(helper: HelperAddress) -> float | None:
-    """Return what the variable says of its bandwidth, or what a group has measured, if anything."""
+    """Return a helper's bandwidth as SHOAL_HELPERS gives it or a group has measured it, else ``None``."""
     return helper.bandwidth or _measured.get(name_of(helper))
 
 
 def remember_bandwidths(names: Sequence[str], bandwidths: Sequence[float]) -> None:
-    """Keep what a group has measured for those that follow."""
+    """Store measured bandwidths for later groups of this process."""
     _measured.update(zip(names, bandwidths, strict=True))
 
 
 def helper_bandwidths() -> tuple[float, ...]:
     """Return the bandwidth of each of SHOAL_HELPERS as a multiple of a worker host's.
 
-    It is what the variable says, or what a group of this process has measured; 1 where there is neither.
-    Helpers that are left out do not count.
+    The value is given by the variable, or measured by a group of this process, or else 1. Excluded helpers
+    are left out.
     """
-    return tuple(bandwidth_of(each) or 1.0 for each in env.helpers() if name_of(each) not in _left_out)
+    return tuple(bandwidth_of(each) or 1.0 for each in env.helpers() if name_of(each) not in _excluded)
 
 
-def _leave_out(name: str, why: str) -> None:
-    if name in _left_out:
+def _exclude(name: str, why: str) -> None:
+    if name in _excluded:
         return
-    _left_out[name] = why
+    _excluded[name] = why
     print(f"shoal: new groups do without helper {name}: {why}", file=sys.stderr)
 
 
@@ -93,7 +93,7 @@ def _is_ipv4(address: str) -> bool:
 
 
 def _reach(helpers: Sequence[HelperAddress]) -> list[str]:
-    """Return why each helper takes no connection; an empty text for those that do."""
+    """Return the reason for which each helper is unreachable; an empty string for the others."""
     if not helpers:
         return []
     deadline = time.monotonic() + REACH_S
@@ -102,9 +102,9 @@ def _reach(helpers: Sequence[HelperAddress]) -> list[str]:
 
 
 def _reach_one(helper: HelperAddress, deadline: float) -> str:
-    """Try until the deadline: the helper may be starting, and its queue of connections may be full.
+    """Connect, and retry until the deadline: the helper may be starting, or its listen queue may be full.
 
-    A connection that says nothing is no stranger to the server.
+    The server does not count a connection that sends nothing as a stranger.
     """
     problem = "no answer"
     while (left_s := deadline - time.monotonic()) > 0:

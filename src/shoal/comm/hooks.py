@@ -1,27 +1,27 @@
-"""Fewer bytes for DistributedDataParallel's gradients: hooks for ``register_comm_hook``.
+"""Compresses DistributedDataParallel's gradients on the wire: hooks for ``register_comm_hook``.
 
     ddp.register_comm_hook(None, bf16_wire)                             # half the bytes of fp32
     ddp.register_comm_hook(None, EightBitWire(ddp.module.named_parameters()))     # about a quarter
 
-``bf16_wire`` keeps no state. How :class:`EightBitWire` averages a bucket over n workers:
+``bf16_wire`` is stateless. :class:`EightBitWire` averages a bucket over n workers as follows:
 
-1.  Each worker adds its gradient / n to its *residual*: what earlier steps had to send and could not.
-2.  The bucket is divided into n parts, and worker r serves part r: it gets that part from all others in 8-bit
-    blocks (``blocks``), each sender keeping as residual what rounding took away.
-3.  Worker r adds in float32 in rank order. Its own share of part r is added as it is: it does not travel.
-4.  It rounds the sum to 8-bit blocks and sends them to all, itself included, so that all workers have the
-    same bits. What this second rounding takes away becomes its residual of part r.
+1.  Each worker adds its gradient / n to its *residual*, the error that earlier steps have left.
+2.  The bucket is divided into n parts, and worker r serves part r: all others send it that part in 8-bit
+    blocks (``int8_blocks``) and keep the rounding error as their residual.
+3.  Worker r adds in float32 in rank order. Its own share of part r is not sent, and so is added unrounded.
+4.  It rounds the sum to 8-bit blocks and sends them to all workers, itself included, so that all have the
+    same bits. The error of this second rounding becomes its residual of part r.
 
-So each worker has one residual, as large as the gradient, and in every step and for every number
+Each worker so has one residual, of the size of the gradient, and for every step and number
 
-    sum of gradients / n + sum of residuals before = what all workers received + sum of residuals after
+    sum of gradients / n + sum of residuals before = result on all workers + sum of residuals after
 
-which is why nothing of a gradient is lost, only late. (Error feedback: Seide et al. 2014; Karimireddy et al.
-2019; two-sided, with a server's own: Tang et al., DoubleSqueeze, 2019. Here the server's lives where its
-worker's would be, because a worker's own part is never rounded before the sum.)
+Nothing of a gradient is lost; it is only delayed. (Error feedback: Seide et al. 2014; Karimireddy et al.
+2019; two-sided, with error feedback on the server: Tang et al., DoubleSqueeze, 2019. Here the server's
+residual takes the place of its worker's, because a worker's own part is never rounded before the sum.)
 """
 
-# Annotations are types here, not texts: DDP refuses a hook whose annotations are texts.
+# No `from __future__ import annotations`: DDP refuses a hook whose annotations are strings.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -42,9 +42,13 @@ from shoal.errors import UsageError
 
 
 def bf16_wire(group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-    """Average a bucket of float32 gradients in bf16; other dtypes travel as they are.
+    """Average a bucket of float32 gradients in bf16; other dtypes are sent unchanged.
 
-    On backend shoal servers add in float32 and round once; gloo and NCCL round at every addition.
+    On backend shoal, servers add in float32 and round once; gloo and NCCL round at every addition.
+
+    Args:
+        group: the workers that average; ``None`` for all.
+        bucket: DDP's bucket.
     """
     group = group or dist.group.WORLD
     buffer = bucket.buffer()
@@ -61,25 +65,25 @@ def bf16_wire(group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Ten
 
 
 @dataclass(kw_only=True)
-class _Place:
-    """What is kept for a bucket, whose numbers are made up with zeros to n parts of m whole blocks."""
+class _BucketBuffers:
+    """Buffers of one bucket; the gradient is zero-padded to n rows of m blocks."""
 
     residual: Tensor
     """float32 [n, m, BLOCK]"""
     sent: Tensor
     received: Tensor
-    """uint8 [n, m * BLOCK_BYTES]: row r goes to, or comes from, worker r."""
+    """uint8 [n, m * BLOCK_BYTES]: row r is sent to, or received from, worker r."""
     served: Tensor
-    """uint8 [m * BLOCK_BYTES]: the sum of the part that this worker serves."""
+    """uint8 [m * BLOCK_BYTES]: the reduced part that this worker serves."""
     sums: Tensor
-    """uint8 [n, m * BLOCK_BYTES]: all workers' parts."""
+    """uint8 [n, m * BLOCK_BYTES]: the reduced parts of all workers."""
 
 
 @dataclass(kw_only=True)
 class _Exchange:
-    """A bucket on its way."""
+    """A bucket in flight."""
 
-    place: _Place
+    buffers: _BucketBuffers
     buffer: Tensor
     work: Any
     begun: Future[Any] = field(default_factory=Future)
@@ -94,17 +98,17 @@ class _Exchange:
 class EightBitWire:
     """A DDP communication hook that averages float32 gradients in 8-bit blocks with error feedback.
 
-    Other dtypes travel as they are. All workers of the group make one at the same place in the program; it
-    makes a second group, over which the sums go back while later buckets still go out: so each group sees its
-    collectives in the same order on all workers.
+    Other dtypes are sent unchanged. All workers of the group construct it at the same point of the program.
+    It creates a second group for the results, which are sent while later buckets are still being reduced, so
+    that each group sees its collectives in the same order on all workers.
 
     Args:
-        parameters: the model's, with their names, under which the residuals are saved.
+        parameters: the model's named parameters; residuals are saved under these names.
         group: the workers that average; default: all.
-        timeout: of a bucket's way back; default: torch's for the backend.
+        timeout: of the second group; default: torch's for the backend.
 
     Raises:
-        UsageError: the group's ranks are not in order, as those of the second group would be.
+        UsageError: the group's ranks are not in ascending order, as those of the second group would be.
     """
 
     def __init__(
@@ -130,89 +134,92 @@ class EightBitWire:
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in parameters}
         self._residuals: dict[Tensor, Tensor] = {}
-        self._places: dict[tuple[int, ...], _Place] = {}
-        # One thread each: buckets go through a stage in the order in which they came.
+        self._buffers: dict[tuple[int, ...], _BucketBuffers] = {}
+        # One thread each, so that buckets pass each stage in order.
         self._adding = ThreadPoolExecutor(1, "shoal-8bit-sums")
         self._reading = ThreadPoolExecutor(1, "shoal-8bit-results")
-        self._is_aside = False
-        self.__name__ = self.__qualname__ = type(self).__name__  # DDP asks a hook for them
+        self._is_exact = False
+        self.__name__ = self.__qualname__ = type(self).__name__  # DDP reads them
 
     def __call__(self, state: object, bucket: GradBucket) -> Future[Tensor]:
-        """Average a bucket. ``state`` is not used.
+        """Average a bucket; ``state`` is unused.
 
         Raises:
-            UsageError: the gradients are not in the processor's memory.
+            UsageError: the gradients are not on the CPU.
         """
         buffer = bucket.buffer()
-        if self._is_aside or buffer.dtype != torch.float32:
+        if self._is_exact or buffer.dtype != torch.float32:
             return default_hooks.allreduce_hook(self._group, bucket)
         if buffer.device.type != "cpu":
             raise UsageError(
                 f"8-bit gradients on {buffer.device}: EightBitWire takes CPU tensors; use bf16_wire there"
             )
-        place = self._place(bucket)
-        numbers = place.residual.view(-1)[: len(buffer)]
+        buffers = self._buffers_of(bucket)
+        numbers = buffers.residual.view(-1)[: len(buffer)]
         numbers.add_(buffer.div_(self._size))
-        if self._size == 1:  # nothing travels
+        if self._size == 1:  # nothing to send
             buffer.copy_(numbers)
             numbers.zero_()
             return _completed(buffer)
-        values, scales = int8_blocks.parts(place.sent)
+        values, scales = int8_blocks.values_and_scales(buffers.sent)
         for other in range(self._size):
             if other != self._rank:
-                int8_blocks.encode(place.residual[other], values[other], scales[other])
-        work = dist.all_to_all_single(place.received, place.sent, group=self._group, async_op=True)
-        exchange = _Exchange(place=place, buffer=buffer, work=work)
+                int8_blocks.encode(buffers.residual[other], values[other], scales[other])
+        work = dist.all_to_all_single(buffers.received, buffers.sent, group=self._group, async_op=True)
+        exchange = _Exchange(buffers=buffers, buffer=buffer, work=work)
         self._adding.submit(_guarded, self._add_up, exchange)
         return exchange.begun.then(exchange.outcome)
 
     def _add_up(self, exchange: _Exchange) -> None:
-        """Sum the part that this worker serves, once all have sent theirs, and begin to send it to all."""
+        """Reduce the part that this worker serves, and start sending it to all."""
         exchange.work.wait()
-        place = exchange.place
-        own = place.residual[self._rank]
-        int8_blocks.add_in_order(place.received, own, self._rank)
-        int8_blocks.encode(own, *int8_blocks.parts(place.served))
+        buffers = exchange.buffers
+        own = buffers.residual[self._rank]
+        int8_blocks.add_in_order(buffers.received, own, self._rank)
+        int8_blocks.encode(own, *int8_blocks.values_and_scales(buffers.served))
         exchange.work = dist.all_gather_into_tensor(
-            place.sums.view(-1), place.served, group=self._back, async_op=True
+            buffers.sums.view(-1), buffers.served, group=self._back, async_op=True
         )
         self._reading.submit(_guarded, self._read, exchange)
 
     def _read(self, exchange: _Exchange) -> None:
         exchange.work.wait()
-        int8_blocks.write_out(exchange.place.sums, exchange.buffer)
+        int8_blocks.decode_rows(exchange.buffers.sums, exchange.buffer)
         exchange.begun.set_result(None)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Surround backward passes whose gradients nobody uses: averaged unrounded, leaving no residual."""
-        self._is_aside = True
+    def no_error_feedback(self) -> Iterator[None]:
+        """Average without compression in this context, leaving residuals unchanged.
+
+        For backward passes whose gradients are discarded.
+        """
+        self._is_exact = True
         try:
             yield
         finally:
-            self._is_aside = False
+            self._is_exact = False
 
     # ---- residuals ----------------------------------------------------------------------------------------
 
-    def _place(self, bucket: GradBucket) -> _Place:
-        """Return what is kept for a bucket; where DDP has arranged its buckets anew, residuals move along."""
+    def _buffers_of(self, bucket: GradBucket) -> _BucketBuffers:
+        """Return the buffers of a bucket; if DDP has rebuilt its buckets, carry the residuals over."""
         parameters = tuple(bucket.parameters())
         key = tuple(map(id, parameters))
-        if (found := self._places.get(key)) is not None:
+        if (found := self._buffers.get(key)) is not None:
             return found
         count = bucket.buffer().numel()
         num_blocks = int8_blocks.blocks_of(-(-count // self._size))
         rows = [
             torch.zeros(self._size, num_blocks * int8_blocks.BLOCK_BYTES, dtype=torch.uint8) for _ in range(3)
         ]
-        place = _Place(
+        buffers = _BucketBuffers(
             residual=torch.zeros(self._size, num_blocks, int8_blocks.BLOCK),
             sent=rows[0],
             received=rows[1],
             served=torch.zeros(num_blocks * int8_blocks.BLOCK_BYTES, dtype=torch.uint8),
             sums=rows[2],
         )
-        flat, begin = place.residual.view(-1), 0
+        flat, begin = buffers.residual.view(-1), 0
         for parameter in parameters:
             view = flat[begin : begin + parameter.numel()].view(parameter.shape)
             begin += parameter.numel()
@@ -225,22 +232,25 @@ class EightBitWire:
                 "whose; use bf16_wire"
             )
         moved = set(key)
-        self._places = {k: p for k, p in self._places.items() if moved.isdisjoint(k)} | {key: place}
-        return place
+        self._buffers = {k: p for k, p in self._buffers.items() if moved.isdisjoint(k)} | {key: buffers}
+        return buffers
 
     def residuals(self) -> dict[str, Tensor]:
-        """Return this worker's residuals by the names of their parameters: views, that later steps change."""
+        """Return this worker's residuals by parameter name, as views that later steps change."""
         return {self._names[parameter]: value for parameter, value in self._residuals.items()}
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds of this worker: its residuals as RANK.NAME."""
+        """Return this worker's part of a checkpoint: its residuals as ``RANK.NAME``."""
         return {f"{self._rank}.{name}": value for name, value in self.residuals().items()}
 
     def tensors_to_read(self, saved: Iterable[str]) -> dict[str, Tensor]:
-        """Return room for what this worker takes over of the names that any number of workers saved.
+        """Return empty tensors for the saved residuals that this worker loads.
 
-        Worker r of n takes the residuals of r, r + n, r + 2n, ...: of as many workers its own; of more, one
-        or several, which :meth:`read` adds; of fewer, its own or none.
+        Worker r of n loads the residuals of workers r, r + n, r + 2n, ... of the run that saved them, and
+        :meth:`read` adds them.
+
+        Args:
+            saved: names in the checkpoint, saved by any number of workers.
         """
         shapes = {name: parameter.shape for parameter, name in self._names.items()}
         wanted = {}
@@ -251,7 +261,7 @@ class EightBitWire:
         return wanted
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the residuals to what :meth:`tensors_to_read` gave room for: their sum is kept."""
+        """Set the residuals to the sums of the tensors of :meth:`tensors_to_read`."""
         for value in self._residuals.values():
             value.zero_()
         parameters = {name: parameter for parameter, name in self._names.items()}
@@ -264,7 +274,7 @@ class EightBitWire:
 
 
 def _guarded(step: Callable[[_Exchange], None], exchange: _Exchange) -> None:
-    """Run a stage of an exchange; its failure is DDP's to raise."""
+    """Run a stage of an exchange; DDP raises its error."""
     try:
         step(exchange)
     except Exception as problem:

@@ -1,27 +1,28 @@
-"""DDP whose next forward pass begins while gradients still travel.
+"""Overlaps DDP's gradient averaging with the next forward pass.
 
     ddp = DistributedDataParallel(model)
     training = prioritize(ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-4))
     for inputs in loader:
         loss_of(ddp(inputs)).backward()
-        training.step()  # in the place of optimizer.step(); returns at once
+        training.step()  # replaces optimizer.step(); returns at once
     training.finish()
 
-1.  The backward pass fills buckets from the last layers to the first. Each bucket's sum begins with a
-    priority that grows with its number (:func:`priority_of`): a later bucket holds layers that the next
-    forward pass needs sooner, and overtakes what waits to be sent. ``backward()`` waits for none of them.
-2.  ``step()`` notes the learning rates and other options of this step and returns.
-3.  In the next forward pass each module, before it runs, waits for the buckets that hold its parameters; the
-    optimizer takes its step for the parameters of each bucket, once, as it arrives.
-4.  What the forward pass has not used is waited for at its end, before the backward pass needs the bucket.
+1.  The backward pass fills buckets from the last layers to the first. The all_reduce of each bucket starts
+    with a priority that grows with the bucket's number (:func:`priority_of`): a later bucket holds layers
+    that the next forward pass needs earlier, and overtakes queued ones. ``backward()`` waits for none of
+    them.
+2.  ``step()`` records the learning rates and other options of this step and returns.
+3.  In the next forward pass, each module first waits for the buckets that hold its parameters. The optimizer
+    steps once for the parameters of each bucket, when the bucket arrives.
+4.  Buckets that the forward pass did not use are awaited at its end, before the backward pass needs them.
 
 The weights are those of plain DDP to the last bit, for optimizers that update each parameter from its own
-gradient and state (SGD, Adam, AdamW, LARS, LAMB, LANS, NovoGrad, Adafactor). What needs all gradients at
-once, such as clipping by their global norm, would have to wait for the last bucket and is refused.
+gradient and state (SGD, Adam, AdamW, LARS, LAMB, LANS, NovoGrad, Adafactor). Optimizers and clipping that
+need all gradients at once would have to wait for the last bucket, and are refused.
 
-Source of the idea: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training"
-(arXiv 1905.03960), and the layer-wise steps of Peng et al., "A Generic Communication Scheduler for
-Distributed DNN Training Acceleration" (SOSP 2019).
+Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training" (arXiv
+1905.03960), and the layer-wise steps of Peng et al., "A Generic Communication Scheduler for Distributed DNN
+Training Acceleration" (SOSP 2019).
 """
 
 from __future__ import annotations
@@ -45,23 +46,27 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 def priority_of(bucket: int) -> int:
-    """Return the priority of DDP's bucket of this number: the same on all ranks, higher for later buckets."""
+    """Return the priority of a DDP bucket by its number: the same on all ranks, higher for later buckets."""
     return 1 + bucket
 
 
 def prioritize(model: DistributedDataParallel, optimizer: Optimizer | OptimizerFactory) -> Prioritized:
-    """Let DDP's gradients travel in the order of need, and the optimizer step layer by layer.
+    """Average DDP's gradients in the order of the next forward pass, and step layer by layer.
 
-    Call it on all ranks, before the first backward pass. Any backend will do; only ``"shoal"`` sends by
+    Call it on all ranks, before the first backward pass. It works on any backend; only ``"shoal"`` sends by
     priority.
 
     Args:
-        model: without a communication hook of its own.
-        optimizer: over parameters of ``model``, or a function that makes one of them. Its ``step()`` is not
-            to be called any more; its state stays one, and is saved and loaded as ever.
+        model: without a communication hook.
+        optimizer: over parameters of ``model``, or a function that makes one of them. Do not call its
+        ``step()``
+            afterwards; save and load its state as usual.
+
+    Returns:
+        An object whose ``step()`` replaces the optimizer's.
 
     Raises:
-        UsageError: the optimizer needs all gradients at once, or the model cannot be taken over.
+        UsageError: the optimizer needs all gradients at once, or the model has a hook or sparse gradients.
     """
     if not isinstance(model, DistributedDataParallel):
         raise UsageError(f"prioritize takes a DistributedDataParallel, not a {type(model).__name__}")
@@ -78,7 +83,7 @@ def prioritize(model: DistributedDataParallel, optimizer: Optimizer | OptimizerF
 
 @dataclass(eq=False)
 class _Bucket:
-    """A bucket whose sum is under way, and where the gradients lie in it."""
+    """A bucket in flight, with the views of its gradients."""
 
     work: Any
     parameters: list[Tensor]
@@ -87,31 +92,31 @@ class _Bucket:
 
 
 class Prioritized:
-    """What :func:`prioritize` returns: takes the place of the optimizer's ``step()``.
+    """Replaces the optimizer's ``step()``; made by :func:`prioritize`.
 
     Attributes:
-        optimizer: the optimizer; schedulers set its learning rates as ever, after :meth:`step`.
+        optimizer: the optimizer; schedulers set its learning rates as usual, after :meth:`step`.
     """
 
     def __init__(self, model: DistributedDataParallel, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._steps = PartialSteps(optimizer, model)
         self._model = model
-        self._fresh: list[_Bucket] = []  # of the last backward pass, without a step yet
-        self._due: dict[Tensor, _Bucket] = {}  # by parameter: the step has been asked for
+        self._fresh: list[_Bucket] = []  # of the last backward pass, before step()
+        self._due: dict[Tensor, _Bucket] = {}  # by parameter, after step()
         self._in_backward = False
-        self._called: set[nn.Module] | None = set()  # in the first forward pass; None once looked at
+        self._called: set[nn.Module] | None = set()  # by the first forward pass; then None
         self._needs: dict[nn.Module, list[Tensor]] = {}
         self._register()
 
-    # ---- what the training loop calls ---------------------------------------------------------------------
+    # ---- called by the training loop ----------------------------------------------------------------------
 
     def step(self) -> None:
-        """Ask for the optimizer's step with the gradients of the last backward pass; does not wait for them.
+        """Request the optimizer's step with the gradients of the last backward pass, without waiting.
 
         Raises:
-            UsageError: there has been no backward pass with sums since the last step, or somebody has changed
-                the gradients, as clipping does.
+            UsageError: there was no backward pass with averaging since the last step, or the gradients were
+                changed, as clipping does.
         """
         self._take_due(list(self._due))
         if not self._fresh:
@@ -125,12 +130,13 @@ class Prioritized:
             for parameter in bucket.parameters:
                 parameter.grad = None
         self._fresh = []
-        self._steps.ask()
+        self._steps.request()
 
     def finish(self) -> None:
-        """Wait for all gradients and take the steps that are due: before weights are read or saved.
+        """Wait for all gradients and take pending steps. Call it before weights are read or saved.
 
-        Saving the model's or the optimizer's ``state_dict`` and a forward pass for evaluation call it.
+        Taking the ``state_dict`` of the model or the optimizer calls it, and so does a forward pass in
+        evaluation.
         """
         self._take_due(list(self._due))
         for bucket in self._fresh:
@@ -139,7 +145,7 @@ class Prioritized:
     # ---- the backward pass --------------------------------------------------------------------------------
 
     def _begin_sum(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Begin a bucket's average; DDP is told that it is there, so that it does not wait."""
+        """Start a bucket's average and return a completed future, so that DDP does not wait for it."""
         if self._due:
             raise UsageError(
                 "a backward pass while steps are due: its forward pass was not that of the model"
@@ -147,14 +153,14 @@ class Prioritized:
         if self._model._join_config.enable:
             raise UsageError("prioritize does not go together with join(): give all ranks as many batches")
         if not self._in_backward:
-            self._fresh = []  # gradients of an earlier pass have been added to these
+            self._fresh = []  # gradients of an earlier pass are accumulated in these
             self._in_backward = True
             after = torch.autograd.Variable._execution_engine.queue_callback
-            # behind DDP's own callback, which is queued with the last bucket
+            # runs after DDP's own callback, which is queued with the last bucket
             after(lambda: after(self._end_of_backward))
         group = self._model.process_group
         buffer = bucket.buffer()
-        buffer.mul_(1.0 / dist.get_world_size(group))  # as DDP does without a hook: dividing gives other bits
+        buffer.mul_(1.0 / dist.get_world_size(group))  # as DDP without a hook; a division gives other bits
         parameters = bucket.parameters()
         begin = getattr(group, "all_reduce_with_priority", None)
         work = (
@@ -169,10 +175,10 @@ class Prioritized:
         return done
 
     def _end_of_backward(self) -> None:
-        """Let the gradients be those in the buckets, where they are going to be right."""
+        """Make ``grad`` of each parameter the view of its bucket, which will hold the average."""
         self._in_backward = False
         for bucket in self._fresh:
-            # no rank has used a parameter that DDP has left without a gradient
+            # DDP leaves parameters without a gradient that no rank has used
             used = [p.grad is not None for p in bucket.parameters]
             bucket.parameters = [p for p, use in zip(bucket.parameters, used, strict=True) if use]
             bucket.gradients = [g for g, use in zip(bucket.gradients, used, strict=True) if use]
@@ -190,16 +196,16 @@ class Prioritized:
                 )
 
     def _detach_fresh(self) -> None:
-        """Take gradients without a step out of their buckets: another backward pass is going to add to them.
+        """Copy gradients that had no step out of their buckets, because another backward pass accumulates.
 
-        DDP would copy them from their bucket to themselves, while the next sums are written there.
+        DDP would copy them from the bucket to itself, while the next averages are written there.
         """
         for bucket in self._fresh:
             bucket.work.wait()
-            for place, parameter in enumerate(bucket.parameters):
-                if parameter.grad is bucket.gradients[place]:
-                    parameter.grad = bucket.gradients[place] = bucket.gradients[place].clone()
-                    bucket.versions[place] = bucket.gradients[place]._version
+            for index, parameter in enumerate(bucket.parameters):
+                if parameter.grad is bucket.gradients[index]:
+                    parameter.grad = bucket.gradients[index] = bucket.gradients[index].clone()
+                    bucket.versions[index] = bucket.gradients[index]._version
 
     # ---- the forward pass ---------------------------------------------------------------------------------
 
@@ -210,7 +216,7 @@ class Prioritized:
         root = model.module
         for module in root.modules():
             self._needs[module] = trained(module.parameters(recurse=False))
-            # before the module's own, which may compute a weight from parameters (weight_norm)
+            # before the module's own hooks, which may compute a weight from parameters (weight_norm)
             module.register_forward_pre_hook(self._before, prepend=True)
         root.register_forward_hook(self._after)
         for owner in (model, root):
@@ -221,7 +227,7 @@ class Prioritized:
 
     def _before(self, module: nn.Module, inputs: Any) -> None:
         if module is self._model.module:
-            self._in_backward = False  # also where the last pass has failed
+            self._in_backward = False  # even if the last pass has failed
             self._detach_fresh()
             if self._called is not None:
                 self._called = set()
@@ -239,9 +245,10 @@ class Prioritized:
             self._called = None
 
     def _adopt(self, module: nn.Module, caller: nn.Module) -> None:
-        """Let modules that were not called leave their parameters to the one around them that was.
+        """Assign the parameters of modules that were not called to the innermost enclosing module that was.
 
-        That one uses them itself, as ``nn.MultiheadAttention`` does with its ``out_proj``, or not at all.
+        That module uses them directly, as ``nn.MultiheadAttention`` does with its ``out_proj``, or not at
+        all.
         """
         assert self._called is not None
         if module in self._called:
@@ -254,7 +261,7 @@ class Prioritized:
     # ---- the steps ----------------------------------------------------------------------------------------
 
     def _take_due(self, parameters: Iterable[Tensor]) -> None:
-        """Wait for the buckets of these parameters, and take the step for all parameters in them."""
+        """Wait for the buckets of these parameters, and step for all parameters in them."""
         for parameter in parameters:
             bucket = self._due.get(parameter)
             if bucket is not None:
@@ -265,28 +272,28 @@ class Prioritized:
 
 
 def _laid_out(parameter: Tensor, buffer: Tensor, gradient: Tensor) -> Tensor:
-    """Return where a gradient lies in its bucket; DDP keeps the order in memory of a dense parameter."""
+    """Return the view of a gradient in its bucket. DDP keeps the memory format of a dense parameter."""
     if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
         return gradient
     return buffer.as_strided(parameter.size(), parameter.stride(), gradient.storage_offset())
 
 
 _CLIPPING = ("max_grad_norm", "max_norm", "clip_grad_norm", "grad_clip_norm", "gradient_clipping")
-"""Names of options that optimizers have for the largest global norm."""
+"""Option names of optimizers for the maximum global norm."""
 
 Options = dict[str, Any]
 
 
 class PartialSteps:
-    """Takes an optimizer's step in parts, all with the options that the groups had when it was asked for.
+    """Splits an optimizer's step into steps for some parameters each, with the options of one point in time.
 
-    That is one step to the last bit for optimizers that update each parameter from its own gradient and
-    state. Others are refused: at once where that can be seen, or with the first part where they change
-    options that all parameters share. From now on the optimizer's own ``step()`` is refused as well.
+    The result is that of one step to the last bit, for optimizers that update each parameter from its own
+    gradient and state. Others are refused: on construction if possible, else on the first partial step, if it
+    changes options that all parameters share. The optimizer's own ``step()`` is refused from now on.
 
     Args:
         optimizer: over parameters of ``model``.
-        model: whose gradients it gets.
+        model: the module whose gradients it uses.
 
     Raises:
         UsageError: the optimizer needs all gradients at once, or has parameters that are not the model's.
@@ -295,18 +302,18 @@ class PartialSteps:
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         _check(optimizer, model)
         self._optimizer = optimizer
-        self._options: list[Options] = []  # of the step that was asked for, a dict for each parameter group
+        self._options: list[Options] = []  # of the requested step, one dict per parameter group
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_other_steps)
 
-    def ask(self) -> None:
-        """A step begins: keep the learning rates and other options as they are now."""
+    def request(self) -> None:
+        """Record the learning rates and other options for the next step."""
         self._options = [_options_of(group) for group in self._optimizer.param_groups]
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # checked by torch's schedulers
 
     @torch.no_grad()
     def take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Update these parameters; afterwards they have no gradient."""
+        """Update these parameters and clear their gradients."""
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         self._stepping = True
@@ -317,13 +324,13 @@ class PartialSteps:
             self._stepping = False
         for parameter in parameters:
             parameter.grad = None
-            # an optimizer's own kernels may not say that they have changed it: autograd must know, should the
-            # forward pass have used it already
+            # An optimizer's own kernels may not increment the version, by which autograd detects that the
+            # forward pass has already used the parameter.
             torch.autograd.graph.increment_version(parameter)
 
     @contextmanager
     def _groups_of(self, chosen: set[Tensor]) -> Iterator[None]:
-        """Leave the optimizer only these parameters, and the options of the step that was asked for."""
+        """Restrict the optimizer to these parameters, with the options of the requested step."""
         groups = self._optimizer.param_groups
         now = [dict(group) for group in groups]
         for group, options in zip(groups, self._options, strict=True):
@@ -345,12 +352,12 @@ class PartialSteps:
 
 
 def trained(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return those that get gradients."""
+    """Return the parameters that require gradients."""
     return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def _options_of(group: Options) -> Options:
-    """Return the options of a parameter group as they are now; schedulers change tensors in place."""
+    """Copy the options of a parameter group. Tensors are cloned, since schedulers change them in place."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in group.items()

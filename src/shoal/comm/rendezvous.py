@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other: each puts its address into torch's store and reads all."""
+"""Connects the ranks of a group, which exchange addresses through torch's store; probes helper bandwidths."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import cache
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -22,6 +23,17 @@ from shoal.errors import ShoalError, UsageError
 
 _SECRET_BYTES = 32
 
+_PROBE_HOST_S = 0.15
+_PROBE_ALL_HELPERS_S = 0.25
+_PROBE_HELPER_S = 0.04
+_PROBE_MIN_BYTES = 128 << 10
+_PROBE_MAX_BYTES = 64 << 20
+_PROBE_TIMEOUT_S = 30.0
+_MAX_PROBED_HELPERS = 12
+_PATTERN_LENGTH = 240
+_SAME_RATE = 1.3  # a short probe does not resolve smaller ratios between helpers
+_RESOLUTION = 20  # multiples are rounded to 1/20: the probe is no more accurate, and patterns stay short
+
 
 def connect_engine(
     store: Store,
@@ -34,12 +46,13 @@ def connect_engine(
     *,
     verbose: bool = True,
 ) -> Engine:
-    """Make this rank's engine and connect it to all others. All ranks call it, with the same ``options``.
+    """Create this rank's engine and connect it to all others.
 
-    Rank 0 prints what was found, if ``verbose``.
+    All ranks call it with the same ``options``. If ``verbose``, rank 0 prints the number of hosts and the
+    bandwidths to stderr.
 
     Raises:
-        CommError: a rank did not come in time or refused the secret.
+        CommError: a rank did not come in time or rejected the secret.
         UsageError: an environment variable is wrong.
     """
     records = Records(store, group, None, timeout)
@@ -47,13 +60,18 @@ def connect_engine(
         records = Records(store, group, env.secret(), timeout)
         options = options or EngineOptions()
         options = replace(options, transport=options.transport or env.transport())
-        rules = _common_rules(records, rank, options)
-        engine, address = _listen(store, rules, rank, size, group, options)
+        rules = _exchange_rules(records, rank, options)
+        address = local_address(store)
+        secret = env.secret()
+        engine = Engine(
+            rank=rank, size=size, group=group, address=address, options=options,
+            secret=secret if secret is not None else bytes.fromhex(rules.secret),
+        )  # fmt: skip
     except ShoalError as problem:
         for key in ("rules", f"peer/{rank}") if rank == 0 else (f"peer/{rank}",):
             records.put_error(key, f"rank {rank}: {problem}")
         raise
-    me = {
+    location = {
         "host": host_identity(),
         "address": address,
         "port": engine.port,
@@ -62,68 +80,58 @@ def connect_engine(
         "node": os.uname().nodename,
         "network": network_identity(),
     }
-    records.put(f"peer/{rank}", me)
+    records.put(f"peer/{rank}", location)
     found = [parse_peer(records.get(f"peer/{other}", other)) for other in range(size)]
     peers = [peer for peer, _ in found]
     try:
-        refuse_loopback([place for _, place in found])
+        refuse_loopback([endpoint for _, endpoint in found])
     except UsageError:
         records.wait_for_readers(rank, size)
         raise
     hosts = [peer.host for peer in peers]
     num_hosts = len(set(hosts))
     helpers, bandwidths = rules.helpers, rules.bandwidths
-    if num_hosts == 1:  # shared memory does it all
+    if num_hosts == 1:  # shared memory only
         helpers, bandwidths = [], []
-    elif options.order == "rank":  # each rank's tensor travels by itself; servers add in rank order
+    elif options.order == "rank":  # each rank counts as a host; servers add in rank order
         peers = [replace(peer, host=f"{peer.host}/{number}") for number, peer in enumerate(peers)]
         hosts = [peer.host for peer in peers]
-    start = chunk_pattern(hosts, [bandwidth or 1.0 for bandwidth in bandwidths])
-    engine.connect(peers, helpers, start, segment=rules.segment, timeout_s=timeout.total_seconds())
+    pattern = chunk_pattern(hosts, [bandwidth or 1.0 for bandwidth in bandwidths])
+    engine.connect(peers, helpers, pattern, segment=rules.segment, timeout_s=timeout.total_seconds())
+    rate_text = ""
     if not all(bandwidths):
-        rate, measured = measure_helpers(
+        rate, bandwidths = measure_helpers(
             engine, records, rank=rank, size=size, num_hosts=num_hosts, num_helpers=len(helpers)
         )
-        remember_bandwidths([helper.name for helper in helpers], measured)
-        engine.set_pattern(chunk_pattern(hosts, measured))
-        if rank == 0 and verbose:
-            _report(num_hosts, size, options.transport, f", {rate * 8e-6:,.0f} Mbit/s each", measured)
-    elif rank == 0 and num_hosts > 1 and verbose:
-        _report(num_hosts, size, options.transport, "", bandwidths)
+        remember_bandwidths([helper.name for helper in helpers], bandwidths)
+        engine.set_pattern(chunk_pattern(hosts, bandwidths))
+        rate_text = f", {rate * 8e-6:,.0f} Mbit/s each"
+    if rank == 0 and num_hosts > 1 and verbose:
+        _print_network(num_hosts, size, options.transport, rate_text, bandwidths)
     return engine
 
 
-def _listen(
-    store: Store, rules: Rules, rank: int, size: int, group: str, options: EngineOptions
-) -> tuple[Engine, str]:
-    address = local_address(store)
-    given = env.secret()
-    secret = given if given is not None else bytes.fromhex(rules.secret)
-    return Engine(rank=rank, size=size, group=group, secret=secret, address=address, options=options), address
-
-
-# What has been told: further groups of the same shape are not worth a line.
-_reported: set[str] = set()
-
-
-def _report(num_hosts: int, size: int, transport: str | None, rate: str, helpers: list[float]) -> None:
+def _print_network(
+    num_hosts: int, size: int, transport: str | None, rate: str, bandwidths: list[float]
+) -> None:
     bucket = recommended_bucket_bytes(num_hosts, ranks_per_host=-(-size // num_hosts))
-    links = (
-        f"; {len(helpers)} helpers with {', '.join(f'{ratio:g}' for ratio in helpers)} times that"
-        if helpers
-        else ""
-    )
+    ratios = ", ".join(f"{bandwidth:g}" for bandwidth in bandwidths)
+    links = f"; {len(bandwidths)} helpers with {ratios} times that" if bandwidths else ""
     over = f"libfabric ({providers})" if (providers := fabric_providers(transport)) else "TCP"
-    line = f"shoal: {num_hosts} hosts over {over}{rate}{links}; bucket_cap_mb={bucket // MIB} suits"
-    if line not in _reported:
-        _reported.add(line)
-        print(line, file=sys.stderr)
+    _print_once(f"shoal: {num_hosts} hosts over {over}{rate}{links}; bucket_cap_mb={bucket // MIB} suits")
 
 
-def _common_rules(records: Records, rank: int, options: EngineOptions) -> Rules:
-    """Return what rank 0 decides for all.
+@cache
+def _print_once(line: str) -> None:
+    """Print a line to stderr; further groups of the same shape do not repeat it."""
+    print(line, file=sys.stderr)
 
-    Without ``SHOAL_SECRET`` the secret is random and lies in the store: all who can read the store may join.
+
+def _exchange_rules(records: Records, rank: int, options: EngineOptions) -> Rules:
+    """Return the settings that rank 0 decides.
+
+    Without ``SHOAL_SECRET`` the secret is random and in the store: any process that can read the store may
+    join.
     """
     if rank == 0:
         if env.helpers() and env.secret() is None:
@@ -147,92 +155,87 @@ def _common_rules(records: Records, rank: int, options: EngineOptions) -> Rules:
     return rules
 
 
-_HOST_S = 0.15
-_ALL_HELPERS_S = 0.25
-_ONE_HELPER_S = 0.04
-_FIRST_BYTES = 128 << 10
-_MOST_BYTES = 64 << 20
-_MOST_PROBED = 12
-_ALIKE = 1.3  # a short measurement tells no finer difference between helpers
-_STEPS = 20  # multiples are rounded to a twentieth: no better is measured, and the pattern stays short
-_DEADLINE_S = 30.0
+# ---- bandwidth probe ------------------------------------------------------------------------------------
+# Runs once, when a group with helper hosts starts. Rank 0's clock decides, and the store carries its
+# readings, so that all ranks use the same pattern. It takes about 0.5 s, and 0.2 s per helper;
+# SHOAL_HELPERS=address:port*2.0 gives the bandwidth and avoids it.
 
 
 def measure_helpers(
     engine: Engine, records: Records, *, rank: int, size: int, num_hosts: int, num_helpers: int
 ) -> tuple[float, list[float]]:
-    """Return a worker host's bandwidth in bytes/s and each helper's as a multiple of it. All ranks call it.
+    """Measure a worker host's bandwidth, and each helper's as a multiple of it. All ranks call it.
 
-    First the workers' links, then each of the first dozen helpers for a moment, to compare them, and at last
-    all helpers together, for their sum.
+    It measures the workers' links first, then each of the first 12 helpers for a moment, to compare them, and
+    last all helpers together, for their sum.
+
+    Returns:
+        The bandwidth of a worker host in bytes/s, and the multiple of each helper.
 
     Raises:
-        CommError: the group failed meanwhile.
+        CommError: the group failed.
     """
     engine.set_pattern(list(range(size)))
-    num_bytes, took_s = _FIRST_BYTES, 0.0
+    num_bytes, took_s = _PROBE_MIN_BYTES, 0.0
     for attempt in range(32):
         took_s = _timed(engine, num_bytes)
-        enough = took_s >= _HOST_S or num_bytes >= _MOST_BYTES
-        told = _from_rank_0(records, rank, f"probe/{attempt}", 0 if enough else num_bytes * 2)
-        if not told:
+        enough = took_s >= _PROBE_HOST_S or num_bytes >= _PROBE_MAX_BYTES
+        next_bytes = _from_rank_0(records, rank, f"probe/{attempt}", 0 if enough else num_bytes * 2)
+        if not next_bytes:
             break
-        num_bytes = int(told)
+        num_bytes = int(next_bytes)
     host = _from_rank_0(records, rank, "probe/host", 2 * (num_hosts - 1) / num_hosts * num_bytes / took_s)
-    alone = []
-    for helper in range(min(num_helpers, _MOST_PROBED)):
+    rates = []
+    for helper in range(min(num_helpers, _MAX_PROBED_HELPERS)):
         engine.set_pattern([size + helper])
-        share = max(int(host * _ONE_HELPER_S / num_hosts), _FIRST_BYTES)
-        _timed(engine, share // 2)  # lets the connections find their pace
-        alone.append(_from_rank_0(records, rank, f"probe/helper/{helper}", share / _timed(engine, share)))
-    weights = compare(alone) + [1.0] * (num_helpers - len(alone))
-    engine.set_pattern([size + helper for helper in assign_chunks(_PATTERN, weights)])
-    num_bytes = min(int(host * _ALL_HELPERS_S), _MOST_BYTES)
+        share = max(int(host * _PROBE_HELPER_S / num_hosts), _PROBE_MIN_BYTES)
+        _timed(engine, share // 2)  # warms up the connections
+        rates.append(_from_rank_0(records, rank, f"probe/helper/{helper}", share / _timed(engine, share)))
+    weights = _relative_rates(rates) + [1.0] * (num_helpers - len(rates))
+    engine.set_pattern([size + helper for helper in assign_chunks(_PATTERN_LENGTH, weights)])
+    num_bytes = min(int(host * _PROBE_ALL_HELPERS_S), _PROBE_MAX_BYTES)
     together = num_hosts * num_bytes / _timed(engine, num_bytes) / host
     together = _from_rank_0(records, rank, "probe/together", together)
-    return host, multiples(weights, together, num_hosts)
+    return host, _multiples(weights, together, num_hosts)
 
 
-_PATTERN = 240
-
-
-def compare(rates: list[float]) -> list[float]:
-    """Return the helpers' rates as multiples of their mean, all 1 where they are much alike."""
+def _relative_rates(rates: list[float]) -> list[float]:
+    """Return rates as multiples of their mean; all 1 if they differ little."""
     mean = sum(rates) / len(rates)
-    alike = max(rates) <= _ALIKE * min(rates)
-    return [1.0 if alike else rate / mean for rate in rates]
+    same = max(rates) <= _SAME_RATE * min(rates)
+    return [1.0 if same else rate / mean for rate in rates]
 
 
-def multiples(weights: list[float], together: float, num_hosts: int) -> list[float]:
+def _multiples(weights: list[float], together: float, num_hosts: int) -> list[float]:
     """Return each helper's bandwidth as a multiple of a worker host's.
 
-    ``together`` is that of all helpers. From about ``num_hosts`` on the workers' links were the limit: then
-    the helpers can take everything, and are not measured any finer.
+    ``together`` is the multiple of all helpers. From about ``num_hosts`` on, the workers' links were the
+    limit: the helpers can then take everything, and are not measured more precisely.
     """
     if together > 0.8 * num_hosts:
         together = max(float(num_hosts), together)
     scale = together / sum(weights)
-    return [max(round(weight * scale * _STEPS), 1) / _STEPS for weight in weights]
+    return [max(round(weight * scale * _RESOLUTION), 1) / _RESOLUTION for weight in weights]
 
 
 def _timed(engine: Engine, num_bytes: int) -> float:
-    """Return the seconds of an all-reduce that everybody begins together."""
+    """Return the seconds of an all_reduce that all ranks begin together."""
     values = torch.zeros(num_bytes // 4, dtype=torch.float32)
-    handle = engine.submit(Operation(kind="barrier", timeout_s=_DEADLINE_S))
-    engine.wait(handle)
-    asked = Operation(
+    engine.wait(engine.submit(Operation(kind="barrier", timeout_s=_PROBE_TIMEOUT_S)))
+    operation = Operation(
         kind="all_reduce", input=values.data_ptr(), output=values.data_ptr(), count=values.numel(),
-        dtype="float32", shape=tuple(values.shape), timeout_s=_DEADLINE_S,
+        dtype="float32", shape=tuple(values.shape), timeout_s=_PROBE_TIMEOUT_S,
     )  # fmt: skip
     begin = time.perf_counter()
-    engine.wait(engine.submit(asked))
+    engine.wait(engine.submit(operation))
     return time.perf_counter() - begin
 
 
 def _from_rank_0(records: Records, rank: int, key: str, value: float) -> float:
+    """Return rank 0's value."""
     if rank == 0:
         records.put(key, {"value": float(value)})
-    found = records.get(key, 0)
-    value = found.number("value")
-    found.end()
+    fields = records.get(key, 0)
+    value = fields.number("value")
+    fields.end()
     return value

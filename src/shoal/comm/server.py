@@ -1,8 +1,8 @@
-"""The server of a helper host: sums chunks for any number of groups, and does nothing else.
+"""Runs the server of a helper host, which sums chunks for any number of groups.
 
     python -m shoal.comm.server --address 10.0.0.9 --port 7070        (or: shoal serve ...)
 
-It needs neither torch nor NumPy. The job's secret comes from SHOAL_SECRET or SHOAL_SECRET_FILE.
+Imports neither torch nor NumPy. The job's secret is read from SHOAL_SECRET or SHOAL_SECRET_FILE.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ def serve(
     report_every_s: float = 0.0,
     transport: str | None = None,
 ) -> int:
-    """Sum until SIGTERM or Ctrl-C; return the exit code.
+    """Serve until SIGTERM or Ctrl-C; return the exit code.
 
     Args:
-        address: IPv4 address of the interface to listen on, and of no other.
+        address: IPv4 address of the only interface to listen on.
         port: port to listen on; 0 takes a free one.
-        secret_file: file with the job's secret; default: what the environment says.
-        report_every_s: print counters so often; 0 for never.
-        transport: as in ``EngineOptions``, the same as the workers'; default: what the environment says.
+        secret_file: file with the job's secret; default: from the environment.
+        report_every_s: seconds between two lines with the counters; 0 prints none.
+        transport: as in ``EngineOptions``, the same as the workers'; default: from the environment.
 
     Raises:
-        UsageError: there is no secret, or no such transport.
-        ShoalError: the address, the port or the transport cannot be had.
+        UsageError: there is no secret, or the transport is unknown.
+        ShoalError: the address, the port or the transport is not available.
     """
     secret = env.secret({env.SECRET_FILE: str(secret_file)} if secret_file else None)
     if secret is None:
         raise UsageError(
-            "a server admits only who knows the job's secret: make one with "
+            "a server admits only peers that know the job's secret: make one with "
             f"{env.MAKE_SECRET} and set SHOAL_SECRET_FILE=job.secret, here and on the workers"
         )
     fabric = fabric_providers(transport or env.transport())
@@ -59,7 +59,7 @@ def serve(
         signal.signal(number, lambda *_: stop.set())
     server.start()
     print(f"shoal serve: listening on {address}:{server.port}", flush=True)
-    # Short waits: a signal handler runs between two of them, whichever thread the signal woke.
+    # Short waits: signal handlers run between two of them, whichever thread received the signal.
     next_report = time.monotonic() + report_every_s
     while not stop.wait(0.5):
         if report_every_s and time.monotonic() >= next_report:
@@ -88,7 +88,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--secret-file", type=Path, help="file with the job's secret, which others cannot read"
     )
-    parser.add_argument("--report-every-s", type=float, default=0.0, help="print counters so often")
+    parser.add_argument(
+        "--report-every-s",
+        type=float,
+        default=0.0,
+        help="seconds between two lines with the counters (default: none)",
+    )
     parser.add_argument(
         "--transport", help="tcp, or ofi:PROVIDER,... as the workers' (default: SHOAL_TRANSPORT)"
     )

@@ -96,7 +96,7 @@ class DataParallel(DistributedDataParallel):
 
     def rehearsal(self) -> AbstractContextManager[None]:
         """Return a context for backward passes whose gradients are not used: they leave no residual."""
-        return nullcontext() if self.wire is None else self.wire.aside()
+        return nullcontext() if self.wire is None else self.wire.no_error_feedback()
 
     def wire_state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it."""

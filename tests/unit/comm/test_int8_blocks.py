@@ -27,7 +27,7 @@ def some_blocks(count: int, seed: int = 0) -> Tensor:
 
 
 def room(num_blocks: int) -> tuple[Tensor, Tensor]:
-    return int8_blocks.parts(torch.full((num_blocks * BLOCK_BYTES,), 77, dtype=torch.uint8))
+    return int8_blocks.values_and_scales(torch.full((num_blocks * BLOCK_BYTES,), 77, dtype=torch.uint8))
 
 
 def test_values_scales_and_what_is_left_over_are_those_of_numpy() -> None:
@@ -71,7 +71,7 @@ def test_a_block_that_is_not_finite_travels_as_nan_and_leaves_nothing(bad: float
 
 def test_a_row_is_all_values_and_then_all_scales() -> None:
     rows = torch.zeros(2, 3 * BLOCK_BYTES, dtype=torch.uint8)
-    values, scales = int8_blocks.parts(rows)
+    values, scales = int8_blocks.values_and_scales(rows)
     assert values.shape == (2, 3, BLOCK) and scales.shape == (2, 3)
     int8_blocks.encode(some_blocks(4)[1:], values[1], scales[1])
     assert (rows[0] == 0).all()
@@ -84,7 +84,7 @@ def test_a_row_is_all_values_and_then_all_scales() -> None:
 def test_sums_are_in_rank_order_and_a_workers_own_numbers_are_not_rounded(rank: int) -> None:
     numbers = [some_blocks(300, seed=other) for other in range(3)]
     received = torch.full((3, 300 * BLOCK_BYTES), 255, dtype=torch.uint8)  # NaN where it is not filled
-    values, scales = int8_blocks.parts(received)
+    values, scales = int8_blocks.values_and_scales(received)
     for other in range(3):
         if other != rank:
             int8_blocks.encode(numbers[other].clone(), values[other], scales[other])
@@ -102,11 +102,11 @@ def test_sums_are_in_rank_order_and_a_workers_own_numbers_are_not_rounded(rank: 
 )
 def test_rows_are_written_one_after_the_other_without_the_padding(count: int) -> None:
     rows = torch.zeros(3, 2 * BLOCK_BYTES, dtype=torch.uint8)
-    values, scales = int8_blocks.parts(rows)
+    values, scales = int8_blocks.values_and_scales(rows)
     numbers = some_blocks(600)[-6:].view(3, 2, BLOCK)
     for row in range(3):
         int8_blocks.encode(numbers[row].clone(), values[row], scales[row])
     flat = torch.full((count + 2,), 5.0)
-    int8_blocks.write_out(rows, flat[:count])
+    int8_blocks.decode_rows(rows, flat[:count])
     np.testing.assert_array_equal(flat[:count].numpy(), oracle.sent(numbers.flatten().numpy())[:count])
     assert flat[count:].tolist() == [5.0, 5.0]
