@@ -1,7 +1,7 @@
-"""The only reader of environment variables.
+"""Reads environment variables; no other module does, which a test enforces.
 
-A worker learns its place from whoever started it: torchrun's names first, then those of Open MPI, MPICH
-and Intel MPI. Nothing else in the package looks at ``os.environ``; a test greps for it.
+A worker's rank comes from its launcher: torchrun's variables first, then those of Open MPI, MPICH and
+Intel MPI.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from pathlib import Path
 from shoal.errors import UsageError
 
 LAUNCH_DIR = "SHOAL_LAUNCH_DIR"
-"""Folder that the launcher of this host shares with its workers: process ids, error files."""
+"""Folder shared by the launcher of this host and its workers, for error reports."""
 
 STORE_FILE = "SHOAL_STORE_FILE"
-"""File in which the workers of one host meet (torch's ``FileStore``), so that nobody listens on a port."""
+"""File of torch's ``FileStore``, by which the workers of one host rendezvous without a port."""
 
 TEST_DATA = "SHOAL_TEST_DATA"
 
 SECRET_FILE = "SHOAL_SECRET_FILE"
-"""A file that holds the job's secret, known to its workers and servers."""
+"""File with the job's secret, shared by its workers and servers."""
 SECRET = "SHOAL_SECRET"
-"""The secret itself. The weaker form: each child process inherits it, and /proc/PID/environ shows it."""
+"""The secret itself; weaker, since child processes inherit it and /proc/PID/environ shows it."""
 MAKE_SECRET = "(umask 077; head -c 32 /dev/urandom | base64 > job.secret)"
-"""A command that makes a secret's file."""
+"""Shell command that makes a secret's file."""
 HELPERS = "SHOAL_HELPERS"
 """Servers on helper hosts: ``10.0.0.7:4400,10.0.0.8:4400*2.0``, the second with twice the bandwidth."""
 INTERFACE = "SHOAL_INTERFACE"
-"""Address or name of the network interface on which the backend listens."""
+"""Address or name of the network interface that the backend listens on."""
 TRANSPORT = "SHOAL_TRANSPORT"
-"""What carries the backend's chunks: ``tcp``, or ``ofi:`` and libfabric's providers; alike on all hosts."""
+"""Transport of the backend: ``tcp``, or ``ofi:`` and libfabric's providers; the same on all hosts."""
 HOST_ID = "SHOAL_HOST_ID"
-"""Overrides what tells whether two workers share a host; tests make several hosts of one machine with it."""
+"""Overrides the identity of this host; tests emulate several hosts on one machine with it."""
 
 _SLURM_JOB_ID = "SLURM_JOB_ID"
 
-# (rank, number of workers, local rank, local number of workers) as each launcher names them
+# (rank, number of workers, local rank, local number of workers) of each launcher
 _MPI_NAMES = {
     "Open MPI": (
         "OMPI_COMM_WORLD_RANK",
@@ -54,12 +54,12 @@ _MPI_NAMES = {
 _DEFAULT_PORT = 29_500
 _SAFE_IN_URL = re.compile(r"/[^?#\x00-\x1f]*")
 _SECRET_BYTES = (16, 4_096)
-"""A shorter one could be found by trial, from what a handshake shows."""
+"""Minimum and maximum; a shorter secret could be found by trial from the messages of a handshake."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlace:
-    """The position of this process in the job."""
+    """Rank of this process in the job and on its host."""
 
     rank: int
     num_workers: int
@@ -74,9 +74,9 @@ class WorkerPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class HelperAddress:
-    """Where a server on a helper host listens, and its bandwidth as a multiple of a worker host's.
+    """Address of a server on a helper host, and its bandwidth relative to a worker host's.
 
-    A bandwidth of ``None`` is to be measured.
+    A bandwidth of ``None`` means that it is measured.
     """
 
     address: str
@@ -86,25 +86,25 @@ class HelperAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnv:
-    """The place of a process that somebody has started as a worker, and where the workers meet."""
+    """Rank of a worker process, and the rendezvous of the workers."""
 
     place: WorkerPlace
     master_addr: str
     master_port: int
     launcher: str
     store_file: Path | None = None
-    """The file in which the workers of one host meet; the address and the port then mean nothing."""
+    """File of the rendezvous on one host; address and port are ignored then."""
 
     @property
     def init_method(self) -> str:
-        """The URL at which ``init_process_group`` finds the store."""
+        """URL of the store, for ``init_process_group``."""
         if self.store_file is not None:
             return f"file://{self.store_file}"
         return f"tcp://{self.master_addr}:{self.master_port}"
 
 
 def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
-    """Return this process's place if a launcher has set one, else ``None``.
+    """Return this worker's environment if a launcher has started the process, else ``None``.
 
     Raises:
         UsageError: a variable is missing or is not a number in its range.
@@ -155,8 +155,8 @@ def alone(folder: Path) -> WorkerEnv:
 
 
 def launch_dir(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Return the folder shared with our own launcher, or ``None`` under another one."""
-    value = (os.environ if environ is None else environ).get(LAUNCH_DIR)
+    """Return the folder shared with shoal's launcher, or ``None`` under another one."""
+    value = _text(LAUNCH_DIR, environ)
     return Path(value) if value else None
 
 
@@ -167,13 +167,12 @@ def secret(environ: Mapping[str, str] | None = None) -> bytes | None:
         UsageError: the file cannot be read, or others can read it; or the secret is too short.
     """
     environ = os.environ if environ is None else environ
-    source, path = SECRET, environ.get(SECRET_FILE)
-    value = environ.get(SECRET, "").encode(errors="surrogateescape")
-    if SECRET not in environ:
-        if path is None:
-            return None
-        source, value = f"{SECRET_FILE}={path}", _read_secret(path)
-    value = value.strip()
+    if SECRET in environ:
+        source, value = SECRET, environ[SECRET].encode(errors="surrogateescape").strip()
+    elif (path := environ.get(SECRET_FILE)) is not None:
+        source, value = f"{SECRET_FILE}={path}", _read_secret(path).strip()
+    else:
+        return None
     if not _SECRET_BYTES[0] <= len(value) <= _SECRET_BYTES[1]:
         raise UsageError(
             f"{source}: a secret has {_SECRET_BYTES[0]} to {_SECRET_BYTES[1]:,} bytes, and this one has "
@@ -186,8 +185,8 @@ def secret(environ: Mapping[str, str] | None = None) -> bytes | None:
 def _read_secret(path: str) -> bytes:
     try:
         with Path(path).open("rb") as file:
-            status = os.fstat(file.fileno())  # of the file itself, where Kubernetes mounts a link to it
-            value = file.read(_SECRET_BYTES[1] + 3)  # a line break more is none of it
+            status = os.fstat(file.fileno())  # of the file itself: Kubernetes mounts a link to it
+            value = file.read(_SECRET_BYTES[1] + 3)  # and a line break
     except OSError as problem:
         raise UsageError(f"{SECRET_FILE}={path} cannot be read: {problem.strerror}") from None
     mode = stat.S_IMODE(status.st_mode)
@@ -209,8 +208,8 @@ def helpers(environ: Mapping[str, str] | None = None) -> list[HelperAddress]:
     value = (os.environ if environ is None else environ).get(HELPERS, "")
     found = []
     for entry in filter(None, (part.strip() for part in value.split(","))):
-        place, _, factor = entry.partition("*")
-        address, _, port = place.rpartition(":")
+        where, _, factor = entry.partition("*")
+        address, _, port = where.rpartition(":")
         try:
             bandwidth = float(factor) if "*" in entry else None
         except ValueError:
@@ -227,7 +226,7 @@ def helpers(environ: Mapping[str, str] | None = None) -> list[HelperAddress]:
 
 @contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Take variables out of this process's environment in this block, and so out of its children's."""
+    """Remove variables from this process's environment, and so from its children's, within a block."""
     values = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
@@ -237,32 +236,36 @@ def without(*names: str) -> Iterator[None]:
 
 def interface(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the address or interface name in ``SHOAL_INTERFACE``, or ``None``."""
-    return (os.environ if environ is None else environ).get(INTERFACE) or None
+    return _text(INTERFACE, environ)
 
 
 def transport(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the transport that ``SHOAL_TRANSPORT`` names, or ``None``."""
-    return (os.environ if environ is None else environ).get(TRANSPORT) or None
+    """Return the transport in ``SHOAL_TRANSPORT``, or ``None``."""
+    return _text(TRANSPORT, environ)
 
 
 def host_id(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the host identity that ``SHOAL_HOST_ID`` imposes, or ``None``."""
-    return (os.environ if environ is None else environ).get(HOST_ID) or None
+    """Return the host identity in ``SHOAL_HOST_ID``, or ``None``."""
+    return _text(HOST_ID, environ)
 
 
 def job_id(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the scheduler's name for this job, which a job that is started again keeps, or ``None``."""
-    return (os.environ if environ is None else environ).get(_SLURM_JOB_ID) or None
+    """Return the scheduler's job id, which a requeued job keeps, or ``None``."""
+    return _text(_SLURM_JOB_ID, environ)
 
 
 def test_data_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """Return where tests look for real data that is not part of the project."""
-    return Path((os.environ if environ is None else environ).get(TEST_DATA, "../shared/data"))
+    """Return the folder of the tests' real data, which is not part of the project."""
+    return Path(_text(TEST_DATA, environ) or "../shared/data")
 
 
 def child_environment(**changes: str) -> dict[str, str]:
     """Return a copy of this process's environment for a child, with ``changes`` applied."""
     return {**os.environ, **changes}
+
+
+def _text(name: str, environ: Mapping[str, str] | None) -> str | None:
+    return (os.environ if environ is None else environ).get(name) or None
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -1,8 +1,8 @@
-"""The errors a person is meant to read, and the exit codes of every command. Standard library only.
+"""Defines the errors that users see, and the exit codes of every command. Standard library only.
 
-An error message names the file, field or peer, the value, the rule and the remedy, in that order where
-it reads well. The command line prints it without a traceback; everything else that is raised is a defect
-of ours and keeps its traceback.
+An error message states the file, field or peer, the value, the rule and the remedy, in that order where it
+reads well. The command line prints it without a traceback; any other exception is a bug and keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ EXIT_STOPPED = 75
 
 
 class ShoalError(RuntimeError):
-    """Something outside our control failed (a damaged file, a full disk, a lost peer): exit code 1."""
+    """Something outside the program failed (a damaged file, a full disk, a lost peer): exit code 1."""
 
     exit_code = EXIT_FAILURE
 
 
 class UsageError(ShoalError, ValueError):
-    """The user asked for something that cannot be: exit code 2."""
+    """A command, setting or file of the user is invalid: exit code 2."""
 
     exit_code = EXIT_USAGE
 
@@ -34,6 +34,6 @@ class RetryStep(ShoalError):
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?`` for the choice nearest to ``word``, or an empty string."""
+    """Return `` Did you mean 'x'?`` with the choice nearest to ``word``, or an empty string."""
     near = get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""

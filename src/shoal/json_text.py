@@ -1,8 +1,8 @@
-"""JSON that comes from a file, a peer or another process: read in one place. Standard library only.
+"""Parses JSON from files, peers and other processes. Standard library only.
 
-Whatever is wrong with it becomes one error that names where it came from. ``json.loads`` itself raises a
-``RecursionError`` where lists are nested too deeply, and different kinds of ``ValueError`` at what is not
-JSON, is not UTF-8, or is a number of too many digits.
+Any problem becomes one error that names the source. ``json.loads`` itself raises ``RecursionError`` for
+lists nested too deeply, and different kinds of ``ValueError`` for text that is not JSON or not UTF-8 and for
+numbers with too many digits.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def parse_json(
 
     Args:
         text: the JSON; bytes are UTF-8.
-        where: names the file, line or peer that it came from.
-        error: what to raise.
-        remedy: ends the message.
+        where: name of the file, line or peer.
+        error: type of the exception.
+        remedy: end of the message.
         object_pairs_hook: as of ``json.loads``.
 
     Raises:
-        ShoalError: or what ``error`` says: it is not JSON, or nested too deeply.
+        ShoalError: or ``error``: the text is not JSON, or nested too deeply.
     """
     try:
         return json.loads(text, object_pairs_hook=object_pairs_hook)

@@ -1,15 +1,16 @@
-"""The record of a run: what ``train`` writes and ``report`` reads. Standard library only.
+"""Writes and reads the record of a run. Standard library only.
 
-A record is the file ``record.jsonl`` of a run directory: one JSON object a line, each with ``kind`` and
-``time_s`` (seconds since 1970). Lines are only ever appended. A run that was killed may leave a cut last
-line; a run that went back to a checkpoint has a ``resume`` line, and whatever earlier lines say of later
-steps is superseded by it. :func:`read_record` settles both, so that no reader has to.
+A record is the file ``record.jsonl`` of a run directory: one JSON object per line, each with ``kind`` and
+``time_s`` (seconds since 1970). Lines are only appended. A killed run may leave an incomplete last line; a
+run that went back to a checkpoint has a ``resume`` line, which supersedes earlier lines about later steps.
+:func:`read_record` handles both, so that no reader has to.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from io import RawIOBase
 from os import SEEK_END
@@ -20,15 +21,18 @@ from shoal.errors import ShoalError
 from shoal.json_text import parse_json
 
 FILE_NAME = "record.jsonl"
+FORMAT = 1
+"""Version of the record, in every ``start`` line; records of another version are refused. New kinds and
+fields do not change it, since readers skip unknown ones."""
 
 PARTS = ("data", "forward", "backward", "gradient_wait", "optimizer", "other")
-"""Where a step's time goes: reading examples, forward, backward, gradient averaging that backward did not
-hide, optimizer, and the rest (metrics, checkpoint staging)."""
+"""Parts of a step's time: reading examples, forward, backward, gradient averaging not overlapped with
+backward, optimizer, and the rest (metrics, checkpoint staging)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One process group has begun or taken up the run."""
+    """A process group has started or resumed the run."""
 
     kind: ClassVar[str] = "start"
     run: str
@@ -47,24 +51,25 @@ class Start:
     micro_batch_size: int
     accumulation_steps: int
     unit: str = "sequences"
-    """What samples are called, for rates: "images"."""
+    """Plural name of the samples: "images"."""
     epoch_samples: int = 0
-    """Samples in an epoch of a run that is defined in epochs; 0 for one that is defined in steps."""
+    """Samples per epoch of a run defined in epochs; 0 for a run defined in steps."""
     references: dict[str, float] = field(default_factory=dict)
-    """Lines to draw in the plots of evaluation metrics: metric name -> value."""
+    """Reference lines for the plots of evaluation metrics: metric name -> value."""
+    format: int = FORMAT
     time_s: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A phase of the run begins with ``step``: what its steps are made of."""
+    """A phase of the run, with its own batch and lengths, begins with ``step``."""
 
     kind: ClassVar[str] = "phase"
     step: int
     last_step: int
     name: str
     sequence_length: int
-    """Tokens of its longest examples."""
+    """Tokens of the longest examples."""
     global_batch_size: int
     micro_batch_size: int
     accumulation_steps: int
@@ -73,12 +78,12 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The average over the steps since the last such line; ``step`` counts optimizer steps from 1."""
+    """Averages over the steps since the last such line; ``step`` counts optimizer steps from 1."""
 
     kind: ClassVar[str] = "step"
     step: int
     samples: int
-    """Samples consumed since the beginning of the run."""
+    """Samples consumed since the start of the run."""
     loss: float
     metrics: dict[str, float]
     learning_rate: float
@@ -88,9 +93,9 @@ class Step:
     samples_per_s: float
     step_s: float
     parts_s: dict[str, float]
-    """Seconds a step in each of :data:`PARTS`; they sum up to ``step_s``."""
+    """Seconds per step in each of :data:`PARTS`; their sum is ``step_s``."""
     num_skipped: int = 0
-    """Steps skipped since the last line because of an overflow."""
+    """Steps skipped since the last line because of overflow."""
     peak_memory_bytes: int = 0
     time_s: float = field(default_factory=time.time)
 
@@ -117,26 +122,26 @@ class Checkpoint:
     path: str
     num_bytes: int
     blocked_s: float
-    """Time that training stood still for it."""
+    """Seconds that training was blocked."""
     written_s: float
-    """Time from the request to the complete file."""
+    """Seconds from the request to the complete file."""
     time_s: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """The run went on from a checkpoint; earlier lines about later steps no longer count."""
+    """The run continued from a checkpoint; earlier lines about later steps are void."""
 
     kind: ClassVar[str] = "resume"
     step: int
     path: str
     damaged: list[str] = field(default_factory=list)
-    """Newer checkpoints that were passed over, with the reason."""
+    """Newer checkpoints that were skipped, with the reason."""
     time_s: float = field(default_factory=time.time)
 
 
 class PipelineBox(NamedTuple):
-    """One computation of a pipeline's rank and when it ran, in seconds since its step began."""
+    """One computation of a pipeline's rank; times in seconds since the start of the step."""
 
     rank: int
     stage: int
@@ -149,7 +154,7 @@ class PipelineBox(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineStep:
-    """How the ranks of a pipeline spent one step, and how it was predicted that they would."""
+    """Timeline of one pipeline step per rank, predicted and measured."""
 
     kind: ClassVar[str] = "pipeline_step"
     step: int
@@ -160,19 +165,19 @@ class PipelineStep:
     predicted: list[PipelineBox] = field(default_factory=list)
     traced: list[PipelineBox] = field(default_factory=list)
     predicted_peak_bytes: list[int] = field(default_factory=list)
-    """Of each rank: the most bytes kept for backward at one time; empty where it is not known."""
+    """Per rank: peak bytes kept for backward; empty if unknown."""
     traced_peak_bytes: list[int] = field(default_factory=list)
     time_s: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        """Give the boxes of a line of the record their names again."""
+        """Convert boxes read from JSON to named tuples."""
         for name in ("predicted", "traced"):
             object.__setattr__(self, name, [PipelineBox(*box) for box in getattr(self, name)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """The run ended before its last step, of its own accord: a signal or a loss that is not finite."""
+    """The run ended itself before its last step: a signal, or a loss that is not finite."""
 
     kind: ClassVar[str] = "stop"
     step: int
@@ -188,14 +193,14 @@ class End:
     kind: ClassVar[str] = "end"
     step: int
     seconds: float
-    """Time of the training loop in this process group."""
+    """Duration of the training loop in this process group."""
     metrics: dict[str, float]
     time_s: float = field(default_factory=time.time)
 
 
 Row = Start | Phase | Step | Evaluation | Checkpoint | PipelineStep | Resume | Stop | End
 History = Start | Resume | Stop
-"""Rows about what happened to the run; the others say how far it got."""
+"""Rows about events of the run; the others are progress."""
 _ROW_OF_KIND: dict[str, type[Row]] = {
     row.kind: row for row in (Start, Phase, Step, Evaluation, Checkpoint, PipelineStep, Resume, Stop, End)
 }
@@ -206,17 +211,20 @@ class RecordWriter:
     """Appends rows to a run's record; each line reaches the operating system before the call returns.
 
     Raises:
-        ShoalError: the file cannot be opened or written (permissions, a full disk); what it holds stays.
+        ShoalError: the file cannot be opened or written (permissions, a full disk), or is of another format;
+            its content stays.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE_NAME
+        if self._path.is_file():  # refuse to continue a record of another format
+            next((row for row in _rows(self._path) if isinstance(row, Start)), None)
         try:
             self._file: RawIOBase = self._path.open("a+b", buffering=0)
             size = self._file.seek(0, SEEK_END)
             if size:
                 self._file.seek(size - 1)
-                if self._file.read(1) != b"\n":  # the line that a kill has cut stays alone on its line
+                if self._file.read(1) != b"\n":  # ends the incomplete line of a killed run
                     self._file.write(b"\n")
         except OSError as error:
             raise ShoalError(f"{self._path} cannot be written: {error.strerror}") from None
@@ -235,27 +243,22 @@ class RecordWriter:
 
 
 def read_record(run_dir: Path) -> list[Row]:
-    """Return the rows of a run that still count, oldest first.
+    """Return the valid rows of a run, oldest first.
 
-    Lines that are not JSON (a kill has cut them) and kinds of a newer version are passed over. After a
-    ``resume`` at step s, rows of earlier attempts about steps after s are dropped; after a ``start`` without
-    a ``resume``, all of them are. What happened (``start``, ``resume``, ``stop``) is always kept.
+    Incomplete lines (of a killed run) and unknown kinds are skipped. After a ``resume`` at step s, rows of
+    earlier attempts about steps after s are dropped; after a ``start`` without a ``resume``, all of them are.
+    Events (``start``, ``resume``, ``stop``) are always kept.
 
     Raises:
-        ShoalError: there is no record, or a whole line does not have the form of its kind.
+        ShoalError: there is no record, it is of another :data:`FORMAT`, or a whole line does not match its
+            kind.
     """
     path = run_dir / FILE_NAME
     if not path.is_file():
         raise ShoalError(f"{run_dir} holds no {FILE_NAME}: it is not the directory of a shoal run")
     rows: list[Row] = []
     since_progress: set[type[Row]] = set()
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        try:
-            row = _row(line)
-        except TypeError as error:
-            raise ShoalError(f"{path}, line {number}: {error}; the file was changed by hand?") from None
-        if row is None:
-            continue
+    for row in _rows(path):
         if isinstance(row, Resume):
             rows = [old for old in rows if isinstance(old, History) or old.step <= row.step]
         if isinstance(row, History):
@@ -268,17 +271,40 @@ def read_record(run_dir: Path) -> list[Row]:
     return rows
 
 
+def _rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file.
+
+    Raises:
+        ShoalError: a whole line does not match its kind, or the record is of another format.
+    """
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        try:
+            row = _row(line)
+        except TypeError as error:
+            raise ShoalError(f"{path}, line {number}: {error}; the file was changed by hand?") from None
+        if isinstance(row, Start) and row.format != FORMAT:
+            writer = "an older" if row.format < FORMAT else "a newer"
+            raise ShoalError(
+                f"{path}, line {number}: the record has format {row.format}, of {writer} shoal, and this one "
+                f"has {FORMAT}: use that version for this run, or start it again with another --run.dir"
+            )
+        if row is not None:
+            yield row
+
+
 def _row(line: bytes) -> Row | None:
-    """Parse one line; ``None`` for a cut one and for a kind that this version does not know."""
+    """Parse one line; ``None`` for an incomplete line and for an unknown kind."""
     try:
         values = parse_json(line, "a line")
-    except ShoalError:  # cut, or from another writer
+    except ShoalError:
         return None
     if not isinstance(values, dict):
         raise TypeError(f"a line is an object with a kind, not {line[:40].decode()!r}")
     row_type = _ROW_OF_KIND.get(str(values.pop("kind", "")))
     if row_type is None:
         return None
+    if row_type is Start:
+        values.setdefault("format", 0)  # of records before there was a number
     types = _TYPES_OF_KIND[row_type.kind]
     for name, wanted in types.items():
         if name in values and not _fits(values[name], wanted):
@@ -287,7 +313,7 @@ def _row(line: bytes) -> Row | None:
 
 
 def _fits(value: Any, wanted: Any) -> bool:
-    """Whether a JSON value fits a row's field (``int`` counts as ``float``, ``bool`` as neither)."""
+    """Return whether a JSON value has the type of a field (``int`` is a ``float``, ``bool`` is neither)."""
     origin = get_origin(wanted)
     if origin is list:
         return isinstance(value, list) and all(_fits(item, get_args(wanted)[0]) for item in value)

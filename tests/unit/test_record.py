@@ -12,6 +12,7 @@ import pytest
 from shoal.errors import ShoalError
 from shoal.record import (
     FILE_NAME,
+    FORMAT,
     PARTS,
     Checkpoint,
     End,
@@ -196,6 +197,32 @@ def test_kinds_and_fields_of_a_newer_version_are_passed_over(tmp_path: Path) -> 
     newer = {**json.loads(lines[1]), "step": 20, "temperature_c": 60}
     path.write_text("\n".join([*lines, '{"kind": "weather", "rain": true}', json.dumps(newer)]) + "\n")
     assert [row.step for row in read_record(tmp_path) if isinstance(row, Step)] == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (None, "line 1: the record has format 0, of an older shoal, and this one has 1: use that version"),
+        (2, "line 1: the record has format 2, of a newer shoal, and this one has 1: use that version"),
+    ],
+)
+def test_a_record_of_another_format_is_neither_read_nor_continued(
+    tmp_path: Path, number: int | None, said: str
+) -> None:
+    path = write(tmp_path, start(), step(10))
+    lines = path.read_text().splitlines()
+    first = json.loads(lines[0])
+    assert first.pop("format") == FORMAT
+    path.write_text(
+        "\n".join([json.dumps(first | ({"format": number} if number else {})), *lines[1:]]) + "\n"
+    )
+    before = path.read_bytes()
+    for use in (read_record, RecordWriter):
+        with pytest.raises(ShoalError) as caught:
+            use(tmp_path)
+        assert str(caught.value).startswith(f"{path}, {said}")
+        assert "another --run.dir" in str(caught.value)
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize(
