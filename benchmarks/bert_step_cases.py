@@ -131,7 +131,7 @@ def mnli_loss(model: nn.Module, batch: Batch) -> Tensor:
 def task_reader(features: Any, targets: dict[str, Any], batch_size: int) -> Callable[[int], Arrays]:
     data = TaskData(tokens=features.tokens, types=features.types, bounds=features.bounds, targets=targets)
     deal = Deal(global_batch_size=batch_size, micro_batch_size=batch_size, seed=SEED)
-    return lambda step: data.batch(own_micro_batches(data, deal, step)[0])
+    return lambda step: data.batch(own_micro_batches(data, deal, step)[0][1])
 
 
 MAKERS = {"pretraining": pretraining, "squad": squad, "mnli": mnli}

@@ -1,4 +1,7 @@
-"""The gradient of a global batch is the same however it is divided over workers and micro-batches."""
+"""The gradient of a global batch is the same however it is divided over workers and micro-batches.
+
+With dropout everywhere: its masks belong to samples.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,12 @@ import torch.distributed as dist
 from forked_workers import run_workers
 from torch import Tensor
 
+from shoal.data.loader import Batch, as_tensors
 from shoal.data.text.examples import packed
+from shoal.decide.rng import dropout_keys
 from shoal.env import WorkerPlace
 from shoal.models.albert_config import AlbertModelConfig
-from shoal.models.pretraining import AlbertPretraining
+from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
 from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig
 from shoal.train.gradients import accumulate, average_and_clip, data_parallel, loss_weight
@@ -29,7 +34,9 @@ CONFIG = AlbertModelConfig(
     num_attention_heads=2,
     intermediate_size=64,
     max_position_embeddings=16,
-    classifier_dropout_prob=0.0,
+    hidden_dropout_prob=0.1,
+    attention_probs_dropout_prob=0.2,
+    classifier_dropout_prob=0.1,
 )
 GLOBAL_BATCH, LENGTH, PREDICTIONS = 24, 16, 4
 
@@ -56,13 +63,15 @@ def global_batch() -> dict[str, Tensor]:
         "labels": torch.randint(0, 2, (GLOBAL_BATCH,), generator=random),
         "epoch": torch.zeros(GLOBAL_BATCH, dtype=torch.long),
         "index": torch.arange(GLOBAL_BATCH),
+        "dropout_keys": torch.from_numpy(dropout_keys(7, 0, np.arange(GLOBAL_BATCH))),
     }
 
 
-def micro_batch(rows: Tensor) -> dict[str, Tensor]:
+def micro_batch(rows: Tensor) -> Batch:
     """Return some sequences of the global batch, packed for the model."""
     arrays = packed({name: tensor[rows].numpy() for name, tensor in global_batch().items()})
-    return {name: torch.from_numpy(a) for name, a in arrays.items() if name not in ("epoch", "index")}
+    batch = as_tensors(arrays, pin_memory=False)
+    return {name: batch[name] for name in PRETRAINING_INPUTS}
 
 
 def a_world(rank: int, num_workers: int) -> World:
@@ -84,7 +93,7 @@ def compute(
     batches = [micro_batch(part) for part in rows]
     (num_masked,) = world.sum_counts(sum(len(batch["masked_ids"]) for batch in batches))
 
-    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+    def loss_of(batch: Batch) -> Tensor:
         mlm_loss, _, sop_loss, _ = ddp(**batch)
         loss = mlm_loss * loss_weight(world, num_masked) + sop_loss * loss_weight(world, GLOBAL_BATCH)
         return loss * settings["loss_scale"]

@@ -21,7 +21,8 @@ NOUNS = frozenset({"errors", "json_text", "record", "env"})
 DECIDERS = NOUNS | {"decide"}
 DOERS = frozenset({"comm", "pipelining", "optim", "data", "models"})
 NATIVE = frozenset({"native", "_core"})
-BELOW_RECIPES = DECIDERS | NATIVE | DOERS | {"train"}
+LAYERS = frozenset({"dropout"})
+BELOW_RECIPES = DECIDERS | NATIVE | LAYERS | DOERS | {"train"}
 
 # What each top-level module may import, besides the modules inside itself. "shoal" is the package's own
 # __init__ (its version), which everybody may read.
@@ -34,8 +35,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "decide": NOUNS,
     "_core": frozenset(),
     "native": NOUNS | {"_core"},
-    **dict.fromkeys(sorted(DOERS), DECIDERS | NATIVE),
-    "train": DECIDERS | NATIVE | DOERS,
+    "dropout": frozenset(),
+    **dict.fromkeys(sorted(DOERS), DECIDERS | NATIVE | LAYERS),
+    "train": DECIDERS | NATIVE | LAYERS | DOERS,
     "recipes": BELOW_RECIPES | {"launch"},
     "planner": DECIDERS | {"models"},
     "launch": frozenset({"errors", "json_text", "env"}),

@@ -92,6 +92,14 @@ def random_keys(seed: int, stream: Stream, *counters: npt.ArrayLike) -> UInt64Ar
     return keys
 
 
+def dropout_keys(seed: int, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> Int64Array:
+    """Return the dropout keys of samples, int64 ``[B]`` (:mod:`shoal.dropout`).
+
+    A sample that is read again in another epoch has another key, and so has each sample of a step.
+    """
+    return random_keys(seed, Stream.DROPOUT, epochs, indices).view(np.int64)
+
+
 def uniform(bits: UInt64Array) -> npt.NDArray[np.float64]:
     """Return numbers uniform in [0, 1), multiples of 2**-53."""
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53

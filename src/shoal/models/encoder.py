@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,35 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from shoal.models.layers import Layer, embed, layers_of
+from shoal.dropout import attention, dropout, fold_in
+from shoal.models.layers import Layer, embed, embedding_dropout, layers_of
 
-PACKED_INPUTS = ("input_ids", "token_type_ids", "position_ids", "cu_seqlens", "max_seqlen")
+PACKED_INPUTS = ("input_ids", "token_type_ids", "position_ids", "cu_seqlens", "max_seqlen", "dropout_keys")
 """Keys of a packed micro-batch (:mod:`shoal.data.packing`), which all models over it take by these names."""
+
+_HEAD_SITE = 1 << 32
+"""Sites of dropout in heads are counted from here."""
 
 
 def packed_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the packed sequences of a micro-batch without their targets."""
-    return {name: batch[name] for name in PACKED_INPUTS}
+    return {name: batch[name] for name in PACKED_INPUTS if name in batch}
+
+
+def token_keys(keys: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the dropout keys of tokens, int64 ``[T]``, from those of their samples, ``[B]``."""
+    of_samples = keys.repeat_interleave(cu_seqlens.diff(), output_size=position_ids.shape[0])
+    return fold_in(of_samples, position_ids)
+
+
+def drop(x: Tensor, keys: Tensor | None, p: float) -> Tensor:
+    """Return ``x`` after dropout; without keys (outside of training) as it is."""
+    return x if keys is None else dropout(x, keys, p)
+
+
+def drop_in_head(x: Tensor, keys: Tensor | None, p: float, *, site: int = 0) -> Tensor:
+    """Return ``x`` after a dropout in the head; ``keys`` are those of its samples or tokens."""
+    return x if keys is None else dropout(x, fold_in(keys, _HEAD_SITE + site), p)
 
 
 class Encoder:
@@ -52,6 +72,8 @@ class Encoder:
     ) -> None:
         self.base = base
         self.layers = layers_of(base)
+        self.embedding_dropout = embedding_dropout(base)
+        base.embeddings.dropout = nn.Identity()  # drawn here, by the keys of samples
         self.activation_checkpointing = activation_checkpointing
         self.final_norm = final_norm
 
@@ -62,7 +84,9 @@ class Encoder:
         position_ids: Tensor,
         cu_seqlens: Tensor,
         max_seqlen: int,
+        *,
         wanted: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
     ) -> Tensor:
         """Return the last hidden states, ``[T, hidden]``, or ``[W, hidden]`` of the rows ``wanted``.
 
@@ -73,32 +97,75 @@ class Encoder:
             cu_seqlens: ``[B + 1]`` the first token of each sequence, and T.
             max_seqlen: tokens S of the longest sequence.
             wanted: ``[W]`` rows to return, no row twice; default: all.
+            dropout_keys: int64 ``[B]``, keys of the samples (:mod:`shoal.dropout`), which training reads;
+                default: drawn from torch's generator.
         """
         hidden = embed(self.base, input_ids, token_type_ids, position_ids)
         layout = _Layout.of(position_ids, cu_seqlens, max_seqlen)
-        for layer in self.layers[:-1]:
-            hidden = self._apply(layer, hidden, None, layout)
-        hidden = self._apply(self.layers[-1], hidden, wanted, layout)
+        keys = self.sample_keys(dropout_keys, cu_seqlens)
+        of_rows, of_weights = self._site_keys(keys, position_ids, cu_seqlens, max_seqlen)
+        hidden = drop(hidden, of_rows[0], self.embedding_dropout)
+        last = len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            site_keys = (of_rows[2 * number + 1], of_rows[2 * number + 2], of_weights[number])
+            hidden = self._apply(layer, hidden, wanted if number == last else None, layout, site_keys)
         return hidden if self.final_norm is None else self.final_norm(hidden)
+
+    def sample_keys(self, dropout_keys: Tensor | None, cu_seqlens: Tensor) -> Tensor | None:
+        """Return the keys ``[B]`` to drop by: none outside of training, random ones where none are given."""
+        if not self.base.training:
+            return None
+        if dropout_keys is not None:
+            return dropout_keys
+        return torch.randint(1 << 62, (cu_seqlens.shape[0] - 1,), device=cu_seqlens.device)
+
+    def _site_keys(
+        self, keys: Tensor | None, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int
+    ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+        """Return the keys of the rows ``[T]`` of each site, and of each layer's weights ``[B, heads, S]``."""
+        num_layers = len(self.layers)
+        num_sites = 2 * num_layers + 1
+        if keys is None:
+            return [None] * num_sites, [None] * num_layers
+        sites = torch.arange(num_sites + num_layers, device=keys.device)
+        of_tokens = token_keys(keys, position_ids, cu_seqlens)
+        of_rows = fold_in(of_tokens, sites[:num_sites, None]).unbind()
+        if not any(layer.attention_dropout for layer in self.layers):
+            return of_rows, [None] * num_layers
+        padded = fold_in(keys[:, None], torch.arange(max_seqlen, device=keys.device))
+        heads = torch.arange(self.layers[0].num_heads, device=keys.device)[:, None]
+        of_queries = fold_in(padded, sites[num_sites:, None, None])[:, :, None]
+        return of_rows, fold_in(of_queries, heads).unbind()
 
     def _apply(self, *arguments: Any) -> Tensor:
         if self.activation_checkpointing and self.base.training:
-            hidden: Tensor = checkpoint(self._layer, *arguments, use_reentrant=False)
+            hidden: Tensor = checkpoint(
+                self._layer, *arguments, use_reentrant=False, preserve_rng_state=False
+            )
             return hidden
         return self._layer(*arguments)
 
-    def _layer(self, layer: Layer, hidden: Tensor, wanted: Tensor | None, layout: _Layout) -> Tensor:
-        pre, training = self.final_norm is not None, self.base.training
+    def _layer(
+        self,
+        layer: Layer,
+        hidden: Tensor,
+        wanted: Tensor | None,
+        layout: _Layout,
+        keys: tuple[Tensor | None, Tensor | None, Tensor | None],
+    ) -> Tensor:
+        pre = self.final_norm is not None
+        dense_keys, output_keys, weight_keys = keys
         source = layer.attention_norm(hidden) if pre else hidden
         asking, residual = source, hidden
         if wanted is not None:
             residual = _Collect.apply(hidden, wanted)
             asking = _Collect.apply(source, wanted) if pre else residual
-        context = _attend(layer, asking, wanted, source, layout, training=training)
-        summed = residual + F.dropout(layer.dense(context), layer.dense_dropout, training)
+            dense_keys, output_keys = (k if k is None else k[wanted] for k in (dense_keys, output_keys))
+        context = _attend(layer, asking, wanted, source, layout, weight_keys)
+        summed = residual + drop(layer.dense(context), dense_keys, layer.dense_dropout)
         attended = summed if pre else layer.attention_norm(summed)
         fed = layer.down(layer.activation(layer.up(layer.output_norm(attended) if pre else attended)))
-        out: Tensor = attended + F.dropout(fed, layer.output_dropout, training)
+        out: Tensor = attended + drop(fed, output_keys, layer.output_dropout)
         return out if pre else layer.output_norm(out)
 
 
@@ -108,8 +175,7 @@ def _attend(
     wanted: Tensor | None,
     source: Tensor,
     layout: _Layout,
-    *,
-    training: bool,
+    weight_keys: Tensor | None,
 ) -> Tensor:
     """Return the context ``[W, hidden]`` of the rows ``asking``, each over its own sequence in ``source``."""
     unpad_index = layout.unpad_index
@@ -121,13 +187,13 @@ def _attend(
         heads_last = padded.view(layout.num_sequences, layout.max_seqlen, layer.num_heads, -1)
         return heads_last.transpose(1, 2)
 
-    context = F.scaled_dot_product_attention(
-        heads(layer.query(asking), asking_index, is_padded=all_full and wanted is None),
-        heads(layer.key(source), unpad_index, is_padded=all_full),
-        heads(layer.value(source), unpad_index, is_padded=all_full),
-        attn_mask=layout.mask,
-        dropout_p=layer.attention_dropout if training else 0.0,
-    )
+    query = heads(layer.query(asking), asking_index, is_padded=all_full and wanted is None)
+    key = heads(layer.key(source), unpad_index, is_padded=all_full)
+    value = heads(layer.value(source), unpad_index, is_padded=all_full)
+    if weight_keys is None or not layer.attention_dropout:
+        context = F.scaled_dot_product_attention(query, key, value, attn_mask=layout.mask)
+    else:
+        context = attention(query, key, value, weight_keys, layer.attention_dropout, attn_mask=layout.mask)
     padded = context.transpose(1, 2).flatten(2).flatten(0, 1)
     return padded if all_full and wanted is None else _Collect.apply(padded, asking_index)
 

@@ -53,6 +53,12 @@ def layers_of(base: PreTrainedModel) -> list[Layer]:
     return [_bert_layer(layer) for layer in base.encoder.layer]
 
 
+def embedding_dropout(base: PreTrainedModel) -> float:
+    """Return the probability of dropping an element of the embeddings."""
+    config = base.config
+    return float(config.dropout if config.model_type == "distilbert" else config.hidden_dropout_prob)
+
+
 def embed(base: PreTrainedModel, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
     """Return what enters the first layer, ``[T, hidden]``, of ``[T]`` ids, segments and positions."""
     config = base.config

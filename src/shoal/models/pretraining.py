@@ -22,7 +22,7 @@ from transformers import (
 
 from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.bert_config import BertModelConfig
-from shoal.models.encoder import PACKED_INPUTS, Encoder
+from shoal.models.encoder import PACKED_INPUTS, Encoder, drop_in_head
 from shoal.models.layers import fused_activation
 
 PRETRAINING_INPUTS = (*PACKED_INPUTS, "masked_rows", "masked_ids", "labels")
@@ -55,8 +55,12 @@ class Pretraining(nn.Module):
         """Return the masked-LM logits ``[M, vocab]`` of ``[M, hidden]``."""
         raise NotImplementedError
 
-    def sentence_logits(self, first: Tensor) -> Tensor:
-        """Return the sentence logits ``[B, 2]`` of the hidden states of [CLS], ``[B, hidden]``."""
+    def sentence_logits(self, first: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Return the sentence logits ``[B, 2]`` of the hidden states of [CLS], ``[B, hidden]``.
+
+        Args:
+            keys: int64 ``[B]`` to drop by, in training.
+        """
         raise NotImplementedError
 
     def forward(
@@ -69,6 +73,7 @@ class Pretraining(nn.Module):
         masked_rows: Tensor,
         masked_ids: Tensor,
         labels: Tensor,
+        dropout_keys: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the sums (masked-LM loss, correct predictions, sentence loss, correct sentences).
 
@@ -78,12 +83,21 @@ class Pretraining(nn.Module):
             masked_rows: ``[M]`` which of the T tokens to predict, none twice, none a [CLS].
             masked_ids: ``[M]`` the tokens there.
             labels: ``[B]`` 1 where the segments are swapped (ALBERT) or the second is foreign (BERT).
+            dropout_keys: ``[B]`` keys of the samples (:mod:`shoal.dropout`), which training reads; default:
+                drawn from torch's generator.
         """
+        keys = self.encoder.sample_keys(dropout_keys, cu_seqlens)
         first_rows = cu_seqlens[:-1].long()
         num_first = 0 if self.skip_sentence else len(first_rows)
         parts = [first_rows] * (not self.skip_sentence) + [masked_rows] * (not self.skip_mlm)
         hidden = self.encoder(
-            input_ids, token_type_ids, position_ids, cu_seqlens, max_seqlen, wanted=torch.cat(parts)
+            input_ids,
+            token_type_ids,
+            position_ids,
+            cu_seqlens,
+            max_seqlen,
+            wanted=torch.cat(parts),
+            dropout_keys=keys,
         )
         zero = hidden.new_zeros((), dtype=torch.float32)
         mlm_loss = mlm_correct = sentence_loss = sentence_correct = zero
@@ -92,7 +106,7 @@ class Pretraining(nn.Module):
             mlm_loss = F.cross_entropy(logits, masked_ids, reduction="sum")
             mlm_correct = _num_correct(logits.detach(), masked_ids)
         if not self.skip_sentence:
-            logits = at_least_fp32(self.sentence_logits(hidden[:num_first]))
+            logits = at_least_fp32(self.sentence_logits(hidden[:num_first], keys))
             sentence_loss = F.cross_entropy(logits, labels, reduction="sum")
             sentence_correct = _num_correct(logits.detach(), labels)
         return mlm_loss, mlm_correct, sentence_loss, sentence_correct
@@ -134,9 +148,10 @@ class AlbertPretraining(Pretraining):
         logits: Tensor = self.albert.predictions(hidden)
         return logits
 
-    def sentence_logits(self, first: Tensor) -> Tensor:
-        base = self.albert.albert
-        logits: Tensor = self.albert.sop_classifier(base.pooler_activation(base.pooler(first)))
+    def sentence_logits(self, first: Tensor, keys: Tensor | None = None) -> Tensor:
+        base, head = self.albert.albert, self.albert.sop_classifier
+        pooled = base.pooler_activation(base.pooler(first))
+        logits: Tensor = head.classifier(drop_in_head(pooled, keys, head.dropout.p))
         return logits
 
 
@@ -165,7 +180,7 @@ class BertPretraining(Pretraining):
         logits: Tensor = self.bert.cls.predictions(hidden)
         return logits
 
-    def sentence_logits(self, first: Tensor) -> Tensor:
+    def sentence_logits(self, first: Tensor, keys: Tensor | None = None) -> Tensor:
         logits: Tensor = self.bert.cls.seq_relationship(self.bert.bert.pooler(first[:, None]))
         return logits
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
 from transformers.utils import ModelOutput
 
+from shoal.dropout import SampleDropout
 from shoal.errors import ShoalError, UsageError
 from shoal.models.directory import model_type_of, quiet_transformers, refuse_pickles
 from shoal.models.pretraining import at_least_fp32
@@ -41,22 +44,44 @@ class T5(nn.Module):
         super().__init__()
         self.weights = weights
         self.z_loss = z_loss
+        self._dropout: SampleDropout | None = None
 
-    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> T5Output:
+    def recompute_activations(self) -> None:
+        """Recompute layers in the backward pass, with the dropout of the forward pass."""
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            return (nullcontext(), nullcontext()) if self._dropout is None else self._dropout.recomputation()
+
+        # Older versions of transformers have one of these names, newer ones warn of it.
+        enable = getattr(self.weights, "activation_checkpointing_enable", None)
+        enable = enable or self.weights.gradient_checkpointing_enable
+        enable({"use_reentrant": False, "context_fn": contexts})
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
+    ) -> T5Output:
         """Return the loss of a micro-batch; in evaluation it is the cross-entropy alone.
 
         Args:
             input_ids: int64 ``[B, S]``.
             labels: int64 ``[B, T]``, -100 where there is none.
             attention_mask: int64 ``[B, S]``, 0 in the padding; none where nothing is padded.
+            dropout_keys: int64 ``[B]``, keys of the samples (:mod:`shoal.dropout`), which training reads;
+                default: torch's own dropout.
         """
         config = self.weights.config
-        logits = self.weights(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            decoder_input_ids=shifted(labels, config.decoder_start_token_id, config.pad_token_id),
-            use_cache=False,
-        ).logits
+        self._dropout = None if dropout_keys is None else SampleDropout(dropout_keys)
+        with self._dropout or nullcontext():
+            logits = self.weights(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                decoder_input_ids=shifted(labels, config.decoder_start_token_id, config.pad_token_id),
+                use_cache=False,
+            ).logits
         losses = token_losses(logits, labels, z_loss=self.z_loss if self.training else 0.0)
         is_target = labels != IGNORED
         correct = (logits.argmax(-1) == labels) & is_target
@@ -150,9 +175,10 @@ def read_t5(
         raise
     except Exception as error:  # safetensors has an exception of its own that derives from Exception alone
         raise ShoalError(f"{directory}: the model cannot be read: {' '.join(str(error).split())}") from None
+    model = T5(weights.train(), z_loss=z_loss)
     if activation_checkpointing:
-        weights.gradient_checkpointing_enable({"use_reentrant": False})
-    return T5(weights.train(), z_loss=z_loss)
+        model.recompute_activations()
+    return model
 
 
 @torch.no_grad()

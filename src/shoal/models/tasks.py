@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shoal.models.encoder import Encoder
+from shoal.models.encoder import Encoder, drop_in_head, token_keys
 from shoal.models.pretraining import at_least_fp32
 
 
@@ -50,11 +50,16 @@ class QuestionAnswering(TaskModel):
         position_ids: Tensor,
         cu_seqlens: Tensor,
         max_seqlen: int,
+        dropout_keys: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (start logits ``[T]``, end logits ``[T]``) of a packed micro-batch."""
-        hidden = self.encoder(input_ids, token_type_ids, position_ids, cu_seqlens, max_seqlen)
+        keys = self.encoder.sample_keys(dropout_keys, cu_seqlens)
+        hidden = self.encoder(
+            input_ids, token_type_ids, position_ids, cu_seqlens, max_seqlen, dropout_keys=keys
+        )
         if self.weights.config.model_type == "distilbert":
-            hidden = self.weights.dropout(hidden)
+            of_tokens = None if keys is None else token_keys(keys, position_ids, cu_seqlens)
+            hidden = drop_in_head(hidden, of_tokens, self.weights.dropout.p)
         start, end = self.weights.qa_outputs(hidden).unbind(1)
         return start, end
 
@@ -69,22 +74,33 @@ class SequenceClassification(TaskModel):
         position_ids: Tensor,
         cu_seqlens: Tensor,
         max_seqlen: int,
+        dropout_keys: Tensor | None = None,
     ) -> Tensor:
         """Return the logits ``[B, num_labels]`` of a packed micro-batch."""
+        keys = self.encoder.sample_keys(dropout_keys, cu_seqlens)
         first = self.encoder(
-            input_ids, token_type_ids, position_ids, cu_seqlens, max_seqlen, wanted=cu_seqlens[:-1].long()
+            input_ids,
+            token_type_ids,
+            position_ids,
+            cu_seqlens,
+            max_seqlen,
+            wanted=cu_seqlens[:-1].long(),
+            dropout_keys=keys,
         )
         weights, base = self.weights, self.weights.base_model
         model_type = weights.config.model_type
-        if model_type == "roberta":  # its head pools by itself, and so takes [B, S, hidden]
-            pooled = first[:, None]
+        if model_type == "roberta":
+            head = weights.classifier
+            pooled = torch.tanh(head.dense(drop_in_head(first, keys, head.dropout.p)))
+            pooled = drop_in_head(pooled, keys, head.dropout.p, site=1)
         elif model_type == "albert":
-            pooled = weights.dropout(base.pooler_activation(base.pooler(first)))
+            pooled = drop_in_head(base.pooler_activation(base.pooler(first)), keys, weights.dropout.p)
         elif model_type == "distilbert":
-            pooled = weights.dropout(F.relu(weights.pre_classifier(first)))
+            pooled = drop_in_head(F.relu(weights.pre_classifier(first)), keys, weights.dropout.p)
         else:
-            pooled = weights.dropout(base.pooler(first[:, None]))
-        logits: Tensor = weights.classifier(pooled)
+            pooled = drop_in_head(base.pooler(first[:, None]), keys, weights.dropout.p)
+        last = weights.classifier.out_proj if model_type == "roberta" else weights.classifier
+        logits: Tensor = last(pooled)
         return logits
 
 

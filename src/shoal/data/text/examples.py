@@ -25,7 +25,7 @@ from shoal.data.text.masking import (
 )
 from shoal.data.text.segments import MIN_TOKENS, PairTask, Segments, Windows
 from shoal.data.text.shards import TextShards
-from shoal.decide.rng import Int64Array, Stream, UInt64Array, draw, random_keys
+from shoal.decide.rng import Int64Array, Stream, UInt64Array, draw, dropout_keys, random_keys
 from shoal.errors import ShoalError, UsageError
 
 NUM_SPECIAL = 3
@@ -129,7 +129,8 @@ class ExampleReader:
         - ``masked_ids`` int64 [B, P]: the tokens that were there, then 0;
         - ``masked_weights`` float32 [B, P]: 1 for each prediction, then 0;
         - ``labels`` int64 [B]: 1 where the segments are swapped, or the second is of another document;
-        - ``epoch``, ``index`` int64 [B]: the names of the examples.
+        - ``epoch``, ``index`` int64 [B]: the names of the examples;
+        - ``dropout_keys`` int64 [B]: what the model drops of them by in training.
 
         Raises:
             ShoalError: a shard holds a token id beyond the vocabulary.
@@ -147,6 +148,7 @@ class ExampleReader:
             "labels": segments.labels.astype(np.int64),
             "epoch": epochs_,
             "index": indices_,
+            "dropout_keys": dropout_keys(self.config.seed, epochs_, indices_),
         }
 
     def lengths(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> Int64Array:
@@ -225,7 +227,7 @@ def packed(batch: Mapping[str, npt.NDArray[Any]]) -> Packed:
 
     - ``masked_rows`` int64 [M]: which of the T tokens are predicted, ascending;
     - ``masked_ids`` int64 [M]: the tokens that were there;
-    - ``labels``, ``epoch``, ``index`` int64 [B], as they are.
+    - ``labels``, ``epoch``, ``index``, ``dropout_keys`` int64 [B], as they are.
     """
     tokens = pack_padded(batch["input_ids"], batch["token_type_ids"], batch["attention_mask"])
     rows, slots = np.nonzero(batch["masked_weights"])
@@ -233,7 +235,7 @@ def packed(batch: Mapping[str, npt.NDArray[Any]]) -> Packed:
         **tokens,
         "masked_rows": tokens["cu_seqlens"][rows] + batch["masked_positions"][rows, slots],
         "masked_ids": batch["masked_ids"][rows, slots],
-        **{name: batch[name] for name in ("labels", "epoch", "index")},
+        **{name: batch[name] for name in ("labels", "epoch", "index", "dropout_keys")},
     }
 
 

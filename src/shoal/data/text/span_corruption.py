@@ -22,7 +22,7 @@ import numpy.typing as npt
 from shoal.data.text.segments import rows_by_shard
 from shoal.data.text.shards import TextShards
 from shoal.data.text.span_config import SpanConfig, sentinel_id
-from shoal.decide.rng import Int64Array, Stream, UInt64Array, below, draw, random_keys
+from shoal.decide.rng import Int64Array, Stream, UInt64Array, below, draw, dropout_keys, random_keys
 from shoal.errors import ShoalError, UsageError
 
 _OTHER, _NOISE = range(2)  # streams of one example
@@ -70,7 +70,8 @@ class SpanReader:
 
         - ``input_ids`` int64 ``[B, input length]``: text with a sentinel for each span, then the end token;
         - ``labels`` int64 ``[B, target_length]``: each span behind its sentinel, then the end token;
-        - ``epoch``, ``index`` int64 ``[B]``: the names of the examples.
+        - ``epoch``, ``index`` int64 ``[B]``: the names of the examples;
+        - ``dropout_keys`` int64 ``[B]``: what the model drops of them by in training.
 
         Raises:
             ShoalError: a shard holds a token id beyond the vocabulary.
@@ -86,7 +87,13 @@ class SpanReader:
             first_sentinel=sentinel_id(manifest.vocab_size, 0),
             end=manifest.sep_id,
         )
-        return {"input_ids": inputs, "labels": targets, "epoch": epochs_, "index": indices_}
+        return {
+            "input_ids": inputs,
+            "labels": targets,
+            "epoch": epochs_,
+            "index": indices_,
+            "dropout_keys": dropout_keys(config.seed, epochs_, indices_),
+        }
 
     def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
         """Return the examples as models take them: as they are, since none is shorter than another."""

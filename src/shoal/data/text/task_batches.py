@@ -25,6 +25,7 @@ from shoal.data.packing import pack
 from shoal.data.steps import Arrays
 from shoal.data.text.special_tokens import Int32Array, Int64Array, ranges
 from shoal.decide.order import micro_batches, samples
+from shoal.decide.rng import dropout_keys
 
 _STEPS_AHEAD = 2
 
@@ -97,11 +98,13 @@ def global_batch(data: Sequences, deal: Deal, step: int) -> Int64Array:
     return samples(step * size, size, len(data), deal.seed)[1]
 
 
-def own_micro_batches(data: Sequences, deal: Deal, step: int) -> list[Int64Array]:
-    """Return this worker's sequences of that global batch, the longest first, cut into micro-batches."""
-    indices = global_batch(data, deal, step)
+def own_micro_batches(data: Sequences, deal: Deal, step: int) -> list[tuple[Int64Array, Int64Array]]:
+    """Return (epochs, sequences) of each of this worker's micro-batches, the longest sequences first."""
+    size = deal.global_batch_size
+    epochs, indices = samples(step * size, size, len(data), deal.seed)
     own = _longest_first(data, indices)[deal.rank :: deal.num_workers]
-    return [own[cut.start : cut.stop] for cut in micro_batches(range(len(own)), deal.micro_batch_size)]
+    cuts = micro_batches(range(len(own)), deal.micro_batch_size)
+    return [(epochs[own[cut.start : cut.stop]], indices[own[cut.start : cut.stop]]) for cut in cuts]
 
 
 def training_batches(
@@ -110,7 +113,12 @@ def training_batches(
     """Yield this worker's micro-batches for each of ``steps`` (counted from 0), made ahead by a thread."""
 
     def make(step: int) -> list[Batch]:
-        return [as_tensors(data.batch(own), pin_memory) for own in own_micro_batches(data, deal, step)]
+        return [
+            as_tensors(
+                {**data.batch(indices), "dropout_keys": dropout_keys(deal.seed, epochs, indices)}, pin_memory
+            )
+            for epochs, indices in own_micro_batches(data, deal, step)
+        ]
 
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader")
     return Stream(in_order(lambda step: thread.submit(make, step), steps, _STEPS_AHEAD), [thread])
@@ -132,4 +140,5 @@ def evaluation_parts(data: Sequences, *, batch_size: int, rank: int, num_workers
 
 
 def _longest_first(data: Sequences, indices: Int64Array) -> Int64Array:
-    return indices[np.argsort(-data.lengths[indices], kind="stable")]
+    """Return the order ``[N]`` that sorts sequences by descending length."""
+    return np.argsort(-data.lengths[indices], kind="stable")

@@ -123,6 +123,7 @@ def test_shapes_and_types(tmp_path):
         "labels": ((3,), "int64"),
         "epoch": ((3,), "int64"),
         "index": ((3,), "int64"),
+        "dropout_keys": ((3,), "int64"),
     }
     assert all(array.flags.writeable for array in batch.values())
 

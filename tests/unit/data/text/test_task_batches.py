@@ -37,14 +37,11 @@ def data() -> TaskData:
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 6])
 def test_workers_share_each_global_batch(data: TaskData, num_workers: int) -> None:
     for step in range(6):  # over the end of the epoch
-        parts = [
-            own_micro_batches(
-                data,
-                Deal(global_batch_size=12, micro_batch_size=2, rank=rank, num_workers=num_workers, seed=5),
-                step,
-            )
+        deals = [
+            Deal(global_batch_size=12, micro_batch_size=2, rank=rank, num_workers=num_workers, seed=5)
             for rank in range(num_workers)
         ]
+        parts = [[cut for _, cut in own_micro_batches(data, deal, step)] for deal in deals]
         dealt = np.concatenate([cut for part in parts for cut in part])
         assert sorted(dealt) == sorted(samples(12 * step, 12, 37, 5)[1])
         assert {len(part) for part in parts} == {6 // num_workers}
@@ -53,6 +50,25 @@ def test_workers_share_each_global_batch(data: TaskData, num_workers: int) -> No
         for part in parts:
             lengths = np.concatenate([data.lengths[cut] for cut in part])
             assert (np.diff(lengths) <= 0).all()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_dropout_keys_belong_to_samples(data: TaskData, num_workers: int) -> None:
+    """A sequence has the same key in whatever micro-batch it is, and another one in the next epoch."""
+
+    def keys_of(step: int, **layout: int) -> dict[int, int]:
+        keys = {}
+        for rank in range(layout["num_workers"]):
+            deal = Deal(global_batch_size=12, rank=rank, seed=5, **layout)
+            (batches,) = training_batches(data, deal, range(step, step + 1))
+            for batch in batches:
+                keys |= dict(zip(batch["labels"].tolist(), batch["dropout_keys"].tolist(), strict=True))
+        return keys
+
+    alone = [keys_of(step, num_workers=1, micro_batch_size=12) for step in range(4)]
+    shared = [keys_of(step, num_workers=num_workers, micro_batch_size=3) for step in range(4)]
+    assert shared == alone
+    assert len(set().union(*(keys.values() for keys in alone))) == 4 * 12  # the fourth is of the next epoch
 
 
 def test_an_epoch_is_every_sequence_once(data: TaskData) -> None:

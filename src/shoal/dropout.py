@@ -1,0 +1,221 @@
+"""Drops elements by random numbers that belong to samples, not to workers.
+
+torch's dropout draws from the generator of its process, so its masks change with the number of workers and
+with the size of micro-batches. Here every sample has a 64-bit key
+(:func:`shoal.decide.rng.dropout_keys`). An element is dropped by a hash of its sample's key, of the dropout's
+number in the model (its *site*) and of its own position in the sample. A step therefore computes the gradient
+of the whole global batch however the batch is divided. The masks need no generator state, and on a CPU they
+are several times faster to make than torch's.
+
+Attention with dropout is computed explicitly, with the matrix of weights in memory: fused attention kernels
+draw masks of their own. Without attention dropout, and in evaluation, attention stays fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+def _signed(bits: int) -> int:
+    """Return the whole number that has the lowest 64 of these bits in an int64."""
+    return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+# The constants of splitmix64 (shoal.decide.rng).
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FIRST = _signed(0xBF58476D1CE4E5B9)
+_SECOND = _signed(0x94D049BB133111EB)
+
+_RANGE = 1 << 16
+"""Values of the 16 random bits that decide about an element."""
+
+
+def fold_in(keys: Tensor, counters: Tensor | int) -> Tensor:
+    """Return a key per pair of a key and a counter, which broadcast: ``shoal.decide.rng.draw`` on tensors.
+
+    Args:
+        keys: int64, any bits.
+        counters: int64 of at least 0, such as positions.
+    """
+    step = (counters + 1) * _GOLDEN
+    x = keys + (_signed(step) if isinstance(step, int) else step)
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _FIRST
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _SECOND
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def row_keys(keys: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a key per row of a tensor, int64 ``shape``.
+
+    A key depends on the indices of its row, not on the sizes of the dimensions, so that padding does not
+    change it.
+
+    Args:
+        keys: int64 ``[shape[0]]``, of the samples.
+        shape: of the tensor without its last dimension.
+    """
+    for size in shape[1:]:
+        keys = fold_in(keys[..., None], torch.arange(size, device=keys.device))
+    return keys
+
+
+def dropout(x: Tensor, keys: Tensor, p: float) -> Tensor:
+    """Return ``x`` with elements set to zero with probability ``p``, and the others divided by ``1 - p``.
+
+    Args:
+        x: ``[..., width]``.
+        keys: int64 ``[...]``, one per row of ``x``; rows of one key lose the same elements.
+        p: from 0 to 1; rounded to a multiple of 2**-16.
+    """
+    num_dropped = round(p * _RANGE)
+    if not num_dropped:
+        return x
+    dropped: Tensor = _Dropout.apply(x, keys, num_dropped)
+    return dropped
+
+
+class _Dropout(torch.autograd.Function):
+    """Keeps a byte per element for the backward pass, where torch's dropout on a CPU keeps four."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keys: Tensor, num_dropped: int) -> Tensor:
+        keep = _keep_mask(keys, x.shape[-1], num_dropped)
+        ctx.save_for_backward(keep)
+        ctx.scale = _RANGE / (_RANGE - num_dropped) if num_dropped < _RANGE else 0.0
+        return (x * keep).mul_(ctx.scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (keep,) = ctx.saved_tensors
+        return (grad * keep).mul_(ctx.scale), None, None
+
+
+def _keep_mask(keys: Tensor, width: int, num_dropped: int) -> Tensor:
+    """Return which elements of rows are kept, bool ``[*keys.shape, width]``: not ``num_dropped`` of 2**16."""
+    # One hash serves four elements, 16 bits each. Its last operation is a multiplication: shifts of signed
+    # numbers repeat the sign, which an exclusive or would cancel in the topmost bit.
+    x = keys[..., None] + torch.arange((width + 3) // 4, device=keys.device) * _GOLDEN
+    x = (x ^ (x >> 32)) * _FIRST
+    x = (x ^ (x >> 29)) * _SECOND
+    return x.view(torch.int16)[..., :width] > num_dropped - (_RANGE // 2 + 1)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    p: float,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return ``scaled_dot_product_attention`` whose weights are dropped by ``keys``.
+
+    Args:
+        query: ``[B, heads, S, d]``; all arguments but ``keys`` and ``p`` are those of torch's function.
+        keys: int64 ``[B, heads, S]``.
+        p: probability of dropping a weight.
+    """
+    if enable_gqa:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], dim=-3) for t in (key, value))
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    weights = scores.softmax(-1).to(value.dtype)
+    return dropout(weights, keys, p) @ value
+
+
+class SampleDropout(TorchFunctionMode):
+    """Makes dropout inside this context depend on the keys of samples.
+
+    It takes the place of ``torch.nn.functional.dropout`` (and so of ``torch.nn.Dropout``) and of
+    ``scaled_dot_product_attention`` with dropout, in any module, on tensors whose first dimension holds the
+    samples, or the samples times something. The n-th call inside is site n.
+
+    Args:
+        keys: int64 ``[num_samples]``.
+        site: number of the first call.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+        >>> x, keys = torch.ones(3, 4), torch.tensor([10, 11, 12])
+        >>> with SampleDropout(keys):
+        ...     whole = model(x)
+        >>> with SampleDropout(keys[1:]):
+        ...     part = model(x[1:])
+        >>> torch.equal(whole[1:], part)
+        True
+    """
+
+    def __init__(self, keys: Tensor, site: int = 0) -> None:
+        super().__init__()
+        self.keys = keys
+        self.site = site
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def recomputation(self) -> tuple[AbstractContextManager[None], AbstractContextManager[Any]]:
+        """Return the contexts of a checkpointed forward pass and of its repetition in the backward pass.
+
+        For the argument ``context_fn`` of ``torch.utils.checkpoint.checkpoint``.
+        """
+        return nullcontext(), SampleDropout(self.keys, self.site)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0:
+            return input
+        num_samples = self.keys.shape[0]
+        if input.shape[0] % num_samples:
+            raise ValueError(
+                f"dropout of {num_samples} samples cannot divide a tensor of shape {list(input.shape)}: its "
+                "first dimension must hold the samples"
+            )
+        rows = input.reshape(num_samples, -1, *input.shape[1:])
+        dropped = dropout(rows, self._row_keys(rows.shape[:-1]), p).view_as(input)
+        return input.copy_(dropped) if inplace else dropped
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        if not dropout_p:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, is_causal=is_causal, **options
+            )
+        keys = self._row_keys(query.shape[:-1])
+        return attention(
+            query, key, value, keys, dropout_p, attn_mask=attn_mask, is_causal=is_causal, **options
+        )
+
+    def _row_keys(self, shape: Sequence[int]) -> Tensor:
+        keys = row_keys(fold_in(self.keys, self.site), shape)
+        self.site += 1
+        return keys

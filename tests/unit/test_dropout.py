@@ -1,0 +1,156 @@
+"""Dropout by the keys of samples: its numbers, its statistics, and independence of the other samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.decide.rng import draw, dropout_keys
+from shoal.dropout import SampleDropout, attention, dropout, fold_in, row_keys
+
+
+def sample_keys(count: int, *, epoch: int = 0, seed: int = 3) -> Tensor:
+    return torch.from_numpy(dropout_keys(seed, epoch, np.arange(count)))
+
+
+def test_keys_are_those_of_the_package_s_generator() -> None:
+    keys = sample_keys(7)
+    expected = draw(keys.numpy().view(np.uint64)[:, None], np.arange(5))
+    assert np.array_equal(fold_in(keys[:, None], torch.arange(5)).numpy().view(np.uint64), expected)
+    assert torch.equal(fold_in(keys, 1 << 40), fold_in(keys, torch.tensor(1 << 40)))
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+def test_elements_are_dropped_independently_and_with_their_probability(p: float) -> None:
+    """Rates of all, of columns and of rows, and products of neighbours, are as chance has them."""
+    width, num_rows = 64, 40_000
+    keys = row_keys(sample_keys(400), (400, 100)).flatten()
+    kept = dropout(torch.ones(num_rows, width, dtype=torch.float64), keys, p) > 0
+    drawn = round(p * 65_536) / 65_536
+    z = (kept.double() - (1 - drawn)) / (drawn * (1 - drawn)) ** 0.5
+    assert abs(z.mean()) * z.numel() ** 0.5 < 4.5
+    assert z.mean(0).abs().max() * num_rows**0.5 < 4.5
+    assert 0.98 < z.mean(1).std() * width**0.5 < 1.02
+    between_columns = (z.T @ z / num_rows).fill_diagonal_(0)
+    assert between_columns.abs().max() * num_rows**0.5 < 5.5
+    assert abs((z[1:] * z[:-1]).mean()) * z[1:].numel() ** 0.5 < 4.5
+
+
+def test_kept_elements_are_scaled_and_gradients_go_through_them_alone() -> None:
+    x = torch.randn(50, 37, dtype=torch.float64, requires_grad=True)
+    out = dropout(x, sample_keys(50), 0.25)
+    kept = out != 0
+    torch.testing.assert_close(out, torch.where(kept, x / 0.75, 0.0))
+    assert 0.6 < kept.double().mean() < 0.9
+    out.sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad, kept.double() / 0.75)
+
+
+def test_the_ends_of_the_range() -> None:
+    x = torch.randn(20, 33)
+    assert torch.equal(dropout(x, sample_keys(20), 1.0), torch.zeros(20, 33))
+    assert dropout(x, sample_keys(20), 0.0) is x
+
+
+def test_types_stay() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        x = torch.ones(8, 12, dtype=dtype)
+        assert dropout(x, sample_keys(8), 0.5).dtype == dtype
+        assert torch.equal(dropout(x, sample_keys(8), 0.5) > 0, dropout(x.double(), sample_keys(8), 0.5) > 0)
+
+
+def test_padding_moves_no_element() -> None:
+    keys = sample_keys(3)
+    small, large = torch.ones(3, 4, 10, 10), torch.ones(3, 4, 13, 15)
+    found = dropout(large, row_keys(keys, large.shape[:-1]), 0.3)[:, :, :10, :10]
+    assert torch.equal(found, dropout(small, row_keys(keys, small.shape[:-1]), 0.3))
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "float", "causal"])
+def test_attention_is_torchs_where_nothing_is_dropped(mask: str) -> None:
+    q, k, v = torch.randn(3, 2, 4, 6, 8, dtype=torch.float64)
+    options: dict[str, object] = {"is_causal": mask == "causal"}
+    if mask == "bool":
+        options["attn_mask"] = (torch.arange(6) < 4).expand(6, 6)
+    if mask == "float":
+        options["attn_mask"] = torch.randn(2, 1, 6, 6, dtype=torch.float64)
+    expected = F.scaled_dot_product_attention(q, k, v, scale=0.3, **options)  # type: ignore[arg-type]
+    found = attention(q, k, v, row_keys(sample_keys(2), (2, 4, 6)), 0.0, scale=0.3, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, expected)
+
+
+class Block(nn.Module):
+    """Dropout of all kinds that a model has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.linear(x).view(*x.shape[:2], 2, 4).transpose(1, 2)
+        p = 0.3 if self.training else 0.0
+        context = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=p)
+        hidden = x + self.dropout(context.transpose(1, 2).flatten(2))
+        flat = F.dropout(hidden.flatten(0, 1), 0.1, self.training)
+        return F.dropout(self.linear(flat).view_as(x), 0.4, self.training, inplace=True)
+
+
+def test_any_module_computes_each_sample_as_if_it_were_alone() -> None:
+    torch.manual_seed(0)
+    model, x, keys = Block().double(), torch.randn(6, 5, 8, dtype=torch.float64), sample_keys(6)
+    with SampleDropout(keys):
+        whole = model(x)
+    parts = []
+    for rows in ([0], [1, 2, 3], [4, 5]):
+        with SampleDropout(keys[rows]):
+            parts.append(model(x[rows]))
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12)
+    with SampleDropout(sample_keys(6, epoch=1)):
+        assert not torch.equal(model(x), whole)
+    state = torch.get_rng_state()
+    with SampleDropout(keys):
+        model(x)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_calls_drop_different_elements() -> None:
+    x = torch.ones(4, 64)
+    with SampleDropout(sample_keys(4)):
+        first, second = F.dropout(x), F.dropout(x)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first[0], first[1])
+
+
+def test_evaluation_drops_nothing() -> None:
+    model, x = Block().eval(), torch.randn(3, 5, 8)
+    expected = model(x)
+    with SampleDropout(sample_keys(3)):
+        assert torch.equal(model(x), expected)
+
+
+def test_a_checkpointed_part_drops_the_same_again() -> None:
+    model, x = Block().double(), torch.randn(4, 5, 8, dtype=torch.float64)
+    gradients = []
+    for checkpointing in (False, True):
+        model.zero_grad()
+        context = SampleDropout(sample_keys(4))
+        with context:
+            hidden = model(x)
+            if checkpointing:
+                out = torch.utils.checkpoint.checkpoint(
+                    model, hidden, use_reentrant=False, context_fn=context.recomputation
+                )
+            else:
+                out = model(hidden)
+        out.square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert torch.equal(*gradients)
+
+
+def test_samples_that_do_not_fit_are_refused() -> None:
+    with SampleDropout(sample_keys(3)), pytest.raises(ValueError, match="3 samples"):
+        F.dropout(torch.ones(4, 8))
