@@ -16,12 +16,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -31,6 +30,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from shoal.decide.pipeline_simulator import Schedule
+from shoal.pipelining.stage_runner import StageRunner
 
 Around = Callable[[str, int, int], AbstractContextManager[None]]
 """Called as (kind, stage, micro-batch); each computation runs inside what it returns."""
@@ -39,46 +39,34 @@ _FORWARD_KINDS = frozenset({"F", "SEND_F", "RECV_F", "WAIT_SEND_F"})
 _LOGGER = "torch.distributed.pipelining.schedules"
 
 
-@dataclass(frozen=True, kw_only=True)
-class StagePlace:
-    """Where a stage stands in its pipeline."""
-
-    index: int
-    num_stages: int
-    device: torch.device
-    group: dist.ProcessGroup
-
-
 class RunningStage(PipelineStage):
     """A stage as torch's runtime drives it.
 
     Args:
-        received: Meta tensors of what comes from the stage before.
-        sent: Meta tensors of what goes to the stage after; of the last stage, its loss.
+        runner: The stage, in the mode in which it will run.
         around: What every computation of the stage runs inside.
         when_reduced: Called with the stage's index after the last backward pass of a step.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        place: StagePlace,
+        runner: StageRunner,
+        device: torch.device,
+        group: dist.ProcessGroup,
         *,
-        received: Sequence[Tensor],
-        sent: Sequence[Tensor],
         around: Around,
         when_reduced: Callable[[int], None],
     ) -> None:
+        self._received = tuple(runner.received())
         super().__init__(
-            module,
-            place.index,
-            place.num_stages,
-            place.device,
-            input_args=tuple(received),
-            output_args=tuple(sent),
-            group=place.group,
+            runner,
+            runner.stage.index,
+            runner.stage.num_stages,
+            device,
+            input_args=self._received,
+            output_args=tuple(runner.sent()),
+            group=group,
         )
-        self._received = tuple(received)
         self._around = around
         self._when_reduced = when_reduced
 

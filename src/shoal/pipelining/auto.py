@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.decide.autotune import Conditions
 from shoal.decide.cost import Link
-from shoal.decide.layout_search import Layout, choose_layout
+from shoal.decide.layout_search import choose_layout
 from shoal.decide.partition import Memory, Optimize
-from shoal.errors import ShoalError, UsageError
 from shoal.pipelining.api import device_of, make_mesh
 from shoal.pipelining.explain import explain_layouts
 from shoal.pipelining.loss import num_rows
@@ -77,16 +76,9 @@ def auto_layout(
     place = device_of(device, None)
     groups = make_groups(None, None, place)
     link = measure_link(groups)
-    told: dict[str, Any] = {}
-    if groups.rank == 0:
-        try:
-            layouts = _find(model, global_batch, groups.num_ranks, memory, shard, optimize, link, place)
-            told = _told(layouts, type(model).__name__)
-        except ShoalError as error:
-            told = {"error": str(error), "usage": isinstance(error, UsageError)}
-    told = groups.agree(told)
-    if "error" in told:
-        raise (UsageError if told["usage"] else ShoalError)(told["error"])
+    told = groups.decide_first(
+        lambda: _decide(model, global_batch, groups.num_ranks, memory, shard, optimize, link, place)
+    )
     mesh = make_mesh(
         place.type, pipeline=told["pipeline"], data=told["data"], placement_strategy=placement_strategy
     )
@@ -102,7 +94,7 @@ def auto_layout(
     return AutoLayout(mesh, options, told["text"])
 
 
-def _find(
+def _decide(
     model: nn.Module,
     global_batch: Mapping[str, Tensor],
     num_workers: int,
@@ -111,7 +103,7 @@ def _find(
     optimize: Optimize,
     link: Link | None,
     place: torch.device,
-) -> list[Layout]:
+) -> dict[str, Any]:
     rows = num_rows(global_batch)
     sizes = [size for size in MICRO_BATCH_SIZES if rows % size == 0]
     base = sizes[len(sizes) // 2]
@@ -120,7 +112,7 @@ def _find(
         name: (tensor[:base] if tensor.ndim else tensor).detach().to(home)
         for name, tensor in global_batch.items()
     }
-    return choose_layout(
+    layouts = choose_layout(
         Graph(model, example).cost(place),
         num_workers,
         memory,
@@ -130,9 +122,6 @@ def _find(
         conditions=Conditions(link=link, optimize=optimize),
         shard=shard,
     )
-
-
-def _told(layouts: list[Layout], title: str) -> dict[str, Any]:
     best = layouts[0]
     return {
         "pipeline": best.pipeline,
@@ -143,5 +132,5 @@ def _told(layouts: list[Layout], title: str) -> dict[str, Any]:
             "virtual_stages": best.num_virtual,
             "cuts": list(best.choice.cuts),
         },
-        "text": explain_layouts(layouts, title=f"{title} on {dist.get_world_size()} workers"),
+        "text": explain_layouts(layouts, title=f"{type(model).__name__} on {dist.get_world_size()} workers"),
     }

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shoal.decide.autotune import Choice, Conditions, choose_schedule
+from shoal.decide.autotune import Conditions, choose_schedule
 from shoal.decide.cost import Link, ModelCost, StageCost, stage_costs
 from shoal.decide.pipeline_simulator import Action, Schedule, Timeline, simulate
-from shoal.errors import UsageError
 from shoal.pipelining.process_groups import Groups
 
 
@@ -67,67 +66,45 @@ def decide(
     Raises:
         UsageError: as :func:`shoal.decide.autotune.choose_schedule`, the same on all ranks.
     """
-    told: dict[str, Any] = {}
-    if groups.rank == 0 and groups.replica == 0:
-        try:
-            cost = make_cost()
-            choices = choose_schedule(
-                cost,
-                num_ranks=groups.num_ranks,
-                num_micro_batches=num_micro_batches,
-                conditions=conditions,
-                cuts=cuts,
-            )
-            told = {"plan": _written(cost, choices, conditions.link)}
-        except UsageError as error:
-            told = {"error": str(error)}
-    told = groups.agree(told)
-    if "error" in told:
-        raise UsageError(told["error"])
-    return _read(told["plan"])
 
+    def decided() -> dict[str, Any]:
+        cost = make_cost()
+        best, *others = choose_schedule(
+            cost,
+            num_ranks=groups.num_ranks,
+            num_micro_batches=num_micro_batches,
+            conditions=conditions,
+            cuts=cuts,
+        )
+        plan = Plan(
+            schedule=best.schedule,
+            cuts=best.cuts,
+            stages=stage_costs(cost, best.cuts),
+            link=conditions.link,
+            rank_bytes=best.rank_bytes,
+            source=cost.source,
+            first_units=tuple(cost.units[first].name for first in (0, *best.cuts)),
+            alternatives=tuple(
+                Alternative(
+                    name=choice.schedule.name,
+                    num_virtual=choice.num_virtual,
+                    makespan_s=choice.timeline.makespan_s,
+                    bubble=choice.timeline.bubble,
+                    largest_rank_bytes=max(choice.rank_bytes),
+                )
+                for choice in others
+            ),
+        )
+        return asdict(plan)
 
-def _written(cost: ModelCost, choices: Sequence[Choice], link: Link | None) -> dict[str, Any]:
-    best = choices[0]
-    schedule = best.schedule
-    return {
-        "name": schedule.name,
-        "placement": schedule.placement,
-        "num_micro_batches": schedule.num_micro_batches,
-        "actions": [[list(action) for action in actions] for actions in schedule.actions],
-        "cuts": best.cuts,
-        "stages": [asdict(stage) for stage in stage_costs(cost, best.cuts)],
-        "link": asdict(link) if link is not None else None,
-        "rank_bytes": best.rank_bytes,
-        "source": cost.source,
-        "first_units": [cost.units[first].name for first in (0, *best.cuts)],
-        "alternatives": [
-            {
-                "name": choice.schedule.name,
-                "num_virtual": choice.num_virtual,
-                "makespan_s": choice.timeline.makespan_s,
-                "bubble": choice.timeline.bubble,
-                "largest_rank_bytes": max(choice.rank_bytes),
-            }
-            for choice in choices[1:]
-        ],
-    }
-
-
-def _read(told: dict[str, Any]) -> Plan:
-    schedule = Schedule(
-        name=told["name"],
-        placement=tuple(told["placement"]),
-        num_micro_batches=told["num_micro_batches"],
-        actions=tuple(tuple(Action(*action) for action in actions) for actions in told["actions"]),
-    )
+    read = groups.decide_first(decided)
+    actions = tuple(tuple(Action(*action) for action in own) for own in read["schedule"]["actions"])
+    placement = tuple(read["schedule"]["placement"])
     return Plan(
-        schedule=schedule,
-        cuts=tuple(told["cuts"]),
-        stages=tuple(StageCost(**stage) for stage in told["stages"]),
-        link=Link(**told["link"]) if told["link"] is not None else None,
-        rank_bytes=tuple(told["rank_bytes"]),
-        source=told["source"],
-        first_units=tuple(told["first_units"]),
-        alternatives=tuple(Alternative(**other) for other in told["alternatives"]),
+        schedule=Schedule(**{**read["schedule"], "placement": placement, "actions": actions}),
+        stages=tuple(StageCost(**stage) for stage in read["stages"]),
+        link=None if read["link"] is None else Link(**read["link"]),
+        alternatives=tuple(Alternative(**other) for other in read["alternatives"]),
+        source=read["source"],
+        **{name: tuple(read[name]) for name in ("cuts", "rank_bytes", "first_units")},
     )

@@ -61,11 +61,22 @@ class Groups:
     def num_replicas(self) -> int:
         return 1 if self.data_mesh is None else self.data_mesh.size()
 
-    def agree(self, value: Any) -> Any:
-        """Return the ``value`` (of what JSON can hold) of the first rank of the first replica."""
-        if self.data_group is not None and self.rank == 0:
-            value = broadcast_json(value, self.data_group, self.device)
-        return broadcast_json(value, self.group, self.device) if self.num_ranks > 1 else value
+    def decide_first(self, action: Callable[[], Any]) -> Any:
+        """Run ``action`` on the first rank of the first replica and return its JSON value on all ranks.
+
+        Raises:
+            ShoalError: raised by ``action``; the same error on all ranks.
+        """
+        decided: dict[str, Any] = {}
+        if self.rank == 0 and self.replica == 0:
+            try:
+                decided = {"value": action()}
+            except ShoalError as error:
+                decided = {"error": str(error), "usage": isinstance(error, UsageError)}
+        decided = self._from_first(decided)
+        if "error" in decided:
+            raise _error_of(decided)
+        return decided["value"]
 
     def together(self, action: Callable[[], T]) -> T:
         """Run ``action`` on every rank; where one refuses, the others refuse with its words.
@@ -85,8 +96,14 @@ class Groups:
             if int(flag):
                 told = {"error": str(failure), "usage": isinstance(failure, UsageError)}
                 told = broadcast_json(told, self.group, self.device, root=rank)
-                raise (UsageError if told["usage"] else ShoalError)(told["error"]) from failure
+                raise _error_of(told) from failure
         return result
+
+    def _from_first(self, value: Any) -> Any:
+        """Return the ``value`` (of what JSON can hold) of the first rank of the first replica."""
+        if self.data_group is not None and self.rank == 0:
+            value = broadcast_json(value, self.data_group, self.device)
+        return broadcast_json(value, self.group, self.device) if self.num_ranks > 1 else value
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add ``tensor`` up over all ranks of all replicas, in place."""
@@ -138,6 +155,21 @@ def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device, r
     return parse_json(buffer.cpu().numpy().tobytes(), f"what rank {root} sent")
 
 
+def _error_of(decided: dict[str, Any]) -> ShoalError:
+    return (UsageError if decided["usage"] else ShoalError)(decided["error"])
+
+
+Message = tuple[Callable[..., dist.Work | None], torch.Tensor, int]
+"""``dist.isend`` or ``dist.irecv``, the tensor, and the peer's rank in the group."""
+
+
+def exchange(group: dist.ProcessGroup, *messages: Message) -> None:
+    """Send and receive point to point, all messages at once, and wait for them."""
+    operations = [dist.P2POp(way, tensor, group=group, group_peer=peer) for way, tensor, peer in messages]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
 def measure_link(groups: Groups) -> Link | None:
     """Return what the first two ranks of the pipeline measure between them; ``None`` elsewhere."""
     if groups.num_ranks == 1 or groups.rank > 1:
@@ -154,9 +186,7 @@ def _ping(tensor: torch.Tensor, groups: Groups) -> float:
     begin = time.perf_counter()
     ways = (dist.isend, dist.irecv)
     for way in ways if groups.rank == 0 else reversed(ways):
-        operation = dist.P2POp(way, tensor, group=groups.group, group_peer=1 - groups.rank)
-        for work in dist.batch_isend_irecv([operation]):
-            work.wait()
+        exchange(groups.group, (way, tensor, 1 - groups.rank))
     if groups.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - begin

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.decide.pipeline_simulator import Timeline
-from shoal.pipelining.adapter import RunningStage, ScheduleRuntime, StagePlace
+from shoal.pipelining.adapter import RunningStage, ScheduleRuntime
 from shoal.pipelining.device_placement import held
 from shoal.pipelining.explain import explain
 from shoal.pipelining.failure_detector import Watch
@@ -252,15 +252,12 @@ class Pipeline:
             stages = [
                 RunningStage(
                     runner,
-                    StagePlace(
-                        index=index, num_stages=schedule.num_stages, device=groups.device, group=groups.group
-                    ),
-                    received=runner.received(),
-                    sent=runner.sent(),
+                    groups.device,
+                    groups.group,
                     around=self._tracer.around,
                     when_reduced=self._reduced,
                 )
-                for index, runner in sorted(self._runners.items())
+                for _, runner in sorted(self._runners.items())
             ]
             self._runtimes[training] = ScheduleRuntime(stages, schedule, weighted if training else None)
         return self._runtimes[training]

@@ -9,12 +9,14 @@ first of them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from shoal.pipelining.process_groups import exchange
 
 
 def owners(names_of_stages: Sequence[Iterable[str]], placement: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -90,21 +92,17 @@ class Ties:
         """Sum ``flat`` over ``ranks`` in place: all send to the first, which sends the sum back."""
         first, *others = ranks
         if self._rank != first:
-            self._talk([(dist.isend, flat, first)])
-            self._talk([(dist.irecv, flat, first)])
+            exchange(self._group, (dist.isend, flat, first))
+            exchange(self._group, (dist.irecv, flat, first))
             return
         received = [torch.empty_like(flat) for _ in others]
-        self._talk([(dist.irecv, part, rank) for part, rank in zip(received, others, strict=True)])
+        exchange(
+            self._group,
+            *((dist.irecv, part, rank) for part, rank in zip(received, others, strict=True)),
+        )
         for part in received:
             flat += part
-        self._talk([(dist.isend, flat, rank) for rank in others])
-
-    def _talk(self, messages: Sequence[tuple[Callable[..., dist.Work | None], Tensor, int]]) -> None:
-        operations = [
-            dist.P2POp(way, tensor, group=self._group, group_peer=rank) for way, tensor, rank in messages
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        exchange(self._group, *((dist.isend, flat, rank) for rank in others))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.decide.pipeline_simulator import Action, Box, Schedule, Timeline, recorded
+from shoal.pipelining.process_groups import exchange
 from shoal.record import PipelineStep
 
 _NUM_PINGS = 5
@@ -91,14 +92,14 @@ def clock_offset(group: dist.ProcessGroup, device: torch.device) -> float:
     for asking, kernel in enumerate(kernels):
         for _ in range(_NUM_PINGS if int(kernel) != int(kernels[0]) else 0):
             if rank == 0:
-                _message(dist.irecv, torch.zeros(1, dtype=torch.float64, device=device), asking, group)
+                exchange(group, (dist.irecv, torch.zeros(1, dtype=torch.float64, device=device), asking))
                 now = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
-                _message(dist.isend, now, asking, group)
+                exchange(group, (dist.isend, now, asking))
             elif rank == asking:
                 begin = time.perf_counter()
                 answer = torch.zeros(1, dtype=torch.float64, device=device)
-                _message(dist.isend, torch.zeros_like(answer), 0, group)
-                _message(dist.irecv, answer, 0, group)
+                exchange(group, (dist.isend, torch.zeros_like(answer), 0))
+                exchange(group, (dist.irecv, answer, 0))
                 end = time.perf_counter()
                 best = min(best, (end - begin, float(answer) - (begin + end) / 2))
     return best[1]
@@ -111,13 +112,6 @@ def _kernel() -> int:
     except OSError:
         name = f"{uuid.getnode()} {os.getpid()}"
     return zlib.crc32(name.encode())
-
-
-def _message(
-    way: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int, group: dist.ProcessGroup
-) -> None:
-    for work in dist.batch_isend_irecv([dist.P2POp(way, tensor, group=group, group_peer=peer)]):
-        work.wait()
 
 
 def gather(

@@ -8,9 +8,12 @@ per hop.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from shoal.decide.server_assignment import ring_seconds, two_hop_seconds
 from shoal.errors import UsageError
@@ -151,30 +154,13 @@ def read_measured(path: Path) -> MeasuredTrain | MeasuredComm:
 
 
 def _train(path: Path, read: dict[str, Any]) -> MeasuredTrain:
-    found = MeasuredTrain(
-        path=path,
-        recipe=str(read["recipe"]),
-        sequence_length=int(read["sequence_length"]),
-        num_parameters=int(read["num_parameters"]),
-        device=str(read["device"]),
-        num_devices=int(read["num_devices"]),
-        global_batch=int(read["global_batch"]),
-        micro_batch=int(read["micro_batch"]),
-        samples_per_s=float(read["samples_per_s"]),
-        unit=str(read["unit"]),
-    )
-    sizes = (
-        "sequence_length",
-        "num_parameters",
-        "num_devices",
-        "global_batch",
-        "micro_batch",
-        "samples_per_s",
-    )
-    for name in sizes:
-        if not getattr(found, name) > 0:
-            raise ValueError(f"{name} {getattr(found, name)} is not positive")
-    return found
+    types = {field.name: field.type for field in fields(MeasuredTrain) if field.name != "path"}
+    casts: dict[Any, Callable[[Any], Any]] = {"int": int, "float": float, "str": str}
+    found = {name: casts[kind](read[name]) for name, kind in types.items()}
+    for name, value in found.items():
+        if types[name] != "str" and not value > 0:
+            raise ValueError(f"{name} {value} is not positive")
+    return MeasuredTrain(path=path, **found)
 
 
 def _comm(path: Path, read: dict[str, Any]) -> MeasuredComm:
@@ -220,15 +206,9 @@ def _comm(path: Path, read: dict[str, Any]) -> MeasuredComm:
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float] | None:
-    """Return (a, b) of t = a + b M by least squares of relative errors; None where there is no slope."""
+    """Fit t = a + b M by least squares of relative errors; return (a, b), or None without a slope."""
     if len({num_bytes for num_bytes, _ in points}) < 2:
         return None
-    weights = [1 / seconds**2 for _, seconds in points]
-    total = sum(weights)
-    mean_bytes = sum(w * num_bytes for w, (num_bytes, _) in zip(weights, points, strict=True)) / total
-    mean_s = sum(w * seconds for w, (_, seconds) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (m - mean_bytes) ** 2 for w, (m, _) in zip(weights, points, strict=True))
-    slope = (
-        sum(w * (m - mean_bytes) * (s - mean_s) for w, (m, s) in zip(weights, points, strict=True)) / spread
-    )
-    return (mean_s - slope * mean_bytes, slope) if slope > 0 else None
+    num_bytes, seconds = np.array(points).T
+    slope, fixed_s = np.polyfit(num_bytes, seconds, 1, w=1 / seconds)
+    return (float(fixed_s), float(slope)) if slope > 0 else None

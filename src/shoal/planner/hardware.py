@@ -1,8 +1,8 @@
-"""The catalog of instance types, accelerators and networks; users add files of their own.
+"""Reads the catalog of instance types, accelerators and networks; users add files of their own.
 
-A file is TOML with tables ``accelerator``, ``network`` and ``instance``, each of named entries. Rates stand
-there in the units of datasheets (Gbit/s, GB/s, TFLOP/s) and are bytes/s and FLOP/s from here on. Every entry
-names its source; a figure that could not be confirmed says so there.
+A file is TOML with tables ``accelerator``, ``network`` and ``instance``, each of named entries. Rates are in
+the units of data sheets there (Gbit/s, GB/s, TFLOP/s) and in bytes/s and FLOP/s here. Every entry names its
+source; a figure that could not be confirmed says so there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -31,16 +31,16 @@ class Accelerator:
     memory_bytes: int
     memory_bytes_per_s: float
     clock_hz: float
-    """Highest boost clock: what the time of the smallest kernels follows."""
+    """Highest boost clock; the time of the smallest kernels follows it."""
     flops: Mapping[str, float]
     """Peak dense FLOP/s by precision."""
     source: str
 
     def peak(self, precision: str) -> float:
-        """Return FLOP/s in ``precision``; in one that it does not have, those of the next wider.
+        """Return FLOP/s in ``precision``; in one that the device lacks, those of the next wider.
 
         Raises:
-            UsageError: no such precision is known.
+            UsageError: the precision is unknown.
         """
         wider = {"fp8": "bf16", "bf16": "fp16", "fp16": "fp32", "tf32": "fp32"}
         wanted = precision
@@ -56,13 +56,13 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """A kind of link: what of the line rate arrives, and how long the first byte takes."""
+    """A kind of link."""
 
     name: str
     efficiency: float
-    """Achieved bytes/s of long collectives over line rate."""
+    """Bytes/s that long collectives achieve, over line rate."""
     latency_s: float
-    """Of one hop, software included."""
+    """Per hop, software included."""
     source: str
 
 
@@ -72,16 +72,16 @@ class Instance:
 
     name: str
     accelerator: Accelerator | None
-    """None: a CPU host, which can carry summation servers."""
+    """None: a CPU host, which can run summation servers."""
     num_accelerators: int
     local_network: Network
     local_bytes_per_s: float
-    """Of one accelerator's link to the others of its host, in each direction, line rate."""
+    """Line rate of one accelerator's link to the others of its host, in each direction."""
     network: Network
     nic_bytes_per_s: float
-    """Of the host in each direction, line rate."""
+    """Line rate of the host in each direction."""
     flow_bytes_per_s: float
-    """The most that one flow (connection) carries; infinity without a cap."""
+    """Limit of one flow (connection); infinity without a cap."""
     memory_bytes: int
     """Of the host."""
     price_per_hour: float | None
@@ -91,17 +91,18 @@ class Instance:
 
     @property
     def effective_nic(self) -> float:
-        """Bytes/s in each direction that collectives see."""
+        """Bytes/s in each direction that collectives achieve."""
         return self.nic_bytes_per_s * self.network.efficiency
 
     @property
     def effective_local(self) -> float:
+        """Bytes/s in each direction that collectives achieve between accelerators of the host."""
         return self.local_bytes_per_s * self.local_network.efficiency
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """Equal hosts: ``256xp3dn.24xlarge``."""
+    """Equal hosts, such as ``256xp3dn.24xlarge``."""
 
     count: int
     instance: Instance
@@ -119,31 +120,47 @@ class Machines:
         return f"{self.count}x{self.instance.name}"
 
 
+def require_accelerators(machines: Machines) -> Accelerator:
+    """Return the accelerator of the machines.
+
+    Raises:
+        UsageError: they are CPU hosts, which can only help.
+    """
+    if machines.instance.accelerator is None:
+        raise UsageError(
+            f"{machines.instance.name} has no accelerators; give it with --helpers, and --cluster the "
+            "machines that train"
+        )
+    return machines.instance.accelerator
+
+
 class Catalog:
-    """All entries by name, from our files and then from the user's, which may replace ours."""
+    """All entries by name: those of shoal, then those of the user's files, which may replace them.
+
+    Raises:
+        UsageError: a file cannot be read, or an entry is incomplete or out of range.
+    """
 
     def __init__(self, paths: Sequence[Path] = ()) -> None:
         self.accelerators: dict[str, Accelerator] = {}
         self.networks: dict[str, Network] = {}
         self.instances: dict[str, Instance] = {}
-        trees = list(_shipped())
-        for path in paths:
-            trees.append((str(path), _read(path)))
+        trees = [*_shipped(), *((str(path), _read(path)) for path in paths)]
         for source, tree in trees:
-            _check_keys(source, "the file", tree, {"accelerator", "network", "instance"}, set())
-            for name, entry in tree.get("accelerator", {}).items():
-                self.accelerators[name] = _accelerator(source, name, entry)
-            for name, entry in tree.get("network", {}).items():
-                self.networks[name] = _network(source, name, entry)
-        for source, tree in trees:
-            for name, entry in tree.get("instance", {}).items():
-                self.instances[name] = self._instance(source, name, entry)
+            _Entry(source, "the file", tree).check_keys({"accelerator", "network", "instance"})
+            for name, values in tree.get("accelerator", {}).items():
+                self.accelerators[name] = _accelerator(name, _Entry(source, f"accelerator {name!r}", values))
+            for name, values in tree.get("network", {}).items():
+                self.networks[name] = _network(name, _Entry(source, f"network {name!r}", values))
+        for source, tree in trees:  # instances may name entries of later files
+            for name, values in tree.get("instance", {}).items():
+                self.instances[name] = self._instance(name, _Entry(source, f"instance {name!r}", values))
 
     def instance(self, name: str) -> Instance:
         """Return an instance type.
 
         Raises:
-            UsageError: there is none of that name.
+            UsageError: the name is unknown.
         """
         if name not in self.instances:
             raise UsageError(
@@ -153,10 +170,10 @@ class Catalog:
         return self.instances[name]
 
     def machines(self, text: str) -> Machines:
-        """Return the machines that ``64xc5n.18xlarge`` names; without a number, one.
+        """Parse ``64xc5n.18xlarge``; without a number, one host.
 
         Raises:
-            UsageError: the text is not of that form, or the instance type is not known.
+            UsageError: the text is not of that form, or the instance type is unknown.
         """
         match = re.fullmatch(r"(?:(\d+)\s*[x×*])?\s*([^\s]+)", text.strip())
         if not match:
@@ -166,46 +183,33 @@ class Catalog:
             raise UsageError(f"{text!r}: the number of hosts is {count}; it must be at least 1")
         return Machines(count=count, instance=self.instance(match[2]))
 
-    def _instance(self, source: str, name: str, entry: dict[str, Any]) -> Instance:
-        where = f"instance {name!r}"
+    def _instance(self, name: str, entry: _Entry) -> Instance:
         required = {"nic_gbit_per_s", "network", "memory_gib", "source"}
-        optional = {
-            "accelerator", "num_accelerators", "local_network", "local_gbyte_per_s", "flow_gbit_per_s",
-            "price_per_hour", "price_source", "unpriced",
-        }  # fmt: skip
-        if "accelerator" in entry:
-            required |= {"num_accelerators", "local_network", "local_gbyte_per_s"}
-        if "unpriced" not in entry:
-            required |= {"price_per_hour", "price_source"}
-        _check_keys(source, where, entry, required | optional, required)
-        price = None
-        if "unpriced" not in entry:
-            price = _number(source, where, entry, "price_per_hour", least=0.0)
-        accelerator = None
-        if "accelerator" in entry:
-            accelerator = _named(source, where, self.accelerators, "accelerator", entry["accelerator"])
-        none = Network(name="none", efficiency=1.0, latency_s=0.0, source="no accelerators")
-        local = entry.get("local_network")
+        optional = {"flow_gbit_per_s", "unpriced"}
+        on_device = {"accelerator", "num_accelerators", "local_network", "local_gbyte_per_s"}
+        priced = {"price_per_hour", "price_source"}
+        is_priced, has_device = "unpriced" not in entry.values, "accelerator" in entry.values
+        required |= (on_device if has_device else set()) | (priced if is_priced else set())
+        entry.check_keys(required | optional | on_device | priced, required)
+        has_local, has_cap = "local_network" in entry.values, "flow_gbit_per_s" in entry.values
+        gbit = 1e9 / 8
         return Instance(
             name=name,
-            accelerator=accelerator,
-            num_accelerators=int(_number(source, where, entry, "num_accelerators", above=0.0))
-            if accelerator
-            else 0,
-            local_network=_named(source, where, self.networks, "local_network", local) if local else none,
-            local_bytes_per_s=1e9 * _number(source, where, entry, "local_gbyte_per_s", above=0.0)
-            if local
-            else math.inf,
-            network=_named(source, where, self.networks, "network", entry["network"]),
-            nic_bytes_per_s=1e9 / 8 * _number(source, where, entry, "nic_gbit_per_s", above=0.0),
-            flow_bytes_per_s=1e9 / 8 * _number(source, where, entry, "flow_gbit_per_s", above=0.0)
-            if "flow_gbit_per_s" in entry
-            else math.inf,
-            memory_bytes=int(GIB * _number(source, where, entry, "memory_gib", above=0.0)),
-            price_per_hour=price,
-            price_source=entry.get("price_source", entry.get("unpriced", "")),
-            source=entry["source"],
+            accelerator=entry.named("accelerator", self.accelerators) if has_device else None,
+            num_accelerators=int(entry.positive("num_accelerators")) if has_device else 0,
+            local_network=entry.named("local_network", self.networks) if has_local else _NO_NETWORK,
+            local_bytes_per_s=1e9 * entry.positive("local_gbyte_per_s") if has_local else math.inf,
+            network=entry.named("network", self.networks),
+            nic_bytes_per_s=gbit * entry.positive("nic_gbit_per_s"),
+            flow_bytes_per_s=gbit * entry.positive("flow_gbit_per_s") if has_cap else math.inf,
+            memory_bytes=int(GIB * entry.positive("memory_gib")),
+            price_per_hour=entry.at_least_0("price_per_hour") if is_priced else None,
+            price_source=entry.values.get("price_source", entry.values.get("unpriced", "")),
+            source=entry.values["source"],
         )
+
+
+_NO_NETWORK = Network(name="none", efficiency=1.0, latency_s=0.0, source="no accelerators")
 
 
 @cache
@@ -224,83 +228,73 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError(f"the catalog {path} is not TOML: {error}") from error
 
 
-def _accelerator(source: str, name: str, entry: dict[str, Any]) -> Accelerator:
-    where = f"accelerator {name!r}"
+def _accelerator(name: str, entry: _Entry) -> Accelerator:
     keys = {"memory_gib", "memory_gbyte_per_s", "clock_ghz", "tflops", "source"}
-    _check_keys(source, where, entry, keys, keys)
-    tflops = entry["tflops"]
-    if not isinstance(tflops, dict) or not tflops:
-        raise UsageError(f"{source}: {where}: tflops must be a table of precisions, like {{ fp16 = 125 }}")
-    _check_keys(source, f"{where}, tflops", tflops, set(PRECISIONS), set())
+    entry.check_keys(keys, keys)
+    tflops = _Entry(entry.source, f"{entry.where}, tflops", entry.values["tflops"])
+    if not tflops.values:
+        raise UsageError(f"{tflops} must be a table of precisions, like {{ fp16 = 125 }}")
+    tflops.check_keys(set(PRECISIONS))
     return Accelerator(
         name=name,
-        memory_bytes=int(GIB * _number(source, where, entry, "memory_gib", above=0.0)),
-        memory_bytes_per_s=1e9 * _number(source, where, entry, "memory_gbyte_per_s", above=0.0),
-        clock_hz=1e9 * _number(source, where, entry, "clock_ghz", above=0.0),
-        flops={key: 1e12 * _number(source, where, tflops, key, above=0.0) for key in tflops},
-        source=entry["source"],
+        memory_bytes=int(GIB * entry.positive("memory_gib")),
+        memory_bytes_per_s=1e9 * entry.positive("memory_gbyte_per_s"),
+        clock_hz=1e9 * entry.positive("clock_ghz"),
+        flops={key: 1e12 * tflops.positive(key) for key in tflops.values},
+        source=entry.values["source"],
     )
 
 
-def _network(source: str, name: str, entry: dict[str, Any]) -> Network:
-    where = f"network {name!r}"
+def _network(name: str, entry: _Entry) -> Network:
     keys = {"efficiency", "latency_us", "source"}
-    _check_keys(source, where, entry, keys, keys)
-    efficiency = _number(source, where, entry, "efficiency", above=0.0)
-    if efficiency > 1:
-        raise UsageError(f"{source}: {where}: efficiency is {efficiency}; it must be at most 1")
-    latency_us = _number(source, where, entry, "latency_us", least=0.0)
-    return Network(name=name, efficiency=efficiency, latency_s=latency_us * 1e-6, source=entry["source"])
+    entry.check_keys(keys, keys)
+    if (efficiency := entry.positive("efficiency")) > 1:
+        raise UsageError(f"{entry}: efficiency is {efficiency}; it must be at most 1")
+    latency_s = 1e-6 * entry.at_least_0("latency_us")
+    return Network(name=name, efficiency=efficiency, latency_s=latency_s, source=entry.values["source"])
 
 
-def _check_keys(source: str, where: str, entry: Any, allowed: set[str], required: set[str]) -> None:
-    if not isinstance(entry, dict):
-        raise UsageError(f"{source}: {where} is {entry!r}; it must be a table")
-    for key in entry:
-        if key not in allowed:
-            raise UsageError(f"{source}: {where} has an unknown key {key!r}.{did_you_mean(key, allowed)}")
-    if missing := sorted(required - set(entry)):
-        raise UsageError(
-            f"{source}: {where} lacks {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}"
-        )
+@dataclass(frozen=True)
+class _Entry:
+    """A table of a catalog file, with the words that messages name it by."""
 
+    source: str
+    where: str
+    values: dict[str, Any]
 
-def _number(
-    source: str,
-    where: str,
-    entry: Mapping[str, Any],
-    key: str,
-    *,
-    least: float = -math.inf,
-    above: float = -math.inf,
-) -> float:
-    value = entry[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UsageError(f"{source}: {where}: {key} is {value!r}; it must be a number")
-    if value < least:
-        raise UsageError(f"{source}: {where}: {key} is {value}; it must be at least {least:g}")
-    if value <= above:
-        raise UsageError(f"{source}: {where}: {key} is {value}; it must be above {above:g}")
-    return float(value)
+    def __str__(self) -> str:
+        return f"{self.source}: {self.where}"
 
+    def check_keys(self, allowed: Set[str], required: Set[str] = frozenset()) -> None:
+        if not isinstance(self.values, dict):
+            raise UsageError(f"{self} is {self.values!r}; it must be a table")
+        for key in self.values:
+            if key not in allowed:
+                raise UsageError(f"{self} has an unknown key {key!r}.{did_you_mean(key, allowed)}")
+        if missing := sorted(required - set(self.values)):
+            raise UsageError(
+                f"{self} lacks {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}"
+            )
 
-def _named(source: str, where: str, entries: Mapping[str, Any], key: str, name: Any) -> Any:
-    if name not in entries:
-        raise UsageError(
-            f"{source}: {where}: {key} {name!r} is in no catalog.{did_you_mean(str(name), entries)}"
-        )
-    return entries[name]
+    def positive(self, key: str) -> float:
+        if (value := self._number(key)) <= 0:
+            raise UsageError(f"{self}: {key} is {value}; it must be above 0")
+        return float(value)
 
+    def at_least_0(self, key: str) -> float:
+        if (value := self._number(key)) < 0:
+            raise UsageError(f"{self}: {key} is {value}; it must be at least 0")
+        return float(value)
 
-def require_accelerators(machines: Machines) -> Accelerator:
-    """Return what the machines compute with.
+    def _number(self, key: str) -> float:
+        value = self.values[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise UsageError(f"{self}: {key} is {value!r}; it must be a number")
+        return value
 
-    Raises:
-        UsageError: they are CPU hosts, which only help.
-    """
-    if machines.instance.accelerator is None:
-        raise UsageError(
-            f"{machines.instance.name} has no accelerators; give it with --helpers, and --cluster the "
-            "machines that train"
-        )
-    return machines.instance.accelerator
+    def named(self, key: str, entries: Mapping[str, Any]) -> Any:
+        """Return the entry of ``entries`` that ``key`` names."""
+        name = self.values[key]
+        if name not in entries:
+            raise UsageError(f"{self}: {key} {name!r} is in no catalog.{did_you_mean(str(name), entries)}")
+        return entries[name]

@@ -44,15 +44,13 @@ class Exchange:
     """How long each link would be busy at its full rate."""
 
 
+@dataclass(eq=False, slots=True)
 class _Piece:
-    __slots__ = ("amount", "bucket", "left", "number", "phase")
-
-    def __init__(self, bucket: int, number: int, amount: float) -> None:
-        self.bucket = bucket
-        self.number = number
-        self.phase = 0
-        self.amount = amount
-        self.left = amount
+    bucket: int
+    number: int
+    amount: float
+    left: float = 0.0
+    phase: int = 0
 
 
 def exchange(
@@ -103,13 +101,9 @@ class _Simulation:
             self._release_next()
         while self.events or self.active:
             self._advance()
+        names = [phase.name for phase in self.how.phases]
         spans = tuple(
-            Span(
-                bucket=bucket,
-                phase=self.how.phases[phase].name,
-                begin_s=begin,
-                end_s=self.ended[bucket, phase],
-            )
+            Span(bucket=bucket, phase=names[phase], begin_s=begin, end_s=self.ended[bucket, phase])
             for (bucket, phase), begin in sorted(self.begun.items())
         )
         total = sum(num_bytes for _, num_bytes in self.ready)
@@ -227,6 +221,5 @@ def slowest(num_workers: int, jitter: float, seed: int, num_steps: int = 32) -> 
     if jitter == 0:
         return 1.0
     draws = np.random.default_rng([seed, num_workers])
-    return 1.0 + jitter * float(
-        np.mean([np.max(draws.standard_normal(num_workers)) for _ in range(num_steps)])
-    )
+    largest = [np.max(draws.standard_normal(num_workers)) for _ in range(num_steps)]
+    return 1.0 + jitter * float(np.mean(largest))

@@ -90,14 +90,8 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        return (
-            self.forward_s
-            + self.backward_s
-            + self.bubble_s
-            + self.straggler_s
-            + self.exposed_s
-            + self.optimizer_s
-        )
+        computed_s = self.forward_s + self.backward_s + self.bubble_s + self.straggler_s
+        return computed_s + self.exposed_s + self.optimizer_s
 
 
 def step_time(
@@ -120,52 +114,6 @@ def step_time(
         UsageError: the layout does not divide the accelerators.
     """
     replicas = num_replicas(workers, layout)
-    done = _compute(workload, workers, layout, replicas, achieved_flops=achieved_flops, kernel_s=kernel_s)
-    late = slowest(workers.num_accelerators, jitter, seed) - 1.0
-    computed_s = (done.forward_s + done.backward_s + done.bubble_s) * (1 + late)
-    if replicas > 1:
-        sent = _average(
-            workload, workers, helpers, layout, begin_s=computed_s - done.window_s, window_s=done.window_s
-        )
-    else:
-        sent = Exchange(end_s=computed_s, spans=(), busy_s={})
-    gathered_s = 0.0
-    if layout.sharded_optimizer:
-        gathered_s = max(0.0, max(sent.busy_s.values(), default=0.0) - done.window_s / 2)
-    return StepTime(
-        forward_s=done.forward_s,
-        backward_s=done.backward_s,
-        bubble_s=done.bubble_s,
-        straggler_s=late * (done.forward_s + done.backward_s + done.bubble_s),
-        exposed_s=max(0.0, sent.end_s - computed_s) + gathered_s,
-        optimizer_s=_update_s(workload, workers, layout, replicas),
-        micro_batches=done.micro_batches,
-        exchange=sent,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Computed:
-    """What one worker computes in a step, in seconds."""
-
-    forward_s: float
-    backward_s: float
-    bubble_s: float
-    window_s: float
-    """The end of the backward pass, in which gradients become ready."""
-    micro_batches: int
-
-
-def _compute(
-    workload: Workload,
-    workers: Machines,
-    layout: Layout,
-    replicas: int,
-    *,
-    achieved_flops: float,
-    kernel_s: float,
-) -> _Computed:
-    """Return the forward and backward passes of a worker's share of the batch."""
     accelerator = require_accelerators(workers)
     share = layout.global_batch / replicas
     # A share below one sample splits the samples themselves (spatial or context parallel): no accumulation.
@@ -187,15 +135,27 @@ def _compute(
             compute_s=compute_s,
             flow_bytes_per_s=layout.connections * workers.instance.flow_bytes_per_s,
         )
-    # In chunks (interleaved stages) each chunk's last passes come at another time: gradients become ready
-    # over the backward passes of the last ``stages`` micro-batches, not of one.
+    # With virtual stages, the last passes of each come at another time: gradients become ready over the
+    # backward passes of the last ``stages`` micro-batches, not of one.
     window_s = compute_s * 2 / 3 * (min(count, layout.stages) if layout.virtual > 1 else 1)
-    return _Computed(
+    late = slowest(workers.num_accelerators, jitter, seed) - 1.0
+    straggler_s = late * (count * compute_s + bubble_s)
+    computed_s = count * compute_s + bubble_s + straggler_s
+    sent = Exchange(end_s=computed_s, spans=(), busy_s={})
+    if replicas > 1:
+        sent = _average(workload, workers, helpers, layout, begin_s=computed_s - window_s, window_s=window_s)
+    gathered_s = 0.0
+    if layout.sharded_optimizer:
+        gathered_s = max(0.0, max(sent.busy_s.values(), default=0.0) - window_s / 2)
+    return StepTime(
         forward_s=count * compute_s / 3,
         backward_s=count * compute_s * 2 / 3,
         bubble_s=bubble_s,
-        window_s=window_s,
+        straggler_s=straggler_s,
+        exposed_s=max(0.0, sent.end_s - computed_s) + gathered_s,
+        optimizer_s=_update_s(workload, workers, layout, replicas),
         micro_batches=count,
+        exchange=sent,
     )
 
 
