@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from benchmarks.harness import Benchmark, peer_module
 from shoal.optim.lamb import Lamb, parameter_groups
 from shoal.optim.lars import Lars
-from shoal.optim.novograd import NovoGrad
+from shoal.optim.novograd import Novograd
 
 _SETTLE_S = 0.01
 """The threads of torch's last operation spin for some milliseconds; neither side starts among them."""
@@ -148,7 +148,7 @@ def compare_novograd(bench: Benchmark, model: str) -> None:
         return optimizer
 
     for library, forms in (("timm", {"a loop": timm_novograd}), ("pytorch_optimizer", both(other_novograd))):
-        ours = NovoGrad(groups(), **options, bias_correction=True)
+        ours = Novograd(groups(), **options, bias_correction=True)
         add_row(bench, f"{model}, NovoGrad", ours=ours, forms=forms, library=library, target=2.5)
 
 

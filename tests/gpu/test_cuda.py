@@ -17,7 +17,7 @@ import pretrain_jobs as jobs
 from shoal.errors import EXIT_OK
 from shoal.optim.lamb import Lamb
 from shoal.optim.lars import Lars
-from shoal.optim.novograd import NovoGrad
+from shoal.optim.novograd import Novograd
 from shoal.train.clock import StepClock
 
 pytestmark = [
@@ -30,8 +30,8 @@ OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer
     "lamb": partial(Lamb, lr=0.01),
     "lars": partial(Lars, lr=0.5, weight_decay=0.02, eta=0.1),
     "larc": partial(Lars, lr=0.1, weight_decay=0.02, eta=0.05, form="larc", nesterov=True),
-    "novograd": partial(NovoGrad, lr=0.01, weight_decay=0.02, bias_correction=True),
-    "novograd, outside": partial(NovoGrad, lr=0.01, weight_decay=0.02, reg_inside_moment=False),
+    "novograd": partial(Novograd, lr=0.01, weight_decay=0.02, bias_correction=True),
+    "novograd, outside": partial(Novograd, lr=0.01, weight_decay=0.02, reg_inside_moment=False),
 }
 
 

@@ -19,7 +19,7 @@ from shoal.optim.adafactor import Adafactor
 from shoal.optim.lamb import Lamb
 from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
-from shoal.optim.novograd import NovoGrad
+from shoal.optim.novograd import Novograd
 from shoal.optim.sharded import local_box
 from shoal.train.config import VisionOptimizerConfig
 from shoal.train.optimizers import build_optimizer
@@ -51,8 +51,8 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "lans": without_ratio(Lans),
     "lars": partial(Lars, lr=0.5, eta=0.1),
     "larc": partial(Lars, lr=0.1, eta=0.05, form="larc", nesterov=True),
-    "novograd": without_ratio(partial(NovoGrad, bias_correction=True)),
-    "novograd, decay outside": without_ratio(partial(NovoGrad, reg_inside_moment=False, init_zero=True)),
+    "novograd": without_ratio(partial(Novograd, bias_correction=True)),
+    "novograd, decay outside": without_ratio(partial(Novograd, reg_inside_moment=False, init_zero=True)),
     "sgd": lambda groups: build_optimizer(
         [("weight", p) for group in groups for p in group["params"]], VisionOptimizerConfig(), 0.05
     ),

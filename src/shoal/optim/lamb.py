@@ -13,6 +13,7 @@ out of the decay and of the ratio: :func:`parameter_groups`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,7 +23,6 @@ from torch.optim.optimizer import ParamsT
 
 from shoal import native
 from shoal.errors import UsageError
-from shoal.optim.lamb_foreach import lamb_update
 from shoal.optim.moments import (
     Group,
     Implementation,
@@ -37,7 +37,7 @@ from shoal.optim.moments import (
     native_grads,
     root_of_sum,
 )
-from shoal.optim.sharded import whole_squares
+from shoal.optim.sharded import local_part, trust_ratios, update_moments, whole_squares
 
 
 def parameter_groups(
@@ -64,6 +64,9 @@ def parameter_groups(
         {"params": plain, "weight_decay": 0.0, "trust_ratio": False},
     ]
     return [group for group in groups if group["params"]] or groups[:1]
+
+
+_NATIVE_OPTIONS = ("betas", "eps", "weight_decay", "bias_correction", "trust_ratio")
 
 
 class Lamb(MomentsOptimizer):
@@ -168,8 +171,32 @@ class Lamb(MomentsOptimizer):
         return adam_state(parameter)
 
     def _update(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
-        here = scale.to(params[0].device) if isinstance(scale, Tensor) else scale
-        return lamb_update(group, params, states, here)
+        beta1, beta2 = group["betas"]
+        weights = [local_part(parameter) for parameter in params]
+        grads = [local_part(parameter.grad) for parameter in params]
+        if isinstance(scale, Tensor) or scale != 1.0:
+            here = scale.to(params[0].device) if isinstance(scale, Tensor) else scale
+            grads = list(torch._foreach_mul(grads, here))
+        grad_sq = whole_squares(params, grads).sum()
+        exp_avgs, denominators = update_moments(grads, states, group["betas"])
+        del grads
+
+        steps = [state["step"].item() for state in states] if group["bias_correction"] else []
+        if steps:
+            torch._foreach_div_(denominators, [math.sqrt(1.0 - beta2**step) for step in steps])
+        torch._foreach_add_(denominators, group["eps"])
+        if steps:
+            torch._foreach_mul_(denominators, [1.0 - beta1**step for step in steps])
+        updates = torch._foreach_div(exp_avgs, denominators)
+        del denominators
+        if group["weight_decay"] != 0.0:
+            torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+        weight_squares = whole_squares(params, weights)
+        if group["trust_ratio"]:
+            ratios = trust_ratios(params, weight_squares, updates).to(weights[0].dtype)
+            torch._foreach_mul_(updates, list(ratios.unbind()))
+        torch._foreach_add_(weights, updates, alpha=-float(group["lr"]))
+        return grad_sq, weight_squares.sum()
 
     def _update_native(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
         grad_norm, weight_norm = native.lamb_step(
@@ -179,12 +206,8 @@ class Lamb(MomentsOptimizer):
             native_entries(params, states, "exp_avg_sq"),
             [state["step"].item() for state in states],
             learning_rate=float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
             grad_scale=float(scale),
-            bias_correction=group["bias_correction"],
-            trust_ratio=group["trust_ratio"],
             num_threads=torch.get_num_threads(),
+            **{name: group[name] for name in _NATIVE_OPTIONS},
         )
         return grad_norm**2, weight_norm**2

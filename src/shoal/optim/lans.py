@@ -24,7 +24,7 @@ from torch.optim.optimizer import ParamsT
 
 from shoal.errors import UsageError
 from shoal.optim.moments import Group, MomentsOptimizer, Params, Scale, Squares, States, adam_state
-from shoal.optim.sharded import local_part, whole_squares
+from shoal.optim.sharded import local_part, trust_ratios, update_moments, whole_squares
 
 
 class Lans(MomentsOptimizer):
@@ -75,37 +75,26 @@ class Lans(MomentsOptimizer):
         beta1, beta2 = group["betas"]
         eps, lr = group["eps"], float(group["lr"])
         weights = [local_part(parameter) for parameter in params]
-        exp_avgs = [local_part(state["exp_avg"]) for state in states]
-        exp_avg_sqs = [local_part(state["exp_avg_sq"]) for state in states]
         steps = [state["step"].item() for state in states]
 
         raw = [local_part(parameter.grad) for parameter in params]
         grad_squares = whole_squares(params, raw) * scale**2
         inverse = (scale / (grad_squares.sqrt() + eps)).to(weights[0].dtype)
-        grads = list(torch._foreach_mul(raw, list(inverse.unbind())))
-
-        torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
-        torch._foreach_mul_(exp_avg_sqs, beta2)
-        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - beta2)
-
-        denominators = torch._foreach_sqrt(exp_avg_sqs)
+        from_gradient = list(torch._foreach_mul(raw, list(inverse.unbind())))
+        exp_avgs, denominators = update_moments(from_gradient, states, group["betas"])
         torch._foreach_div_(denominators, [math.sqrt(1.0 - beta2**step) for step in steps])
         torch._foreach_add_(denominators, eps)
-        from_gradient = grads
         torch._foreach_div_(from_gradient, denominators)
         torch._foreach_mul_(denominators, [1.0 - beta1**step for step in steps])
         from_momentum = list(torch._foreach_div(exp_avgs, denominators))
         del denominators
 
         weight_squares = whole_squares(params, weights)
-        weight_norms = weight_squares.sqrt()
         parts = ((from_momentum, beta1), (from_gradient, 1.0 - beta1))
         for updates, share in parts:  # both before the weights move
             if group["weight_decay"] != 0.0:
                 torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
-            update_norms = whole_squares(params, updates).sqrt()
-            both = (weight_norms > 0) & (update_norms > 0)
-            ratios = torch.where(both, weight_norms / update_norms, 1.0) * share
+            ratios = trust_ratios(params, weight_squares, updates) * share
             torch._foreach_mul_(updates, list(ratios.to(weights[0].dtype).unbind()))
         for updates, _ in parts:
             torch._foreach_add_(weights, updates, alpha=-lr)

@@ -40,18 +40,10 @@ from shoal.optim.moments import (
 )
 from shoal.optim.sharded import local_part, whole_squares
 
-_NATIVE_OPTIONS = (
-    "betas",
-    "eps",
-    "weight_decay",
-    "bias_correction",
-    "grad_averaging",
-    "init_zero",
-    "reg_inside_moment",
-)
+_VARIANTS = ("bias_correction", "grad_averaging", "init_zero", "reg_inside_moment")
 
 
-class NovoGrad(MomentsOptimizer):
+class Novograd(MomentsOptimizer):
     """NovoGrad with few passes over memory: one native kernel on the CPU, ``_foreach_`` operations elsewhere.
 
     The state of each parameter is ``step``, ``exp_avg`` and ``exp_avg_sq``, the last one a single number that
@@ -93,16 +85,9 @@ class NovoGrad(MomentsOptimizer):
         reg_inside_moment: bool = True,
         implementation: Implementation = "auto",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "grad_averaging": grad_averaging,
-            "init_zero": init_zero,
-            "reg_inside_moment": reg_inside_moment,
-        }
+        variants = (bias_correction, grad_averaging, init_zero, reg_inside_moment)
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= zip(_VARIANTS, variants, strict=True)
         super().__init__(params, defaults, implementation=implementation)
 
     def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
@@ -139,7 +124,7 @@ class NovoGrad(MomentsOptimizer):
             learning_rate=float(group["lr"]),
             grad_scale=float(scale),
             num_threads=torch.get_num_threads(),
-            **{name: group[name] for name in _NATIVE_OPTIONS},
+            **{name: group[name] for name in ("betas", "eps", "weight_decay", *_VARIANTS)},
         )
         return grad_norm**2, weight_norm**2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,3 +97,33 @@ def model_norm(
     if group is not None:
         dist.all_reduce(total, group=group)
     return float(total.sqrt())
+
+
+@torch.no_grad()
+def update_moments(
+    grads: list[Tensor], states: Sequence[dict[str, Any]], betas: tuple[float, float]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Blend local gradients into ``exp_avg`` and ``exp_avg_sq``; return both and the roots of the latter.
+
+    Returns:
+        (local ``exp_avg`` of each state, new tensors with the square roots of ``exp_avg_sq``).
+    """
+    exp_avgs = [local_part(state["exp_avg"]) for state in states]
+    exp_avg_sqs = [local_part(state["exp_avg_sq"]) for state in states]
+    torch._foreach_lerp_(exp_avgs, grads, 1.0 - betas[0])
+    torch._foreach_mul_(exp_avg_sqs, betas[1])
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - betas[1])
+    return exp_avgs, list(torch._foreach_sqrt(exp_avg_sqs))
+
+
+@torch.no_grad()
+def trust_ratios(params: Sequence[Tensor], weight_squares: Tensor, updates: Sequence[Tensor]) -> Tensor:
+    """Return |w| / |u| of each whole tensor, 1 where either norm is 0: shape ``[len(params)]``.
+
+    Args:
+        weight_squares: the sums of squares of the weights, as :func:`whole_squares` returns them.
+        updates: the updates u, sharded as ``params``.
+    """
+    weight_norms, update_norms = weight_squares.sqrt(), whole_squares(params, updates).sqrt()
+    both = (weight_norms > 0) & (update_norms > 0)
+    return torch.where(both, weight_norms / update_norms, 1.0)

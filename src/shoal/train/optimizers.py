@@ -15,7 +15,7 @@ from shoal.optim.lamb import Lamb, parameter_groups
 from shoal.optim.lans import Lans
 from shoal.optim.lars import Form, Lars
 from shoal.optim.moments import check_options
-from shoal.optim.novograd import NovoGrad
+from shoal.optim.novograd import Novograd
 from shoal.train.config import OptimizerConfig, VisionOptimizerConfig
 
 _RATE = "rate"
@@ -86,5 +86,5 @@ def _made(name: str, groups: list[dict[str, Any]], options: dict[str, Any]) -> O
     betas = options.pop("beta1"), options.pop("beta2")
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True, **options)
-    made: dict[str, Callable[..., Optimizer]] = {"lamb": Lamb, "lans": Lans, "novograd": NovoGrad}
+    made: dict[str, Callable[..., Optimizer]] = {"lamb": Lamb, "lans": Lans, "novograd": Novograd}
     return made[name](groups, lr=0.0, betas=betas, **options)

@@ -20,7 +20,7 @@ from shoal.optim.lamb import Lamb, parameter_groups
 from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
 from shoal.optim.moments import MomentsOptimizer
-from shoal.optim.novograd import NovoGrad
+from shoal.optim.novograd import Novograd
 
 Groups = list[dict[str, Any]]
 
@@ -37,7 +37,7 @@ MAKERS: dict[str, Callable[..., MomentsOptimizer]] = {
     "LANS": lans,
     "LARS": Lars,
     "LARC": partial(Lars, form="larc", nesterov=True),
-    "NovoGrad": partial(NovoGrad, bias_correction=True),
+    "NovoGrad": partial(Novograd, bias_correction=True),
     "Adafactor": Adafactor,
     "Adafactor factored": partial(Adafactor, min_factored_size=2, beta1=0.5),
 }

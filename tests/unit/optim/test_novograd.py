@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal import native
 from shoal.errors import UsageError
-from shoal.optim.novograd import NovoGrad
+from shoal.optim.novograd import Novograd
 
 IMPLEMENTATIONS = ("native", "foreach")
 
@@ -87,7 +87,7 @@ def test_formula(
         "reg_inside_moment": reg_inside_moment,
     }
     settings = {"lr": 0.01, "betas": (0.9, 0.35), "eps": 1e-3, "weight_decay": 0.1}
-    optimizer = NovoGrad(params, **settings, **variant, implementation=implementation)
+    optimizer = Novograd(params, **settings, **variant, implementation=implementation)
     grads_of_step = []
     for step in range(4):
         set_gradients(params, step, scale=10.0 ** (step - 2))
@@ -101,7 +101,7 @@ def test_formula(
 @pytest.mark.parametrize("grad_averaging", [False, True])
 def test_timm_is_the_form_of_the_paper(implementation: Any, grad_averaging: bool) -> None:
     same = {"lr": 0.01, "betas": (0.9, 0.35), "weight_decay": 0.1, "grad_averaging": grad_averaging}
-    ours = parameters_after(lambda p: NovoGrad(p, **same, implementation=implementation))
+    ours = parameters_after(lambda p: Novograd(p, **same, implementation=implementation))
     theirs = parameters_after(lambda p: timm.optim.NvNovoGrad(p, **same))
     assert_close(ours, theirs, 2e-6)
 
@@ -110,7 +110,7 @@ def test_timm_is_the_form_of_the_paper(implementation: Any, grad_averaging: bool
 def test_pytorch_optimizer_is_the_form_of_the_paper(implementation: Any) -> None:
     """With grad_averaging it would take its first gradient as it is, unlike the others."""
     same = {"lr": 0.01, "betas": (0.9, 0.35), "weight_decay": 0.1}
-    ours = parameters_after(lambda p: NovoGrad(p, **same, implementation=implementation))
+    ours = parameters_after(lambda p: Novograd(p, **same, implementation=implementation))
     theirs = parameters_after(lambda p: pytorch_optimizer.NovoGrad(p, **same))
     assert_close(ours, theirs, 2e-6)
 
@@ -125,7 +125,7 @@ def test_formula_over_many_blocks_and_layouts(
     begin, grads = [p.detach().clone() for p in params], [p.grad for p in params]
     options = {"lr": 0.01, "betas": (0.9, 0.35), "eps": 1e-7, "weight_decay": 0.1, "bias_correction": True}
     variant = {"grad_averaging": False, "reg_inside_moment": reg_inside_moment}
-    optimizer = NovoGrad(params, **options, **variant, implementation=implementation)
+    optimizer = Novograd(params, **options, **variant, implementation=implementation)
     for _ in range(2):
         before = [p.detach().clone() for p in params]
         optimizer.step(grad_scale=0.5)
@@ -177,12 +177,12 @@ def test_native_kernels_refuse_what_they_cannot_take() -> None:
 def test_a_state_that_was_stored_goes_on(implementation: Any) -> None:
     def trained(num_steps: int, halfway: int | None = None) -> list[nn.Parameter]:
         params = make_parameters()
-        optimizer = NovoGrad(params, lr=0.01, implementation=implementation)
+        optimizer = Novograd(params, lr=0.01, implementation=implementation)
         for step in range(num_steps):
             if step == halfway:
                 stored = optimizer.state_dict()
                 assert set(stored["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
-                optimizer = NovoGrad(params, lr=0.01, implementation=implementation)
+                optimizer = Novograd(params, lr=0.01, implementation=implementation)
                 optimizer.load_state_dict(stored)
             set_gradients(params, step)
             optimizer.step()
@@ -195,7 +195,7 @@ def test_a_state_that_was_stored_goes_on(implementation: Any) -> None:
 def test_the_size_of_a_gradient_does_not_count(implementation: Any) -> None:
     ours, theirs = (
         parameters_after(
-            lambda p: NovoGrad(p, lr=0.01, eps=0.0, implementation=implementation), scale=scale, num_steps=3
+            lambda p: Novograd(p, lr=0.01, eps=0.0, implementation=implementation), scale=scale, num_steps=3
         )
         for scale in (1.0, 2.0**12)
     )
@@ -207,5 +207,5 @@ def test_a_gradient_of_0_moves_nothing(implementation: Any) -> None:
     params = make_parameters()
     begin = [p.detach().clone() for p in params]
     set_gradients(params, 0, scale=0.0)
-    NovoGrad(params, lr=0.1, implementation=implementation).step()
+    Novograd(params, lr=0.1, implementation=implementation).step()
     assert all(torch.equal(p.detach(), b) for p, b in zip(params, begin, strict=True))

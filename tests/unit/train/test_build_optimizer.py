@@ -13,7 +13,7 @@ from shoal.errors import UsageError
 from shoal.optim.lamb import Lamb
 from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
-from shoal.optim.novograd import NovoGrad
+from shoal.optim.novograd import Novograd
 from shoal.train.config import OPTIMIZER_OPTIONS, OptimizerConfig, VisionOptimizerConfig, as_tree
 from shoal.train.optimizers import build_optimizer, set_learning_rate
 
@@ -73,7 +73,7 @@ def test_lars_leaves_norms_and_biases_alone_but_in_the_form_of_the_paper() -> No
 
 def test_novograd_with_the_variants_of_the_mask_rcnn_runs() -> None:
     optimizer = built(optimizer="novograd", beta2=0.35, grad_averaging=True)
-    assert isinstance(optimizer, NovoGrad)
+    assert isinstance(optimizer, Novograd)
     names = ("betas", "eps", "bias_correction", "reg_inside_moment", "grad_averaging", "init_zero")
     assert groups_of(optimizer, *names)[0] == (2, (0.9, 0.35), 1e-7, True, True, True, False)
 
