@@ -197,7 +197,7 @@ def _masked_lm(name: str, sequence_length: int | None) -> Workload:
     from shoal.models.pretraining import AlbertPretraining, BertPretraining
 
     recipe, preset = name.split("-")
-    file = resources.files("shoal.recipes") / recipe / "presets" / f"{preset}.toml"
+    file = resources.files("shoal.recipes") / "presets" / recipe / f"{preset}.toml"
     sizes = tomllib.loads(file.read_text(encoding="utf-8"))
     is_bert = recipe == "bert"
     config: Any = (BertModelConfig if is_bert else AlbertModelConfig)(**sizes["model"])

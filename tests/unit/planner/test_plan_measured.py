@@ -192,7 +192,9 @@ def test_presets_are_the_planners_models() -> None:
     }
     for name, (config, count, length) in kinds.items():
         recipe, preset = name.split("-")
-        path = Path(shoal.recipes.__path__[0]) / recipe / "presets" / f"{preset}.toml"
+        root = Path(shoal.recipes.__path__[0])
+        folder = root / "presets" / recipe
+        path = (folder if folder.is_dir() else root / recipe / "presets") / f"{preset}.toml"
         own = count(config(**load_toml(path)["model"]))  # type: ignore[operator]
         # `shoal bench train` writes the one, `--measured` compares with the other.
         assert own == pytest.approx(workload(name, length).num_parameters, rel=0.001), name
