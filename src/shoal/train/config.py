@@ -192,21 +192,27 @@ class RunPlaceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(RunPlaceConfig):
-    """Where the run lives and what it writes when."""
+class RunOutputConfig(RunPlaceConfig):
+    """Where the run lives, and when it writes lines and checkpoints."""
 
     log_frequency: int = 50
     """Steps between lines of the record."""
-    validation_frequency: int = 2_000
-    """Steps between evaluations on held-out data."""
-    validation_samples: int = 2_048
-    """Held-out sequences an evaluation reads at most."""
     checkpoint_frequency: int = 5_000
     """Steps between checkpoints."""
     keep_checkpoints: int = 3
     """How many checkpoints stay on disk."""
     save: bool = True
     """Write checkpoints, and the trained model at the end; without, the run cannot be continued."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(RunOutputConfig):
+    """Where the run lives and what it writes when."""
+
+    validation_frequency: int = 2_000
+    """Steps between evaluations on held-out data."""
+    validation_samples: int = 2_048
+    """Held-out sequences an evaluation reads at most."""
 
 
 @dataclass(frozen=True, kw_only=True)

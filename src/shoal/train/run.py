@@ -51,7 +51,7 @@ from shoal.decide.rng import Stream, random_keys
 from shoal.env import WorkerEnv, alone, worker_env
 from shoal.errors import EXIT_OK, EXIT_STOPPED, RetryStep
 from shoal.train.checkpoint import Checkpointer, Restored
-from shoal.train.config import DistributedConfig, LoopConfig, RunConfig, as_tree
+from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, as_tree
 from shoal.train.exchange import together
 from shoal.train.gradients import DataParallel, LocalUpdate, Update, wrap_model
 from shoal.train.health import NonFiniteWatch, is_out_of_memory, out_of_memory
@@ -106,7 +106,7 @@ class Run:
         recipe: str,
         unit: str,
         config: Mapping[str, Any],
-        settings: RunConfig,
+        settings: RunOutputConfig,
         loop: LoopConfig,
         distributed: DistributedConfig,
         stop: StopRequest,
@@ -149,7 +149,7 @@ class Run:
         config: object | None = None,
         recipe: str = "script",
         unit: str = "samples",
-        settings: RunConfig | None = None,
+        settings: RunOutputConfig | None = None,
         loop: LoopConfig | None = None,
         distributed: DistributedConfig | None = None,
         immutable: Sequence[str] = (),
@@ -176,7 +176,7 @@ class Run:
             UsageError: the directory cannot be written, another job uses it, or an immutable setting differs.
             ShoalError: a worker was lost, or memory ran out.
         """
-        settings, loop = settings or RunConfig(), loop or LoopConfig()
+        settings, loop = settings or RunOutputConfig(), loop or LoopConfig()
         distributed = distributed or DistributedConfig()
         directory, tree = Path(directory), {} if config is None else as_tree(config)
         stop = StopRequest()
