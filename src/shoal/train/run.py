@@ -276,6 +276,7 @@ class Run:
         total: int | None = None,
         targets: Callable[[Batch], int] | None = None,
         replica: tuple[int, int] | None = None,
+        on_host: bool = False,
         section: str = "train",
         phase: tuple[str, int] | None = None,
         references: Mapping[str, float] | None = None,
@@ -293,6 +294,7 @@ class Run:
             total: last step of the whole run; default: ``until``.
             targets: counts the targets of a micro-batch, for :attr:`Step.num_targets`.
             replica: (index, number) of the data-parallel replica, where that is not a worker (pipelines).
+            on_host: leave micro-batches on the host; the loop moves what it needs to the device.
             section: where the batch stands in the settings, for messages.
             phase: (name, sequence length) for the record, where the loop is one of several.
             references: lines to draw in the plots of evaluation metrics.
@@ -339,7 +341,7 @@ class Run:
         self.timer.reset()
         while self.step < until and not self.stopped:
             left = range(self.step - since, until - since)
-            yield from self._attempt(source, shard, batch, left, targets)
+            yield from self._attempt(source, shard, batch, left, targets, on_host)
 
     def _attempt(
         self,
@@ -348,6 +350,7 @@ class Run:
         batch: BatchPlan,
         steps: range,
         targets: Callable[[Batch], int] | None,
+        on_host: bool,
     ) -> Iterator[Step]:
         """Yield steps until all are done, a stop is asked for, or one has to be repeated."""
         pin_memory = self.world.device.type == "cuda"
@@ -367,7 +370,7 @@ class Run:
                 if num_stops:
                     self._leave()
                     return
-                step = Step(self, micro_batches, batch, max(num_targets, 1))
+                step = Step(self, micro_batches, batch, max(num_targets, 1), on_host=on_host)
                 yield step
                 if not step.is_done:
                     return
@@ -604,8 +607,11 @@ class Step:
         is_done: whether the step was committed.
     """
 
-    def __init__(self, run: Run, micro_batches: Any, batch: BatchPlan, num_targets: int) -> None:
+    def __init__(
+        self, run: Run, micro_batches: Any, batch: BatchPlan, num_targets: int, *, on_host: bool
+    ) -> None:
         self._run, self._micro_batches, self._count = run, micro_batches, batch.accumulation_steps
+        self._on_host = on_host
         self.number = run.step + 1
         self.num_samples = batch.global_batch_size
         self.num_targets = num_targets
@@ -633,7 +639,7 @@ class Step:
         return self
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield this worker's micro-batches, on the device. Backward of the last one averages gradients."""
+        """Yield this worker's micro-batches. Backward of the last one averages gradients over workers."""
         run = self._run
         for number, batch in enumerate(self._micro_batches, start=1):
             run.timer.lap("data")
@@ -642,7 +648,7 @@ class Step:
                 for ddp in run._models:
                     if not (self._averages and ddp.average):
                         stack.enter_context(ddp.no_sync())
-                yield to_device(batch, run.world.device)
+                yield batch if self._on_host else to_device(batch, run.world.device)
 
     def backward(self, loss: Tensor) -> None:
         """Run backward.
@@ -669,7 +675,8 @@ class Step:
         """Add to figures that the next line of the record shows as means.
 
         Args:
-            count: over how many items of the global batch each is a mean, such as :attr:`num_targets`.
+            count: over how many items of the global batch each is a mean, such as :attr:`num_targets`; 0: the
+                line shows the sum itself.
             sums: this micro-batch's part of each sum, scalars.
         """
         for name, value in sums.items():
