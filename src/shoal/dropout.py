@@ -143,8 +143,10 @@ class SampleDropout(TorchFunctionMode):
     """Makes dropout inside this context depend on the keys of samples.
 
     It takes the place of ``torch.nn.functional.dropout`` (and so of ``torch.nn.Dropout``) and of
-    ``scaled_dot_product_attention`` with dropout, in any module, on tensors whose first dimension holds the
-    samples, or the samples times something. The n-th call inside is site n.
+    ``scaled_dot_product_attention`` with dropout, in any module, on tensors whose first dimension is the
+    number of samples, or a multiple of it that holds them one after the other. On other tensors torch's own
+    dropout runs. The n-th call inside is site n. Activation checkpointing inside needs
+    :meth:`recomputation`.
 
     Args:
         keys: int64 ``[num_samples]``.
@@ -171,9 +173,9 @@ class SampleDropout(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.dropout:
-            return self._dropout(*args, **kwargs)
+            return self.dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
+            return self.attention(*args, **kwargs)
         return func(*args, **kwargs)
 
     def recomputation(self) -> tuple[AbstractContextManager[None], AbstractContextManager[Any]]:
@@ -183,20 +185,14 @@ class SampleDropout(TorchFunctionMode):
         """
         return nullcontext(), SampleDropout(self.keys, self.site)
 
-    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if not training or p == 0:
-            return input
-        num_samples = self.keys.shape[0]
-        if input.shape[0] % num_samples:
-            raise ValueError(
-                f"dropout of {num_samples} samples cannot divide a tensor of shape {list(input.shape)}: its "
-                "first dimension must hold the samples"
-            )
-        rows = input.reshape(num_samples, -1, *input.shape[1:])
-        dropped = dropout(rows, self._row_keys(rows.shape[:-1]), p).view_as(input)
+    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """Compute ``torch.nn.functional.dropout``."""
+        if not training or p == 0 or not self._holds_samples(input):
+            return F.dropout(input, p, training, inplace)
+        dropped = dropout(input, self._next_keys(input.shape[:-1]), p)
         return input.copy_(dropped) if inplace else dropped
 
-    def _attention(
+    def attention(
         self,
         query: Tensor,
         key: Tensor,
@@ -206,16 +202,22 @@ class SampleDropout(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        if not dropout_p:
+        """Compute ``torch.nn.functional.scaled_dot_product_attention``."""
+        if not dropout_p or not self._holds_samples(query):
             return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, is_causal=is_causal, **options
+                query, key, value, attn_mask, dropout_p, is_causal, **options
             )
-        keys = self._row_keys(query.shape[:-1])
+        keys = self._next_keys(query.shape[:-1])
         return attention(
             query, key, value, keys, dropout_p, attn_mask=attn_mask, is_causal=is_causal, **options
         )
 
-    def _row_keys(self, shape: Sequence[int]) -> Tensor:
-        keys = row_keys(fold_in(self.keys, self.site), shape)
+    def _holds_samples(self, x: Tensor) -> bool:
+        return x.ndim > 1 and x.shape[0] % self.keys.shape[0] == 0
+
+    def _next_keys(self, shape: Sequence[int]) -> Tensor:
+        """Return the keys of the rows of a tensor, ``shape``, at the next site."""
+        num_samples = self.keys.shape[0]
+        keys = fold_in(self.keys, self.site)
         self.site += 1
-        return keys
+        return row_keys(keys, (num_samples, shape[0] // num_samples, *shape[1:])).reshape(shape)

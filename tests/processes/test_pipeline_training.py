@@ -92,7 +92,7 @@ def dropout_error(worker: Worker, **layout: Any) -> tuple[float, float]:
     counts = [float(default_count(part)) for part in parts]
     expected_loss = 0.0
     for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
-        with streams(7, 0, number):
+        with streams(7, 0, range(2 * number, 2 * number + 2)):
             outputs = alone(**part)
         loss = loss_of(made.exported[True].unflatten(outputs)) * (count / sum(counts))
         loss.backward()

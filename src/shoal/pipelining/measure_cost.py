@@ -55,7 +55,7 @@ def measure_cost(
     (whole,) = split(exported, [], units=units)
     device = exported.device
     timings, whole_timings = Timings(len(pieces), device), Timings(1, device)
-    with undisturbed(exported.model), streams(0, 0, 0):
+    with undisturbed(exported.model), streams(0, 0, range(1)):
         saved = saved_bytes(pieces, inputs, units)
         for repetition in range(repetitions + 1):
             timings.counts = whole_timings.counts = repetition > 0

@@ -2,9 +2,9 @@
 
 A model's dropout takes its numbers from one generator, in the order in which the operations run: on another
 number of stages, or with micro-batches in another order, it takes others. Here every random operation of an
-exported graph is numbered, in the graph before it is split, and seeds the generator itself from (seed, step,
-micro-batch, its number) before it draws. The operation stays as it is, so that fused attention with dropout
-is as fast as before; seeding takes about 5 µs.
+exported graph is numbered, in the graph before it is split. Dropout and attention with dropout then belong to
+samples (:mod:`shoal.dropout`), so that other micro-batches and replicas drop the same elements. Any other
+random operation seeds the generator from (seed, step, first sample, its number), which takes about 5 µs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
-from shoal.decide.rng import Stream, random_keys
+from shoal.decide.rng import Stream, dropout_keys, random_keys
+from shoal.dropout import SampleDropout
 
 _CHANCES = ("p", "dropout_p", "dropout")
 _SWITCHES = ("train", "training")
@@ -29,30 +31,42 @@ class _Streams:
     """Where the operations of one stage's pass draw from, and the generators' states before it."""
 
     run_seed: int
-    counters: tuple[int, int]
+    step: int
+    samples: range
     states: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
     seen: set[torch.device] = field(default_factory=set)
+    sample_keys: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def seed(self, key: int, device: torch.device) -> None:
         generator = _generator_of(device)
         if device not in self.seen:
             self.seen.add(device)
             self.states.append((generator, generator.get_state()))
-        keys = random_keys(self.run_seed, Stream.STAGE_OPERATIONS, *self.counters, key)
-        generator.manual_seed(int(keys[0]))
+        counters = (self.step, self.samples.start, key)
+        generator.manual_seed(int(random_keys(self.run_seed, Stream.STAGE_OPERATIONS, *counters)[0]))
+
+    def dropout(self, key: int, device: torch.device) -> SampleDropout:
+        """Return dropout by the keys of the samples; ``key`` tells it from the others of the model."""
+        if device not in self.sample_keys:
+            keys = dropout_keys(self.run_seed, self.step, np.asarray(self.samples))
+            self.sample_keys[device] = torch.from_numpy(keys).to(device)
+        return SampleDropout(self.sample_keys[device], site=key << 20)
 
 
 _current: ContextVar[_Streams | None] = ContextVar("shoal_streams", default=None)
 
 
 @contextmanager
-def streams(seed: int, step: int, micro_batch: int) -> Iterator[None]:
+def streams(seed: int, step: int, samples: range) -> Iterator[None]:
     """Let stages that run inside draw from the streams of this step and micro-batch.
 
     The generators are as before on leaving. Backward passes draw nothing and may run outside. Without this
     context a stage draws from the default generator as any model does.
+
+    Args:
+        samples: the rows of the global batch that the micro-batch holds.
     """
-    current = _Streams(seed, (step, micro_batch))
+    current = _Streams(seed, step, samples)
     token = _current.set(current)
     try:
         yield
@@ -66,7 +80,12 @@ def draw(operation: Any, key: int, *args: Any, **kwargs: Any) -> Any:
     """Run a random operation on its own stream; what :func:`number_draws` puts in the operation's place."""
     current = _current.get()
     if current is not None:
-        current.seed(key, _device_of(args, kwargs))
+        device = _device_of(args, kwargs)
+        current.seed(key, device)
+        if operation is torch.ops.aten.dropout.default:
+            return current.dropout(key, device).dropout(*args, **kwargs)
+        if operation is torch.ops.aten.scaled_dot_product_attention.default:
+            return current.dropout(key, device).attention(*args, **kwargs)
     return operation(*args, **kwargs)
 
 

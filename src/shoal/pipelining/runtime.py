@@ -17,7 +17,7 @@ from shoal.pipelining.adapter import RunningStage, ScheduleRuntime
 from shoal.pipelining.device_placement import held
 from shoal.pipelining.explain import explain
 from shoal.pipelining.failure_detector import Watch
-from shoal.pipelining.loss import Batch, Count, check_inputs, micro_batches, weighted
+from shoal.pipelining.loss import Batch, Count, check_inputs, micro_batches, num_rows, weighted
 from shoal.pipelining.pipeline_plan import Plan
 from shoal.pipelining.process_groups import Groups
 from shoal.pipelining.random_streams import streams
@@ -192,9 +192,15 @@ class Pipeline:
 
     def _streams(self) -> Streams:
         """Return what micro-batch m of this replica's next step draws its random numbers in."""
-        first = self._groups.replica * self.plan.schedule.num_micro_batches
+        number = self.plan.schedule.num_micro_batches
+        size, first = num_rows(self._settings.example) // number, self._groups.replica * number
         step, seed = self.step_number, self._settings.seed
-        return lambda micro_batch: streams(seed, step, first + micro_batch)
+
+        def of_micro_batch(micro_batch: int) -> AbstractContextManager[None]:
+            begin = (first + micro_batch) * size
+            return streams(seed, step, range(begin, begin + size))
+
+        return of_micro_batch
 
     def explain(self) -> str:
         """Return a text for people: stages, their cost and memory, the timeline, and why this layout."""

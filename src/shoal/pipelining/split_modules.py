@@ -39,7 +39,7 @@ def split_by_modules(model: nn.Module, stages: Sequence[Sequence[str]], inputs: 
     names = [name for stage in stages for name in stage]
     _check_names(model, stages, names)
     links = [_Link(model.get_submodule(name), name, index) for index, name in enumerate(names)]
-    with undisturbed(model), streams(0, 0, 0):
+    with undisturbed(model), streams(0, 0, range(1)):
         values = _values_between(links, inputs)
         output_spec = _compare(model, links, inputs)
     aliases = alias_names(model)

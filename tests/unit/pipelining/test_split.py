@@ -125,12 +125,34 @@ def test_dropout_does_not_depend_on_the_layout(name: str) -> None:
     for num_stages, step in ((1, 5), (2, 5), (4, 5), (2, 6)):
         stages = split(exported, even_cuts(units, num_stages), units=units)
         state = torch.get_rng_state()
-        with streams(3, step, 1):
+        with streams(3, step, range(2, 4)):
             results.append(run_stages(model, stages, exported.unflatten, batch))
         assert torch.equal(torch.get_rng_state(), state)
     one, two, four, other_step = results
     assert max(largest_error(two, one), largest_error(four, one)) <= EXACT
     assert largest_error(other_step, one) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_dropout_does_not_depend_on_micro_batches(name: str) -> None:
+    """Rows 0 to 4 as one micro-batch and as two; each loss is the mean over its own targets."""
+    model, batch = cases(dropout=0.3)[name]()
+    gradients = []
+    for size in (4, 2):
+        exported = export_model(model, micro_batch(batch, size), True)
+        stages = split(exported, even_cuts(units_of(exported), 2))
+        total: dict[str, Tensor] = {}
+        for first in range(0, 4, size):
+            rows = {key: value[first : first + size] for key, value in batch.items()}
+            count = int((rows["labels"] != -100).sum())
+            with streams(3, 5, range(first, first + size)):
+                found = run_stages(model, stages, exported.unflatten, rows)
+            for key, gradient in found.gradients.items():
+                total[key] = total.get(key, 0) + gradient * count
+        gradients.append(total)
+    whole, parts = gradients
+    scale = max(gradient.abs().max().item() for gradient in whole.values())
+    assert max((parts[key] - whole[key]).abs().max().item() for key in whole) <= EXACT * scale
 
 
 def test_ties_are_one_parameter_in_all_stages() -> None:
