@@ -1,0 +1,219 @@
+"""Trains by a user's own script on :class:`shoal.train.run.Run`: resumes and repeats steps to the bit."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from forked import fork_process, free_port, wait_for
+from shoal.env import WorkerEnv, WorkerPlace
+from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, RetryStep, UsageError
+from shoal.launch.worker import run_worker
+from shoal.record import Evaluation, Step, read_record
+from shoal.train.config import LoopConfig, RunConfig
+from shoal.train.run import Run
+
+TOTAL = 8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    global_batch_size: int
+    micro_batch_size: int | None = None
+
+
+class Points(Dataset[tuple[Tensor, Tensor]]):
+    """Points of the plane and whether they are in the unit circle."""
+
+    def __init__(self, count: int = 50) -> None:
+        self.points = torch.randn(count, 2, generator=torch.Generator().manual_seed(3))
+        self.inside = (self.points.norm(dim=1) < 1).long()
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.points[index], self.inside[index]
+
+
+def net(norm: bool = False) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16) if norm else nn.Tanh(), nn.Linear(16, 2))
+
+
+def script(
+    directory: Path,
+    worker: WorkerEnv,
+    *,
+    sizes: Sizes = Sizes(12),
+    data: Callable[[WorkerEnv], Any] = lambda worker: Points(),
+    norm: bool = False,
+    fail_at: tuple[int, ...] = (),
+    signal_at: int = 0,
+    precision: str = "fp32",
+    error: type[Exception] = RetryStep,
+) -> int:
+    settings = RunConfig(name="test", log_frequency=1, checkpoint_frequency=3)
+    loop = LoopConfig(seed=5, precision=precision)  # type: ignore[arg-type]
+    with Run.open(directory, settings=settings, loop=loop, worker=worker) as run:
+        module = net(norm)
+        model = run.data_parallel(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        run.keep(model=module, optimizer=optimizer)
+        failures = list(fail_at)
+        for step in run.steps(data(worker), sizes, until=TOTAL):
+            with step:
+                for points, inside in step:
+                    loss = F.cross_entropy(model(points).float(), inside, reduction="sum")
+                    step.backward(loss / step.num_samples)
+                    step.add(step.num_samples, error=loss)
+                if step.number in failures:
+                    failures.remove(step.number)
+                    raise error(f"step {step.number} fails")
+                step.update(optimizer, max_norm=1.0)
+            if step.is_done and step.number == signal_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if run.due(4):
+                run.evaluation("validation", {"steps": run.step}, num_samples=50)
+        return run.finish(lambda directory: torch.save(module.state_dict(), directory / "model.pt"))
+
+
+def _work(directory: Path, rank: int, num_workers: int, port: int, options: dict[str, Any]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    log = (directory / f"worker-{rank}.log").open("a")
+    os.dup2(log.fileno(), sys.stderr.fileno())
+    place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
+    worker = WorkerEnv(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
+    run_worker(lambda: script(directory, worker, **options))
+
+
+def train(directory: Path, num_workers: int = 2, **options: Any) -> list[int | None]:
+    port = free_port()
+    return wait_for(
+        [fork_process(_work, directory, rank, num_workers, port, options) for rank in range(num_workers)], 120
+    )
+
+
+def losses(directory: Path) -> dict[int, float]:
+    return {row.step: row.loss for row in read_record(directory) if isinstance(row, Step)}
+
+
+def weights(directory: Path) -> dict[str, Tensor]:
+    return torch.load(directory / "model.pt", weights_only=True)
+
+
+def same(one: Path, other: Path) -> bool:
+    a, b = weights(one), weights(other)
+    return losses(one) == losses(other) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    assert train(directory) == [EXIT_OK, EXIT_OK]
+    return directory
+
+
+def test_the_record_has_its_lines_and_scores(whole: Path) -> None:
+    rows = read_record(whole)
+    steps = [row for row in rows if isinstance(row, Step)]
+    assert [row.step for row in steps] == list(range(1, TOTAL + 1))
+    assert [row.samples for row in steps] == [12 * step for step in range(1, TOTAL + 1)]
+    for row in steps:
+        assert row.metrics["error"] == pytest.approx(row.loss, rel=1e-6)
+        assert row.learning_rate == 0.1 and math.isfinite(row.grad_norm)
+    assert [row.step for row in rows if isinstance(row, Evaluation)] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "sizes"),
+    [(1, Sizes(12)), (1, Sizes(12, 3)), (3, Sizes(12, 2)), (4, Sizes(12, 3))],
+    ids=lambda value: str(value),
+)
+def test_any_division_of_the_batch_trains_the_same(
+    whole: Path, tmp_path: Path, num_workers: int, sizes: Sizes
+) -> None:
+    assert train(tmp_path / "run", num_workers, sizes=sizes) == [EXIT_OK] * num_workers
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": True}, {"precision": "fp16"}], ids=str)
+def test_a_step_that_is_repeated_leaves_no_trace(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Weights, momentum, running statistics, loss scale and counters are those of the uninterrupted run."""
+    assert train(tmp_path / "whole", **options) == [EXIT_OK, EXIT_OK]
+    assert train(tmp_path / "run", fail_at=(1, 4, 4, 8), **options) == [EXIT_OK, EXIT_OK]
+    assert same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_another_error_ends_the_run_and_the_same_command_continues(whole: Path, tmp_path: Path) -> None:
+    found = train(tmp_path / "run", fail_at=(5,), error=ZeroDivisionError)
+    assert found == [EXIT_FAILURE, EXIT_FAILURE]
+    assert "step 5 fails" in (tmp_path / "run" / "worker-0.log").read_text()
+    assert train(tmp_path / "run") == [EXIT_OK, EXIT_OK]
+    assert same(tmp_path / "run", whole)
+
+
+def test_a_signal_saves_and_the_same_command_continues(whole: Path, tmp_path: Path) -> None:
+    assert train(tmp_path / "run", signal_at=5) == [EXIT_STOPPED, EXIT_STOPPED]
+    assert max(losses(tmp_path / "run")) == 5
+    assert train(tmp_path / "run") == [EXIT_OK, EXIT_OK]
+    assert same(tmp_path / "run", whole)
+
+
+def loader(worker: WorkerEnv) -> DataLoader[Any]:
+    points = Points()
+    place = worker.place
+    sampler = DistributedSampler(points, place.num_workers, place.rank, seed=7)
+    return DataLoader(points, batch_size=3, sampler=sampler)
+
+
+def test_a_dataloader_goes_on_at_its_place(tmp_path: Path) -> None:
+    """25 points per worker make 9 batches per epoch and two batches a step: an epoch ends within a step."""
+    options = {"data": loader, "sizes": Sizes(12, 3)}
+    assert train(tmp_path / "whole", **options) == [EXIT_OK, EXIT_OK]
+    assert train(tmp_path / "run", signal_at=5, **options) == [EXIT_STOPPED, EXIT_STOPPED]
+    assert train(tmp_path / "run", **options) == [EXIT_OK, EXIT_OK]
+    assert same(tmp_path / "run", tmp_path / "whole")
+    assert len(set(losses(tmp_path / "run").values())) == TOTAL
+
+
+def test_without_a_launcher_a_script_is_its_only_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    program = (
+        f"from pathlib import Path; import test_run; test_run.script(Path({str(tmp_path / 'run')!r}), None)"
+    )
+    folders = ":".join(str(Path(__file__).parents[level]) for level in range(3))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": folders},
+    )
+    assert done.returncode == EXIT_OK, done.stderr
+    assert "world: 1 worker on 1 host" in done.stderr
+
+
+def test_what_is_no_data_is_refused(tmp_path: Path) -> None:
+    from shoal.data.sources import as_source
+
+    with pytest.raises(UsageError, match="a generator is no training data: give an indexable dataset"):
+        as_source((x for x in range(3)), seed=1)
+    with pytest.raises(UsageError, match="the dataset to train on is empty"):
+        as_source([], seed=1)
