@@ -32,9 +32,8 @@ from shoal.env import WorkerEnv, WorkerPlace
 from shoal.models.bert_config import BertModelConfig
 from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig, OptimConfig
-from shoal.train.gradients import data_parallel
+from shoal.train.gradients import LossScale, Precision, choose_precision, data_parallel
 from shoal.train.optimizers import build_optimizer
-from shoal.train.precision import LossScale, Precision, choose_precision
 from shoal.train.step import Trained, take_step
 from shoal.train.world import World, join_world
 

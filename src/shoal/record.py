@@ -8,12 +8,9 @@ run that went back to a checkpoint has a ``resume`` line, which supersedes earli
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from io import RawIOBase
-from os import SEEK_END
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -207,41 +204,6 @@ _ROW_OF_KIND: dict[str, type[Row]] = {
 _TYPES_OF_KIND = {kind: get_type_hints(row) for kind, row in _ROW_OF_KIND.items()}
 
 
-class RecordWriter:
-    """Appends rows to a run's record; each line reaches the operating system before the call returns.
-
-    Raises:
-        ShoalError: the file cannot be opened or written (permissions, a full disk), or is of another format;
-            its content stays.
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / FILE_NAME
-        if self._path.is_file():  # refuse to continue a record of another format
-            next((row for row in _rows(self._path) if isinstance(row, Start)), None)
-        try:
-            self._file: RawIOBase = self._path.open("a+b", buffering=0)
-            size = self._file.seek(0, SEEK_END)
-            if size:
-                self._file.seek(size - 1)
-                if self._file.read(1) != b"\n":  # ends the incomplete line of a killed run
-                    self._file.write(b"\n")
-        except OSError as error:
-            raise ShoalError(f"{self._path} cannot be written: {error.strerror}") from None
-
-    def write(self, row: Row) -> None:
-        line = (json.dumps({"kind": row.kind, **asdict(row)}) + "\n").encode()
-        try:
-            num_written = self._file.write(line)
-        except OSError as error:
-            raise ShoalError(f"{self._path} cannot be written: {error.strerror}") from None
-        if num_written != len(line):
-            raise ShoalError(f"{self._path} was cut at {num_written} of {len(line)} bytes: the disk is full")
-
-    def close(self) -> None:
-        self._file.close()
-
-
 def read_record(run_dir: Path) -> list[Row]:
     """Return the valid rows of a run, oldest first.
 
@@ -269,6 +231,11 @@ def read_record(run_dir: Path) -> list[Row]:
             since_progress.clear()
         rows.append(row)
     return rows
+
+
+def check_format(path: Path) -> None:
+    """Raise a :class:`ShoalError` if the record in the file ``path`` is of another :data:`FORMAT`."""
+    next((row for row in _rows(path) if isinstance(row, Start)), None)
 
 
 def _rows(path: Path) -> Iterator[Row]:

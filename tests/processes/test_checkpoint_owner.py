@@ -26,8 +26,7 @@ from shoal.record import Stop, read_record
 from shoal.train import checkpoint_plan, owner
 from shoal.train.checkpoint import Checkpointer, load_model
 from shoal.train.checkpoint_files import find_damage, list_checkpoints
-from shoal.train.progress import Progress
-from shoal.train.run_log import RunLog
+from shoal.train.reporting import Progress, RunLog
 from shoal.train.world import World
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs forked workers")

@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 from shoal.optim.lamb import parameter_groups
 from shoal.optim.sharded import model_norm
 from shoal.pipelining.state_dict import Part
-from shoal.train.gradients import clip_to
-from shoal.train.precision import LossScale
+from shoal.train.gradients import LossScale, clip_to
 
 STAGES = [
     ("shared.weight", "first.weight", "first.bias"),

@@ -19,7 +19,6 @@ from shoal.record import (
     Evaluation,
     PipelineBox,
     PipelineStep,
-    RecordWriter,
     Resume,
     Row,
     Start,
@@ -27,6 +26,7 @@ from shoal.record import (
     Stop,
     read_record,
 )
+from shoal.train.reporting import RecordWriter
 
 
 def start(**changes: Any) -> Start:

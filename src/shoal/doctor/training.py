@@ -27,7 +27,7 @@ def checks(torch: Any, folder: Path) -> list[Check]:
 
 
 def _precision(torch: Any) -> Check:
-    from shoal.train.precision import choose_precision
+    from shoal.train.gradients import choose_precision
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = choose_precision("auto", device).name

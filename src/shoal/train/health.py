@@ -40,6 +40,19 @@ class NonFiniteWatch:
         )
 
 
+def not_finite(count: int, step: int, sample_ids: Sequence[str], *, section: str) -> ShoalError:
+    """Return the error that stops a run after ``step``, the last of ``count`` with a loss that is not finite.
+
+    ``section`` is where the schedule stands in the settings.
+    """
+    shown = ", ".join(sample_ids[:8]) + (" …" if len(sample_ids) > 8 else "")
+    return ShoalError(
+        f"the loss was not finite for {count} steps in a row, up to step {step:,}; samples of that step: "
+        f"{shown}. Lower --{section}.learning-rate or lengthen --{section}.warmup-steps; the same command "
+        "continues from the last checkpoint"
+    )
+
+
 def out_of_memory(
     error: BaseException, batch: BatchPlan, remedy: str, *, section: str = "train"
 ) -> ShoalError:

@@ -58,13 +58,16 @@ _MOST_BYTES = 1 << 16
 
 
 class Ownership:
-    """This process's claim to a run directory, from :func:`own` until it is released or no longer used."""
+    """This process's claim to a run directory, from :func:`own` until it is released or no longer used.
+
+    ``is_lost`` is set by the heartbeat that finds another owner, and by :meth:`release`.
+    """
 
     def __init__(self, run_dir: Path, file: Path, content: bytes) -> None:
         self._run_dir, self._file, self._content = run_dir, file, content
-        self._lost, ended = threading.Event(), threading.Event()
+        self.is_lost, ended = threading.Event(), threading.Event()
         threading.Thread(
-            target=_beat, args=(file, content, self._lost, ended), name="owner", daemon=True
+            target=_beat, args=(file, content, self.is_lost, ended), name="owner", daemon=True
         ).start()
         self._end = weakref.finalize(self, _release, os.getpid(), file, content, ended)
 
@@ -77,16 +80,16 @@ class Ownership:
     def is_held(self) -> bool:
         return self._end.alive
 
-    def require(self, *, look: bool = True) -> None:
-        """Raise if the run directory is no longer this process's; without ``look``, by the last heartbeat.
+    def require(self) -> None:
+        """Raise if the run directory is no longer this process's.
 
         Raises:
             ShoalError: another job has taken it over, or it was released.
             OSError: the file system does not answer.
         """
-        if look and not _is_mine(self._file, self._content):
-            self._lost.set()
-        if self._lost.is_set() or not self._end.alive:
+        if not _is_mine(self._file, self._content):
+            self.is_lost.set()
+        if self.is_lost.is_set() or not self._end.alive:
             raise ShoalError(
                 f"{self._run_dir} no longer belongs to this process: {_successor(self._file.parent)}. "
                 "Nothing more is written there; start the same command again when no other job uses it"
@@ -94,6 +97,7 @@ class Ownership:
 
     def release(self) -> None:
         """Let other jobs have the run directory at once."""
+        self.is_lost.set()
         self._end()
 
 

@@ -39,28 +39,35 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from shoal import record
-from shoal.data.loader import to_device
 from shoal.data.sources import StepSource, as_source
 from shoal.data.steps import DataShard
 from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.decide.rng import Stream, random_keys
 from shoal.env import WorkerEnv, alone, worker_env
-from shoal.errors import EXIT_OK, EXIT_STOPPED, RetryStep
+from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, as_tree
 from shoal.train.exchange import together
-from shoal.train.gradients import DataParallel, LocalUpdate, Update, wrap_model
-from shoal.train.health import NonFiniteWatch, is_out_of_memory, out_of_memory
-from shoal.train.metrics import RunningMetrics, StepTimer, peak_memory_bytes
+from shoal.train.gradients import DataParallel, LocalUpdate, LossScale, Update, choose_precision, wrap_model
+from shoal.train.health import is_out_of_memory, not_finite, out_of_memory
 from shoal.train.owner import owned
-from shoal.train.precision import LossScale, choose_precision
-from shoal.train.progress import Progress
+from shoal.train.reporting import (
+    Progress,
+    RunLog,
+    RunningMetrics,
+    StepTimer,
+    device_name,
+    has_ended,
+    peak_memory_bytes,
+    speed_line,
+    versions,
+)
 from shoal.train.run_dir import open_run_dir
-from shoal.train.run_log import RunLog, device_name, has_ended, speed_line, versions
+from shoal.train.run_step import Step, Training
 from shoal.train.signals import StopRequest
 from shoal.train.world import World, join_world
 
@@ -125,11 +132,15 @@ class Run:
         self._checkpointer: Checkpointer | None = None
         if directory is not None and settings.save:
             self._checkpointer = Checkpointer(directory, keep=settings.keep_checkpoints)
-        self._scale = self._fresh_scale()
-        self._watch = NonFiniteWatch(loop.max_nonfinite_steps)
-        self._metrics = RunningMetrics(world.sum_values)
-        self._update: Update = LocalUpdate(world)
-        self._models: list[DataParallel] = []
+        self._nonfinite_steps = 0
+        self._metrics = RunningMetrics(self.sum)
+        self._training = Training(
+            world=world,
+            timer=self.timer,
+            scale=self._fresh_scale(),
+            update=LocalUpdate(world),
+            seed_key=int(random_keys(loop.seed, Stream.DROPOUT, world.place.rank).item()),
+        )
         self._kept: dict[str, Any] = {}
         self._restored: Restored | None = None
         self._samples, self._until, self._total = 0, 0, 0
@@ -230,7 +241,7 @@ class Run:
         )
         ddp.average = average
         ddp.settle_buckets()
-        self._models.append(ddp)
+        self._training.models.append(ddp)
         return ddp
 
     def keep(self, **stateful: Any) -> None:
@@ -251,18 +262,18 @@ class Run:
         if isinstance(model := stateful.get("model"), nn.Module):
             self.num_parameters = self.num_parameters or sum(p.numel() for p in model.parameters())
         if not first:
-            self._scale = self._fresh_scale()
+            self._training.scale = self._fresh_scale()
             return
         if self._checkpointer is None:
             return
         self._restored = self._checkpointer.restore(self._state())
         if self._restored:
             self.step, self._samples = self._restored.step, int(self._restored.values["samples"])
-            self._scale.load_state_dict(self._restored.values["loss_scale"])
+            self._training.scale.load_state_dict(self._restored.values["loss_scale"])
 
     def use(self, update: Update) -> None:
         """Replace how a step's gradients are measured and become new weights (:class:`Update`)."""
-        self._update = update
+        self._training.update = update
 
     # ---- the loop ---------------------------------------------------------------------------------------
 
@@ -359,18 +370,25 @@ class Run:
                 num_targets = sum(map(targets, micro_batches)) if targets else 0
                 self.timer.lap("data")
                 bad = not math.isfinite(self._last_loss)
-                num_targets, num_bad, num_stops = self.world.sum_counts(
-                    num_targets, bad, self.stop_request.requested is not None
-                )
-                if self._watch.note(bad=num_bad > 0):
+                stops = self.stop_request.requested is not None
+                num_targets, num_bad, num_stops = map(int, self.sum([num_targets, bad, stops]))
+                self._nonfinite_steps = self._nonfinite_steps + 1 if num_bad else 0
+                if self._nonfinite_steps >= self._loop.max_nonfinite_steps:
+                    section = "optim" if self._section == "train" else self._section
                     names = source.names(shard, index - 1)
-                    raise self._watch.error(
-                        self.step, names, section=_SCHEDULES.get(self._section, self._section)
-                    )
+                    raise not_finite(self._nonfinite_steps, self.step, names, section=section)
                 if num_stops:
                     self._leave()
                     return
-                step = Step(self, micro_batches, batch, max(num_targets, 1), on_host=on_host)
+                step = Step(
+                    self._training,
+                    self.step + 1,
+                    micro_batches,
+                    batch,
+                    num_targets=max(num_targets, 1),
+                    commit=self._commit,
+                    on_host=on_host,
+                )
                 yield step
                 if not step.is_done:
                     return
@@ -416,8 +434,9 @@ class Run:
 
     def sum(self, values: Sequence[float] | Tensor) -> list[float]:
         """Return each value summed over all workers, in float64."""
-        tensor = torch.as_tensor(values, dtype=torch.float64).cpu()
-        return [float(value) for value in self.world.sum_values(tensor)]
+        total = torch.as_tensor(values, dtype=torch.float64).cpu()
+        dist.all_reduce(total, group=self.world.control)
+        return [float(value) for value in total]
 
     def save(self, *, wait: bool = False) -> None:
         """Save a checkpoint of the step just done; :meth:`steps` does so when one is due."""
@@ -475,11 +494,11 @@ class Run:
 
     def _state(self) -> dict[str, Any]:
         """Return what a checkpoint holds; the state of the data is the one integer ``samples``."""
-        wires = [ddp.wire_state() for ddp in self._models]
+        wires = [ddp.wire_state() for ddp in self._training.models]
         return {
             **self._kept,
             **{name: wire for state in wires for name, wire in state.items()},
-            "loss_scale": self._scale.state_dict(),
+            "loss_scale": self._training.scale.state_dict(),
             "samples": self._samples,
             "config": self._config,
         }
@@ -553,12 +572,12 @@ class Run:
         rows = (row for row in record.read_record(self.directory) if isinstance(row, record.Evaluation))
         return {row.split: row for row in rows if row.step == self.step}
 
-    def _commit(self, step: Step, loss: float) -> None:
+    def _commit(self, step: Step) -> None:
         """Count a step that was done, and write its line if one is due."""
         self.step += 1
         self._samples += step.num_samples
-        self._last_loss = loss
-        self._metrics.add_step(loss, step.sums, step.counts, step.grad_norm)
+        self._last_loss = step.loss
+        self._metrics.add_step(step.loss, step.sums, step.counts, step.grad_norm)
         self.timer.end_step()
         if self.log:
             self.log.advance(self.step)
@@ -568,7 +587,7 @@ class Run:
 
     def _write_line(self, step: Step) -> None:
         loss, figures = self._metrics.means()
-        weight_norm = self._update.weight_norm(step.optimizer)
+        weight_norm = self._training.update.weight_norm(step.optimizer)
         if self.log:
             step_s = self.timer.step_s()
             self.log.step(
@@ -578,7 +597,7 @@ class Run:
                     loss=loss,
                     metrics=figures,
                     learning_rate=step.learning_rate,
-                    loss_scale=self._scale.value,
+                    loss_scale=self._training.scale.value,
                     grad_norm=self._metrics.mean_grad_norm(),
                     weight_norm=weight_norm,
                     samples_per_s=step.num_samples / step_s,
@@ -591,128 +610,3 @@ class Run:
         self.writes_line = False
         self._metrics.reset()
         self.timer.reset()
-
-
-_SCHEDULES = {"train": "optim"}
-"""Sections whose learning rate stands in another one."""
-
-
-class Step:
-    """One optimizer step: an iterable over this worker's micro-batches, and a transaction as a context.
-
-    Attributes:
-        number: counted over the whole run from 1.
-        num_samples: samples of the global batch.
-        num_targets: targets of the global batch, at least 1; see ``targets`` of :meth:`Run.steps`.
-        is_done: whether the step was committed.
-    """
-
-    def __init__(
-        self, run: Run, micro_batches: Any, batch: BatchPlan, num_targets: int, *, on_host: bool
-    ) -> None:
-        self._run, self._micro_batches, self._count = run, micro_batches, batch.accumulation_steps
-        self._on_host = on_host
-        self.number = run.step + 1
-        self.num_samples = batch.global_batch_size
-        self.num_targets = num_targets
-        self.is_done = False
-        self.sums: dict[str, Tensor] = {}
-        self.counts: dict[str, int] = {}
-        self.grad_norm = math.nan
-        self.learning_rate = math.nan
-        self._loss = torch.zeros((), dtype=torch.float64, device=run.world.device)
-        self._optimizer: Optimizer | None = None
-        self._averages = False
-        self._before: list[dict[str, Tensor]] = []
-
-    @property
-    def optimizer(self) -> Optimizer:
-        assert self._optimizer is not None, "step.update(optimizer) was not called"
-        return self._optimizer
-
-    def __enter__(self) -> Step:
-        run = self._run
-        torch.manual_seed(
-            int(random_keys(run.seed, Stream.DROPOUT, self.number, run.world.place.rank).item())
-        )
-        self._before = [ddp.volatile_state() for ddp in run._models]
-        return self
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield this worker's micro-batches. Backward of the last one averages gradients over workers."""
-        run = self._run
-        for number, batch in enumerate(self._micro_batches, start=1):
-            run.timer.lap("data")
-            with ExitStack() as stack:
-                self._averages = number == self._count
-                for ddp in run._models:
-                    if not (self._averages and ddp.average):
-                        stack.enter_context(ddp.no_sync())
-                yield batch if self._on_host else to_device(batch, run.world.device)
-
-    def backward(self, loss: Tensor) -> None:
-        """Run backward.
-
-        Args:
-            loss: this micro-batch's part of the mean loss over the global batch: a sum over the micro-batch
-                divided by :attr:`num_samples` or :attr:`num_targets`.
-        """
-        run = self._run
-        run.timer.lap("forward")
-        self._loss += loss.detach()
-        (loss * (run.world.num_workers * run._scale.value)).backward()  # type: ignore[no-untyped-call]  # DDP averages over workers
-        run.timer.lap("gradient_wait" if self._averages else "backward")
-
-    def observe(self, loss: float | Tensor, part: str) -> None:
-        """Take note of a loss whose backward pass has been run elsewhere, the same on all workers.
-
-        ``part`` is what the time since the last lap counts as.
-        """
-        self._run.timer.lap(part)
-        self._loss += loss / self._run.world.num_workers
-
-    def add(self, count: int, **sums: Tensor | float) -> None:
-        """Add to figures that the next line of the record shows as means.
-
-        Args:
-            count: over how many items of the global batch each is a mean, such as :attr:`num_targets`; 0: the
-                line shows the sum itself.
-            sums: this micro-batch's part of each sum, scalars.
-        """
-        for name, value in sums.items():
-            value = torch.as_tensor(value, device=self._loss.device).detach().double()
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-            self.counts[name] = count
-
-    def update(self, optimizer: Optimizer, *, max_norm: float | None = None) -> None:
-        """Measure and clip the gradients; leaving the step then applies ``optimizer``.
-
-        A gradient norm that is not finite, the same on all workers, skips the update.
-
-        Args:
-            max_norm: clip the norm over the whole model to it.
-        """
-        run = self._run
-        self._optimizer = optimizer
-        self.learning_rate = optimizer.param_groups[0]["lr"]
-        per_worker = any(not ddp.average for ddp in run._models)
-        self.grad_norm = run._update.finish_gradients(
-            optimizer, max_norm=max_norm, per_worker=per_worker, loss_scale=run._scale.value
-        )
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        run = self._run
-        if error is not None:
-            for ddp, before in zip(run._models, self._before, strict=True):
-                ddp.zero_grad()
-                ddp.restore_volatile(before)
-            return isinstance(error, RetryStep)
-        finite = math.isfinite(self.grad_norm)
-        if finite:
-            run._update.apply(self.optimizer)
-        run._scale.update(finite=finite)
-        self.optimizer.zero_grad()
-        run.timer.lap("optimizer")
-        self.is_done = True
-        run._commit(self, float(self._loss))
-        return False

@@ -19,18 +19,14 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self._name: str | None = None
+        self.requested: str | None = None
+        """The name of the first signal that came, such as ``"SIGTERM"``."""
         for number in _ASK_TO_STOP:
             signal.signal(number, self._note)
         atexit.register(_ignore)
 
-    @property
-    def requested(self) -> str | None:
-        """The name of the first signal that came, such as ``"SIGTERM"``."""
-        return self._name
-
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._name = self._name or signal.Signals(number).name
+        self.requested = self.requested or signal.Signals(number).name
 
 
 def _ignore() -> None:

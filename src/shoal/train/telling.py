@@ -10,8 +10,8 @@ from shoal import record
 from shoal.decide.batch import BatchPlan
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.train.checkpoint import Checkpointer
-from shoal.train.precision import Precision
-from shoal.train.run_log import RunLog, device_name, versions
+from shoal.train.gradients import Precision
+from shoal.train.reporting import RunLog, device_name, versions
 from shoal.train.signals import StopRequest
 from shoal.train.world import World
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from benchmarks.cifar_batches import CASES, outcome, train
 
-from shoal.record import End, Evaluation, RecordWriter, Resume, Row, Step
+from shoal.record import End, Evaluation, Resume, Row, Step
+from shoal.train.reporting import RecordWriter
 
 
 def step(number: int, step_s: float) -> Step:

@@ -14,13 +14,13 @@ from shoal.record import (
     Checkpoint,
     End,
     Evaluation,
-    RecordWriter,
     Resume,
     Row,
     Start,
     Step,
     Stop,
 )
+from shoal.train.reporting import RecordWriter
 
 BEGIN_S = 1_764_000_000.0
 UNIGRAM_ENTROPY = 6.62

@@ -10,8 +10,9 @@ import pytest
 
 from forked import shoal
 from shoal.errors import EXIT_USAGE, ShoalError, UsageError
-from shoal.record import PipelineBox, PipelineStep, RecordWriter
+from shoal.record import PipelineBox, PipelineStep
 from shoal.report.pipeline_figure import recorded_step, write_figure
+from shoal.train.reporting import RecordWriter
 
 BOXES = [PipelineBox(0, 0, "F", 0, 0.0, 1.0), PipelineBox(1, 1, "F", 0, 1.0, 2.0),
          PipelineBox(1, 1, "B", 0, 2.0, 4.0), PipelineBox(0, 0, "B", 0, 4.0, 6.0)]  # fmt: skip

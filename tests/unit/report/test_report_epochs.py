@@ -7,10 +7,11 @@ from pathlib import Path
 
 import report_records as records
 
-from shoal.record import Evaluation, RecordWriter
+from shoal.record import Evaluation
 from shoal.report import charts, tables
 from shoal.report.page import render
 from shoal.report.runs import Run, load_runs
+from shoal.train.reporting import RecordWriter
 
 
 def run_of(folder: Path, name: str, *, batch: int, workers: int, rate: float, epoch_samples: int) -> Run:

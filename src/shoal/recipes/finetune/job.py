@@ -19,9 +19,8 @@ from shoal.recipes.finetune.config import FinetuneConfig
 from shoal.train.checkpoint import Checkpointer
 from shoal.train.clock import StepClock
 from shoal.train.config import as_tree
-from shoal.train.gradients import data_parallel
+from shoal.train.gradients import LossScale, Precision, choose_precision, data_parallel
 from shoal.train.optimizers import build_optimizer
-from shoal.train.precision import LossScale, Precision, choose_precision
 from shoal.train.step import Trained
 from shoal.train.world import World
 

@@ -27,8 +27,7 @@ from shoal.train.checkpoint import Restored
 from shoal.train.config import as_tree, required
 from shoal.train.gradients import accumulate, loss_weight
 from shoal.train.health import NonFiniteWatch, memory_advice
-from shoal.train.progress import Progress
-from shoal.train.run_log import RunLog, has_ended
+from shoal.train.reporting import Progress, RunLog, has_ended
 from shoal.train.signals import StopRequest
 from shoal.train.telling import report_checkpoints, start_row
 from shoal.train.window import StepWindow

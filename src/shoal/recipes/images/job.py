@@ -17,9 +17,8 @@ from shoal.recipes.images.plan import ImagePlan
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.clock import StepClock
 from shoal.train.config import as_tree
-from shoal.train.gradients import DataParallel, data_parallel
+from shoal.train.gradients import DataParallel, LossScale, Precision, data_parallel
 from shoal.train.optimizers import build_optimizer
-from shoal.train.precision import LossScale, Precision
 from shoal.train.step import Trained
 from shoal.train.world import World
 

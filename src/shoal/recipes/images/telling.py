@@ -8,8 +8,7 @@ from shoal import record
 from shoal.recipes.images.job import ImageJob
 from shoal.train.checkpoint import Restored
 from shoal.train.config import as_tree, required
-from shoal.train.progress import Progress
-from shoal.train.run_log import RunLog
+from shoal.train.reporting import Progress, RunLog
 from shoal.train.step import step_row
 from shoal.train.telling import start_row
 from shoal.train.window import Meter

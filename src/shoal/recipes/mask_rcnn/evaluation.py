@@ -24,7 +24,7 @@ from shoal.models.detection.mask_rcnn import Detections, MaskRCNN
 from shoal.recipes.mask_rcnn.losses import images_on
 from shoal.train.coco_score import score_across_workers
 from shoal.train.gather import gather_flat
-from shoal.train.precision import Precision
+from shoal.train.gradients import Precision
 from shoal.train.world import World
 
 NAMES: dict[Kind, str] = {"bbox": "box", "segm": "mask"}

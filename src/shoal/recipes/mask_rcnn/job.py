@@ -20,7 +20,7 @@ from shoal.recipes.mask_rcnn.weights import load_weights
 from shoal.train.checkpoint import Checkpointer
 from shoal.train.config import required
 from shoal.train.exchange import together
-from shoal.train.precision import choose_precision
+from shoal.train.gradients import choose_precision
 from shoal.train.world import World
 
 

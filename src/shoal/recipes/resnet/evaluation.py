@@ -16,8 +16,8 @@ from shoal.data.images.reader import ImageReader
 from shoal.data.images.transform import TrainTransform
 from shoal.data.loader import Batch, held_out_batches
 from shoal.recipes.resnet.job import Job
+from shoal.train.gradients import Precision
 from shoal.train.norm_statistics import reestimate_norms
-from shoal.train.precision import Precision
 from shoal.train.world import World
 
 LOSS, TOP1, TOP5 = "loss", "top1_accuracy", "top5_accuracy"

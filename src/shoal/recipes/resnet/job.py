@@ -25,7 +25,7 @@ from shoal.recipes.resnet.plan import Plan, make_plan
 from shoal.train.checkpoint import Checkpointer
 from shoal.train.config import required
 from shoal.train.ema import WeightAverage
-from shoal.train.precision import choose_precision
+from shoal.train.gradients import choose_precision
 from shoal.train.world import World
 
 _AT_ONCE = 256

@@ -69,7 +69,7 @@ def score(what: Scoring, joined: WorkerEnv) -> int:
     from shoal.data.images.transform import CentreTransform
     from shoal.recipes.resnet.evaluation import LOSS, TOP1, TOP5, evaluate
     from shoal.train.config import DistributedConfig
-    from shoal.train.precision import choose_precision
+    from shoal.train.gradients import choose_precision
     from shoal.train.world import join_world
 
     with join_world(joined, DistributedConfig()) as world:

@@ -14,7 +14,7 @@ from shoal.recipes.resnet.job import Job
 from shoal.train import telling
 from shoal.train.checkpoint import Restored
 from shoal.train.config import required
-from shoal.train.run_log import RunLog, speed_line
+from shoal.train.reporting import RunLog, speed_line
 from shoal.train.signals import StopRequest
 from shoal.train.telling import report_checkpoints
 from shoal.train.window import Meter

@@ -27,8 +27,8 @@ from shoal.train.config import as_tree, required
 from shoal.train.exchange import together
 from shoal.train.health import memory_advice
 from shoal.train.owner import owned
+from shoal.train.reporting import RunLog, has_ended
 from shoal.train.run_dir import open_run_dir
-from shoal.train.run_log import RunLog, has_ended
 from shoal.train.signals import StopRequest
 from shoal.train.telling import say_finished
 from shoal.train.window import Meter

@@ -26,8 +26,8 @@ from shoal.recipes.t5.start import plan_of
 from shoal.train.checkpoint import Checkpointer, Restored, load_model
 from shoal.train.clock import StepClock
 from shoal.train.config import as_tree, required
+from shoal.train.gradients import Precision, choose_precision
 from shoal.train.optimizers import build_optimizer
-from shoal.train.precision import Precision, choose_precision
 from shoal.train.world import World
 
 MODEL_INPUTS = ("input_ids", "labels")

@@ -26,8 +26,8 @@ from shoal.train.gradients import clip_to
 from shoal.train.health import NonFiniteWatch, memory_advice
 from shoal.train.optimizers import set_learning_rate
 from shoal.train.owner import owned
+from shoal.train.reporting import RunLog, has_ended
 from shoal.train.run_dir import open_run_dir
-from shoal.train.run_log import RunLog, has_ended
 from shoal.train.signals import StopRequest
 from shoal.train.step import sample_names as step_samples
 from shoal.train.telling import leave, say_finished

@@ -16,8 +16,7 @@ from shoal.recipes.t5.job import Job, model_inputs
 from shoal.recipes.t5.start import in_words
 from shoal.train.checkpoint import Restored
 from shoal.train.config import as_tree, required
-from shoal.train.progress import Progress
-from shoal.train.run_log import RunLog
+from shoal.train.reporting import Progress, RunLog
 from shoal.train.telling import report_checkpoints, start_row
 from shoal.train.window import StepWindow, peak_memory_bytes
 

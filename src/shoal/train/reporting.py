@@ -1,0 +1,489 @@
+"""Measures steps and reports them: timers, running means, the record, TensorBoard events, the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import platform
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from io import RawIOBase
+from os import SEEK_END
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from tensorboardX import SummaryWriter
+from tensorboardX.summary import hparams
+from torch import Tensor
+
+import shoal
+from shoal.errors import ShoalError
+from shoal.record import (
+    FILE_NAME,
+    PARTS,
+    Checkpoint,
+    End,
+    Evaluation,
+    Phase,
+    PipelineStep,
+    Resume,
+    Row,
+    Start,
+    Step,
+    Stop,
+    check_format,
+    read_record,
+)
+from shoal.train.checkpoint import CompletedCheckpoint
+from shoal.train.owner import own
+from shoal.train.world import World
+
+# ---- measuring a step ----------------------------------------------------------------------------------
+
+
+class StepTimer:
+    """Adds up the time between laps, each under the name of the lap that ends it.
+
+    On a GPU laps are CUDA events on the current stream; :meth:`end_step` reads them after the loop has waited
+    for the device. Names are those of :data:`shoal.record.PARTS` or a recipe's own (``pipeline``: forward,
+    backward and messages of all micro-batches). Time outside of any lap is ``other``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._laps: list[tuple[str, float | torch.cuda.Event]] = []
+        self._step_begin = time.perf_counter()
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop all steps and begin a new one."""
+        self.num_steps = 0
+        self.total_s = 0.0
+        self._seconds: dict[str, float] = defaultdict(float)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Begin a step; time since the last one is not counted."""
+        self._step_begin = time.perf_counter()
+        self._laps = [("", self._now())]
+
+    def lap(self, part: str) -> None:
+        """Count the time since the last lap as ``part``."""
+        self._laps.append((part, self._now()))
+
+    def end_step(self) -> None:
+        """End the step and begin the next."""
+        for (_, before), (part, after) in zip(self._laps, self._laps[1:], strict=False):
+            self._seconds[part] += _seconds_between(before, after)
+        self.total_s += time.perf_counter() - self._step_begin
+        self.num_steps += 1
+        self.begin_step()
+
+    def parts_s(self) -> dict[str, float]:
+        """Return the mean seconds per step of each part; they sum to the mean step."""
+        steps = max(self.num_steps, 1)
+        names = [*PARTS, *sorted(set(self._seconds) - set(PARTS))]
+        parts = {part: self._seconds.get(part, 0.0) / steps for part in names if part != "other"}
+        parts["other"] = max(self.step_s() - sum(parts.values()), 0.0)
+        return parts
+
+    def step_s(self) -> float:
+        """Return the mean seconds per step."""
+        return self.total_s / max(self.num_steps, 1)
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+class RunningMetrics:
+    """Averages over the steps since the last line of the record.
+
+    Sums stay on the device, float64, until :meth:`means` adds them up over all workers.
+
+    Args:
+        sum_over_workers: returns a CPU tensor ``[n]`` summed over all workers.
+    """
+
+    def __init__(self, sum_over_workers: Callable[[Tensor], list[float]]) -> None:
+        self._sum_over_workers = sum_over_workers
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop all steps."""
+        self.grad_norms: list[float] = []
+        self._loss = 0.0
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = defaultdict(int)
+
+    def add_step(
+        self, loss: float, sums: dict[str, Tensor], counts: dict[str, int], grad_norm: float
+    ) -> None:
+        """Add one step.
+
+        Args:
+            loss: this worker's part of the mean loss over the global batch.
+            sums: this worker's part of each figure, float64 scalars.
+            counts: over how many items of the global batch each figure is a mean.
+            grad_norm: not finite if the step was skipped.
+        """
+        self._loss += loss
+        self.grad_norms.append(grad_norm)
+        for name, value in sums.items():
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+            self._counts[name] += counts[name]
+
+    def means(self) -> tuple[float, dict[str, float]]:
+        """Return the mean loss and the mean figures over all workers. All workers call it."""
+        values = [torch.tensor(self._loss, dtype=torch.float64), *(s.cpu() for s in self._sums.values())]
+        loss, *sums = self._sum_over_workers(torch.stack(values))
+        figures = {
+            name: value / max(self._counts[name], 1) for name, value in zip(self._sums, sums, strict=True)
+        }
+        return loss / max(len(self.grad_norms), 1), figures
+
+    def num_skipped(self) -> int:
+        """Return how many steps were skipped because their gradient was not finite."""
+        return sum(not math.isfinite(norm) for norm in self.grad_norms)
+
+    def mean_grad_norm(self) -> float:
+        """Return the mean over the steps that were not skipped."""
+        finite = [norm for norm in self.grad_norms if math.isfinite(norm)]
+        return sum(finite) / len(finite) if finite else math.nan
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory in use so far: on a GPU torch's, else the process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1_024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _seconds_between(before: float | torch.cuda.Event, after: float | torch.cuda.Event) -> float:
+    if isinstance(before, float) and isinstance(after, float):
+        return after - before
+    assert isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event)
+    after.synchronize()
+    return float(before.elapsed_time(after)) / 1_000
+
+
+# ---- writing ---------------------------------------------------------------------------------------------
+
+
+class RecordWriter:
+    """Appends rows to a run's record; each line reaches the operating system before the call returns.
+
+    Raises:
+        ShoalError: the file cannot be opened or written (permissions, a full disk), or is of another format;
+            its content stays.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / FILE_NAME
+        if self._path.is_file():  # refuse to continue a record of another format
+            check_format(self._path)
+        try:
+            self._file: RawIOBase = self._path.open("a+b", buffering=0)
+            size = self._file.seek(0, SEEK_END)
+            if size:
+                self._file.seek(size - 1)
+                if self._file.read(1) != b"\n":  # ends the incomplete line of a killed run
+                    self._file.write(b"\n")
+        except OSError as error:
+            raise ShoalError(f"{self._path} cannot be written: {error.strerror}") from None
+
+    def write(self, row: Row) -> None:
+        line = (json.dumps({"kind": row.kind, **asdict(row)}) + "\n").encode()
+        try:
+            num_written = self._file.write(line)
+        except OSError as error:
+            raise ShoalError(f"{self._path} cannot be written: {error.strerror}") from None
+        if num_written != len(line):
+            raise ShoalError(f"{self._path} was cut at {num_written} of {len(line)} bytes: the disk is full")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RunLog:
+    """Writes every row to ``record.jsonl`` and what belongs there to TensorBoard and the terminal.
+
+    Every method that writes raises a ShoalError when another job has taken the run directory over.
+    """
+
+    def __init__(self, run_dir: Path, progress: Progress) -> None:
+        self._owner = own(run_dir)
+        self._record = RecordWriter(run_dir)
+        self._events = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10)
+        self._progress = progress
+        self._hyper_parameters: dict[str, Any] = {}
+        self.references: dict[str, float] = {}
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.close()
+        self._events.close()
+        self._record.close()
+
+    def start(self, row: Start) -> None:
+        self._write(row)
+        self.references = row.references
+        self._progress.say(
+            f"{row.run}: {row.recipe}, {row.num_parameters:,} parameters, {row.total_steps:,} steps\n"
+            f"world: {counted(row.num_workers, 'worker')} on {counted(row.num_hosts, 'host')}, {row.device}, "
+            f"{row.backend}, {row.precision}"
+        )
+        self._hyper_parameters = {
+            f"{section}.{name}": value
+            for section, values in row.config.items()
+            for name, value in values.items()
+        }
+
+    def step(self, row: Step) -> None:
+        self._write(row)
+        scalars = {
+            "train/loss": row.loss,
+            **{f"train/{name}": value for name, value in row.metrics.items()},
+            "optimizer/learning_rate": row.learning_rate,
+            "optimizer/loss_scale": row.loss_scale,
+            "optimizer/grad_norm": row.grad_norm,
+            "optimizer/weight_norm": row.weight_norm,
+            "speed/samples_per_s": row.samples_per_s,
+            **{f"speed/{part}_ms": 1_000 * seconds for part, seconds in row.parts_s.items()},
+        }
+        self._scalars(scalars, row.step)
+        self._progress.step(row)
+
+    def evaluation(self, row: Evaluation) -> None:
+        """Write scores."""
+        self._write(row)
+        self._scalars({f"{row.split}/{name}": value for name, value in row.metrics.items()}, row.step)
+        self._progress.say(
+            f"step {row.step:,} {row.split}: {format_metrics(row.metrics)} ({row.seconds:.1f} s)"
+        )
+
+    def checkpoint(self, row: Checkpoint) -> None:
+        self._write(row)
+        self._progress.say(
+            f"step {row.step:,} checkpoint: {row.path} ({row.num_bytes / 2**20:.1f} MiB, "
+            f"training stood still {1_000 * row.blocked_s:.0f} ms)"
+        )
+
+    def checkpoints(self, completed: Iterable[CompletedCheckpoint]) -> None:
+        """Write a line for each checkpoint that became complete."""
+        for done in completed:
+            self.checkpoint(
+                Checkpoint(
+                    step=done.step,
+                    path=str(done.path),
+                    num_bytes=done.num_bytes,
+                    blocked_s=done.blocked_s,
+                    written_s=done.written_s,
+                )
+            )
+
+    def phase(self, row: Phase) -> None:
+        self._write(row)
+        self._progress.say(
+            f"{row.name}: steps {row.step:,} to {row.last_step:,}, {row.sequence_length:,} tokens a sequence"
+        )
+
+    def pipeline_step(self, row: PipelineStep) -> None:
+        self._write(row)
+
+    def resume(self, row: Resume) -> None:
+        self._write(row)
+        for damaged in row.damaged:
+            self._progress.say(f"passed over: {damaged}")
+        self._progress.say(f"continuing from {row.path} (step {row.step:,})")
+
+    def stop(self, row: Stop) -> None:
+        self._write(row)
+        self._progress.say(f"stopped at step {row.step:,}: {row.reason}")
+
+    def end(self, row: End) -> None:
+        self._write(row)
+        metrics = {name: value for name, value in row.metrics.items() if math.isfinite(value)}
+        scalar_types = (bool, int, float, str)
+        parameters = {k: v for k, v in self._hyper_parameters.items() if isinstance(v, scalar_types)}
+        for summary in hparams(parameters, metrics):
+            self._events.file_writer.add_summary(summary)
+        self._progress.say(
+            f"finished {row.step:,} steps in {duration(row.seconds)}: {format_metrics(row.metrics)}"
+        )
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar."""
+        self._progress.advance(step)
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        self._progress.say(text)
+
+    def _write(self, row: Row) -> None:
+        if self._owner.is_lost.is_set():
+            self._owner.require()
+        self._record.write(row)
+
+    def _scalars(self, scalars: dict[str, float], step: int) -> None:
+        for name, value in scalars.items():
+            self._events.add_scalar(name, value, step)
+
+
+def has_ended(run_dir: Path, step: int, world: World) -> bool:
+    """Whether the run was scored and its model written after ``step``, its last; all workers call it.
+
+    If not, a kill came between the last checkpoint and the end, and both have still to be done.
+    """
+    ended = world.is_main and any(isinstance(row, End) and row.step == step for row in read_record(run_dir))
+    return world.sum_counts(ended) == [1]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a run's figures depend on."""
+    found = {"shoal": shoal.__version__, "torch": torch.__version__}
+    for package in ("transformers", "torchvision"):  # either may be missing where the other is needed
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return {**found, "python": platform.python_version()}
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a person calls the device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {counted(torch.get_num_threads(), 'thread')} a worker"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return ``1 host``, ``2 hosts``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def format_metrics(metrics: dict[str, float]) -> str:
+    """Return ``name value`` pairs for a line of text."""
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items())
+
+
+def speed_line(run_dir: Path, world: World, unit: str) -> str:
+    """Return how fast the steps since the last start were, and which part was not waiting for other workers.
+
+    That part is what scaling costs nothing of: one worker alone has no other to wait for.
+    """
+    seconds = waited = samples = 0.0
+    before = 0
+    for row in read_record(run_dir):
+        if isinstance(row, Start):
+            seconds = waited = samples = 0.0
+            before = 0
+        elif isinstance(row, Resume):
+            before = row.step
+        elif isinstance(row, Step):
+            num_steps = row.step - before
+            seconds += num_steps * row.step_s
+            waited += num_steps * row.parts_s["gradient_wait"]
+            samples += num_steps * row.step_s * row.samples_per_s
+            before = row.step
+    if not seconds:
+        return "no step was done"
+    return (
+        f"{rate(samples / seconds)} {unit}/s, {rate(samples / seconds / world.num_workers)} a worker; "
+        f"{100 * (1 - waited / seconds):.1f} % of the time was not spent waiting for other workers"
+    )
+
+
+# ---- the terminal ----------------------------------------------------------------------------------------
+
+SECONDS_BETWEEN_LINES = 15.0
+
+
+class Progress:
+    """Shows how far a run is, on the standard error.
+
+    Args:
+        total_steps: steps of the whole run.
+        first_step: the step that the run goes on from.
+        unit: what samples are called.
+    """
+
+    def __init__(self, total_steps: int, first_step: int = 0, *, unit: str = "sequences") -> None:
+        self._total = total_steps
+        self._unit = unit
+        self._bar: RichProgress | None = None
+        self._last_line_s = -SECONDS_BETWEEN_LINES
+        if sys.stderr.isatty():
+            self._bar = RichProgress(
+                BarColumn(bar_width=10),  # with the figures, a line of 80 characters
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("ETA"),
+                TimeRemainingColumn(compact=True),
+                TextColumn("{task.fields[text]}"),
+                console=Console(stderr=True),
+            )
+            self._task = self._bar.add_task("train", total=total_steps, completed=first_step, text="")
+            self._bar.start()
+
+    def advance(self, step: int) -> None:
+        """Move the bar; cheap enough for every step."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def step(self, row: Step) -> None:
+        """Show the figures of a line of the record."""
+        accuracies = {name: value for name, value in row.metrics.items() if name.endswith("accuracy")}
+        figures = f"loss {row.loss:.3f}" + "".join(
+            f"  {name.removesuffix('_accuracy')} {100 * value:.1f} %" for name, value in accuracies.items()
+        )
+        figures += f"  {rate(row.samples_per_s)} {self._unit}/s"
+        if self._bar is not None:
+            short = figures.replace("  ", " ").replace(" %", "%").replace("sequences", "seq")
+            self._bar.update(self._task, completed=row.step, text=short)
+            return
+        now = time.monotonic()
+        if now - self._last_line_s >= SECONDS_BETWEEN_LINES or row.step == self._total:
+            self._last_line_s = now
+            left = duration((self._total - row.step) * row.step_s)
+            self.say(f"step {row.step:,}/{self._total:,}  {figures}  ETA {left}")
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def rate(per_s: float) -> str:
+    """Return samples a second: whole numbers, below 10 with two digits."""
+    return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"
+
+
+def duration(seconds: float) -> str:
+    """Return ``h:mm:ss`` or ``m:ss``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

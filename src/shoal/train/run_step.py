@@ -1,0 +1,165 @@
+"""One optimizer step of a :class:`shoal.train.run.Run`: its micro-batches, and a transaction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.data.loader import to_device
+from shoal.decide.batch import BatchPlan
+from shoal.errors import RetryStep
+from shoal.train.gradients import DataParallel, LossScale, Update
+from shoal.train.reporting import StepTimer
+from shoal.train.world import World
+
+_ODD = 0x9E3779B97F4A7C15  # spreads consecutive steps over all seeds
+_MASK = (1 << 63) - 1
+
+
+@dataclass(kw_only=True)
+class Training:
+    """State that the steps of a run share."""
+
+    world: World
+    timer: StepTimer
+    scale: LossScale
+    update: Update
+    seed_key: int
+    """Seeds torch's generators in each step, so that no generator's state need be saved."""
+    models: list[DataParallel] = field(default_factory=list)
+
+
+class Step:
+    """One optimizer step: an iterable over this worker's micro-batches, and a transaction as a context.
+
+    Attributes:
+        number: counted over the whole run from 1.
+        num_samples: samples of the global batch.
+        num_targets: targets of the global batch, at least 1; see ``targets`` of :meth:`Run.steps`.
+        is_done: whether the step was committed.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        number: int,
+        micro_batches: Any,
+        batch: BatchPlan,
+        *,
+        num_targets: int,
+        commit: Callable[[Step], None],
+        on_host: bool = False,
+    ) -> None:
+        self._training, self._micro_batches, self._commit = training, micro_batches, commit
+        self._count, self._on_host = batch.accumulation_steps, on_host
+        self.number = number
+        self.num_samples = batch.global_batch_size
+        self.num_targets = num_targets
+        self.is_done = False
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = {}
+        self.grad_norm = math.nan
+        self.learning_rate = math.nan
+        self.loss = math.nan
+        self._loss = torch.zeros((), dtype=torch.float64, device=training.world.device)
+        self._optimizer: Optimizer | None = None
+        self._averages = False
+        self._before: list[dict[str, Tensor]] = []
+
+    @property
+    def optimizer(self) -> Optimizer:
+        assert self._optimizer is not None, "step.update(optimizer) was not called"
+        return self._optimizer
+
+    def __enter__(self) -> Step:
+        training = self._training
+        torch.manual_seed((training.seed_key + self.number * _ODD) & _MASK)
+        self._before = [ddp.volatile_state() for ddp in training.models]
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this worker's micro-batches. Backward of the last one averages gradients over workers."""
+        training = self._training
+        for number, batch in enumerate(self._micro_batches, start=1):
+            training.timer.lap("data")
+            with ExitStack() as stack:
+                self._averages = number == self._count
+                for ddp in training.models:
+                    if not (self._averages and ddp.average):
+                        stack.enter_context(ddp.no_sync())
+                yield batch if self._on_host else to_device(batch, training.world.device)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward.
+
+        Args:
+            loss: this micro-batch's part of the mean loss over the global batch: a sum over the micro-batch
+                divided by :attr:`num_samples` or :attr:`num_targets`.
+        """
+        training = self._training
+        training.timer.lap("forward")
+        self._loss += loss.detach()
+        (loss * (training.world.num_workers * training.scale.value)).backward()  # type: ignore[no-untyped-call]  # DDP averages over workers
+        training.timer.lap("gradient_wait" if self._averages else "backward")
+
+    def observe(self, loss: float | Tensor, part: str) -> None:
+        """Take note of a loss whose backward pass has been run elsewhere, the same on all workers.
+
+        ``part`` is what the time since the last lap counts as.
+        """
+        self._training.timer.lap(part)
+        self._loss += loss / self._training.world.num_workers
+
+    def add(self, count: int, **sums: Tensor | float) -> None:
+        """Add to figures that the next line of the record shows as means.
+
+        Args:
+            count: over how many items of the global batch each is a mean, such as :attr:`num_targets`; 0: the
+                line shows the sum itself.
+            sums: this micro-batch's part of each sum, scalars.
+        """
+        for name, value in sums.items():
+            value = torch.as_tensor(value, device=self._loss.device).detach().double()
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+            self.counts[name] = count
+
+    def update(self, optimizer: Optimizer, *, max_norm: float | None = None) -> None:
+        """Measure and clip the gradients; leaving the step then applies ``optimizer``.
+
+        A gradient norm that is not finite, the same on all workers, skips the update.
+
+        Args:
+            max_norm: clip the norm over the whole model to it.
+        """
+        training = self._training
+        self._optimizer = optimizer
+        self.learning_rate = optimizer.param_groups[0]["lr"]
+        per_worker = any(not ddp.average for ddp in training.models)
+        self.grad_norm = training.update.finish_gradients(
+            optimizer, max_norm=max_norm, per_worker=per_worker, loss_scale=training.scale.value
+        )
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        training = self._training
+        if error is not None:
+            for ddp, before in zip(training.models, self._before, strict=True):
+                ddp.zero_grad()
+                ddp.restore_volatile(before)
+            return isinstance(error, RetryStep)
+        finite = math.isfinite(self.grad_norm)
+        if finite:
+            training.update.apply(self.optimizer)
+        training.scale.update(finite=finite)
+        self.optimizer.zero_grad()
+        training.timer.lap("optimizer")
+        self.is_done = True
+        self.loss = float(self._loss)
+        self._commit(self)
+        return False
