@@ -38,12 +38,13 @@ def show_run(run: Path, /, *, step: int | None = None, svg: Path | None = None) 
     svg
         The picture; default: pipeline.svg in the run directory.
     """
-    from shoal.report.pipeline_figure import FILE_NAME, recorded_step, write_figure
+    from shoal.report.page import write_figure
     from shoal.report.pipeline_timeline import describe_pipeline_step
+    from shoal.report.runs import recorded_step
 
     row = recorded_step(run, step)
     print(describe_pipeline_step(row))
-    print(write_figure(row, svg or run / FILE_NAME))
+    print(write_figure(row, svg or run / "pipeline.svg"))
 
 
 @show.command(name="t5")
@@ -77,7 +78,7 @@ def show_t5(
     from shoal.pipelining.explain import explain_layouts
     from shoal.pipelining.trace import step_row
     from shoal.recipes.t5.layout import find_layouts
-    from shoal.report.pipeline_figure import write_figure
+    from shoal.report.page import write_figure
 
     layout: Literal["given", "auto"] = "given" if settings.parallel.pipeline > 1 else "auto"
     parallel = replace(settings.parallel, layout=layout, devices=devices, memory=memory)

@@ -1,15 +1,17 @@
-"""Which figures a page has, what each shows and how its legend reads."""
+"""Selects the figures of a page, their curves, legends and notes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from shoal.record import PipelineStep, Resume, Step, Stop
-from shoal.report import plots, words
+from shoal.record import Resume, Step, Stop
+from shoal.report import formatting, plots
 from shoal.report.curves import (
     MAX_POINTS,
+    Points,
     finite,
     group_means,
     smoothing_window,
@@ -23,19 +25,15 @@ from shoal.report.plots import Axes, Line, Mark, Rule
 from shoal.report.runs import Run, mean_parts_s, metric_names
 from shoal.report.timeline import time_unit
 
-_MARKERS = ("o", "s", "^", "D")
-_SYMBOLS = {"o": "○", "s": "□", "^": "△", "D": "◇"}
+_MARKERS = {"o": "○", "s": "□", "^": "△", "D": "◇"}
 MAX_AREAS = 80
-"""Groups over which the time of a step is averaged: a stack of raw values is a comb, not a picture."""
+"""Groups that a step's parts are averaged over; a stack of raw values would be unreadable."""
 MAX_TICKS = 60
-"""Checkpoints up to which each gets a tick on the curves; more would be one thick line."""
-_OPTIMIZER_STEP = "optimizer step"
-_EPOCH = "epoch"
+"""Maximum number of checkpoint ticks on a curve; with more, none are drawn."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Key:
-    """One entry of a legend."""
+class Key(NamedTuple):
+    """An entry of a legend."""
 
     colour: str
     symbol: str
@@ -44,37 +42,85 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One figure of the page."""
+    """A figure of the page."""
 
     title: str
     unit: str
     svg: str
-    keys: Sequence[Key]
-    notes: Sequence[str]
+    keys: Sequence[Key] = ()
+    notes: Sequence[str] = ()
+
+
+class _Curves:
+    """Collects the curves of one figure, with their legend and notes."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = runs
+        self.lines: list[Line] = []
+        self.keys: list[Key] = []
+        self.notes: list[str] = []
+
+    def add(self, index: int, points: Points, label: str, *, smooth: bool = False) -> None:
+        """Add a curve of the run ``index`` through points (step, value), unless there are none."""
+        if points:
+            self.add_lines(index, [(_x(self.runs, self.runs[index], step), y) for step, y in points], smooth)
+            self.add_key(index, points, label)
+
+    def add_lines(self, index: int, points: Points, smooth: bool) -> None:
+        series, colour = finite(points), plots.run_colour(index)
+        if smooth and smoothing_window(len(series.xs)) > 1:
+            self.lines.append(Line(series=thin(series), colour=colour, faint=True))
+            self.lines.append(Line(series=trend(replace(series, not_finite_xs=[])), colour=colour))
+        else:
+            self.lines.append(Line(series=thin(series), colour=colour))
+
+    def add_dots(self, index: int, points: Points, label: str, marker: str) -> None:
+        """Add single points of the run ``index``, unless there are none."""
+        if points:
+            placed = [(_x(self.runs, self.runs[index], step), y) for step, y in points]
+            self.lines.append(Line(series=finite(placed), colour=plots.run_colour(index), dots=marker))
+            self._key(index, _MARKERS[marker], label)
+
+    def add_key(self, index: int, points: Points, label: str) -> None:
+        """Add the legend's entry of a curve, and notes on points that it does not show."""
+        self._key(index, "━", label)
+        series = finite(points)
+        owner = f"{self.runs[index].name}: " if len(self.runs) > 1 else ""
+        if len(series.xs) > MAX_POINTS:
+            self.notes.append(
+                f"{owner}{len(series.xs):,} points thinned to {MAX_POINTS} that keep every peak."
+            )
+        if series.not_finite_xs:
+            num = formatting.plural(len(series.not_finite_xs), "value")
+            steps = formatting.ranges([int(x) for x in series.not_finite_xs])
+            self.notes.append(f"{owner}▲ {num} not finite, at step {steps}.")
+
+    def _key(self, index: int, symbol: str, label: str) -> None:
+        name = self.runs[index].name
+        text = name if not label else label if len(self.runs) == 1 else f"{name}, {label}"
+        self.keys.append(Key(plots.css_colour(plots.run_colour(index)), symbol, text))
+
+    def chart(self, title: str, unit: str, axes: Axes) -> Chart:
+        keys = self.keys if len(self.runs) > 1 or axes.metric else []
+        svg = plots.draw_curves(self.lines, axes)
+        return Chart(title=title, unit=unit, svg=svg, keys=keys, notes=self.notes)
 
 
 def by_epoch(runs: Sequence[Run]) -> bool:
-    """Whether the x axis is the epoch: where all runs are defined in epochs, whatever their batches."""
+    """Return whether the x axis is the epoch: if all runs are defined in epochs."""
     return all(run.start.epoch_samples > 0 for run in runs)
 
 
 def _x(runs: Sequence[Run], run: Run, step: float) -> float:
-    """Return where a step of a run lies on the x axis."""
+    """Return the position of a run's step on the x axis."""
     if not by_epoch(runs):
         return float(step)
     return step * run.start.global_batch_size / run.start.epoch_samples
 
 
-def _placed(
-    runs: Sequence[Run], run: Run, points: Sequence[tuple[float, float]]
-) -> list[tuple[float, float]]:
-    return [(_x(runs, run, step), value) for step, value in points]
-
-
 def curve_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Return the training loss and every metric with its held-out points, then the optimizer's figures."""
-    splits = list(dict.fromkeys(row.split for run in runs for row in run.evaluations))
-    charts = [_metric_chart(runs, name, splits) for name in metric_names(runs)]
+    """Return the training loss and every metric with its held-out points, then the optimizer's values."""
+    charts = [_metric_chart(runs, name) for name in metric_names(runs)]
     wanted: list[tuple[str, str, Callable[[Step], float]]] = [
         ("Learning rate", "", lambda row: row.learning_rate),
         ("Gradient norm", "before clipping", lambda row: row.grad_norm),
@@ -84,138 +130,107 @@ def curve_charts(runs: Sequence[Run]) -> list[Chart]:
     for title, unit, value in wanted:
         if title == "Loss scale" and all(row.loss_scale == 1 for run in runs for row in run.steps):
             continue  # nothing was scaled
-        charts.append(_step_chart(runs, title, unit, value))
+        curves = _Curves(runs)
+        for index, run in enumerate(runs):
+            curves.add(index, [(row.step, value(row)) for row in run.steps], "")
+        charts.append(_step_chart(curves, title, unit))
     return [chart for chart in charts if chart is not None]
 
 
-def _metric_chart(runs: Sequence[Run], name: str, splits: Sequence[str]) -> Chart | None:
-    lines: list[Line] = []
-    keys: list[Key] = []
-    notes: list[str] = []
+def _metric_chart(runs: Sequence[Run], name: str) -> Chart | None:
+    curves = _Curves(runs)
+    splits = list(dict.fromkeys(row.split for run in runs for row in run.evaluations))
     for index, run in enumerate(runs):
-        colour = plots.run_colour(index)
-        points = [
-            (float(row.step), row.loss if name == "loss" else row.metrics[name])
-            for row in run.steps
-            if name == "loss" or name in row.metrics
-        ]
-        if points:
-            lines += _training_lines(_placed(runs, run, points), colour)
-            keys.append(_key(colour, "━", _owner(runs, run, "training")))
-            notes += _notes(runs, run, points)
-        for place, split in enumerate(splits):
-            scores = [
-                (float(row.step), row.metrics[name])
-                for row in run.evaluations
-                if row.split == split and name in row.metrics
-            ]
-            if scores:
-                marker = _MARKERS[place % len(_MARKERS)]
-                lines.append(Line(series=finite(_placed(runs, run, scores)), colour=colour, dots=marker))
-                keys.append(_key(colour, _SYMBOLS[marker], _owner(runs, run, split)))
-    if not lines:
-        return None
-    rules = _rules(name, {run.start.references[name] for run in runs if name in run.start.references})
-    title = words.metric_title(name)
-    return _chart(runs, title, "nat" if name.endswith("loss") else "", lines, keys, notes, name, rules)
+        values = [(row.step, {**row.metrics, "loss": row.loss}) for row in run.steps]
+        points = [(step, metrics[name]) for step, metrics in values if name in metrics]
+        curves.add(index, points, "training", smooth=True)
+        for split, marker in zip(splits, [*_MARKERS] * len(splits), strict=False):
+            scored = [row for row in run.evaluations if row.split == split and name in row.metrics]
+            curves.add_dots(index, [(row.step, row.metrics[name]) for row in scored], split, marker)
+    references = {run.start.references[name] for run in runs if name in run.start.references}
+    unit = "nat" if name.endswith("loss") else ""
+    return _step_chart(curves, formatting.metric_title(name), unit, name, _rules(name, references))
 
 
 def _rules(name: str, references: set[float]) -> list[Rule]:
-    """Return the lines of what runs compare with; where they differ, one label says how much."""
+    """Return the reference lines of runs; one label gives the range where they differ."""
     if not references:
         return []
-    least, most = (words.score(name, value) for value in (min(references), max(references)))
-    label = f"{words.reference_title(name)} {least if least == most else f'{least} to {most}'}"
-    highest = max(references)
-    return [Rule(y=value, label=label if value == highest else "") for value in sorted(references)]
+    least, most = (formatting.score(name, value) for value in (min(references), max(references)))
+    label = f"{formatting.reference_title(name)} {least if least == most else f'{least} to {most}'}"
+    return [Rule(value, label if value == max(references) else "") for value in sorted(references)]
 
 
-def _step_chart(runs: Sequence[Run], title: str, unit: str, value: Callable[[Step], float]) -> Chart | None:
-    lines: list[Line] = []
-    keys: list[Key] = []
-    notes: list[str] = []
-    for index, run in enumerate(runs):
-        points = [(float(row.step), value(row)) for row in run.steps]
-        if points:
-            colour = plots.run_colour(index)
-            lines.append(Line(series=thin(finite(_placed(runs, run, points))), colour=colour))
-            keys.append(_key(colour, "━", run.name))
-            notes += _notes(runs, run, points)
-    if not lines:
+def _step_chart(
+    curves: _Curves, title: str, unit: str, metric: str = "", rules: Sequence[Rule] = ()
+) -> Chart | None:
+    """Return the figure over steps or epochs, with a cut or logarithmic axis where a few values need it."""
+    if not curves.lines:
         return None
-    return _chart(runs, title, unit, lines, keys if len(runs) > 1 else [], notes, title, [])
-
-
-def _chart(
-    runs: Sequence[Run],
-    title: str,
-    unit: str,
-    lines: Sequence[Line],
-    keys: Sequence[Key],
-    notes: list[str],
-    metric: str,
-    rules: Sequence[Rule],
-) -> Chart:
-    values = [y for line in lines for y in line.series.ys]
+    runs = curves.runs
+    values = [y for line in curves.lines for y in line.series.ys]
     log = title in {"Gradient norm", "Loss scale"} and spread_over_decades(values)
-    top = None if log else _common_limit(lines)
+    top = None if log else _common_limit([line.series.ys for line in curves.lines if line.series.ys])
     if top is not None:
-        notes = [*notes, f"Axis cut at {words.number(top, 3)}; ▲ marks higher values."]
+        curves.notes.append(f"Axis cut at {formatting.number(top, 3)}; ▲ marks higher values.")
     axes = Axes(
         description=f"{title} over the {'epochs' if by_epoch(runs) else 'optimizer steps'}",
-        x_name=_EPOCH if by_epoch(runs) else _OPTIMIZER_STEP,
+        x_name="epoch" if by_epoch(runs) else plots.OPTIMIZER_STEP,
         metric=metric,
         last_x=max(_x(runs, run, run.last_step) for run in runs),
         log=log,
         top=top,
-        marks=[mark for index, run in enumerate(runs) for mark in _step_marks(runs, run, index)],
+        marks=[mark for index, run in enumerate(runs) for mark in _marks(runs, run, index)],
         rules=rules,
     )
-    unit = ", ".join(filter(None, [unit, "log scale" if log else ""]))
-    return Chart(title=title, unit=unit, svg=plots.draw_curves(lines, axes), keys=keys, notes=notes)
+    return curves.chart(title, ", ".join(filter(None, [unit, "log scale" if log else ""])), axes)
+
+
+def _common_limit(columns: Sequence[Sequence[float]]) -> float | None:
+    """Return an upper end of the axis that keeps the usual values of every curve; ``None`` to keep all."""
+    limits = [upper_limit(ys) for ys in columns]
+    if all(limit is None for limit in limits):
+        return None
+    return max(max(ys) if limit is None else limit for limit, ys in zip(limits, columns, strict=True))
+
+
+def _marks(runs: Sequence[Run], run: Run, index: int) -> list[Mark]:
+    rows = [*run.checkpoints] if len(run.checkpoints) <= MAX_TICKS else []
+    events = [row for row in run.rows if isinstance(row, Resume | Stop)]
+    return [Mark(_x(runs, run, row.step), row.kind, plots.run_colour(index)) for row in (*rows, *events)]
 
 
 def throughput_chart(runs: Sequence[Run]) -> Chart | None:
-    """Return samples a second over the time under way: pauses between process groups are left out."""
+    """Return samples per second over the training time, without pauses between process groups."""
     divisor, unit = time_unit(max((run.seconds for run in runs), default=0.0))
-    lines: list[Line] = []
-    keys: list[Key] = []
-    notes: list[str] = []
+    curves = _Curves(runs)
     for index, run in enumerate(runs):
-        colour = plots.run_colour(index)
         before = 0.0
         for group in run.groups:
-            begin, end = group.start.time_s, group.last_time_s
             points = [
-                ((before + row.time_s - begin) / divisor, row.samples_per_s)
-                for row in run.steps
-                if begin <= row.time_s <= end
+                ((before + row.time_s - group.start.time_s) / divisor, row.samples_per_s)
+                for row in group.rows
+                if isinstance(row, Step)
             ]
             before += group.seconds
             if points:
-                lines += _training_lines(points, colour)
+                curves.add_lines(index, points, smooth=True)
         if run.steps:
-            keys.append(_key(colour, "━", run.name))
-            notes += _notes(runs, run, [(row.step, row.samples_per_s) for row in run.steps])
-    if not lines:
+            curves.add_key(index, [(row.step, row.samples_per_s) for row in run.steps], "")
+    if not curves.lines:
         return None
     pauses = any(len(run.groups) > 1 for run in runs)
     axes = Axes(
-        description="Samples a second over the time under way",
-        x_name=f"{unit} under way" + (", pauses left out" if pauses else ""),
+        description="Samples per second over the training time",
+        x_name=f"{unit} of training" + (", without pauses" if pauses else ""),
         from_zero=True,
     )
-    return Chart(
-        title="Throughput",
-        unit=", ".join(dict.fromkeys(words.per_second_unit(run.start.unit) for run in runs)),
-        svg=plots.draw_curves(lines, axes),
-        keys=keys if len(runs) > 1 else [],
-        notes=notes,
-    )
+    units = dict.fromkeys(formatting.per_second_unit(run.start.unit) for run in runs)
+    return curves.chart("Throughput", ", ".join(units), axes)
 
 
 def parts_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Return for each run where the time of a step went, over its steps."""
+    """Return for each run the parts of a step's time over the steps."""
     charts: list[Chart] = []
     for run in runs:
         if not run.steps:
@@ -226,12 +241,13 @@ def parts_charts(runs: Sequence[Run]) -> list[Chart]:
         notes = []
         if len(xs) < len(run.steps):
             notes.append(f"{len(run.steps):,} lines averaged in {len(xs):,} groups.")
+        colours = [plots.css_colour(plots.part_colour(index)) for index in range(len(names))]
         charts.append(
             Chart(
                 title="Time of a step" if len(runs) == 1 else run.name,
                 unit="ms",
                 svg=plots.draw_stack(xs, layers, f"Time of a step of {run.name} by part, stacked"),
-                keys=[_key(plots.part_colour(i), "■", words.part_title(n)) for i, n in enumerate(names)],
+                keys=[Key(c, "■", formatting.part_title(n)) for c, n in zip(colours, names, strict=True)],
                 notes=notes,
             )
         )
@@ -239,75 +255,18 @@ def parts_charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def pipeline_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Return for each run with a pipeline the timeline of the last step of which it was recorded."""
-    charts: list[Chart] = []
-    for run in runs:
-        rows = [row for row in run.rows if isinstance(row, PipelineStep) and (row.predicted or row.traced)]
-        if rows:
-            charts.append(
-                Chart(
-                    title="Pipeline" if len(runs) == 1 else f"Pipeline of {run.name}",
-                    unit=f"step {rows[-1].step:,}, schedule {rows[-1].schedule}",
-                    svg=draw_pipeline_step(rows[-1]),
-                    keys=[],
-                    notes=["The number in a box is its micro-batch."],
-                )
-            )
-    return charts
-
-
-def _common_limit(lines: Sequence[Line]) -> float | None:
-    """Return where to cut the axis so that every curve keeps what is usual for it."""
-    limits = [upper_limit(line.series.ys) for line in lines if line.series.ys]
-    if all(limit is None for limit in limits):
-        return None
-    return max(
-        limit if limit is not None else max(line.series.ys)
-        for limit, line in zip(limits, [line for line in lines if line.series.ys], strict=True)
-    )
+    """Return for each run with a pipeline the timeline of its last recorded step."""
+    return [
+        Chart(
+            title="Pipeline" if len(runs) == 1 else f"Pipeline of {run.name}",
+            unit=f"step {run.pipeline_steps[-1].step:,}, schedule {run.pipeline_steps[-1].schedule}",
+            svg=draw_pipeline_step(run.pipeline_steps[-1]),
+            notes=["The number in a box is its micro-batch."],
+        )
+        for run in runs
+        if run.pipeline_steps
+    ]
 
 
 def _finite_ms(seconds: float) -> float:
     return 1000 * seconds if math.isfinite(seconds) else 0.0
-
-
-def _training_lines(points: Sequence[tuple[float, float]], colour: str) -> list[Line]:
-    series = finite(points)
-    if smoothing_window(len(series.xs)) == 1:
-        return [Line(series=series, colour=colour)]
-    return [
-        Line(series=thin(series), colour=colour, faint=True),
-        Line(series=trend(replace(series, not_finite_xs=[])), colour=colour),
-    ]
-
-
-def _notes(runs: Sequence[Run], run: Run, points: Sequence[tuple[float, float]]) -> list[str]:
-    series = finite(points)
-    owner = f"{run.name}: " if len(runs) > 1 else ""
-    notes = []
-    if len(series.xs) > MAX_POINTS:
-        notes.append(f"{owner}{len(series.xs):,} points thinned to {MAX_POINTS} that keep every peak.")
-    if series.not_finite_xs:
-        what = words.plural(len(series.not_finite_xs), "value")
-        steps = words.ranges([int(x) for x in series.not_finite_xs])
-        notes.append(f"{owner}▲ {what} not finite, at step {steps}.")
-    return notes
-
-
-def _history(run: Run) -> Iterable[Resume | Stop]:
-    return [row for row in run.rows if isinstance(row, Resume | Stop)]
-
-
-def _step_marks(runs: Sequence[Run], run: Run, index: int) -> list[Mark]:
-    ticks = run.checkpoints if len(run.checkpoints) <= MAX_TICKS else []
-    rows = [*ticks, *_history(run)]
-    colour = plots.run_colour(index)
-    return [Mark(x=_x(runs, run, row.step), what=row.kind, colour=colour) for row in rows]
-
-
-def _owner(runs: Sequence[Run], run: Run, what: str) -> str:
-    return what if len(runs) == 1 else f"{run.name}, {what}"
-
-
-def _key(colour: str, symbol: str, text: str) -> Key:
-    return Key(colour=plots.css_colour(colour), symbol=symbol, text=text)

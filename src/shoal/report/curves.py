@@ -1,4 +1,4 @@
-"""Series made fit to draw: not-finite values apart, long ones thinned and smoothed. Standard library only."""
+"""Prepares series for drawing: separates non-finite values, thins and smooths. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from math import fsum
 from statistics import median
 
 MAX_POINTS = 600
-"""Points a curve keeps: more than the pixels of a figure show, and 10 kB of SVG."""
+"""Maximum points of a curve: more than the pixels of a figure, and 10 kB of SVG."""
 
 MIN_SMOOTHED = 60
-"""Points from which a moving average says more than the raw curve."""
+"""Points from which a curve is smoothed."""
+
+Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Points of one curve in the order of ``xs``, all finite, and the places of those that were not."""
+    """Finite points of one curve in the order of ``xs``, and the x values of those that are not finite."""
 
     xs: list[float]
     ys: list[float]
     not_finite_xs: list[float]
 
 
-def finite(points: Sequence[tuple[float, float]]) -> Series:
-    """Set values that are not finite apart."""
+def finite(points: Points) -> Series:
+    """Separate values that are not finite."""
     good = [(x, y) for x, y in points if math.isfinite(y)]
     return Series(
         xs=[x for x, _ in good],
@@ -43,9 +45,7 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
     keep: list[int] = []
     for group in range(num_groups):
         inside = range(group * num // num_groups, (group + 1) * num // num_groups)
-        low = min(inside, key=series.ys.__getitem__)
-        high = max(inside, key=series.ys.__getitem__)
-        keep += sorted({low, high})
+        keep += sorted({pick(inside, key=series.ys.__getitem__) for pick in (min, max)})
     return Series(
         xs=[series.xs[i] for i in keep],
         ys=[series.ys[i] for i in keep],
@@ -54,12 +54,12 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
 
 
 def smoothing_window(num_points: int) -> int:
-    """Return over how many points to average: about a thirtieth of the curve, odd; 1 for a short curve."""
+    """Return the width of the moving average: about a thirtieth of the curve, odd; 1 for a short curve."""
     return 1 if num_points < MIN_SMOOTHED else num_points // 60 * 2 + 1
 
 
 def smooth(series: Series, window: int) -> Series:
-    """Return the centred moving average over ``window`` points; at the ends over those that there are."""
+    """Return the centred moving average over ``window`` points, over fewer near the ends."""
     half = window // 2
     num = len(series.ys)
     ys: list[float] = []
@@ -70,7 +70,7 @@ def smooth(series: Series, window: int) -> Series:
 
 
 def trend(series: Series) -> Series:
-    """Return the curve that the eye should follow: averaged over groups, then over neighbours."""
+    """Return the smoothed curve, of at most :data:`MAX_POINTS` points."""
     if len(series.xs) > MAX_POINTS:
         xs, (ys,) = group_means(series.xs, [series.ys], MAX_POINTS)
         series = Series(xs=xs, ys=ys, not_finite_xs=series.not_finite_xs)
@@ -80,7 +80,7 @@ def trend(series: Series) -> Series:
 def group_means(
     xs: Sequence[float], columns: Sequence[Sequence[float]], limit: int
 ) -> tuple[list[float], list[list[float]]]:
-    """Average several columns over the same groups of neighbours, so that they can be stacked."""
+    """Average columns over at most ``limit`` groups of neighbours, the same for all, so that they stack."""
     num = len(xs)
     num_groups = min(limit, num)
     bounds = [(g * num // num_groups, (g + 1) * num // num_groups) for g in range(num_groups)]
@@ -89,7 +89,7 @@ def group_means(
 
 
 def spread_over_decades(values: Sequence[float]) -> bool:
-    """Whether positive values need a logarithmic axis: the middle 96 % spans more than a factor of 30."""
+    """Return whether values need a logarithmic axis: positive, the middle 96 % over a factor of 30."""
     if not values or min(values) <= 0:
         return False
     ordered = sorted(values)
@@ -98,9 +98,9 @@ def spread_over_decades(values: Sequence[float]) -> bool:
 
 
 def upper_limit(values: Sequence[float]) -> float | None:
-    """Return where to cut the axis if a few peaks would flatten everything else, or ``None``.
+    """Return an upper end of the axis if a few peaks would flatten the rest of the curve, or ``None``.
 
-    The medians of neighbours say what is usual: a peak does not move them, a high beginning does.
+    The maximum of group medians is the usual range: a single peak does not move it, a high start does.
     """
     if len(values) < 20:
         return None

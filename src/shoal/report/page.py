@@ -1,4 +1,4 @@
-"""Writes the page: ``shoal report RUN [RUN…]``."""
+"""Writes the page of ``shoal report`` and the figure of ``shoal pipeline show``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.errors import ShoalError, UsageError
+from shoal.record import PipelineStep
 from shoal.report import charts, plots, tables
 from shoal.report.charts import Chart
+from shoal.report.pipeline_timeline import draw_pipeline_step
 from shoal.report.runs import Run, load_runs
 from shoal.report.timeline import timeline
 
@@ -25,17 +27,17 @@ FILE_NAME = "report.html"
 def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     """Write one self-contained HTML page about one or several run directories and return its path.
 
-    The page holds its style and its figures; it needs neither a network nor JavaScript. By default it
-    goes into the first run's directory. It replaces an older one only when it is complete.
+    The page contains its style and figures; it needs neither a network nor JavaScript. The default path is in
+    the first run's directory. An older page is replaced atomically.
 
     Raises:
-        UsageError: no run was named.
-        ShoalError: a directory is not one of a run, its record is damaged, or ``out`` cannot be written.
+        UsageError: ``runs`` is empty.
+        ShoalError: a directory is not a run's, its record is damaged, or ``out`` cannot be written.
     """
     if not runs:
         raise UsageError("a report needs at least one run directory: shoal report RUN [RUN…]")
     target = out if out is not None else runs[0] / FILE_NAME
-    write_whole(target, render(load_runs(runs)))
+    _write_atomically(target, render(load_runs(runs)))
     return target
 
 
@@ -65,15 +67,24 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _numbered(drawn: Sequence[Chart], prefix: str) -> list[Chart]:
-    """Make the ids of all figures of the page differ, and tell the template that they are safe markup."""
+    """Make ids unique on the page, and mark the figures as safe for the template."""
     return [
         replace(chart, svg=Markup(plots.number_ids(chart.svg, f"{prefix}{index}")))
         for index, chart in enumerate(drawn)
     ]
 
 
-def write_whole(target: Path, text: str) -> None:
-    """Put a file in its place in one go, so that a browser never shows half of it."""
+def write_figure(row: PipelineStep, out: Path) -> Path:
+    """Write the timeline of a pipeline's step as a separate SVG file and return its path.
+
+    Raises:
+        ShoalError: it cannot be written.
+    """
+    _write_atomically(out, draw_pipeline_step(row, background=True) + "\n")
+    return out
+
+
+def _write_atomically(target: Path, text: str) -> None:
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with draft.open("w", encoding="utf-8") as file:

@@ -1,8 +1,7 @@
-"""The timeline of a pipeline's step as SVG: a row a rank, a box a computation. Standard library only.
+"""Draws the timeline of a pipeline's step as SVG: a row per rank, a box per computation. No dependencies.
 
-The figure stands in a page and alone: it brings its own colours, for light and for dark, and needs neither
-the page's style sheet nor CSS variables, so that programs that set papers can read it too. The predicted step
-stands above the traced one, on the same axis.
+The figure has its own colours, for a light and a dark page, and uses no CSS variables, so that it works in a
+page, alone, and in programs that typeset papers. The predicted step is above the traced one.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 
 from shoal.record import PipelineBox, PipelineStep
-from shoal.report import words
+from shoal.report import formatting
 from shoal.report.timeline import tick_step
 
 _WIDTH, _LEFT, _RIGHT = 1000.0, 58.0, 88.0
@@ -23,7 +22,7 @@ _DIGIT = 0.62
 """Width of a digit in font sizes."""
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _PALEST = 0.4
-"""How much of its colour the last of a rank's stages keeps; those between are spaced evenly."""
+"""Fraction of its colour that the last of a rank's stages keeps; those between are spaced evenly."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def draw_pipeline_step(row: PipelineStep, *, background: bool = False) -> str:
     """Return the figure as an SVG element.
 
     Args:
-        background: whether to paint the card that it stands on; for a file of its own.
+        background: paint the background; for a separate file.
     """
     panels = _panels(row)
     longest = max((_span(boxes) for _, boxes, _ in panels), default=0.0) or 1.0
@@ -73,21 +72,23 @@ def draw_pipeline_step(row: PipelineStep, *, background: bool = False) -> str:
 
 
 def describe_pipeline_step(row: PipelineStep) -> str:
-    """Return the step in a sentence: ranks, schedule, how long it was predicted and measured to take."""
+    """Describe the step in a sentence: ranks, schedule, predicted and measured time."""
     num_ranks = max(row.placement) + 1
-    steps = [
-        f"{name} {words.milliseconds(_span(boxes))}, {words.percent(idle_share(boxes, num_ranks))} idle"
-        for name, boxes, _ in _panels(row)
-    ]
+    steps = [f"{name} {_cost(boxes, num_ranks, ',')}" for name, boxes, _ in _panels(row)]
     parts = "micro-batch" if row.num_micro_batches == 1 else "micro-batches"
     return (
-        f"Step {row.step:,} of a pipeline of {words.plural(num_ranks, 'rank')}, "
+        f"Step {row.step:,} of a pipeline of {formatting.plural(num_ranks, 'rank')}, "
         f"{row.num_micro_batches} {parts}, schedule {row.schedule}: {'; '.join(steps)}"
     )
 
 
+def _cost(boxes: Sequence[PipelineBox], num_ranks: int, joint: str) -> str:
+    idle = formatting.percent(idle_share(boxes, num_ranks))
+    return f"{formatting.milliseconds(_span(boxes))}{joint} {idle} idle"
+
+
 def idle_share(boxes: Sequence[PipelineBox], num_ranks: int) -> float:
-    """Return the share of all ranks' time, from the first begin to the last end, without a computation."""
+    """Return the fraction of all ranks' time, from the first start to the last end, without a computation."""
     span = _span(boxes)
     busy = sum(box.end_s - box.begin_s for box in boxes)
     return 1 - busy / (num_ranks * span) if span else 0.0
@@ -109,23 +110,23 @@ def _span(boxes: Sequence[PipelineBox]) -> float:
 
 
 def _chunks(placement: Sequence[int]) -> list[int]:
-    """Return of each stage, which of its rank's stages it is."""
+    """Return for each stage its index among the stages of its rank."""
     return [list(placement[:stage]).count(rank) for stage, rank in enumerate(placement)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Frame:
-    """What all panels of a figure have in common."""
+    """Geometry that the panels of a figure share."""
 
     num_ranks: int
     chunks: Sequence[int]
-    """Of each stage, which of its rank's stages it is."""
+    """For each stage its index among the stages of its rank."""
     height: float
-    """Of a row."""
+    """Height of a row."""
     scale: float
-    """Width of a second."""
+    """Width of one second."""
     fonts: dict[str, float]
-    """Size of the numbers in the boxes of an action, one for all of them; 0 where most have no room."""
+    """Font size of the numbers in the boxes, per action; 0 if they do not fit into most boxes."""
 
 
 def _frame(row: PipelineStep, longest: float) -> _Frame:
@@ -144,19 +145,19 @@ def _frame(row: PipelineStep, longest: float) -> _Frame:
 
 
 def _text_width(number: int) -> float:
-    """Return the width that a number needs, in font sizes."""
+    """Return the width of a number, in font sizes."""
     return _DIGIT * len(str(number)) + 0.2
 
 
 def _panel(
     name: str, boxes: Sequence[PipelineBox], peaks: Sequence[int], frame: _Frame, top: float
 ) -> list[str]:
-    """Draw the ranks of one step under a line that says what it cost."""
+    """Draw the ranks of one step under a line with its time, idle share and memory."""
     num_ranks, height, scale = frame.num_ranks, frame.height, frame.scale
     origin = min(box.begin_s for box in boxes)
-    note = f"{words.milliseconds(_span(boxes))} a step, {words.percent(idle_share(boxes, num_ranks))} idle"
+    note = _cost(boxes, num_ranks, " per step,")
     if peaks:
-        note += f", at most {words.size(max(peaks))} kept for backward"
+        note += f", at most {formatting.size(max(peaks))} kept for backward"
     parts = [
         f'<text x="{_LEFT:g}" y="{top + 17:g}" class="head">{name}'
         f'<tspan class="muted" dx="9">{escape(note)}</tspan></text>'
@@ -174,7 +175,7 @@ def _panel(
         if rank < len(peaks):
             parts.append(
                 f'<text x="{_WIDTH - 4:g}" y="{middle:.2f}" font-size="{size:g}" class="muted end">'
-                f"{words.size(peaks[rank])}</text>"
+                f"{formatting.size(peaks[rank])}</text>"
             )
     for box in boxes:
         left, width = _LEFT + scale * (box.begin_s - origin), scale * (box.end_s - box.begin_s)
@@ -186,7 +187,7 @@ def _box(box: PipelineBox, frame: _Frame, left: float, top: float, width: float,
     number, size = box.micro_batch, frame.fonts[box.action]
     title = (
         f"stage {box.stage}, {_WORDS.get(box.action, box.action)}, micro-batch {number}: "
-        f"{words.milliseconds(box.begin_s)} to {words.milliseconds(box.end_s)}"
+        f"{formatting.milliseconds(box.begin_s)} to {formatting.milliseconds(box.end_s)}"
     )
     kind = f"{box.action}{frame.chunks[box.stage]}"
     text = ""
@@ -203,21 +204,21 @@ def _box(box: PipelineBox, frame: _Frame, left: float, top: float, width: float,
 
 
 def _axis(longest: float, scale: float, *, top: float) -> list[str]:
-    """Draw the time in ms under the last row."""
+    """Draw the time axis, in ms, under the last row."""
     step = tick_step(1000 * longest)
     parts = [f'<path class="grid" d="M{_LEFT:g} {top + 3:g}H{_WIDTH - _RIGHT:g}"/>']
     for tick in range(int(1000 * longest / step + 1e-9) + 1):
         x = _LEFT + scale * tick * step / 1000
         parts.append(
             f'<path class="grid" d="M{x:.2f} {top + 3:g}v4"/>'
-            f'<text class="muted middle" x="{x:.2f}" y="{top + 20:g}">{words.number(tick * step)}</text>'
+            f'<text class="muted middle" x="{x:.2f}" y="{top + 20:g}">{formatting.number(tick * step)}</text>'
         )
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     return [*parts, f'<text class="muted middle" x="{middle:g}" y="{top + 36:g}">ms</text>']
 
 
 def _legend(row: PipelineStep, panels: Sequence[_Panel]) -> list[str]:
-    """Draw what colours and shades mean, and over the right column what its figures are."""
+    """Draw the legend of colours and shades, and the title of the right column."""
     kinds = dict.fromkeys(box.action for _, boxes, _ in panels for box in boxes)
     num_chunks = max(_chunks(row.placement), default=0) + 1
     parts, x = [], _LEFT
@@ -238,7 +239,7 @@ def _legend(row: PipelineStep, panels: Sequence[_Panel]) -> list[str]:
 
 
 def _style(num_chunks: int) -> str:
-    """Return the style of one figure, for light and dark; nothing outside of it is touched."""
+    """Return the style sheet of one figure, for light and dark pages."""
     base = (
         ".pipeline text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-serif;"
         "font-variant-numeric:tabular-nums}"
@@ -278,7 +279,7 @@ def _mix(colour: str, other: str, part: float) -> str:
 
 
 def _contrast(one: str, other: str) -> float:
-    """Return how well two colours stand apart, 1 to 21 (WCAG 2.2, contrast ratio)."""
+    """Return the contrast ratio of two colours, 1 to 21 (WCAG 2.2)."""
     low, high = sorted((_luminance(one), _luminance(other)))
     return (high + 0.05) / (low + 0.05)
 

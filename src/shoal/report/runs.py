@@ -1,19 +1,21 @@
-"""What happened in a run, from its record: state, process groups, scores, where the time went."""
+"""Derives a run's state, process groups, scores and times from its record. Standard library only."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UsageError
 from shoal.record import (
     PARTS,
     Checkpoint,
     End,
     Evaluation,
     Phase,
+    PipelineStep,
     Resume,
     Row,
     Start,
@@ -25,19 +27,32 @@ from shoal.record import (
 TRAINING = "training"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Group:
-    """The time from one start of a process group to the last row that it left."""
+    """A process group's rows, from its start to the last row that it wrote."""
 
-    start: Start
-    resume: Resume | None
-    stop: Stop | None
-    end: End | None
-    last_time_s: float
+    rows: Sequence[Row]
+
+    @property
+    def start(self) -> Start:
+        assert isinstance(self.rows[0], Start)
+        return self.rows[0]
+
+    @property
+    def resume(self) -> Resume | None:
+        return next((row for row in self.rows if isinstance(row, Resume)), None)
+
+    @property
+    def stop(self) -> Stop | None:
+        return next((row for row in self.rows if isinstance(row, Stop)), None)
+
+    @property
+    def last_time_s(self) -> float:
+        return max(row.time_s for row in self.rows)
 
     @property
     def seconds(self) -> float:
-        return max(0.0, self.last_time_s - self.start.time_s)
+        return self.last_time_s - self.start.time_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,23 +66,44 @@ class Score:
     reference: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Run:
-    """One run's record, sorted by kind; each list is in the order of time."""
+    """One run's record; each list is in the order of time."""
 
     name: str
     path: Path
     rows: Sequence[Row]
-    groups: Sequence[Group]
-    steps: Sequence[Step]
-    evaluations: Sequence[Evaluation]
-    checkpoints: Sequence[Checkpoint]
-    phases: Sequence[Phase]
-    """Empty for a run that has one phase."""
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        begins = [index for index, row in enumerate(self.rows) if isinstance(row, Start)]
+        return [Group(self.rows[a:b]) for a, b in zip(begins, [*begins[1:], len(self.rows)], strict=True)]
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        return [row for row in self.rows if isinstance(row, Step)]
+
+    @cached_property
+    def evaluations(self) -> list[Evaluation]:
+        return [row for row in self.rows if isinstance(row, Evaluation)]
+
+    @cached_property
+    def checkpoints(self) -> list[Checkpoint]:
+        return [row for row in self.rows if isinstance(row, Checkpoint)]
+
+    @cached_property
+    def phases(self) -> list[Phase]:
+        """Empty for a run with one phase."""
+        return [row for row in self.rows if isinstance(row, Phase)]
+
+    @cached_property
+    def pipeline_steps(self) -> list[PipelineStep]:
+        rows = [row for row in self.rows if isinstance(row, PipelineStep)]
+        return [row for row in rows if row.predicted or row.traced]
 
     @property
     def start(self) -> Start:
-        """How the newest process group was started."""
+        """Start of the newest process group."""
         return self.groups[-1].start
 
     @property
@@ -76,14 +112,14 @@ class Run:
 
     @property
     def state(self) -> str:
-        """``finished``, ``stopped``, or ``open`` (running, or killed without a word)."""
-        if self.groups[-1].end:
+        """``finished``, ``stopped``, or ``open`` (running or killed)."""
+        if any(isinstance(row, End) for row in self.groups[-1].rows):
             return "finished"
         return "stopped" if self.groups[-1].stop else "open"
 
     @property
     def seconds(self) -> float:
-        """Time under way, the pauses between process groups left out."""
+        """Total time of the process groups, without the pauses between them."""
         return sum(group.seconds for group in self.groups)
 
     @property
@@ -96,10 +132,10 @@ class Run:
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read the records of several runs; runs of one name are told apart by their directories.
+    """Read the records of several runs; runs of the same name get their directories as suffix.
 
     Raises:
-        ShoalError: a directory holds no readable record, or a record without a start.
+        ShoalError: a directory has no readable record, or a record without a start.
     """
     records = [(path, read_record(path)) for path in paths]
     names: list[str] = []
@@ -108,47 +144,14 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
         if first is None:
             raise ShoalError(f"the record in {path} has no start: nothing has been trained there yet")
         names.append(first.run)
-    unique = [
-        f"{name} ({path})" if names.count(name) > 1 else name
-        for name, (path, _) in zip(names, records, strict=True)
+    return [
+        Run(f"{name} ({path})" if names.count(name) > 1 else name, path, rows)
+        for name, (path, rows) in zip(names, records, strict=True)
     ]
-    return [_run(name, path, rows) for name, (path, rows) in zip(unique, records, strict=True)]
-
-
-def _run(name: str, path: Path, rows: Sequence[Row]) -> Run:
-    return Run(
-        name=name,
-        path=path,
-        rows=rows,
-        groups=_groups(rows),
-        steps=[row for row in rows if isinstance(row, Step)],
-        evaluations=[row for row in rows if isinstance(row, Evaluation)],
-        checkpoints=[row for row in rows if isinstance(row, Checkpoint)],
-        phases=[row for row in rows if isinstance(row, Phase)],
-    )
-
-
-def _groups(rows: Sequence[Row]) -> list[Group]:
-    begins = [index for index, row in enumerate(rows) if isinstance(row, Start)]
-    groups: list[Group] = []
-    for begin, after in zip(begins, [*begins[1:], len(rows)], strict=True):
-        own = rows[begin:after]
-        start = own[0]
-        assert isinstance(start, Start)
-        groups.append(
-            Group(
-                start=start,
-                resume=next((row for row in own if isinstance(row, Resume)), None),
-                stop=next((row for row in own if isinstance(row, Stop)), None),
-                end=next((row for row in own if isinstance(row, End)), None),
-                last_time_s=max(row.time_s for row in own),
-            )
-        )
-    return groups
 
 
 def steps_per_row(run: Run) -> list[int]:
-    """Return how many optimizer steps each :class:`Step` row is the average of."""
+    """Return the number of optimizer steps that each :class:`Step` row averages."""
     numbers: list[int] = []
     before = 0
     for row in run.rows:
@@ -161,20 +164,18 @@ def steps_per_row(run: Run) -> list[int]:
 
 
 def mean_step_s(run: Run) -> float:
-    """Return the average time of an optimizer step over the whole run, in seconds; 0 without any."""
-    weights = steps_per_row(run)
-    return _mean([step.step_s for step in run.steps], weights)
+    """Return the mean seconds per optimizer step over the whole run; 0 without any."""
+    return _mean([step.step_s for step in run.steps], steps_per_row(run))
 
 
 def mean_rate(run: Run) -> float:
-    """Return samples a second over the whole run; 0 without any step."""
-    weights = steps_per_row(run)
-    seconds = [weight * step.step_s for weight, step in zip(weights, run.steps, strict=True)]
+    """Return samples per second over the whole run; 0 without any step."""
+    seconds = [weight * step.step_s for weight, step in zip(steps_per_row(run), run.steps, strict=True)]
     return _mean([step.samples_per_s for step in run.steps], seconds)
 
 
 def mean_parts_s(run: Run) -> dict[str, float]:
-    """Return seconds a step in each part, over the whole run; parts that a newer version adds come last."""
+    """Return seconds per step in each part over the whole run; unknown parts come last."""
     weights = steps_per_row(run)
     names = [*PARTS, *sorted({name for step in run.steps for name in step.parts_s} - set(PARTS))]
     return {name: _mean([step.parts_s.get(name, 0.0) for step in run.steps], weights) for name in names}
@@ -187,38 +188,24 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def metric_names(runs: Sequence[Run]) -> list[str]:
-    """Return every metric of the runs' steps and evaluations, ``loss`` first, else as they appear."""
-    names: dict[str, None] = {"loss": None}
-    for run in runs:
-        for row in run.rows:
-            if isinstance(row, Step | Evaluation):
-                names.update(dict.fromkeys(row.metrics))
-    return list(names)
+    """Return every metric of the runs' steps and evaluations, ``loss`` first, else in order of appearance."""
+    rows = [row for run in runs for row in run.rows if isinstance(row, Step | Evaluation)]
+    return list(dict.fromkeys(["loss", *(name for row in rows for name in row.metrics)]))
 
 
 def final_scores(run: Run) -> list[Score]:
-    """Return the last held-out value of each metric and split; without any evaluation, the last step's."""
-    found: dict[tuple[str, str], Score] = {}
-    references = run.start.references
-    for row in run.evaluations:
-        for metric, value in row.metrics.items():
-            found[metric, row.split] = Score(
-                metric=metric,
-                split=row.split,
-                value=value,
-                step=row.step,
-                reference=references.get(metric),
-            )
-    if not found and run.steps:
+    """Return the last held-out value of each metric and split; without evaluations, the last step's."""
+    values = [(row.split, row.step, row.metrics) for row in run.evaluations]
+    if not values and run.steps:
         last = run.steps[-1]
-        for metric, value in {"loss": last.loss, **last.metrics}.items():
-            found[metric, TRAINING] = Score(
-                metric=metric,
-                split=TRAINING,
-                value=value,
-                step=last.step,
-                reference=references.get(metric),
-            )
+        values = [(TRAINING, last.step, {"loss": last.loss, **last.metrics})]
+    found = {
+        (metric, split): Score(
+            metric=metric, split=split, value=value, step=step, reference=run.start.references.get(metric)
+        )
+        for split, step, metrics in values
+        for metric, value in metrics.items()
+    }
     return list(found.values())
 
 
@@ -230,14 +217,34 @@ def flat_config(start: Start) -> dict[str, str]:
         if isinstance(value, dict) and value:
             for name, inner in value.items():
                 walk(f"{prefix}.{name}" if prefix else str(name), inner)
-        elif value is None:
-            flat[prefix] = "none"
-        elif isinstance(value, bool):
-            flat[prefix] = str(value).lower()
         elif isinstance(value, list):
             flat[prefix] = ", ".join(map(str, value)) or "(empty)"
+        elif value is None or isinstance(value, bool):
+            flat[prefix] = str(value).lower()
         else:
             flat[prefix] = "(empty)" if value == {} else str(value)
 
     walk("", start.config)
     return flat
+
+
+def recorded_step(run_dir: Path, step: int | None = None) -> PipelineStep:
+    """Return the pipeline's timeline of a run's step, by default of the last one recorded.
+
+    Raises:
+        UsageError: the run has none, or not for that step.
+        ShoalError: there is no record.
+    """
+    rows = [row for row in read_record(run_dir) if isinstance(row, PipelineStep)]
+    if not rows:
+        raise UsageError(
+            f"the record of {run_dir} has no step of a pipeline: only runs with --parallel.pipeline 2 or "
+            "more have one"
+        )
+    if step is None:
+        return rows[-1]
+    for row in reversed(rows):
+        if row.step == step:
+            return row
+    known = ", ".join(f"{row.step:,}" for row in rows)
+    raise UsageError(f"--step {step} was not recorded in {run_dir}; these were: {known}")

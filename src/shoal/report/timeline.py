@@ -1,39 +1,36 @@
-"""The lives of process groups and what happened in them, laid out along one axis. Standard library only."""
+"""Lays out process groups and their events along one time axis. Standard library only."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal.record import Checkpoint, End, Resume, Stop
-from shoal.report import words
+from shoal.report import formatting
 from shoal.report.runs import Run
 
 MAX_CHECKPOINT_MARKS = 150
-"""More than these would be one thick bar; they are thinned evenly, and the page says so."""
+"""Maximum number of checkpoint marks; more are thinned evenly, and the page says so."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """Something that happened: ``what`` is the row's kind, ``left`` its place in percent of the axis."""
+class Mark(NamedTuple):
+    """An event of kind ``what`` at ``left`` percent of the axis."""
 
     left: float
     what: str
     title: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """The life of a process group, in percent of the axis."""
+class Span(NamedTuple):
+    """The lifetime of a process group, in percent of the axis."""
 
     left: float
     width: float
     title: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lane:
+class Lane(NamedTuple):
     """One run."""
 
     name: str
@@ -42,9 +39,8 @@ class Lane:
     note: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timeline:
-    """All runs, each from its own first start; ``ticks`` are (place in percent, label)."""
+class Timeline(NamedTuple):
+    """All runs, each from its own first start; ``ticks`` are (percent of the axis, label)."""
 
     lanes: Sequence[Lane]
     ticks: Sequence[tuple[float, str]]
@@ -52,7 +48,7 @@ class Timeline:
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
-    """Return the seconds and the name of the unit in which an axis of this length reads best."""
+    """Return a suitable unit for an axis of this length: its seconds and its name."""
     if longest_s < 180:
         return 1.0, "seconds"
     return (60.0, "minutes") if longest_s < 3 * 3600 else (3600.0, "hours")
@@ -66,20 +62,17 @@ def timeline(runs: Sequence[Run]) -> Timeline:
     scale = 100 / longest
     step = tick_step(longest / divisor)
     num_ticks = math.floor(longest / divisor / step + 1e-9) + 1
-    return Timeline(
-        lanes=[_lane(run, scale) for run in runs],
-        ticks=[(i * step * divisor * scale, words.number(i * step)) for i in range(num_ticks)],
-        unit=unit,
-    )
+    ticks = [(i * step * divisor * scale, formatting.number(i * step)) for i in range(num_ticks)]
+    return Timeline([_lane(run, scale) for run in runs], ticks, unit)
 
 
 def _lane(run: Run, scale: float) -> Lane:
     origin = run.groups[0].start.time_s
     spans = [
         Span(
-            left=scale * (group.start.time_s - origin),
-            width=scale * group.seconds,
-            title=f"{words.moment(group.start.time_s)} UTC, {words.duration(group.seconds)}",
+            scale * (group.start.time_s - origin),
+            scale * group.seconds,
+            f"{formatting.moment(group.start.time_s)} UTC, {formatting.duration(group.seconds)}",
         )
         for group in run.groups
     ]
@@ -87,14 +80,13 @@ def _lane(run: Run, scale: float) -> Lane:
     rows: list[Checkpoint | Resume | Stop | End] = [*run.checkpoints[::every]]
     rows += [row for row in run.rows if isinstance(row, Resume | Stop | End)]
     marks = [
-        Mark(left=scale * (row.time_s - origin), what=row.kind, title=f"{row.kind} at step {row.step:,}")
-        for row in rows
+        Mark(scale * (row.time_s - origin), row.kind, f"{row.kind} at step {row.step:,}") for row in rows
     ]
     note = f"{run.name}: one mark for every {every} checkpoints." if every > 1 else ""
-    return Lane(name=run.name, spans=spans, marks=marks, note=note)
+    return Lane(run.name, spans, marks, note)
 
 
 def tick_step(length: float) -> float:
-    """Return 1, 2 or 5 times a power of ten so that 3 to 8 ticks stand on an axis of this length."""
+    """Return 1, 2 or 5 times a power of ten that gives 3 to 8 ticks on an axis of this length."""
     power = 10 ** math.floor(math.log10(length / 3))
     return next(float(m * power) for m in (5, 2, 1) if length / (m * power) >= 3)

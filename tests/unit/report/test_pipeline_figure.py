@@ -11,7 +11,8 @@ import pytest
 from forked import shoal
 from shoal.errors import EXIT_USAGE, ShoalError, UsageError
 from shoal.record import PipelineBox, PipelineStep
-from shoal.report.pipeline_figure import recorded_step, write_figure
+from shoal.report.page import write_figure
+from shoal.report.runs import recorded_step
 from shoal.train.reporting import RecordWriter
 
 BOXES = [PipelineBox(0, 0, "F", 0, 0.0, 1.0), PipelineBox(1, 1, "F", 0, 1.0, 2.0),

@@ -81,8 +81,8 @@ def test_lines_say_time_idle_share_and_bytes() -> None:
     svg = draw_pipeline_step(pipeline_step())
     texts = " ".join("".join(text.itertext()) for text in ElementTree.fromstring(svg).iter(f"{SVG}text"))
     # (vM + R - 1) (f + b) = 9 x 30 ms, of which 1/9 idle; rank 0 keeps 5 x 3 MiB, rank 1 3 x.
-    assert "predicted270 ms a step, 11.1 % idle, at most 15 MiB kept for backward" in texts
-    assert "traced297 ms a step, 11.1 % idle" in texts
+    assert "predicted270 ms per step, 11.1 % idle, at most 15 MiB kept for backward" in texts
+    assert "traced297 ms per step, 11.1 % idle" in texts
     assert "shades: the 2 stages of a rank, the first in full colour" in texts
     assert [
         words for words in ("15 MiB", "9 MiB", "rank 0", "rank 1", "peak kept") if words not in texts

@@ -1,4 +1,4 @@
-"""Numbers, units and names as a person reads them. Standard library only."""
+"""Formats numbers, units and names for readers. Standard library only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SPELT_OUT = {"mlm": "masked-LM", "sop": "sentence-order", "nsp": "next-sentence
 
 
 def metric_title(name: str) -> str:
-    """``mlm_accuracy`` -> ``Masked-LM accuracy``; unknown names lose their underscores only."""
+    """``mlm_accuracy`` -> ``Masked-LM accuracy``; in unknown names only underscores are replaced."""
     if name in _METRICS:
         return _METRICS[name]
     text = " ".join(_SPELT_OUT.get(word, word) for word in name.split("_") if word)
@@ -38,7 +38,7 @@ def metric_title(name: str) -> str:
 
 
 def reference_title(metric: str) -> str:
-    """Name the line that a metric is compared with."""
+    """Return the name of a metric's reference line."""
     return _REFERENCES.get(metric, "reference")
 
 
@@ -47,17 +47,17 @@ def part_title(part: str) -> str:
 
 
 def is_fraction(metric: str) -> bool:
-    """Whether a metric is a fraction that reads best as a percentage."""
+    """Return whether a metric is a fraction, shown as a percentage."""
     return metric.endswith("accuracy")
 
 
 def number(value: float, digits: int = 4) -> str:
-    """Write a number with ``digits`` significant digits: 12,346 · 6.543 · 0.00125 · 1.2e-05 · inf."""
+    """Format a number with ``digits`` significant digits: 12,346 · 6.543 · 0.00125 · 1.2e-05 · inf."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("∞" if value > 0 else "−∞")
     if value == 0:
         return "0"
-    rounded = float(f"{value:.{digits - 1}e}")  # first, or 999.96 would get the size of hundreds
+    rounded = float(f"{value:.{digits - 1}e}")  # else 999.96 would be formatted as a number of hundreds
     size = math.floor(math.log10(abs(rounded)))
     if size < -4 or size >= 9:
         mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
@@ -70,7 +70,7 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def score(metric: str, value: float) -> str:
-    """Write a metric: accuracies in percent, losses with three decimals so that they line up."""
+    """Format a metric: accuracies in percent, losses with three decimals."""
     if not math.isfinite(value):
         return number(value)
     if is_fraction(metric):
@@ -81,7 +81,7 @@ def score(metric: str, value: float) -> str:
 
 
 def count(value: int) -> str:
-    """Write a large count short: 11.8 M, 336 M, 2.85 B; small ones in full."""
+    """Abbreviate a large count: 11.8 M, 336 M, 2.85 B."""
     for limit, unit in ((10**9, "B"), (10**6, "M")):
         if value >= limit:
             return f"{number(value / limit, 3)} {unit}"
@@ -93,7 +93,7 @@ def percent(fraction: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Write a size in binary units: 512 B, 47.1 MiB, 1.5 GiB."""
+    """Format a size in binary units: 512 B, 47.1 MiB, 1.5 GiB."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = 0
     while power < len(units) - 1 and abs(num_bytes) >= 1024:
@@ -103,7 +103,7 @@ def size(num_bytes: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Write a short time, always in ms so that a column compares at a glance."""
+    """Format a short time, always in ms, so that the cells of a column compare."""
     value = 1000 * seconds
     if not math.isfinite(value):
         return number(value)
@@ -111,7 +111,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a long time with two units: 0.8 s, 47 s, 5 min 12 s, 3 h 05 min, 2 d 04 h."""
+    """Format a long time with two units: 0.8 s, 47 s, 5 min 12 s, 3 h 05 min, 2 d 04 h."""
     if not math.isfinite(seconds):
         return number(seconds)
     if seconds < 9.95:
@@ -129,7 +129,7 @@ def duration(seconds: float) -> str:
 
 
 def rate(per_second: float, samples: str) -> str:
-    """``8.1 seq/s``, ``43,900 images/s``; ``samples`` is what the run calls them."""
+    """``8.1 seq/s``, ``43,900 images/s``; ``samples`` is the run's name for them."""
     return f"{number(per_second, 3)} {per_second_unit(samples)}"
 
 
@@ -138,7 +138,7 @@ def per_second_unit(samples: str) -> str:
 
 
 def moment(time_s: float) -> str:
-    """Write seconds since 1970 as date and time, UTC."""
+    """Format seconds since 1970 as date and time, UTC."""
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -147,7 +147,7 @@ def plural(amount: int, word: str) -> str:
 
 
 def ranges(numbers: Sequence[int], limit: int = 6) -> str:
-    """List numbers, the middle of a long list left out: 3, 4, 5, … 91 (17 in all)."""
+    """List numbers without the middle of a long list: 3, 4, 5, … 91 (17 in all)."""
     if len(numbers) <= limit:
         return ", ".join(f"{n:,}" for n in numbers)
     shown = ", ".join(f"{n:,}" for n in numbers[: limit - 1])
