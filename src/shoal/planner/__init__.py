@@ -1,15 +1,16 @@
-"""What a run will take before a machine is rented: seconds a step, samples/s, hours, money, memory.
+"""Predicts training runs before a machine is rented: time per step, samples/s, hours, cost and memory.
 
-One prediction, step by step:
+A prediction, step by step:
 
-1. ``hardware`` reads the catalog: instance types, accelerators and networks, each figure with its source.
-2. ``workload`` is what a recipe is here: gradient bytes and FLOPs of each layer, taken from the real model.
-3. ``step`` says what a worker computes and when each bucket of gradients is ready; its one free figure, the
-   FLOP/s that the accelerators achieve, comes from a measured or published throughput of one host.
-4. ``network`` says what an algorithm (ring, tree, two hops, ...) makes each link carry, with the same
-   ``shoal.decide.server_assignment`` that the backend uses; ``simulate`` lets the buckets travel,
-   as events on a heap.
-5. ``training`` adds up a run: start, steps for as many epochs as the global batch needs, evaluations,
-   checkpoints, money.
-6. ``search`` compares layouts, ``scale`` says what breaks first on more hosts than anybody has measured.
+1. ``hardware`` reads the catalog of instance types, accelerators and networks, each figure with its source.
+2. ``recipe_workloads`` counts gradient bytes and FLOPs of each layer in the real model, on the meta device.
+3. ``step_time`` computes when a worker finishes and when each bucket of gradients is ready. Its one free
+   figure, the FLOP/s that the accelerators achieve, comes from a measured or published throughput of one
+   host (``calibration``, ``prediction.achieved``).
+4. ``network`` gives the load of each link under an all-reduce algorithm, with the server shares that the
+   backend uses (``shoal.decide.server_assignment``); ``simulate`` moves the buckets over these links.
+5. ``run_time`` adds up a run: start, steps for as many epochs as the global batch needs
+   (``convergence``), evaluations, checkpoints, cost.
+6. ``search`` ranks layouts, and ``scaling_limits`` finds the assumption that breaks first on more hosts.
+7. ``api`` has the one function to call, ``answer`` formats its result.
 """

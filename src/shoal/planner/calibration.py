@@ -1,9 +1,9 @@
-"""Calibration with what was measured: files of ``shoal bench train --json`` and ``shoal bench comm --json``.
+"""Calibrates predictions with measurements: files of ``shoal bench train`` and ``shoal bench comm``.
 
-A training gives the FLOP/s that the accelerators achieve: those at which the model of a step gives the
-measured throughput back. Collectives give what a host's NIC carries and the latency of a hop: an all-reduce
-of M bytes takes ``a + b M``, with b as ``decide.server_assignment`` gives for the scheme and a one latency
-per hop.
+A training gives the FLOP/s that the accelerators achieve: the rate at which the model of a step reproduces
+the measured throughput. Collectives give a host's NIC rate and the latency of a hop: an all-reduce of M
+bytes takes ``a + b M``, where b follows from the scheme (``decide.server_assignment``) and a is a number of
+hops.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ABOVE_THE_NIC = 1.25
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredTrain:
-    """A file of ``shoal bench train``."""
+    """Throughput of one host, from a file of ``shoal bench train``."""
 
     path: Path
     recipe: str
@@ -43,10 +43,10 @@ class MeasuredTrain:
     micro_batch: int
     samples_per_s: float
     unit: str
-    """What a sample is."""
+    """Name of a sample, such as sequences."""
 
     def achieved_flops(self, recipe: str, workload: Workload, instance: Instance) -> float:
-        """Return the FLOP/s of an accelerator of ``instance`` at which the planner gives this throughput.
+        """Return the FLOP/s of an accelerator of ``instance`` at which the planner predicts this throughput.
 
         Args:
             workload: of ``recipe`` at :attr:`sequence_length`.
@@ -93,21 +93,21 @@ class MeasuredTrain:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredComm:
-    """What a file of ``shoal bench comm`` says of a host's link."""
+    """Network of a host, from a file of ``shoal bench comm``."""
 
     path: Path
     backend: str
     num_hosts: int
     nic_bytes_per_s: float
-    """In each direction, as the backend's all-reduces use it."""
+    """In each direction, as the all-reduces of the backend use it."""
     latency_s: float
-    """Of a hop."""
+    """Per hop."""
 
     def applied(self, machines: Machines) -> Machines:
         """Return the machines with this network.
 
         Raises:
-            UsageError: it carries more than their NIC does.
+            UsageError: the measured rate exceeds that of their NIC.
         """
         instance = machines.instance
         if self.nic_bytes_per_s > _ABOVE_THE_NIC * instance.nic_bytes_per_s:
@@ -164,7 +164,7 @@ def _train(path: Path, read: dict[str, Any]) -> MeasuredTrain:
 
 
 def _comm(path: Path, read: dict[str, Any]) -> MeasuredComm:
-    """Return the network of the backend that gets most out of the links."""
+    """Return the network as measured by the backend that achieves the highest rate."""
     network = read["network"]
     num_hosts, num_workers = int(network["num_hosts"]), int(network["num_workers"])
     if num_hosts < 2 or num_workers != num_hosts:

@@ -1,4 +1,4 @@
-"""How many epochs a model needs as a function of the global batch: tables of published facts."""
+"""Tables of the epochs that a model needs as a function of the global batch, from published runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.errors import UsageError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A part of a training of fixed length."""
+    """A phase of a training with a fixed number of steps."""
 
     sequence_length: int
     batch: int
@@ -24,28 +24,27 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Convergence:
-    """What reaching the target takes."""
+    """Samples to the target, and the evaluations on the way."""
 
     name: str
     source: str
     points: tuple[tuple[int, float], ...] = ()
-    """(global batch, epochs), by batch; empty where phases say it."""
+    """(global batch, epochs), by ascending batch; empty where ``phases`` are given."""
     samples_per_epoch: int = 1
     evaluate_every_epochs: float = math.inf
     evaluation_samples: int = 0
     evaluation_pause_s: float = 0.0
-    """Around an evaluation, on any number of hosts: the input pipeline changes over, the host scores."""
+    """Pause per evaluation on any number of hosts: the input pipeline changes over, the host scores."""
     phases: tuple[Phase, ...] = ()
-    """Of a training whose number of steps does not depend on the hosts."""
+    """Phases of a training whose number of steps does not depend on the hosts."""
     largest_batch: int = 0
-    """Beyond it nobody has published that the target is reached."""
+    """Largest batch that is published to reach the target."""
 
     def epochs(self, batch: int) -> float:
         """Return the epochs to the target at a global batch.
 
-        Between two points epochs are linear in the logarithm of the batch, below the first they are its own.
-        Above the last the slope goes on, at least in proportion to the square root of the batch: a guess, and
-        :meth:`beyond` says so.
+        Interpolates linearly in the logarithm of the batch; below the first point its epochs hold. Above the
+        last point the slope continues, at least as the square root of the batch: a guess, see :meth:`beyond`.
         """
         points = self.points
         if batch <= points[0][0]:
@@ -62,12 +61,12 @@ class Convergence:
         return self.epochs(batch) * self.samples_per_epoch
 
     def beyond(self, batch: int) -> bool:
-        """Say whether the batch is larger than any that is known to reach the target."""
+        """Return whether the batch exceeds every one that is known to reach the target."""
         return batch > self.largest_batch
 
 
 def at_any_batch(amount: float) -> tuple[tuple[int, float], ...]:
-    """Return the points of a training that takes the same epochs (or samples) whatever its batch."""
+    """Return the points of a training that takes the same epochs (or samples) at any batch."""
     return ((1, amount), (1 << 40, amount))
 
 
@@ -75,7 +74,7 @@ def convergence_of(name: str) -> Convergence:
     """Return the table of a recipe.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the catalog has none.
     """
     tables = _tables()
     if name not in tables:

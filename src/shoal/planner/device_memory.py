@@ -1,4 +1,4 @@
-"""What a device must hold, and the largest micro-batch that fits."""
+"""Estimates the memory of a device, and finds the largest micro-batch that fits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.planner.step_time import Layout
 from shoal.planner.workload import Workload
 
 STATE_BYTES = 16
-"""Of a trained parameter in mixed precision: 16-bit weight and gradient, fp32 weight and two moments
+"""Bytes per trained parameter in mixed precision: 16-bit weight and gradient, fp32 weight and two moments
 (Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1)."""
 RESERVED = 0.1
 """Share of the memory for the framework, workspaces and fragmentation."""
@@ -34,14 +34,15 @@ class DeviceMemory:
 def device_memory(
     workload: Workload, layout: Layout, *, replicas: int, micro_batch: float, activation_bytes: int = 2
 ) -> DeviceMemory:
-    """Return what the fullest accelerator of a layout holds.
+    """Return the bytes on the fullest accelerator of a layout.
 
-    Of a pipeline that is the device whose stages have the most parameters. The first of p stages keeps the
+    In a pipeline that is the device whose stages have the most parameters. The first of p stages keeps the
     activations of up to p micro-batches of its 1 / p of the layers.
 
     Args:
-        replicas: over which a sharded optimizer is spread.
-        activation_bytes: of an element that is kept for the backward pass.
+        replicas: number of replicas that share a sharded optimizer.
+        micro_batch: samples per micro-batch.
+        activation_bytes: bytes per element that is kept for the backward pass.
     """
     share = fullest_share(workload, stages=layout.stages, virtual=layout.virtual)
     own = workload.num_parameters * share / layout.tensor
@@ -61,7 +62,7 @@ def largest_micro_batch(
     """Return the largest power-of-two part of a replica's ``share`` of the batch that fits on one device.
 
     Raises:
-        UsageError: not even one sample fits.
+        UsageError: one sample does not fit.
     """
     room = accelerator.memory_bytes * (1 - RESERVED) - workload.num_parameters * STATE_BYTES
     most = room / (workload.saved_bytes * activation_bytes / 2)

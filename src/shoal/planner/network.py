@@ -1,10 +1,10 @@
-"""What each algorithm makes each link carry.
+"""Computes the load that each all-reduce algorithm puts on each link.
 
-A host's *local* links join its accelerators; its NIC sends (*out*) and receives (*in*) at once. Helpers have
-NICs of their own. Hosts of a kind are equal and an all-reduce gives all of them the same to do at the same
-time, so one host stands for all of its kind: that is exact, not an approximation, for every algorithm here.
-What differs from host to host, the time to compute, is drawn for each (``simulate.slowest``), and only the
-slowest counts, because every sum needs every host.
+A host's *local* links join its accelerators; its NIC sends (*out*) and receives (*in*) at the same time.
+Helpers have NICs of their own. Hosts of a kind are equal and do the same at the same time in an all-reduce,
+so one host stands for all of its kind; that is exact for every algorithm here. Compute time, which differs
+between hosts, is drawn per worker (``simulate.slowest``), and only the slowest counts, because every sum
+needs every host.
 
 With M bytes of gradient on each accelerator, n hosts of g accelerators, W = n g workers:
 
@@ -31,28 +31,28 @@ from shoal.planner.hardware import Machines
 LOCAL, OUT, IN, HELPER_OUT, HELPER_IN = "local", "out", "in", "helper out", "helper in"
 ALGORITHMS = ("ring", "hierarchical-ring", "tree", "two-hop", "two-hop-helpers")
 CONNECTIONS_PER_PEER = 4
-"""Flows between two hosts; what the two-hop backend opens and NCCL's sockets are set to on EC2."""
+"""Flows between two hosts: what the two-hop backend opens and NCCL's sockets are set to on EC2."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A part of a collective that a piece of a bucket passes through."""
+    """A part of a collective that every piece of a bucket passes through."""
 
     name: str
     demands: tuple[tuple[str, float], ...]
-    """(link, bytes that it carries for one byte of the bucket)."""
+    """(link, bytes that it carries per byte of the bucket)."""
     latency_s: float
     """After the last byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """How a bucket is averaged."""
+    """The phases in which a bucket is averaged."""
 
     algorithm: str
     phases: tuple[Phase, ...]
     at_once: int | None
-    """Buckets on their way at a time; the next waits until one of them is done. None: all."""
+    """Buckets in flight at a time; the next one waits until one of them is done. None: no limit."""
 
 
 def collective(
@@ -63,7 +63,7 @@ def collective(
     local_group: int | None = None,
     at_once: int = 1,
 ) -> Collective:
-    """Return what averaging over all accelerators of ``workers`` takes.
+    """Return the phases of averaging over all accelerators of ``workers``.
 
     Args:
         local_group: accelerators of a host that hold the same gradients; default: all. Fewer where a model is
@@ -71,7 +71,7 @@ def collective(
         at_once: collectives that the library of a ring or a tree runs at a time; two hops have no such limit.
 
     Raises:
-        UsageError: an unknown algorithm, or helpers that are missing or not used by it.
+        UsageError: the algorithm is unknown, or helpers are missing or not used by it.
     """
     if algorithm not in ALGORITHMS:
         raise UsageError(
@@ -109,7 +109,7 @@ def _local(name: str, g: int, latency_s: float) -> Phase:
 
 
 def _ring(n: int, g: int, side_by_side: float, hop_s: float, local_s: float) -> list[Phase]:
-    """One ring through all accelerators; every NIC carries what every link carries."""
+    """Return one ring through all accelerators; every NIC carries what every link carries."""
     world = n * g
     if world == 1:
         return []
@@ -159,10 +159,10 @@ def capacities(
     algorithm: str = "two-hop",
     connections: int = CONNECTIONS_PER_PEER,
 ) -> Mapping[str, float]:
-    """Return bytes/s of each link, a NIC's no more than its flows to all its peers can carry together.
+    """Return bytes/s of each link; a NIC is limited to what its flows to all peers carry together.
 
-    A host of a ring sends to one other, of a double tree to three, of two hops to every server. With a cap on
-    each flow, as on EC2, that decides.
+    A host of a ring sends to one other, of a double tree to three, of two hops to every server. Where flows
+    are capped, as on EC2, that decides.
     """
     instance = workers.instance
     num_peers = {"ring": 1, "hierarchical-ring": 1, "tree": 3}.get(algorithm, workers.count + 1)

@@ -1,9 +1,9 @@
-"""A step of a pipeline for the planner: the schedules and the simulation that a run decides with.
+"""Computes the bubble of a pipeline with the schedules and the simulator that a run uses.
 
 Layers are the units of :mod:`shoal.decide`: they are cut into stages as evenly as their FLOPs allow, and
 scheduled as interleaved 1F1B, or as 1F1B where a device has one stage or micro-batches are too few. The
-timeline says when the last stage is done. What that is beyond an even share of the work is the bubble:
-filling and draining, stages of unequal size, and relays that nothing hides.
+bubble is the time of the simulated step beyond an even share of the work: filling and draining, stages of
+unequal size, and exposed relays.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shoal.planner.hardware import Machines
 from shoal.planner.workload import Workload
 
 _MOST_ROUNDS = 8
-"""Rounds of as many micro-batches as devices that are simulated. Each further micro-batch, and one that fills
-no round, takes what the fullest device needs for it."""
+"""Simulated rounds of as many micro-batches as devices. Each further micro-batch, and one that fills no round,
+takes what the fullest device needs for it."""
 
 
 def bubble_s(
@@ -35,12 +35,12 @@ def bubble_s(
     compute_s: float,
     flow_bytes_per_s: float,
 ) -> float:
-    """Return the seconds of a step in which a device of a pipeline waits, beyond its even share of the work.
+    """Return the seconds per step in which a device of a pipeline waits, beyond its even share of the work.
 
     Args:
-        micro_batch: samples in one micro-batch.
-        compute_s: of one micro-batch on one device, forward and backward, were all stages equal.
-        flow_bytes_per_s: the most that two hosts' connections carry.
+        micro_batch: samples per micro-batch.
+        compute_s: forward and backward pass of one micro-batch on one device, were all stages equal.
+        flow_bytes_per_s: limit of two hosts' connections together.
     """
     link = _link(workload, workers, stages=stages, tensor=tensor, flow_bytes_per_s=flow_bytes_per_s)
     schedule = _schedule(stages, min(virtual, len(workload.layers) // stages), micro_batches)
@@ -63,7 +63,7 @@ def bubble_s(
 
 
 def fullest_share(workload: Workload, *, stages: int, virtual: int) -> float:
-    """Return the share of the parameters that the device with the most of them holds."""
+    """Return the largest share of the parameters that one device holds."""
     if stages == 1:
         return 1.0
     num_stages = stages * min(virtual, len(workload.layers) // stages)
@@ -79,10 +79,10 @@ def fullest_share(workload: Workload, *, stages: int, virtual: int) -> float:
 def _link(
     workload: Workload, workers: Machines, *, stages: int, tensor: int, flow_bytes_per_s: float
 ) -> Link | None:
-    """Return what is between neighbouring stages: links of a host where a replica fits on one, else its NIC.
+    """Return the link between neighbouring stages: inside a host where a replica fits on one, else its NIC.
 
-    The devices of a layer (``tensor``) relay a part each: over links of their own, or over their host's NIC.
-    A replica over several hosts has its NIC at every cut, which is too slow where some stages share a host.
+    The devices of a layer (``tensor``) relay a part each, over links of their own or over their host's NIC.
+    A replica over several hosts uses the NIC at every cut, which is too slow where some stages share a host.
     """
     instance = workers.instance
     if not workload.relay_bytes:
@@ -113,7 +113,7 @@ def _simulator(schedule: Schedule) -> Simulator:
 
 @lru_cache(maxsize=256)
 def _cuts(workload: Workload, num_stages: int) -> tuple[int, ...]:
-    """Return the layers at which the second, third, ... stage begins, with as even FLOPs as can be."""
+    """Return the layers at which the second, third, ... stage begins, with FLOPs as even as possible."""
     return tuple(partition(_model_cost(workload), num_stages))
 
 

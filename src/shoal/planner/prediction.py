@@ -1,4 +1,4 @@
-"""A whole job predicted for one choice of hosts and layout."""
+"""Predicts a job for one choice of hosts and layout."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from shoal.planner.step_time import Layout, StepTime, achieved_flops_for, num_re
 from shoal.planner.workload import Workload
 
 ASSUMED_UTILISATION = 0.35
-"""Share of peak where nobody has published or measured a throughput: what tuned trainings of transformers
-reach (Chowdhery et al. 2022, arXiv 2204.02311, table 3, lists 21 to 46 %)."""
+"""Share of peak without a published or measured throughput: what tuned trainings of transformers reach
+(Chowdhery et al. 2022, arXiv 2204.02311, table 3, lists 21 to 46 %)."""
 START_S = 120.0
-"""From starting the hosts' processes to the first step, where nothing better is known."""
+"""Default time from starting the processes to the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +30,16 @@ class Part:
 
     workload: Workload
     convergence: Convergence
-    """Gives the epochs for the part's global batch."""
+    """Epochs for the part's global batch."""
     global_batch: int
     achieved_flops: float
     basis: str
-    """Where ``achieved_flops`` comes from."""
+    """Source of ``achieved_flops``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be trained."""
+    """A training to predict."""
 
     recipe: str
     parts: tuple[Part, ...]
@@ -50,7 +50,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One choice and what it leads to; a job of several parts adds them up."""
+    """A layout on given hosts with its predicted step, run, memory and cost; parts of a job are added up."""
 
     job: Job
     workers: Machines
@@ -60,9 +60,9 @@ class Plan:
     runs: tuple[RunTime, ...]
     memory: DeviceMemory
     samples_per_s: float
-    """Of the first part."""
+    """Throughput of the first part."""
     efficiency: float
-    """Of the first part: samples/s over those of as many single hosts that need no network."""
+    """Throughput of the first part over that of as many single hosts that need no network."""
     total_s: float
     dollars: float | None
 
@@ -86,7 +86,7 @@ def predict(job: Job, workers: Machines, layouts: Sequence[Layout], helpers: Mac
     """Predict a job.
 
     Args:
-        layouts: of each part; their global batches are the parts'.
+        layouts: one per part, with the part's global batch.
 
     Raises:
         UsageError: a layout does not divide the accelerators.
@@ -134,7 +134,7 @@ def predict(job: Job, workers: Machines, layouts: Sequence[Layout], helpers: Mac
 def _alone(part: Part, workers: Machines, layout: Layout) -> float:
     """Return samples/s of one host that has its share of the work to itself.
 
-    Where a replica needs several hosts it is the smallest set of hosts that holds one.
+    Where a replica needs several hosts, that is the smallest set of hosts that holds one.
     """
     per_host = workers.instance.num_accelerators
     hosts = max(1, math.ceil(layout.per_replica / per_host))
@@ -153,10 +153,10 @@ def achieved(
     samples_per_s: float | None = None,
     global_batch: int | None = None,
 ) -> tuple[float, str]:
-    """Return the FLOP/s of an accelerator and where the figure comes from.
+    """Return the FLOP/s of an accelerator and the source of the figure.
 
-    From ``samples_per_s`` of one host where given; else from a published throughput of a host with the same
-    accelerator; else a share of the peak.
+    It follows from ``samples_per_s`` of one host where given, else from a published throughput of a host with
+    the same accelerator, else from a share of the peak.
     """
     accelerator = require_accelerators(Machines(count=1, instance=instance))
     peak = accelerator.peak("fp16")

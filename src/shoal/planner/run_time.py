@@ -1,9 +1,9 @@
-"""A whole run: start, steps, evaluations, checkpoints; and what it costs.
+"""Adds up a whole run: start, steps, evaluations, checkpoints, and its cost.
 
     time to train = start + steps · step + evaluations · (forward passes + pause) + checkpoints
 
-Published times to train are far above what throughput alone gives: more epochs at a larger batch, evaluations
-and start-up do not shrink with the number of hosts. Each is a part of its own here.
+Published times to train are far above what throughput alone gives: there are more epochs at a larger batch,
+and evaluations and start-up do not shrink with the number of hosts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from shoal.planner.step_time import KERNEL_S
 from shoal.planner.workload import Workload
 
 CHECKPOINT_BYTES = 12
-"""Of a parameter: fp32 weight and two moments."""
+"""Bytes per parameter: fp32 weight and two moments."""
 STAGING_BYTES_PER_S = 10e9
-"""From a device to its host's memory, which is what a step waits for; files are written beside the steps."""
+"""From a device to its host's memory, which a step waits for; files are written in the background."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTime:
-    """Where a run's time goes, in seconds."""
+    """Time of a run by cause, in seconds."""
 
     start_s: float
     steps_s: float

@@ -1,4 +1,4 @@
-"""Which assumption breaks first as hosts are added."""
+"""Finds the assumption of a prediction that breaks first as hosts are added."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from shoal.planner.step_time import Layout, num_replicas, step_time
 LATENCY_SHARE = 0.1
 STRAGGLER_SHARE = 0.05
 MOST_FLOWS = 4096
-"""Into one server. Beyond some thousand senders a switch port's buffer cannot hold a packet of each (incast:
-Chen et al. 2009, "Understanding TCP Incast"); SMDDP's one-hop collectives limit each peer's rate for that."""
+"""Flows into one server. Beyond some thousand senders a switch port's buffer cannot hold a packet of each
+(incast: Chen et al. 2009, "Understanding TCP Incast"); SMDDP's one-hop collectives limit each peer's rate
+for that reason."""
 
 
 @dataclass(frozen=True)
 class Strain:
-    """An assumption of the prediction, and how far it is stretched: it breaks above 1."""
+    """An assumption of the prediction and its load relative to the limit: it breaks above 1."""
 
     assumption: str
     stretch: float
@@ -27,7 +28,7 @@ class Strain:
 
 
 def strains(part: Part, workers: Machines, layout: Layout, helpers: Machines | None = None) -> list[Strain]:
-    """Return every assumption that more hosts stretch, the most stretched first."""
+    """Return the assumptions that more hosts stretch, the most stretched first."""
     replicas = num_replicas(workers, layout)
     step = step_time(part.workload, workers, layout, achieved_flops=part.achieved_flops, helpers=helpers)
     late = step.straggler_s / step.total_s

@@ -1,4 +1,4 @@
-"""Which layout is best: all that fit are predicted and ranked by time or by money."""
+"""Ranks all layouts that fit by predicted time or cost."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _STAGES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def layouts_of(part: Part, workers: Machines, *, algorithm: str, wire_bytes: int = 4) -> list[Layout]:
-    """Return the layouts of a part that fit: stages × micro-batch × sharded optimizer, as few of each as fit.
+    """Return the layouts of a part that fit, at most one per number of stages.
 
     A model that fits on one device is not split; another is tried with the fewest stages and twice as many.
-    Among layouts with the same stages the largest micro-batch that fits has the least fixed cost, so only it
-    is kept; a sharded optimizer is taken where the whole one does not fit.
+    With the same stages the largest micro-batch that fits has the least fixed cost, so only it is kept. The
+    optimizer is sharded where the whole one does not fit.
 
     Raises:
-        UsageError: nothing fits; says how much is missing on the nearest.
+        UsageError: nothing fits; names the nearest layout and how much memory it lacks.
     """
     room = require_accelerators(workers).memory_bytes * (1 - RESERVED)
     found: list[Layout] = []
@@ -57,7 +57,7 @@ def layouts_of(part: Part, workers: Machines, *, algorithm: str, wire_bytes: int
 def _candidates(
     part: Part, workers: Machines, *, stages: int, algorithm: str, wire_bytes: int
 ) -> Iterator[Layout]:
-    """Yield the layouts with so many stages, the one that is best where it fits first."""
+    """Yield the layouts with a number of stages, from the best downwards where it fits."""
     buckets = recommended_bucket_bytes(
         workers.count,
         ranks_per_host=max(workers.instance.num_accelerators, 1),
@@ -104,14 +104,15 @@ def search(
     algorithms: Sequence[str] | None = None,
     wire_bytes: int = 4,
 ) -> list[Plan]:
-    """Return all plans, the best first.
+    """Predict all layouts and algorithms; return the plans, the best first.
 
     Args:
-        algorithms: default: all that the hosts allow, helpers only where there are some.
-        wire_bytes: of an element of a gradient on the network.
+        goal: rank by ``"time"`` or by ``"cost"``.
+        algorithms: default: all that the hosts allow, with helpers only where there are some.
+        wire_bytes: bytes of a gradient element on the network.
 
     Raises:
-        UsageError: the model fits on no layout, or money is asked for where a host has no price.
+        UsageError: the model fits on no layout, or a ranking by cost lacks the price of a host.
     """
     plans: list[Plan] = []
     for algorithm in algorithms or ALGORITHMS:

@@ -1,8 +1,8 @@
-"""Buckets on their way through the links, as events on a heap.
+"""Simulates buckets that travel over shared links, as events on a heap.
 
-A bucket travels in pieces; piece k + 1 enters a phase when piece k has left it, so that the phases overlap.
+A bucket travels in pieces; piece k + 1 enters a phase when piece k has left it, so that phases overlap.
 Pieces of several buckets share links max-min fairly (Bertsekas & Gallager, Data Networks, section 6.5.2),
-which is how flows of TCP and of fair switches share them.
+as flows of TCP and of fair switches do.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from shoal.planner.network import Collective
 
 PIECE_BYTES, MOST_PIECES = 32 << 10, 32
-"""Pieces that a bucket travels in: the second hop begins after the first of them. The engine's are of 32 KiB
-between hosts (``EngineOptions.chunk_bytes``); of a large bucket no more than 32 are simulated, which makes it
-up to 3 % slower than it is."""
+"""Pieces that a bucket travels in; the second hop begins after the first of them. The engine's are of 32 KiB
+between hosts (``EngineOptions.chunk_bytes``); at most 32 pieces are simulated per bucket, which makes a
+large one up to 3 % slower than it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +35,13 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """All buckets of a step averaged."""
+    """The averaging of all buckets of a step."""
 
     end_s: float
-    """When the last bucket is back; 0 without buckets."""
+    """Arrival of the last bucket; 0 without buckets."""
     spans: tuple[Span, ...]
     busy_s: Mapping[str, float]
-    """How long each link would be busy at its full rate."""
+    """Seconds that each link would be busy at its full rate."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,7 +65,7 @@ def exchange(
     Args:
         ready: (second at which it is ready, bytes) of each bucket.
         rates: bytes/s of each link.
-        most_pieces: into which a bucket is cut.
+        most_pieces: limit on the pieces of a bucket.
     """
     if not how.phases or not ready:
         return Exchange(end_s=max((time for time, _ in ready), default=0.0), spans=(), busy_s={})
@@ -73,7 +73,7 @@ def exchange(
 
 
 class _Simulation:
-    """The state of one exchange; times are seconds, a piece's amount is bytes of its bucket."""
+    """State of one exchange; times are seconds, a piece's amount is bytes of its bucket."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class _Simulation:
         heapq.heappush(self.events, (time, self.sequence, piece))
 
     def _advance(self) -> None:
-        """Go to the next arrival or departure."""
+        """Advance the clock to the next arrival or departure."""
         speeds = self._speeds()
         needs = [piece.left / speed for piece, speed in zip(self.active, speeds, strict=True)]
         first = min(needs, default=math.inf)
@@ -157,7 +157,7 @@ class _Simulation:
             self._arrive(heapq.heappop(self.events)[2])
 
     def _arrive(self, piece: _Piece) -> None:
-        """Enter the next phase, or the wait for it, or be done."""
+        """Enter the next phase, wait for the piece before, or finish."""
         if piece.phase == len(self.how.phases):
             self._done(piece)
             return
@@ -187,7 +187,7 @@ class _Simulation:
             self._release_next()
 
     def _speeds(self) -> list[float]:
-        """Return bytes of the bucket a second of each active piece: max-min fair."""
+        """Return the max-min fair rate of each active piece, in bytes of its bucket per second."""
         if len(self.active) == 1:
             alone = self.how.phases[self.active[0].phase].demands
             return [min(self.rates[link] / amount for link, amount in alone)]
@@ -214,7 +214,7 @@ class _Simulation:
 
 @lru_cache(maxsize=1024)
 def slowest(num_workers: int, jitter: float, seed: int, num_steps: int = 32) -> float:
-    """Return how many times as long as the mean the slowest of the workers takes, averaged over steps.
+    """Return the time of the slowest worker relative to the mean, averaged over steps.
 
     Each worker's time is drawn from a normal distribution with relative standard deviation ``jitter``.
     """

@@ -1,14 +1,14 @@
-"""One optimizer step: what workers compute, when buckets are ready, what of the exchange shows.
+"""Predicts one optimizer step: compute, the release of buckets, and exposed communication.
 
     micro-batch    K τ + b f / r        K kernels at least τ each, b samples of f FLOPs at r achieved FLOP/s
     last backward  releases the buckets; earlier micro-batches of an accumulated batch send nothing
-    stages         the timeline of interleaved 1F1B over the model's own layers (``pipeline``); equal stages
-                   without relays wait (p - 1) / (v m) of the computation (Narayanan et al. 2021, arXiv
-                   2104.04473, section 2.2)
+    stages         the timeline of interleaved 1F1B over the model's own layers (``pipeline_bubble``); equal
+                   stages without relays wait (p - 1) / (v m) of the computation (Narayanan et al. 2021,
+                   arXiv 2104.04473, section 2.2)
     optimizer      reads and writes weights, gradients and moments at memory rate
 
-τ is physical: launch, ramp and tail of a kernel that has next to nothing to do. It is why eight times the
-hosts at the same global batch are never eight times as fast, however good the network is.
+τ is physical: launch, ramp and tail of a kernel with next to no work. Because of it, eight times the hosts at
+the same global batch are never eight times as fast, however good the network is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.planner.workload import Workload, gradient_buckets
 
 KERNEL_S = 10e-6
 """τ at the clock of an A100: launch, ramp and tail of a kernel over a tiny tensor. Latencies are counted in
-cycles, so τ goes with the inverse of the clock. One figure for all models and devices; see docs/plan.md."""
+cycles, so τ scales with the inverse of the clock. One figure for all models and devices; see docs/plan.md."""
 KERNEL_CLOCK_HZ = 1.41e9
 MEMORY_EFFICIENCY = 0.8
 """Streaming kernels reach about 80 % of a device's memory rate (STREAM on GPUs)."""
@@ -38,14 +38,14 @@ found up to 8 % between GPUs of one cluster; 1 % is ±3 σ over 6 %."""
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a global batch is spread over the accelerators.
+    """Distribution of a global batch over the accelerators.
 
     ``tensor × stages`` accelerators hold one replica of the model; the rest is data parallel.
     """
 
     global_batch: int
     micro_batch: float | None = None
-    """Samples a replica computes at once; None: its whole share (no accumulation) where stages is 1."""
+    """Samples per replica and pass; None: its whole share (no accumulation) where ``stages`` is 1."""
     tensor: int = 1
     """Accelerators over which each layer is split."""
     stages: int = 1
@@ -54,13 +54,14 @@ class Layout:
     """Chunks of layers on each stage's accelerators."""
     algorithm: str = "hierarchical-ring"
     bucket_bytes: int = DDP_BUCKET_BYTES
-    """On the network."""
+    """Size of a bucket on the network."""
     wire_bytes: int = 2
-    """Bytes of a gradient's element on the network."""
+    """Bytes of a gradient element on the network."""
     connections: int = CONNECTIONS_PER_PEER
     """Flows between two hosts that exchange; matters where one flow does not fill the NIC."""
     collectives_at_once: int = 1
-    """Of a ring or a tree: NCCL runs those of a group in order, gloo's two threads two at a time."""
+    """For a ring or a tree: NCCL runs the collectives of a group in order, gloo's two threads two at a
+    time."""
     overlap: bool = True
     """Averaging begins during the backward pass; it cannot where each worker clips its gradients before."""
     sharded_optimizer: bool = False
@@ -74,7 +75,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Where a step's time goes, in seconds."""
+    """Time of a step by cause, in seconds."""
 
     forward_s: float
     backward_s: float
@@ -82,7 +83,7 @@ class StepTime:
     straggler_s: float
     """Wait for the slowest worker."""
     exposed_s: float
-    """Averaging that the backward pass does not hide."""
+    """Communication that the backward pass does not hide."""
     optimizer_s: float
     micro_batches: int
     exchange: Exchange
@@ -108,7 +109,9 @@ def step_time(
     """Predict one optimizer step.
 
     Args:
-        achieved_flops: of one accelerator, in matrix work; what a calibration finds.
+        achieved_flops: FLOP/s of one accelerator in matrix work, as a calibration finds it.
+        jitter: relative standard deviation of a worker's time.
+        kernel_s: τ.
 
     Raises:
         UsageError: the layout does not divide the accelerators.
@@ -168,7 +171,7 @@ def _average(
     begin_s: float,
     window_s: float,
 ) -> Exchange:
-    """Return how the gradients travel that become ready in the window after ``begin_s``."""
+    """Simulate the averaging of the gradients that become ready in the window after ``begin_s``."""
     trained = workload.trainable / layout.per_replica * layout.wire_bytes
     buckets = gradient_buckets(workload.layers, layout.bucket_bytes, trained)
     # Sharded, gradients are only scattered; the new parameters are gathered in the next forward pass.
@@ -198,10 +201,10 @@ def _update_s(workload: Workload, workers: Machines, layout: Layout, replicas: i
 
 
 def num_replicas(workers: Machines, layout: Layout) -> int:
-    """Return how many copies of the model the accelerators hold.
+    """Return the number of replicas of the model on the accelerators.
 
     Raises:
-        UsageError: the accelerators do not divide into copies.
+        UsageError: the accelerators do not divide into replicas.
     """
     num_workers = workers.num_accelerators
     if num_workers % layout.per_replica:

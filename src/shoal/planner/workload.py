@@ -1,4 +1,4 @@
-"""What a recipe is to the planner: what ``shoal.models.profile`` counts in its real model."""
+"""Describes one training step of a model to the planner, as ``shoal.models.profile`` counts it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from functools import cached_property
 from shoal.errors import UsageError
 
 LAMB_BYTES = 36.0
-"""Of Adam or LAMB in mixed precision: gradient and three fp32 states read, three written, twice over weights
-and gradient for norms and the 16-bit copy."""
+"""Memory traffic per parameter of Adam or LAMB in mixed precision: gradient and three fp32 states read, three
+written, twice over weights and gradient for norms and the 16-bit copy."""
 MOMENTUM_BYTES = 22.0
-"""Of SGD with momentum in mixed precision: gradient, weight and momentum read, both written, in fp32, and the
-16-bit copy."""
+"""Memory traffic per parameter of SGD with momentum in mixed precision: gradient, weight and momentum read,
+both written, in fp32, and the 16-bit copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A module with parameters of its own, where the forward pass first uses it."""
+    """A module with parameters of its own, in the order of first use in the forward pass."""
 
     name: str
     num_parameters: int
-    """A tied or shared parameter counts where it is used first: its gradient is complete when the backward
-    pass comes there."""
+    """A tied or shared parameter counts where it is used first: its gradient is complete when the backward pass
+    arrives there."""
     forward_flops: float
-    """Of one sample; an addition and a multiplication are two."""
+    """Per sample; an addition and a multiplication count as two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +42,16 @@ class Workload:
     num_kernels: int
     """Device operations of the forward and backward pass of one micro-batch."""
     saved_bytes: float
-    """Kept from forward to backward, of one sample, with 16-bit activations."""
+    """Kept from forward to backward, per sample, with 16-bit activations."""
     relay_bytes: float = 0.0
-    """Across a cut between two layers, of one sample, with 16-bit activations; 0: not known, and free."""
+    """Across a cut between two layers, per sample, with 16-bit activations; 0: unknown, and taken as free."""
     unit: str = "sequences"
-    """What a sample is."""
+    """Name of a sample, such as sequences."""
     tokens_per_sample: int = 1
     optimizer_bytes: float = LAMB_BYTES
-    """Memory traffic of the optimizer's step, a trained parameter."""
+    """Memory traffic of the optimizer's step per trained parameter."""
     trainable: float = 1.0
-    """Share of the parameters that has gradients (LoRA trains few)."""
+    """Share of the parameters that have gradients (LoRA trains few)."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -70,7 +70,7 @@ class Workload:
 
     @property
     def training_flops(self) -> float:
-        """Of one sample: the backward pass computes two gradients for each forward product."""
+        """Per sample: the backward pass computes two gradients for each forward product."""
         return 3 * self.forward_flops
 
 
