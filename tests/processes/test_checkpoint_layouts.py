@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import UsageError
 from shoal.optim.lamb import parameter_groups
-from shoal.pipelining.state_dict import Part
+from shoal.pipelining.state_dict import ModelPart
 from shoal.train.checkpoint import Checkpointer, load_model
 from shoal.train.checkpoint_files import CONTENTS, list_checkpoints
 
@@ -65,7 +65,7 @@ def make_state(layout: tuple[int, int], kind: str, *, shard: bool) -> tuple[nn.M
         mesh = init_device_mesh("cpu", (num_replicas, num_stages), mesh_dim_names=("dp", "pp"))
         stage = mesh.get_local_rank("pp")
         parameters = make_parameters(SPLITS[num_stages][stage])
-        model = Part(parameters, aliases=ALIASES)
+        model = ModelPart(parameters, aliases=ALIASES)
         if shard and num_replicas > 1:
             # as where several stages of one worker use it: whole there, in shards elsewhere
             whole = {parameters["shared.weight"]} if (stage, num_stages) == (0, 2) else set()
@@ -176,7 +176,7 @@ def refuse_another_division(rank: int, run_dir: Path) -> None:
     checkpointer = Checkpointer(run_dir / "adamw")
 
     def state_of(names: list[str], weight_decay: float = 0.02) -> dict[str, Any]:
-        part = Part(make_parameters(names), aliases=ALIASES)
+        part = ModelPart(make_parameters(names), aliases=ALIASES)
         groups = parameter_groups(part.named_parameters(), weight_decay)
         if weight_decay == 0:
             groups[0]["eps"] = 1e-3
@@ -204,7 +204,7 @@ def test_another_model_is_refused_by_all_workers(tmp_path: Path) -> None:
 
 def one_stage_grows(rank: int, run_dir: Path) -> None:
     """Between two saves only the second stage's optimizer gets state: both must share it out anew."""
-    part = Part(make_parameters(SPLITS[2][rank]), aliases=ALIASES)
+    part = ModelPart(make_parameters(SPLITS[2][rank]), aliases=ALIASES)
     optimizer = OPTIMIZERS["adamw"](parameter_groups(part.named_parameters(), 0.02))
     checkpointer = Checkpointer(run_dir)
     checkpointer.save(1, {"model": part, "optimizer": optimizer})

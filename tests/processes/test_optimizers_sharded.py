@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.optim.lamb import parameter_groups
 from shoal.optim.sharded import model_norm
-from shoal.pipelining.state_dict import Part
+from shoal.pipelining.state_dict import ModelPart
 from shoal.train.gradients import LossScale, clip_to
 
 STAGES = [
@@ -76,7 +76,7 @@ def stages_equal_one_process(rank: int, kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     stage = mesh.get_local_rank("pp")
     for make in OPTIMIZERS.values():
-        part = Part(make_parameters(STAGES[stage]), aliases=ALIASES)
+        part = ModelPart(make_parameters(STAGES[stage]), aliases=ALIASES)
         if kind == "sharded":
             fully_shard(part, mesh=mesh["dp"])
         named = dict(part.named_parameters())

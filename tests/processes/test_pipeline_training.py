@@ -17,7 +17,7 @@ from shoal.pipelining import pipeline
 from shoal.pipelining.loss import default_count, loss_of, micro_batches
 from shoal.pipelining.random_streams import streams
 from shoal.pipelining.split import split
-from shoal.pipelining.tied_weights import Ties
+from shoal.pipelining.tied_weights import TiedWeights
 
 MOST_ERROR = 1e-6
 STEPS = 3
@@ -133,8 +133,8 @@ def evaluation_errors(worker: Worker) -> dict[str, float]:
 
 def without_tie_reduction(worker: Worker) -> float:
     """Return the error of the gradients where those of the tied embedding are not added up."""
-    reduce = Ties.reduce
-    Ties.reduce = lambda self: None  # type: ignore[method-assign]
+    reduce = TiedWeights.reduce
+    TiedWeights.reduce = lambda self: None  # type: ignore[method-assign]
     try:
         made = worker.shared["t5"]
         oracle = made.oracle()
@@ -143,7 +143,7 @@ def without_tie_reduction(worker: Worker) -> float:
         stage.close()
         return worst_gradient(dict(stage.module.named_parameters()), oracle.gradients)[0]
     finally:
-        Ties.reduce = reduce  # type: ignore[method-assign]
+        TiedWeights.reduce = reduce  # type: ignore[method-assign]
 
 
 def tied_weight(worker: Worker, **layout: Any) -> dict[str, Any]:

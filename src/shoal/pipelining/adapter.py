@@ -1,14 +1,13 @@
-"""torch.distributed.pipelining behind one door: no other module knows its private names.
+"""Drives torch.distributed.pipelining; no other module uses its private names.
 
-What is used of it: ``PipelineStage``, which holds the values that wait for other stages and makes the sends
-and receives, and ``_PipelineScheduleRuntime``, which adds the communication to a list of computations, in an
-order that cannot deadlock, and works through it. Tested with torch 2.11 and 2.15, between which both changed
-a lot.
+``PipelineStage`` holds the values that wait for other stages and makes the sends and receives;
+``_PipelineScheduleRuntime`` adds communication to a list of computations, in an order that cannot deadlock,
+and runs it. Tested with torch 2.11 and 2.15, between which both changed a lot.
 
-Shapes are always given: torch would otherwise find them by running the stages on made-up values, and a
+Shapes are always given: torch would otherwise infer them by running the stages on made-up values, and a
 made-up index may point outside of a table. Every relayed tensor is declared to need a gradient, because
-torch 2.11 knows no other kind: zeros travel back for those that have none
-(:mod:`shoal.pipelining.stage_runner` relays integers as floating-point numbers of the same bits).
+torch 2.11 supports no other kind: zeros travel back for those that have none (``stage_runner`` relays
+integers as floating-point numbers of the same bits).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class RunningStage(PipelineStage):
 
     Args:
         runner: The stage, in the mode in which it will run.
-        around: What every computation of the stage runs inside.
+        around: Context manager factory, entered around every computation of the stage.
         when_reduced: Called with the stage's index after the last backward pass of a step.
     """
 
@@ -101,9 +100,10 @@ class RunningStage(PipelineStage):
         self._when_reduced(self.stage_index)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return none: torch 2.11 sends some first, also from a rank to itself (V placements): gloo cannot.
+        """Return none: the first messages of torch 2.11 only make the group's communicator, which exists by
+        then.
 
-        They are to make the group's communicator, which collectives have made by then.
+        They also go from a rank to itself (V placements), which gloo does not support.
         """
         return []
 
@@ -116,13 +116,13 @@ class RunningStage(PipelineStage):
 
 
 class ScheduleRuntime:
-    """Works through the micro-batches of a step in the order of a schedule.
+    """Runs the micro-batches of a step in the order of a schedule.
 
     Args:
         stages: This rank's, in order.
         schedule: Of all ranks; the forward passes of a stage must come in the order of the micro-batches.
-        loss: Called as (outputs of the last stage, weight of the micro-batch); returns what backward starts
-            from. Without it only the forward passes run.
+        loss: Called as (outputs of the last stage, weight of the micro-batch); returns the tensor to start
+            backward from. Without it only the forward passes run.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class ScheduleRuntime:
             self._keep_forward_only(schedule)
 
     def _keep_forward_only(self, schedule: Schedule) -> None:
-        """Drop what belongs to backward. Each stage's shards are gathered once and freed at the end."""
+        """Drop the actions of backward. Each stage's shards are gathered once and freed at the end."""
         orders = self._runtime.pipeline_order_with_comms
         for rank, actions in orders.items():
             own = [stage for stage, place in enumerate(schedule.placement) if place == rank]
@@ -188,7 +188,7 @@ def default_store() -> Store:
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raise what a stage raised; torch wraps it into a list of all inputs and logs the whole schedule."""
+    """Raise the error of a stage itself; torch wraps it with all inputs and logs the whole schedule."""
     logger = logging.getLogger(_LOGGER)
     level = logger.level
     logger.setLevel(logging.CRITICAL)

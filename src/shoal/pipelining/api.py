@@ -1,4 +1,4 @@
-"""``pipeline()``: from an unmodified model to this worker's stages of it."""
+"""Splits an unmodified model into a pipeline: the public functions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shoal.decide.autotune import PORTFOLIO, VIRTUAL_CHOICES, Conditions
 from shoal.decide.cost import Link, ModelCost
 from shoal.decide.partition import Memory, Optimize
 from shoal.errors import UsageError, did_you_mean
-from shoal.pipelining.device_placement import put_on, shard_state
-from shoal.pipelining.init_meta import Initialise, materialise
+from shoal.pipelining.device_placement import move_stages, shard_stages
+from shoal.pipelining.init_meta import Initialise, init_meta
 from shoal.pipelining.loss import Count, default_count, micro_batches
 from shoal.pipelining.pipeline_plan import decide
-from shoal.pipelining.process_groups import Groups, make_groups, measure_link
+from shoal.pipelining.process_groups import ProcessGroups, make_process_groups, measure_link
 from shoal.pipelining.runtime import Pipeline, Settings, Unsplit
 from shoal.pipelining.stage_runner import StageRunner
 from shoal.pipelining.stage_sources import Graph, Named, Source
@@ -33,14 +33,17 @@ SPLIT_BACKWARD = frozenset({"zbv"})
 def make_mesh(
     device_type: str, *, pipeline: int, data: int = 1, placement_strategy: str = "cluster"
 ) -> DeviceMesh:
-    """Return a mesh of all workers with the axes ``pp`` and ``dp``.
+    """Return a mesh of all workers with the axes ``pp`` (stages) and ``dp`` (replicas).
 
     Args:
-        placement_strategy: ``cluster``: the ranks of a pipeline are neighbours, so that one host holds whole
-            pipelines if it can. ``spread``: replicas are neighbours, and a pipeline spreads over hosts.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        pipeline: ranks of a pipeline.
+        data: replicas; ``pipeline * data`` is the number of workers.
+        placement_strategy: ``"cluster"``: the ranks of a pipeline are neighbours, so that one host holds
+            whole pipelines if it can. ``"spread"``: replicas are neighbours, and a pipeline spans hosts.
 
     Raises:
-        UsageError: an unknown strategy.
+        UsageError: the strategy is unknown.
     """
     if placement_strategy == "cluster":
         return init_device_mesh(device_type, (data, pipeline), mesh_dim_names=("dp", "pp"))
@@ -76,40 +79,72 @@ def pipeline(
     device: torch.device | str | None = None,
     initialise: Initialise | None = None,
 ) -> Pipeline:
-    """Split ``model`` over the ranks of ``mesh`` and return this rank's part. All ranks call it alike.
+    """Split ``model`` over the ranks of ``mesh`` and return this rank's part. A collective call.
 
-    The model is not changed and needs no changes; it must return its own loss. It may lie on the meta device:
-    then only this rank's part is ever allocated.
+    The model is exported, cut into stages of about equal time that fit the memory, and scheduled; it is not
+    changed and needs no changes, but must return its own loss. It may be on the meta device: then only this
+    rank's part is ever allocated. ``docs/pipeline.md`` has the limits and measurements.
 
     Args:
-        example_inputs: one replica's batch, name -> tensor [rows, ...]; the shapes of all batches to come.
-        mesh: the ranks of the pipeline, one dimension. Default: all workers.
-        microbatches: into how many parts a batch is divided.
-        schedule: ``auto`` takes the fastest, by simulation; or gpipe (SageMaker's "simple"), 1f1b,
-            interleaved, bfs, vee, backward_first; zbv on request only, with its first step verified.
-        optimize: ``speed``, or ``memory``: the layout that needs least.
-        virtual_stages: stages a rank. Default: whatever is fastest.
-        active_microbatches: how many micro-batches the greedy schedules have under way at most.
-        memory_weight: see :func:`shoal.decide.partition.partition`.
-        memory: of a device, and what a byte of parameters brings with it. Default: no limit.
-        link: between ranks. Default: measured.
-        data_parallel: the replicas, one dimension. Default: one replica.
-        shard: divide parameters, gradients and optimizer state over the replicas (FSDP2).
+        model: returns a scalar loss: itself, as ``.loss``, as key ``loss`` or first in a tuple.
+        example_inputs: one replica's batch, name -> tensor ``[rows, ...]``. All later batches must have these
+            names, shapes and dtypes.
+        mesh: ranks of the pipeline, one dimension. Default: all workers.
+        microbatches: number of equal parts of a batch; must divide ``rows``.
+        schedule: ``"auto"`` simulates all and takes the fastest that fits; or ``"gpipe"`` (SageMaker's
+            ``"simple"``), ``"1f1b"``, ``"interleaved"``, ``"bfs"``, ``"vee"``, ``"backward_first"``;
+            ``"zbv"`` on request only, with its first step verified.
+        optimize: ``"speed"``, or ``"memory"`` for the layout whose fullest rank needs least.
+        virtual_stages: stages per rank. Default: 1, 2 or 4, whichever is fastest.
+        active_microbatches: limit of micro-batches in flight for the greedy schedules (vee, backward_first,
+            zbv). Default: the best of three.
+        memory_weight: weight of memory against time in the choice of cuts, 0 to 1. Default: 0, or 0.8 with
+            ``optimize="memory"``.
+        memory: limit of a device in bytes, with the bytes of gradients and optimizer state per byte of
+            parameters. Default: no limit.
+        link: bandwidth and latency between ranks. Default: measured.
+        data_parallel: ranks of other replicas that hold the same stages, one dimension. Default: none.
+        shard: shard parameters, gradients and optimizer state over the replicas (FSDP2).
         modules: names of the modules of each stage, for a model that cannot be exported.
-        cuts: the units at which the second, third, ... stage begins, instead of deciding it.
-        cost: of one micro-batch. Default: measured on the device, estimated for a model on the meta device.
-        count: number of targets of a batch. Default: labels that are not -100, without labels rows.
+        cuts: units at which the second, third, ... stage begins, instead of choosing them.
+        cost: cost of one micro-batch. Default: measured on the device, estimated for a model on meta.
+        count: returns the number of targets of a (micro-)batch. Default: the labels that are not -100, or the
+            rows without labels.
         seed: of random operations (dropout), whose numbers do not depend on the layout.
         verify: compare the first step's loss and gradients with the unsplit model, which must fit a device.
-        device: default: the current GPU for a mesh of GPUs, else the processor.
-        initialise: for a model on the meta device, fills the weights of a module; default: as the model
-            does (``_init_weights`` of transformers, ``reset_parameters``).
+        device: default: the current GPU for a mesh of GPUs, else the CPU.
+        initialise: fills the weights of a module on the meta device. Default: the model's own way
+            (transformers' ``_init_weights``, ``reset_parameters``).
 
     Raises:
-        UsageError: what was asked for cannot be; the message is the same on all ranks.
+        UsageError: the model cannot be exported or split as requested, or fits no device; the message is the
+            same on all ranks.
+        ShoalError: another rank failed.
+
+    Sources: GPipe (Huang et al. 2019, arXiv 1811.06965), PipeDream (Narayanan et al. 2019), interleaved 1F1B
+    (Narayanan et al. 2021, arXiv 2104.04473, section 2.2); see :mod:`shoal.decide.pipeline_schedules`.
+
+    Example (one process; on several, each rank gets its own stages):
+        >>> import torch
+        >>> from torch import nn
+        >>> class Regression(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        ...     def forward(self, x, y):
+        ...         return (self.layers(x) - y).square().mean()
+        >>> batch = {"x": torch.randn(4, 8), "y": torch.randn(4, 1)}
+        >>> model = Regression()
+        >>> stage = pipeline(model, batch, microbatches=2, schedule="1f1b")
+        >>> loss = stage.step(**batch)
+        >>> torch.allclose(loss, model(**batch))
+        True
+        >>> sorted(name for name, p in stage.module.named_parameters() if p.grad is not None)[:2]
+        ['layers.0.bias', 'layers.0.weight']
+        >>> stage.close()
     """
     place = device_of(device, mesh)
-    groups = make_groups(mesh, data_parallel, place)
+    groups = make_process_groups(mesh, data_parallel, place)
     example = {name: tensor.detach() for name, tensor in example_inputs.items()}
     source = groups.together(lambda: _source(model, example, microbatches, modules, place))
     plan = decide(
@@ -133,11 +168,11 @@ def pipeline(
     mine = [stage for stage, rank in zip(stages, placement, strict=True) if rank == groups.rank]
     runners = {stage.index: StageRunner(stage) for stage in mine}
     if next(model.parameters()).is_meta:
-        groups.together(lambda: materialise(mine, model, place, initialise=initialise, seed=seed))
+        groups.together(lambda: init_meta(mine, model, place, initialise=initialise, seed=seed))
     else:
-        put_on(place, mine)
+        move_stages(place, mine)
     if shard and data_parallel is not None and data_parallel.size() > 1:
-        shard_state(runners.values(), data_parallel, repeated(names, placement))
+        shard_stages(runners.values(), data_parallel, repeated(names, placement))
     checked = verify or plan.schedule.name in SPLIT_BACKWARD
     return Pipeline(
         plan,
@@ -162,7 +197,7 @@ def _source(
     modules: Sequence[Sequence[str]] | None,
     place: torch.device,
 ) -> Source:
-    """Trace the model, or follow its named modules, with the first micro-batch."""
+    """Export the model, or chain its named modules, with the first micro-batch."""
     if microbatches < 1:
         raise UsageError(f"microbatches is {microbatches}; a batch has at least one")
     home = next((parameter.device for parameter in model.parameters()), None)
@@ -180,8 +215,8 @@ def device_of(device: torch.device | str | None, mesh: DeviceMesh | None) -> tor
     return torch.device("cpu" if mesh is None else mesh.device_type)
 
 
-def _reference(model: nn.Module, source: Source, groups: Groups) -> Unsplit:
-    """Return what runs batches unsplit."""
+def _reference(model: nn.Module, source: Source, groups: ProcessGroups) -> Unsplit:
+    """Return a function that runs batches through the unsplit model."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError("verify needs a model that is not on the meta device: it is run unsplit")
     return lambda parts, weights, streams: run_unsplit(model, source.unsplit, parts, weights, streams, groups)

@@ -1,4 +1,4 @@
-"""``auto_layout``: how many stages, replicas and micro-batches suit the workers that there are."""
+"""Chooses stages, replicas and micro-batches for the workers of a job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.decide.partition import Memory, Optimize
 from shoal.pipelining.api import device_of, make_mesh
 from shoal.pipelining.explain import explain_layouts
 from shoal.pipelining.loss import num_rows
-from shoal.pipelining.process_groups import make_groups, measure_link
+from shoal.pipelining.process_groups import make_process_groups, measure_link
 from shoal.pipelining.stage_sources import Graph
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -27,12 +27,12 @@ MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class AutoLayout:
-    """The layout that was chosen, the same on all workers.
+    """The chosen layout, the same on all workers.
 
     Attributes:
         mesh: Replicas × stages, the axes ``dp`` and ``pp``.
-        options: What to pass to :func:`shoal.pipelining.pipeline`.
-        text: Stages, memory, timeline, and why this layout, for people.
+        options: Keyword arguments for :func:`shoal.pipelining.pipeline`.
+        text: Report with stages, memory, timeline and the reason for this layout.
     """
 
     mesh: DeviceMesh
@@ -40,7 +40,7 @@ class AutoLayout:
     text: str
 
     def part(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this replica's rows of a global batch; all stages of a replica get the same."""
+        """Return this replica's rows of a global batch, the same on all stages of a replica."""
         replica, replicas = self.mesh["dp"].get_local_rank(), self.mesh["dp"].size()
         size = num_rows(batch) // replicas
         rows = slice(replica * size, (replica + 1) * size)
@@ -57,24 +57,24 @@ def auto_layout(
     placement_strategy: str = "cluster",
     device: torch.device | str | None = None,
 ) -> AutoLayout:
-    """Choose the layout of all workers that trains fastest within ``memory``. All workers call it alike.
+    """Choose the layout of all workers that trains fastest within ``memory``. A collective call.
 
         layout = auto_layout(model, batch, memory=Memory(limit_bytes=40_000_000_000))
         stage = pipeline(model, layout.part(batch), **layout.options)
         loss = stage.step(**layout.part(batch))
 
     Args:
-        model: measured where it lies on the workers' device, else estimated.
-        global_batch: an example of it, name -> tensor [rows, ...], the rows of all replicas.
-        memory: of a device, and what a byte of parameters brings with it.
-        shard: whether to divide the state over the replicas (FSDP2).
+        model: measured if it is on the workers' device, else estimated.
+        global_batch: an example batch, name -> tensor ``[rows, ...]``, with the rows of all replicas.
+        memory: of a device, with the bytes of gradients and optimizer state per byte of parameters.
+        shard: whether to shard the state over the replicas (FSDP2).
         placement_strategy: see :func:`shoal.pipelining.make_mesh`.
 
     Raises:
-        UsageError: no layout fits; says how much is missing and which would.
+        UsageError: no layout fits; the message has the missing bytes and a layout that would fit.
     """
     place = device_of(device, None)
-    groups = make_groups(None, None, place)
+    groups = make_process_groups(None, None, place)
     link = measure_link(groups)
     told = groups.decide_first(
         lambda: _decide(model, global_batch, groups.num_ranks, memory, shard, optimize, link, place)

@@ -1,15 +1,15 @@
-"""What depends on what in an exported graph: the facts that decide where it may be cut and what then travels.
+"""Analyses the exported graph: legal cut points and the values that cross them.
 
 The nodes of a graph fall into
 
 - *leaves*: root inputs, parameters, buffers, constants;
-- *body*: what units and stages are made of, in order;
+- *body*: the nodes that units and stages are made of, in order;
 - *rebuilt* nodes, computed again in every stage that needs them instead of being sent: *glue* (masks,
   positions: no parameter among its ancestors), views of a value that is no larger, and large values of a
   tiny weight (T5's position bias: 33 MB of a 4 KB table in the 3B model; the table becomes a tied weight).
 
-A cut may stand where every body value that is needed behind it is a tensor, and where it does not separate
-the operations on a storage that is written in place: what aliases stays together.
+A cut is legal where every body value that is needed behind it is a tensor, and where it does not separate
+the operations on a storage that is written in place.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _TINY_FACTOR = 4
 _CONTRACTIONS = ("mm", "bmm", "addmm", "linear", "matmul", "conv", "attention", "lstm", "gru", "einsum")
 
 
-class Flow:
-    """The analysis of one graph. Positions are indices into ``body``; a cut at p stands before ``body[p]``.
+class Dataflow:
+    """Dataflow analysis of one graph. Positions are indices into ``body``; a cut at p is before ``body[p]``.
 
     Raises:
         UsageError: the model writes into one of its inputs.
@@ -54,11 +54,11 @@ class Flow:
     # ---- what a stage is made of ------------------------------------------------------------------------
 
     def crossing(self, position: int) -> list[fx.Node]:
-        """Return the body values that are made before a position and needed at or behind it, in order."""
+        """Return the body values that are produced before a position and needed at or behind it, in order."""
         return [node for node in self.body[:position] if self.last_use[node] >= position]
 
     def crossings(self) -> Iterator[tuple[int, list[fx.Node]]]:
-        """Yield each position between two body nodes with what crosses it."""
+        """Yield each position between two body nodes with the values that cross it."""
         alive: dict[fx.Node, int] = {}
         for position in range(1, len(self.body)):
             made = self.body[position - 1]
@@ -67,13 +67,13 @@ class Flow:
             yield position, list(alive)
 
     def may_cut(self, position: int, crossing: Iterable[fx.Node]) -> bool:
-        """Whether a cut may stand at a position that these values cross."""
+        """Return whether a cut is legal at a position that these values cross."""
         if any(begin < position <= end for begin, end in self._uncut):
             return False
         return all(isinstance(node.meta.get("val"), Tensor) for node in crossing)
 
     def needed(self, wanted: Iterable[Any], given: Iterable[fx.Node] = ()) -> set[fx.Node]:
-        """Return the nodes, leaves included, that computing ``wanted`` takes when ``given`` is there."""
+        """Return the nodes, leaves included, that are needed to compute ``wanted`` from ``given``."""
         found: set[fx.Node] = set(given)
         stack = [node for node in wanted if isinstance(node, fx.Node)]
         while stack:
@@ -85,7 +85,7 @@ class Flow:
         return found
 
     def leaves(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """Return the placeholders that the nodes read, directly or by what is rebuilt for them."""
+        """Return the placeholders that the nodes read, directly or through rebuilt nodes."""
         found: set[fx.Node] = set()
         for node in nodes:
             for each in (node, *node.all_input_nodes):
@@ -114,17 +114,17 @@ class Flow:
         return any(storage in self._writers for storage in _storages(node))
 
     def _touches_written(self, node: fx.Node) -> bool:
-        """Whether a value is, or is made of, something that cannot be rebuilt because it changes."""
+        """Return whether a value depends on something that is written in place and so cannot be rebuilt."""
         return any(self.is_written(n) for n in (node, *node.all_input_nodes) if n not in self.glue)
 
     def _companions(self, node: fx.Node) -> list[fx.Node]:
-        """Return the writers of a glue value's storage: whoever rebuilds the value needs what they wrote."""
+        """Return the writers of a glue value's storage, which must run before the value is rebuilt."""
         if node not in self.glue:
             return []
         return [writer for storage in _storages(node) for writer in self._writers.get(storage, ())]
 
     def _find_uncut(self) -> list[tuple[int, int]]:
-        """Return (first, last) positions between which no cut may stand, one for each written storage."""
+        """Return (first, last) positions that no cut may separate, one pair for each written storage."""
         spans: dict[int, tuple[int, int]] = {}
         for position, node in enumerate(self.body):
             touched = {s for each in (node, *node.all_input_nodes) for s in _storages(each)}
@@ -162,7 +162,7 @@ class Flow:
             spoiled |= found
 
     def _find_tiny(self) -> dict[fx.Node, int]:
-        """Return large values of tiny weights alone -> the bytes of those weights."""
+        """Return large values that depend on tiny weights alone -> the bytes of those weights."""
         parameters = self.exported.parameter_nodes
         tiny: dict[fx.Node, int] = {}
         for node in self.nodes:
@@ -190,7 +190,7 @@ class Flow:
     # ---- liveness and gradients -------------------------------------------------------------------------
 
     def _find_sources(self) -> dict[fx.Node, tuple[frozenset[fx.Node], frozenset[fx.Node]]]:
-        """Return node -> (body values, placeholders) that whoever needs the node's value must have."""
+        """Return node -> (body values, placeholders) from which the node's value can be computed."""
         sources: dict[fx.Node, tuple[frozenset[fx.Node], frozenset[fx.Node]]] = {}
         nothing: frozenset[fx.Node] = frozenset()
         for node in self.nodes:
@@ -207,7 +207,7 @@ class Flow:
         return sources
 
     def _find_last_uses(self) -> dict[fx.Node, int]:
-        """Return body node -> the last position that needs it; the outputs stand behind all positions."""
+        """Return body node -> the last position that needs it; the outputs are behind all positions."""
         last = dict(self.position)
         users: list[tuple[int, Iterable[fx.Node]]] = [
             (position, node.all_input_nodes) for node, position in self.position.items()
@@ -220,7 +220,7 @@ class Flow:
         return last
 
     def _find_gradients(self) -> set[fx.Node]:
-        """Return the nodes whose values may need a gradient; never too few."""
+        """Return a superset of the nodes whose values need a gradient."""
         parameters = dict(self.exported.model.named_parameters())
         found = {
             node for node, name in self.exported.parameter_nodes.items() if parameters[name].requires_grad
@@ -246,7 +246,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _storages(node: fx.Node) -> frozenset[int]:
-    """Return the storages that a node's value lies in; the traced values of views share them."""
+    """Return the storages of a node's value; the traced values of views share them."""
     cached: frozenset[int] | None = node.meta.get("shoal_storages")
     if cached is None:
         cached = frozenset(value.untyped_storage()._cdata for value in _tensors(node.meta.get("val")))
@@ -277,7 +277,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_random(node: fx.Node) -> bool:
-    """Whether a node, or anything in a nested graph that it calls, draws random numbers."""
+    """Return whether a node, or a nested graph that it calls, draws random numbers."""
     if draws(node):
         return True
     owner = node.graph.owning_module

@@ -1,4 +1,4 @@
-"""A stage's parameters and buffers: on its device, under the model's names, sharded over the replicas."""
+"""Puts a stage's parameters and buffers on its device, under the model's names, sharded over the replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.pipelining.stage import StageModule, replace_tensors
 from shoal.pipelining.stage_runner import StageRunner
 
 
-def put_on(device: torch.device, stages: Sequence[StageModule]) -> None:
+def move_stages(device: torch.device, stages: Sequence[StageModule]) -> None:
     """Move the stages to ``device``; a tensor that several of them share is moved once and stays shared.
 
     The model that was split keeps its own tensors, so that nothing of other stages moves and it can be freed.
@@ -25,7 +25,7 @@ def put_on(device: torch.device, stages: Sequence[StageModule]) -> None:
         stage.follow_device()
 
 
-def held(runners: Iterable[StageRunner]) -> tuple[dict[str, nn.Parameter], dict[str, Tensor], set[str]]:
+def state_of(runners: Iterable[StageRunner]) -> tuple[dict[str, nn.Parameter], dict[str, Tensor], set[str]]:
     """Return all stages' parameters and buffers by canonical name, and the buffers that are not saved."""
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, Tensor] = {}
@@ -41,11 +41,11 @@ def held(runners: Iterable[StageRunner]) -> tuple[dict[str, nn.Parameter], dict[
     return parameters, buffers, set(buffers) - saved
 
 
-def shard_state(runners: Iterable[StageRunner], mesh: DeviceMesh, whole: Collection[str]) -> None:
+def shard_stages(runners: Iterable[StageRunner], mesh: DeviceMesh, whole: Collection[str]) -> None:
     """Wrap each stage by FSDP2, with gradients summed over the replicas.
 
     Args:
-        whole: names of parameters that are not divided.
+        whole: names of parameters that are not sharded.
     """
     for runner in runners:
         names = runner.stage.parameter_names

@@ -1,4 +1,4 @@
-"""A pipeline's layout for people: what each stage is, costs and needs, what a step looks like, and why."""
+"""Formats a pipeline's layout: stages with cost and memory, the timeline of a step, and the reason."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _WIDTH = 96
 def explain(
     plan: Plan, predicted: Timeline, traced: Timeline | None, *, title: str, num_replicas: int
 ) -> str:
-    """Return several lines of at most about 110 characters."""
+    """Return a report of several lines of at most about 110 characters."""
     return _explain(plan, predicted, traced, title, num_replicas, _why(plan, predicted))
 
 
 def explain_layouts(layouts: Sequence[Layout], *, title: str) -> str:
-    """Return the same of the first of the layouts that were found for a model, and what speaks for it."""
+    """Return the same report for the first of the layouts that were found, and the reasons for all."""
     best = layouts[0]
     choice = best.choice
     plan = Plan(
@@ -110,7 +110,7 @@ def _why(plan: Plan, predicted: Timeline) -> str:
 
 
 def _drawn(name: str, timeline: Timeline, plan: Plan) -> str:
-    """Draw a step: a row a rank, forward as ``0123``, backward as ``[0]``, idle as dots."""
+    """Draw a step: one row per rank, forward as ``0123``, backward as ``[0]``, idle as dots."""
     scale = _WIDTH / timeline.makespan_s if timeline.makespan_s else 0.0
     lines = [
         f"{name} step, {_ms(timeline.makespan_s)}, bubble {timeline.bubble:.1%}: "

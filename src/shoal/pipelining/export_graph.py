@@ -1,7 +1,7 @@
-"""An unmodified model as one graph of aten operations, ready to be split.
+"""Exports an unmodified model as one graph of aten operations, ready to be split.
 
 ``torch.export`` traces the model without running it, also on the meta device, so that a model is split before
-a byte of it is allocated. The graph keeps what eager execution does, in-place operations included: nothing
+a byte of it is allocated. The graph keeps the operations of eager execution, in-place ones included: nothing
 is decomposed, so a stage computes bit for bit what the model computes.
 """
 
@@ -32,7 +32,7 @@ _REASON_LENGTH = 200
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Exported:
-    """A model's graph for one mode and one shape of inputs, and what its placeholders stand for.
+    """A model's graph for one mode and one shape of inputs, with the meaning of its placeholders.
 
     Parameters and buffers have canonical names: the first of ``model.named_parameters()`` for a tied one.
     """
@@ -42,7 +42,7 @@ class Exported:
     """The example: one micro-batch, by the names of the model's ``forward``."""
     training: bool
     module: fx.GraphModule
-    """Holds the graph, and nested graphs (regions without gradients, say) as children."""
+    """Holds the graph, with nested graphs (such as regions without gradients) as children."""
     input_nodes: dict[fx.Node, str]
     parameter_nodes: dict[fx.Node, str]
     buffer_nodes: dict[fx.Node, str]
@@ -68,12 +68,12 @@ def export_model(model: nn.Module, inputs: Mapping[str, Tensor], training: bool)
     """Trace a model in training or evaluation mode; its modes, parameters and buffers stay as they are.
 
     Args:
-        inputs: an example micro-batch; the shapes are fixed by it. On the meta device if the model is.
-        training: a model that is in training mode is traced as it is, frozen (``eval``) modules included.
+        inputs: an example micro-batch, which fixes the shapes. On the meta device if the model is.
+        training: trace a model that is in training mode as it is, frozen (``eval``) modules included.
 
     Raises:
-        UsageError: an input is no tensor, or the model cannot be exported: with the line of the model that
-            prevents it and the reason.
+        UsageError: an input is no tensor, or the model cannot be exported; the message has the line of the
+            model and the reason.
     """
     for name, value in inputs.items():
         if not isinstance(value, Tensor):
@@ -115,7 +115,7 @@ def _mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def _without_caches(model: nn.Module) -> Iterator[None]:
-    """Let transformers' decoders return no keys and values for generation, which training never uses."""
+    """Switch off key-value caches of transformers' decoders, which training never uses."""
     configs = {id(config): config for m in model.modules() if (config := getattr(m, "config", None))}
     caching = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
     for config in caching:
@@ -128,7 +128,7 @@ def _without_caches(model: nn.Module) -> Iterator[None]:
 
 
 def _read(program: Any, model: nn.Module, inputs: dict[str, Tensor], training: bool) -> Exported:
-    """Take from the exported program what a split needs; its graph is ours from here on."""
+    """Extract what a split needs from the exported program, and take over its graph."""
     signature, module = program.graph_signature, program.graph_module
     if signature.inputs_to_lifted_custom_objs:
         raise UsageError(f"{_name_of(model)} uses TorchScript objects, which a pipeline cannot split")
@@ -159,7 +159,7 @@ def _read(program: Any, model: nn.Module, inputs: dict[str, Tensor], training: b
 def _merged(
     placeholders: Mapping[str, fx.Node], names: Mapping[str, str], aliases: Mapping[str, str]
 ) -> dict[fx.Node, str]:
-    """Return node -> canonical name, one node a tensor: all uses of a tied one go to its first node."""
+    """Return node -> canonical name, one node per tensor: all uses of a tied one go to its first node."""
     nodes: dict[str, fx.Node] = {}
     for placeholder, name in names.items():
         node = placeholders[placeholder]
@@ -179,7 +179,7 @@ def _constant(value: Tensor, name: str) -> Tensor:
 
 
 def _clean(graph: fx.Graph) -> None:
-    """Drop checks of what is fixed by now, and what nothing uses and that changes nothing."""
+    """Remove checks of what is fixed by now, and unused nodes without side effects."""
     for node in reversed(graph.nodes):
         if node.op not in ("call_function", "get_attr") or node.users:
             continue
@@ -202,7 +202,7 @@ def _changes_something(node: fx.Node) -> bool:
 
 
 def _refusal(model: nn.Module, error: Exception) -> str:
-    """Say in one line where and why a model cannot be exported, and what to do."""
+    """Describe in one line where and why a model cannot be exported, and the remedy."""
     frame = _model_frame(model, error)
     where = f" at {frame.filename}:{frame.lineno} ({frame.line})" if frame else ""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -1,9 +1,9 @@
-"""Who was lost: when one process of a pipeline dies, all others say which, within seconds.
+"""Detects the death of a pipeline's process and names it on all others within seconds.
 
 Only the neighbours of a dead process notice it, by their broken connections; the others would wait for
-values that never come. So the first to fail calls the roll through the store by which the workers met. A
-thread of every worker looks for it, answers, and ends the waits of its own process. Whoever does not answer
-has died.
+values that never come. So the first process to fail requests a roll call through the store of the
+rendezvous. A thread of every worker polls for the request, answers it, and aborts the waits of its own
+process. A process that does not answer has died.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ABORT_TAG = 0x7FFF_FFE0
 _numbers = itertools.count()
 
 
-class Watch:
-    """Watches over the processes of one pipeline and of its replicas.
+class FailureDetector:
+    """Watches the processes of one pipeline and of its replicas.
 
     Args:
-        peers: what each global rank does in the pipeline, this one included: "stages 0, 2 of replica 1".
-        groups: those in which a step waits.
+        peers: role of each global rank, this one included: "stages 0, 2 of replica 1".
+        groups: process groups in which a step waits.
     """
 
     def __init__(self, peers: Mapping[int, str], *groups: dist.ProcessGroup | None) -> None:
@@ -72,7 +72,7 @@ class Watch:
             self._in_step.clear()
 
     def close(self) -> None:
-        """End the watch of this process."""
+        """Stop the thread of this process."""
         self._closed.set()
 
     def _listen(self) -> None:
@@ -93,7 +93,7 @@ class Watch:
                 _break_off(group, living - {self._rank})
 
     def _living(self) -> set[int]:
-        """Return the ranks that have answered the roll, after waiting for the others."""
+        """Return the ranks that have answered the roll call, after waiting for the others."""
         end = time.monotonic() + _ROLL_S
         while True:
             living = {rank for rank in self._peers if self._store.check([f"here/{rank}"])}
@@ -102,7 +102,8 @@ class Watch:
             time.sleep(_POLL_S / 3)
 
     def _reason(self, error: Exception | None) -> str | None:
-        """Return who has caused ``error``; ``None`` if this process itself has, or nobody can be named."""
+        """Return the process that caused ``error``, as a message; ``None`` if it is this one or cannot be
+        found."""
         if len(self._peers) == 1:
             return None
         try:
@@ -130,10 +131,10 @@ class Watch:
 
 
 def _break_off(group: dist.ProcessGroup, living: set[int]) -> None:
-    """End what this process waits for in ``group``.
+    """Abort the operations of this process that wait in ``group``.
 
-    gloo closes all connections of a group when a wait for a message runs out of time, which ends every
-    operation under way; it has no other way to be told. Backend "shoal" notices the loss itself.
+    gloo closes all connections of a group when a receive times out, which ends every operation in flight; it
+    has no other way to be aborted. Backend "shoal" notices the loss itself.
     """
     backend = dist.get_backend(group)
     with contextlib.suppress(RuntimeError):

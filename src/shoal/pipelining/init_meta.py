@@ -1,4 +1,4 @@
-"""Gives memory to the stages of a model that was split on the meta device.
+"""Allocates and initialises the stages of a model that was split on the meta device.
 
 Every process builds the whole model on the meta device, splits it, and allocates its own stages only.
 """
@@ -18,7 +18,7 @@ from shoal.pipelining.stage import StageModule, replace_tensors
 Initialise = Callable[[nn.Module], object]
 
 
-def materialise(
+def init_meta(
     stages: Sequence[StageModule],
     model: nn.Module,
     device: torch.device,
@@ -29,18 +29,18 @@ def materialise(
     """Allocate the weights of these stages on a device and initialise them; those of others stay on meta.
 
     A weight that several of the stages use becomes one object again, and the model's own modules hold the new
-    weights too. Each module of the model is initialised from a stream of (seed, its place in the model), so
+    weights too. Each module of the model is initialised from a stream of (seed, its index in the model), so
     that the values do not depend on the layout, as long as no cut divides a module that draws for several
     parameters at once.
 
     Args:
         model: the one that was exported.
-        initialise: what to do with each module, those without real weights included; default: transformers'
-            ``_init_weights`` of the nearest model around it, else its ``reset_parameters``. For weights that
-            are then loaded from a checkpoint, ``lambda module: None``.
+        initialise: called with each module, those without real weights included; default: transformers'
+            ``_init_weights`` of the nearest model around it, else its ``reset_parameters``. Pass
+            ``lambda module: None`` for weights that are then loaded from a checkpoint.
 
     Raises:
-        UsageError: without ``initialise``, a module with weights that knows neither.
+        UsageError: without ``initialise``, a module with weights has neither method.
     """
     held = nn.ModuleList(stage.weights for stage in stages)
     on_meta = {id(t) for t in (*held.parameters(), *held.buffers()) if t.is_meta}

@@ -1,12 +1,11 @@
-"""The loss of a global batch from those of its micro-batches.
+"""Combines the losses of micro-batches into the loss of the global batch.
 
-A model returns the mean over the targets of the micro-batch that it was given. The mean over the global
-batch is
+A model returns the mean over the targets of its micro-batch. The mean over the global batch is
 
     loss = sum over micro-batches m of  loss_m * count_m / count
 
-where ``count`` is the number of targets of all micro-batches of all replicas. Weighted so, the gradients that
-backward adds up are those of the one big batch, however it is divided.
+where ``count`` is the number of targets of all micro-batches of all replicas. With these weights, the
+gradients that backward accumulates are those of the one big batch, however it is divided.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def default_count(batch: Batch) -> Tensor | int:
 
 
 def num_rows(batch: Batch) -> int:
-    """Return the first dimension that all tensors of a batch share.
+    """Return the size of the first dimension, which all tensors of a batch share.
 
     Raises:
         UsageError: they do not share it, or no tensor has a dimension.
@@ -98,7 +97,8 @@ def _described(tensor: Tensor) -> str:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss in what a model returned: ``.loss``, key ``loss``, the first of a tuple, or itself.
+    """Return the loss in a model's output: ``.loss``, key ``loss``, the first of a tuple, or the output
+    itself.
 
     Raises:
         UsageError: there is no single number.

@@ -1,8 +1,7 @@
-"""What each unit of a model costs on this device: its passes are run and timed.
+"""Measures the cost of each unit of a model on this device: times its passes and counts saved bytes.
 
-Times are minima over repetitions: what a unit takes when nothing disturbs it. Entering a unit alone costs
-some microseconds that it does not cost inside a stage, so the whole model is timed in turns with the units,
-and their times are scaled to its sum.
+Times are minima over repetitions. Running a unit alone costs some microseconds that it does not cost inside a
+stage, so the whole model is timed alternately with the units, and their times are scaled to its sum.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from shoal.pipelining.export_graph import Exported
 from shoal.pipelining.random_streams import streams
 from shoal.pipelining.split import container_of, split
 from shoal.pipelining.stage import StageModule
-from shoal.pipelining.unit_runner import Piece, pieces_of, run_pieces
+from shoal.pipelining.unit_runner import UnitModule, run_units, unit_modules
 from shoal.pipelining.units import Units, units_of
 
 
@@ -34,12 +33,12 @@ def measure_cost(
 ) -> ModelCost:
     """Return the measured cost of every unit, for one micro-batch, on the device that the model is on.
 
-    The model is as before afterwards: gradients, buffers and generators too. It needs the memory of a
+    The model is unchanged afterwards: gradients, buffers and generators too. It needs the memory of a
     training step of the whole model; one that does not fit is estimated (``roofline.estimate_cost``).
 
     Args:
         inputs: one micro-batch; default: the one it was exported with.
-        repetitions: of each pass, after one that is not counted.
+        repetitions: of each pass, after one warm-up.
 
     Raises:
         UsageError: the model is on the meta device, or was not exported for training.
@@ -51,15 +50,15 @@ def measure_cost(
     units = units or units_of(exported)
     inputs = dict(inputs or exported.inputs)
     weights, constants = all_weights(exported.model), nn.Module()
-    pieces = pieces_of(units, weights, constants)
+    modules = unit_modules(units, weights, constants)
     (whole,) = split(exported, [], units=units)
     device = exported.device
-    timings, whole_timings = Timings(len(pieces), device), Timings(1, device)
+    timings, whole_timings = Timings(len(modules), device), Timings(1, device)
     with undisturbed(exported.model), streams(0, 0, range(1)):
-        saved = saved_bytes(pieces, inputs, units)
+        saved = saved_bytes(modules, inputs, units)
         for repetition in range(repetitions + 1):
             timings.counts = whole_timings.counts = repetition > 0
-            run_pieces(pieces, inputs, units.flow.gradient, timings.watch)
+            run_units(modules, inputs, units.flow.gradient, timings.watch)
             _run_whole(whole, inputs, whole_timings)
     forward, backward = (_scaled(timings.best(f), whole_timings.best(f)[0]) for f in (True, False))
     return cost_of(units, forward, backward, saved, "measured")
@@ -92,16 +91,16 @@ class Timings:
             torch.accelerator.synchronize(self._device)
 
 
-def saved_bytes(pieces: list[Piece], inputs: Mapping[str, Tensor], units: Units) -> list[int]:
-    """Return what each unit keeps for its backward pass; each storage counts once, for the first that does.
+def saved_bytes(modules: list[UnitModule], inputs: Mapping[str, Tensor], units: Units) -> list[int]:
+    """Return the bytes that each unit saves for its backward pass; a storage counts for the first unit only.
 
-    Parameters, buffers and root inputs do not count: they are there anyway.
+    Parameters, buffers and root inputs do not count.
     """
     model = units.flow.exported.model
-    weights = [t for piece in pieces for t in (*piece.module.parameters(), *piece.module.buffers())]
+    weights = [t for piece in modules for t in (*piece.module.parameters(), *piece.module.buffers())]
     seen = {t.untyped_storage()._cdata for t in (*weights, *model.parameters(), *inputs.values())}
     kept: list[Tensor] = []  # a storage that is freed would give its address to another
-    sums = [0] * len(pieces)
+    sums = [0] * len(modules)
 
     @contextmanager
     def watch(index: int, forward: bool) -> Iterator[None]:
@@ -116,14 +115,14 @@ def saved_bytes(pieces: list[Piece], inputs: Mapping[str, Tensor], units: Units)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
             yield
 
-    run_pieces(pieces, inputs, units.flow.gradient, watch)
+    run_units(modules, inputs, units.flow.gradient, watch)
     return sums
 
 
 def cost_of(
     units: Units, forward: list[float], backward: list[float], saved: list[int], source: Any
 ) -> ModelCost:
-    """Return the figures of all units as one cost."""
+    """Combine the figures of all units into one cost."""
     figures = zip(units.names, forward, backward, units.parameters, saved, strict=True)
     return ModelCost(
         units=tuple(
@@ -157,7 +156,7 @@ def _scaled(times: list[float], whole: float) -> list[float]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Give the model back with the gradients and buffers that it came with."""
+    """Restore the gradients and buffers of a model on leaving."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     for parameter, _ in gradients:

@@ -1,7 +1,7 @@
-"""What all ranks of a pipeline agree on before they build it: cuts, schedule, and the costs to expect.
+"""Decides cuts, schedule and expected costs on the first rank, and sends them to all ranks of a pipeline.
 
-The first rank decides, by the pure functions of :mod:`shoal.decide`, and tells the others: they need not
-measure, and rounding on another machine cannot lead them elsewhere.
+The pure functions of :mod:`shoal.decide` take the decision. The other ranks need not measure, and rounding
+on another machine cannot lead them to another plan.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from shoal.decide.autotune import Conditions, choose_schedule
 from shoal.decide.cost import Link, ModelCost, StageCost, stage_costs
 from shoal.decide.pipeline_simulator import Action, Schedule, Timeline, simulate
-from shoal.pipelining.process_groups import Groups
+from shoal.pipelining.process_groups import ProcessGroups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,11 @@ class Plan:
     stages: tuple[StageCost, ...]
     link: Link | None
     rank_bytes: tuple[int, ...]
-    """What each rank is expected to need."""
+    """Memory that each rank is expected to need."""
     source: str
-    """Whether costs were measured or estimated."""
+    """Source of the costs: measured or estimated."""
     first_units: tuple[str, ...]
-    """Where each stage begins: the name of its first unit."""
+    """Name of the first unit of each stage."""
     alternatives: tuple[Alternative, ...]
     """The other schedules, the best first."""
 
@@ -54,7 +54,7 @@ class Plan:
 
 
 def decide(
-    groups: Groups,
+    groups: ProcessGroups,
     make_cost: Callable[[], ModelCost],
     *,
     num_micro_batches: int,

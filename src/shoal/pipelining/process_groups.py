@@ -1,7 +1,7 @@
-"""The process groups of a pipeline, and what its ranks tell each other before the first step.
+"""Holds the process groups of a pipeline, and the exchange of small facts before the first step.
 
-Facts travel as JSON in a tensor: torch's own object collectives pickle what they send, and a peer's bytes are
-never unpickled here.
+Facts travel as JSON in a tensor: torch's own object collectives pickle, and a peer's bytes are never
+unpickled here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUM_PINGS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Groups:
+class ProcessGroups:
     """This worker's pipeline, and the replicas that hold the same stages."""
 
     mesh: DeviceMesh
@@ -79,10 +79,10 @@ class Groups:
         return decided["value"]
 
     def together(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on every rank; where one refuses, the others refuse with its words.
+        """Run ``action`` on every rank; if one raises, all ranks raise the same error.
 
         Raises:
-            ShoalError: of the first rank that raised one, as the class it was, on all ranks of the pipeline.
+            ShoalError: of the first rank that raised one, with its class, on all ranks of the pipeline.
         """
         failure: ShoalError | None = None
         try:
@@ -106,7 +106,7 @@ class Groups:
         return broadcast_json(value, self.group, self.device) if self.num_ranks > 1 else value
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add ``tensor`` up over all ranks of all replicas, in place."""
+        """Sum ``tensor`` over all ranks of all replicas, in place."""
         if self.num_ranks > 1:
             dist.all_reduce(tensor, group=self.group)
         if self.data_group is not None:
@@ -114,13 +114,15 @@ class Groups:
         return tensor
 
 
-def make_groups(mesh: DeviceMesh | None, data_mesh: DeviceMesh | None, device: torch.device) -> Groups:
-    """Check the meshes that a user gave. Without one, all workers are one pipeline.
+def make_process_groups(
+    mesh: DeviceMesh | None, data_mesh: DeviceMesh | None, device: torch.device
+) -> ProcessGroups:
+    """Check the meshes of the user. Without one, all workers are one pipeline.
 
     As ``init_device_mesh`` does, this makes the default process group where a single process has none.
 
     Raises:
-        UsageError: a mesh of more than one dimension.
+        UsageError: a mesh has more than one dimension.
     """
     if not dist.is_initialized() and mesh is None:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -139,7 +141,7 @@ def make_groups(mesh: DeviceMesh | None, data_mesh: DeviceMesh | None, device: t
                 f"{name} has {given.ndim} dimensions {given.mesh_dim_names}; "
                 "it must have one: pass mesh['pp'] or mesh['dp']"
             )
-    return Groups(mesh=mesh, data_mesh=data_mesh, device=device)
+    return ProcessGroups(mesh=mesh, data_mesh=data_mesh, device=device)
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device, root: int = 0) -> Any:
@@ -170,8 +172,8 @@ def exchange(group: dist.ProcessGroup, *messages: Message) -> None:
         work.wait()
 
 
-def measure_link(groups: Groups) -> Link | None:
-    """Return what the first two ranks of the pipeline measure between them; ``None`` elsewhere."""
+def measure_link(groups: ProcessGroups) -> Link | None:
+    """Measure the link between the first two ranks of the pipeline, on both; ``None`` elsewhere."""
     if groups.num_ranks == 1 or groups.rank > 1:
         return None
     small, large = (torch.zeros(size, dtype=torch.uint8, device=groups.device) for size in (8, _PROBE_BYTES))
@@ -181,7 +183,7 @@ def measure_link(groups: Groups) -> Link | None:
     return Link(bytes_per_s=_PROBE_BYTES / max(there_s - latency_s, 1e-9), latency_s=latency_s)
 
 
-def _ping(tensor: torch.Tensor, groups: Groups) -> float:
+def _ping(tensor: torch.Tensor, groups: ProcessGroups) -> float:
     """Send a tensor there and back; return the seconds."""
     begin = time.perf_counter()
     ways = (dist.isend, dist.irecv)

@@ -1,10 +1,10 @@
-"""Random operations that draw the same numbers however a model is split.
+"""Makes random operations draw the same numbers however a model is split.
 
-A model's dropout takes its numbers from one generator, in the order in which the operations run: on another
-number of stages, or with micro-batches in another order, it takes others. Here every random operation of an
-exported graph is numbered, in the graph before it is split. Dropout and attention with dropout then belong to
-samples (:mod:`shoal.dropout`), so that other micro-batches and replicas drop the same elements. Any other
-random operation seeds the generator from (seed, step, first sample, its number), which takes about 5 µs.
+A model's dropout draws from one generator, in the order in which the operations run: with another number of
+stages, or micro-batches in another order, it draws others. Here every random operation of an exported graph
+is numbered before the graph is split. Dropout and attention with dropout are then keyed by sample
+(:mod:`shoal.dropout`), so that other micro-batches and replicas drop the same elements. Any other random
+operation seeds the generator from (seed, step, first sample, its number), which takes about 5 µs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SWITCHES = ("train", "training")
 
 @dataclass
 class _Streams:
-    """Where the operations of one stage's pass draw from, and the generators' states before it."""
+    """The streams of one stage's pass, and the generators' states before it."""
 
     run_seed: int
     step: int
@@ -60,7 +60,7 @@ _current: ContextVar[_Streams | None] = ContextVar("shoal_streams", default=None
 def streams(seed: int, step: int, samples: range) -> Iterator[None]:
     """Let stages that run inside draw from the streams of this step and micro-batch.
 
-    The generators are as before on leaving. Backward passes draw nothing and may run outside. Without this
+    The generators are restored on leaving. Backward passes draw nothing and may run outside. Without this
     context a stage draws from the default generator as any model does.
 
     Args:
@@ -77,7 +77,7 @@ def streams(seed: int, step: int, samples: range) -> Iterator[None]:
 
 
 def draw(operation: Any, key: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a random operation on its own stream; what :func:`number_draws` puts in the operation's place."""
+    """Run a random operation on its own stream; :func:`number_draws` substitutes it for the operation."""
     current = _current.get()
     if current is not None:
         device = _device_of(args, kwargs)
@@ -99,7 +99,7 @@ def own_stream(key: int, device: torch.device) -> Iterator[None]:
 
 
 def number_draws(module: fx.GraphModule) -> None:
-    """Put :func:`draw` in the place of all random operations of a graph, those of nested graphs included."""
+    """Substitute :func:`draw` for all random operations of a graph, those of nested graphs included."""
     key = 0
     graphs = [child for child in module.modules() if isinstance(child, fx.GraphModule)]
     for graph_module in graphs:
@@ -112,7 +112,7 @@ def number_draws(module: fx.GraphModule) -> None:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a node draws random numbers: dropout with probability 0 or outside training does not."""
+    """Return whether a node draws random numbers: dropout with probability 0 or outside training does not."""
     if node.target is draw:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -137,7 +137,7 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def operation_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """Return what a node calls and its positional arguments, whether it draws from a stream or not."""
+    """Return the operation of a node and its positional arguments, without :func:`draw` around them."""
     if node.target is draw:
         return node.args[0], tuple(node.args[2:])
     return node.target, tuple(node.args)

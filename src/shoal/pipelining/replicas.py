@@ -1,8 +1,7 @@
-"""Gradients added up over the replicas of a pipeline, while other stages still compute.
+"""Sums gradients over the replicas of a pipeline while other stages still compute.
 
-The losses are weighted by the target tokens of the global batch, so gradients are summed, not averaged. A
-stage's parameters are summed when its last backward pass of the step is done; FSDP2 does it itself for those
-it shards.
+The losses are weighted by the targets of the global batch, so gradients are summed, not averaged. A stage's
+parameters are summed when its last backward pass of the step is done; FSDP2 sums those that it shards.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from shoal.decide.server_assignment import DDP_BUCKET_BYTES
 
 
 class ReplicaSum:
-    """Sums gradients over the replicas, in buckets that are under way while backward goes on elsewhere."""
+    """Sums gradients over the replicas in buckets, overlapped with the backward passes of other stages."""
 
     def __init__(self, group: dist.ProcessGroup | None, bucket_bytes: int = DDP_BUCKET_BYTES) -> None:
         self._group = group
@@ -51,7 +50,7 @@ class ReplicaSum:
         self._under_way.append((work, flat, gradients))
 
     def finish(self) -> None:
-        """Wait for all sums and put them where the gradients were."""
+        """Wait for all sums and copy them into the gradients."""
         for work, flat, gradients in self._under_way:
             work.wait()
             parts = torch.split(flat, [gradient.numel() for gradient in gradients])

@@ -1,8 +1,8 @@
-"""What each unit of a model would cost on a device that is not here, or for a model that fits none.
+"""Estimates the cost of each unit of a model on a device that is absent, or for a model that fits none.
 
 Every unit's passes run on the meta device, where operations have shapes and no values. An operation takes as
-long as its arithmetic or its memory traffic at the device's rates, whichever is longer, and no less than it
-takes to launch it (the roofline of Williams, Waterman, Patterson, CACM 2009).
+long as its arithmetic or its memory traffic at the device's rates, whichever is longer, and no less than its
+launch (the roofline model of Williams, Waterman, Patterson, CACM 2009).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from shoal.errors import UsageError
 from shoal.pipelining.export_graph import Exported
 from shoal.pipelining.measure_cost import all_weights, cost_of, saved_bytes
 from shoal.pipelining.stage import replace_tensors, retarget
-from shoal.pipelining.unit_runner import pieces_of, run_pieces
+from shoal.pipelining.unit_runner import run_units, unit_modules
 from shoal.pipelining.units import Units, units_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device reaches, not what its data sheet says."""
+    """Achieved rates of a device, not those of its data sheet."""
 
     flops_per_s: float
-    """Of matrix products, in the precision of the run; data sheets promise about twice of what is reached."""
+    """Of matrix products, in the precision of the run; data sheets promise about twice as much."""
     bytes_per_s: float
-    """Of its memory."""
+    """Memory bandwidth."""
     launch_s: float = 5e-6
-    """No operation is shorter."""
+    """Lower bound of an operation."""
 
 
 def estimate_cost(exported: Exported, rates: Rates, *, units: Units | None = None) -> ModelCost:
@@ -52,17 +52,17 @@ def estimate_cost(exported: Exported, rates: Rates, *, units: Units | None = Non
         raise UsageError("an estimate needs a model exported for training")
     units = units or units_of(exported)
     weights, constants = all_weights(exported.model), nn.Module()
-    pieces = pieces_of(units, weights, constants)
+    modules = unit_modules(units, weights, constants)
     replace_tensors(
         nn.ModuleList([weights, constants]), lambda tensor: torch.empty_like(tensor, device="meta")
     )
     if exported.device.type != "meta":
-        for piece in pieces:
+        for piece in modules:
             retarget(piece.module, exported.device, torch.device("meta"))
     inputs = {name: value.to("meta") for name, value in exported.inputs.items()}
-    clock = _Clock(rates, len(pieces))
-    run_pieces(pieces, inputs, units.flow.gradient, clock.watch)
-    saved = saved_bytes(pieces, inputs, units)
+    clock = _Clock(rates, len(modules))
+    run_units(modules, inputs, units.flow.gradient, clock.watch)
+    saved = saved_bytes(modules, inputs, units)
     return cost_of(units, clock.seconds[True], clock.seconds[False], saved, "roofline")
 
 

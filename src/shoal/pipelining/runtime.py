@@ -1,4 +1,4 @@
-"""The pipeline that a worker takes part in: its stages, and what a step of them does."""
+"""Runs the steps of a pipeline on one worker."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from shoal.decide.pipeline_simulator import Timeline
 from shoal.pipelining.adapter import RunningStage, ScheduleRuntime
-from shoal.pipelining.device_placement import held
+from shoal.pipelining.device_placement import state_of
 from shoal.pipelining.explain import explain
-from shoal.pipelining.failure_detector import Watch
+from shoal.pipelining.failure_detector import FailureDetector
 from shoal.pipelining.loss import Batch, Count, check_inputs, micro_batches, num_rows, weighted
 from shoal.pipelining.pipeline_plan import Plan
-from shoal.pipelining.process_groups import Groups
+from shoal.pipelining.process_groups import ProcessGroups
 from shoal.pipelining.random_streams import streams
 from shoal.pipelining.replicas import ReplicaSum
 from shoal.pipelining.stage_runner import StageRunner
-from shoal.pipelining.state_dict import Part
-from shoal.pipelining.tied_weights import Ties
+from shoal.pipelining.state_dict import ModelPart
+from shoal.pipelining.tied_weights import TiedWeights
 from shoal.pipelining.trace import Tracer, clock_offset, gather, step_row, timeline_of
 from shoal.pipelining.verify import Reference, compare
 from shoal.record import PipelineStep
@@ -32,24 +32,24 @@ from shoal.record import PipelineStep
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What :meth:`Pipeline.evaluate` returns."""
+    """Result of :meth:`Pipeline.evaluate`."""
 
     loss: Tensor
-    """Of the whole global batch, on every rank."""
+    """Mean over the targets of the whole global batch, on every rank, ``[]``."""
     outputs: list[Any] | None
-    """On the last stage's rank: what the model returned for each micro-batch. ``None`` elsewhere."""
+    """On the last stage's rank: the model's output for each micro-batch. ``None`` elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a pipeline computes, besides its plan."""
+    """Options of a pipeline besides its plan."""
 
     example: dict[str, Tensor]
     """A replica's batch, on the meta device."""
     count: Count
     seed: int
     title: str
-    """What it is, for people: the model's name."""
+    """Name of the model, for reports."""
 
 
 Streams = Callable[[int], AbstractContextManager[None]]
@@ -66,7 +66,7 @@ class Pipeline:
         plan: The layout, the same on all workers.
         timeline: The predicted timeline of a step.
         traced: The measured timeline of the last step inside :meth:`tracing`.
-        step_number: How many steps were made. A run that goes on from a checkpoint sets it: random streams
+        step_number: Number of completed steps. Set it when resuming from a checkpoint: random streams
             (dropout) depend on it.
     """
 
@@ -75,7 +75,7 @@ class Pipeline:
         plan: Plan,
         runners: Mapping[int, StageRunner],
         owners: Mapping[str, tuple[int, ...]],
-        groups: Groups,
+        groups: ProcessGroups,
         settings: Settings,
         *,
         aliases: Mapping[str, str],
@@ -97,40 +97,42 @@ class Pipeline:
         self._settings = settings
         self._reference = reference
         self._draws: Streams = _no_streams
-        parameters, buffers, not_saved = held(runners.values())
-        self.module = Part(parameters, buffers, aliases=aliases, not_saved=not_saved)
+        parameters, buffers, not_saved = state_of(runners.values())
+        self.module = ModelPart(parameters, buffers, aliases=aliases, not_saved=not_saved)
         self._parameters = parameters
-        self._ties = Ties(owners, parameters, groups.group)
+        self._ties = TiedWeights(owners, parameters, groups.group)
         self._replicas = ReplicaSum(groups.data_group)
         self._replicated = self._find_replicated()
         self._left: dict[int, set[nn.Parameter]] = {}
         self._tracer = Tracer(groups.device, self._inside)
         self._offset_s = clock_offset(groups.group, groups.device)
         self._runtimes: dict[bool, ScheduleRuntime] = {}
-        self._watch = Watch(_peers(plan, groups), groups.group, groups.data_group)
+        self._failures = FailureDetector(_peers(plan, groups), groups.group, groups.data_group)
 
     # ---- a step -----------------------------------------------------------------------------------------
 
     def step(self, **batch: Tensor) -> Tensor:
         """Run forward and backward of a batch: ``module`` then has the gradients of the global batch.
 
-        Gradients of an earlier step are dropped. There is no optimizer step in it.
+        Gradients of an earlier step are dropped. Call the optimizer afterwards.
 
         Args:
-            batch: this replica's rows, by the names and with the shapes of the example; the same on every
-                rank of the pipeline.
+            batch: this replica's rows, with the names, shapes and dtypes of the example; the same on every
+            rank
+                of the pipeline.
 
         Returns:
-            The mean loss over the targets of the global batch, on every rank [].
+            The mean loss over the targets of the global batch, on every rank, ``[]``.
 
         Raises:
-            UsageError: names, shapes or dtypes of the batch are others than the example's.
-            ShoalError: another worker was lost, which the message names; or the first step is not that of the
-                unsplit model (``verify``).
+            UsageError: names, shapes or dtypes of the batch differ from the example's.
+            ShoalError: another worker was lost, which the message names; or the first step differs from that
+            of
+                the unsplit model (``verify``).
         """
         parts = self._parts(batch)
         self.module.zero_grad(set_to_none=True)
-        with self._watch.step():
+        with self._failures.step():
             weights = self._weights(parts)
             self._draws = self._streams()
             reference = self._reference(parts, weights, self._draws) if self._reference else None
@@ -151,7 +153,7 @@ class Pipeline:
         return loss
 
     def evaluate(self, **batch: Tensor) -> Evaluation:
-        """Run the evaluation graph forward over a batch of the example's shapes, without gradients.
+        """Run the evaluation graph forward over a batch with the example's shapes, without gradients.
 
         Buffers (BatchNorm's statistics) are those of the first replica, on all.
 
@@ -160,7 +162,7 @@ class Pipeline:
         """
         parts = self._parts(batch)
         last = self._runners.get(self.plan.schedule.num_stages - 1)
-        with self._watch.step(), torch.no_grad():
+        with self._failures.step(), torch.no_grad():
             self._share_buffers()
             weights = self._weights(parts)
             self._set_mode(False)
@@ -179,7 +181,7 @@ class Pipeline:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Measure the steps inside: ``traced`` is then the last one's timeline. All ranks trace or none."""
+        """Measure the steps inside; ``traced`` is then the last one's timeline. All ranks trace or none."""
         self._tracer.on = True
         try:
             yield
@@ -187,11 +189,12 @@ class Pipeline:
             self._tracer.on = False
 
     def owned(self, name: str) -> bool:
-        """Whether this rank counts a parameter in norms: of a tied one on several ranks, the first does."""
+        """Return whether this rank counts a parameter in norms: the first rank counts one tied over
+        several."""
         return self._ties.owned(name)
 
     def _streams(self) -> Streams:
-        """Return what micro-batch m of this replica's next step draws its random numbers in."""
+        """Return the random streams of micro-batch m of this replica's next step."""
         number = self.plan.schedule.num_micro_batches
         size, first = num_rows(self._settings.example) // number, self._groups.replica * number
         step, seed = self.step_number, self._settings.seed
@@ -203,7 +206,7 @@ class Pipeline:
         return of_micro_batch
 
     def explain(self) -> str:
-        """Return a text for people: stages, their cost and memory, the timeline, and why this layout."""
+        """Return a report: stages, their cost and memory, the timeline, and the reason for this layout."""
         return explain(
             self.plan,
             self.timeline,
@@ -221,8 +224,8 @@ class Pipeline:
         return step_row(self.plan.schedule, self.timeline, self.traced, step=step)
 
     def close(self) -> None:
-        """End the threads that watch over the other workers."""
-        self._watch.close()
+        """Stop the thread that watches the other workers."""
+        self._failures.close()
 
     # ---- parts of a step --------------------------------------------------------------------------------
 
@@ -252,7 +255,7 @@ class Pipeline:
             runner.train(training)
 
     def _runtime(self, training: bool) -> ScheduleRuntime:
-        """Return the runtime of a mode, made when it is first needed: the stages must be in that mode."""
+        """Return the runtime of a mode, created on first use: the stages must be in that mode."""
         if training not in self._runtimes:
             schedule, groups = self.plan.schedule, self._groups
             stages = [
@@ -283,13 +286,14 @@ class Pipeline:
         }
 
     def _reduced(self, stage: int) -> None:
-        """Begin to sum the gradients of a stage that is done; not those that another here still adds to."""
+        """Begin to sum the gradients of a finished stage, except those that another stage here still adds
+        to."""
         mine = self._left.pop(stage, set())
         ready = mine.difference(*self._left.values())
         self._replicas.start([p for p in self._parameters.values() if p in ready])
 
     def _unreduced(self) -> list[nn.Parameter]:
-        """Return what was not summed when its stage was done: FSDP's runtime does not say when that is."""
+        """Return the parameters not summed when their stage finished: FSDP's runtime has no such event."""
         left = set[nn.Parameter]().union(*self._left.values())
         self._left = {}
         return [p for p in self._parameters.values() if p in left]
@@ -311,8 +315,8 @@ def _no_streams(micro_batch: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _peers(plan: Plan, groups: Groups) -> dict[int, str]:
-    """Return what every worker of all replicas does, by global rank."""
+def _peers(plan: Plan, groups: ProcessGroups) -> dict[int, str]:
+    """Return the role of every worker of all replicas, by global rank."""
     column = torch.tensor(
         dist.get_process_group_ranks(groups.data_group) if groups.data_group else [dist.get_rank()],
         device=groups.device,

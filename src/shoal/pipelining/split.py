@@ -1,9 +1,9 @@
-"""Splits an exported model into stages that talk to their neighbours only.
+"""Splits an exported model into stages that communicate with their neighbours only.
 
-1. A value that a later stage needs travels hop by hop (*relay*): every stage between hands it on.
-2. What can be computed from root inputs and tiny weights is computed again where it is needed (``flow``).
-3. A weight that several stages use is one ``nn.Parameter`` in all of them; who trains them on several
-   processes adds up its gradients.
+1. A value that a later stage needs travels hop by hop (*relay*): every stage between passes it on.
+2. Values of root inputs and tiny weights are computed again where they are needed (``dataflow``).
+3. A weight that several stages use is one ``nn.Parameter`` in all of them; across processes its gradients
+   must be summed (``tied_weights``).
 4. Buffers stay in the stage that writes them.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from shoal.errors import UsageError
-from shoal.pipelining.dataflow import Flow
+from shoal.pipelining.dataflow import Dataflow
 from shoal.pipelining.export_graph import Exported
 from shoal.pipelining.random_streams import operation_of
 from shoal.pipelining.stage import Body, StageModule, TensorSpec, owner_of
@@ -32,8 +32,8 @@ def split(
 
     Args:
         evaluation: the same model's other graph; its parts join the stages, on the same parameters, and
-            ``stage.train()`` and ``stage.eval()`` choose.
-        units: ``units_of(exported)`` if it is there already.
+            ``stage.train()`` and ``stage.eval()`` choose between them.
+        units: ``units_of(exported)``, if already computed.
 
     Raises:
         UsageError: cuts that do not divide the units, or an evaluation graph of another structure.
@@ -44,13 +44,15 @@ def split(
     if evaluation is not None:
         if evaluation.training == exported.training or evaluation.model is not exported.model:
             raise UsageError("evaluation must be the same model, exported in the other mode")
-        other = Flow(evaluation)
+        other = Dataflow(evaluation)
         flows[evaluation.training] = other
         bounds[evaluation.training] = _same_places(units.flow, units.bounds(cuts), other)
     return [_stage(index, len(cuts) + 1, flows, bounds) for index in range(len(cuts) + 1)]
 
 
-def _stage(index: int, num_stages: int, flows: dict[bool, Flow], bounds: dict[bool, Bounds]) -> StageModule:
+def _stage(
+    index: int, num_stages: int, flows: dict[bool, Dataflow], bounds: dict[bool, Bounds]
+) -> StageModule:
     exported = next(iter(flows.values())).exported
     weights = _weights(index, flows, bounds)
     constants = nn.Module()
@@ -70,7 +72,7 @@ def _stage(index: int, num_stages: int, flows: dict[bool, Flow], bounds: dict[bo
 
 
 def _body(
-    flow: Flow, bounds: tuple[int, int], is_last: bool, weights: nn.Module, constants: nn.Module
+    flow: Dataflow, bounds: tuple[int, int], is_last: bool, weights: nn.Module, constants: nn.Module
 ) -> Body:
     begin, end = bounds
     received = flow.crossing(begin) if begin else []
@@ -87,15 +89,16 @@ def _body(
     )
 
 
-def _spec(node: fx.Node, flow: Flow) -> TensorSpec:
+def _spec(node: fx.Node, flow: Dataflow) -> TensorSpec:
     value = node.meta["val"]
     assert isinstance(value, Tensor), "a cut where a tuple is alive is no unit boundary"
     needs_gradient = flow.exported.training and node in flow.gradient
     return TensorSpec(shape=tuple(value.shape), dtype=value.dtype, requires_grad=needs_gradient)
 
 
-def _weights(index: int, flows: dict[bool, Flow], bounds: dict[bool, Bounds]) -> nn.Module:
-    """Return what the stage's graphs read; the first stage also keeps what no graph reads."""
+def _weights(index: int, flows: dict[bool, Dataflow], bounds: dict[bool, Bounds]) -> nn.Module:
+    """Return the tensors that the stage's graphs read; the first stage also keeps those that no graph
+    reads."""
     parameters: set[str] = set()
     buffers: set[str] = set()
     for mode, flow in flows.items():
@@ -116,17 +119,17 @@ def _weights(index: int, flows: dict[bool, Flow], bounds: dict[bool, Bounds]) ->
     return container_of(model, in_order, [name for name, _ in model.named_buffers() if name in buffers])
 
 
-def _leaves(flow: Flow, bounds: tuple[int, int], is_last: bool) -> set[fx.Node]:
+def _leaves(flow: Dataflow, bounds: tuple[int, int], is_last: bool) -> set[fx.Node]:
     begin, end = bounds
     results = flow.exported.outputs if is_last else []
     return flow.needed([*flow.body[begin:end], *results], flow.crossing(begin) if begin else [])
 
 
-def _same_places(flow: Flow, bounds: Bounds, other: Flow) -> Bounds:
-    """Return where the other mode's graph is cut so that every stage reads the parameters it has already.
+def _same_places(flow: Dataflow, bounds: Bounds, other: Dataflow) -> Bounds:
+    """Return cuts of the other mode's graph such that every stage reads the same parameters in both modes.
 
-    The two graphs differ in what training alone does. The other graph is cut before the node that is nearest
-    to the one behind the cut here, at a valid place that divides the parameters in the same way.
+    The two graphs differ where training does. The other graph is cut before the node that is nearest to the
+    first node behind the cut here, at a legal place that divides the parameters in the same way.
     """
     labels = {label: position for position, label in enumerate(_labels(other))}
     places = [labels.get(label) for label in _labels(flow)]
@@ -152,8 +155,9 @@ def _same_places(flow: Flow, bounds: Bounds, other: Flow) -> Bounds:
     return list(zip(starts, [*starts[1:], len(other.body)], strict=True))
 
 
-def _labels(flow: Flow) -> list[tuple[str, str, int]]:
-    """Return what each body node is in either graph: module, operation, and which of those by number."""
+def _labels(flow: Dataflow) -> list[tuple[str, str, int]]:
+    """Return a label of each body node that is the same in both graphs: module, operation, and its number
+    there."""
     counts: dict[tuple[str, str], int] = {}
     labels = []
     for node in flow.body:
@@ -163,7 +167,7 @@ def _labels(flow: Flow) -> list[tuple[str, str, int]]:
     return labels
 
 
-def _parameters(flow: Flow, begin: int, end: int, *, is_last: bool) -> set[str]:
+def _parameters(flow: Dataflow, begin: int, end: int, *, is_last: bool) -> set[str]:
     names = flow.exported.parameter_nodes
     return {names[node] for node in _leaves(flow, (begin, end), is_last) if node in names}
 
@@ -172,7 +176,7 @@ def _parameters(flow: Flow, begin: int, end: int, *, is_last: bool) -> set[str]:
 
 
 def assemble(
-    flow: Flow,
+    flow: Dataflow,
     begin: int,
     end: int,
     *,
@@ -183,8 +187,8 @@ def assemble(
 ) -> tuple[fx.GraphModule, tuple[str, ...]]:
     """Return a module that runs the body positions [begin, end), and the root inputs that it reads.
 
-    The module takes the values of ``given``, then those root inputs; it returns ``results``. What is rebuilt
-    is computed in it from leaves and ``given``. Parameters and buffers are read from ``weights``, which is
+    The module takes the values of ``given``, then those root inputs; it returns ``results``. Rebuilt values
+    are computed in it from leaves and ``given``. Parameters and buffers are read from ``weights``, which is
     shared, not copied; constants that it needs are added to ``constants``.
     """
     exported = flow.exported
@@ -221,7 +225,7 @@ def container_of(model: nn.Module, parameters: Iterable[str], buffers: Iterable[
 
 
 def _copy(
-    node: fx.Node, flow: Flow, graph: fx.Graph, root: nn.Module, made: dict[fx.Node, fx.Node]
+    node: fx.Node, flow: Dataflow, graph: fx.Graph, root: nn.Module, made: dict[fx.Node, fx.Node]
 ) -> fx.Node:
     exported = flow.exported
     if node.op == "call_function":

@@ -1,8 +1,8 @@
-"""Splits a model by a list of module names for each stage: for what cannot be exported, or by wish.
+"""Splits a model by lists of module names, one per stage: for models that cannot be exported, or by choice.
 
-The modules named form a chain: each gets what the one before returned, and by name those of the model's
-inputs that its ``forward`` takes besides. A model is such a chain, or it is refused: the chain must return
-what the model returns, and hold all of its parameters.
+The named modules form a chain: each gets the output of the one before and, by name, those of the model's
+inputs that its ``forward`` also takes. A model that is no such chain is refused: the chain must return what
+the model returns, and hold all of its parameters.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def split_by_modules(model: nn.Module, stages: Sequence[Sequence[str]], inputs: 
 
 @dataclass(frozen=True, eq=False)
 class _Link:
-    """A module of the chain; its random operations draw from a stream of its own, whatever its stage is."""
+    """A module of the chain; its random operations draw from a stream of its own, independent of its
+    stage."""
 
     module: nn.Module
     name: str
@@ -89,13 +90,13 @@ class _Link:
             return self.module(*positional, **by_name)
 
     def takes(self, names: list[str], num_positional: int) -> list[str]:
-        """Return which of the model's inputs the module takes by name behind its positional arguments."""
+        """Return the model's inputs that the module takes by name, behind its positional arguments."""
         behind = list(inspect.signature(self.module.forward).parameters)[num_positional:]
         return [name for name in names if name in behind]
 
 
 class _Chain:
-    """Runs the modules of one stage on what was relayed and on the root inputs that they take."""
+    """Runs the modules of one stage on relayed values and on the root inputs that they take."""
 
     def __init__(self, links: list[_Link], names: list[str], *, is_first: bool, is_last: bool) -> None:
         self._links, self._is_first, self._is_last = links, is_first, is_last
@@ -118,7 +119,7 @@ class _Chain:
 
 
 def _values_between(links: list[_Link], inputs: Inputs) -> list[Any]:
-    """Return what each module of the chain returns for the example."""
+    """Return the output of each module of the chain for the example."""
     values: list[Any] = []
     for link in links:
         previous = _as_tuple(values[-1]) if values else None

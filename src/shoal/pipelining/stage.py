@@ -1,7 +1,7 @@
-"""One stage of a split model: a module that talks to its neighbours only.
+"""Defines one stage of a split model: a module that communicates with its neighbours only.
 
 A stage holds its parameters and buffers under their original names (below ``weights``) and runs one of two
-bodies on them, the training or the evaluation graph, as ``stage.train()`` and ``stage.eval()`` say.
+bodies on them, the training or the evaluation graph, selected by ``stage.train()`` and ``stage.eval()``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shoal.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """What travels between two stages, of one micro-batch; always contiguous."""
+    """A value of one micro-batch that travels between two stages; always contiguous."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    """Whether a gradient comes back."""
+    """A gradient comes back."""
 
     @property
     def num_bytes(self) -> int:
@@ -33,7 +33,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Body:
-    """What a stage runs in one mode."""
+    """The graph or chain that a stage runs in one mode."""
 
     run: Callable[..., tuple[Any, ...]]
     """Takes the relayed values, then the root inputs in the order of ``input_names``."""
@@ -82,7 +82,7 @@ class StageModule(nn.Module):
 
     @property
     def body(self) -> Body:
-        """What runs in the mode the stage is in."""
+        """Return the body of the current mode."""
         if self.training not in self._bodies:
             mode = "training" if self.training else "evaluation"
             raise UsageError(
@@ -92,17 +92,17 @@ class StageModule(nn.Module):
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """The root inputs that the stage reads."""
+        """Names of the root inputs that the stage reads."""
         return self.body.input_names
 
     @property
     def relayed_in(self) -> tuple[TensorSpec, ...]:
-        """What comes from the stage before; empty for the first stage."""
+        """Values from the stage before; empty for the first stage."""
         return self.body.relayed_in
 
     @property
     def relayed_out(self) -> tuple[TensorSpec, ...]:
-        """What goes to the stage behind; empty for the last stage."""
+        """Values for the next stage; empty for the last stage."""
         return self.body.relayed_out
 
     @property
@@ -118,10 +118,10 @@ class StageModule(nn.Module):
         return {f"weights.{name}": self._aliases.get(name, name) for name in names}
 
     def forward(self, *relayed: Tensor, **inputs: Tensor) -> tuple[Any, ...]:
-        """Compute what goes to the stage behind; the last stage returns the model's flattened outputs.
+        """Compute the values for the next stage; the last stage returns the model's flattened outputs.
 
         Args:
-            relayed: as ``relayed_in`` says.
+            relayed: values as specified by ``relayed_in``.
             inputs: root inputs by name; those that the stage does not read are ignored.
 
         Raises:
@@ -140,13 +140,13 @@ class StageModule(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StageModule:
-        """Move or convert, as every module does; the graphs' own devices follow."""
+        """Move or convert as every module does; devices inside the graphs follow."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.follow_device()
         return self
 
     def follow_device(self) -> None:
-        """Let the graphs make their masks and positions on the device of the weights."""
+        """Retarget the graphs, which create masks and positions, to the device of the weights."""
         tensors = [*self.parameters(), *self.buffers()]
         if tensors and tensors[0].device != self._device:
             for body in self._bodies.values():
@@ -189,7 +189,7 @@ def owner_of(container: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The identity, whose gradient is contiguous: it is sent as it is."""
+    """The identity with a contiguous gradient, which is sent as it is."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def _contiguous_gradient(value: Tensor) -> Tensor:
 
 
 def _to_send(value: Tensor, spec: TensorSpec, received: list[Tensor]) -> Tensor:
-    """Return a value as its spec promises it: a contiguous tensor of its own."""
+    """Return a value as specified: a contiguous tensor that owns its memory."""
     if value.dtype != spec.dtype:  # autocast
         value = value.to(spec.dtype)
     if value._is_view() or any(value is other for other in received):
@@ -220,7 +220,7 @@ def _to_send(value: Tensor, spec: TensorSpec, received: list[Tensor]) -> Tensor:
 
 
 def retarget(module: fx.GraphModule, old: torch.device, new: torch.device) -> None:
-    """Exchange a device in the arguments of all operations, nested graphs included."""
+    """Replace a device in the arguments of all operations, nested graphs included."""
 
     def exchange(value: Any) -> Any:
         return new if isinstance(value, torch.device) and value.type == old.type else value

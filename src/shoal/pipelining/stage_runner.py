@@ -1,6 +1,6 @@
-"""One stage as the pipeline's runtime calls it: received tensors in, tensors to send out.
+"""Runs one stage as torch's pipeline runtime calls it: received tensors in, tensors to send out.
 
-Integers travel as floating-point numbers of the same bits: torch's runtime of version 2.11 knows only
+Integers travel as floating-point numbers of the same bits: torch's runtime of version 2.11 only supports
 received values that may have a gradient.
 """
 
@@ -23,7 +23,7 @@ class StageRunner(nn.Module):
     """A stage, in training or evaluation mode.
 
     Attributes:
-        outputs, losses: what the last stage returned for each micro-batch of the last evaluation.
+        outputs, losses: results of the last stage for each micro-batch of the last evaluation.
     """
 
     def __init__(self, stage: StageModule) -> None:
@@ -47,11 +47,11 @@ class StageRunner(nn.Module):
         return (loss,)
 
     def received(self) -> list[Tensor]:
-        """Return meta tensors of what the stage receives in its present mode."""
+        """Return meta tensors of the values that the stage receives in its current mode."""
         return _travelling(self.stage.relayed_in)
 
     def sent(self) -> list[Tensor]:
-        """Return meta tensors of what it sends; of the last stage, its loss."""
+        """Return meta tensors of the values that it sends; of the last stage, its loss."""
         if self.stage.index == self.stage.num_stages - 1:
             return [torch.empty((), device="meta", requires_grad=True)]
         return _travelling(self.stage.relayed_out)

@@ -1,4 +1,4 @@
-"""Where stages come from: an exported graph that may be cut anywhere, or modules that a user has named."""
+"""Provides the stages of a model: of an exported graph, or of modules that the user named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Source(Protocol):
     """Other names of tied weights -> canonical names."""
 
     def cost(self, device: torch.device) -> ModelCost:
-        """Return what its units cost for one micro-batch on a device."""
+        """Return the cost of its units for one micro-batch on a device."""
 
     def stages(self, cuts: Sequence[int]) -> list[StageModule]:
         """Return its stages, which begin at the units ``cuts`` and at the first."""
@@ -41,10 +41,10 @@ class Source(Protocol):
 
 
 class Graph:
-    """A model that was exported.
+    """An exported model.
 
     Raises:
-        UsageError: it cannot be; says where and why.
+        UsageError: it cannot be exported; the message has the line and the reason.
     """
 
     def __init__(self, model: nn.Module, part: Batch) -> None:
@@ -55,7 +55,7 @@ class Graph:
         self._whole: StageModule | None = None
 
     def cost(self, device: torch.device) -> ModelCost:
-        """Measure it where it lies on the device; else estimate with the rates of a usual GPU."""
+        """Measure the units if the model is on the device; else estimate with the rates of a usual GPU."""
         if self._training.device.type == device.type:
             return measure_cost(self._training)
         return estimate_cost(self._training, DEFAULT_RATES)
@@ -64,7 +64,7 @@ class Graph:
         return split(self._training, cuts, evaluation=self._evaluation)
 
     def unsplit(self, part: Batch) -> Any:
-        """Run the model as it is; where it draws random numbers, its graph, which draws them by streams."""
+        """Run the model itself, or, if it draws random numbers, its graph, which draws them from streams."""
         graphs = [each for each in self._training.module.modules() if isinstance(each, torch.fx.GraphModule)]
         if not any(draws(node) for graph in graphs for node in graph.graph.nodes):
             return self._model(**part)
@@ -74,12 +74,12 @@ class Graph:
 
 
 class Named:
-    """A model whose stages a user has given as lists of module names.
+    """A model whose stages are lists of module names given by the user.
 
-    Nothing is known of the time of their units, one a stage: they count as equal.
+    It has one unit per stage. Their times are unknown and count as equal.
 
     Raises:
-        UsageError: the modules are no chain that computes what the model does.
+        UsageError: the modules are no chain that computes the model.
     """
 
     def __init__(self, model: nn.Module, part: Batch, modules: Sequence[Sequence[str]]) -> None:

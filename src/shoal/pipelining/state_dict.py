@@ -1,9 +1,9 @@
-"""The part of a model that a worker holds, under the names that the whole model gives it.
+"""Holds the part of a model that a worker has, under the names of the whole model.
 
-A stage is a graph of its own with parameters named its own way. Optimizers, gradient clipping and checkpoints
-know nothing of stages: they see a :class:`Part`, whose ``named_parameters`` are some of the unsplit model's.
-A tied weight has one canonical name, the first of ``model.named_parameters()``, on every worker that holds
-it; the other names of it are aliases, which a part carries along so that a checkpoint can store them.
+A stage is a graph with its own parameter names. Optimizers, gradient clipping and checkpoints see a
+:class:`ModelPart` instead, whose ``named_parameters`` are some of the unsplit model's. A tied weight has one
+canonical name, the first of ``model.named_parameters()``, on every worker that holds it; its other names are
+aliases, which a part carries along so that a checkpoint can store them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from shoal.pipelining.stage import owner_of
 
 
-class Part(nn.Module):
-    """Parameters and buffers of a model, held under their canonical names; it computes nothing.
+class ModelPart(nn.Module):
+    """Parameters and buffers of a model under their canonical names; it computes nothing.
 
-    It holds the very objects that it is given: where they are replaced (FSDP2 replaces parameters by
-    DTensors), make it afterwards.
+    It holds the objects that it is given. FSDP2 replaces parameters by DTensors, so make it afterwards.
 
     Args:
         parameters: by canonical name.

@@ -1,9 +1,9 @@
-"""Weights that stages of several ranks share: their gradients are added up, and they are counted once.
+"""Sums the gradients of weights that stages of several ranks share.
 
 A tied weight (T5's embedding is read by the encoder, by the decoder and by the output layer) whose stages
-lie on one rank is one parameter there, and autograd adds its gradients. Where ranks differ, each has a copy;
-the copies stay equal because each gets the sum of all gradients, added in the order of the ranks on the
-first of them.
+are on one rank is one parameter there, and autograd sums its gradients. Across ranks, each has a copy; the
+copies stay equal because each gets the sum of all gradients, added in the order of the ranks on the first
+of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def owners(names_of_stages: Sequence[Iterable[str]], placement: Sequence[int]) -
 def repeated(names_of_stages: Sequence[Iterable[str]], placement: Sequence[int]) -> set[str]:
     """Return the parameters that several stages of one rank use, on any rank.
 
-    They are not sharded: FSDP2 knows a parameter in one module only, and copies must have equal shards.
+    They are not sharded: FSDP2 supports a parameter in one module only, and copies must have equal shards.
     """
     seen: set[tuple[int, str]] = set()
     found: set[str] = set()
@@ -48,11 +48,11 @@ def repeated(names_of_stages: Sequence[Iterable[str]], placement: Sequence[int])
     return found
 
 
-class Ties:
+class TiedWeights:
     """The parameters that several ranks of a pipeline hold.
 
     Args:
-        owners: of every parameter of the model, as :func:`owners` returns them.
+        owners: ranks of every parameter of the model, as returned by :func:`owners`.
         parameters: this rank's, by canonical name.
     """
 
@@ -75,7 +75,7 @@ class Ties:
         self._shared = sorted(shared.items(), key=lambda item: item[0])
 
     def owned(self, name: str) -> bool:
-        """Whether this rank counts the parameter: the first of those that hold it does."""
+        """Return whether this rank counts the parameter: the first of its holders does."""
         return self._owners[name][0] == self._rank
 
     def reduce(self) -> None:

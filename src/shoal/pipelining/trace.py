@@ -1,4 +1,4 @@
-"""What really happened in a step: when each action began and ended, on one clock for all ranks."""
+"""Measures a step: begin and end of each action, on one clock for all ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NUM_PINGS = 5
 
 
 class Tracer:
-    """Notes the begin and end of every computation while it is on.
+    """Records begin and end of every computation while it is on.
 
     Args:
-        inside: called as (kind, stage, micro-batch); what the computation runs inside of besides.
+        inside: called as (kind, stage, micro-batch); returns a context to run the computation in.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Tracer:
         self._begin: tuple[float, object] = (0.0, 0.0)
 
     def start(self) -> None:
-        """Forget what was noted and set the clock of the device against that of the host."""
+        """Clear the record and synchronise the clock of the device with that of the host."""
         self._marks.clear()
         if self._on_gpu:
             torch.cuda.synchronize()
@@ -79,10 +79,10 @@ class Tracer:
 
 
 def clock_offset(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the seconds to add to this host's clock for that of the first rank of ``group``.
+    """Return the seconds to add to this host's clock to get that of the first rank of ``group``.
 
-    Processes of one running kernel share their clock. A rank elsewhere asks the first one for the time; the
-    answer that came back soonest counts, taken as given in the middle (Cristian's algorithm).
+    Processes on one running kernel share their clock. A rank elsewhere requests the time from the first one;
+    the answer with the shortest round trip counts, taken as given in its middle (Cristian's algorithm).
     """
     rank = dist.get_rank(group)
     mine = torch.tensor([_kernel()], device=device)
@@ -106,7 +106,7 @@ def clock_offset(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def _kernel() -> int:
-    """Return a number of the running kernel, a new one at each boot; where it has none, of this process."""
+    """Return an id of the running kernel, new at each boot; if it has none, an id of this process."""
     try:
         name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     except OSError:
@@ -151,7 +151,7 @@ def timeline_of(boxes: Sequence[Box], predicted: Timeline, num_ranks: int) -> Ti
 def step_row(
     schedule: Schedule, predicted: Timeline, traced: Timeline | None = None, *, step: int = 0
 ) -> PipelineStep:
-    """Return the row; without ``traced`` it is a prediction only, of step 0."""
+    """Return a step as a row of the record; without ``traced`` it is a prediction only, of step 0."""
     return PipelineStep(
         step=step,
         schedule=schedule.name,

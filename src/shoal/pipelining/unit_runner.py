@@ -1,7 +1,7 @@
-"""Runs an exported model unit by unit, forward and backward, while somebody watches each.
+"""Runs an exported model unit by unit, forward and backward, inside a context per unit.
 
-A unit's inputs are cut off from the graph of the unit before, so that its backward pass runs alone; the order
-is that of training, all forward passes before the first backward pass.
+A unit's inputs are detached from the graph of the unit before, so that its backward pass runs alone; the
+order is that of training, all forward passes before the first backward pass.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from shoal.pipelining.dataflow import Flow
+from shoal.pipelining.dataflow import Dataflow
 from shoal.pipelining.split import assemble
 from shoal.pipelining.units import Units
 
 Watch = Callable[[int, bool], AbstractContextManager[object]]
-"""Gives what to enter around a unit's pass: (unit, whether forward)."""
+"""Returns the context to enter around a unit's pass: (unit, whether forward)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Piece:
-    """A unit as a module of its own; what is rebuilt belongs to the first unit that needs it."""
+class UnitModule:
+    """A unit as a module of its own; rebuilt values belong to the first unit that needs them."""
 
     module: fx.GraphModule
     input_names: tuple[str, ...]
@@ -31,11 +31,11 @@ class Piece:
     results: tuple[fx.Node, ...]
 
 
-def pieces_of(units: Units, weights: nn.Module, constants: nn.Module) -> list[Piece]:
+def unit_modules(units: Units, weights: nn.Module, constants: nn.Module) -> list[UnitModule]:
     """Return the units as modules on these weights; constants that they need are added to ``constants``."""
     flow = units.flow
     known: set[fx.Node] = set()
-    pieces = []
+    modules = []
     for begin, end in units.ranges:
         needed = flow.needed(flow.body[begin:end], known)
         new = [
@@ -47,26 +47,26 @@ def pieces_of(units: Units, weights: nn.Module, constants: nn.Module) -> list[Pi
         module, input_names = assemble(
             flow, begin, end, given=given, results=results, weights=weights, constants=constants
         )
-        pieces.append(Piece(module=module, input_names=input_names, given=given, results=results))
+        modules.append(UnitModule(module=module, input_names=input_names, given=given, results=results))
         known |= set(results)
-    return pieces
+    return modules
 
 
-def run_pieces(
-    pieces: Sequence[Piece], inputs: Mapping[str, Tensor], gradient: set[fx.Node], watch: Watch
+def run_units(
+    modules: Sequence[UnitModule], inputs: Mapping[str, Tensor], gradient: set[fx.Node], watch: Watch
 ) -> None:
     """Run all units forward, then all backward, with gradients of ones."""
     values: dict[fx.Node, Tensor] = {}
     outcomes: list[list[Tensor]] = []
-    for index, piece in enumerate(pieces):
-        given = [values[node].detach().requires_grad_(node in gradient) for node in piece.given]
-        arguments = [*given, *(inputs[name] for name in piece.input_names)]
+    for index, unit in enumerate(modules):
+        given = [values[node].detach().requires_grad_(node in gradient) for node in unit.given]
+        arguments = [*given, *(inputs[name] for name in unit.input_names)]
         with watch(index, True):
-            outputs = piece.module(*arguments)
-        values |= {node: value.detach() for node, value in zip(piece.results, outputs, strict=True)}
+            outputs = unit.module(*arguments)
+        values |= {node: value.detach() for node, value in zip(unit.results, outputs, strict=True)}
         outcomes.append([value for value in outputs if value.requires_grad])
     values.clear()
-    for index in reversed(range(len(pieces))):
+    for index in reversed(range(len(modules))):
         outputs = outcomes.pop()
         gradients = [torch.ones_like(value) for value in outputs]
         with watch(index, False):
@@ -74,8 +74,8 @@ def run_pieces(
                 torch.autograd.backward(outputs, gradients)
 
 
-def _is_result(node: fx.Node, made: set[fx.Node], flow: Flow) -> bool:
-    """Whether later units may use a value: glue that is written in place is made anew by each instead."""
+def _is_result(node: fx.Node, made: set[fx.Node], flow: Dataflow) -> bool:
+    """Return whether later units may use a value; each rebuilds glue that is written in place."""
     used = any(user not in made for user in node.users)
     return (
         used

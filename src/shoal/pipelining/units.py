@@ -1,4 +1,4 @@
-"""Where an exported model may be cut: about a hundred places at which little has to travel.
+"""Chooses up to 128 places at which an exported model may be cut and few bytes cross.
 
 A graph has hundreds or thousands of nodes, and most cuts between them are poor: inside an attention or a
 feed-forward layer several times as many bytes are alive as between two layers. The nodes are divided into
@@ -15,7 +15,7 @@ from itertools import pairwise
 from torch import fx
 
 from shoal.errors import UsageError
-from shoal.pipelining.dataflow import Flow, num_bytes
+from shoal.pipelining.dataflow import Dataflow, num_bytes
 from shoal.pipelining.export_graph import Exported
 
 MOST_UNITS = 128
@@ -25,11 +25,11 @@ MOST_UNITS = 128
 class Units:
     """The units of an exported model, in order; a cut i stands before unit i."""
 
-    flow: Flow
+    flow: Dataflow
     starts: tuple[int, ...]
     """The body position at which each unit begins; the first is 0."""
     relay_bytes: tuple[int, ...]
-    """Entry i: what crosses a cut after unit i, as ``ModelCost.relay_bytes``."""
+    """Entry i: bytes that cross a cut after unit i, as ``ModelCost.relay_bytes``."""
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -41,7 +41,7 @@ class Units:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Where each unit stands in the model: the innermost module that holds all of it."""
+        """Name of the innermost module that holds each unit."""
         return tuple(_common_module(self.flow.body[begin:end]) for begin, end in self.ranges)
 
     @cached_property
@@ -75,7 +75,7 @@ def units_of(exported: Exported, *, most: int = MOST_UNITS) -> Units:
     Args:
         most: how many at most; a model with fewer valid cuts offers them all.
     """
-    flow = Flow(exported)
+    flow = Dataflow(exported)
     if not flow.body:
         raise UsageError("the model computes nothing from its parameters: there is nothing to split")
     offers: list[tuple[int, int, int]] = []  # (position, bytes, depth of the module that is cut)

@@ -1,4 +1,4 @@
-"""The first step against the unsplit model: loss and every gradient.
+"""Compares loss and gradients of the first step with the unsplit model.
 
 Without random operations the reference is the model as the user gave it. With dropout it is the exported
 graph before it is split, on the same random streams, since the model itself would draw other numbers.
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import ShoalError
 from shoal.pipelining.loss import loss_of
-from shoal.pipelining.process_groups import Groups
+from shoal.pipelining.process_groups import ProcessGroups
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest error of a gradient, relative to its largest entry or 1/1000 of the largest of all; else 0.1."""
@@ -26,7 +26,7 @@ _TINY = 1e-3
 
 @dataclass(frozen=True)
 class Reference:
-    """What the unsplit model says of a batch: its part of the loss, and the gradients by canonical name."""
+    """Result of the unsplit model for a batch: its part of the loss, and the gradients by canonical name."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -38,13 +38,13 @@ def run_unsplit(
     parts: Sequence[Mapping[str, Tensor]],
     weights: Sequence[Tensor],
     streams: Callable[[int], AbstractContextManager[None]],
-    groups: Groups,
+    groups: ProcessGroups,
 ) -> Reference:
-    """Run all micro-batches through the unsplit model and sum up over the replicas; buffers are put back.
+    """Run all micro-batches through the unsplit model and sum over the replicas; buffers are restored.
 
     Args:
         forward: runs the unsplit model on a micro-batch.
-        streams: what micro-batch m runs inside.
+        streams: context of micro-batch m.
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -68,12 +68,12 @@ def run_unsplit(
 
 
 def compare(
-    reference: Reference, loss: Tensor, parameters: Mapping[str, nn.Parameter], groups: Groups
+    reference: Reference, loss: Tensor, parameters: Mapping[str, nn.Parameter], groups: ProcessGroups
 ) -> None:
     """Check this rank's gradients and the loss; all ranks raise if one of them differs.
 
     Raises:
-        ShoalError: names the parameter that differs most on this rank, and by how much.
+        ShoalError: names the parameter that differs most on this rank, and the difference.
     """
     largest = max((float(g.abs().max()) for g in reference.gradients.values() if g.numel()), default=0.0)
     worst, said = 0.0, ""

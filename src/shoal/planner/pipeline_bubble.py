@@ -19,8 +19,8 @@ from shoal.planner.hardware import Machines
 from shoal.planner.workload import Workload
 
 _MOST_ROUNDS = 8
-"""Simulated rounds of as many micro-batches as devices. Each further micro-batch, and one that fills no round,
-takes what the fullest device needs for it."""
+"""Simulated rounds of as many micro-batches as devices. Each further micro-batch, and one that fills no
+round, takes what the fullest device needs for it."""
 
 
 def bubble_s(

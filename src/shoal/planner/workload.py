@@ -22,8 +22,8 @@ class Layer:
 
     name: str
     num_parameters: int
-    """A tied or shared parameter counts where it is used first: its gradient is complete when the backward pass
-    arrives there."""
+    """A tied or shared parameter counts where it is used first: its gradient is complete when the backward
+    pass arrives there."""
     forward_flops: float
     """Per sample; an addition and a multiplication count as two."""
 

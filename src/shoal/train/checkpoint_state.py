@@ -106,7 +106,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def aliases_of(model: nn.Module) -> dict[str, str]:
     """Return the other names of the model's tied parameters, each with the one that they are stored under.
 
-    A :class:`shoal.pipelining.state_dict.Part` says those of the whole model.
+    A :class:`shoal.pipelining.state_dict.ModelPart` says those of the whole model.
     """
     inner = _unwrap(model)
     if isinstance(told := getattr(inner, "aliases", None), dict):

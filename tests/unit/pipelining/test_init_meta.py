@@ -11,7 +11,7 @@ from transformers import T5ForConditionalGeneration
 from pipeline_models import cases
 from shoal.errors import UsageError
 from shoal.pipelining.export_graph import export_model
-from shoal.pipelining.init_meta import materialise
+from shoal.pipelining.init_meta import init_meta
 from shoal.pipelining.split import split
 from shoal.pipelining.units import units_of
 
@@ -31,7 +31,7 @@ def test_stages_of_a_meta_model_train_alike_in_every_layout() -> None:
         cuts = [index * len(units) // num_stages for index in range(1, num_stages)]
         stages = split(exported, cuts, units=units)
         assert all(p.is_meta for stage in stages for p in stage.parameters())
-        materialise(stages, model, CPU, seed=3)
+        init_meta(stages, model, CPU, seed=3)
         assert not any(p.is_meta for p in model.parameters())
         weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
         results.append(run_stages(model, stages, exported.unflatten, batch))
@@ -48,7 +48,7 @@ def test_only_the_stages_given_are_allocated() -> None:
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
         batch = {"input": torch.zeros(2, 4)}
     stages = split(export_model(model, batch, True), [2])
-    materialise(stages[1:], model, CPU)
+    init_meta(stages[1:], model, CPU)
     assert [parameter.is_meta for parameter in model.parameters()] == [True] * 4 + [False] * 4
 
 
@@ -65,5 +65,5 @@ def test_weights_that_nobody_initialises_are_refused() -> None:
         model, batch = nn.Sequential(Bare(), Bare()), {"input": torch.zeros(2, 3)}
     stages = split(export_model(model, batch, True), [1])
     with pytest.raises(UsageError, match="how to initialise 'scale' of module '1'"):
-        materialise(stages, model, CPU)
-    materialise(stages, model, CPU, initialise=lambda module: None)
+        init_meta(stages, model, CPU)
+    init_meta(stages, model, CPU, initialise=lambda module: None)
