@@ -19,7 +19,7 @@ from shoal.data.text.classify import MNLI_LABELS, Columns, make_pairs, read_clas
 from shoal.data.text.examples import ExampleConfig, ExampleReader, packed
 from shoal.data.text.prepare import PrepareConfig, prepare_text
 from shoal.data.text.shards import TextShards
-from shoal.data.text.task_batches import Deal, TaskData, own_micro_batches
+from shoal.data.text.task_batches import TaskData, TaskShard, own_micro_batches
 from shoal.data.text.tokenizer import read_tokenizer
 from shoal.decide.order import samples
 from shoal.env import test_data_dir
@@ -130,7 +130,7 @@ def mnli_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def task_reader(features: Any, targets: dict[str, Any], batch_size: int) -> Callable[[int], Arrays]:
     data = TaskData(tokens=features.tokens, types=features.types, bounds=features.bounds, targets=targets)
-    deal = Deal(global_batch_size=batch_size, micro_batch_size=batch_size, seed=SEED)
+    deal = TaskShard(global_batch_size=batch_size, micro_batch_size=batch_size, seed=SEED)
     return lambda step: data.batch(own_micro_batches(data, deal, step)[0][1])
 
 

@@ -1,14 +1,15 @@
-"""Batches for a worker: its part of each global batch, ready before the step that needs it.
+"""Prefetches a worker's batches.
 
-The state of training data is one integer, the number of samples consumed: the next global batch is the
-next ``global_batch_size`` samples of the endless stream (``shoal.decide.order``), and a worker's part and
-its micro-batches follow from sizes alone. Nothing else is remembered, so resuming with another number of
-workers or loader processes continues with the same global batches.
+The state of training data is one integer, the number of samples consumed. The next global batch is the next
+``global_batch_size`` samples of the endless stream (``shoal.decide.order``); a worker's part and its
+micro-batches follow from sizes alone. So a run that resumes with another number of workers or loader
+processes continues with the same global batches.
 
-A thread of the worker makes batches ahead; large examples (images) come as a stream of micro-batches, of
-which a number of bytes is ready ahead. With loader processes, it waits for theirs. (torch's DataLoader
-is not used: with a deadline it notices only at the deadline that a loader process has died, without one it
-never ends if a process hangs, and its errors come with a traceback in their text.)
+:func:`training_steps` prefetches whole steps in a thread, :func:`streamed_steps` single micro-batches of
+large examples (images) up to a number of bytes; both can use loader processes. They do not use torch's
+DataLoader: with a timeout it notices the death of a loader process only at the timeout, without one it waits
+for ever if a process hangs, and its errors have a traceback in their text. For a script that does use one,
+:class:`StepDataset` yields the same micro-batches, and readers are map-style data sets.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset, get_worker_info
 
 from shoal.data.steps import (
     Arrays,
@@ -32,8 +34,7 @@ from shoal.data.steps import (
     StepReader,
     evenly_spread,
     loader_processes,
-    submit_read,
-    submit_read_one,
+    submit,
 )
 from shoal.decide.order import Order, micro_batches, worker_part
 from shoal.decide.rng import Int64Array
@@ -43,13 +44,24 @@ _Task = TypeVar("_Task")
 _Made = TypeVar("_Made")
 _Other = TypeVar("_Other")
 
+Batch = dict[str, Any]
+"""A micro-batch as models take it (``steps.Reader.micro_batch``): tensors, and numbers."""
+
+_DEADLINE_S = 600.0
+"""A step's batches take milliseconds; a loader process that is silent for so long hangs."""
+
+_NUM_STREAMED = 2
+"""Micro-batches that ``streamed_steps`` makes at a time: idle decode threads at the end of one begin the
+next."""
+
 
 class Stream(Iterator[_Made], Generic[_Made]):
-    """Items that the threads and processes of ``pools`` make; closing it, or its end, waits for theirs.
+    """Iterates over items that the threads and processes of ``pools`` make; exhausting or closing it joins
+    them.
 
-    Not a generator with a ``finally``: Python closes one that was left behind (by an error whose traceback
-    still holds it) whenever it collects garbage, in any thread and under any lock, where waiting for a thread
-    hangs. Pools that are left behind end their threads and processes by themselves, and nobody waits.
+    Not a generator with a ``finally``: Python closes an abandoned one (held by the traceback of an error)
+    whenever it collects garbage, in any thread and under any lock, where waiting for a thread deadlocks.
+    Abandoned pools end their threads and processes without anyone waiting for them.
     """
 
     def __init__(self, items: Iterator[_Made], pools: Sequence[Executor]) -> None:
@@ -64,11 +76,11 @@ class Stream(Iterator[_Made], Generic[_Made]):
             raise
 
     def map(self, function: Callable[[_Made], _Other]) -> Stream[_Other]:
-        """Return the stream of what ``function`` makes of each item; it takes this one's place."""
+        """Return the stream of ``function(item)``; it replaces this one."""
         return Stream(map(function, self), self._pools)
 
     def close(self) -> None:
-        """Drop what was not begun, wait for what was, and end threads and processes. May be repeated."""
+        """Cancel what has not begun, wait for the rest, and end threads and processes. Idempotent."""
         self._items = iter(())
         for pool in self._pools:
             pool.shutdown(cancel_futures=True)
@@ -77,46 +89,37 @@ class Stream(Iterator[_Made], Generic[_Made]):
 def in_order(
     begin: Callable[[_Task], Future[_Made]], tasks: Iterable[_Task], num_ahead: int
 ) -> Iterator[_Made]:
-    """Yield what becomes of each task, in order; ``num_ahead`` are begun before they are asked for."""
+    """Yield the result of each task in order; ``num_ahead`` tasks are begun before they are needed."""
     rest = iter(tasks)
     ahead = deque(map(begin, islice(rest, num_ahead)))
     while ahead:
         ahead[0].result()
         ahead.extend(map(begin, islice(rest, 1)))
-        yield ahead.popleft().result()  # not kept here while its user has it: batches of images are large
-
-
-Batch = dict[str, Any]
-"""A micro-batch as models take it (``steps.Reader.micro_batch``): tensors, and numbers."""
-
-_DEADLINE_S = 600.0
-"""A step's batches take milliseconds; a loader process that is silent for so long hangs."""
-
-_NUM_STREAMS = 2
-"""Micro-batches of a stream in the making: decode threads that find the end of one begin the next."""
+        yield ahead.popleft().result()  # no reference stays here: batches of images are large
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
-    """How batches are made ready; none of it changes which batches.
+    """Prefetching of batches; does not change which batches there are.
 
-    With ``num_loader_processes=0`` a thread of the worker makes them, which is enough for text: a
-    micro-batch of 32 × 128 tokens takes less than a millisecond.
+    With ``num_loader_processes=0`` a thread of the worker makes them, which is enough for text: a micro-batch
+    of 32 × 128 tokens takes less than a millisecond.
     """
 
     num_loader_processes: int = 0
     num_prefetched_steps: int = 2
-    """Steps ready ahead, of ``training_steps``."""
+    """Steps that ``training_steps`` prefetches."""
     max_prefetched_bytes: int = 1 << 29
-    """Bytes ready ahead, of ``streamed_steps``; at least one micro-batch, and one for each loader process."""
+    """Bytes that ``streamed_steps`` prefetches; at least one micro-batch, and one per loader process."""
 
     def __post_init__(self) -> None:
-        if self.num_loader_processes < 0:
-            raise UsageError(f"num_loader_processes {self.num_loader_processes} must be at least 0")
-        if self.num_prefetched_steps < 1:
-            raise UsageError(f"num_prefetched_steps {self.num_prefetched_steps} must be at least 1")
-        if self.max_prefetched_bytes < 0:
-            raise UsageError(f"max_prefetched_bytes {self.max_prefetched_bytes} must be at least 0")
+        for name, least in (
+            ("num_loader_processes", 0),
+            ("num_prefetched_steps", 1),
+            ("max_prefetched_bytes", 0),
+        ):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} {getattr(self, name)} must be at least {least}")
 
 
 def training_steps(
@@ -131,28 +134,22 @@ def training_steps(
     """Yield, for each of ``num_steps`` optimizer steps, this worker's micro-batches.
 
     The first step begins after ``samples_consumed`` samples; after step ``i`` (from 0) the state is
-    ``samples_consumed + (i + 1) * global_batch_size``. Batches are made ahead, in pinned memory if asked
-    (for copies to a GPU that do not wait). Closing the iterator ends its thread and processes.
+    ``samples_consumed + (i + 1) * global_batch_size``. Batches are made ahead, in pinned memory if asked (for
+    asynchronous copies to a GPU). Closing the iterator ends its thread and processes.
 
     Raises:
-        ShoalError: a shard turned out to be damaged while it was read; a loader process died or hangs.
+        ShoalError: a shard is damaged; a loader process died or hangs.
     """
     steps = StepReader(reader=reader, share=share, samples_consumed=samples_consumed)
-    processes = loader_processes(steps, config.num_loader_processes) if config.num_loader_processes else None
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader")
+    pool = _Pool(steps, config, num_threads=1)
     blocks = (range(num_steps)[i : i + steps.steps_at_once] for i in range(0, num_steps, steps.steps_at_once))
 
-    def finish(block: range, elsewhere: Future[list[list[Arrays]]] | None) -> list[list[Batch]]:
-        made = steps.read(block) if elsewhere is None else _wait(elsewhere)
+    def convert(made: list[list[Arrays]]) -> list[list[Batch]]:
         return [[as_tensors(arrays, pin_memory) for arrays in step] for step in made]
 
-    def begin(block: range) -> Future[list[list[Batch]]]:
-        elsewhere = None if processes is None else submit_read(processes, block)
-        return thread.submit(finish, block, elsewhere)
-
     num_ahead = -(-config.num_prefetched_steps // steps.steps_at_once) * max(config.num_loader_processes, 1)
-    made = in_order(begin, blocks, num_ahead)
-    return Stream(chain.from_iterable(made), _pools(processes, thread))
+    made = in_order(lambda block: pool.submit(StepReader.read, convert, block), blocks, num_ahead)
+    return Stream(chain.from_iterable(made), pool.executors)
 
 
 def streamed_steps(
@@ -167,29 +164,23 @@ def streamed_steps(
 ) -> Stream[Iterator[Batch]]:
     """Yield, for each of ``num_steps`` optimizer steps, an iterator over this worker's micro-batches.
 
-    The same batches and the same state as ``training_steps`` (unless another ``order`` is given), for
-    examples of which a whole step is too much to hold, or to wait for: each micro-batch is made by itself,
-    and ``config.max_prefetched_bytes`` say how many are ready ahead, over the borders of steps. What an
-    iterator was not asked for before the next step is dropped. Closing the outer one ends threads and
-    processes.
+    Batches and state are those of ``training_steps`` (unless another ``order`` is given), for examples of
+    which a whole step is too large to hold or to wait for: micro-batches are made one by one, and up to
+    ``config.max_prefetched_bytes`` are prefetched across steps. Micro-batches that an iterator was not asked
+    for before the next step are dropped. Closing the outer iterator ends threads and processes.
 
     Raises:
         ShoalError: as for ``training_steps``.
     """
     steps = StepReader(reader=reader, share=share, samples_consumed=samples_consumed, order=order)
-    processes = loader_processes(steps, config.num_loader_processes) if config.num_loader_processes else None
-    threads = ThreadPoolExecutor(max_workers=_NUM_STREAMS, thread_name_prefix="shoal-loader")
-
-    def finish(place: tuple[int, int], elsewhere: Future[Arrays] | None) -> Batch:
-        return as_tensors(steps.read_one(*place) if elsewhere is None else _wait(elsewhere), pin_memory)
-
-    def begin(place: tuple[int, int]) -> Future[Batch]:
-        elsewhere = None if processes is None else submit_read_one(processes, *place)
-        return threads.submit(finish, place, elsewhere)
-
+    pool = _Pool(steps, config, num_threads=_NUM_STREAMED)
     places = product(range(num_steps), range(steps.num_micro_batches))
     num_fitting = config.max_prefetched_bytes // (share.micro_batch_size * reader.example_bytes)
-    batches = in_order(begin, places, max(1, config.num_loader_processes, num_fitting))
+    batches = in_order(
+        lambda place: pool.submit(StepReader.read_one, lambda made: as_tensors(made, pin_memory), *place),
+        places,
+        max(1, config.num_loader_processes, num_fitting),
+    )
 
     def in_steps() -> Iterator[Iterator[Batch]]:
         for _ in range(num_steps):
@@ -197,7 +188,7 @@ def streamed_steps(
             yield step
             deque(step, maxlen=0)
 
-    return Stream(in_steps(), _pools(processes, threads))
+    return Stream(in_steps(), pool.executors)
 
 
 def held_out_batches(
@@ -212,13 +203,13 @@ def held_out_batches(
     num_ahead: int = 0,
     pin_memory: bool = False,
 ) -> Stream[Batch]:
-    """Yield this worker's part of a fixed set of examples, the same whenever it is called.
+    """Yield this worker's part of a fixed set of examples, the same at every call.
 
-    The set is at most ``limit`` examples, spread evenly over the split, or else ``indices`` ``[N]``, in their
-    order; both as epoch 0 draws them. Workers share it without padding or repetition, so the last micro-batch
-    may be smaller, and workers may differ by a micro-batch: sum over workers after the loop, not inside it.
-    They take contiguous parts, or with ``dealt`` micro-batches in turn, which are then the same for any
-    number of workers. With ``num_ahead`` a thread has so many micro-batches ready ahead.
+    The set is at most ``limit`` examples, spread evenly over the split, or else ``indices`` ``[N]`` in their
+    order, as epoch 0 draws them. Workers share it without padding or repetition, so the last micro-batch may
+    be smaller and workers may differ by a micro-batch: reduce over workers after the loop, not inside it.
+    They take contiguous parts, or, if ``dealt``, micro-batches in turn, which are then the same for any
+    number of workers. With ``num_ahead`` a thread prefetches that many micro-batches.
     """
     chosen = evenly_spread(reader.num_examples, limit) if indices is None else indices
     if dealt:
@@ -227,8 +218,7 @@ def held_out_batches(
         own = micro_batches(worker_part(len(chosen), rank, num_workers), micro_batch_size)
 
     def make(cut: range) -> Batch:
-        arrays = reader.micro_batch(reader.batch(0, chosen[cut.start : cut.stop]))
-        return as_tensors(arrays, pin_memory)
+        return as_tensors(reader.micro_batch(reader.batch(0, chosen[cut.start : cut.stop])), pin_memory)
 
     if not num_ahead:
         return Stream(map(make, own), [])
@@ -236,14 +226,100 @@ def held_out_batches(
     return Stream(in_order(lambda cut: thread.submit(make, cut), own, num_ahead), [thread])
 
 
-def _pools(processes: Executor | None, threads: Executor) -> list[Executor]:
-    return [threads] if processes is None else [processes, threads]
+class StepDataset(IterableDataset[Batch]):
+    """Yields a rank's micro-batches in order, for a ``DataLoader(dataset, batch_size=None)``.
+
+    The batches are those of :func:`training_steps`, with any ``num_workers`` of the DataLoader. Its state, as
+    torchdata's ``StatefulDataLoader`` saves it, is the number of samples consumed before the present step and
+    the next micro-batch of that step; at the end of a step it can be loaded with another number of ranks.
+
+        >>> dataset = StepDataset(reader, DataShard(global_batch_size=64, micro_batch_size=16))  # doctest:
+        +SKIP >>> for batch in DataLoader(dataset, batch_size=None, num_workers=2): ...  # doctest: +SKIP
+
+    Args:
+        reader: of the examples.
+        share: this rank's part of each global batch.
+        num_steps: optimizer steps after which it ends; ``None``: it never does.
+        samples_consumed: samples before the first step.
+        order: instead of the full shuffle by the reader's seed.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        share: DataShard,
+        *,
+        num_steps: int | None = None,
+        samples_consumed: int = 0,
+        order: Order | None = None,
+    ) -> None:
+        self._steps = StepReader(reader=reader, share=share, samples_consumed=samples_consumed, order=order)
+        self._end = None if num_steps is None else num_steps * self._steps.num_micro_batches
+        self._next = 0  # the next micro-batch, counted over steps
+        self._is_of_worker = False  # of this process of a DataLoader alone, not of all of them
+
+    def __iter__(self) -> Iterator[Batch]:
+        info = get_worker_info()
+        if info and not self._is_of_worker:
+            self._next, self._is_of_worker = self._next + info.id, True
+        return self._micro_batches(info.num_workers if info else 1)
+
+    def _micro_batches(self, stride: int) -> Iterator[Batch]:
+        while self._end is None or self._next < self._end:
+            place = divmod(self._next, self._steps.num_micro_batches)
+            self._next += stride
+            yield as_tensors(self._steps.read_one(*place), pin_memory=False)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position after the last micro-batch that this process yielded."""
+        step, micro_batch = divmod(self._next, self._steps.num_micro_batches)
+        samples = self._steps.samples_consumed + step * self._steps.share.global_batch_size
+        return {"samples_consumed": samples, "micro_batch": micro_batch}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue at a position that ``state_dict`` returned.
+
+        Raises:
+            UsageError: it lies before the first step, or is not at the beginning of a step of this batch
+            size.
+        """
+        samples = state["samples_consumed"] - self._steps.samples_consumed
+        step, rest = divmod(samples, self._steps.share.global_batch_size)
+        per_step = self._steps.num_micro_batches
+        if step < 0 or rest or not 0 <= state["micro_batch"] < per_step:
+            raise UsageError(
+                f"state {dict(state)} is not a position of a stream of global batches of "
+                f"{self._steps.share.global_batch_size} samples, {per_step} micro-batches each, after "
+                f"{self._steps.samples_consumed} samples; load it with the settings that it was saved with"
+            )
+        self._next = step * per_step + state["micro_batch"]
+        self._is_of_worker = get_worker_info() is not None
 
 
-def _wait(elsewhere: Future[_Made]) -> _Made:
+class _Pool:
+    """Threads that finish batches, and the loader processes that make them if any are configured."""
+
+    def __init__(self, steps: StepReader, config: LoaderConfig, *, num_threads: int) -> None:
+        self._steps = steps
+        num_processes = config.num_loader_processes
+        self._processes = loader_processes(steps, num_processes) if num_processes else None
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="shoal-loader")
+        self.executors = [pool for pool in (self._processes, self._threads) if pool is not None]
+
+    def submit(
+        self, read: Callable[..., _Made], convert: Callable[[_Made], _Other], *place: Any
+    ) -> Future[_Other]:
+        """Have ``read(steps, *place)`` made in a process, or else in a thread, and converted in a thread."""
+        remote = None if self._processes is None else submit(self._processes, read, *place)
+        return self._threads.submit(
+            lambda: convert(read(self._steps, *place) if remote is None else _wait(remote))
+        )
+
+
+def _wait(remote: Future[_Made]) -> _Made:
     remedy = "ask for fewer with num_loader_processes (0 uses a thread)"
     try:
-        return elsewhere.result(timeout=_DEADLINE_S)
+        return remote.result(timeout=_DEADLINE_S)
     except BrokenProcessPool:
         raise ShoalError(f"a loader process died, perhaps because memory ran out; {remedy}") from None
     except TimeoutError:
@@ -262,7 +338,7 @@ def as_tensors(arrays: Arrays, pin_memory: bool) -> Batch:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with its tensors on ``device``; copies from pinned memory do not wait.
+    """Return ``batch`` with its tensors on ``device``; copies from pinned memory are asynchronous.
 
     Dictionaries, lists and tuples keep their form; other values stay as they are.
     """

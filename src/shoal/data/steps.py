@@ -1,4 +1,4 @@
-"""A worker's examples for each optimizer step, as NumPy arrays: what a thread or a loader process makes.
+"""Maps a step number to a worker's examples, as NumPy arrays. Runs in a thread or in a loader process.
 
 This module does not import torch, so that a loader process starts in a fraction of a second.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,46 +23,96 @@ from shoal.decide.order import Order, ShuffledOrder, micro_batches, worker_part
 from shoal.decide.rng import Int64Array
 
 _BLOCK_TOKENS = 1 << 14
-"""NumPy's cost a call is most of a small batch: 32 × 128 tokens take 0.75 ms alone, 0.34 ms four at a time.
-Beyond this, arrays leave the processor's caches and it gets slower again."""
+"""NumPy's overhead per call dominates small batches: 32 × 128 tokens take 0.75 ms alone, 0.34 ms four at a
+time. Beyond this, arrays leave the processor's caches and it gets slower again."""
 
 Arrays = dict[str, Any]
 """A micro-batch as models take it: arrays, and numbers such as the ``max_seqlen`` of a packed one."""
 
+_Read = TypeVar("_Read")
 
-class Reader(Protocol):
-    """What makes examples: ``examples.ExampleReader``, ``span_corruption.SpanReader``. Picklable."""
+
+class Reader(ABC):
+    """Makes the examples of a split, a pure function of (seed, epoch, index). Picklable.
+
+    It is also a map-style data set of the examples of one epoch, 0 unless ``epoch`` is set, for a plain
+    ``torch.utils.data.DataLoader``::
+
+        reader.epoch = 1
+        for batch in DataLoader(reader, batch_size=32, shuffle=True, num_workers=2): ...
+
+    Attributes:
+        seed: decides the draws of the examples and their order.
+        example_tokens: tokens, or other values, that making one example touches at most.
+        epoch: of the examples that indexing returns.
+    """
+
+    seed: int
+    example_tokens: int
+    epoch: int = 0
 
     @property
+    @abstractmethod
     def num_examples(self) -> int:
-        """Examples in one epoch."""
+        """The number of examples in an epoch."""
 
-    @property
-    def seed(self) -> int:
-        """What decides the order of the examples."""
-
-    @property
-    def example_tokens(self) -> int:
-        """Tokens that making one example goes through at most."""
-
+    @abstractmethod
     def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
-        """Return the examples ``indices`` as they are in ``epochs``, all ``[B]``; a pure function."""
+        """Return the examples ``indices`` of ``epochs``, each ``[B]``; a pure function."""
 
+    @abstractmethod
     def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """Return some examples of a batch in the form that models take."""
 
+    def __len__(self) -> int:
+        return self.num_examples
 
-class SizedReader(Reader, Protocol):
-    """A reader whose examples are large, so that how many are ready ahead is counted in bytes."""
+    def __getitem__(self, index: int) -> Arrays:
+        """Return one example of ``epoch``: the rows of ``batch`` without their first dimension.
+
+        Raises:
+            IndexError: there is no such example.
+        """
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Arrays]:
+        """Return several examples of ``epoch``, made together; a DataLoader calls this once per batch.
+
+        Raises:
+            IndexError: there is no such example.
+        """
+        if not all(0 <= index < len(self) for index in indices):
+            raise IndexError(f"examples {list(indices)} of {len(self)}")
+        arrays = self.batch(self.epoch, indices)
+        return [{name: array[row] for name, array in arrays.items()} for row in range(len(indices))]
+
+
+class SizedReader(Reader):
+    """A reader of large examples, which are prefetched by bytes instead of steps."""
 
     @property
+    @abstractmethod
     def example_bytes(self) -> int:
         """Bytes of one example in a batch."""
 
 
+def example_names(epochs: npt.ArrayLike, indices: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:
+    """Return both as new int64 vectors ``[B]``, which may go into a batch; ``epochs`` may be a scalar."""
+    indices_ = np.array(indices, dtype=np.int64, ndmin=1)
+    epochs_ = np.empty_like(indices_)
+    epochs_[:] = epochs
+    return epochs_, indices_
+
+
+def evenly_spread(num_examples: int, limit: int | None) -> Int64Array:
+    """Return at most ``limit`` indices spread evenly over all examples: a fixed choice, in order."""
+    count = num_examples if limit is None else min(limit, num_examples)
+    return np.arange(count, dtype=np.int64) * num_examples // max(count, 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataShard:
-    """Which part of each global batch a worker reads, and in which pieces."""
+    """The part of each global batch that a worker reads, and the size of its micro-batches."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -71,7 +122,7 @@ class DataShard:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReader:
-    """Step number → the worker's micro-batches of that step. Step 0 begins after ``samples_consumed``.
+    """Reads the worker's micro-batches of a step. Step 0 begins after ``samples_consumed`` samples.
 
     The order is the full shuffle by the reader's seed unless another one is given.
     """
@@ -83,19 +134,23 @@ class StepReader:
 
     @property
     def steps_at_once(self) -> int:
-        """How many steps ``read`` should be asked for at once, so that they fill a block."""
+        """How many steps to ask ``read`` for at once, so that they fill a block."""
         return max(1, _BLOCK_TOKENS // (max(len(self._part), 1) * self.reader.example_tokens))
 
-    def read(self, steps: range) -> list[list[Arrays]]:
-        """Return, for each of consecutive steps, its micro-batches in order.
+    @property
+    def num_micro_batches(self) -> int:
+        """The worker's micro-batches per step."""
+        return -(-len(self._part) // self.share.micro_batch_size)
 
-        Examples are made in blocks of several micro-batches; that changes nothing in them.
+    def read(self, steps: range) -> list[list[Arrays]]:
+        """Return the micro-batches of each of consecutive steps, in order.
+
+        Examples are made in blocks of several micro-batches, which does not change them.
         """
         share, part = self.share, self._part
         per_step = micro_batches(range(len(part)), share.micro_batch_size)
         firsts = self.samples_consumed + np.asarray(steps, dtype=np.int64) * share.global_batch_size
-        numbers = (firsts[:, None] + np.asarray(part, dtype=np.int64)).ravel()
-        epochs, indices = self._examples(numbers)
+        epochs, indices = self._examples((firsts[:, None] + np.asarray(part, dtype=np.int64)).ravel())
         cuts = [
             slice(step * len(part) + cut.start, step * len(part) + cut.stop)
             for step in range(len(steps))
@@ -115,13 +170,8 @@ class StepReader:
             ]
         return [made[i * len(per_step) : (i + 1) * len(per_step)] for i in range(len(steps))]
 
-    @property
-    def num_micro_batches(self) -> int:
-        """The worker's micro-batches in each step."""
-        return -(-len(self._part) // self.share.micro_batch_size)
-
     def read_one(self, step: int, number: int) -> Arrays:
-        """Return micro-batch ``number`` of a step by itself, the same as ``read`` makes."""
+        """Return micro-batch ``number`` of a step alone, the same that ``read`` returns."""
         cut = micro_batches(self._part, self.share.micro_batch_size)[number]
         first = self.samples_consumed + step * self.share.global_batch_size
         epochs, indices = self._examples(first + np.asarray(cut, dtype=np.int64))
@@ -138,42 +188,30 @@ class StepReader:
         return worker_part(self.share.global_batch_size, self.share.rank, self.share.num_workers)
 
 
-def evenly_spread(num_examples: int, limit: int | None) -> Int64Array:
-    """Return at most ``limit`` indices spread evenly over all examples: a fixed choice, in order."""
-    count = num_examples if limit is None else min(limit, num_examples)
-    return np.arange(count, dtype=np.int64) * num_examples // max(count, 1)
-
-
 def loader_processes(steps: StepReader, num_processes: int) -> ProcessPoolExecutor:
-    """Return processes for ``submit_read``; each opens the shards itself.
+    """Return a pool of processes for ``submit``; each opens the shards itself.
 
-    They are spawned: a fork would copy the locks of the worker's threads (gradient exchange, CUDA) in
-    whatever state they are, and a fork server dies of a signal that is sent to every process of a job.
+    They are spawned: a fork would copy the locks of the worker's threads (gradient exchange, CUDA) in any
+    state, and a fork server dies of a signal that is sent to every process of a job.
     """
     return ProcessPoolExecutor(
         num_processes, mp_context=get_context("spawn"), initializer=_start_process, initargs=(steps,)
     )
 
 
-def submit_read(processes: ProcessPoolExecutor, steps: range) -> Future[list[list[Arrays]]]:
-    """Have one of ``processes`` read steps."""
-    with _signals_left_to_worker():
-        return processes.submit(_read_in_process, steps)
-
-
-def submit_read_one(processes: ProcessPoolExecutor, step: int, number: int) -> Future[Arrays]:
-    """Have one of ``processes`` read one micro-batch."""
-    with _signals_left_to_worker():
-        return processes.submit(_read_one_in_process, step, number)
+def submit(processes: ProcessPoolExecutor, read: Callable[..., _Read], *place: range | int) -> Future[_Read]:
+    """Have one of ``processes`` call ``StepReader.read`` or ``StepReader.read_one`` of its own reader."""
+    with _signals_blocked():
+        return processes.submit(_read_in_process, read, *place)
 
 
 _LEFT_TO_WORKER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Who stops a job may signal every process of it. The worker decides; loader processes end when it does."""
+"""A launcher may signal every process of a job. The worker decides; loader processes end when it does."""
 
 
 @contextmanager
-def _signals_left_to_worker() -> Iterator[None]:
-    """A process may be started in this block. It inherits the mask for its whole life."""
+def _signals_blocked() -> Iterator[None]:
+    """Block signals while a process may be started, which inherits the mask for its whole life."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_WORKER)
     try:
         yield
@@ -187,19 +225,15 @@ _steps: StepReader  # of this loader process
 def _start_process(steps: StepReader) -> None:
     global _steps
     _steps = steps
-    threading.Thread(target=_end_with_worker, daemon=True).start()
+    threading.Thread(target=_exit_with_worker, daemon=True).start()
 
 
-def _end_with_worker() -> None:
+def _exit_with_worker() -> None:
     worker = parent_process()
     if worker is not None:
         worker.join()
         os._exit(1)
 
 
-def _read_in_process(steps: range) -> list[list[Arrays]]:
-    return _steps.read(steps)
-
-
-def _read_one_in_process(step: int, number: int) -> Arrays:
-    return _steps.read_one(step, number)
+def _read_in_process(read: Callable[..., _Read], *place: range | int) -> _Read:
+    return read(_steps, *place)

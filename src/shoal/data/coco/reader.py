@@ -21,6 +21,7 @@ from shoal.data.coco.masks import Bitmaps, crops
 from shoal.data.coco.transform import DetectionObjects, DetectionTransform
 from shoal.data.images.reader import DecodeThreads, DTypeName
 from shoal.data.images.shards import ImageShards
+from shoal.data.steps import SizedReader, example_names
 from shoal.errors import ShoalError, UsageError
 
 SIZE_STEP = 32
@@ -29,8 +30,8 @@ SIZE_STEP = 32
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-class DetectionReader:
-    """Makes batches of images and objects from the shards of a split (``steps.SizedReader``). Picklable."""
+class DetectionReader(SizedReader):
+    """Reads, decodes and augments the images of a split with their objects. Picklable."""
 
     def __init__(
         self,
@@ -61,6 +62,9 @@ class DetectionReader:
         self.transform = transform
         self.categories = dict(categories)
         self.seed = seed
+        config = transform.config
+        sides = (max(config.shorter) + SIZE_STEP) * (config.longer + SIZE_STEP)
+        self.example_tokens = 3 * (sides if config.scales is None else config.canvas**2)
         self._threads = DecodeThreads(threads)
         self._dtype: DTypeName = dtype
         self._labels = {category: label for label, category in enumerate(self.categories, 1)}
@@ -68,24 +72,15 @@ class DetectionReader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         again = partial(DetectionReader, seed=self.seed, threads=self._threads.count, dtype=self._dtype)
-        return (again, (self.shards, self.transform, self.categories))
+        return (again, (self.shards, self.transform, self.categories), {"epoch": self.epoch})
 
     @property
     def num_examples(self) -> int:
-        """Images in one epoch of the plain order."""
         return len(self.shards)
 
     @property
-    def example_tokens(self) -> int:
-        """Values of one image: as many as make a block of one micro-batch."""
-        config = self.transform.config
-        if config.scales is not None:
-            return 3 * config.canvas**2
-        return 3 * (max(config.shorter) + SIZE_STEP) * (config.longer + SIZE_STEP)
-
-    @property
     def example_bytes(self) -> int:
-        """Bytes of one image in a batch: at its largest, with masks that cover it once."""
+        """Bytes of the largest image in a batch, with masks that cover it once."""
         return self.example_tokens * np.dtype(self._dtype).itemsize + self.example_tokens // 3
 
     def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> Arrays:
@@ -106,9 +101,7 @@ class DetectionReader:
         Raises:
             ShoalError: an image or its annotations cannot be used, or a shard cannot be read.
         """
-        indices_ = np.array(indices, dtype=np.int64, ndmin=1)
-        epochs_ = np.empty_like(indices_)
-        epochs_[:] = epochs
+        epochs_, indices_ = example_names(epochs, indices)
         names = zip(epochs_.tolist(), indices_.tolist(), strict=True)
         keys = [(self.seed, epoch, index) for epoch, index in names]
         frames = [

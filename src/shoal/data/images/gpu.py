@@ -27,34 +27,30 @@ from shoal.data.images.augment import AugmentConfig, Key, draws
 from shoal.data.images.headers import JPEG_BEGIN, BadImage, check_jpeg
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import decode, normalisation
+from shoal.data.steps import SizedReader, example_names
 from shoal.errors import ShoalError, UsageError
 
 
-class EncodedReader:
-    """Makes batches of encoded images (``steps.SizedReader``), for ``loader.streamed_steps``. Picklable."""
+class EncodedReader(SizedReader):
+    """Reads encoded images, for ``loader.streamed_steps``. Picklable."""
 
     def __init__(self, shards: ImageShards, *, seed: int) -> None:
         self.shards = shards
         self.seed = seed
+        self.example_tokens = shards.num_image_bytes // max(len(shards), 1)
         self._labels = shards.labels
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (partial(EncodedReader, seed=self.seed), (self.shards,))
+        return (partial(EncodedReader, seed=self.seed), (self.shards,), {"epoch": self.epoch})
 
     @property
     def num_examples(self) -> int:
-        """Images in one epoch."""
         return len(self.shards)
 
     @property
     def example_bytes(self) -> int:
-        """Bytes of one image in a batch: the mean of all."""
-        return self.shards.num_image_bytes // max(len(self.shards), 1)
-
-    @property
-    def example_tokens(self) -> int:
-        """As many as make a block of one micro-batch."""
-        return self.example_bytes
+        """Mean bytes of an encoded image."""
+        return self.example_tokens
 
     def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
         """Return the images ``indices``: ``encoded`` (objects, ``[B]``); the rest as ``ImageReader`` does.
@@ -62,9 +58,7 @@ class EncodedReader:
         Raises:
             ShoalError: a shard cannot be read.
         """
-        indices_ = np.array(indices, dtype=np.int64, ndmin=1)
-        epochs_ = np.empty_like(indices_)
-        epochs_[:] = epochs
+        epochs_, indices_ = example_names(epochs, indices)
         self.shards.will_need(indices_.tolist())
         encoded = np.empty(len(indices_), dtype=object)
         for row, index in enumerate(indices_.tolist()):

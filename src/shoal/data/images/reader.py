@@ -1,9 +1,8 @@
-"""Batches of images: read, decoded and varied by a transform, in threads. A pure function of a seed.
+"""Reads batches of images and decodes and augments them in threads, as a pure function of a seed.
 
-The transform is handed in (``transform.TrainTransform``, ``transform.CentreTransform``, or any callable like
-them). It releases the GIL while it decodes and resizes, so threads of the worker keep all processors busy and
-write side by side into one array a batch; nothing is copied between processes. This module does not import
-torch.
+The transform is an argument (``transform.TrainTransform``, ``transform.CentreTransform``, or any callable
+like them). It releases the GIL while it decodes and resizes, so threads of the worker keep all cores busy and
+write into one array per batch; nothing is copied between processes. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,33 +20,35 @@ import numpy.typing as npt
 
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.storage import Bytes
+from shoal.data.steps import SizedReader, example_names
 from shoal.decide.rng import Int64Array, Stream, below, draw, random_keys
 from shoal.errors import ShoalError, UsageError
 
-_PIECES_A_THREAD = 8
-"""A batch is cut into so many pieces for each thread: few enough to hand out, enough to end together."""
+_RANGES_PER_THREAD = 8
+"""A batch is cut into this many ranges per thread: few enough to submit, enough to finish together."""
 
 
 def default_decode_threads(num_local_workers: int = 1, num_loader_processes: int = 0) -> int:
-    """Return the processors of this host for each of its workers, or for each of their loader processes."""
+    """Return the cores of this host per worker, or per loader process if there are any."""
     num_processes = num_local_workers * max(1, num_loader_processes)
     return max(1, len(os.sched_getaffinity(0)) // num_processes)
 
 
 class DecodeThreads:
-    """Started when they are first needed; several batches may be in the making at a time."""
+    """A pool of threads that is started when first needed; several batches may use it at a time."""
 
     def __init__(self, count: int | None = None) -> None:
-        """Use ``count`` threads; default: the processors that this process may use.
+        """Use ``count`` threads; default: the cores that this process may use.
 
         Raises:
-            UsageError: there are no threads.
+            UsageError: ``count`` is below 1.
         """
         if count is not None and count < 1:
             raise UsageError(f"decode_threads {count} must be at least 1")
         self.count = count or default_decode_threads()
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
+        self._pid = 0
 
     def run(self, make: Callable[[int], None], count: int) -> None:
         """Call ``make`` with each number below ``count``; the first error is raised, and ends the rest."""
@@ -56,16 +57,17 @@ class DecodeThreads:
                 make(number)
             return
 
-        def make_piece(numbers: range) -> None:
+        def make_all(numbers: range) -> None:
             for number in numbers:
                 make(number)
 
-        size = max(1, count // (self.count * _PIECES_A_THREAD))
-        pieces = [range(count)[first : first + size] for first in range(0, count, size)]
+        size = max(1, count // (self.count * _RANGES_PER_THREAD))
+        parts = [range(count)[first : first + size] for first in range(0, count, size)]
         with self._lock:
-            if self._pool is None:
+            if self._pool is None or self._pid != os.getpid():  # a fork has none of its parent's threads
                 self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="shoal-decode")
-        futures = [self._pool.submit(make_piece, piece) for piece in pieces]
+                self._pid = os.getpid()
+        futures = [self._pool.submit(make_all, part) for part in parts]
         try:
             for done in futures:
                 done.result()
@@ -81,7 +83,7 @@ OnBad = Literal["refuse", "skip"]
 
 
 class Transform(Protocol):
-    """Makes the model's input of an encoded image. Picklable; called by several threads at a time."""
+    """Turns an encoded image into the model's input. Picklable; called by several threads at a time."""
 
     def size_at(self, epoch: int) -> int:
         """Return the side of the images of an epoch, in pixels."""
@@ -94,8 +96,8 @@ class Transform(Protocol):
         """
 
 
-class ImageReader:
-    """Makes batches of images from the shards of a split (``steps.SizedReader``). Picklable."""
+class ImageReader(SizedReader):
+    """Reads, decodes and augments the images of a split. Picklable."""
 
     def __init__(
         self,
@@ -112,83 +114,70 @@ class ImageReader:
 
         Args:
             shards: of a split.
-            transform: what becomes of each image.
-            seed: decides the order, and is the transform's first word.
-            threads: that decode; default: the processors that this process may use.
-            dtype: of the images: what the transform writes (uint16: the bits of bfloat16).
-            channels_last: whether the three values of a pixel lie together in memory. Images from loader
-                processes never do.
-            on_bad: refuse: an image that cannot be decoded ends the training, named; skip: another image,
-                drawn from (seed, epoch, index), takes its place, and ``replaced`` counts it. Not for
-                validation, where an image would count twice.
+            transform: decodes and augments an image.
+            seed: decides the order, and is part of the transform's key.
+            threads: that decode; default: the cores that this process may use.
+            dtype: of the images, as the transform writes them (uint16: the bits of bfloat16).
+            channels_last: memory format of the images. Those from loader processes are never channels last.
+            on_bad: refuse: raise at an image that cannot be decoded; skip: replace it by another image, drawn
+                from (seed, epoch, index), and mark it in ``replaced``. Not for validation, where an image
+                would count twice.
 
         Raises:
-            UsageError: the split has no images, or there are no threads.
+            UsageError: the split has no images, or ``threads`` is below 1.
         """
         if not len(shards):
             raise UsageError(f"{shards.location}: the split {shards.split!r} has no images; prepare some")
         self.shards = shards
         self.transform = transform
         self._threads = DecodeThreads(threads)
-        self._seed = seed
+        self.seed = seed
+        self.example_tokens = 3 * max(transform.size_at(epoch) for epoch in (0, 1 << 31)) ** 2
         self._dtype: DTypeName = dtype
         self._channels_last = channels_last
         self._on_bad: OnBad = on_bad
         self._labels = shards.labels
         self._lock = threading.Lock()
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         again = partial(
             ImageReader,
-            seed=self._seed,
+            seed=self.seed,
             threads=self.num_threads,
             dtype=self._dtype,
             channels_last=self._channels_last,
             on_bad=self._on_bad,
         )
-        return (again, (self.shards, self.transform))
+        return (again, (self.shards, self.transform), {"epoch": self.epoch})
 
     @property
     def num_threads(self) -> int:
-        """Threads that decode."""
+        """Number of decode threads."""
         return self._threads.count
 
     @property
     def num_examples(self) -> int:
-        """Images in one epoch."""
         return len(self.shards)
 
     @property
-    def seed(self) -> int:
-        """What decides the order of the images."""
-        return self._seed
-
-    @property
-    def example_tokens(self) -> int:
-        """Values of one image: as many as make a block of one micro-batch."""
-        return 3 * max(self.transform.size_at(epoch) for epoch in (0, 1 << 31)) ** 2
-
-    @property
     def example_bytes(self) -> int:
-        """Bytes of one image in a batch, at its largest."""
+        """Bytes of the largest image in a batch."""
         return self.example_tokens * np.dtype(self._dtype).itemsize
 
     def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
         """Return the images ``indices`` (``[B]``, below ``num_examples``) as they are in ``epochs``.
 
-        - ``images`` ``[B, 3, S, S]``: as the transform writes them. If epochs of different sizes meet in
-          one batch, all have the larger size;
+        - ``images`` ``[B, 3, S, S]``: as the transform writes them. If a batch holds epochs of different
+          sizes, all images have the larger size;
         - ``labels`` int64 ``[B]``;
-        - ``replaced`` bool ``[B]``: another image stands here, because this one cannot be decoded;
-        - ``epoch``, ``index`` int64 ``[B]``: the names of the examples.
+        - ``replaced`` bool ``[B]``: the image is another one, because this one cannot be decoded;
+        - ``epoch``, ``index`` int64 ``[B]``: of the examples.
 
         Raises:
             ShoalError: an image cannot be decoded, or a shard cannot be read.
         """
-        indices_ = np.array(indices, dtype=np.int64, ndmin=1)
-        epochs_ = np.empty_like(indices_)
-        epochs_[:] = epochs
+        epochs_, indices_ = example_names(epochs, indices)
         count = len(indices_)
         images = self._empty(count, epochs_)
         used = indices_.copy()
@@ -207,7 +196,7 @@ class ImageReader:
         }
 
     def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """Return them as they are."""
+        """Return the examples unchanged."""
         return dict(arrays)
 
     def _empty(self, count: int, epochs: Int64Array) -> npt.NDArray[Any]:
@@ -226,8 +215,8 @@ class ImageReader:
                 f"{problem}; repair it and prepare the images again, or have such images replaced "
                 "(on_bad skip)"
             )
-        self._tell(index, problem)
-        draws = draw(random_keys(self._seed, Stream.IMAGE_REPLACEMENT, epoch, index), np.arange(_TRIES))
+        self._report(index, problem)
+        draws = draw(random_keys(self.seed, Stream.IMAGE_REPLACEMENT, epoch, index), np.arange(_TRIES))
         for other in below(draws, self.num_examples).tolist():
             if self._try(out, epoch, other) is None:
                 return int(other)
@@ -236,20 +225,20 @@ class ImageReader:
         )
 
     def _try(self, out: npt.NDArray[Any], epoch: int, index: int) -> str | None:
-        """Write an image to ``out``, or return why that cannot be."""
+        """Write an image to ``out``; return the problem if it cannot be decoded."""
         encoded = self.shards.read(index)
         try:
-            self.transform(encoded, out, (self._seed, epoch, index))
+            self.transform(encoded, out, (self.seed, epoch, index))
         except UsageError as error:
             raise UsageError(f"{self.shards.name(index)}: {error}") from None
         except ShoalError as error:
             return f"{self.shards.name(index)}: {error}"
         return None
 
-    def _tell(self, index: int, problem: str) -> None:
+    def _report(self, index: int, problem: str) -> None:
         with self._lock:
-            is_new = index not in self._told
-            self._told.add(index)
+            is_new = index not in self._reported
+            self._reported.add(index)
         if is_new:
-            # in one piece: print() writes the end of the line apart, and another thread may come between
+            # one write: print() writes the line end separately, and another thread may interleave
             sys.stderr.write(f"{problem}; another image takes its place\n")

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.data.packing import Packed, pack_padded
-from shoal.data.steps import evenly_spread
+from shoal.data.steps import Reader, evenly_spread, example_names
 from shoal.data.text.masking import (
     MAX_SEQ_LENGTH,
     choose_tokens,
@@ -65,8 +65,8 @@ class ExampleConfig:
                 raise UsageError(f"{name} {getattr(self, name)} must be a probability, from 0 to 1")
 
 
-class ExampleReader:
-    """Makes batches of examples from the shards of a split. Picklable: only paths and numbers travel."""
+class ExampleReader(Reader):
+    """Makes examples from the shards of a split. Picklable: only paths and numbers are pickled."""
 
     def __init__(self, shards: TextShards, config: ExampleConfig) -> None:
         """Number the examples.
@@ -74,8 +74,8 @@ class ExampleReader:
         Raises:
             UsageError: the split has no document long enough for an example.
         """
-        self.shards = shards
-        self.config = config
+        self.shards, self.config = shards, config
+        self.seed, self.example_tokens = config.seed, config.max_seq_length
         self._windows = Windows(
             shards,
             num_text_tokens=config.max_seq_length - NUM_SPECIAL,
@@ -95,23 +95,12 @@ class ExampleReader:
         self._ordinary_ids = np.flatnonzero(~self._is_special)
         self._continues_word = np.frombuffer(manifest.continues_word, dtype=np.bool_)
 
-    def __reduce__(self) -> tuple[type[ExampleReader], tuple[TextShards, ExampleConfig]]:
-        return (ExampleReader, (self.shards, self.config))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (ExampleReader, (self.shards, self.config), {"epoch": self.epoch})
 
     @property
     def num_examples(self) -> int:
-        """Examples in one epoch."""
         return self._windows.num_examples
-
-    @property
-    def seed(self) -> int:
-        """What decides the order of the examples."""
-        return self.config.seed
-
-    @property
-    def example_tokens(self) -> int:
-        """Tokens that making one example goes through."""
-        return self.config.max_seq_length
 
     def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> Packed:
         """Return the examples as models take them (``packed``)."""
@@ -135,7 +124,7 @@ class ExampleReader:
         Raises:
             ShoalError: a shard holds a token id beyond the vocabulary.
         """
-        epochs_, indices_ = _int64_vectors(epochs, indices)
+        epochs_, indices_ = example_names(epochs, indices)
         streams = self._streams(epochs_, indices_)
         segments = self._windows.segments(epochs_, indices_, streams[:, _SEGMENTS])
         layout = _Layout(segments, self.config.max_seq_length)
@@ -153,7 +142,7 @@ class ExampleReader:
 
     def lengths(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> Int64Array:
         """Return how many tokens of each example are not padding, int64 ``[B]``, without reading tokens."""
-        epochs_, indices_ = _int64_vectors(epochs, indices)
+        epochs_, indices_ = example_names(epochs, indices)
         streams = self._streams(epochs_, indices_)
         segments = self._windows.segments(epochs_, indices_, streams[:, _SEGMENTS])
         return segments.num_tokens + NUM_SPECIAL
@@ -260,14 +249,6 @@ class _Layout:
         in_text = np.where(self.second, second_start - separator - 1, first_start - 1) + column
         begin = np.where(self.second, second_start, first_start)
         self.source: Int64Array = np.where(self.text, in_text, begin)
-
-
-def _int64_vectors(epochs: npt.ArrayLike, indices: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:
-    """Return both as vectors of one length, of their own memory: they go into the batch."""
-    indices_ = np.array(indices, dtype=np.int64, ndmin=1)
-    epochs_ = np.empty_like(indices_)
-    epochs_[:] = epochs
-    return epochs_, indices_
 
 
 def mean_fill(reader: ExampleReader, *, limit: int = 10_000) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shoal.data.steps import Reader, example_names
 from shoal.data.text.segments import rows_by_shard
 from shoal.data.text.shards import TextShards
 from shoal.data.text.span_config import SpanConfig, sentinel_id
@@ -28,8 +29,8 @@ from shoal.errors import ShoalError, UsageError
 _OTHER, _NOISE = range(2)  # streams of one example
 
 
-class SpanReader:
-    """Makes batches of examples from the shards of a split. Picklable: only paths and numbers travel."""
+class SpanReader(Reader):
+    """Makes examples from the shards of a split. Picklable: only paths and numbers are pickled."""
 
     def __init__(self, shards: TextShards, config: SpanConfig) -> None:
         """Number the examples.
@@ -37,8 +38,8 @@ class SpanReader:
         Raises:
             UsageError: no shard of the split is long enough for an example.
         """
-        self.shards = shards
-        self.config = config
+        self.shards, self.config = shards, config
+        self.seed, self.example_tokens = config.seed, config.num_tokens
         self._sizes: Int64Array = np.array([len(shard.tokens) for shard in shards.shards], dtype=np.int64)
         self._first_examples = np.concatenate([[0], np.cumsum(self._sizes // config.num_tokens)])
         if not self.num_examples:
@@ -47,23 +48,12 @@ class SpanReader:
                 f"the {config.num_tokens} tokens of one; prepare more text or shorten the input"
             )
 
-    def __reduce__(self) -> tuple[type[SpanReader], tuple[TextShards, SpanConfig]]:
-        return (SpanReader, (self.shards, self.config))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (SpanReader, (self.shards, self.config), {"epoch": self.epoch})
 
     @property
     def num_examples(self) -> int:
-        """Examples in one epoch."""
         return int(self._first_examples[-1])
-
-    @property
-    def seed(self) -> int:
-        """What decides the order of the examples."""
-        return self.config.seed
-
-    @property
-    def example_tokens(self) -> int:
-        """Tokens that making one example goes through."""
-        return self.config.num_tokens
 
     def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
         """Return the examples ``indices`` (``[B]``, below ``num_examples``) as they are in ``epochs``.
@@ -76,8 +66,7 @@ class SpanReader:
         Raises:
             ShoalError: a shard holds a token id beyond the vocabulary.
         """
-        indices_ = np.array(indices, dtype=np.int64, ndmin=1)
-        epochs_ = np.broadcast_to(np.asarray(epochs, dtype=np.int64), indices_.shape).copy()
+        epochs_, indices_ = example_names(epochs, indices)
         config, manifest = self.config, self.shards.manifest
         keys = random_keys(config.seed, Stream.SPANS, epochs_, indices_)
         lengths = span_lengths(keys, config.num_tokens - config.num_noise, config.num_noise, config.num_spans)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from shoal.data.loader import Batch, Stream, as_tensors, in_order
 from shoal.data.packing import pack
-from shoal.data.steps import Arrays
+from shoal.data.steps import Arrays, DataShard
 from shoal.data.text.special_tokens import Int32Array, Int64Array, ranges
 from shoal.decide.order import micro_batches, samples
 from shoal.decide.rng import dropout_keys
@@ -82,42 +82,38 @@ class TaskData:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deal:
-    """How a global batch is shared out."""
+class TaskShard(DataShard):
+    """A worker's part of each global batch, and the seed of the order."""
 
-    global_batch_size: int
-    micro_batch_size: int
-    rank: int = 0
-    num_workers: int = 1
     seed: int = 0
 
 
-def global_batch(data: Sequences, deal: Deal, step: int) -> Int64Array:
+def global_batch(data: Sequences, shard: TaskShard, step: int) -> Int64Array:
     """Return the sequences of the global batch after ``step`` completed steps, in their order."""
-    size = deal.global_batch_size
-    return samples(step * size, size, len(data), deal.seed)[1]
+    size = shard.global_batch_size
+    return samples(step * size, size, len(data), shard.seed)[1]
 
 
-def own_micro_batches(data: Sequences, deal: Deal, step: int) -> list[tuple[Int64Array, Int64Array]]:
+def own_micro_batches(data: Sequences, shard: TaskShard, step: int) -> list[tuple[Int64Array, Int64Array]]:
     """Return (epochs, sequences) of each of this worker's micro-batches, the longest sequences first."""
-    size = deal.global_batch_size
-    epochs, indices = samples(step * size, size, len(data), deal.seed)
-    own = _longest_first(data, indices)[deal.rank :: deal.num_workers]
-    cuts = micro_batches(range(len(own)), deal.micro_batch_size)
+    size = shard.global_batch_size
+    epochs, indices = samples(step * size, size, len(data), shard.seed)
+    own = _longest_first(data, indices)[shard.rank :: shard.num_workers]
+    cuts = micro_batches(range(len(own)), shard.micro_batch_size)
     return [(epochs[own[cut.start : cut.stop]], indices[own[cut.start : cut.stop]]) for cut in cuts]
 
 
 def training_batches(
-    data: Sequences, deal: Deal, steps: range, *, pin_memory: bool = False
+    data: Sequences, shard: TaskShard, steps: range, *, pin_memory: bool = False
 ) -> Stream[list[Batch]]:
     """Yield this worker's micro-batches for each of ``steps`` (counted from 0), made ahead by a thread."""
 
     def make(step: int) -> list[Batch]:
         return [
             as_tensors(
-                {**data.batch(indices), "dropout_keys": dropout_keys(deal.seed, epochs, indices)}, pin_memory
+                {**data.batch(indices), "dropout_keys": dropout_keys(shard.seed, epochs, indices)}, pin_memory
             )
-            for epochs, indices in own_micro_batches(data, deal, step)
+            for epochs, indices in own_micro_batches(data, shard, step)
         ]
 
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal import record
 from shoal.data.loader import Batch
-from shoal.data.text.task_batches import Deal, Sequences
+from shoal.data.text.task_batches import Sequences, TaskShard
 from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import Schedule
@@ -77,9 +77,9 @@ class Job:
     """``None`` for a short finetuning inside a pretraining, which is not continued."""
 
     @property
-    def deal(self) -> Deal:
+    def deal(self) -> TaskShard:
         """How global batches are shared out."""
-        return Deal(
+        return TaskShard(
             global_batch_size=self.plan.batch.global_batch_size,
             micro_batch_size=self.plan.batch.micro_batch_size,
             rank=self.world.place.rank,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shoal.data.text.task_batches import (
-    Deal,
     TaskData,
+    TaskShard,
     evaluation_batches,
     evaluation_parts,
     global_batch,
@@ -38,7 +38,7 @@ def data() -> TaskData:
 def test_workers_share_each_global_batch(data: TaskData, num_workers: int) -> None:
     for step in range(6):  # over the end of the epoch
         deals = [
-            Deal(global_batch_size=12, micro_batch_size=2, rank=rank, num_workers=num_workers, seed=5)
+            TaskShard(global_batch_size=12, micro_batch_size=2, rank=rank, num_workers=num_workers, seed=5)
             for rank in range(num_workers)
         ]
         parts = [[cut for _, cut in own_micro_batches(data, deal, step)] for deal in deals]
@@ -59,7 +59,7 @@ def test_dropout_keys_belong_to_samples(data: TaskData, num_workers: int) -> Non
     def keys_of(step: int, **layout: int) -> dict[int, int]:
         keys = {}
         for rank in range(layout["num_workers"]):
-            deal = Deal(global_batch_size=12, rank=rank, seed=5, **layout)
+            deal = TaskShard(global_batch_size=12, rank=rank, seed=5, **layout)
             (batches,) = training_batches(data, deal, range(step, step + 1))
             for batch in batches:
                 keys |= dict(zip(batch["labels"].tolist(), batch["dropout_keys"].tolist(), strict=True))
@@ -72,14 +72,14 @@ def test_dropout_keys_belong_to_samples(data: TaskData, num_workers: int) -> Non
 
 
 def test_an_epoch_is_every_sequence_once(data: TaskData) -> None:
-    deal = Deal(global_batch_size=37, micro_batch_size=37)
+    deal = TaskShard(global_batch_size=37, micro_batch_size=37)
     first, second = (global_batch(data, deal, step) for step in (0, 1))
     assert sorted(first) == sorted(second) == list(range(37))
     assert first.tolist() != second.tolist()
 
 
 def test_steps_resume_where_they_stopped(data: TaskData) -> None:
-    deal = Deal(global_batch_size=8, micro_batch_size=4, rank=1, num_workers=2, seed=7)
+    deal = TaskShard(global_batch_size=8, micro_batch_size=4, rank=1, num_workers=2, seed=7)
     whole = list(training_batches(data, deal, range(9)))
     rest = list(training_batches(data, deal, range(4, 9)))
     assert len(whole) == 9 and len(rest) == 5
@@ -98,7 +98,7 @@ def test_a_batch_holds_its_sequences(data: TaskData) -> None:
 
 
 def test_an_abandoned_loader_ends_its_thread(data: TaskData) -> None:
-    steps = training_batches(data, Deal(global_batch_size=4, micro_batch_size=4), range(1_000_000))
+    steps = training_batches(data, TaskShard(global_batch_size=4, micro_batch_size=4), range(1_000_000))
     next(steps)
     assert loader_threads()
     steps.close()
