@@ -311,9 +311,8 @@ class _Pool:
     ) -> Future[_Other]:
         """Have ``read(steps, *place)`` made in a process, or else in a thread, and converted in a thread."""
         remote = None if self._processes is None else submit(self._processes, read, *place)
-        return self._threads.submit(
-            lambda: convert(read(self._steps, *place) if remote is None else _wait(remote))
-        )
+        steps = self._steps  # a task that referred to this pool would keep the threads of an abandoned one
+        return self._threads.submit(lambda: convert(read(steps, *place) if remote is None else _wait(remote)))
 
 
 def _wait(remote: Future[_Made]) -> _Made:

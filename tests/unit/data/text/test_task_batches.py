@@ -99,14 +99,16 @@ def test_a_batch_holds_its_sequences(data: TaskData) -> None:
 
 def test_an_abandoned_loader_ends_its_thread(data: TaskData) -> None:
     steps = training_batches(data, TaskShard(global_batch_size=4, micro_batch_size=4), range(1_000_000))
+    before = loader_threads()
     next(steps)
-    assert loader_threads()
+    own = loader_threads() - before
+    assert own
     steps.close()
-    assert not loader_threads()
+    assert not own & loader_threads()
 
 
-def loader_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("shoal-loader")]
+def loader_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("shoal-loader")}
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 5])
