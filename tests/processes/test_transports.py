@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal import env, native
 from shoal.comm.engine import EngineOptions, fabric_providers
-from shoal.doctor.training import fabric_check
+from shoal.doctor import fabric_check
 from shoal.errors import UsageError
 
 OVER_FABRIC = "ofi:tcp;ofi_rxm"

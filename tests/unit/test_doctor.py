@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.doctor import machine, software
-from shoal.doctor.check import Check
-from shoal.doctor.examination import examine
+from shoal import doctor
+from shoal.doctor import Check, examine
 
 REQUIREMENTS = [
     "torch>=2.11",
@@ -36,9 +35,7 @@ def examined_here() -> dict[str, Check]:
 
 def examined(prelude: str = "") -> subprocess.CompletedProcess[str]:
     """Run the examination in a child after ``prelude``."""
-    program = (
-        f"import sys\n{prelude}\nfrom shoal.doctor.examination import run_doctor\nsys.exit(run_doctor())"
-    )
+    program = f"import sys\n{prelude}\nfrom shoal.doctor import run_doctor\nsys.exit(run_doctor())"
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
 
@@ -114,7 +111,7 @@ def test_launcher_is_recognised_and_its_mistakes_are_told(monkeypatch: pytest.Mo
 
 
 def test_complete_packages() -> None:
-    checks = by_name(software.package_checks(REQUIREMENTS, COMPLETE.get))
+    checks = by_name(doctor.package_checks(REQUIREMENTS, COMPLETE.get))
     assert list(checks) == ["packages", "[text]", "[report]", "[aws]"]
     assert {check.state for check in checks.values()} == {"ok"}
     assert checks["packages"].found == "torch 2.11.0+cpu, numpy 1.26"
@@ -140,7 +137,7 @@ def test_package_missing_or_too_old(
     package: str, version: str | None, name: str, state: str, found: str, remedy: str
 ) -> None:
     installed = {**COMPLETE, package: version}
-    checks = by_name(software.package_checks(REQUIREMENTS, installed.get))
+    checks = by_name(doctor.package_checks(REQUIREMENTS, installed.get))
     assert (checks[name].state, checks[name].found, checks[name].remedy) == (state, found, remedy)
     assert {check.state for check in checks.values() if check.name != name} == {"ok"}
 
@@ -148,18 +145,18 @@ def test_package_missing_or_too_old(
 def test_every_extra_for_users_is_known() -> None:
     """A new extra needs a word on what it is for, or must be one for developers."""
     extras = set(metadata.metadata("shoal").get_all("Provides-Extra") or [])
-    assert extras - {"dev", "bench"} == set(software.EXTRAS)
+    assert extras - {"dev", "bench"} == set(doctor.EXTRAS)
 
 
 def test_machine_facts_come_from_files(tmp_path: Path) -> None:
     cpuinfo, meminfo, limit = tmp_path / "cpuinfo", tmp_path / "meminfo", tmp_path / "memory.max"
-    assert machine.cpu_name(cpuinfo) != ""
-    assert machine.memory_bytes(meminfo, limit) == 0
+    assert doctor.cpu_name(cpuinfo) != ""
+    assert doctor.memory_bytes(meminfo, limit) == 0
     cpuinfo.write_text("processor\t: 0\nmodel name\t: Fast CPU @ 3 GHz\nmodel name\t: Fast CPU @ 3 GHz\n")
     meminfo.write_text("MemFree: 1 kB\nMemTotal:       8388608 kB\n")
-    assert machine.cpu_name(cpuinfo) == "Fast CPU @ 3 GHz"
-    assert machine.memory_bytes(meminfo, limit) == 8 * 2**30
+    assert doctor.cpu_name(cpuinfo) == "Fast CPU @ 3 GHz"
+    assert doctor.memory_bytes(meminfo, limit) == 8 * 2**30
     limit.write_text("max\n")
-    assert machine.memory_bytes(meminfo, limit) == 8 * 2**30
+    assert doctor.memory_bytes(meminfo, limit) == 8 * 2**30
     limit.write_text(f"{2**30}\n")
-    assert machine.memory_bytes(meminfo, limit) == 2**30
+    assert doctor.memory_bytes(meminfo, limit) == 2**30

@@ -160,6 +160,6 @@ def serve(
 
 def doctor() -> int:
     """Show versions, devices and the native core, what is missing and how to get it."""
-    from shoal.doctor.examination import run_doctor
+    from shoal.doctor import run_doctor
 
     return run_doctor()

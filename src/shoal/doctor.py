@@ -1,0 +1,323 @@
+"""Checks what this machine has for training, what is missing, and how to get it: ``shoal doctor``.
+
+It works as far as possible where torch or the native core is missing or broken: everything but the standard
+library is imported by the check that needs it. ``python -m torch.utils.collect_env`` has more about torch and
+the drivers, for bug reports; it names no remedies, and starts pip, compilers and drivers for it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import shoal
+from shoal import env
+from shoal.errors import EXIT_FAILURE, EXIT_OK, ShoalError
+
+if TYPE_CHECKING:
+    from shoal.native import Fabric
+
+OLDEST_PYTHON = (3, 11)
+EXTRAS = {
+    "text": "to train ALBERT and to prepare text",
+    "report": "to write reports",
+    "vision": "to train on images",
+    "aws": "to start runs on AWS",
+}
+"""The optional dependencies and their use."""
+NEEDED_EXTRAS = frozenset({"text"})
+LITTLE_DISK_BYTES = 5 * 2**30
+"""A few checkpoints of a large model."""
+LITTLE_SHARED_BYTES = 128 * 2**20
+_MARKS = {"ok": "ok", "note": "--", "missing": "!!"}
+
+
+class Check(NamedTuple):
+    """A line of the report; without what is ``missing`` training cannot run."""
+
+    name: str
+    found: str
+    state: Literal["ok", "note", "missing"] = "ok"
+    remedy: str = ""
+
+
+def run_doctor() -> int:
+    """Print all checks and return 0 if training can run here, else 1."""
+    topics = examine()
+    for topic, checks in topics.items():
+        print(f"\n{topic}")
+        for check in checks:
+            print(f"  {_MARKS[check.state]}  {check.name:<14}{check.found}")
+            if check.remedy:
+                print(f"      {'':<14}> {check.remedy}")
+    missing = [check.name for checks in topics.values() for check in checks if check.state == "missing"]
+    if missing:
+        print(f"\nTraining cannot run here until these are put right: {', '.join(missing)}")
+        return EXIT_FAILURE
+    print("\nTraining can run here.")
+    return EXIT_OK
+
+
+def examine() -> Mapping[str, list[Check]]:
+    """Return all checks by topic; prints nothing and raises nothing."""
+    try:
+        import torch
+    except Exception as error:  # a broken installation raises any exception
+        found = f"cannot be imported ({type(error).__name__}: {error})"
+        torch_check = Check("torch", found, "missing", "pip install --force-reinstall torch")
+        with_torch: list[Callable[[], Check]] = []
+        gpus = []
+    else:
+        cuda = torch.version.cuda
+        torch_check = Check("torch", f"imports, built for {f'CUDA {cuda}' if cuda else 'CPU only'}")
+        with_torch = [lambda: _precision(torch), lambda: _backends(torch)]
+        gpus = [_gpus(torch)]
+    return {
+        "Software": [
+            _python(),
+            Check("shoal", shoal.__version__),
+            *_packages(),
+            torch_check,
+            _native_core(),
+            _compiler(),
+        ],
+        "Machine": [_processor(), _memory(), *gpus],
+        "Training": [
+            *(check() for check in with_torch),
+            _transports(),
+            *_libfabric(),
+            _launcher(),
+            _disk(Path.cwd()),
+        ],
+    }
+
+
+# ---- software ----------------------------------------------------------------------------------------------
+
+
+def _python() -> Check:
+    found = f"{platform.python_version()}, {sys.executable}"
+    if sys.version_info[:2] >= OLDEST_PYTHON:
+        return Check("Python", found)
+    oldest = ".".join(map(str, OLDEST_PYTHON))
+    return Check("Python", found, "missing", f"shoal needs Python {oldest} or newer")
+
+
+def _packages() -> list[Check]:
+    try:
+        requirements = metadata.requires("shoal") or []
+    except metadata.PackageNotFoundError:
+        found = "shoal is not installed in this Python, so its requirements are unknown"
+        return [Check("packages", found, "missing", "pip install . in the source folder")]
+    return package_checks(requirements, _installed_version)
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def package_checks(requirements: Sequence[str], installed: Callable[[str], str | None]) -> list[Check]:
+    """Compare a distribution's requirements with what is installed: one check for the core, one per extra.
+
+    Args:
+        requirements: as in package metadata, e.g. ``matplotlib>=3.9; extra == "report"``.
+        installed: returns the installed version of a package, or ``None``.
+    """
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for requirement in requirements:
+        found = re.match(r"\s*([\w.-]+)(?:\[[^]]*\])?\s*(?:\(?>=\s*([\d.]+))?", requirement)
+        extra = re.search(r"extra\s*==\s*['\"]([\w.-]+)['\"]", requirement)
+        if found:
+            groups.setdefault(extra[1] if extra else "", []).append((found[1], found[2] or ""))
+    return [_group_check(name, groups[name], installed) for name in ("", *EXTRAS) if name in groups]
+
+
+def _group_check(
+    extra: str, packages: Sequence[tuple[str, str]], installed: Callable[[str], str | None]
+) -> Check:
+    texts: list[str] = []
+    all_well = True
+    for package, oldest in packages:
+        version = installed(package)
+        if version is None:
+            text = f"{package} not installed"
+        elif oldest and _numbers(version) < _numbers(oldest):
+            text = f"{package} {version} (too old, needs {oldest})"
+        else:
+            texts.append(f"{package} {version}")
+            continue
+        texts.append(text)
+        all_well = False
+    name, found = f"[{extra}]" if extra else "packages", ", ".join(texts)
+    if all_well:
+        return Check(name, found)
+    purpose = f"{EXTRAS[extra]}: " if extra else ""
+    remedy = f"{purpose}pip install --upgrade '{f'shoal[{extra}]' if extra else 'shoal'}'"
+    return Check(name, found, "missing" if not extra or extra in NEEDED_EXTRAS else "note", remedy)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """``2.15.0+cu132`` -> (2, 15, 0)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def _native_core() -> Check:
+    try:
+        from shoal import native
+
+        levels, features = native.simd_levels(), native.cpu_features()
+    except Exception as error:  # a module built for another Python or machine raises any exception
+        remedy = "install a C++20 compiler and run: pip install --force-reinstall shoal"
+        return Check("native core", str(error), "missing", remedy)
+    has = ", ".join(name for name, there in features.items() if there) or "no known vector units"
+    return Check("native core", f"{levels[-1]} kernels; processor has {has}")
+
+
+def _compiler() -> Check:
+    path = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if path is None:
+        remedy = "torch.compile on the CPU needs one: install g++ or clang++"
+        return Check("C++ compiler", "none found", "note", remedy)
+    answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+    return Check("C++ compiler", answer.stdout.partition("\n")[0].strip() or path)
+
+
+# ---- machine -----------------------------------------------------------------------------------------------
+
+
+def _processor() -> Check:
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return Check("processor", f"{cpu_name(Path('/proc/cpuinfo'))}, {num_cores} cores for this process")
+
+
+def cpu_name(cpuinfo: Path) -> str:
+    """Return the processor's name from Linux's ``/proc/cpuinfo``, else from Python."""
+    text = cpuinfo.read_text(errors="replace") if cpuinfo.is_file() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _memory() -> Check:
+    memory = memory_bytes(Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max"))
+    return Check("memory", _gibibytes(memory) if memory else "size unknown")
+
+
+def memory_bytes(meminfo: Path, cgroup_limit: Path) -> int:
+    """Return the memory that this process may use: the machine's or its container's; 0 if unknown."""
+    text = meminfo.read_text() if meminfo.is_file() else ""
+    found = re.search(r"^MemTotal:\s*(\d+) kB", text, re.MULTILINE)
+    total = int(found[1]) * 1024 if found else 0
+    limit = cgroup_limit.read_text().strip() if cgroup_limit.is_file() else "max"
+    return min(total, int(limit)) if limit.isdecimal() and total else total
+
+
+def _gpus(torch: Any) -> Check:
+    if torch.cuda.is_available():
+        gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        found = "; ".join(
+            f"{gpu.name} ({_gibibytes(gpu.total_memory)}, capability {gpu.major}.{gpu.minor})" for gpu in gpus
+        )
+    elif torch.version.cuda:
+        found = f"none: no NVIDIA driver for this torch's CUDA {torch.version.cuda}; training runs on the CPU"
+    else:
+        found = "none"
+    return Check("GPUs", found)
+
+
+def _gibibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+# ---- training ----------------------------------------------------------------------------------------------
+
+
+def _precision(torch: Any) -> Check:
+    from shoal.train.gradients import choose_precision
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = {"cuda": "this GPU", "cpu": "this processor"}[device.type]
+    return Check("precision", f"auto is {choose_precision('auto', device).name} on {where}")
+
+
+def _backends(torch: Any) -> Check:
+    from shoal import native
+
+    dist = torch.distributed
+    found = [
+        name
+        for name in ("gloo", "nccl", "mpi")
+        if dist.is_available() and getattr(dist, f"is_{name}_available")()
+    ]
+    if dist.is_available() and "shoal" in dist.Backend.backend_list and native.is_built():
+        found.append("shoal")
+    if "gloo" in found:
+        return Check("backends", ", ".join(found))
+    remedy = "shoal needs gloo: install a torch built with it"
+    return Check("backends", ", ".join(found) or "none", "missing", remedy)
+
+
+def _transports() -> Check:
+    shared = Path("/dev/shm")
+    room = shutil.disk_usage(shared).free if shared.is_dir() else 0
+    found = f"shared memory in a host ({_gibibytes(room)} free in {shared}), TCP between hosts"
+    if room >= LITTLE_SHARED_BYTES:
+        return Check("transports", found)
+    remedy = "backend shoal needs about 3 MiB per worker and group there: docker run --shm-size 1g"
+    return Check("transports", found, "note", remedy)
+
+
+def _libfabric() -> list[Check]:
+    from shoal import native
+
+    return [fabric_check(native.fabric("127.0.0.1"))] if native.is_built() else []
+
+
+def fabric_check(fabric: Fabric) -> Check:
+    """Return the usable providers of libfabric; only hosts with EFA or a similar network need it."""
+    if not fabric.built:
+        remedy = "for EFA and the like: apt-get install libfabric-dev, then install shoal again"
+        return Check("libfabric", "not built in", "note", remedy)
+    if not fabric.version:
+        remedy = "for EFA and the like: apt-get install libfabric1, or set LD_LIBRARY_PATH to where it is"
+        return Check("libfabric", f"cannot be loaded: {fabric.problem}", "note", remedy)
+    usable = [name for name, problem in fabric.providers.items() if not problem]
+    broken = [f"{name} does not open ({problem})" for name, problem in fabric.providers.items() if problem]
+    found = "; ".join([f"{fabric.version}, usable providers: {', '.join(usable) or 'none'}", *broken])
+    if usable:
+        return Check("libfabric", found)
+    return Check("libfabric", found, "note", "fi_info lists what it finds; TCP needs none of it")
+
+
+def _launcher() -> Check:
+    try:
+        worker = env.worker_env()
+    except ShoalError as error:
+        remedy = "correct the variable, or unset RANK and WORLD_SIZE to let shoal start the workers"
+        return Check("launcher", str(error), "missing", remedy)
+    if worker is None:
+        return Check("launcher", "none: shoal starts the workers itself")
+    place = worker.place
+    return Check(
+        "launcher",
+        f"{worker.launcher}: worker {place.rank} of {place.num_workers}, meeting at {worker.init_method}",
+    )
+
+
+def _disk(folder: Path) -> Check:
+    free = shutil.disk_usage(folder).free
+    found = f"{_gibibytes(free)} free in {folder}"
+    if free >= LITTLE_DISK_BYTES:
+        return Check("disk", found)
+    remedy = "checkpoints need room: free some, or keep the run on another disk with --run.dir"
+    return Check("disk", found, "note", remedy)
