@@ -29,16 +29,19 @@ PRELOADED = [
     "torchvision.transforms.v2.functional",
     "shoal.cli.app",
     "shoal.launch.host_rendezvous",
-    "shoal.recipes.albert.pretrain",
-    "shoal.recipes.bert.pretrain",
+    "shoal.models.pretraining",
+    "shoal.models.t5",
+    "shoal.pipelining.api",
+    "shoal.recipes.albert",
+    "shoal.recipes.bert",
     "shoal.recipes.finetune.classify",
     "shoal.recipes.finetune.squad",
     "shoal.recipes.finetune.text_to_text",
     "shoal.recipes.mask_rcnn.train",
     "shoal.recipes.resnet.score",
     "shoal.recipes.resnet.train",
-    "shoal.recipes.t5.pretrain",
-    "shoal.train.checkpoint",
+    "shoal.recipes.t5",
+    "shoal.train.run",
 ]
 
 _context = multiprocessing.get_context("forkserver")

@@ -27,17 +27,17 @@ from shoal.recipes.bert import DataConfig as BertDataConfig
 from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig
 from shoal.recipes.resnet.config import ResNetTrainConfig
 from shoal.recipes.resnet.score import Scoring
-from shoal.recipes.t5.config import DataConfig as T5DataConfig
-from shoal.recipes.t5.config import T5OptimConfig, T5PretrainConfig
+from shoal.recipes.t5 import DataConfig as T5DataConfig
+from shoal.recipes.t5 import T5Config, T5OptimConfig
 from shoal.record import Step, read_record
 from shoal.train.config import LoopConfig, OptimConfig, OptimizerConfig, RunConfig, TrainConfig
 
-AnyConfig = AlbertConfig | BertConfig | T5PretrainConfig | ResNetTrainConfig | MaskRCNNTrainConfig
+AnyConfig = AlbertConfig | BertConfig | T5Config | ResNetTrainConfig | MaskRCNNTrainConfig
 Config = TypeVar(
     "Config",
     AlbertConfig,
     BertConfig,
-    T5PretrainConfig,
+    T5Config,
     ResNetTrainConfig,
     MaskRCNNTrainConfig,
 )
@@ -161,9 +161,9 @@ def small_bert_config(text: Path, run_dir: Path, **changes: Any) -> BertConfig:
     return changed(config, changes)
 
 
-def small_t5_config(text: Path, run_dir: Path, **changes: Any) -> T5PretrainConfig:
+def small_t5_config(text: Path, run_dir: Path, **changes: Any) -> T5Config:
     """Return settings for 6 quick steps."""
-    config = T5PretrainConfig(
+    config = T5Config(
         model=T5ModelConfig(
             vocab_size=192, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout=0.1
         ),
@@ -258,15 +258,15 @@ def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
     from shoal.recipes.bert import main as pretrain_bert
     from shoal.recipes.mask_rcnn.train import train as train_mask_rcnn
     from shoal.recipes.resnet.train import train as train_resnet
-    from shoal.recipes.t5.pretrain import pretrain as pretrain_t5
+    from shoal.recipes.t5 import main as pretrain_t5
 
     assert config.run.dir is not None
     config.run.dir.mkdir(parents=True, exist_ok=True)
     log = (config.run.dir / f"worker-{rank}.log").open("a")
     os.dup2(log.fileno(), sys.stderr.fileno())
     joined = _joined(rank, num_workers, port)
-    if isinstance(config, T5PretrainConfig):
-        run_worker(lambda: pretrain_t5(config, joined, ["test"]))
+    if isinstance(config, T5Config):
+        run_worker(lambda: pretrain_t5(config, joined))
     elif isinstance(config, MaskRCNNTrainConfig):
         run_worker(lambda: train_mask_rcnn(config, joined, ["test"]))
     elif isinstance(config, ResNetTrainConfig):

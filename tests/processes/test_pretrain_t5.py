@@ -13,9 +13,9 @@ from shoal import record
 from shoal.data.manifest import Manifest
 from shoal.decide.order import samples
 from shoal.errors import EXIT_OK
+from shoal.models.t5_config import num_parameters
 from shoal.optim.lr_schedules import learning_rate
-from shoal.recipes.t5.job import open_data
-from shoal.recipes.t5.telling import ACCURACY, LOSS
+from shoal.recipes.t5 import ACCURACY, LOSS, open_text
 from shoal.record import read_record
 
 LAST = 6
@@ -67,12 +67,14 @@ def test_the_record_tells_the_run(whole_run: Path, data: Path) -> None:
     assert (rows[0].recipe, rows[0].total_steps, rows[0].num_parameters) == (
         "t5",
         LAST,
-        config.num_parameters,
+        num_parameters(config.model),
     )
     assert (rows[0].micro_batch_size, rows[0].accumulation_steps) == (2, 4)
     steps = [row for row in rows if isinstance(row, record.Step)]
     assert [(row.step, row.samples) for row in steps] == [(s, 8 * s) for s in range(1, LAST + 1)]
-    assert [row.learning_rate for row in steps] == [learning_rate(config.schedule, s) for s in range(LAST)]
+    assert [row.learning_rate for row in steps] == [
+        learning_rate(config.optim.schedule, s) for s in range(LAST)
+    ]
     assert [row.step for row in rows if isinstance(row, record.Checkpoint)] == [3, LAST]
     assert [step for step, _ in evaluations(whole_run)] == [3, LAST]
     assert set(rows[-1].metrics) == {LOSS, ACCURACY}
@@ -82,7 +84,7 @@ def test_the_exported_model_scores_what_the_run_says(whole_run: Path, data: Path
     from transformers import AutoTokenizer, T5ForConditionalGeneration
 
     model = T5ForConditionalGeneration.from_pretrained(whole_run / "transformers").eval()
-    _, reader = open_data(jobs.small_t5_config(data, whole_run))
+    _, reader = open_text(jobs.small_t5_config(data, whole_run), verify=False)
     batch = reader.batch(*samples(0, 16, reader.num_examples, reader.seed))
     with torch.no_grad():
         inputs = {name: torch.from_numpy(batch[name]) for name in ("input_ids", "labels")}

@@ -14,10 +14,9 @@ from shoal.bench.step_timing import TrainBench
 from shoal.cli.settings import settings_from
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError
-from shoal.recipes import albert, bert
+from shoal.recipes import albert, bert, t5
 from shoal.recipes.resnet import config as resnet
 from shoal.recipes.start import Launch, start
-from shoal.recipes.t5 import config as t5
 
 bench_train = App(
     name="train",
@@ -25,13 +24,13 @@ bench_train = App(
 )
 bench_train.config = (
     settings_from(
-        lambda command: {"resnet50": "resnet/presets", "t5": "t5/presets"}.get(command, f"presets/{command}"),
+        lambda command: "resnet/presets" if command == "resnet50" else f"presets/{command}",
         lambda command: "imagenet-16k" if command == "resnet50" else "base",
     ),
 )
 
 Settings = Parameter(name="*")
-Config = albert.AlbertConfig | bert.BertConfig | t5.T5PretrainConfig | resnet.ResNetTrainConfig
+Config = albert.AlbertConfig | bert.BertConfig | t5.T5Config | resnet.ResNetTrainConfig
 
 
 @bench_train.command(name="albert")
@@ -79,7 +78,7 @@ def bench_bert(
 def bench_t5(
     *,
     preset: Literal[t5.PRESETS] = "base",  # type: ignore[valid-type]
-    settings: Annotated[t5.T5PretrainConfig, Settings] = t5.T5PretrainConfig(),  # noqa: B008
+    settings: Annotated[t5.T5Config, Settings] = t5.T5Config(),  # noqa: B008
     launch: Annotated[Launch, Settings] = Launch(),  # noqa: B008
     what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
 ) -> int:

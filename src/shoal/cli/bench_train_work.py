@@ -1,28 +1,27 @@
-"""A worker of ``shoal bench train``: made data, the recipe's own job and steps, a clock."""
+"""Measures recipes for ``shoal bench train``: runs the script on made data and reads its record."""
 
 from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.bench.step_timing import TrainBench, TrainResult
-from shoal.cli.bench_train_clock import result_of, timed
 from shoal.data.text.span_config import MAX_SENTINELS
 from shoal.env import WorkerEnv
 from shoal.errors import EXIT_OK
 from shoal.recipes.albert import AlbertConfig
 from shoal.recipes.bert import BertConfig
 from shoal.recipes.resnet.config import ResNetTrainConfig
-from shoal.recipes.t5.config import T5PretrainConfig
+from shoal.recipes.t5 import T5Config
 
 if TYPE_CHECKING:
     from shoal.train.world import World
 
-TextConfig = AlbertConfig | BertConfig | T5PretrainConfig
+TextConfig = AlbertConfig | BertConfig | T5Config
 Config = TextConfig | ResNetTrainConfig
 _NUM_DOCUMENTS = 200
 _SENTENCES, _TOKENS = 60, 20
@@ -34,7 +33,7 @@ def measure(config: Config, place: WorkerEnv, what: TrainBench, *, name: str) ->
     """Run the steps; the main worker prints and writes what it measured. Returns the exit code."""
     from shoal.train.world import join_world
 
-    if isinstance(config, AlbertConfig | BertConfig):
+    if not isinstance(config, ResNetTrainConfig):
         with tempfile.TemporaryDirectory(prefix="shoal-bench-") as made:
             text: Any = prepared(config, Path(made), what, num_workers=place.place.num_workers)
             found = _measure_script(text, place, Path(made), what, name)
@@ -45,7 +44,7 @@ def measure(config: Config, place: WorkerEnv, what: TrainBench, *, name: str) ->
         tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder,
         join_world(place, config.distributed) as world,
     ):
-        result = _result(config, Path(folder), world, what, name)
+        result = _result(config, Path(folder), world, what)
         if world.is_main:
             _report(result, what)
     return EXIT_OK
@@ -58,45 +57,37 @@ def _report(result: TrainResult, what: TrainBench) -> None:
         print(f"\n{what.json}")
 
 
-def _result(config: Config, folder: Path, world: World, what: TrainBench, name: str) -> TrainResult:
+def _result(config: ResNetTrainConfig, folder: Path, world: World, what: TrainBench) -> TrainResult:
     from shoal.cli import bench_train_images
     from shoal.train.config import required
     from shoal.train.health import memory_advice
 
-    if isinstance(config, ResNetTrainConfig):
-        images = bench_train_images.prepared(config, folder, what, num_workers=world.num_workers)
-        with memory_advice(
-            required(images.train.micro_batch_size), unit="images", remedy="--train.precision bf16"
-        ):
-            return bench_train_images.measure_images(images, world, what)
-    text = prepared(config, folder, what, num_workers=world.num_workers)
-    with memory_advice(_sizes(text)[1].micro_batch_size):
-        assert isinstance(text, T5PretrainConfig)
-        write_text(folder, text.model.vocab_size - MAX_SENTINELS)
-        return _measure_t5(text, world, what, name)
+    images = bench_train_images.prepared(config, folder, what, num_workers=world.num_workers)
+    with memory_advice(
+        required(images.train.micro_batch_size), unit="images", remedy="--train.precision bf16"
+    ):
+        return bench_train_images.measure_images(images, world, what)
 
 
 def prepared(config: TextConfig, folder: Path, what: TrainBench, *, num_workers: int) -> TextConfig:
     """Return the settings of a run over made text in which every sequence is whole."""
     data: Any = replace(config.data, path=folder)
-    if not isinstance(config, T5PretrainConfig):
+    if not isinstance(config, T5Config):
         data = replace(data, short_seq_prob=0.0)
     section, sizes = _sizes(config)
     micro = what.batch or sizes.micro_batch_size or min(64, sizes.global_batch_size)
     batch = micro * what.accumulate * num_workers
     sizes = replace(sizes, micro_batch_size=micro, global_batch_size=batch)
-    run = replace(config.run, name="bench", dir=folder / "run")
-    changed: Any = {section: sizes}
-    if not isinstance(config, T5PretrainConfig):
-        steps = what.warm_up + what.steps
-        changed[section] = replace(
-            sizes, total_steps=steps, **({"warmup_steps": 0} if section == "phase1" else {})
-        )
-        if section == "train":
-            optim: Any = config.optim
-            changed["optim"] = replace(optim, warmup_steps=0)
-        run = replace(run, log_frequency=1, save=False, validation_samples=micro)
-    return replace(config, data=data, run=run, **changed)
+    run = replace(
+        config.run, name="bench", dir=folder / "run", log_frequency=1, save=False, validation_samples=micro
+    )
+    sizes = replace(sizes, total_steps=what.warm_up + what.steps)
+    changed: dict[str, Any] = {}
+    if isinstance(config, BertConfig):
+        sizes = replace(sizes, warmup_steps=0)
+    elif isinstance(config, AlbertConfig):
+        changed["optim"] = replace(config.optim, warmup_steps=0)
+    return replace(config, data=data, run=run, **{section: sizes}, **changed)
 
 
 def _sizes(config: TextConfig) -> tuple[str, Any]:
@@ -136,44 +127,79 @@ def write_text(folder: Path, vocab_size: int) -> None:
     ).save(folder)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Script:
+    """A recipe's script, and one micro-batch of its model to count FLOPs with."""
+
+    main: Callable[[Any, WorkerEnv], int]
+    sequence_length: int
+    reader: Callable[[], Any]
+    make_model: Callable[[], Any]
+    inputs: tuple[str, ...]
+    loss: Callable[[Any], Any]
+    """Takes what the model returns."""
+
+
+def _script(config: TextConfig) -> _Script:
+    from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, BertPretraining
+    from shoal.models.t5 import new_t5
+    from shoal.recipes import albert, bert, masked_lm, t5
+
+    if isinstance(config, T5Config):
+        return _Script(
+            main=t5.main,
+            sequence_length=config.data.input_length,
+            reader=lambda: t5.open_text(config, verify=False)[0],
+            make_model=lambda: new_t5(config.model, pad_id=0, end_id=3),
+            inputs=t5.MODEL_INPUTS,
+            loss=lambda output: output.loss,
+        )
+    sizes: Any = config.phase1 if isinstance(config, BertConfig) else config.data
+    return _Script(
+        main=bert.main if isinstance(config, BertConfig) else albert.main,
+        sequence_length=sizes.max_seq_length,
+        reader=lambda: masked_lm.open_text(
+            config,
+            pairs="next" if isinstance(config, BertConfig) else "order",
+            max_seq_length=sizes.max_seq_length,
+            max_predictions_per_seq=sizes.max_predictions_per_seq,
+            verify=False,
+        )[0],
+        make_model=lambda: (
+            BertPretraining(config.model)
+            if isinstance(config, BertConfig)
+            else AlbertPretraining(config.model)
+        ),
+        inputs=PRETRAINING_INPUTS,
+        loss=lambda sums: sums[0] + sums[2],
+    )
+
+
 def _measure_script(
-    config: AlbertConfig | BertConfig, worker: WorkerEnv, folder: Path, what: TrainBench, name: str
+    config: TextConfig, worker: WorkerEnv, folder: Path, what: TrainBench, name: str
 ) -> TrainResult | None:
     """Run the recipe's script on made text and read its record; workers but the main one return ``None``."""
     import torch
 
     from shoal.cli.bench_train_clock import matmul_flops_per_s
     from shoal.data.loader import held_out_batches
-    from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, BertPretraining
-    from shoal.recipes import albert, bert, masked_lm
     from shoal.record import Start, Step, read_record
     from shoal.train.config import required
 
-    write_text(folder, config.model.vocab_size)
-    if isinstance(config, BertConfig):
-        bert.main(config, worker)
-        sizes, pairs = config.phase1, "next"
-    else:
-        albert.main(config, worker)
-        sizes, pairs = config.data, "order"  # type: ignore[assignment]
+    sentinels = MAX_SENTINELS if isinstance(config, T5Config) else 0
+    write_text(folder, config.model.vocab_size - sentinels)
+    script = _script(config)
+    script.main(config, worker)
     if not worker.place.is_main:
         return None
     rows = read_record(required(config.run.dir))
     start = next(row for row in rows if isinstance(row, Start))
     timed = [row for row in rows if isinstance(row, Step)][what.warm_up :]
-    reader, _ = masked_lm.open_text(
-        config,
-        pairs=pairs,  # type: ignore[arg-type]
-        max_seq_length=sizes.max_seq_length,
-        max_predictions_per_seq=sizes.max_predictions_per_seq,
-        verify=False,
-    )
-    batch = next(held_out_batches(reader, micro_batch_size=start.micro_batch_size))
-    kind: Any = BertPretraining if isinstance(config, BertConfig) else AlbertPretraining
+    batch = next(held_out_batches(script.reader(), micro_batch_size=start.micro_batch_size))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[start.precision]
     return TrainResult(
         recipe=name,
-        sequence_length=sizes.max_seq_length,
+        sequence_length=script.sequence_length,
         num_parameters=start.num_parameters,
         device=start.device,
         num_devices=start.num_workers,
@@ -183,53 +209,10 @@ def _measure_script(
         samples_s=tuple(row.step_s for row in timed),
         parts_s={part: sum(row.parts_s[part] for row in timed) / len(timed) for part in timed[0].parts_s},
         peak_memory_bytes=timed[-1].peak_memory_bytes,
-        flops_per_sample=_flops(
-            lambda: kind(config.model),
-            {key: batch[key] for key in PRETRAINING_INPUTS},
-            lambda out: out[0] + out[2],
-        ),
+        flops_per_sample=_flops(script.make_model, {key: batch[key] for key in script.inputs}, script.loss),
         matmul_flops_per_s=matmul_flops_per_s(
             torch.device("cpu" if start.device.startswith("CPU") else "cuda"), dtype
         ),
-    )
-
-
-def _measure_t5(config: T5PretrainConfig, world: World, what: TrainBench, name: str) -> TrainResult:
-    from contextlib import closing
-
-    from shoal.models.t5 import new_t5
-    from shoal.recipes.t5.job import MODEL_INPUTS, build
-    from shoal.recipes.t5.pretrain import batches_after, take_step
-    from shoal.train.window import StepWindow
-
-    job = build(config, world)
-    window = StepWindow(1)
-    seen: list[dict[str, Any]] = []
-    micro = job.batch.micro_batch_size
-
-    def steps() -> Iterator[None]:
-        with closing(batches_after(job, 0)) as batches:
-            for step, batch in enumerate(batches, start=1):
-                job.clock.mark("data")
-                take_step(job, step, batch, window)
-                seen[:] = [{name: batch[name][:micro] for name in MODEL_INPUTS}]
-                yield
-
-    try:
-        samples_s, parts_s = timed(steps(), job.clock, what)
-    finally:
-        job.stage.close()
-    return result_of(
-        world,
-        name=name,
-        num_parameters=config.num_parameters,
-        global_batch=_sizes(config)[1].global_batch_size,
-        micro_batch=_sizes(config)[1].micro_batch_size,
-        sequence_length=config.data.input_length,
-        precision=job.precision.name,
-        samples_s=samples_s,
-        parts_s=parts_s,
-        flops=_flops(lambda: new_t5(config.model, pad_id=0, end_id=3), seen[0], lambda out: out.loss),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from shoal.cli.settings import settings_from
-from shoal.recipes.t5 import config as t5
+from shoal.recipes import t5
 
 pipeline = App(name="pipeline", help="Look at pipelines: models that are split over several devices.")
 show = App(
@@ -21,7 +21,7 @@ show = App(
     shoal pipeline show t5 --preset 3b --devices 2048 --memory 40GB --svg step.svg
     """,
 )
-show.config = (settings_from(lambda command: f"{command}/presets", lambda command: "base"),)
+show.config = (settings_from(lambda command: f"presets/{command}", lambda command: "base"),)
 pipeline.command(show)
 
 
@@ -54,7 +54,7 @@ def show_t5(
     memory: str,
     preset: Literal[t5.PRESETS] = "base",  # type: ignore[valid-type]
     config: Path | None = None,
-    settings: Annotated[t5.T5PretrainConfig, Parameter(name="*")] = t5.T5PretrainConfig(),  # noqa: B008
+    settings: Annotated[t5.T5Config, Parameter(name="*")] = t5.T5Config(),  # noqa: B008
     svg: Path | None = None,
 ) -> None:
     """Find the fastest layout of a T5 that fits, and explain it: stages, memory, timeline, predicted step.
@@ -77,12 +77,11 @@ def show_t5(
     """
     from shoal.pipelining.explain import explain_layouts
     from shoal.pipelining.trace import step_row
-    from shoal.recipes.t5.layout import find_layouts
     from shoal.report.page import write_figure
 
     layout: Literal["given", "auto"] = "given" if settings.parallel.pipeline > 1 else "auto"
     parallel = replace(settings.parallel, layout=layout, devices=devices, memory=memory)
-    layouts = find_layouts(replace(settings, parallel=parallel), devices)
+    layouts = t5.find_layouts(replace(settings, parallel=parallel), devices)
     title = f"T5 on {devices:,} {parallel.device.upper()}s of {memory}, by a cost model, not measured"
     print(explain_layouts(layouts, title=title))
     if svg is not None:

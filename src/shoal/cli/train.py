@@ -18,7 +18,6 @@ from shoal.recipes import RECIPES, load
 from shoal.recipes.mask_rcnn import config as mask_rcnn
 from shoal.recipes.resnet import config as resnet
 from shoal.recipes.start import Launch, start
-from shoal.recipes.t5 import config as t5
 from shoal.train.config import load_toml
 
 train = App(
@@ -115,45 +114,6 @@ def fill_settings(app: App, commands: tuple[str, ...], arguments: cyclopts.Argum
 train.config = (fill_settings,)
 for _name, _recipe in RECIPES.items():
     train.command(f"{__name__}:{_name}", name=_name, help=_recipe.help)
-
-
-@train.command(name="t5")
-def train_t5(
-    *,
-    preset: Literal[t5.PRESETS] = "base",  # type: ignore[valid-type]
-    config: Path | None = None,
-    devices: int | None = None,
-    memory: str | None = None,
-    settings: Annotated[t5.T5PretrainConfig, everything] = t5.T5PretrainConfig(),  # noqa: B008
-    how: Annotated[Launch, everything] = Launch(),  # noqa: B008
-) -> int:
-    """Pretrain T5: span corruption, on one device a replica or on a pipeline of several.
-
-    The workers are --parallel.pipeline × --parallel.data; a run may go on with another layout. Started alone,
-    the command starts the workers; started by torchrun, mpirun or anything that sets RANK and WORLD_SIZE, it
-    joins them. Run it again to continue after a stop or a crash.
-
-    Parameters
-    ----------
-    preset
-        Settings to start from.
-    config
-        TOML file with settings that go before the preset's; options go before both.
-    devices
-        For --parallel.layout auto: how many devices to plan for; default: the workers.
-    memory
-        For --parallel.layout auto: memory of a device, such as 40GB.
-    """
-    from shoal.recipes.t5 import start
-
-    def work(resolved: t5.T5PretrainConfig, place: WorkerEnv, command: list[str]) -> int:
-        from shoal.recipes.t5.pretrain import pretrain
-
-        return pretrain(resolved, place, command)
-
-    parallel = settings.parallel
-    parallel = replace(parallel, devices=devices or parallel.devices, memory=memory or parallel.memory)
-    return start.run(replace(settings, parallel=parallel), how, work, preset=preset, command=this_command())
 
 
 @train.command(name="resnet50")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -35,8 +35,12 @@ class ReaderSource:
 
     reader: Reader
     config: LoaderConfig = field(default_factory=LoaderConfig)
+    whole: bool = False
+    """Give the worker's part of a global batch in one piece, for a pipeline that cuts it up itself."""
 
     def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+        if self.whole:
+            shard = replace(shard, micro_batch_size=shard.global_batch_size // shard.num_workers)
         return training_steps(
             self.reader,
             shard,

@@ -19,18 +19,26 @@ class BatchPlan:
     accumulation_steps: int
     unit: str = "sequences"
     """What samples are called."""
+    replicas: bool = False
+    """Whether ``num_workers`` counts replicas of a pipeline, of several workers each."""
 
     @property
     def worker_batch_size(self) -> int:
         return self.micro_batch_size * self.accumulation_steps
 
     def __str__(self) -> str:
-        steps = "step" if self.accumulation_steps == 1 else "steps"
-        workers = "worker" if self.num_workers == 1 else "workers"
-        return (
-            f"{self.micro_batch_size} {self.unit} × {self.accumulation_steps} accumulation {steps} × "
-            f"{self.num_workers} {workers} = {self.global_batch_size:,} {self.unit} a step"
-        )
+        counted = [
+            (self.micro_batch_size, self.unit.removesuffix("s"), self.unit),
+            (self.accumulation_steps, "accumulation step", "accumulation steps"),
+            (self.num_workers, "worker", "workers"),
+        ]
+        if self.replicas:
+            counted[1:] = [
+                (self.accumulation_steps, "micro-batch", "micro-batches"),
+                (self.num_workers, "replica", "replicas"),
+            ]
+        product = " × ".join(f"{number} {one if number == 1 else many}" for number, one, many in counted)
+        return f"{product} = {self.global_batch_size:,} {self.unit} a step"
 
 
 def plan_batch(

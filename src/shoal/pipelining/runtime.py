@@ -66,6 +66,7 @@ class Pipeline:
         plan: The layout, the same on all workers.
         timeline: The predicted timeline of a step.
         traced: The measured timeline of the last step inside :meth:`tracing`.
+        device: Where this worker computes.
         step_number: Number of completed steps. Set it when resuming from a checkpoint: random streams
             (dropout) depend on it.
     """
@@ -91,6 +92,7 @@ class Pipeline:
         self.plan = plan
         self.timeline = plan.timeline()
         self.traced: Timeline | None = None
+        self.device = groups.device
         self.step_number = 0
         self._runners = dict(runners)
         self._groups = groups

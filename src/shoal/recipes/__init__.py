@@ -34,6 +34,9 @@ RECIPES = {
     "bert": Recipe(
         config="BertConfig", preset="base", help="Pretrain BERT: masked LM and next sentence, in two phases."
     ),
+    "t5": Recipe(
+        config="T5Config", preset="base", help="Pretrain T5: span corruption, whole or in pipeline stages."
+    ),
 }
 
 

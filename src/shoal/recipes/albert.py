@@ -19,6 +19,7 @@ from shoal.models.albert_config import AlbertModelConfig, num_parameters
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes import masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
+from shoal.recipes.prepared_text import load_weights
 from shoal.train.config import (
     OptimConfig,
     TrainConfig,
@@ -115,7 +116,7 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
         # ----------------------------------------------------------------------------------------- model
         torch.manual_seed(run.seed)
         model = AlbertPretraining(config.model)
-        masked_lm.load_weights(model, config.model)
+        load_weights(model, config.model)
         ddp = run.data_parallel(model, average=config.optim.clip == "global")
         if config.train.compiles(run.world.device.type):
             model.compile(dynamic=True)  # packed: no two micro-batches have the same shape

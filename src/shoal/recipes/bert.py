@@ -20,6 +20,7 @@ from shoal.models.bert_config import BertModelConfig, num_parameters
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes import masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
+from shoal.recipes.prepared_text import load_weights
 from shoal.train.config import check_warmup, require_positive, required, schedule_of
 
 # ------------------------------------------------------------------------------------------------- config
@@ -142,7 +143,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
         # ----------------------------------------------------------------------------------------- model
         torch.manual_seed(run.seed)
         model = BertPretraining(config.model)
-        masked_lm.load_weights(model, config.model)
+        load_weights(model, config.model)
         ddp = run.data_parallel(model, average=config.optim.clip == "global")
         if config.train.compiles(run.world.device.type):
             model.compile(dynamic=True)  # packed: no two micro-batches have the same shape

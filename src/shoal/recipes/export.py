@@ -12,10 +12,8 @@ from shoal.errors import UsageError
 from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.bert_config import BertModelConfig
 from shoal.models.pretraining import AlbertPretraining, BertPretraining
-from shoal.models.t5 import new_t5
 from shoal.models.t5_config import T5ModelConfig
-from shoal.recipes import masked_lm
-from shoal.recipes.t5 import export as t5
+from shoal.recipes import masked_lm, t5
 from shoal.record import Start, read_record
 from shoal.train.checkpoint import load_model
 from shoal.train.config import load_toml
@@ -42,7 +40,7 @@ _RECIPES = {
     ),
     "t5": Exportable(
         sizes=T5ModelConfig,
-        make=lambda sizes, text: new_t5(sizes, pad_id=text.pad_id, end_id=text.sep_id),
+        make=t5.make_model,
         write=t5.write_export,
     ),
 }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.errors import UsageError
 from shoal.models.encoder_config import EncoderConfig
+from shoal.recipes.prepared_text import PreparedTextConfig, open_shards, read_manifest
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
@@ -26,7 +27,6 @@ from shoal.train.config import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from shoal.data.manifest import Manifest
     from shoal.data.text.examples import ExampleReader
     from shoal.models.pretraining import Pretraining
     from shoal.record import Evaluation
@@ -38,11 +38,9 @@ SENTENCE_TASKS = {"sop": "sentence order", "nsp": "next sentence"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextConfig:
-    """Which text, and how examples are made of it."""
+class TextConfig(PreparedTextConfig):
+    """The text to train on, and how examples are made of it."""
 
-    path: Path | None = None
-    """Directory that `shoal prepare text` wrote."""
     mask_prob: float = 0.15
     """Part of the tokens that is predicted."""
     max_ngram: int = 3
@@ -51,10 +49,6 @@ class TextConfig:
     """Mask all tokens of a word or none."""
     short_seq_prob: float = 0.1
     """Part of the examples that is shorter than it could be."""
-    verify: Literal["sizes", "checksums"] = "checksums"
-    """Compare only sizes at the start, or read every byte once (1.5 GB/s, by the main worker)."""
-    loader_processes: int = 0
-    """Processes that make examples; 0: a thread of the worker, enough for text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,24 +126,6 @@ class MaskedLMConfig:
 # ------------------------------------------------------------------------------------------------- data
 
 
-def read_manifest(config: MaskedLMConfig) -> "Manifest":
-    """Return the manifest of the prepared text that the settings name.
-
-    Raises:
-        UsageError: none is named, it is not there, or its vocabulary is larger than the model's.
-    """
-    from shoal.data.manifest import Manifest
-
-    if config.data.path is None:
-        raise UsageError(
-            "data.path is not set: name the directory that `shoal prepare text` wrote, "
-            "e.g. --data.path runs/text"
-        )
-    manifest = Manifest.load(config.data.path)
-    manifest.check_vocabulary(config.model.vocab_size)
-    return manifest
-
-
 def open_text(
     config: MaskedLMConfig,
     *,
@@ -160,10 +136,9 @@ def open_text(
 ) -> tuple["ExampleReader", "ExampleReader"]:
     """Return the readers of the training and the held-out examples; ``verify`` reads every byte once."""
     from shoal.data.text.examples import ExampleConfig, ExampleReader
-    from shoal.data.text.shards import TextShards
 
-    read_manifest(config)
     data = config.data
+    read_manifest(data).check_vocabulary(config.model.vocab_size)
     examples = ExampleConfig(
         max_seq_length=max_seq_length,
         max_predictions_per_seq=max_predictions_per_seq,
@@ -174,30 +149,8 @@ def open_text(
         short_seq_prob=data.short_seq_prob,
         seed=config.train.seed,
     )
-    train, held_out = (
-        TextShards(required(data.path), split, verify=data.verify if verify else "sizes")
-        for split in ("train", "validation")
-    )
+    train, held_out = open_shards(data, verify=verify)
     return ExampleReader(train, examples), ExampleReader(held_out, examples)
-
-
-# ------------------------------------------------------------------------------------------------- model
-
-
-def load_weights(model: "Pretraining", config: EncoderConfig) -> None:
-    """Copy the initial weights that the settings name into ``model``.
-
-    Raises:
-        UsageError: they are not there, or are of another model.
-        ShoalError: they cannot be read.
-    """
-    from shoal.models.directory import copy_weights
-    from shoal.train.checkpoint import load_model
-
-    if config.load_from == "transformers":
-        copy_weights(model, required(config.checkpoint_path))
-    elif config.load_from == "checkpoint":
-        load_model(required(config.checkpoint_path), model)
 
 
 # ------------------------------------------------------------------------------------------------- scores
@@ -394,7 +347,8 @@ def describe(
     from shoal.decide.batch import plan_batch
     from shoal.decide.memory_estimate import estimate_memory
 
-    manifest = read_manifest(config)
+    manifest = read_manifest(config.data)
+    manifest.check_vocabulary(config.model.vocab_size)
     num_tokens = sum(shard.num_tokens for shard in manifest.shards("train"))
     lines, memories = [], []
     for section, batch, num_steps, length, predictions in phases:

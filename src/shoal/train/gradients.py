@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,15 @@ from torch.optim import Optimizer
 from shoal.comm.hooks import EightBitWire, bf16_wire
 from shoal.decide.server_assignment import MIB, recommended_bucket_bytes
 from shoal.errors import UsageError
+from shoal.optim.sharded import model_norm
 from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig
 from shoal.train.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shoal.pipelining.runtime import Pipeline
 
 # torch renamed it in 2.15 and warns about the old name
 _SYNC_BUFFERS = (
@@ -206,6 +212,41 @@ class LocalUpdate:
 
     def weight_norm(self, optimizer: Optimizer) -> float:
         return norm_of(p.detach() for p in parameters_of(optimizer))
+
+
+class PipelineUpdate:
+    """The update of a model in pipeline stages: norms go over all stages, each worker updates its own.
+
+    Args:
+        stage: this worker's part; its backward pass has averaged the gradients over the replicas.
+        ranks: the ranks of the pipeline, one dimension of the mesh.
+    """
+
+    def __init__(self, stage: Pipeline, ranks: DeviceMesh) -> None:
+        self._module = stage.module
+        self._counted = [p for name, p in stage.module.named_parameters() if stage.owned(name)]
+        self._group = ranks.get_group() if ranks.size() > 1 else None
+        self._device = stage.device
+
+    def finish_gradients(
+        self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float
+    ) -> float:
+        assert not per_worker, "replicas of a pipeline are averaged in the backward pass"
+        counted = [p for p in self._counted if p.grad is not None]
+        norm = self._norm(counted, [p.grad for p in counted]) / loss_scale
+        if math.isfinite(norm):
+            gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
+            _scale(gradients, _clip_factor(norm, max_norm) / loss_scale)
+        return norm
+
+    def apply(self, optimizer: Optimizer) -> None:
+        optimizer.step()
+
+    def weight_norm(self, optimizer: Optimizer) -> float:
+        return self._norm(self._counted, [p.detach() for p in self._counted])
+
+    def _norm(self, parameters: list[nn.Parameter], tensors: Sequence[Tensor | None]) -> float:
+        return model_norm(parameters, tensors, group=self._group, device=self._device)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

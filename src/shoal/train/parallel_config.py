@@ -35,9 +35,9 @@ class ParallelConfig:
     shard: bool = False
     """Divide parameters, gradients and optimizer state over the replicas (FSDP2)."""
     devices: int | None = None
-    """For layout auto: how many devices to plan for; default: the workers; also --devices."""
+    """For layout auto: how many devices to plan for; default: the workers."""
     memory: str | None = None
-    """For layout auto: memory of a device, such as 40GB; also --memory."""
+    """For layout auto: memory of a device, such as 40GB."""
     device: Literal["v100", "a100", "h100"] = "a100"
     """For layout auto: what the cost model reckons with."""
 

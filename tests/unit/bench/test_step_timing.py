@@ -58,14 +58,14 @@ def test_phases_and_batches(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from shoal.cli.bench_train_work import prepared
     from shoal.recipes.bert import BertConfig
-    from shoal.recipes.t5.config import T5PretrainConfig
+    from shoal.recipes.t5 import T5Config
 
     bert = prepared(BertConfig(), tmp_path, TrainBench(batch=3, accumulate=2), num_workers=4)
     assert isinstance(bert, BertConfig)
     assert (bert.phase1.micro_batch_size, bert.phase1.global_batch_size) == (3, 24)
     assert bert.data.short_seq_prob == 0.0, "every sequence must be whole for the throughput to compare"
-    t5 = prepared(T5PretrainConfig(), tmp_path, TrainBench(), num_workers=2)
-    assert isinstance(t5, T5PretrainConfig)
+    t5 = prepared(T5Config(), tmp_path, TrainBench(), num_workers=2)
+    assert isinstance(t5, T5Config)
     assert (t5.train.micro_batch_size, t5.train.global_batch_size) == (64, 128)
 
 

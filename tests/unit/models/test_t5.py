@@ -39,7 +39,7 @@ PUBLISHED = {"small": 60_506_624, "base": 222_903_552, "large": 737_668_096, "3b
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_presets_have_the_published_sizes(name: str) -> None:
-    file = resources.files("shoal.recipes.t5") / "presets" / f"{name}.toml"
+    file = resources.files("shoal.recipes") / "presets" / "t5" / f"{name}.toml"
     config = T5ModelConfig(**tomllib.loads(file.read_text(encoding="utf-8"))["model"])
     with torch.device("meta"):
         model = new_t5(config, pad_id=PAD, end_id=END)

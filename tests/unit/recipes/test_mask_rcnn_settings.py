@@ -199,7 +199,7 @@ def test_a_dry_run_of_512_workers(tmp_path: Path, capsys: pytest.CaptureFixture[
     command = ["train", "mask_rcnn", "--preset", "coco-novograd-512", *options]
     assert app(command, result_action="return_value") == 0
     said = capsys.readouterr().out
-    assert "1 images × 1 accumulation step × 512 workers = 512 images a step" in said
+    assert "1 image × 1 accumulation step × 512 workers = 512 images a step" in said
     assert "5e-05 to 0.05 in 500 steps, then to 5e-05 along a cosine" in said
     assert "held out     2 images of 5 categories" in said
     resolved = tomllib.loads(said.partition("\nbatch ")[0])

@@ -12,16 +12,14 @@ import pytest
 from shoal.errors import UsageError
 from shoal.models.t5_config import T5ModelConfig
 from shoal.optim.lr_schedules import learning_rate
-from shoal.recipes.t5.config import PRESETS, DataConfig, T5OptimConfig, T5PretrainConfig
-from shoal.recipes.t5.layout import find_layouts, layout_lines, settled
-from shoal.recipes.t5.start import describe, plan_of
+from shoal.recipes.t5 import PRESETS, DataConfig, T5Config, T5OptimConfig, check, find_layouts, plan, settled
 from shoal.train.config import RunConfig, TrainConfig
 from shoal.train.parallel_config import ParallelConfig, parse_bytes
 from synthetic_text import prepare, random_documents
 
 
-def preset(name: str, **sections: dict[str, Any]) -> T5PretrainConfig:
-    file = resources.files("shoal.recipes.t5") / "presets" / f"{name}.toml"
+def preset(name: str, **sections: dict[str, Any]) -> T5Config:
+    file = resources.files("shoal.recipes") / "presets" / "t5" / f"{name}.toml"
     tree = tomllib.loads(file.read_text(encoding="utf-8"))
     kinds = {
         "model": T5ModelConfig,
@@ -31,9 +29,7 @@ def preset(name: str, **sections: dict[str, Any]) -> T5PretrainConfig:
         "parallel": ParallelConfig,
         "run": RunConfig,
     }
-    return T5PretrainConfig(
-        **{s: kind(**{**tree.get(s, {}), **sections.get(s, {})}) for s, kind in kinds.items()}
-    )
+    return T5Config(**{s: kind(**{**tree.get(s, {}), **sections.get(s, {})}) for s, kind in kinds.items()})
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -47,17 +43,17 @@ def test_presets_are_settings(name: str) -> None:
 
 
 def test_the_rate_is_that_of_the_paper() -> None:
-    schedule = preset("3b").schedule
+    schedule = preset("3b").optim.schedule
     assert [learning_rate(schedule, step) for step in (0, 9_999, 10_000)] == pytest.approx([0.01] * 3)
     assert learning_rate(schedule, 1_000_000) == pytest.approx(0.001)
 
 
 def test_workers_are_stages_times_replicas() -> None:
     config = preset("3b", parallel={"pipeline": 8, "data": 256})
-    batch = plan_of(config, 2_048)
+    batch = plan(config, 2_048)
     assert (batch.num_workers, batch.micro_batch_size, batch.accumulation_steps) == (256, 1, 8)
-    assert plan_of(preset("3b", parallel={"pipeline": 8, "micro_batches": 4}), 2_048).micro_batch_size == 2
-    assert plan_of(preset("base"), 16).micro_batch_size == 64
+    assert plan(preset("3b", parallel={"pipeline": 8, "micro_batches": 4}), 2_048).micro_batch_size == 2
+    assert plan(preset("base"), 16).micro_batch_size == 64
 
 
 @pytest.mark.parametrize(
@@ -75,7 +71,7 @@ def test_workers_are_stages_times_replicas() -> None:
 )
 def test_layouts_that_cannot_be(sections: dict[str, Any], num_workers: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        plan_of(preset("base", **sections), num_workers)
+        plan(preset("base", **sections), num_workers)
 
 
 @pytest.mark.parametrize(
@@ -114,14 +110,18 @@ def test_bytes_as_people_write_them(text: str, expected: int) -> None:
 def test_a_dry_run_says_what_would_be(tmp_path: Path) -> None:
     prepare(tmp_path, {"train": random_documents([900, 700], vocab_size=2_000)}, vocab_size=2_000)
     config = preset("tiny", data={"path": tmp_path}, parallel={"pipeline": 2}, run={"dir": tmp_path / "run"})
-    lines = describe(config, 4, dry_run=True)
+    lines = check(config, 4, dry_run=True)
     assert "layout       2 pipeline × 2 data" in lines
     assert "batch        4 sequences × 8 micro-batches × 2 replicas = 64 sequences a step" in lines
     assert any("70 tokens of text, 10 of them in 3 spans: inputs of 64, targets of 14" in s for s in lines)
-    other = preset("tiny", data={"path": tmp_path}, parallel={"pipeline": 2, "devices": 8})
-    assert "layout       2 pipeline × 4 data" in describe(other, 4, dry_run=True)
-    with pytest.raises(UsageError, match="--devices 8 plans for other devices than the 4 workers here"):
-        describe(other, 4, dry_run=False)
+    other = preset("tiny", data={"path": tmp_path}, parallel={"pipeline": 2, "devices": 8, "memory": "1GB"})
+    lines = check(other, 4, dry_run=True)
+    assert "layout       2 pipeline × 4 data" in lines
+    assert "T5 on 8 A100s of 1GB, by a cost model" in lines[-1] and "why: the fastest that fits" in lines[-1]
+    with pytest.raises(
+        UsageError, match=r"--parallel\.devices 8 plans for other devices than the 4 workers here"
+    ):
+        check(other, 4, dry_run=False)
 
 
 def test_a_layout_is_found_explained_and_settled() -> None:
@@ -136,9 +136,7 @@ def test_a_layout_is_found_explained_and_settled() -> None:
     tight = preset("tiny", **sections, parallel={**parallel, "memory": str(limit)})
     layouts = find_layouts(tight, 2)
     assert layouts[0].pipeline == 2 and max(layouts[0].choice.rank_bytes) <= limit
-    batch = plan_of(settled(tight, layouts[0]), 2)
+    batch = plan(settled(tight, layouts[0]), 2)
     assert (batch.num_workers, batch.micro_batch_size, batch.accumulation_steps) == (1, 4, 8)
-    lines = layout_lines(layouts, "a100")
-    assert [line.split()[:2] for line in lines[-2:]] == [["rank", "0"], ["rank", "1"]]
     with pytest.raises(UsageError, match="no layout of 2 devices"):
         find_layouts(preset("tiny", **sections, parallel={**parallel, "memory": "1MB"}), 2)

@@ -19,7 +19,7 @@ from shoal.recipes.finetune.config import FinetuneConfig
 from shoal.recipes.finetune.config import TrainConfig as FinetuneTrainConfig
 from shoal.recipes.resnet.config import ResNetTrainConfig
 from shoal.recipes.resnet.config import TrainConfig as ImageTrainConfig
-from shoal.recipes.t5.config import T5PretrainConfig
+from shoal.recipes.t5 import T5Config
 from shoal.record import PARTS, Step
 from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig, TrainConfig, as_tree, check_wire, load_toml, to_toml
@@ -235,4 +235,4 @@ def test_wires_that_cannot_be_are_refused() -> None:
     with pytest.raises(UsageError, match=r"wire int8 with train\.precision fp16"):
         FinetuneConfig(distributed=int8, train=FinetuneTrainConfig(precision="fp16"))
     with pytest.raises(UsageError, match="wire bf16: the stages of T5"):
-        T5PretrainConfig(distributed=bf16)
+        T5Config(distributed=bf16)

@@ -1,0 +1,71 @@
+"""Settings, data and initial weights of the recipes that pretrain on prepared text."""
+
+# Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from shoal.errors import UsageError
+from shoal.models.encoder_config import EncoderConfig
+from shoal.models.t5_config import T5ModelConfig
+from shoal.train.config import required
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shoal.data.manifest import Manifest
+    from shoal.data.text.shards import TextShards
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedTextConfig:
+    """The text to train on, and how it is read."""
+
+    path: Path | None = None
+    """Directory that `shoal prepare text` wrote."""
+    verify: Literal["sizes", "checksums"] = "checksums"
+    """Compare only sizes at the start, or read every byte once (1.5 GB/s, by the main worker)."""
+    loader_processes: int = 0
+    """Processes that make examples; 0: a thread of the worker, enough for text."""
+
+
+def read_manifest(data: PreparedTextConfig) -> "Manifest":
+    """Return the manifest of the prepared text that the settings name.
+
+    Raises:
+        UsageError: none is named, or it is not there.
+    """
+    from shoal.data.manifest import Manifest
+
+    if data.path is None:
+        raise UsageError(
+            "data.path is not set: name the directory that `shoal prepare text` wrote, "
+            "e.g. --data.path runs/text"
+        )
+    return Manifest.load(data.path)
+
+
+def open_shards(data: PreparedTextConfig, *, verify: bool) -> "tuple[TextShards, TextShards]":
+    """Return the shards of training and held-out text; ``verify`` compares them as the settings ask."""
+    from shoal.data.text.shards import TextShards
+
+    how = data.verify if verify else "sizes"
+    path = required(data.path)
+    return TextShards(path, "train", verify=how), TextShards(path, "validation", verify=how)
+
+
+def load_weights(model: "nn.Module", config: EncoderConfig | T5ModelConfig) -> None:
+    """Copy the initial weights that the settings name into ``model``.
+
+    Raises:
+        UsageError: they are not there, or are of another model.
+        ShoalError: they cannot be read.
+    """
+    from shoal.models.directory import copy_weights
+    from shoal.train.checkpoint import load_model
+
+    if config.load_from == "transformers":
+        copy_weights(model, required(config.checkpoint_path))
+    elif config.load_from == "checkpoint":
+        load_model(required(config.checkpoint_path), model)

@@ -1,0 +1,522 @@
+"""Pretrains T5 (Raffel et al. 2019, arXiv 1910.10683): span corruption, whole or split into pipeline stages.
+
+    python -m shoal.recipes.t5 --preset tiny --data.path runs/text
+    torchrun --nproc-per-node 8 -m shoal.recipes.t5 --preset 3b --data.path /data/t5 --parallel.pipeline 8
+    shoal train t5 --preset tiny --data.path runs/text --workers 4 --parallel.pipeline 2
+
+The workers are ``parallel.pipeline`` stages × ``parallel.data`` replicas. One optimizer step: each replica
+takes its part of the global batch, all stages of a replica the same; a stage runs forward and backward over
+its micro-batches, which it receives from and sends to its neighbours, and averages the gradients over the
+replicas; leaving the step clips them over all stages and updates the weights. One worker is a pipeline of one
+stage and one replica. A run continues from its checkpoint in any layout, with the same losses.
+"""
+
+# Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from shoal.data.text.span_config import MAX_SENTINELS, SpanConfig, sentinel_id
+from shoal.decide.batch import BatchPlan, plan_batch
+from shoal.env import WorkerEnv, worker_env
+from shoal.errors import UsageError
+from shoal.models.t5_config import T5ModelConfig, num_parameters
+from shoal.optim.lr_schedules import InverseSquareRoot, learning_rate
+from shoal.recipes import run_script
+from shoal.recipes.prepared_text import PreparedTextConfig, load_weights, open_shards, read_manifest
+from shoal.train.config import (
+    DistributedConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+    require_positive,
+    required,
+    settings_lines,
+)
+from shoal.train.parallel_config import ParallelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from shoal.data.manifest import Manifest
+    from shoal.data.text.span_corruption import SpanReader
+    from shoal.decide.layout_search import Layout
+    from shoal.decide.memory_estimate import MemoryEstimate
+    from shoal.models.t5 import T5
+    from shoal.pipelining.runtime import Pipeline
+    from shoal.record import Evaluation
+    from shoal.train.run import Run
+
+# ------------------------------------------------------------------------------------------------- config
+
+PRESETS = ("tiny", "small", "base", "large", "3b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(PreparedTextConfig):
+    """The text to train on, and how examples are made of it."""
+
+    input_length: int = 512
+    """Tokens of an input, sentinels and end token included; the target's follow from it (114)."""
+    noise_density: float = 0.15
+    """Part of the text's tokens that is replaced and predicted."""
+    mean_span_length: float = 3.0
+    """Tokens replaced by one sentinel, on average."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5OptimConfig(OptimizerConfig):
+    """The optimizer and its schedule, in optimizer steps."""
+
+    optimizer: Literal["lamb", "lans", "adamw", "adafactor"] = "adafactor"
+    """Adafactor, whose rate is relative to a weight's size, or one of the others."""
+    learning_rate: float = 1.0
+    """The rate is this / sqrt(max(step, hold_steps)), for Adafactor relative to the size of each weight."""
+    hold_steps: int = 10_000
+    """Steps before the rate begins to fall."""
+    weight_decay: float = 0.0
+    """Decay of weights, not of biases and norms."""
+    max_grad_norm: float | None = None
+    """Clip gradients to this norm; Adafactor clips its updates instead."""
+
+    @property
+    def schedule(self) -> InverseSquareRoot:
+        """The learning rate's schedule."""
+        return InverseSquareRoot(base=self.learning_rate, hold_steps=self.hold_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5Config:
+    """All settings of T5's pretraining; presets are TOML files in ``presets/t5``."""
+
+    model: T5ModelConfig = field(default_factory=T5ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: T5OptimConfig = field(default_factory=T5OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+    def __post_init__(self) -> None:
+        require_positive("train", self.train, "total_steps", "global_batch_size", "micro_batch_size")
+        require_positive("train", self.train, "max_nonfinite_steps")
+        require_positive("optim", self.optim, "hold_steps")
+        require_positive("run", self.run, "log_frequency", "validation_frequency", "validation_samples")
+        require_positive("run", self.run, "checkpoint_frequency", "keep_checkpoints")
+        if self.train.precision == "fp16":
+            raise UsageError("train.precision fp16: T5's activations overflow in it; use bf16 or fp32")
+        if self.distributed.wire != "fp32":
+            raise UsageError(
+                f"distributed.wire {self.distributed.wire}: the stages of T5 average their gradients in "
+                "fp32; leave it out"
+            )
+        if self.train.compile:
+            raise UsageError("train.compile does not go with the stages of T5: leave it out")
+        self.spans()
+
+    def spans(self) -> SpanConfig:
+        """Return the lengths of inputs, targets and spans.
+
+        Raises:
+            UsageError: a number out of its range.
+        """
+        data = self.data
+        return SpanConfig(
+            input_length=data.input_length,
+            noise_density=data.noise_density,
+            mean_span_length=data.mean_span_length,
+            seed=self.train.seed,
+        )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise a :class:`UsageError` where tokens and sentinels do not fit into the embedding."""
+        if vocab_size + MAX_SENTINELS > self.model.vocab_size:
+            raise UsageError(
+                f"model.vocab_size {self.model.vocab_size} is too small for the {vocab_size:,} tokens of "
+                f"{self.data.path} and {MAX_SENTINELS} sentinels: it must be at least "
+                f"{vocab_size + MAX_SENTINELS}"
+            )
+
+
+IMMUTABLE = (
+    "model",
+    "data.input_length",
+    "data.noise_density",
+    "data.mean_span_length",
+    "train.seed",
+    "train.global_batch_size",
+    "optim.optimizer",
+)
+"""Settings that must stay when a run continues: weights, optimizer state or data order depend on them."""
+
+MODEL_INPUTS = ("input_ids", "labels")
+LOSS, ACCURACY = "span_loss", "span_accuracy"
+"""Cross-entropy per target token; part of them that is the likeliest token. Held-out without z-loss."""
+TRACED_STEP = 3
+"""The step after the start whose actions a pipeline measures; the first ones allocate."""
+
+
+def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
+    """Pretrain until the last step, a signal, or a loss that stays not finite; return the exit code.
+
+    Raises:
+        UsageError: settings that do not go together, or with the data or the run that is there.
+        ShoalError: damaged data or checkpoints, a lost worker, no memory, a loss that is not finite.
+    """
+    from contextlib import ExitStack, nullcontext
+
+    import numpy as np
+    import torch
+
+    from shoal.data.loader import LoaderConfig
+    from shoal.data.sources import ReaderSource
+    from shoal.pipelining.api import make_mesh, pipeline
+    from shoal.train.checkpoint import load_model
+    from shoal.train.gradients import PipelineUpdate
+    from shoal.train.optimizers import build_optimizer, set_learning_rate
+    from shoal.train.run import Run
+
+    worker = worker or worker_env()
+    config = with_layout(config, worker.place.num_workers if worker else 1)
+    parallel = config.parallel
+    with (
+        Run.open(
+            required(config.run.dir),
+            config=config,
+            recipe="t5",
+            unit="sequences",
+            settings=config.run,
+            loop=config.train,
+            distributed=config.distributed,
+            immutable=IMMUTABLE,
+            memory_remedy="a longer --parallel.pipeline",
+            longer="--train.total-steps",
+            worker=worker,
+        ) as run,
+        ExitStack() as stack,
+    ):
+        # ----------------------------------------------------------------------------------------- data
+        batch = plan(config, run.world.num_workers)
+        train, held_out = open_text(config, verify=run.world.is_main)
+        manifest, spans = train.shards.manifest, config.spans()
+        references = {LOSS: reference_loss(held_out)}
+        loader = LoaderConfig(num_loader_processes=config.data.loader_processes)
+        example = train.batch(0, np.arange(batch.worker_batch_size) % train.num_examples)
+
+        # ----------------------------------------------------------------------------------------- model
+        mesh = make_mesh(run.world.device.type, pipeline=parallel.pipeline, data=batch.num_workers)
+        torch.manual_seed(run.seed)
+        model = make_model(config.model, manifest)
+        load_weights(model, config.model)
+        stage = pipeline(
+            model,
+            {name: torch.from_numpy(example[name]) for name in MODEL_INPUTS},
+            mesh=mesh["pp"],
+            data_parallel=mesh["dp"],
+            microbatches=batch.accumulation_steps,
+            schedule=parallel.schedule,
+            virtual_stages=parallel.virtual_stages,
+            optimize=parallel.optimize,
+            shard=parallel.shard,
+            seed=run.seed,
+            device=run.world.device,
+        )
+        del model  # this worker keeps its stages
+        stack.callback(stage.close)
+        optimizer = build_optimizer(stage.module.named_parameters(), config.optim)
+        run.num_parameters = num_parameters(config.model)
+        run.use(PipelineUpdate(stage, mesh["pp"]))
+        run.keep(model=stage.module, optimizer=optimizer)
+        stage.step_number = run.step  # dropout depends on it
+
+        # ----------------------------------------------------------------------------------------- loop
+        steps = run.steps(
+            ReaderSource(reader=train, config=loader, whole=True),
+            batch,
+            until=config.train.total_steps,
+            replica=(run.world.place.rank // parallel.pipeline, batch.num_workers),
+            references=references,
+            notes=[
+                f"data: {train.num_examples:,} training examples an epoch, {held_out.num_examples:,} held "
+                f"out; {spans.num_tokens} tokens of text each, as {spans.input_length} and "
+                f"{spans.target_length}"
+            ],
+        )
+        traced = run.step + TRACED_STEP if parallel.pipeline > 1 else None
+        for step in steps:
+            with step, stage.tracing() if step.number == traced else nullcontext():
+                set_learning_rate(optimizer, learning_rate(config.optim.schedule, step.number - 1))
+                for inputs in step:  # one batch: the stage cuts it into micro-batches
+                    with run.precision.autocast():
+                        loss = stage.step(**{name: inputs[name] for name in MODEL_INPUTS})
+                    step.observe(loss, "pipeline")
+                    step.add(run.world.num_workers, **{LOSS: loss})  # the same on all workers
+                step.update(optimizer, max_norm=config.optim.max_grad_norm)
+            if step.number == traced and run.log:
+                run.log.pipeline_step(stage.recorded(step.number))
+
+            # ------------------------------------------------------------------------------------- evaluation
+            if run.due(config.run.validation_frequency):
+                scores, num_samples = evaluate(
+                    stage, held_out, run, parallel.pipeline, limit=config.run.validation_samples
+                )
+                run.evaluation("validation", scores, num_samples=num_samples)
+
+        # ----------------------------------------------------------------------------------------- export
+        def export(directory: Path) -> None:
+            whole = make_model(config.model, manifest)
+            load_model(directory, whole)  # from the checkpoint: no worker has all stages
+            write_export(whole, required(config.data.path), directory / "transformers")
+
+        return run.finish(export, lambda last: verdict(last["validation"], references[LOSS]))
+
+
+# ------------------------------------------------------------------------------------------------- data
+
+
+def open_text(config: T5Config, *, verify: bool) -> "tuple[SpanReader, SpanReader]":
+    """Return the readers of the training and the held-out examples; ``verify`` reads every byte once.
+
+    Raises:
+        UsageError: tokens and sentinels do not fit into the embedding, or there is no prepared text.
+    """
+    from shoal.data.text.span_corruption import SpanReader
+
+    train, held_out = open_shards(config.data, verify=verify)
+    config.check_vocabulary(train.manifest.vocab_size)
+    return SpanReader(train, config.spans()), SpanReader(held_out, config.spans())
+
+
+def plan(config: T5Config, num_workers: int) -> BatchPlan:
+    """Return how a global batch is computed; the ``num_workers`` of the plan are the replicas.
+
+    Raises:
+        UsageError: the sizes do not divide.
+    """
+    train, replicas = config.train, config.parallel.replicas(num_workers)
+    share = train.global_batch_size // replicas
+    found = plan_batch(
+        global_batch_size=train.global_batch_size,
+        num_workers=replicas,
+        micro_batch_size=config.parallel.micro_batch_size(share, train.micro_batch_size),
+    )
+    return replace(found, replicas=True)
+
+
+# ------------------------------------------------------------------------------------------------- model
+
+
+def make_model(config: T5ModelConfig, manifest: "Manifest") -> "T5":
+    """Return a T5 with random weights for prepared text with this manifest."""
+    from shoal.models.t5 import new_t5
+
+    return new_t5(config, pad_id=manifest.pad_id, end_id=manifest.sep_id)
+
+
+def with_layout(config: T5Config, num_devices: int) -> T5Config:
+    """Return the settings with the layout that ``parallel.layout auto`` asks for.
+
+    Raises:
+        UsageError: no layout fits; the message says how much is missing and which one would fit.
+    """
+    if config.parallel.layout == "given":
+        return config
+    return settled(config, find_layouts(config, num_devices)[0])
+
+
+def settled(config: T5Config, layout: "Layout") -> T5Config:
+    """Return the settings that mean ``layout``."""
+    from shoal.train import layouts
+
+    parallel = layouts.with_layout(config.parallel, layout)
+    return replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=None))
+
+
+def find_layouts(config: T5Config, num_devices: int) -> "list[Layout]":
+    """Return the layouts that fit, the fastest first; see :func:`shoal.train.layouts.search_layouts`."""
+    import torch
+
+    from shoal.models.t5 import new_t5
+    from shoal.train.layouts import search_layouts
+
+    def batch(size: int) -> dict[str, Any]:
+        lengths = {"input_ids": config.spans().input_length, "labels": config.spans().target_length}
+        return {name: torch.zeros(size, length, dtype=torch.int64) for name, length in lengths.items()}
+
+    return search_layouts(
+        lambda: new_t5(config.model, pad_id=0, end_id=1),
+        batch,
+        config.parallel,
+        num_devices,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        optimizer_ratio=0.01 if config.optim.optimizer == "adafactor" else 2.0,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- scores
+
+
+def evaluate(
+    stage: "Pipeline", reader: "SpanReader", run: "Run", pipeline: int, *, limit: int
+) -> tuple[dict[str, float], int]:
+    """Return loss and accuracy on the first global batches of the held-out stream, and their samples.
+
+    Whole global batches: the scores do not depend on the layout, and stages see the shapes of training. A
+    split that is smaller than one is gone through more than once, each time with other spans.
+    """
+    from contextlib import closing
+
+    from shoal.data.loader import LoaderConfig, to_device, training_steps
+    from shoal.data.steps import DataShard
+
+    size = run.batch.global_batch_size
+    num_batches = max(min(limit, reader.num_examples) // size, 1)
+    shard = DataShard(
+        global_batch_size=size,
+        micro_batch_size=run.batch.worker_batch_size,
+        rank=run.world.place.rank // pipeline,
+        num_workers=run.batch.num_workers,
+    )
+    losses: list[float] = []
+    num_correct = num_targets = 0
+    with closing(training_steps(reader, shard, LoaderConfig(), num_steps=num_batches)) as batches:
+        for (batch,) in batches:
+            inputs = to_device({name: batch[name] for name in MODEL_INPUTS}, run.world.device)
+            with run.precision.autocast():
+                found = stage.evaluate(**inputs)
+            losses.append(float(found.loss))
+            if found.outputs is not None:  # on the workers of the last stage
+                num_correct += sum(int(output.num_correct.sum()) for output in found.outputs)
+                num_targets += batch["labels"].numel()
+    correct, targets = run.sum([num_correct, num_targets])
+    return {LOSS: sum(losses) / num_batches, ACCURACY: correct / targets}, num_batches * size
+
+
+def reference_loss(reader: "SpanReader") -> float:
+    """Return the loss of a model that knows where sentinels stand and how often each token of text occurs.
+
+    A loss below it has learnt from the context.
+    """
+    from shoal.data.text.examples import unigram_entropy
+
+    spans = reader.config
+    targets = reader.batch(0, range(min(reader.num_examples, 2_048)))["labels"][:, :-1]
+    text = targets[targets < reader.shards.manifest.vocab_size]
+    return spans.num_noise / spans.target_length * unigram_entropy(text)
+
+
+def verdict(scores: "Evaluation", reference: float) -> str:
+    """Compare the held-out loss with :func:`reference_loss`, in a line."""
+    loss = scores.metrics[LOSS]
+    return (
+        f"held-out loss {loss:.3f}: {abs(reference - loss):.2f} nats "
+        f"{'below' if loss < reference else 'above'} a model that knows how often tokens occur "
+        f"and where sentinels stand ({reference:.3f})"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- export
+
+
+def write_export(model: "T5", data: Path, out: Path) -> None:
+    """Write ``model`` with the tokenizer of the prepared text ``data``, whole or not at all.
+
+    An older export in ``out`` is replaced.
+    """
+    from shoal.models.directory import save
+
+    save(model, out, tokenizer=tokenizer_of(data))
+
+
+def tokenizer_of(data: Path) -> "PreTrainedTokenizerFast":
+    """Return the tokenizer as T5 uses it: an end token behind each text, and the sentinels as tokens."""
+    from tokenizers import AddedToken, Tokenizer, processors
+    from transformers import PreTrainedTokenizerFast
+
+    from shoal.data.manifest import Manifest
+
+    manifest = Manifest.load(data)
+    tokenizer = Tokenizer.from_file(str(data / manifest.tokenizer.file))
+    end = tokenizer.id_to_token(manifest.sep_id)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, manifest.sep_id)]
+    )
+    if tokenizer.get_vocab_size(with_added_tokens=True) == manifest.vocab_size:  # else ids would not be those
+        names = [f"<extra_id_{number}>" for number in reversed(range(MAX_SENTINELS))]
+        tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+        assert tokenizer.token_to_id("<extra_id_0>") == sentinel_id(manifest.vocab_size, 0)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=end,
+        pad_token=tokenizer.id_to_token(manifest.pad_id),
+        unk_token=tokenizer.id_to_token(manifest.unk_id),
+    )
+
+
+# ------------------------------------------------------------------------------------------------- dry run
+
+
+def check(config: T5Config, num_workers: int, dry_run: bool) -> list[str]:
+    """Check the settings for a number of workers before any starts; return the lines of a dry run.
+
+    Raises:
+        UsageError: sizes that do not divide, no data or no layout that fits.
+    """
+    parallel = config.parallel
+    devices = parallel.devices or num_workers
+    if devices != num_workers and not dry_run:
+        raise UsageError(
+            f"--parallel.devices {devices} plans for other devices than the {num_workers} workers here: add "
+            "--dry-run, or leave it out"
+        )
+    predicted = []
+    if parallel.layout == "auto" or (dry_run and parallel.memory is not None):
+        from shoal.pipelining.explain import explain_layouts
+
+        layouts = find_layouts(config, devices)
+        device = f"{devices:,} {parallel.device.upper()}s of {parallel.memory}"
+        predicted = [explain_layouts(layouts, title=f"T5 on {device}, by a cost model, not measured")]
+        config = settled(config, layouts[0]) if parallel.layout == "auto" else config
+    batch, spans = plan(config, devices), config.spans()
+    manifest = read_manifest(config.data)
+    config.check_vocabulary(manifest.vocab_size)
+    num_tokens = sum(shard.num_tokens for shard in manifest.shards("train"))
+    sequences = config.train.total_steps * batch.global_batch_size
+    return [
+        *settings_lines(config),
+        f"layout       {config.parallel.pipeline} pipeline × {batch.num_workers} data",
+        f"batch        {batch}",
+        f"examples     {spans.num_tokens} tokens of text, {spans.num_noise} of them in {spans.num_spans} "
+        f"spans: inputs of {spans.input_length}, targets of {spans.target_length}",
+        f"run          {config.train.total_steps:,} steps, {sequences:,} sequences, about "
+        f"{sequences * spans.num_tokens / max(num_tokens, 1):,.1f} times the {num_tokens:,} tokens of "
+        f"{config.data.path}",
+        f"parameters   {num_parameters(config.model):,}",
+        f"memory       {_estimate_memory(config, batch)}",
+        *predicted,
+    ]
+
+
+def _estimate_memory(config: T5Config, batch: BatchPlan) -> "MemoryEstimate":
+    """Estimate a worker's memory with equal stages that keep as many micro-batches as there are stages."""
+    from shoal.decide.memory_estimate import estimate_memory
+
+    model, spans, stages = config.model, config.spans(), config.parallel.pipeline
+    whole = estimate_memory(
+        num_parameters=num_parameters(model) // stages,
+        micro_batch_size=batch.micro_batch_size * min(stages, batch.accumulation_steps),
+        sequence_length=spans.input_length + spans.target_length,
+        hidden_size=max(model.d_model, model.num_heads * model.d_kv),
+        intermediate_size=model.d_ff,
+        num_layers=-(-model.num_layers // stages),
+        num_logits=batch.micro_batch_size * spans.target_length * model.vocab_size,
+        activation_bytes=2 if config.train.precision == "bf16" else 4,
+        activation_checkpointing=False,
+    )
+    return replace(whole, optimizer_bytes=0) if config.optim.optimizer == "adafactor" else whole
+
+
+if __name__ == "__main__":
+    run_script("t5")

@@ -1,0 +1,118 @@
+"""Searches the fastest layout of a pipeline that fits the memory, by a cost model, before workers start.
+
+Nothing is measured, so all workers and a laptop find the same layout. Costs count in fp32, in which weights
+and gradients are kept; bf16 activations need less memory than is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from shoal.decide.autotune import PORTFOLIO, VIRTUAL_CHOICES
+from shoal.decide.cost import Link
+from shoal.decide.layout_search import Conditions, Layout, choose_layout
+from shoal.decide.partition import Memory
+from shoal.errors import UsageError
+from shoal.pipelining.export_graph import export_model
+from shoal.pipelining.roofline import Rates, estimate_cost
+from shoal.train.parallel_config import ParallelConfig, ScheduleName, parse_bytes
+
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
+"""Samples of a micro-batch that are tried where the settings name none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Rates of a device and its links: about half of a data sheet's arithmetic, 80 % of its bandwidth."""
+
+    rates: Rates
+    near: Link
+    """To a device of the same host, which the next stage is on."""
+    far: Link
+    """To another host: a device's share of the host's network, over which replicas average."""
+
+
+DEVICES = {
+    "v100": Device(
+        rates=Rates(flops_per_s=60e12, bytes_per_s=0.72e12),
+        near=Link(bytes_per_s=20e9, latency_s=1e-5),
+        far=Link(bytes_per_s=1.5e9, latency_s=5e-5),
+    ),
+    "a100": Device(
+        rates=Rates(flops_per_s=150e12, bytes_per_s=1.25e12),
+        near=Link(bytes_per_s=200e9, latency_s=1e-5),
+        far=Link(bytes_per_s=6e9, latency_s=5e-5),
+    ),
+    "h100": Device(
+        rates=Rates(flops_per_s=450e12, bytes_per_s=2.7e12),
+        near=Link(bytes_per_s=300e9, latency_s=1e-5),
+        far=Link(bytes_per_s=45e9, latency_s=3e-5),
+    ),
+}
+"""Of p3dn.24xlarge, p4d.24xlarge and p5.48xlarge. Data sheets: V100 125 TFLOP/s and 0.9 TB/s, A100 312 and
+1.56, H100 990 and 3.35."""
+
+
+def search_layouts(
+    make_model: Callable[[], nn.Module],
+    make_batch: Callable[[int], dict[str, Tensor]],
+    parallel: ParallelConfig,
+    num_devices: int,
+    *,
+    global_batch_size: int,
+    micro_batch_size: int | None,
+    optimizer_ratio: float,
+) -> list[Layout]:
+    """Return the layouts that fit, the fastest first. Nothing is allocated.
+
+    Args:
+        make_model: makes the model; called on the meta device, as ``make_batch`` is.
+        make_batch: makes a batch of a number of samples, by the names of the model's arguments.
+        parallel: what is fixed; ``pipeline`` is, unless ``layout`` is ``auto``.
+        micro_batch_size: samples of a micro-batch; ``None`` tries :data:`MICRO_BATCH_SIZES`.
+        optimizer_ratio: bytes of optimizer state per byte of parameters.
+
+    Raises:
+        UsageError: there is no memory to fit into, or no layout does; the message says how much is missing.
+    """
+    device = DEVICES[parallel.device]
+    if parallel.memory is None:
+        raise UsageError("parallel.layout auto needs the memory of a device, such as --parallel.memory 40GB")
+    sizes = (micro_batch_size,) if micro_batch_size else MICRO_BATCH_SIZES
+    base = sizes[len(sizes) // 2]  # launches count for less in larger ones: measure one in the middle
+    with torch.device("meta"):
+        graph = export_model(make_model(), make_batch(base), training=True)
+    return choose_layout(
+        estimate_cost(graph, device.rates),
+        num_devices,
+        Memory(limit_bytes=parse_bytes(parallel.memory), optimizer_ratio=optimizer_ratio),
+        global_batch_size=global_batch_size,
+        micro_batch_size=base,
+        micro_batch_sizes=sizes,
+        pipelines=None if parallel.layout == "auto" else (parallel.pipeline,),
+        conditions=Conditions(
+            link=device.near,
+            names=PORTFOLIO if parallel.schedule == "auto" else (parallel.schedule,),
+            virtual=VIRTUAL_CHOICES if parallel.virtual_stages is None else (parallel.virtual_stages,),
+            optimize=parallel.optimize,
+        ),
+        data_link=device.far,
+        shard=parallel.shard,
+    )
+
+
+def with_layout(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
+    """Return the settings that mean ``layout``; its micro-batches replace ``train.micro_batch_size``."""
+    return replace(
+        parallel,
+        pipeline=layout.pipeline,
+        data=layout.data,
+        virtual_stages=layout.num_virtual,
+        micro_batches=layout.num_micro_batches,
+        schedule=cast(ScheduleName, layout.choice.schedule.name),
+    )
