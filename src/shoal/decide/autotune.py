@@ -1,4 +1,4 @@
-"""Which schedule, with which cuts: the fastest of a portfolio that fits, by simulation with real costs."""
+"""Chooses schedule and cuts: the fastest combination that fits, by simulation with real costs."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from shoal.decide.pipeline_simulator import Schedule, Timeline, num_kept, rounde
 from shoal.errors import UsageError
 
 PORTFOLIO = ("1f1b", "interleaved", "backward_first", "vee", "bfs", "gpipe")
-"""The schedules that are tried where none is asked for; of equally fast ones the earlier is taken."""
+"""Schedules that are tried by default; of equally fast ones the earlier is taken."""
 VIRTUAL_CHOICES = (1, 2, 4)
-"""The numbers of stages a rank that are tried where none is asked for."""
+"""Numbers of stages per rank that are tried by default."""
 NUM_REFINED = 3
 _SAME = {"interleaved": "1f1b", "bfs": "gpipe"}
-"""What a schedule is with one stage a rank."""
+"""The equivalent schedule with one stage per rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What a choice has to do with, and what it may choose from."""
+    """Constraints of a choice, and the options to choose from."""
 
     link: Link | None = None
     """Between the ranks of a pipeline; ``None``: relays take no time."""
     memory: Memory | None = None
-    """Of one device; ``None``: no limit."""
+    """Limit of one device; ``None``: no limit."""
     names: Sequence[str] = PORTFOLIO
     virtual: Sequence[int] = VIRTUAL_CHOICES
     active_micro_batches: int | None = None
-    """How many micro-batches may be under way at once in the greedy schedules."""
+    """Limit of micro-batches in flight for the greedy schedules."""
     optimize: Optimize = "speed"
     """``speed``: the fastest that fits. ``memory``: the one whose fullest rank needs least."""
     memory_weight: float | None = None
@@ -49,20 +49,20 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A schedule with the cuts that suit it, and what they lead to."""
+    """A schedule with the cuts that suit it, and its predicted step and memory."""
 
     schedule: Schedule
     cuts: tuple[int, ...]
     timeline: Timeline
     rank_bytes: tuple[int, ...]
-    """What each rank needs: state, reserve, and the most it keeps at one time."""
+    """Memory of each rank: state, reserve, and the peak of saved activations."""
 
     @property
     def num_virtual(self) -> int:
         return self.schedule.num_stages // self.schedule.num_ranks
 
     def missing_bytes(self, memory: Memory | None) -> int:
-        """Return how much the fullest rank is beyond the limit; below 0: what is to spare."""
+        """Return the bytes by which the fullest rank exceeds the limit; negative: to spare."""
         return max(self.rank_bytes) - memory.limit_bytes if memory is not None else 0
 
 
@@ -77,18 +77,19 @@ def choose_schedule(
 ) -> list[Choice]:
     """Return the schedules that fit, each with its own cuts, the best first.
 
-    Every schedule is simulated with the cuts that make its slowest stage fast; the cuts of the fastest are
-    then moved to make its simulated step fast. Where nothing fits, ``backward_first`` is tried with ever
-    fewer micro-batches at one time.
+    Every schedule is simulated with the cuts that minimise its slowest stage; the cuts of the fastest ones
+    are then moved to minimise their simulated step. Where nothing fits, ``backward_first`` is tried with ever
+    fewer micro-batches in flight.
 
     Args:
-        cuts: given by the user, for all schedules; they decide the number of stages.
-        num_refined: of so many of the fastest the cuts are moved.
+        cuts: fixed by the user, for all schedules; they decide the number of stages.
+        num_refined: number of the fastest schedules whose cuts are moved.
 
     Raises:
-        UsageError: an unknown schedule, or none that can have so many ranks, stages and micro-batches; the
+        UsageError: a schedule is unknown, or none supports this number of ranks, stages and micro-batches;
+        the
             message is that of the first.
-        DoesNotFit: none keeps every rank within its memory; says by how much the best does not.
+        DoesNotFit: no schedule keeps every rank within its memory; the message has the missing bytes.
     """
     given = conditions or Conditions()
     found, refused = [], []
@@ -119,7 +120,7 @@ def _makespan_s(choice: Choice) -> float:
 def _pairs(
     conditions: Conditions, cost: ModelCost, num_ranks: int, cuts: Sequence[int] | None
 ) -> list[tuple[str, int]]:
-    """Return which schedules to try with how many stages a rank."""
+    """Return (schedule, stages per rank) to try."""
     for name in conditions.names:
         check_schedule_name(name)
     virtual = list(conditions.virtual)
@@ -151,7 +152,7 @@ def _pairs(
 
 @dataclass(frozen=True)
 class _Case:
-    """A schedule before it has costs."""
+    """A schedule without costs."""
 
     name: str
     num_ranks: int
@@ -172,7 +173,7 @@ class _Case:
         return _judged(cost, cuts, schedule, given)
 
     def num_kept(self) -> tuple[int, ...]:
-        """Return for how many micro-batches each stage keeps bytes; a guess where that depends on costs."""
+        """Return the micro-batches that each stage keeps in memory; a guess where that depends on costs."""
         if self.name in GREEDY:
             active = min(self.num_micro_batches, self.active_micro_batches or self.num_ranks)
             return (active,) * (self.num_ranks * self.num_virtual)
@@ -186,7 +187,7 @@ class _Case:
 
 
 def _place(cost: ModelCost, case: _Case, given: Conditions, cuts: Sequence[int] | None) -> Choice:
-    """Return the case with cuts that make its slowest stage fast and that fit, if any are found."""
+    """Return the case with the fastest cuts that fit, or the cuts that need least."""
     if cuts is not None:
         return case.choice(cost, cuts, given)
     best: Choice | None = None
@@ -203,8 +204,9 @@ def _place(cost: ModelCost, case: _Case, given: Conditions, cuts: Sequence[int] 
 def _proposals(cost: ModelCost, case: _Case, given: Conditions) -> Iterator[tuple[int, ...]]:
     """Yield cuts, the fastest first, then ones that need ever less memory.
 
-    A cut knows the memory of a stage only, and what several stages of a rank need together depends on the
-    whole schedule: so each stage is given less and less of the rank's memory, down to an equal part.
+    A cut only accounts for the memory of one stage, while the need of several stages of a rank together
+    depends on the whole schedule: so each stage is given less and less of the rank's memory, down to an equal
+    part.
     """
     num_stages, kept = case.num_ranks * case.num_virtual, case.num_kept()
     memory = given.memory
@@ -228,7 +230,7 @@ def _proposals(cost: ModelCost, case: _Case, given: Conditions) -> Iterator[tupl
 
 
 def _refined(cost: ModelCost, choice: Choice, given: Conditions) -> Choice:
-    """Return the choice with its cuts moved, and the greedy rule applied to what they lead to."""
+    """Return the choice with its cuts moved, and the greedy rule applied to the result."""
     cuts = refine(cost, choice.cuts, choice.schedule, link=given.link, memory=given.memory)
     if cuts == choice.cuts:
         return choice
@@ -263,10 +265,10 @@ def _tightest(
     cuts: Sequence[int] | None,
     found: Sequence[Choice],
 ) -> Choice:
-    """Return the fastest that fits with fewer micro-batches at one time than a pipeline can fill itself with.
+    """Return the fastest that fits with fewer micro-batches in flight than fill the pipeline.
 
     Raises:
-        DoesNotFit: even one at a time does not.
+        DoesNotFit: even one in flight does not fit.
     """
     assert given.memory is not None
     tried = list(found)

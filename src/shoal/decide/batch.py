@@ -1,4 +1,4 @@
-"""The arithmetic of batches: global batch = micro-batch × workers × accumulation steps."""
+"""Divides a global batch: global batch = micro-batch × workers × accumulation steps."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ LARGEST_DEFAULT_MICRO_BATCH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """How one global batch is computed: each worker runs ``accumulation_steps`` micro-batches."""
+    """Division of one global batch: each worker runs ``accumulation_steps`` micro-batches."""
 
     global_batch_size: int
     micro_batch_size: int
     num_workers: int
     accumulation_steps: int
     unit: str = "sequences"
-    """What samples are called."""
+    """Name of the samples."""
     replicas: bool = False
-    """Whether ``num_workers`` counts replicas of a pipeline, of several workers each."""
+    """``num_workers`` counts replicas of a pipeline, of several workers each."""
 
     @property
     def worker_batch_size(self) -> int:
@@ -49,11 +49,11 @@ def plan_batch(
     section: str = "train",
     unit: str = "sequences",
 ) -> BatchPlan:
-    """Derive accumulation from what is given; the micro-batch defaults to the largest fitting divisor.
+    """Derive the accumulation; the micro-batch defaults to the largest divisor up to 64.
 
     Args:
-        section: where the sizes stand in the settings, for messages.
-        unit: what samples are called.
+        section: section of the settings that has the sizes, for messages.
+        unit: name of the samples.
 
     Raises:
         UsageError: the sizes do not divide; the message names the nearest sizes that do.

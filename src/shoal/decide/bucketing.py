@@ -1,10 +1,10 @@
-"""An order in which neighbours are alike: every run of ``run_size`` samples comes from one group.
+"""Orders samples by aspect-ratio buckets: every run of ``run_size`` samples comes from one group.
 
 Images of one shape share a batch without much padding. As in :mod:`shoal.decide.order`, samples are numbered
-over an endless stream and each is computed by itself, so the state is one integer. An epoch permutes each
-group, cuts it into runs and permutes the runs. A run that a group cannot fill goes on with examples from the
-beginning of the group's permutation: at most ``run_size - 1`` samples of a group come twice in an epoch, none
-is left out.
+over an endless stream and each is computed independently, so the state is one integer. An epoch permutes each
+group, cuts it into runs and permutes the runs. A run that a group cannot fill continues with examples from
+the beginning of the group's permutation: at most ``run_size - 1`` samples of a group come twice in an epoch,
+none is left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.errors import UsageError
 
 
 def aspect_groups(sizes: npt.ArrayLike, edges: tuple[float, ...] = (1.0,)) -> Int64Array:
-    """Return the group of each image by width over height, int64 ``[N]``: 0 below the first edge, and so on.
+    """Return the group of each image by width over height, int64 ``[N]``; group 0 is below the first edge.
 
     Args:
         sizes: width and height, ``[N, 2]``.

@@ -1,6 +1,6 @@
-"""What a model costs: time, memory and relayed bytes of each of its units, and of stages made of them.
+"""Describes the cost of a model: time, memory and relayed bytes of its units, and of stages made of them.
 
-A *unit* is what a cut never divides: consecutive nodes of the exported graph. The units of a model are in
+A *unit* is never divided by a cut: consecutive nodes of the exported graph. The units of a model are in
 order, so a stage is a range of them, and all stages are given by their *cuts*: the units at which the second,
 third, ... stage begins. Everything here is pure data, filled by ``pipelining.measure_cost`` or
 ``pipelining.roofline``.
@@ -18,10 +18,10 @@ from shoal.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Consecutive nodes of a model that are never divided; times and bytes are those of one micro-batch."""
+    """Consecutive nodes of a model that are never divided; times and bytes are per micro-batch."""
 
     name: str
-    """Where it stands in the model: ``encoder.block.3``; several units may share one."""
+    """Module that holds it, such as ``encoder.block.3``; several units may share one."""
     forward_s: float
     backward_s: float
     parameters: tuple[tuple[str, int], ...] = ()
@@ -32,7 +32,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCost:
-    """The units of a model in order, and what crosses between them.
+    """The units of a model in order, and the bytes that cross between them.
 
     Raises:
         UsageError: no unit, or not one entry of ``relay_bytes`` for each place between two units.
@@ -69,20 +69,20 @@ class ModelCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What carries values between two devices."""
+    """A link between two devices."""
 
     bytes_per_s: float
     """In each direction, both at once."""
     latency_s: float = 0.0
 
     def seconds(self, num_bytes: int) -> float:
-        """Return the time of one message; nothing to send takes none."""
+        """Return the time of one message; an empty one takes none."""
         return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """Sums over the units of a stage; times and bytes are those of one micro-batch."""
+    """Sums over the units of a stage; times and bytes are per micro-batch."""
 
     forward_s: float
     backward_s: float
@@ -90,14 +90,14 @@ class StageCost:
     """Each parameter once, however many units of the stage use it."""
     saved_bytes: int = 0
     relay_bytes: int = 0
-    """What crosses the cut after the stage; its gradients come back the same way. 0 for the last."""
+    """Bytes that cross the cut after the stage; the gradients that return are as large. 0 for the last."""
 
 
 def stage_costs(cost: ModelCost, cuts: Sequence[int]) -> tuple[StageCost, ...]:
     """Return the cost of each of the ``len(cuts) + 1`` stages.
 
     Raises:
-        UsageError: cuts that do not grow, or leave a stage without a unit.
+        UsageError: the cuts do not grow, or leave a stage without a unit.
     """
     check_cuts(cost, cuts)
     bounds = [0, *cuts, len(cost.units)]

@@ -1,4 +1,4 @@
-"""Epochs as optimizer steps: vision's recipes are defined in epochs, and steps need not align with them.
+"""Converts epochs to optimizer steps: vision's recipes count epochs, and steps need not align with them.
 
 The stream of samples is endless (``order``), so a global batch may hold the last images of one epoch and the
 first of the next. Epoch ``e`` ends with the step whose last sample is nearest to its own: step
@@ -14,24 +14,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Epochs:
-    """Which steps the epochs of a run end with."""
+    """The steps at which the epochs of a run end."""
 
     num_examples: int
     """Examples in an epoch."""
     global_batch_size: int
 
     def steps(self, epochs: float) -> int:
-        """Return after how many steps ``epochs`` epochs are over."""
+        """Return the number of steps after which ``epochs`` epochs are over."""
         return math.floor(epochs * self.num_examples / self.global_batch_size + 0.5)
 
     def finished(self, step: int) -> int:
-        """Return how many epochs are over after ``step``: the largest number whose ``steps`` are no more."""
+        """Return the number of epochs that are over after ``step``: the largest whose ``steps`` are at most
+        that."""
         return (self.global_batch_size * (2 * step + 1) - 1) // (2 * self.num_examples)
 
     def ends_multiple(self, step: int, every: int) -> bool:
-        """Whether an epoch ends with ``step`` whose number is a multiple of ``every``; never for 0."""
+        """Return whether an epoch whose number is a multiple of ``every`` ends with ``step``; never for 0."""
         return every > 0 and self.finished(step) // every > self.finished(step - 1) // every
 
     def at(self, samples: int) -> float:
-        """Return how many epochs ``samples`` samples are."""
+        """Return the epochs that ``samples`` samples are."""
         return samples / self.num_examples

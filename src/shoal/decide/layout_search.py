@@ -1,9 +1,9 @@
-"""Which pipeline, and how many replicas of it: the layout of devices that trains fastest within memory.
+"""Searches the layout of devices, stages × replicas, that trains fastest within memory.
 
 A layout uses ``pipeline × data`` devices: each replica is a pipeline, and ranks that hold the same stages
 average their gradients over the replicas. A step takes until the last rank has its average. A rank begins to
-average when it has done its last backward, so those that are done early hide it in their idle time. A weight
-that is tied over ranks is summed over them first. All is predicted from a model's cost, on no device.
+average after its last backward pass, so ranks that finish early hide it in their idle time. A weight that is
+tied over ranks is summed over them first. All is predicted from a model's cost, without a device.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from shoal.errors import UsageError
 __all__ = ["Choice", "Conditions", "Layout", "averaging_s", "choose_layout", "choose_schedule"]
 
 _QUICK = ("1f1b", "interleaved", "bfs", "gpipe")
-"""Schedules that judge a layout at first: those that cost nothing to make."""
+"""Schedules for the first ranking of layouts: those that are cheap to construct."""
 MAX_PIPELINE = 32
-"""Longer pipelines are tried only where they are asked for: their bubbles and searches grow with them."""
+"""Longest pipelines that are tried by default: bubbles and search time grow with the length."""
 _MAX_TIGHT = 8
-"""How many layouts that do not fit at first are looked at more closely."""
+"""Number of layouts that do not fit at first and are searched in detail."""
 _MAX_TIGHT_REMEDY = 3
-"""The same for each remedy of an error: a closer look takes about a second."""
+"""The same per remedy of an error: a detailed search takes about a second."""
 _RELAXED_DEVICES = (2, 4, 8, 16)
-"""How many times the devices are tried to say what would fit."""
+"""Multiples of the devices that are tried to suggest a layout that fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """``pipeline × data`` devices and what a step of theirs is predicted to take."""
+    """``pipeline × data`` devices with a predicted step."""
 
     pipeline: int
     """Ranks of a pipeline."""
@@ -41,15 +41,15 @@ class Layout:
     """Replicas of it."""
     micro_batch_size: int
     num_micro_batches: int
-    """Of each replica in a step."""
+    """Per replica and step."""
     choice: Choice
     stages: tuple[StageCost, ...]
     first_units: tuple[str, ...]
-    """Where each stage begins: the name of its first unit."""
+    """Name of the first unit of each stage."""
     memory: Memory
     step_s: float
     reason: str = ""
-    """Why it stands where it stands in the ranking."""
+    """Reason for its place in the ranking."""
 
     @property
     def num_virtual(self) -> int:
@@ -62,7 +62,7 @@ class Layout:
 
     @property
     def spare_bytes(self) -> int:
-        """What the fullest rank leaves free; below 0: what it lacks."""
+        """Free memory of the fullest rank; negative: missing."""
         return self.memory.limit_bytes - max(self.choice.rank_bytes)
 
     def __str__(self) -> str:
@@ -89,21 +89,22 @@ def choose_layout(
 ) -> list[Layout]:
     """Return the layouts that fit, the fastest first, each with the reason for its place.
 
-    All are judged with one simple schedule; the best ``num_layouts`` get the whole portfolio and moved cuts.
+    All are ranked with one simple schedule; the best ``num_layouts`` get the whole portfolio and refined
+    cuts.
 
     Args:
         cost: of a micro-batch of ``micro_batch_size`` samples.
-        micro_batch_sizes: to choose from; the cost is taken in proportion. Default: ``micro_batch_size``.
+        micro_batch_sizes: to choose from; the cost is scaled in proportion. Default: ``micro_batch_size``.
         pipelines: numbers of ranks to choose from. Default: every divisor of ``num_devices`` up to
             :data:`MAX_PIPELINE`.
-        conditions: the link of the pipeline and what schedules to choose from; their memory is not used.
+        conditions: link of the pipeline and schedules to choose from; their memory is not used.
         data_link: between replicas. Default: the pipeline's.
         shard: whether the state is sharded over the replicas.
 
     Raises:
-        UsageError: more stages than the model has units, a pipeline that does not divide the devices, a
+        UsageError: more stages than the model has units, a pipeline that does not divide the devices, or a
             global batch that no layout divides.
-        DoesNotFit: no layout fits; says by how much the nearest does not, and which one would.
+        DoesNotFit: no layout fits; the message has the missing bytes of the nearest, and one that would fit.
     """
     search = _Search(
         cost=cost,
@@ -143,9 +144,9 @@ def averaging_s(
 ) -> float:
     """Return the time of a step from its first action until the last rank has its averaged gradients.
 
-    Each rank's gradients go round a ring of ``data`` replicas, 2 (n - 1) / n of their bytes through every
-    link; sharded ones take as much, half of it before the step. Those of a weight that several ranks share go
-    round these ranks first, once the last of them has it.
+    Each rank's gradients are all-reduced in a ring of ``data`` replicas, 2 (n - 1) / n of their bytes through
+    every link; sharded ones take as much, half of it before the step. Those of a weight that several ranks
+    share are first all-reduced over these ranks, once the last of them has it.
     """
     end = list(choice.timeline.rank_end_s)
     if link is None:
@@ -176,7 +177,7 @@ def averaging_s(
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """A layout before it has a schedule."""
+    """A layout without a schedule."""
 
     pipeline: int
     data: int
@@ -189,7 +190,7 @@ class _Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class _Search:
-    """What :func:`choose_layout` was asked."""
+    """Arguments of :func:`choose_layout`."""
 
     cost: ModelCost
     memory: Memory
@@ -201,7 +202,7 @@ class _Search:
     shard: bool
 
     def shapes(self, num_devices: int, pipelines: Sequence[int] | None) -> Iterator[_Shape]:
-        """Yield what divides devices, batch and model."""
+        """Yield the layouts that divide devices, batch and model."""
         num_units = len(self.cost.units)
         for ranks in pipelines or range(1, min(num_devices, num_units, MAX_PIPELINE) + 1):
             data = num_devices // ranks
@@ -215,13 +216,13 @@ class _Search:
                     )
 
     def least_s(self, shape: _Shape) -> float:
-        """Return the time of a step of equal stages without relays and averaging: the least there can be."""
+        """Return the time of a step of equal stages without relays and averaging: a lower bound."""
         whole = sum(unit.forward_s + unit.backward_s for unit in self.cost.units)
         batch_s = whole * shape.micro_batch_size / self.micro_batch_size / shape.pipeline
         return batch_s * (shape.num_micro_batches + (shape.pipeline - 1) / max(self.given.virtual))
 
     def quick(self, shapes: Sequence[_Shape], num_layouts: int) -> tuple[list[_Shape], dict[_Shape, int]]:
-        """Return the best shapes with a simple schedule, and how many bytes those lack that do not fit."""
+        """Return the best shapes with a simple schedule, and the missing bytes of those that do not fit."""
         names = [name for name in _QUICK if name in self.given.names] or list(self.given.names)
         fitting: list[tuple[float, _Shape]] = []
         missing: dict[_Shape, int] = {}
@@ -237,7 +238,8 @@ class _Search:
         return [shape for _, shape in fitting[:num_layouts]], missing
 
     def tight(self, missing: dict[_Shape, int], most: int) -> list[Layout]:
-        """Return layouts that fit with fewer micro-batches at one time, of the ``most`` that lack least."""
+        """Return layouts that fit with fewer micro-batches in flight, of the ``most`` with the least missing
+        bytes."""
         layouts = []
         for shape in sorted(missing, key=lambda shape: missing[shape])[:most]:
             try:
@@ -250,7 +252,7 @@ class _Search:
         """Return the shape with the schedule whose step, with averaging, is the fastest.
 
         Raises:
-            DoesNotFit: none fits.
+            DoesNotFit: no schedule fits.
         """
         cost = self.cost
         if shape.micro_batch_size != self.micro_batch_size:
@@ -292,7 +294,7 @@ def _reason(layout: Layout, best: Layout) -> str:
 
 
 def _none_fits(search: _Search, num_devices: int, missing: dict[_Shape, int]) -> DoesNotFit:
-    """Return the error that says how much is missing, and what would fit."""
+    """Return the error with the missing bytes and a layout that would fit."""
     nearest, lacking = min(missing.items(), key=lambda item: item[1])
     return DoesNotFit(
         f"no layout of {num_devices} devices of {in_gb(search.memory.limit_bytes)} fits: {nearest} comes "
@@ -302,7 +304,7 @@ def _none_fits(search: _Search, num_devices: int, missing: dict[_Shape, int]) ->
 
 
 def _remedy(search: _Search, num_devices: int) -> str:
-    """Return which of the changes that cost least make a layout fit: micro-batches, shards, devices."""
+    """Return the least change that makes a layout fit: smaller micro-batches, sharding, more devices."""
     smaller = [size for size in _halves(min(search.sizes)) if search.global_batch_size % size == 0]
     changes: list[tuple[str, _Search, int]] = [
         (f"micro-batches of {size}", replace(search, sizes=(size,)), num_devices) for size in smaller

@@ -1,4 +1,4 @@
-"""How much memory a worker's training step needs: an estimate, before anything is allocated."""
+"""Estimates the memory of a worker's training step before anything is allocated."""
 
 from __future__ import annotations
 

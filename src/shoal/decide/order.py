@@ -68,11 +68,11 @@ def _feistel(values: Int64Array, keys: UInt64Array, rows: int, columns: int) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShuffle:
-    """An order for storage on which far-off reads are slow: examples that lie together are read together.
+    """Shuffles by blocks, for storage with slow random reads: adjacent examples are read together.
 
     An epoch visits blocks of ``block_size`` consecutive examples in random order, and shuffles examples
-    within windows of ``blocks_in_window`` such blocks, so that whoever reads needs only one window at a time
-    (two around its border). What is lost against the full shuffle: two examples of one block are always
+    within windows of ``blocks_in_window`` such blocks, so that a reader needs only one window at a time
+    (two around its border). The price against the full shuffle: two examples of one block are always
     within a window of each other, so a data set that is sorted by class must have been shuffled when it was
     prepared, and a global batch holds whole groups of neighbours once it is as large as a window. Blocks
     begin elsewhere in each epoch (the examples are rotated by a random number), so neighbours change.
@@ -94,10 +94,10 @@ def block_shuffled(
 ) -> Int64Array:
     """Return the example at each position of an epoch that is shuffled by blocks, int64.
 
-    Like ``shuffled``: positions are in [0, num_examples) and broadcast with ``epochs``, and each is computed
-    by itself. The steps are: the position within its window is permuted; the block that stands there is
-    looked up in the epoch's permutation of blocks; the example is rotated. The examples that fill no block
-    (fewer than ``block_size``, others in each epoch) come last.
+    As in ``shuffled``, positions are in [0, num_examples) and broadcast with ``epochs``, and each is computed
+    independently: the position within its window is permuted; the block there is looked up in the epoch's
+    permutation of blocks; the example is rotated. The examples that fill no block (fewer than ``block_size``,
+    others in each epoch) come last.
     """
     keys = random_keys(seed, Stream.BLOCK_ORDER, epochs)
     at = np.asarray(positions, dtype=np.int64) + np.zeros(keys.shape, dtype=np.int64)
@@ -159,7 +159,7 @@ def examples_of(
 
 
 class Order(Protocol):
-    """Which example each sample of the endless stream is: a function of its number alone. Picklable."""
+    """Maps the number of a sample in the endless stream to its example. Picklable."""
 
     def examples_of(self, numbers: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:
         """Return (epochs, indices) of samples with any numbers, int64 like ``numbers``."""

@@ -1,13 +1,13 @@
-"""Where a model is cut into stages, so that the slowest stage is as fast as can be and memory suffices.
+"""Cuts a model into stages such that the slowest stage is as fast as possible and memory suffices.
 
-Stages are ranges of units, so the best cuts follow from the best cuts of every beginning of the model:
+Stages are ranges of units, so the best cuts follow from the best cuts of every prefix of the model:
 
     best(k, j) = min over i < j of max(best(k - 1, i), cost of units i ... j - 1 as stage k)
 
-which is exact for any cost of a stage that does not depend on the others (a dynamic programme, as in
-PipeDream, Narayanan et al. 2019). A stage's cost is its time with what it relays, or its share of memory, or
-a mixture. The slowest stage is not the whole truth: where ranks have several stages, or stages are uneven, a
-step of the real schedule is what counts, and :func:`refine` moves cuts as long as its simulation gets faster.
+which is exact for any cost of a stage that does not depend on the others (dynamic programming, as in
+PipeDream, Narayanan et al. 2019). A stage's cost is its time with its relays, or its share of memory, or a
+mixture. The slowest stage alone does not decide: with several stages per rank, or uneven stages, the step of
+the real schedule counts, and :func:`refine` moves cuts as long as its simulation gets faster.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ Matrix = npt.NDArray[np.float64]
 Optimize = Literal["speed", "memory"]
 
 MEMORY_WEIGHT: dict[str, float] = {"speed": 0.0, "memory": 0.8}
-"""How much a stage's share of memory counts against its share of time. SageMaker's defaults were 0.2 and
-0.8; here a limit on memory is kept for itself, and speed means speed."""
+"""Weight of a stage's share of memory against its share of time. SageMaker's defaults were 0.2 and 0.8; here
+the limit on memory is a constraint of its own, so ``speed`` means speed."""
 
 _STEPS = (8, 4, 2, 1)
-"""By how many units the search moves cuts, from coarse to fine."""
+"""Distances in units by which the search moves cuts, from coarse to fine."""
 MAX_TRIALS, MIN_TRIALS, MAX_TRIAL_ACTIONS = 400, 20, 400_000
-"""How many simulations :func:`refine` makes at most and at least, and how many actions they have together."""
+"""Limits of :func:`refine`: most and fewest simulations, and their actions together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The memory of one device, and what a byte of parameters brings with it."""
+    """The memory of one device, and the bytes of state per byte of parameters."""
 
     limit_bytes: int
     gradient_ratio: float = 1.0
-    """Bytes of gradients for each byte of parameters."""
+    """Bytes of gradients per byte of parameters."""
     optimizer_ratio: float = 2.0
-    """Bytes of optimizer state for each byte of parameters: Adam in the parameters' precision has 2; bf16
+    """Bytes of optimizer state per byte of parameters: Adam in the parameters' precision has 2; bf16
     parameters with fp32 masters and moments have 6."""
     shards: int = 1
-    """Over how many replicas the state is sharded. While a step runs, a rank still holds whole parameters and
+    """Number of replicas that share the state. During a step a rank still holds whole parameters and
     gradients beside its shard: gradients of all micro-batches are added up before they are averaged."""
     reserved_bytes: int = 0
-    """What the device's library, workspaces and fragmentation take."""
+    """For the device's library, workspaces and fragmentation."""
 
     def state_bytes(self, num_bytes: float) -> float:
-        """Return the bytes of parameters, gradients and optimizer state for these of parameters."""
+        """Return the bytes of parameters, gradients and optimizer state for ``num_bytes`` of parameters."""
         whole = 1 + self.gradient_ratio
         if self.shards == 1:
             return num_bytes * (whole + self.optimizer_ratio)
@@ -85,17 +85,18 @@ def partition(
     """Return the cuts: the units at which the second, third, ... stage begins.
 
     Args:
-        link: between stages; a stage's time includes what it relays, there and back. Default: none.
+        link: between stages; a stage's time includes its relays, forward and back. Default: none.
         memory: of the device of each stage. Default: no limit, and parameters count for themselves.
-        limited: whether its limit is kept; without, it only says what a byte of parameters brings with it.
-        num_kept: for how many micro-batches each stage keeps bytes at one time. Default: as 1F1B does,
-            ``num_stages`` for the first stage and one less for each further one.
-        optimize: ``speed`` makes the slowest stage fast; ``memory`` makes the fullest stage small.
+        limited: enforce its limit; otherwise it only gives the bytes of state per byte of parameters.
+        num_kept: micro-batches that each stage keeps in memory. Default: as 1F1B, ``num_stages`` for the
+        first
+            stage and one less for each further one.
+        optimize: ``speed`` minimises the slowest stage; ``memory`` the fullest.
         memory_weight: between them, 0 (time alone) to 1 (memory alone). Default: 0 or 0.8.
 
     Raises:
         UsageError: more stages than units, or a weight outside of 0 ... 1.
-        DoesNotFit: no cuts keep each stage within the limit; says by how much.
+        DoesNotFit: no cuts keep each stage within the limit; the message has the missing bytes.
     """
     weight = MEMORY_WEIGHT[optimize] if memory_weight is None else memory_weight
     if not 0 <= weight <= 1:
@@ -125,7 +126,7 @@ def partition(
 
 
 def check_num_stages(cost: ModelCost, num_stages: int) -> None:
-    """Raise UsageError unless the model can be cut into so many stages."""
+    """Raise UsageError unless the model can be cut into this number of stages."""
     if num_stages < 1:
         raise UsageError(f"the number of stages is {num_stages}; a pipeline has at least 1")
     if num_stages > len(cost.units):
@@ -149,16 +150,14 @@ class Tables:
         self._parameters = parameter_ranges(cost)
 
     def seconds(self, link: Link | None) -> Matrix:
-        """Return the time of each stage for one micro-batch, with its relay there and back."""
+        """Return the time of each stage for one micro-batch, with its relay forward and back."""
         relay = [2 * link.seconds(num_bytes) if link else 0.0 for num_bytes in self._relay_bytes]
         seconds: Matrix = self._seconds + np.array([0.0, *relay])
         return seconds
 
     def held_bytes(self, memory: Memory | None, num_kept: int) -> Matrix:
-        """Return the bytes of each stage: its state, and what it keeps of ``num_kept`` micro-batches.
-
-        That is what autograd saves and the outputs that were relayed.
-        """
+        """Return the bytes of each stage: its state, and saved values and relayed outputs of ``num_kept``
+        micro-batches."""
         kept = self._saved + np.array([0.0, *self._relay_bytes])
         state = 1.0 if memory is None else memory.state_bytes(1.0)
         held: Matrix = state * self._parameters + num_kept * kept
@@ -184,7 +183,7 @@ def minimax(tables: Iterable[Matrix]) -> tuple[float, tuple[int, ...]]:
     """Return the least possible largest cost of a stage, and cuts that have it.
 
     Args:
-        tables: one a stage; entry [i, j] is the cost of units i ... j - 1 as that stage, for i < j.
+        tables: one per stage; entry [i, j] is the cost of units i ... j - 1 as that stage, for i < j.
     """
     remaining = iter(tables)
     first = next(remaining)
@@ -204,10 +203,10 @@ def minimax(tables: Iterable[Matrix]) -> tuple[float, tuple[int, ...]]:
 def rank_bytes(
     cost: ModelCost, cuts: Sequence[int], schedule: Schedule, memory: Memory | None = None
 ) -> tuple[int, ...]:
-    """Return what each rank needs: state, reserve, and the most that its schedule keeps at one time.
+    """Return the memory of each rank: state, reserve, and the peak that its schedule keeps.
 
-    A parameter that several stages of one rank use is one parameter there. Without ``memory`` the
-    parameters count alone.
+    A parameter that several stages of one rank use counts once. Without ``memory`` the parameters count
+    alone.
     """
     stages = stage_costs(cost, cuts)
     bounds = [0, *cuts, len(cost.units)]
@@ -236,10 +235,10 @@ def refine(
     memory: Memory | None = None,
     max_trials: int | None = None,
 ) -> tuple[int, ...]:
-    """Move cuts as long as a step of ``schedule`` gets faster, and return where they end.
+    """Move cuts as long as a step of ``schedule`` gets faster; return the result.
 
-    A move shifts one cut, or several neighbouring ones together, by a few units. Cuts that are less beyond
-    the limit on memory are better than any faster ones. The search ends in cuts that no single move improves,
+    A move shifts one cut, or several neighbouring ones together, by a few units. Cuts that exceed the limit
+    on memory by less are better than any faster ones. The search ends in cuts that no single move improves,
     or after ``max_trials`` simulations.
     """
     simulator = Simulator(schedule)
@@ -275,7 +274,7 @@ def refine(
 
 
 def _moves(num_cuts: int) -> Iterator[tuple[int, int, int]]:
-    """Yield which cuts to shift, first ... last - 1, and by how many units: few cuts before many."""
+    """Yield (first, last, shift) of the cuts to shift, first ... last - 1: few cuts before many."""
     for length in range(1, num_cuts + 1):
         for step in _STEPS:
             for first in range(num_cuts - length + 1):
@@ -284,7 +283,7 @@ def _moves(num_cuts: int) -> Iterator[tuple[int, int, int]]:
 
 
 def in_gb(num_bytes: float) -> str:
-    """Write bytes as device makers count them: 40 GB, 3.21 GB, 120 MB."""
+    """Format bytes in decimal units, as device makers do: 40 GB, 3.21 GB, 120 MB."""
     for limit, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if num_bytes >= limit:
             return f"{num_bytes / limit:.3g} {unit}"

@@ -1,9 +1,9 @@
-"""When everything in a pipeline's step happens: the simulator that layouts are compared by.
+"""Simulates a step of a pipeline, to compare layouts.
 
-A rank does its actions in their order, each as soon as its values are there. A forward needs the stage
-before it, a backward the stage behind it, on the same micro-batch; values that pass between two ranks travel
-while both compute, one message after the other in each direction of each pair of ranks. The gradients of a
-relayed value are as large as the value.
+A rank does its actions in order, each as soon as its inputs have arrived. A forward needs the previous stage,
+a backward the next stage, on the same micro-batch; values between two ranks travel while both compute, one
+message after the other in each direction of each pair of ranks. The gradient of a relayed value is as large
+as the value.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What each rank of a pipeline computes, in order."""
+    """The computations of each rank of a pipeline, in order."""
 
     name: str
     placement: tuple[int, ...]
     """The pipeline rank of each stage."""
     num_micro_batches: int
     actions: tuple[tuple[Action, ...], ...]
-    """Of each rank; computation only: who sends what to whom follows from it."""
+    """Per rank; computation only: sends and receives follow from it."""
 
     @property
     def num_stages(self) -> int:
@@ -51,12 +51,12 @@ class Schedule:
 
 
 def loop_placement(num_ranks: int, num_virtual: int) -> tuple[int, ...]:
-    """Return the ranks of the stages dealt out in turn: 0, 1, ..., R - 1, 0, 1, ..."""
+    """Return the rank of each stage, dealt out in turn: 0, 1, ..., R - 1, 0, 1, ..."""
     return tuple(range(num_ranks)) * num_virtual
 
 
 def vee_placement(num_ranks: int) -> tuple[int, ...]:
-    """Return the ranks of two stages each, there and back: 0, 1, ..., R - 1, R - 1, ..., 1, 0.
+    """Return the rank of each of two stages per rank, in a V: 0, 1, ..., R - 1, R - 1, ..., 1, 0.
 
     The first and the last stage share a rank, so embeddings tied to the output layer need no reduction.
     """
@@ -64,7 +64,7 @@ def vee_placement(num_ranks: int) -> tuple[int, ...]:
 
 
 class Box(NamedTuple):
-    """An action of a rank and when it ran, in seconds since the step began."""
+    """An action of a rank and its time, in seconds since the step began."""
 
     rank: int
     action: Action
@@ -79,20 +79,20 @@ class Timeline:
     boxes: tuple[Box, ...]
     """Rank by rank, each rank's in the order of computation."""
     rank_end_s: tuple[float, ...]
-    """When each rank has done its last action."""
+    """End of each rank's last action."""
     makespan_s: float
-    """When all have."""
+    """End of the last action of all."""
     bubble: float
     """The share of ``num_ranks * makespan_s`` in which ranks do not compute."""
     peak_saved_bytes: tuple[int, ...]
-    """Of each rank: the most bytes kept for backward at one time."""
+    """Per rank: the most bytes kept for backward at one time."""
 
 
 def simulate(schedule: Schedule, costs: Sequence[StageCost], link: Link | None = None) -> Timeline:
-    """Return what a step of ``schedule`` looks like; without a ``link`` relays take no time.
+    """Return the timeline of a step of ``schedule``; without a ``link`` relays take no time.
 
     Raises:
-        UsageError: the number of costs is not that of the stages, or the ranks' orders wait for each other.
+        UsageError: the number of costs is not that of the stages, or the ranks' orders deadlock.
     """
     return Simulator(schedule).run(costs, link)
 
@@ -106,29 +106,29 @@ def recorded(timeline: Timeline) -> list[PipelineBox]:
 
 
 def rounded(seconds: float) -> float:
-    """Return a time to compare by: sums of the same times in another order are equal."""
+    """Round a time for comparison: sums of the same times in another order are equal."""
     return float(f"{float(seconds):.9g}")
 
 
 class _Event(NamedTuple):
-    """An action with all that does not depend on costs."""
+    """An action with everything that does not depend on costs."""
 
     rank: int
     duration: int
-    """Place in the list of durations."""
+    """Index into the durations."""
     awaited: int
     """The event whose value it needs, or -1."""
     relay: int
-    """Place in the list of relayed bytes of what it sends to another rank, or -1."""
+    """Index into the relayed bytes of the value that it sends to another rank, or -1."""
     wire: int
-    """Which direction of which pair of ranks that takes."""
+    """Direction of the pair of ranks that the value takes."""
 
 
 _KINDS = {"F": 0, "B": 1, "I": 2, "W": 2}
 
 
 class Simulator:
-    """A schedule made ready to be simulated with many costs: the search for cuts asks thousands of times."""
+    """A schedule prepared for simulation with many costs: the search for cuts needs thousands."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -193,9 +193,9 @@ class Simulator:
 
 
 def peak_bytes(schedule: Schedule, stage_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Return of each rank the most bytes at one time, if a stage keeps ``stage_bytes`` for each micro-batch.
+    """Return the peak bytes of each rank, if a stage keeps ``stage_bytes`` for each micro-batch.
 
-    From the beginning of its forward to the end of its backward, of ``W`` where that is split.
+    From the beginning of its forward to the end of its backward, or of ``W`` where that is split.
     """
     peaks = []
     for actions in schedule.actions:
@@ -211,7 +211,7 @@ def peak_bytes(schedule: Schedule, stage_bytes: Sequence[int]) -> tuple[int, ...
 
 
 def num_kept(schedule: Schedule) -> tuple[int, ...]:
-    """Return of each stage for how many micro-batches it keeps bytes at one time."""
+    """Return the most micro-batches that each stage keeps in memory at one time."""
     kept, peak = [0] * schedule.num_stages, [0] * schedule.num_stages
     for actions in schedule.actions:
         for kind, stage, _ in actions:
@@ -221,9 +221,9 @@ def num_kept(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _order(schedule: Schedule) -> tuple[list[_Event], list[Action]]:
-    """Return the actions of all ranks in an order in which each finds its values there.
+    """Return the actions of all ranks in an order in which each finds its inputs.
 
-    Each rank is followed until it has to wait; what it waits for wakes it again.
+    Each rank is followed until it has to wait; the awaited action wakes it again.
     """
     placement, last = schedule.placement, schedule.num_stages - 1
     next_action = [0] * schedule.num_ranks
@@ -270,7 +270,7 @@ def _order(schedule: Schedule) -> tuple[list[_Event], list[Action]]:
 
 
 def _needs(action: Action, last: int) -> list[tuple[str, int, int]]:
-    """Return what must have been done before; ``G`` is the gradient that goes to the stage before."""
+    """Return the events that must precede an action; ``G`` is the gradient for the stage before."""
     kind, stage, batch = action
     if kind == "W":
         return [("G", stage, batch)]
@@ -280,7 +280,7 @@ def _needs(action: Action, last: int) -> list[tuple[str, int, int]]:
 
 
 def _relayed(action: Action, last: int) -> tuple[str, int, int] | None:
-    """Return whose value the action receives from another stage."""
+    """Return the event of another stage whose value the action receives."""
     kind, stage, batch = action
     if kind == "F":
         return ("F", stage - 1, batch) if stage else None

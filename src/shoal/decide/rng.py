@@ -1,9 +1,9 @@
-"""Random numbers without state: a pure function of a key and a counter, over whole arrays at once.
+"""Generates random numbers without state: a pure function of a key and a counter, over whole arrays at once.
 
 The generator is splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
 OOPSLA 2014), read at any place of its sequence: output ``counter`` of the generator whose state is ``key``.
-An output serves as a bit string or as the key of another generator, so a key for (seed, epoch, example) is
-three draws, and the same numbers come out whatever the batch, the worker or the process that asks.
+An output serves as a bit string or as the key of another generator, so a key for (seed, epoch, example)
+takes three draws, and the numbers do not depend on the batch, the worker or the process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def draw(keys: UInt64Array | np.uint64, counters: npt.ArrayLike) -> UInt64Array:
 
 
 def _draw_one(key: int, counter: int) -> int:
-    """The same for Python's whole numbers, which for one number is faster than an array."""
+    """Draw for Python integers, which for a single number is faster than an array."""
     x = (key + _GOLDEN * (counter + 1)) & _MASK
     for shift, multiplier in _ROUNDS:
         x = ((x ^ (x >> shift)) * multiplier) & _MASK

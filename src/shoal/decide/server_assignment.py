@@ -1,9 +1,9 @@
-"""Which server sums which chunk, so that the slowest link finishes soonest.
+"""Assigns chunks to summation servers such that the slowest link finishes soonest.
 
 The model. Each of n hosts holds M bytes to be summed; its link moves B bytes/s in each direction, both at
 once. Server j sums the share s_j of the bytes. In each direction a host's link carries, as a worker, the
 chunks of all other servers (and their sums), M (1 - s), and as a server its own share from (and to) the n - 1
-other hosts, M (n - 1) s; a helper's link carries its share once a host:
+other hosts, M (n - 1) s; a helper's link carries its share once per host:
 
     host    T = M (1 + (n - 2) s) / B          helper    T = M n s / H
 
@@ -14,8 +14,8 @@ Equal hosts and helpers of H = βB, κ = kβ ≤ n of them together, finish at t
 in T = 2n (n - 1) M / ((n² + κn - 2κ) B), which is 1 + κ/n - 2κ/n² times as fast as a ring. BytePS (Jiang et
 al., OSDI 2020) uses this mix for β = 1. Below it is solved for any bandwidths.
 
-Bandwidths may have any unit, the same for all. All results are exact fractions or whole numbers: every rank
-computes the same ones.
+Bandwidths may have any unit, the same for all. All results are exact fractions or integers, so that every
+rank computes the same ones.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def server_shares(
     """Return each server's share of the bytes, the hosts' colocated servers first, then the helpers.
 
     The shares add up to 1 and let the slowest link finish as early as any shares can. Among those that do,
-    all servers that have work finish at the same time: fast links carry more, and a colocated server gets
-    nothing while the helpers are sooner done.
+    all servers with work finish at the same time: fast links carry more, and a colocated server gets nothing
+    where the helpers finish sooner.
 
     Args:
-        host_bandwidths: one a host; default: 1 each, and then a helper's says how many times a host's it is.
+        host_bandwidths: one per host; default: 1 each, so that a helper's is relative to a host's.
 
     Raises:
-        UsageError: no host, or a bandwidth that is not a positive number.
+        UsageError: there is no host, or a bandwidth is not a positive number.
     """
     hosts, helpers = _bandwidths(num_hosts, helper_bandwidths, host_bandwidths)
     if num_hosts == 1:
@@ -94,7 +94,7 @@ def _bandwidths(
 
 
 def _finish(hosts: Sequence[Fraction], helpers: Sequence[Fraction]) -> Fraction:
-    """Return when all servers that have work finish (M = 1), for at least two hosts.
+    """Return the time at which all servers that have work finish (M = 1), for at least two hosts.
 
     By the time t helper j can have summed t H_j / n and host i (t B_i - 1) / (n - 2), where that is above
     zero; the sum of all must be 1. Hosts enter from the fastest on.
@@ -118,7 +118,7 @@ def finish_time(
     *,
     host_bandwidths: Sequence[float] | None = None,
 ) -> Fraction:
-    """Return when the slowest link is done, by the model above.
+    """Return the time at which the slowest link finishes, by the model above.
 
     Args:
         amounts: what each server sums, hosts first, then helpers, in any unit: bytes, chunks, shares.
@@ -141,10 +141,10 @@ def chunk_counts(
     *,
     host_bandwidths: Sequence[float] | None = None,
 ) -> list[int]:
-    """Return how many of equal chunks each server sums, hosts first: no other counts finish earlier.
+    """Return the number of equal chunks for each server, hosts first; no other counts finish earlier.
 
-    Each chunk goes where it would be done soonest. That is exact: a server's time depends on its own count
-    alone and grows with it. Where it does not matter, counts follow the shares.
+    Each chunk is given to the server that would finish it soonest. That is exact: a server's time depends on
+    its own count alone and grows with it. Ties follow the shares.
     """
     shares = server_shares(num_hosts, helper_bandwidths, host_bandwidths=host_bandwidths)
     if num_hosts == 1:
@@ -173,12 +173,12 @@ def assign_chunks(num_chunks: int, shares: Sequence[float | Fraction]) -> list[i
     """Return the server of each chunk, such that every prefix is balanced.
 
     After any number of chunks each server has had its share of them, to less than one chunk. Chunk k of a
-    server therefore has a first and a last place, and the one whose last place comes soonest goes next: a
+    server therefore has a first and a last place, and the one with the earliest last place is next: a
     schedule of proportionate progress (Baruah et al. 1996, Algorithmica 15). Giving each chunk to the server
-    that is furthest behind does not keep the promise: who must have a chunk soon may not be that one.
+    that is furthest behind would not keep that bound.
 
     Raises:
-        UsageError: a share below zero, or none above it.
+        UsageError: a share is below zero, or none is above it.
     """
     exact = [Fraction(share) for share in shares]
     if min(exact, default=Fraction(0)) < 0 or not any(exact):
@@ -213,7 +213,7 @@ def chunk_pattern(
     *,
     host_bandwidths: Mapping[str, float] | None = None,
 ) -> list[int]:
-    """Return the pattern that a group's stream of chunks goes round: entry k is the server of chunk k.
+    """Return the repeating pattern of a group's chunks: entry k is the server of chunk k.
 
     Servers 0 ... size - 1 are the colocated servers of the ranks, those from size on the helpers. A host's
     chunks go to its ranks in turn, and the whole repeats without a seam: after any number of chunks each
@@ -252,13 +252,13 @@ def two_hop_seconds(
     latency_s: float = 0.0,
     num_chunks: int | None = None,
 ) -> float:
-    """Return the time of an all-reduce of ``num_bytes`` a host in two hops.
+    """Return the time of an all-reduce of ``num_bytes`` per host in two hops.
 
     Args:
         host_bandwidths, helper_bandwidths: bytes/s in each direction.
-        latency_s: of a hop.
-        num_chunks: pieces that a host's bytes travel in. The first sum comes back only when the first piece
-            is there, which adds a piece's time; None takes them as infinitely small.
+        latency_s: per hop.
+        num_chunks: pieces that a host's bytes travel in. The first sum only returns when the first piece has
+            arrived, which adds a piece's time; None assumes infinitely small pieces.
     """
     n = len(host_bandwidths)
     if n == 1:
@@ -281,7 +281,7 @@ def gain_over_ring(
     *,
     host_bandwidths: Sequence[float] | None = None,
 ) -> float:
-    """Return how many times as fast as a ring the two hops are for long messages; 1 for a single host."""
+    """Return the speedup of the two hops over a ring for long messages; 1 for a single host."""
     if num_hosts == 1:
         return 1.0
     links = [1.0] * num_hosts if host_bandwidths is None else host_bandwidths
@@ -291,15 +291,15 @@ def gain_over_ring(
 def recommended_bucket_bytes(
     num_hosts: int, *, ranks_per_host: int = 1, gradient_bytes: int | None = None
 ) -> int:
-    """Return the size of DDP's buckets at which every rank still sums at least 256 KiB of each.
+    """Return a size of DDP's buckets at which every rank sums at least 256 KiB of each.
 
-    A rank owns 1 / (hosts × ranks a host) of a bucket. Small pieces cost more in handling than in bytes:
-    Fairring fell behind a ring at 100 KiB (25 MiB over 256 GPUs). Never below DDP's default. Where all
-    gradients are known, there are eight buckets at least: the last one to be ready is sent when nothing is
-    left to compute beside it.
+    A rank owns 1 / (hosts × ranks per host) of a bucket. Small pieces cost more in handling than in bytes:
+    Fairring fell behind a ring at 100 KiB (25 MiB over 256 GPUs). The result is never below DDP's default.
+    With known gradients there are at least eight buckets: the last one is sent when no computation is left to
+    hide it.
 
     Args:
-        gradient_bytes: of the whole model, if it is known.
+        gradient_bytes: of the whole model, if known.
 
     Returns:
         Bytes, a multiple of 1 MiB.

@@ -1,27 +1,27 @@
-"""Adafactor: Adam's second moment in two vectors a matrix, steps relative to the size of the weights.
+"""Adafactor: Adam's second moment in two vectors per matrix, steps relative to the size of the weights.
 
-    beta2 = 1 - t^-decay_rate                                  so that the first step takes its own squares
+    beta2 = 1 - t^-decay_rate                                  0 in the first step
     R = beta2 R + (1 - beta2) mean over columns of (g^2 + eps1)
     C = beta2 C + (1 - beta2) mean over rows of (g^2 + eps1)
-    V = R C / mean(R)                                          whole, as Adam's, if it is not factored
+    V = R C / mean(R)                                          unfactored: as Adam's
     u = g / sqrt(V)          u = u / max(1, rms(u) / clip_threshold)
     w = w - lr max(eps2, rms(w)) u
 
 Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235),
-algorithms 4 to 6, with the rule of T5's own code for what is factored: the two largest dims, where both have
-at least 128 elements. The paper's relative step is ``lr = min(1e-2, 1 / sqrt(t))``, which is T5's schedule of
+algorithms 4 to 6, with the rule of T5's own code for factoring: the two largest dims, where both have at
+least 128 elements. The paper's relative step is ``lr = min(1e-2, 1 / sqrt(t))``, which is T5's schedule of
 pre-training (:class:`shoal.optim.lr_schedules.InverseSquareRoot`).
 
-torch has an Adafactor too. It is the same formula for matrices with large gradients, which a test checks, and
-is not T5's elsewhere, hence ours:
+``torch.optim.Adafactor`` computes the same for matrices with large gradients, which a test checks, but
+differs from T5 elsewhere:
 
-- ``eps1`` bounds V from below by its square instead of being added to g^2, and is 1.2e-7 unless it is given:
-  gradients smaller than that, as rows of rare words have, are no longer normalised. The paper's 1e-30 cannot
-  be given: its square is 0 in fp32, and a row without a gradient becomes 0 / 0;
+- ``eps1`` bounds V from below by its square instead of being added to g^2, and defaults to 1.2e-7: smaller
+  gradients, as rows of rare words have, are no longer normalised. The paper's 1e-30 cannot be given: its
+  square is 0 in fp32, and a row without a gradient becomes 0 / 0;
 - every tensor of two dims is factored, T5's position biases of 32 x 12 too;
-- ``lr`` is cut at 1 / sqrt(t), so that T5's constant rate of fine-tuning falls once t has passed 1e6, the
+- ``lr`` is limited to 1 / sqrt(t), so that T5's constant rate of fine-tuning falls once t exceeds 1e6, the
   steps of its pre-training;
-- it reads three norms of each tensor to the host, and does not work on FSDP2's shards: torch 2.15 refuses
+- it reads three norms of each tensor on the host, and does not support FSDP2's shards: torch 2.15 refuses
   matrices, and updates a shard of a vector by norms that are not the vector's.
 """
 
@@ -39,18 +39,18 @@ from shoal.optim.sharded import local_box, local_part, sum_shards, whole_squares
 
 
 class Adafactor(MomentsOptimizer):
-    """Adafactor on any device, any floating type and FSDP2's shards.
+    """Implements Adafactor for any device, any floating type and FSDP2's shards.
 
     The state of a factored parameter is ``step``, ``row_var`` and ``col_var``, kept whole by every worker
-    that holds a shard (they are the tensor's rows plus columns), of any other ``step`` and ``variance``, and
-    ``exp_avg`` where there is momentum; all of the parameter's type. A step needs memory for one more copy of
-    the gradients. Gradients that are not finite make weights that are not finite: check before the step.
+    that holds a shard (they have the tensor's rows plus columns), of any other ``step`` and ``variance``, and
+    ``exp_avg`` with momentum; all of the parameter's type. A step needs memory for one more copy of the
+    gradients. Gradients that are not finite make weights that are not finite: check before the step.
 
     Args:
         params: parameters or groups; a group may set ``lr``, ``weight_decay`` and the other options.
         lr: size of the step relative to the weights' root mean square.
         eps1: added to each squared gradient.
-        eps2: least root mean square of weights that a step is taken relative to.
+        eps2: lower bound of the root mean square that a step is relative to.
         clip_threshold: largest root mean square of an update before it is scaled.
         decay_rate: power of the second moment's decay.
         beta1: decay of a first moment of the updates; 0, as in T5, keeps none.
@@ -147,7 +147,7 @@ def factored_dims(shape: tuple[int, ...], min_size: int) -> tuple[int, int] | No
 def _normalised(
     group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
 ) -> list[Tensor]:
-    """Take note of the gradients in the second moments; return the gradients divided by their roots."""
+    """Update the second moments; return the gradients divided by their roots."""
     eps1 = group["eps1"]
     factored = [k for k, state in enumerate(states) if "row_var" in state]
     means = _means_of_squares([params[k] for k in factored], [grads[k] for k in factored], group)
@@ -175,10 +175,10 @@ def _normalised(
 def _means_of_squares(
     params: list[Tensor], grads: list[Tensor], group: dict[str, Any]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the means of the squared whole gradients over columns and over rows; all shards get all.
+    """Return the means of the squared whole gradients over columns and over rows, on all shards.
 
-    Shards put theirs into zeros of the whole length, so that one sum over the workers completes the rows that
-    they share as well as those that they do not.
+    Shards write theirs into zeros of the whole length, so that one sum over the workers completes both the
+    rows that they share and those that they do not.
     """
     sums: list[Tensor] = []
     sizes: list[int] = []

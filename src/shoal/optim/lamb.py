@@ -45,12 +45,12 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Split parameters into those with weight decay and trust ratio, and those without both.
 
-    Without are biases and the parameters of norms: tensors of at most one dimension, or named ``bias``.
-    Parameters that need no gradient are left out, and so is a group without any, unless both are: a stage
-    of a pipeline may have no parameters, and torch's optimizers want a group.
+    Biases and the parameters of norms get neither: tensors of at most one dimension, or named ``bias``.
+    Parameters that need no gradient are left out, and so is an empty group, unless both are empty: a stage of
+    a pipeline may have no parameters, and torch's optimizers need a group.
 
     Args:
-        named_parameters: as ``model.named_parameters()`` gives them.
+        named_parameters: as returned by ``model.named_parameters()``.
         weight_decay: of the first group.
     """
     decayed: list[Tensor] = []
@@ -70,28 +70,40 @@ _NATIVE_OPTIONS = ("betas", "eps", "weight_decay", "bias_correction", "trust_rat
 
 
 class Lamb(MomentsOptimizer):
-    """LAMB with few passes over memory: one native kernel on the CPU, ``_foreach_`` operations elsewhere.
+    """Implements LAMB: Adam's update of each tensor, scaled to the norm of its weights.
 
-    The state of each parameter is ``step``, ``exp_avg`` and ``exp_avg_sq``, as in torch's Adam, so that
-    ``torch.distributed.checkpoint`` saves and reshards it. Parameters sharded by FSDP2 get the norms of the
-    whole tensors. On the CPU the bits of the result do not depend on the number of threads. Gradients that
-    are not finite make weights that are not finite: check before the step.
+    Uses one native kernel on the CPU, and ``_foreach_`` operations elsewhere. The state of each parameter is
+    ``step``, ``exp_avg`` and ``exp_avg_sq``, as in torch's Adam, so that ``torch.distributed.checkpoint``
+    saves and reshards it. Parameters sharded by FSDP2 get the norms of the whole tensors. On the CPU the
+    result is bit-identical for any number of threads. Gradients that are not finite make weights that are not
+    finite: check before the step.
 
     Args:
         params: parameters or groups; a group may set ``lr``, ``betas``, ``eps``, ``weight_decay``,
-            ``bias_correction`` and ``trust_ratio`` (whether the ratio is used; default true).
+            ``bias_correction`` and ``trust_ratio`` (whether to scale; default true).
+            :func:`parameter_groups` makes the usual two.
         lr: learning rate.
         betas: decay rates of the first and the second moment.
         eps: added to the root of the second moment.
-        weight_decay: decay that takes part in the update whose norm is taken.
-        bias_correction: the variant of the paper and apex, or (false) the original ALBERT's.
-        max_grad_norm: the global norm over all groups to which gradients are clipped first, as in apex;
-            ``None`` clips nothing.
-        implementation: ``native`` for float32 on the CPU, ``foreach`` for any device, ``auto`` takes the
+        weight_decay: added to the update before its norm is taken.
+        bias_correction: true as in the paper and apex, false as in the original ALBERT.
+        max_grad_norm: global norm over all groups to which gradients are clipped first, as in apex; ``None``
+            clips nothing.
+        implementation: ``"native"`` for float32 on the CPU, ``"foreach"`` for any device, ``"auto"`` uses the
             native kernel where it can.
 
     Raises:
         UsageError: a value is out of its range, or a parameter does not suit the implementation.
+
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
+    (arXiv 1904.00962), algorithm 2.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = Lamb(parameter_groups(model.named_parameters(), weight_decay=0.01), lr=1e-2)
+        >>> model(torch.ones(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+        >>> grad_norm, weight_norm = optimizer.norms()
     """
 
     _label = "LAMB"
@@ -116,10 +128,10 @@ class Lamb(MomentsOptimizer):
         super().__init__(params, defaults, implementation=implementation)
 
     def grad_norm(self, *, grad_scale: float = 1.0) -> Tensor | float:
-        """Return the global norm of the present gradients times ``grad_scale``, before any clipping.
+        """Return the global norm of the current gradients times ``grad_scale``, before any clipping.
 
-        Pass it to :meth:`step` to spare the second look at the gradients. A tensor on the parameters'
-        device, or a float where the native kernel was used.
+        Pass it to :meth:`step` to avoid a second pass over the gradients. A tensor on the parameters' device,
+        or a float where the native kernel was used.
         """
         batches = [batch for group in self.param_groups for batch in self._batches(group)]
         local = [parameter for is_native, params in batches if is_native for parameter in params]
@@ -144,12 +156,14 @@ class Lamb(MomentsOptimizer):
         Args:
             closure: evaluates the model again and returns the loss.
             grad_scale: gradients are multiplied by it on the fly (1 / loss scale, 1 / target tokens); they
-                are not changed.
-            grad_norm: the global norm of the scaled gradients, where the caller knows it: from
-                :meth:`grad_norm`, or over several stages of a pipeline.
+            are not
+                changed.
+            grad_norm: the global norm of the scaled gradients, if known: from :meth:`grad_norm`, or over
+            several
+                stages of a pipeline.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
 
         Raises:
             UsageError: a gradient is sparse, or a parameter does not suit the implementation.

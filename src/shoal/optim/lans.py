@@ -28,22 +28,34 @@ from shoal.optim.sharded import local_part, trust_ratios, update_moments, whole_
 
 
 class Lans(MomentsOptimizer):
-    """LANS on ``_foreach_`` operations: any device, any floating type, FSDP2's shards.
+    """Implements LANS: LAMB with normalised gradients and Nesterov's momentum, on ``_foreach_`` operations.
 
-    The state of each parameter is ``step``, ``exp_avg`` and ``exp_avg_sq``, as in torch's Adam, so that
-    ``torch.distributed.checkpoint`` saves and reshards it. Parameters sharded by FSDP2 get the norms of the
-    whole tensors. Gradients that are not finite make weights that are not finite: check before the step.
+    Runs on any device, with any floating type and FSDP2's shards. The state of each parameter is ``step``,
+    ``exp_avg`` and ``exp_avg_sq``, as in torch's Adam, so that ``torch.distributed.checkpoint`` saves and
+    reshards it. Parameters sharded by FSDP2 get the norms of the whole tensors. Gradients that are not finite
+    make weights that are not finite: check before the step.
 
     Args:
         params: parameters or groups; a group may set ``lr``, ``betas``, ``eps`` and ``weight_decay`` (0 for
             biases and norms).
         lr: learning rate.
-        betas: decay rates of the first and the second moment; the first also weighs the two updates.
+        betas: decay rates of the first and the second moment; the first also weights the two updates.
         eps: added to the norm of a gradient and to the root of the second moment.
-        weight_decay: decay that takes part in the updates whose norms are taken.
+        weight_decay: added to the updates before their norms are taken.
 
     Raises:
         UsageError: a value is out of its range.
+
+    Source: Zheng et al., "Accelerated Large Batch Optimization of BERT Pretraining in 54 minutes"
+    (arXiv 2006.13484), algorithm 2.
+
+    Example:
+        >>> weights = torch.nn.Parameter(torch.ones(2, 3))
+        >>> optimizer = Lans([weights], lr=0.1, weight_decay=0.0)
+        >>> weights.square().sum().backward()
+        >>> optimizer.step()
+        >>> bool((weights < 1).all())
+        True
     """
 
     _label = "LANS"
@@ -59,10 +71,10 @@ class Lans(MomentsOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; what it does not set is as given at construction.
+        """Add a group; missing options are those given at construction.
 
         Raises:
-            UsageError: a value is out of its range, or the group is LAMB's, without a ratio.
+            UsageError: a value is out of its range, or the group sets LAMB's ``trust_ratio``.
         """
         if "trust_ratio" in param_group:
             raise UsageError("a group sets trust_ratio, but LANS scales every tensor; leave it out")

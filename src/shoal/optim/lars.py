@@ -48,27 +48,40 @@ Form = Literal["lars", "larc"]
 
 
 class Lars(MomentsOptimizer):
-    """LARS and LARC with few passes over memory: a native kernel on the CPU, else ``_foreach_`` operations.
+    """Implements LARS and LARC: momentum with a learning rate per tensor, relative to the norm of its
+    weights.
 
-    The state of each parameter is ``momentum_buffer``, as in torch's SGD. Parameters sharded by FSDP2 get the
-    norms of the whole tensors. On the CPU the bits of the result do not depend on the number of threads.
-    Gradients that are not finite make weights that are not finite: check before the step.
+    Uses one native kernel on the CPU, and ``_foreach_`` operations elsewhere. The state of each parameter is
+    ``momentum_buffer``, as in torch's SGD. Parameters sharded by FSDP2 get the norms of the whole tensors. On
+    the CPU the result is bit-identical for any number of threads. Gradients that are not finite make weights
+    that are not finite: check before the step.
 
     Args:
-        params: parameters or groups; a group may set ``lr``, ``momentum``, ``weight_decay``, ``eta``,
-            ``eps`` and ``trust_ratio`` (whether the ratio is used; default true).
+        params: parameters or groups; a group may set ``lr``, ``momentum``, ``weight_decay``, ``eta``, ``eps``
+            and ``trust_ratio`` (whether to scale; default true).
         lr: learning rate.
         momentum: decay of the momentum.
         weight_decay: times the weights, added to the gradient.
         eta: the trust coefficient; AWS's ResNet-50 has 0.013 in the clip form.
         eps: added to the ratio's denominator, in the form ``lars``.
-        form: ``lars`` or ``larc``.
-        nesterov: Nesterov's momentum.
-        implementation: ``native`` for float32 on the CPU, ``foreach`` for any device, ``auto`` takes the
+        form: ``"lars"``, or ``"larc"`` for the clip form.
+        nesterov: use Nesterov's momentum.
+        implementation: ``"native"`` for float32 on the CPU, ``"foreach"`` for any device, ``"auto"`` uses the
             native kernel where it can.
 
     Raises:
         UsageError: a value is out of its range, or a parameter does not suit the implementation.
+
+    Source: You et al., "Large Batch Training of Convolutional Networks" (arXiv 1708.03888), algorithm 1, with
+    MLPerf's place of the learning rate; LARC as in NVIDIA's OpenSeq2Seq.
+
+    Example:
+        >>> weights = torch.nn.Parameter(torch.ones(2, 3))
+        >>> optimizer = Lars([weights], lr=1.0, momentum=0.9, eta=1e-3)
+        >>> weights.square().sum().backward()
+        >>> optimizer.step()
+        >>> [round(w, 6) for w in weights[0].tolist()]  # moves by lr eta |w| in the direction of the gradient
+        [0.999, 0.999, 0.999]
     """
 
     def __init__(

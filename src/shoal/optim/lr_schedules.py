@@ -1,22 +1,22 @@
-"""Learning rates as pure functions of the optimizer step.
+"""Computes learning rates as pure functions of the optimizer step.
 
-One formula, :class:`Schedule`, holds most forms in use, each by its settings:
+One formula, :class:`Schedule`, covers most forms in use:
 
 - constant: ``power=0``; linear: ``power=1``; polynomial: any other power; each with a linear warm-up;
-- AWS's ALBERT: ``decay_from="warmup"``, linear from the end of the warm-up to ``end`` (the polynomial reaches
-  ``base`` exactly where the warm-up does);
-- Google's BERT and ALBERT: ``decay_from="start"``, the decay is counted from step 0, so that the rate jumps
-  down to ``base (1 - warmup_steps / total_steps)^power`` at the end of the warm-up; NVIDIA's BERT is the same
+- AWS's ALBERT: ``decay_from="warmup"``, linear from the end of the warm-up to ``end`` (the polynomial has
+  the value ``base`` exactly where the warm-up ends);
+- Google's BERT and ALBERT: ``decay_from="start"``, the decay is counted from step 0, so that the rate drops
+  to ``base (1 - warmup_steps / total_steps)^power`` at the end of the warm-up; NVIDIA's BERT is the same
   with ``power=0.5``;
 - LANS (arXiv 2006.13484): warm-up, ``constant_steps`` at ``base``, then linear to 0;
 - AWS's ResNet-50 and MLPerf's LARS: a warm-up from a small rate (``warmup_from``), then ``power=2``.
 
-Vision has two more: :class:`Cosine` (Loshchilov and Hutter, arXiv 1608.03983, without restarts) and
-:class:`Steps` (Goyal et al., arXiv 1706.02677; Mask R-CNN). The rate to start from for a larger batch is
-:func:`linear_scaled`.
+For vision there are :class:`Cosine` (Loshchilov and Hutter, arXiv 1608.03983, without restarts) and
+:class:`Steps` (Goyal et al., arXiv 1706.02677; Mask R-CNN). :func:`linear_scaled` gives the base rate for a
+larger batch.
 
-T5 knows no number of steps in advance: :class:`InverseSquareRoot` for pre-training, :class:`Constant` for
-fine-tuning (Raffel et al., arXiv 1910.10683, sections 3.1.2 and 3.1.3).
+T5 does not know the number of steps in advance: :class:`InverseSquareRoot` for pre-training,
+:class:`Constant` for fine-tuning (Raffel et al., arXiv 1910.10683, sections 3.1.2 and 3.1.3).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DecayFrom = Literal["warmup", "start"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Warmed:
-    """A linear warm-up from ``warmup_from`` to ``base``; what follows is the subclass's.
+    """A linear warm-up from ``warmup_from`` to ``base``; subclasses define the rest.
 
     Raises:
         UsageError: a value is out of its range.
@@ -66,8 +66,8 @@ class Schedule(_Warmed):
     """The rate at ``total_steps`` and after."""
     power: float = 1.0
     decay_from: DecayFrom = "warmup"
-    """Where the decay counts from: the end of warm-up and constant phase, or step 0 (then there is no
-    constant phase)."""
+    """Begin of the decay: the end of warm-up and constant phase, or step 0 (then there is no constant
+    phase)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,7 +110,7 @@ class Cosine(_Warmed):
 
 @dataclass(frozen=True, kw_only=True)
 class Steps(_Warmed):
-    """Warm-up to ``base``, then times ``factor`` from each milestone on; without milestones constant.
+    """Warm-up to ``base``, then times ``factor`` from each milestone on; constant without milestones.
 
     A milestone within the warm-up counts once that has ended.
 
@@ -119,7 +119,7 @@ class Steps(_Warmed):
     """
 
     milestones: tuple[int, ...] = ()
-    """The numbers of completed steps from which on the rate is smaller."""
+    """Numbers of completed steps from which on the rate is smaller."""
     factor: float = 0.1
 
     def __post_init__(self) -> None:
@@ -165,9 +165,9 @@ AnySchedule = Schedule | Cosine | Steps | InverseSquareRoot | Constant
 def learning_rate(schedule: AnySchedule, step: int) -> float:
     """Return the rate of the optimizer step that follows ``step`` completed ones.
 
-    As in the references, the first step of a warm-up (``step=0``) has the rate ``warmup_from`` (0 unless
-    given), step ``warmup_steps`` is the first one outside the warm-up, and ``total_steps`` and later have the
-    rate ``end``.
+    As in the references, the first step of a warm-up (``step=0``) has the rate ``warmup_from`` (default 0),
+    step ``warmup_steps`` is the first one outside the warm-up, and ``total_steps`` and later have the rate
+    ``end``.
 
     Raises:
         UsageError: ``step`` is negative.
@@ -190,7 +190,7 @@ def learning_rate(schedule: AnySchedule, step: int) -> float:
 
 
 def linear_scaled(base: float, base_batch: int, global_batch: int) -> float:
-    """Return the rate for a global batch by the linear rule: ``base`` is that of ``base_batch``.
+    """Return the rate for a global batch by the linear scaling rule from ``base`` at ``base_batch``.
 
     Source: Goyal et al., "Accurate, Large Minibatch SGD" (arXiv 1706.02677), section 2.1; ResNet-50 has 0.1
     per 256 images.
@@ -213,7 +213,7 @@ def _polynomial(schedule: Schedule, step: int) -> float:
 
 
 def _left(step: int, begin: int, end: int) -> float:
-    """Return the part of the steps from ``begin`` to ``end`` that is still to come."""
+    """Return the remaining share of the steps from ``begin`` to ``end``."""
     return max(0, end - step) / (end - begin) if end > begin else 0.0
 
 

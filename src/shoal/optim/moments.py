@@ -1,4 +1,4 @@
-"""What the optimizers share: their steps over groups, devices and types, the checks of options, the norms."""
+"""Shares between the optimizers: steps over groups, devices and types, checks of options, and norms."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ Squares = tuple[Tensor | float, Tensor | float]
 
 
 class MomentsOptimizer(Optimizer):
-    """Takes steps over the tensors of one device and type at a time, and knows the norms of the last step.
+    """Base of the optimizers: updates the tensors of one device and type together, and keeps the last norms.
 
-    A subclass says what the state of a new parameter is and what an update does, on ``_foreach_`` operations
-    and, where it has one, by a native kernel for float32 on the CPU.
+    A subclass defines the state of a new parameter and its update, on ``_foreach_`` operations and optionally
+    by a native kernel for float32 on the CPU.
     """
 
     _label: str
@@ -52,7 +52,7 @@ class MomentsOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; what it does not set is as given at construction.
+        """Add a group; missing options are those given at construction.
 
         Raises:
             UsageError: a value is out of its range.
@@ -68,11 +68,12 @@ class MomentsOptimizer(Optimizer):
 
         Args:
             closure: evaluates the model again and returns the loss.
-            grad_scale: gradients are multiplied by it on the fly (1 / loss scale, 1 / target tokens); they
-                are not changed. Where they are normalised it only tells what is small beside an epsilon.
+            grad_scale: gradients are multiplied by it on the fly (1 / loss scale, 1 / target tokens) and stay
+            as
+                they are. For an optimizer that normalises them it only matters relative to an epsilon.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
 
         Raises:
             UsageError: a gradient is sparse, or a parameter does not suit the implementation.
@@ -82,8 +83,9 @@ class MomentsOptimizer(Optimizer):
         return loss
 
     def norms(self) -> tuple[float, float]:
-        """Return the global norms of the last step: of the scaled gradients before they were clipped or
-        normalised, and of the weights that had a gradient, before the update. Waits for the device."""
+        """Return the global norms of the last step: of the scaled gradients before clipping or normalisation,
+        and of the weights that had a gradient, before the update. Waits for the device.
+        """
         return float(self._grad_norm), float(self._weight_norm)
 
     def _take_step(self, scale: Scale) -> None:
@@ -104,7 +106,7 @@ class MomentsOptimizer(Optimizer):
         raise NotImplementedError
 
     def _update_native(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
-        """The same for float32 tensors without gaps in the memory of the host, by a kernel."""
+        """Update contiguous float32 tensors on the CPU by a native kernel."""
         raise NotImplementedError
 
     def _batches(self, group: Group) -> list[tuple[bool, list[Tensor]]]:
@@ -136,7 +138,7 @@ class MomentsOptimizer(Optimizer):
         return suits and (self.implementation == "native" or native.is_built())
 
     def _next_states(self, group: Group, params: Params) -> States:
-        """Return the parameters' states, made where missing, each with its step counted up."""
+        """Return the parameters' states, created where missing, each with its step incremented."""
         states = []
         for parameter in params:
             entry: dict[str, Any] = self.state[parameter]
@@ -159,7 +161,7 @@ def adam_state(parameter: Tensor) -> dict[str, Any]:
 
 
 def laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor with its elements in the order of the parameter's in memory: itself, or a copy."""
+    """Return a tensor with the parameter's memory layout: itself, or a copy."""
     if tensor.is_contiguous() and parameter.is_contiguous():
         return tensor
     shape, ours, theirs = parameter.shape, parameter.stride(), tensor.stride()
@@ -169,19 +171,19 @@ def laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 
 def native_grads(params: Params) -> list[Tensor]:
-    """Return the parameters' gradients as native kernels take them."""
+    """Return the parameters' gradients with the memory layout that native kernels expect."""
     return [laid_out_like(p, grad) for p in params if (grad := p.grad) is not None]
 
 
 def native_entries(params: Params, states: States, name: str) -> list[Tensor]:
-    """Return an entry of the states as native kernels take it; one that was loaded may lie otherwise."""
+    """Return an entry of the states with the layout that native kernels expect; a loaded one may differ."""
     for parameter, state in zip(params, states, strict=True):
         state[name] = laid_out_like(parameter, state[name])
     return [state[name] for state in states]
 
 
 def loss_of(closure: Callable[[], float] | None) -> float | None:
-    """Return what the closure of a step returns, evaluated with gradients; ``None`` without one."""
+    """Evaluate the closure of a step with gradients enabled; return its loss, or ``None`` without one."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -189,7 +191,7 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
 
 
 def check_options(group: Mapping[str, Any]) -> None:
-    """Check those options of a parameter group that are numbers of at least 0, or decays of a moment.
+    """Check the numeric options of a parameter group: at least 0, decays also below 1.
 
     Raises:
         UsageError: a value is out of its range.
@@ -216,7 +218,7 @@ def check_parameter(optimizer: str, parameter: Tensor) -> None:
 
 
 def indices_by_kind(params: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of parameters by device and type, as ``_foreach_`` operations want them."""
+    """Group the indices of parameters by device and type, as ``_foreach_`` operations require."""
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, parameter in enumerate(params):
         kinds.setdefault((parameter.device, parameter.dtype), []).append(index)

@@ -1,20 +1,20 @@
 """NovoGrad: momentum of gradients that are divided by a running norm of their tensor.
 
-    v = beta2 v + (1 - beta2) |g|^2        v begins as the first |g|^2; one number a tensor
+    v = beta2 v + (1 - beta2) |g|^2        one number per tensor, starts as the first |g|^2
     m = beta1 m + g / (sqrt(v) + eps) + weight_decay w
     w = w - lr m
 
 Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of Deep
 Networks" (arXiv 1905.11286), algorithm 1. NVIDIA's apex adds variants, which can be combined:
 
-- ``grad_averaging`` multiplies what is added to m by 1 - beta1;
+- ``grad_averaging`` multiplies the new term of m by 1 - beta1;
 - ``bias_correction`` divides sqrt(v) by sqrt(1 - beta2^t) and m by 1 - beta1^t;
-- ``init_zero`` begins with v = 0;
-- without ``reg_inside_moment`` m is that of the bare gradients, and norm and decay take part outside of it:
+- ``init_zero`` starts with v = 0;
+- without ``reg_inside_moment`` m is that of the bare gradients, and norm and decay are applied outside of it:
   w = w - lr (m / (sqrt(v) + eps) + weight_decay w).
 
-apex keeps sqrt(v) and has an infinity norm too, which is not here. The large-batch Mask R-CNN runs corrected
-the bias, kept the decay inside, and neither averaged nor began with 0.
+apex keeps sqrt(v), and also has an infinity norm, which is not implemented here. The large-batch Mask R-CNN
+runs corrected the bias, kept the decay inside, and used neither averaging nor a start at 0.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _VARIANTS = ("bias_correction", "grad_averaging", "init_zero", "reg_inside_momen
 
 
 class Novograd(MomentsOptimizer):
-    """NovoGrad with few passes over memory: one native kernel on the CPU, ``_foreach_`` operations elsewhere.
+    """Implements NovoGrad with one native kernel on the CPU, and ``_foreach_`` operations elsewhere.
 
     The state of each parameter is ``step``, ``exp_avg`` and ``exp_avg_sq``, the last one a single number that
     every worker with a shard keeps. Parameters sharded by FSDP2 get the norms of the whole tensors. Gradients
-    that are not finite make weights that are not finite: check before the step. On the CPU the bits of the
-    result do not depend on the number of threads.
+    that are not finite make weights that are not finite: check before the step. On the CPU the result is
+    bit-identical for any number of threads.
 
     Args:
         params: parameters or groups; a group may set ``lr``, ``betas``, ``eps``, ``weight_decay``,
@@ -59,14 +59,24 @@ class Novograd(MomentsOptimizer):
         eps: added to the root of the squared norm.
         weight_decay: times the weights, added to the normalised gradient.
         bias_correction: correct both moments for their start, as apex does.
-        grad_averaging: take the new gradient into the momentum times 1 - beta1.
-        init_zero: begin with a squared norm of 0 instead of the first one.
+        grad_averaging: multiply the new gradient's part of the momentum by 1 - beta1.
+        init_zero: start with a squared norm of 0 instead of the first one.
         reg_inside_moment: divide by the norm and decay inside the momentum, as in the paper.
-        implementation: ``native`` for float32 on the CPU, ``foreach`` for any device, ``auto`` takes the
+        implementation: ``"native"`` for float32 on the CPU, ``"foreach"`` for any device, ``"auto"`` uses the
             native kernel where it can.
 
     Raises:
         UsageError: a value is out of its range, or a parameter does not suit the implementation.
+
+    Source: Ginsburg et al. (arXiv 1905.11286), algorithm 1.
+
+    Example:
+        >>> weights = torch.nn.Parameter(torch.ones(4))
+        >>> optimizer = Novograd([weights], lr=0.5, eps=0.0)
+        >>> weights.square().sum().backward()  # the gradient is (2, 2, 2, 2), its norm 4
+        >>> optimizer.step()
+        >>> weights.tolist()
+        [0.75, 0.75, 0.75, 0.75]
     """
 
     _label = "NovoGrad"
@@ -130,7 +140,7 @@ class Novograd(MomentsOptimizer):
 
 
 def _blended(group: Group, states: States, squares: Tensor, steps: list[float]) -> Tensor:
-    """Take note of the squared norms of the gradients; return the running ones."""
+    """Update the squared norms of the gradients; return the running ones."""
     share = 1.0 - group["betas"][1]
     first = share if group["init_zero"] else 1.0
     seconds = torch.stack([state["exp_avg_sq"].to(squares) for state in states])

@@ -1,4 +1,4 @@
-"""Sums and norms over whole tensors of which each worker holds a part (FSDP2's DTensors)."""
+"""Computes norms of whole tensors from the shards of FSDP2, and the parts of LAMB's update that need them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shoal.optim.moments import indices_by_kind
 
 
 def local_part(tensor: Tensor | None) -> Tensor:
-    """Return what this worker holds of a tensor: itself, or its shard."""
+    """Return this worker's part of a tensor: itself, or its shard."""
     assert tensor is not None
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_box(parameter: Tensor) -> tuple[slice, ...]:
-    """Return where in the whole tensor this worker's part lies, a slice a dim."""
+    """Return the slices of this worker's part in the whole tensor, one per dimension."""
     if not isinstance(parameter, DTensor):
         return tuple(slice(0, size) for size in parameter.shape)
     sizes, offsets = compute_local_shape_and_global_offset(
@@ -32,10 +32,10 @@ def local_box(parameter: Tensor) -> tuple[slice, ...]:
 
 
 def sum_shards(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Add up in place what the shards of each parameter contributed to a tensor that all of them hold.
+    """Sum in place the contributions of each parameter's shards to a tensor that all of them hold.
 
     Args:
-        params: say how the workers share them; those that are not sharded keep their tensors.
+        params: define how tensors are sharded; those of unsharded parameters stay as they are.
         tensors: one for each of ``params``, all of one device and type.
     """
     shards: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
@@ -59,7 +59,7 @@ def whole_squares(params: Sequence[Tensor], tensors: Sequence[Tensor | None]) ->
     """Return the sum of squares of each whole tensor, in fp32 or (for fp64) fp64: shape ``[len(tensors)]``.
 
     Args:
-        params: say how the tensors are sharded; at least one.
+        params: define how the tensors are sharded; at least one.
         tensors: of the same shapes as ``params`` (or as their local parts), all of one device and type.
     """
     parts = [local_part(tensor) for tensor in tensors]
@@ -77,16 +77,17 @@ def model_norm(
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
 ) -> float:
-    """Return the Euclidean norm over tensors of which each worker of ``group`` counts some; alike on all.
+    """Return the Euclidean norm over tensors that are distributed over the workers of ``group``; equal on
+    all.
 
-    It is not finite on any worker as soon as it is on one: the ground to skip a step together. On a GPU this
-    waits for the device.
+    It is non-finite on all workers as soon as it is on one, so that all can skip a step together. On a GPU
+    this waits for the device.
 
     Args:
-        params: what this worker counts, sharded or not; a tied weight is counted by one worker only.
+        params: parameters that this worker counts, sharded or not; only one worker counts a tied weight.
         tensors: the parameters' gradients, or the parameters themselves.
         group: the workers that hold the other stages of the same replica; ``None``: there are none.
-        device: what ``group`` can sum on; default: that of the first parameter, else the CPU.
+        device: device that ``group`` can reduce on; default: that of the first parameter, else the CPU.
     """
     if device is None:
         device = params[0].device if params else torch.device("cpu")

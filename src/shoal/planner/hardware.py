@@ -256,7 +256,7 @@ def _network(name: str, entry: _Entry) -> Network:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A table of a catalog file, with the words that messages name it by."""
+    """A table of a catalog file, with its source and name for messages."""
 
     source: str
     where: str
