@@ -233,8 +233,8 @@ class StepDataset(IterableDataset[Batch]):
     torchdata's ``StatefulDataLoader`` saves it, is the number of samples consumed before the present step and
     the next micro-batch of that step; at the end of a step it can be loaded with another number of ranks.
 
-        >>> dataset = StepDataset(reader, DataShard(global_batch_size=64, micro_batch_size=16))  # doctest:
-        +SKIP >>> for batch in DataLoader(dataset, batch_size=None, num_workers=2): ...  # doctest: +SKIP
+        dataset = StepDataset(reader, DataShard(global_batch_size=64, micro_batch_size=16))
+        for batch in DataLoader(dataset, batch_size=None, num_workers=2): ...
 
     Args:
         reader: of the examples.
