@@ -12,7 +12,7 @@
 The workers may hold the same model, shards of it (FSDP2) or its stages, each under the whole model's names:
 what any number of them saved, any other division of the model reads.
 
-``checkpoint_state`` and ``checkpoint_optimizer`` name the tensors, ``checkpoint_plan`` shares them out,
+``checkpoint_state`` names the tensors, ``checkpoint_plan`` shares them out,
 ``checkpoint_files`` stores them.
 """
 
@@ -66,8 +66,8 @@ class _Pending:
     """A save that a thread carries out; once the thread has ended, ``num_bytes`` or ``error`` is final."""
 
     step: int
-    path: Path
     requested: float
+    path: Path = Path()
     thread: threading.Thread | None = None
     blocked_s: float = 0.0
     written_s: float = 0.0
@@ -142,8 +142,7 @@ class Checkpointer:
             self._part = None  # frees the old memory first
             self._part = SavePart(flat.tensors, layout, self._group, self._rank)
         self._part.stage(flat.tensors)
-        path = files.checkpoint_path(self._run_dir, step)
-        self._pending = pending = _Pending(step=step, path=path, requested=started)
+        self._pending = pending = _Pending(step=step, requested=started)
         pending.thread = threading.Thread(
             target=self._write, args=(pending, self._part, flat), name="checkpoint", daemon=True
         )
@@ -239,6 +238,7 @@ class Checkpointer:
     def _write(self, pending: _Pending, part: SavePart, flat: FlatState) -> None:
         """Write this worker's file and, on the first worker, complete the checkpoint. Runs in a thread."""
         try:
+            pending.path = files.checkpoint_path(self._run_dir, pending.step)
             name = together(self._group, lambda: self._temporary_name(pending.path))[0]
             temporary = pending.path.with_name(name)
             try:

@@ -1,0 +1,82 @@
+"""Counts the files that a reader of ALBERT's training follows: what two steps, scores and a checkpoint run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pretrain_jobs as jobs
+
+import shoal
+from forked import fork_process, wait_for
+from shoal.errors import EXIT_OK
+from shoal.recipes.albert import AlbertConfig, main
+
+PACKAGE = Path(shoal.__file__).parent
+OPEN_TO_ALL = ("models", "data", "comm", "optim")
+"""Packages that the recipe only calls: what they do is read on its own."""
+
+
+def _profiled(config: AlbertConfig, out: Path) -> None:
+    seen: set[str] = set()
+    recording = False
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal recording
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(str(PACKAGE)):
+            return
+        if code.co_qualname == "Step.__init__":
+            recording = frame.f_locals["number"] in (5, 6)  # up to the step after, scores and checkpoint at 6
+        if recording:
+            seen.add(str(Path(code.co_filename).relative_to(PACKAGE)))
+
+    sys.setprofile(note)
+    try:
+        assert main(config) == EXIT_OK
+    finally:
+        sys.setprofile(None)
+    out.write_text(json.dumps(sorted(seen)))
+
+
+def test_few_files_tell_how_albert_trains(tmp_path: Path) -> None:
+    config = jobs.small_config(jobs.prepare_small(tmp_path), tmp_path / "run")
+    assert wait_for([fork_process(_profiled, config, tmp_path / "seen.json")], 120) == [EXIT_OK]
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    own = [name for name in seen if Path(name).parts[0] not in OPEN_TO_ALL]
+    print("\n".join(own))
+    assert "recipes/albert.py" in own and "train/checkpoint.py" in own
+    assert len(own) <= 8, own
+
+
+def test_few_modules_are_behind_albert() -> None:
+    """Static imports, those inside functions too."""
+
+    def imports(path: Path) -> set[Path]:
+        found: set[Path] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                if name.split(".")[0] == "shoal":
+                    base = PACKAGE.joinpath(*name.split(".")[1:])
+                    found |= {
+                        file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()
+                    }
+        return found
+
+    closure: set[Path] = set()
+    left = {PACKAGE / "recipes" / "albert.py"}
+    while left:
+        closure |= left
+        left = set().union(*map(imports, left)) - closure
+    modules = sorted(str(path.relative_to(PACKAGE)) for path in closure if path.name != "__init__.py")
+    print("\n".join(modules))
+    assert len(modules) <= 45, modules
