@@ -25,11 +25,11 @@ from shoal.data.text.examples import ExampleReader
 from shoal.data.text.shards import ShardWriter
 from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, transformers_config
-from shoal.optim.lr_schedules import learning_rate
+from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes.albert import AlbertConfig, DataConfig
 from shoal.recipes.masked_lm import open_text
 from shoal.train.config import OptimConfig, RunConfig, TrainConfig, required, schedule_of
-from shoal.train.optimizers import build_optimizer, set_learning_rate
+from shoal.train.optimizers import build_optimizer
 from shoal.train.run import Run
 
 WARM_UP_STEPS = 3

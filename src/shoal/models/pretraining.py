@@ -8,6 +8,9 @@ of ``[B, S, vocab]``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -110,6 +113,42 @@ class Pretraining(nn.Module):
             sentence_loss = F.cross_entropy(logits, labels, reduction="sum")
             sentence_correct = _num_correct(logits.detach(), labels)
         return mlm_loss, mlm_correct, sentence_loss, sentence_correct
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    device: torch.device,
+    sum_over_workers: Callable[[Sequence[float]], list[float]],
+    task: Literal["sop", "nsp"],
+) -> tuple[dict[str, float], int]:
+    """Return mean losses in nats and accuracies on held-out examples, and the number of examples.
+
+    Args:
+        model: a :class:`Pretraining`, or a wrapper of one.
+        batches: this worker's packed micro-batches.
+        device: the model's.
+        sum_over_workers: returns each value summed over all workers.
+        task: sentence order or next sentence, as in the metrics' names.
+    """
+    sums: Tensor | None = None
+    num_masked = num_sequences = 0
+    model.eval()
+    for batch in batches:
+        inputs = {name: batch[name] for name in PRETRAINING_INPUTS}
+        inputs |= {name: v.to(device) for name, v in inputs.items() if isinstance(v, Tensor)}
+        found = torch.stack(model(**inputs)).double()
+        sums = found if sums is None else sums + found
+        num_masked += len(batch["masked_ids"])
+        num_sequences += len(batch["labels"])
+    model.train()
+    own = [0.0] * 4 if sums is None else sums.tolist()
+    *totals, masked, sequences = sum_over_workers([*own, num_masked, num_sequences])
+    names = ("mlm_loss", "mlm_accuracy", f"{task}_loss", f"{task}_accuracy")
+    counts = (masked, masked, sequences, sequences)
+    metrics = {n: value / max(count, 1) for n, value, count in zip(names, totals, counts, strict=True)}
+    return metrics, int(sequences)
 
 
 class AlbertPretraining(Pretraining):

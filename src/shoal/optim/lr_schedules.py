@@ -24,9 +24,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from shoal.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 DecayFrom = Literal["warmup", "start"]
 
@@ -233,3 +236,13 @@ def _check_not_above(base: float, **values: float) -> None:
     for name, value in values.items():
         if value > base:
             raise UsageError(f"{name}={value} of the learning rate must not be above base={base}")
+
+
+RATE_KEY = "rate"
+"""Key of a parameter group whose learning rate is a multiple of the schedule's."""
+
+
+def set_learning_rate(optimizer: Optimizer, value: float) -> None:
+    """Set the learning rate of every parameter group; a group of biases may have a multiple of it."""
+    for group in optimizer.param_groups:
+        group["lr"] = value * group.get(RATE_KEY, 1.0)

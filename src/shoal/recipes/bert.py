@@ -17,7 +17,7 @@ from itertools import accumulate
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError
 from shoal.models.bert_config import BertModelConfig, num_parameters
-from shoal.optim.lr_schedules import learning_rate
+from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
 from shoal.recipes.prepared_text import load_weights
@@ -121,10 +121,10 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
     """
     import torch
 
-    from shoal.data.loader import LoaderConfig
+    from shoal.data.loader import LoaderConfig, held_out_batches
     from shoal.data.sources import ReaderSource
-    from shoal.models.pretraining import PRETRAINING_INPUTS, BertPretraining
-    from shoal.train.optimizers import build_optimizer, set_learning_rate
+    from shoal.models.pretraining import PRETRAINING_INPUTS, BertPretraining, evaluate
+    from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 
     with Run.open(
@@ -186,7 +186,8 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
 
             # ------------------------------------------------------------------------------------- loop
             for step in steps:
-                masked_lm.score_if_due(config, model, run)
+                if run.step in config.finetune.at:
+                    masked_lm.score_on_squad(config, model, run)
                 with step:
                     set_learning_rate(optimizer, learning_rate(schedule, step.number - begin - 1))
                     for batch in step:
@@ -199,17 +200,18 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
 
                 # --------------------------------------------------------------------------------- evaluation
                 if run.due(config.run.validation_frequency):
-                    scores, num_samples = masked_lm.evaluate(
-                        ddp,
+                    batches = held_out_batches(
                         held_out,
-                        run,
-                        "nsp",
-                        batch_size=run.batch.micro_batch_size,
+                        micro_batch_size=run.batch.micro_batch_size,
                         limit=config.run.validation_samples,
+                        rank=run.world.place.rank,
+                        num_workers=run.world.num_workers,
                     )
+                    scores, num_samples = evaluate(ddp, batches, run.world.device, run.sum, "nsp")
                     run.evaluation("validation", scores, num_samples=num_samples)
 
-        masked_lm.score_if_due(config, model, run)
+        if run.step in config.finetune.at:
+            masked_lm.score_on_squad(config, model, run)
 
         # ----------------------------------------------------------------------------------------- export
         return run.finish(

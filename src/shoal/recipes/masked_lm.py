@@ -25,8 +25,6 @@ from shoal.train.config import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from shoal.data.text.examples import ExampleReader
     from shoal.models.pretraining import Pretraining
     from shoal.record import Evaluation
@@ -156,50 +154,6 @@ def open_text(
 # ------------------------------------------------------------------------------------------------- scores
 
 
-def evaluate(
-    model: "nn.Module", reader: "ExampleReader", run: "Run", task: str, *, batch_size: int, limit: int
-) -> tuple[dict[str, float], int]:
-    """Return mean losses in nats and accuracies on held-out examples, and how many examples they are.
-
-    Args:
-        model: returns the sums of :meth:`shoal.models.pretraining.Pretraining.forward`.
-        task: ``sop`` or ``nsp``, as in the metrics' names.
-        batch_size: examples per forward pass; the workers share the examples.
-        limit: examples at most.
-    """
-    import torch
-
-    from shoal.data.loader import held_out_batches, to_device
-    from shoal.models.pretraining import PRETRAINING_INPUTS
-
-    model.eval()
-    sums = torch.zeros(4, dtype=torch.float64, device=run.world.device)
-    num_masked = num_sequences = 0
-    batches = held_out_batches(
-        reader,
-        micro_batch_size=batch_size,
-        limit=limit,
-        rank=run.world.place.rank,
-        num_workers=run.world.num_workers,
-    )
-    with torch.inference_mode():
-        for batch in batches:
-            sums += torch.stack(
-                model(**to_device({name: batch[name] for name in PRETRAINING_INPUTS}, run.world.device))
-            )
-            num_masked += len(batch["masked_ids"])
-            num_sequences += len(batch["labels"])
-    model.train()
-    *totals, masked, sequences = run.sum([*sums.tolist(), num_masked, num_sequences])
-    mlm_loss, mlm_correct, sentence_loss, sentence_correct = totals
-    return {
-        "mlm_loss": mlm_loss / max(masked, 1),
-        "mlm_accuracy": mlm_correct / max(masked, 1),
-        f"{task}_loss": sentence_loss / max(sequences, 1),
-        f"{task}_accuracy": sentence_correct / max(sequences, 1),
-    }, int(sequences)
-
-
 def reference_lines(task: str, reader: "ExampleReader", limit: int) -> dict[str, float]:
     """Return the scores of a model that ignores the text: the unigram entropy of its targets, chance."""
     import torch
@@ -229,8 +183,8 @@ def verdict(task: str, scores: "Evaluation", references: dict[str, float]) -> st
     )
 
 
-def score_if_due(config: MaskedLMConfig, model: "Pretraining", run: "Run") -> None:
-    """Finetune a copy of ``model`` on SQuAD and record its scores, if that is due for the steps done so far.
+def score_on_squad(config: MaskedLMConfig, model: "Pretraining", run: "Run") -> None:
+    """Finetune a copy of ``model`` on SQuAD and record its scores, unless the record has them already.
 
     The pretraining is not affected: its weights, optimizer and random numbers stay as they are. A run that
     was stopped before the scores were there makes them when it continues.
@@ -243,7 +197,7 @@ def score_if_due(config: MaskedLMConfig, model: "Pretraining", run: "Run") -> No
     from shoal.train.exchange import together
 
     short, directory = config.finetune, required(run.directory) / "finetune" / f"step-{run.step:08}"
-    if run.step not in short.at or run.stopped or run.is_over:
+    if run.stopped or run.is_over:
         return
     done = run.world.is_main and any(
         isinstance(row, Evaluation) and (row.step, row.split) == (run.step, "squad")

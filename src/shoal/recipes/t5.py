@@ -174,7 +174,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
     from shoal.pipelining.api import make_mesh, pipeline
     from shoal.train.checkpoint import load_model
     from shoal.train.gradients import PipelineUpdate
-    from shoal.train.optimizers import build_optimizer, set_learning_rate
+    from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 
     worker = worker or worker_env()

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shoal.optim.adafactor import Adafactor
-from shoal.optim.lamb import Lamb, parameter_groups
-from shoal.optim.lans import Lans
-from shoal.optim.lars import Form, Lars
+from shoal.optim.lamb import parameter_groups
+from shoal.optim.lr_schedules import RATE_KEY, set_learning_rate
 from shoal.optim.moments import check_options
-from shoal.optim.novograd import Novograd
 from shoal.train.config import OptimizerConfig, VisionOptimizerConfig
-
-_RATE = "rate"
-"""Key of a parameter group whose learning rate is a multiple of the schedule's."""
 
 
 def build_optimizer(
@@ -53,38 +47,43 @@ def build_optimizer(
     return optimizer
 
 
-def set_learning_rate(optimizer: Optimizer, value: float) -> None:
-    """Set the learning rate of every parameter group; a group of biases may have a multiple of it."""
-    for group in optimizer.param_groups:
-        group["lr"] = value * group.get(_RATE, 1.0)
-
-
 def _with_rate_of(
     biases: set[nn.Parameter], rate: float, groups: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return the groups, each divided into what is not among ``biases`` and what is and has the rate."""
     divided = []
     for group in groups:
-        for inside, extra in ((False, {}), (True, {_RATE: rate})):
+        for inside, extra in ((False, {}), (True, {RATE_KEY: rate})):
             params = [parameter for parameter in group["params"] if (parameter in biases) == inside]
             divided.append({**group, **extra, "params": params})
     return [group for group in divided if group["params"]] or groups
 
 
+_CLASSES = {
+    "adafactor": "shoal.optim.adafactor:Adafactor",
+    "adamw": "torch.optim:AdamW",
+    "lamb": "shoal.optim.lamb:Lamb",
+    "lans": "shoal.optim.lans:Lans",
+    "lars": "shoal.optim.lars:Lars",
+    "novograd": "shoal.optim.novograd:Novograd",
+    "sgd": "torch.optim:SGD",
+}
+"""Where the optimizers are found; only the chosen one is imported."""
+
+
 def _made(name: str, groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimizer:
     """Return the optimizer with these options of :class:`OptimizerConfig` and a rate of 0."""
-    if name == "adafactor":
-        return Adafactor(groups, lr=0.0)
-    if "momentum" in options:
-        momentum = {"momentum": options["momentum"], "nesterov": options["nesterov"]}
-        if name == "sgd":
-            momentum["nesterov"] &= options["momentum"] > 0  # without momentum the same, which torch refuses
-            whole = not any(isinstance(p, DTensor) for group in groups for p in group["params"])
-            return torch.optim.SGD(groups, lr=0.0, fused=whole, **momentum)  # torch fuses no shards
-        form: Form = "larc" if options["lars_form"] == "larc" else "lars"
-        return Lars(groups, lr=0.0, eta=options["trust_coefficient"], form=form, **momentum)
-    betas = options.pop("beta1"), options.pop("beta2")
+    module, _, kind = _CLASSES[name].partition(":")
+    make: Callable[..., Optimizer] = getattr(import_module(module), kind)
+    if "beta1" in options:
+        options["betas"] = options.pop("beta1"), options.pop("beta2")
     if name == "adamw":
-        return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True, **options)
-    made: dict[str, Callable[..., Optimizer]] = {"lamb": Lamb, "lans": Lans, "novograd": Novograd}
-    return made[name](groups, lr=0.0, betas=betas, **options)
+        options["fused"] = True
+    elif name == "sgd":
+        options["nesterov"] &= options["momentum"] > 0  # without momentum the same, which torch refuses
+        whole = not any(isinstance(p, DTensor) for group in groups for p in group["params"])
+        options["fused"] = whole  # torch fuses no shards
+    elif name == "lars":
+        options["eta"] = options.pop("trust_coefficient")
+        options["form"] = "larc" if options.pop("lars_form") == "larc" else "lars"
+    return make(groups, lr=0.0, **options)

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from shoal.decide.order import BlockShuffle, samples
 from shoal.decide.rng import Stream, random_keys
+from shoal.optim.lr_schedules import set_learning_rate
 from shoal.record import Step
 from shoal.train.clock import StepClock
 from shoal.train.config import OptimizerConfig
 from shoal.train.gradients import DataParallel, LossScale, MicroBatches, accumulate, average_and_clip, norm_of
-from shoal.train.optimizers import set_learning_rate
 from shoal.train.window import StepWindow, peak_memory_bytes
 from shoal.train.world import World
 

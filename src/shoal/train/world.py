@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -29,15 +30,15 @@ class World:
     control: dist.ProcessGroup
     launcher: str
 
-    @property
+    @cached_property
     def num_workers(self) -> int:
         return self.place.num_workers
 
-    @property
+    @cached_property
     def is_main(self) -> bool:
         return self.place.is_main
 
-    @property
+    @cached_property
     def num_hosts(self) -> int:
         return -(-self.place.num_workers // self.place.num_local_workers)
 

@@ -13,9 +13,10 @@ from shoal.errors import UsageError
 from shoal.optim.lamb import Lamb
 from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
+from shoal.optim.lr_schedules import set_learning_rate
 from shoal.optim.novograd import Novograd
 from shoal.train.config import OPTIMIZER_OPTIONS, OptimizerConfig, VisionOptimizerConfig, as_tree
-from shoal.train.optimizers import build_optimizer, set_learning_rate
+from shoal.train.optimizers import build_optimizer
 
 
 def small_model() -> nn.Module:
