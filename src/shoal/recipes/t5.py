@@ -22,7 +22,7 @@ from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.env import WorkerEnv, worker_env
 from shoal.errors import UsageError
 from shoal.models.t5_config import T5ModelConfig, num_parameters
-from shoal.optim.lr_schedules import InverseSquareRoot, learning_rate
+from shoal.optim.lr_schedules import InverseSquareRoot, learning_rate, set_learning_rate
 from shoal.recipes import run_script
 from shoal.recipes.prepared_text import PreparedTextConfig, load_weights, open_shards, read_manifest
 from shoal.train.config import (
