@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Benchmark, peer_module
+from shoal.models.detection.masks import paste_bitmaps
 from shoal.models.detection.matching import match_boxes
-from shoal.models.detection.pasting import paste_bitmaps
 from shoal.models.detection.suppression import suppress
 
 TARGET = 1.5

@@ -1,40 +1,39 @@
-"""Boxes x1, y1, x2, y2 in pixels, of all images of a batch at once; ``x1 < x2`` and ``y1 < y2``."""
+"""Compares boxes, encodes them relative to anchors, and cuts them at images.
+
+A box is x1, y1, x2, y2 in pixels with ``x1 < x2`` and ``y1 < y2``. All functions take the boxes of a batch.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
+Weights = tuple[float, float, float, float]
 
-def areas_of(boxes: Tensor) -> Tensor:
-    """Return the areas ``[...]`` of boxes ``[..., 4]``."""
-    return (boxes[..., 2] - boxes[..., 0]) * (boxes[..., 3] - boxes[..., 1])
+_MAX_GROWTH = math.log(1000 / 16)
+"""torchvision's limit before the exponential, which keeps it finite."""
 
 
 def pairwise_iou(first: Tensor, second: Tensor) -> Tensor:
     """Return the IoU of each of ``first [..., N, 4]`` with each of ``second [..., M, 4]``.
 
-    Leading dimensions broadcast. ``[..., N, M]``, the bits of torchvision's ``box_iou``.
+    Leading dimensions broadcast. The result ``[..., N, M]`` has the bits of torchvision's ``box_iou``.
     """
     inter, union = _inter_union(first[..., :, None, :], second[..., None, :, :])
     return inter / union
 
 
-def giou(first: Tensor, second: Tensor) -> Tensor:
-    """Return the generalised IoU ``[...]`` of boxes that correspond, both ``[..., 4]``.
-
-    IoU less the part of the smallest box around both that neither covers (Rezatofighi et al., arXiv
-    1902.09630, algorithm 1): in (-1, 1], with a gradient for boxes apart. Pairs: insert dimensions.
-    """
-    inter, union = _inter_union(first, second)
-    low = torch.minimum(first[..., :2], second[..., :2])
-    high = torch.maximum(first[..., 2:], second[..., 2:])
-    around = (high - low).clamp(min=0).prod(-1)
-    return inter / union - (around - union) / around
-
-
 def giou_loss(predicted: Tensor, wanted: Tensor, eps: float = 1e-7) -> Tensor:
-    """Return 1 - GIoU ``[...]`` of boxes that correspond; ``eps`` saves boxes without an area from 0 / 0."""
+    """Return 1 - GIoU ``[...]`` of corresponding boxes, both ``[..., 4]``.
+
+    GIoU is the IoU less the part of the smallest box around both that neither covers (Rezatofighi et al.,
+    arXiv 1902.09630, algorithm 1), in (-1, 1], with a gradient for disjoint boxes.
+
+    Args:
+        eps: avoids 0 / 0 for boxes without an area.
+    """
     inter, union = _inter_union(predicted, wanted)
     low = torch.minimum(predicted[..., :2], wanted[..., :2])
     high = torch.maximum(predicted[..., 2:], wanted[..., 2:])
@@ -47,4 +46,41 @@ def _inter_union(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     high = torch.minimum(first[..., 2:], second[..., 2:])
     sides = (high - low).clamp(min=0)
     inter = sides[..., 0] * sides[..., 1]
-    return inter, areas_of(first) + areas_of(second) - inter
+    return inter, _areas(first) + _areas(second) - inter
+
+
+def _areas(boxes: Tensor) -> Tensor:
+    return (boxes[..., 2] - boxes[..., 0]) * (boxes[..., 3] - boxes[..., 1])
+
+
+def encode(boxes: Tensor, anchors: Tensor, weights: Weights) -> Tensor:
+    """Return the deltas ``[..., 4]`` from anchors to boxes; leading dimensions broadcast.
+
+    dx, dy are the shift of the centre in widths and heights, dw, dh the logarithms of the growth (Girshick
+    et al., arXiv 1311.2524, appendix C), times ``weights``, which bring them to one magnitude.
+    """
+    low, high = anchors[..., :2], anchors[..., 2:]
+    sides, centres = high - low, low + 0.5 * (high - low)
+    wanted_sides = boxes[..., 2:] - boxes[..., :2]
+    wanted_centres = boxes[..., :2] + 0.5 * wanted_sides
+    scale = torch.tensor(weights, dtype=boxes.dtype, device=boxes.device)
+    shifts = scale[:2] * (wanted_centres - centres) / sides
+    return torch.cat([shifts, scale[2:] * torch.log(wanted_sides / sides)], dim=-1)
+
+
+def decode(deltas: Tensor, anchors: Tensor, weights: Weights) -> Tensor:
+    """Return the boxes ``[..., 4]`` of deltas from anchors: the inverse of :func:`encode`."""
+    anchors = anchors.to(deltas.dtype)
+    sides = anchors[..., 2:] - anchors[..., :2]
+    centres = anchors[..., :2] + 0.5 * sides
+    scale = torch.tensor(weights, dtype=deltas.dtype, device=deltas.device)
+    shifts, growth = deltas[..., :2] / scale[:2], (deltas[..., 2:] / scale[2:]).clamp(max=_MAX_GROWTH)
+    centres, half = shifts * sides + centres, 0.5 * (growth.exp() * sides)
+    return torch.cat([centres - half, centres + half], dim=-1)
+
+
+def clipped(boxes: Tensor, sizes: Tensor) -> Tensor:
+    """Return boxes ``[B, ..., 4]`` cut at the borders of images of ``sizes [B, 2]``, height and width."""
+    limits = sizes.flip(1).repeat(1, 2).to(boxes.dtype)
+    limits = limits.view(len(sizes), *[1] * (boxes.dim() - 2), 4)
+    return torch.minimum(boxes.clamp(min=0), limits)

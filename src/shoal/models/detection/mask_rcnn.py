@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.dropout import fold_in
 from shoal.models.detection.config import MaskRCNNConfig
-from shoal.models.detection.library import torchvision
-from shoal.models.detection.pasting import paste_bitmaps
-from shoal.models.detection.projecting import project_masks
+from shoal.models.detection.masks import paste_bitmaps, project_masks
 from shoal.models.detection.proposals import Predicted, Proposals, predicted, proposal_losses, propose
 from shoal.models.detection.regions import (
     Detected,
@@ -26,8 +25,8 @@ from shoal.models.detection.regions import (
     region_losses,
     sample_regions,
     sum_by_image,
+    torchvision,
 )
-from shoal.models.detection.sampling import draw
 
 _BOX_SIZE, _MASK_SIZE = 7, 14  # of what is pooled from the pyramid
 _ANCHOR_RATIOS = (0.5, 1.0, 2.0)
@@ -36,7 +35,7 @@ _REGION_POSITIVES = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Detections:
-    """What was found in the images of a batch."""
+    """Objects found in the images of a batch."""
 
     boxes: Tensor
     """float32 ``[N, 4]``, in pixels of the images, those of the first image first, the best of each first."""
@@ -45,9 +44,9 @@ class Detections:
     labels: Tensor
     """int64 ``[N]``, from 1."""
     masks: Tensor
-    """float32 ``[N, 28, 28]``: the probability of each place within the box."""
+    """float32 ``[N, 28, 28]``: probabilities within the box."""
     counts: list[int]
-    """How many each image has."""
+    """Detections per image."""
 
     def scaled(self, sizes: Tensor, wanted: Tensor) -> Tensor:
         """Return the boxes in images of other sizes; both int64 ``[B, 2]``, height and width."""
@@ -61,7 +60,7 @@ class Detections:
 
 
 class MaskRCNN(nn.Module):
-    """Finds objects of ``num_classes`` kinds (labels 1, 2, …), each with its box and mask."""
+    """Mask R-CNN for ``num_classes`` classes, labelled from 1; 0 is background."""
 
     def __init__(self, config: MaskRCNNConfig, num_classes: int) -> None:
         """Draw new weights from torch's generator.
@@ -75,10 +74,10 @@ class MaskRCNN(nn.Module):
         self.backbone, self.rpn, self.roi_heads = whole.backbone, whole.rpn, whole.roi_heads
 
     def forward(self, images: Tensor, targets: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
-        """Return each image's losses as sums, and the numbers that they are to be divided by, all ``[B]``.
+        """Return the summed losses of each image and their counts, all ``[B]``.
 
-        The mean over images of each image's mean loss does not depend on how images are shared by workers and
-        micro-batches, without any exchange; with one image a worker it is torchvision's loss. The keys are
+        The mean over images of each image's mean loss does not depend on the division into workers and
+        micro-batches, without communication; with one image per worker it is torchvision's loss. The keys are
         torchvision's names of losses (``loss_objectness``, ``loss_rpn_box_reg``, ``loss_classifier``,
         ``loss_box_reg``, ``loss_mask``) and ``count_proposal``, ``count_region``, ``count_mask``: anchors,
         regions, and pixels of masks.
@@ -98,7 +97,7 @@ class MaskRCNN(nn.Module):
             found,
             boxes,
             counts,
-            draw(keys, torch.zeros_like(keys)),
+            fold_in(keys, 0),
             high=0.7,
             low=0.3,
             num_samples=config.proposal_samples,
@@ -109,7 +108,7 @@ class MaskRCNN(nn.Module):
             boxes,
             targets["labels"],
             counts,
-            draw(keys, torch.ones_like(keys)),
+            fold_in(keys, 1),
             threshold=0.5,
             num_samples=config.region_samples,
             positive_fraction=_REGION_POSITIVES,
@@ -122,20 +121,11 @@ class MaskRCNN(nn.Module):
             label_smoothing=config.label_smoothing,
         )
         mask_loss, num_pixels = self._mask_loss(pyramid, sampled, targets)
-        return {
-            "loss_objectness": first.objectness,
-            "loss_rpn_box_reg": first.box,
-            "loss_classifier": second.classifier,
-            "loss_box_reg": second.box,
-            "loss_mask": mask_loss,
-            "count_proposal": first.count,
-            "count_region": second.count,
-            "count_mask": num_pixels,
-        }
+        return {**first, **second, "loss_mask": mask_loss, "count_mask": num_pixels}
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> Detections:
-        """Return what is in ``images`` (as for ``forward``) of ``sizes [B, 2]``, height and width."""
+        """Detect objects in ``images`` (as for ``forward``) of ``sizes [B, 2]``, height and width."""
         config = self.config
         pyramid, found = self._first_stage(images)
         proposals = self._propose(found, sizes, config.proposals_used, config.proposals_used)
@@ -151,7 +141,7 @@ class MaskRCNN(nn.Module):
         return self._with_masks(pyramid, detected)
 
     def _first_stage(self, images: Tensor) -> tuple[list[Tensor], Predicted]:
-        """Return the levels of the pyramid that regions are pooled from, and what is said of each anchor."""
+        """Return the levels of the pyramid that regions are pooled from, and the output per anchor."""
         levels = list(self.backbone(images).values())
         logits, deltas = self.rpn.head(levels)
         generator, shapes = self.rpn.anchor_generator, [level.shape[2:] for level in levels]
@@ -170,7 +160,7 @@ class MaskRCNN(nn.Module):
         return logits, deltas
 
     def _mask_logits(self, pyramid: list[Tensor], regions: Tensor, labels: Tensor) -> Tensor:
-        """Return ``[N, 28, 28]`` of regions ``[N, 5]``, those of the class that each is labelled with."""
+        """Return the mask logits ``[N, 28, 28]`` of regions ``[N, 5]`` for their labels ``[N]``."""
         heads = self.roi_heads
         logits = heads.mask_predictor(heads.mask_head(pool(pyramid, regions, _MASK_SIZE)))
         chosen: Tensor = logits[torch.arange(len(labels), device=labels.device), labels].float()
@@ -209,9 +199,9 @@ class MaskRCNN(nn.Module):
 
 
 def largest_step(model: MaskRCNN, images: Tensor) -> Tensor:
-    """Return a number that all of ``model`` takes part in, the heads with as many regions as they may have.
+    """Return a scalar that depends on every part of ``model``, with the most regions that the heads may get.
 
-    For counting on the meta device, where no region can be found.
+    Profiling on the meta device uses it, where no region can be found.
     """
     heads, channels = model.roi_heads, model.config.channels
     num_regions = len(images) * model.config.region_samples
@@ -234,7 +224,7 @@ def _regions(image: Tensor, boxes: Tensor) -> Tensor:
 
 
 def _new_parts(config: MaskRCNNConfig, num_labels: int) -> Any:
-    """Return torchvision's model, whose layers are used, with its ways to draw weights."""
+    """Return torchvision's model with its initial weights; its layers are used."""
     detection, channels = torchvision().models.detection, config.channels
     norm = torchvision().ops.FrozenBatchNorm2d if config.norms_frozen else nn.BatchNorm2d
     backbone = detection.backbone_utils.resnet_fpn_backbone(

@@ -1,4 +1,7 @@
-"""Which object does each anchor or proposal belong to? All images of a batch at once."""
+"""Matches anchors and proposals to objects and samples those that a loss is computed on.
+
+Both work on all images of a batch at once.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal import native
+from shoal.dropout import fold_in
 from shoal.models.detection.boxes import pairwise_iou
 
 BELOW_LOW = -1
@@ -14,7 +18,9 @@ BETWEEN = -2
 """The match of an anchor between the thresholds, which training ignores."""
 
 _MAX_PAIRS = 1 << 27
-"""So many overlaps are in memory at once on a GPU (512 MiB each of a few temporaries): images in groups."""
+"""Overlaps in memory at once on a GPU (512 MiB for each of a few temporaries); images come in groups."""
+_PRIORITY_BITS = (1 << 62) - 1
+"""Leaves the largest int64 above all priorities."""
 
 
 def match_boxes(
@@ -28,11 +34,11 @@ def match_boxes(
 ) -> Tensor:
     """Return the object of each anchor, int64 ``[B, A]``: its number, :data:`BELOW_LOW` or :data:`BETWEEN`.
 
-    An anchor gets the object with which its IoU is highest, the first of equals, if that is at least
-    ``high``; below ``low`` it is background, and between the two it is neither. With ``allow_low_quality`` an
-    anchor that is the best of all for some object (each of them where several are) gets the object with which
-    its own IoU is highest, however low (Ren et al., arXiv 1506.01497, section 3.1.2; torchvision's
-    ``Matcher``). An image without objects is all background.
+    An anchor gets the object with the highest IoU, the first of equals, if that is at least ``high``; below
+    ``low`` it is background, and in between it is ignored. With ``allow_low_quality``, an anchor with the
+    highest IoU of all anchors for some object (every such anchor on a tie) gets the object that it overlaps
+    most, however little (Ren et al., arXiv 1506.01497, section 3.1.2; torchvision's ``Matcher``). An image
+    without objects is all background.
 
     Args:
         objects: float32 ``[B, M, 4]``, padded at the end of each image; the padding may hold any numbers.
@@ -76,3 +82,34 @@ def _match(
         chosen = ((iou == highest) & there[:, :, None]).any(dim=1)
         matches = torch.where(chosen, which, matches)
     return matches
+
+
+def sample_balanced(
+    labels: Tensor, keys: Tensor, *, num_samples: int, positive_fraction: float
+) -> tuple[Tensor, Tensor]:
+    """Sample positives and negatives; return two masks, bool ``[B, A]``.
+
+    Each image gives at most ``num_samples * positive_fraction`` positives (rounded down), and negatives until
+    there are ``num_samples``. The choice depends on the image's key, not on the rest of the batch.
+
+    Args:
+        labels: ``[B, A]``: 1 and above positive, 0 negative, below 0 neither.
+        keys: int64 ``[B]``, a key an image: :func:`shoal.decide.rng.random_keys` of (seed, epoch, image),
+            viewed as signed.
+    """
+    places = torch.arange(labels.shape[1], device=labels.device)
+    priority = (fold_in(keys[:, None], places) >> 2) & _PRIORITY_BITS
+    num_positives = int(num_samples * positive_fraction)
+    positive, taken = _lowest(priority, labels >= 1, torch.full_like(keys, num_positives), num_positives)
+    negative, _ = _lowest(priority, labels == 0, num_samples - taken, num_samples)
+    return positive, negative
+
+
+def _lowest(priority: Tensor, members: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return the ``counts [B]``, at most ``most``, members with the lowest priorities, and their number."""
+    most = min(most, members.shape[1])
+    counts = torch.minimum(counts, members.sum(dim=1))
+    nobody = torch.iinfo(torch.int64).max
+    best = priority.masked_fill(~members, nobody).topk(most, dim=1, largest=False).indices
+    taken = torch.arange(most, device=members.device) < counts[:, None]
+    return torch.zeros_like(members).scatter(1, best, taken), counts

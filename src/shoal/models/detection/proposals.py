@@ -1,4 +1,4 @@
-"""Region proposals of all images of a batch at once: which boxes may hold an object, and what they learn.
+"""Proposes boxes that may hold an object and computes the losses of the region proposal network.
 
 Ren et al., arXiv 1506.01497, on the levels of a feature pyramid (Lin et al., arXiv 1612.03144).
 """
@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.models.detection.coding import Weights, clipped, decode, encode
-from shoal.models.detection.matching import BETWEEN, match_boxes
-from shoal.models.detection.sampling import sample_balanced
+from shoal.models.detection.boxes import Weights, clipped, decode, encode
+from shoal.models.detection.matching import BETWEEN, match_boxes, sample_balanced
 from shoal.models.detection.suppression import NO_BOX, suppress, top_places
 
 _WEIGHTS: Weights = (1.0, 1.0, 1.0, 1.0)
@@ -29,27 +28,27 @@ class Proposals:
     boxes: Tensor
     """float32 ``[B, P, 4]``."""
     there: Tensor
-    """bool ``[B, P]``: whether a place holds a box."""
+    """bool ``[B, P]``: false for padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What the network says of each anchor, the levels one after the other."""
+    """The network's output per anchor, levels concatenated."""
 
     anchors: Tensor
     """float32 ``[A, 4]``."""
     logits: Tensor
-    """``[B, A]``: whether it holds an object."""
+    """``[B, A]``: objectness."""
     deltas: Tensor
-    """``[B, A, 4]``: where that is (:mod:`shoal.models.detection.coding`)."""
+    """``[B, A, 4]``: of the object's box (:func:`shoal.models.detection.boxes.encode`)."""
     level_counts: Sequence[int]
     """Anchors of each level."""
 
 
 def predicted(logits: Sequence[Tensor], deltas: Sequence[Tensor], anchors: Tensor) -> Predicted:
-    """Put levels together: logits ``[B, K, h, w]`` and deltas ``[B, K·4, h, w]``, K anchors a place."""
+    """Concatenate levels of logits ``[B, K, h, w]`` and deltas ``[B, K·4, h, w]``, K anchors per position."""
     flat_logits = [one.permute(0, 2, 3, 1).flatten(1) for one in logits]
-    # channels are the coordinates of the first anchor of a place, then those of the next
+    # channels are the coordinates of a position's first anchor, then those of the next
     flat_deltas = [one.permute(0, 2, 3, 1).reshape(len(one), -1, 4) for one in deltas]
     return Predicted(
         anchors=anchors,
@@ -63,13 +62,13 @@ def predicted(logits: Sequence[Tensor], deltas: Sequence[Tensor], anchors: Tenso
 def propose(
     found: Predicted, sizes: Tensor, *, most_a_level: int, most: int, iou_threshold: float
 ) -> Proposals:
-    """Return the best boxes: of each level the ``most_a_level`` best that do not overlap, of these ``most``.
+    """Return the best boxes of each image after non-maximum suppression per level.
 
     Args:
-        found: by the network; nothing is learnt through the boxes.
+        found: the network's output; no gradient flows through the boxes.
         sizes: int64 ``[B, 2]``: height and width of each image.
-        most_a_level: so many of each level are looked at.
-        most: so many of an image are kept, of all levels.
+        most_a_level: candidates per level before suppression.
+        most: boxes per image after it.
         iou_threshold: boxes of one level that overlap by more are suppressed.
     """
     places, levels, first = [], [], 0
@@ -88,16 +87,6 @@ def propose(
     return Proposals(boxes=boxes.gather(1, kept[..., None].expand(-1, -1, 4)), there=there)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProposalLosses:
-    """Of each image the sums over its anchors, to be divided by ``count``; all ``[B]``."""
-
-    objectness: Tensor
-    box: Tensor
-    count: Tensor
-    """Anchors that were sampled."""
-
-
 def proposal_losses(
     found: Predicted,
     boxes: Tensor,
@@ -108,8 +97,8 @@ def proposal_losses(
     low: float,
     num_samples: int,
     positive_fraction: float,
-) -> ProposalLosses:
-    """Return the losses of anchors that ``sample_balanced`` draws.
+) -> dict[str, Tensor]:
+    """Return the summed losses of each image's sampled anchors and their number, by torchvision's names.
 
     Args:
         found: by the network.
@@ -133,8 +122,8 @@ def proposal_losses(
     image, place = positive.nonzero(as_tuple=True)
     targets = encode(boxes[image, matches[image, place]], found.anchors[place], _WEIGHTS)
     box = F.smooth_l1_loss(found.deltas[image, place].float(), targets, beta=_BETA, reduction="none")
-    return ProposalLosses(
-        objectness=objectness.sum(dim=1),
-        box=box.new_zeros(len(boxes)).index_add(0, image, box.sum(dim=1)),
-        count=sampled.sum(dim=1),
-    )
+    return {
+        "loss_objectness": objectness.sum(dim=1),
+        "loss_rpn_box_reg": box.new_zeros(len(boxes)).index_add(0, image, box.sum(dim=1)),
+        "count_proposal": sampled.sum(dim=1),
+    }

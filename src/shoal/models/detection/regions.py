@@ -1,24 +1,24 @@
-"""The second stage: regions of all images in one list, pooled from a pyramid, classified, refined.
+"""Computes the second stage: pools regions from the feature pyramid, classifies and refines them.
 
-A region is a row: the number of its image, then x1, y1, x2, y2 in pixels of that image.
+The regions of all images are the rows of one tensor: index of the image, then x1, y1, x2, y2 in its pixels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.models.detection.boxes import giou_loss
-from shoal.models.detection.coding import Weights, clipped, decode, encode
+from shoal.errors import ShoalError
+from shoal.models.detection.boxes import Weights, clipped, decode, encode, giou_loss
 from shoal.models.detection.config import BoxLoss
-from shoal.models.detection.library import torchvision
-from shoal.models.detection.matching import BELOW_LOW, match_boxes
+from shoal.models.detection.matching import BELOW_LOW, match_boxes, sample_balanced
 from shoal.models.detection.proposals import Proposals
-from shoal.models.detection.sampling import sample_balanced
 from shoal.models.detection.suppression import NO_BOX, suppress, top_places
 
 _WEIGHTS: Weights = (10.0, 10.0, 5.0, 5.0)
@@ -29,12 +29,28 @@ _USUAL_SIDE, _USUAL_LEVEL = 224, 4  # a box as large as ImageNet's images belong
 _FIRST_LEVEL = 2  # of stride 4
 
 
-def pool(pyramid: Sequence[Tensor], regions: Tensor, size: int) -> Tensor:
-    """Return what a pyramid shows of regions ``[N, 5]``, ``[N, C, size, size]``.
+@cache
+def torchvision() -> Any:
+    """Return the package, with its detectors and operations.
 
-    The levels have strides 4, 8, …. Each region is taken from the level of its size (Lin et al., arXiv
-    1612.03144, equation 1). Regions stay float32 whatever the features are: bf16 has 8 bits for a place among
-    hundreds of pixels.
+    Raises:
+        ShoalError: it is not installed.
+    """
+    try:
+        import torchvision.models.detection
+        import torchvision.ops
+    except ImportError as error:
+        raise ShoalError(
+            f"detectors need torchvision, which cannot be imported ({error}); pip install 'shoal[vision]'"
+        ) from None
+    return torchvision
+
+
+def pool(pyramid: Sequence[Tensor], regions: Tensor, size: int) -> Tensor:
+    """Return the features ``[N, C, size, size]`` of regions ``[N, 5]``.
+
+    The levels have strides 4, 8, …. Each region is pooled from the level of its size (Lin et al., arXiv
+    1612.03144, equation 1). Regions stay float32: bf16 has 8 bits for a position among hundreds of pixels.
     """
     areas = (regions[:, 3] - regions[:, 1]) * (regions[:, 4] - regions[:, 2])
     level_of = torch.floor(_USUAL_LEVEL + torch.log2(areas.sqrt() / _USUAL_SIDE) + 1e-6)
@@ -59,7 +75,7 @@ class Sampled:
     labels: Tensor
     """int64 ``[N]``; 0: background."""
     objects: Tensor
-    """int64 ``[N]``: the number of its object in its image; any number for background."""
+    """int64 ``[N]``: index of the object in its image; arbitrary for background."""
 
 
 @torch.no_grad()
@@ -74,15 +90,15 @@ def sample_regions(
     num_samples: int,
     positive_fraction: float,
 ) -> Sampled:
-    """Draw regions from the proposals and the objects themselves, those of the first image first.
+    """Sample regions from the proposals and the objects' own boxes, image by image.
 
     Args:
         proposals: of each image.
         boxes: of the objects, float32 ``[B, M, 4]``, padded, with ``labels [B, M]`` and ``num_objects [B]``.
-        keys: int64 ``[B]``, of the draws.
-        threshold: a region with at least this IoU with an object has its label.
-        num_samples: regions of an image, of which
-        positive_fraction: at most hold an object.
+        keys: int64 ``[B]``, of the random choice.
+        threshold: IoU from which on a region has the label of an object.
+        num_samples: regions per image.
+        positive_fraction: largest share of them that hold an object.
     """
     candidates = torch.cat([proposals.boxes, boxes], dim=1)
     is_object = torch.arange(boxes.shape[1], device=boxes.device) < num_objects[:, None]
@@ -99,16 +115,6 @@ def sample_regions(
     return Sampled(regions=regions, labels=label[image, place], objects=objects[image, place])
 
 
-@dataclass(frozen=True, kw_only=True)
-class RegionLosses:
-    """Of each image the sums over its regions, to be divided by ``count``; all ``[B]``."""
-
-    classifier: Tensor
-    box: Tensor
-    count: Tensor
-    """Regions that were sampled."""
-
-
 def region_losses(
     logits: Tensor,
     deltas: Tensor,
@@ -117,11 +123,18 @@ def region_losses(
     *,
     box_loss: BoxLoss,
     label_smoothing: float,
-) -> RegionLosses:
-    """Return the losses of class and box.
+) -> dict[str, Tensor]:
+    """Return the summed losses of each image and the number of its sampled regions, by torchvision's names.
 
-    Logits are ``[N, C]``, deltas ``[N, C·4]``, the objects' boxes ``[B, M, 4]``.
-    A box is learnt for the class of its object only. ``giou`` compares the boxes themselves.
+    A box is learnt for the class of its object only.
+
+    Args:
+        logits: ``[N, C]`` of classes, background first.
+        deltas: ``[N, C·4]`` of boxes per class.
+        sampled: the N regions.
+        boxes: of the objects, ``[B, M, 4]``.
+        box_loss: ``giou`` compares the boxes themselves, ``smooth_l1`` their deltas.
+        label_smoothing: part of the label that is spread over all classes.
     """
     classifier = F.cross_entropy(
         logits.float(), sampled.labels, label_smoothing=label_smoothing, reduction="none"
@@ -135,21 +148,21 @@ def region_losses(
     else:
         targets = encode(wanted, regions[:, 1:], _WEIGHTS)
         box = F.smooth_l1_loss(found, targets, beta=_BETA, reduction="none").sum(dim=1)
-    return RegionLosses(
-        classifier=sum_by_image(classifier, image, len(boxes)),
-        box=sum_by_image(box, image[rows], len(boxes)),
-        count=torch.bincount(image, minlength=len(boxes)),
-    )
+    return {
+        "loss_classifier": sum_by_image(classifier, image, len(boxes)),
+        "loss_box_reg": sum_by_image(box, image[rows], len(boxes)),
+        "count_region": torch.bincount(image, minlength=len(boxes)),
+    }
 
 
 def sum_by_image(values: Tensor, image: Tensor, num_images: int) -> Tensor:
-    """Return the sums ``[num_images]`` of ``values [N]``, each of the image whose number it has."""
+    """Return the sums ``[num_images]`` of ``values [N]`` over the rows of each image."""
     return values.new_zeros(num_images).index_add(0, image, values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Detected:
-    """Boxes that hold an object, of each image the best first."""
+    """Detected boxes of each image, the best first."""
 
     boxes: Tensor
     """float32 ``[B, D, 4]``."""

@@ -1,4 +1,4 @@
-"""Non-maximum suppression of all images, levels and classes of a batch at once."""
+"""Suppresses boxes that overlap better ones, for all images, levels and classes of a batch at once."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from shoal import native
 from shoal.models.detection.boxes import pairwise_iou
 
 NO_BOX = float("-inf")
-"""The score of a place that holds no box."""
+"""Score of padding."""
 
 _MAX_PAIRS = 1 << 28
-"""So many overlaps are in memory at once on a GPU (1 GiB each of a few temporaries): groups in parts."""
+"""Overlaps in memory at once on a GPU (1 GiB for each of a few temporaries); groups come in parts."""
 _ROUNDS_A_CHECK = 4
-"""Asking the GPU whether it is done costs more than another round."""
+"""Waiting for the GPU costs more than another round."""
 
 
 def suppress(boxes: Tensor, scores: Tensor, iou_threshold: float, classes: Tensor | None = None) -> Tensor:
     """Return which boxes to keep, bool ``[G, N]``.
 
-    A box goes if one with a higher score (or an equal one at a lower place) in the same group and class stays
-    and overlaps it by an IoU above the threshold: per group and class the boxes of torchvision's ``nms``.
+    A box is dropped if a kept box of the same group and class has a higher score (on a tie, a lower index)
+    and an IoU with it above the threshold. Per group and class this keeps the boxes of torchvision's ``nms``.
     Groups are images, or the levels of all images.
 
     Args:
         boxes: float32 ``[G, N, 4]``.
-        scores: float32 ``[G, N]``, :data:`NO_BOX` for places that hold no box.
-        classes: int64 ``[G, N]``; without them all boxes of a group compete.
+        scores: float32 ``[G, N]``, :data:`NO_BOX` for padding.
+        classes: int64 ``[G, N]``; default: all boxes of a group are of one class.
     """
     if boxes.device.type == "cpu" and native.is_built() and boxes.dtype == torch.float32:
         keep = torch.empty(scores.shape, dtype=torch.uint8)
@@ -59,11 +59,10 @@ def suppress(boxes: Tensor, scores: Tensor, iou_threshold: float, classes: Tenso
 
 
 def _suppress_sorted(boxes: Tensor, there: Tensor, iou_threshold: float, classes: Tensor | None) -> Tensor:
-    """Greedy suppression as the fixed point of "kept, unless a kept box before it overlaps it".
+    """Compute greedy suppression as the fixed point of "kept, unless a kept box before it overlaps it".
 
-    After n rounds the first n boxes are right, and all of them after as many as there are boxes in the
-    longest chain each of which saves the next: most often a few (Zheng et al., "Cluster-NMS", arXiv
-    2005.03572, proposition 1).
+    After n rounds the first n boxes are final. The number of rounds is the length of the longest chain of
+    boxes that overlap the next, usually a few (Zheng et al., "Cluster-NMS", arXiv 2005.03572, proposition 1).
     """
     over = pairwise_iou(boxes, boxes) > iou_threshold
     over &= torch.ones(over.shape[1:], dtype=torch.bool, device=over.device).triu(1)
@@ -82,9 +81,9 @@ def _suppress_sorted(boxes: Tensor, there: Tensor, iou_threshold: float, classes
 
 
 def top_places(scores: Tensor, keep: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the places ``[G, K]`` of the kept boxes with the highest scores, and which of them hold one.
+    """Return the indices ``[G, K]`` of the kept boxes with the highest scores, and which hold a box.
 
-    ``K`` is ``count``, or ``N`` if that is less. The best come first, of equal ones the first.
+    ``K`` is ``count``, or ``N`` if that is less. The best come first, ties in order.
     """
     ranked = scores.masked_fill(~keep, NO_BOX).sort(dim=1, descending=True, stable=True)
     count = min(count, scores.shape[1])

@@ -19,12 +19,10 @@ from torchvision.ops import (
 
 from shoal import native
 from shoal.decide.rng import Stream, random_keys
-from shoal.decide.rng import draw as decide_draw
 from shoal.models.detection import matching, suppression
-from shoal.models.detection.boxes import giou, giou_loss, pairwise_iou
-from shoal.models.detection.matching import BELOW_LOW, match_boxes
-from shoal.models.detection.pasting import paste_bitmaps, paste_probabilities
-from shoal.models.detection.sampling import draw, sample_balanced
+from shoal.models.detection.boxes import giou_loss, pairwise_iou
+from shoal.models.detection.masks import paste_bitmaps, paste_probabilities
+from shoal.models.detection.matching import BELOW_LOW, match_boxes, sample_balanced
 from shoal.models.detection.suppression import NO_BOX, suppress, top_places
 
 LEVELS = native.simd_levels()
@@ -56,8 +54,8 @@ def test_iou_and_giou_of_batches() -> None:
     first, second = made_boxes(3, 40, seed=1), made_boxes(3, 25, seed=2, whole=False)
     for n in range(3):
         assert torch.equal(pairwise_iou(first, second)[n], box_iou(first[n], second[n]))
-        pairs = giou(first[n][:, None], second[n][None])
-        assert torch.equal(pairs, generalized_box_iou(first[n], second[n]))
+        pairs = 1 - giou_loss(first[n][:, None], second[n][None])
+        torch.testing.assert_close(pairs, generalized_box_iou(first[n], second[n]))
     assert torch.equal(pairwise_iou(first[0], second)[2], box_iou(first[0], second[2]))
 
 
@@ -169,14 +167,6 @@ def test_top_places() -> None:
 
 def keys_of(*images: int) -> Tensor:
     return torch.from_numpy(random_keys(7, Stream.EXAMPLE, np.array(images)).view(np.int64))
-
-
-def test_draws_are_those_of_decide() -> None:
-    keys = random_keys(-5, Stream.EXAMPLE, np.arange(6))
-    counters = np.arange(1000) ** 3
-    expected = decide_draw(keys[:, None], counters)
-    found = draw(torch.from_numpy(keys.view(np.int64))[:, None], torch.from_numpy(counters))
-    assert np.array_equal(found.numpy().view(np.uint64), expected)
 
 
 def test_balanced_samples() -> None:

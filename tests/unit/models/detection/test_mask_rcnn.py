@@ -16,13 +16,14 @@ from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import generalized_box_iou_loss, roi_align
 
+from shoal.dropout import fold_in
 from shoal.errors import UsageError
-from shoal.models.detection.coding import decode
+from shoal.models.detection.boxes import decode
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.models.detection.mask_rcnn import MaskRCNN
-from shoal.models.detection.projecting import project_masks
+from shoal.models.detection.masks import project_masks
+from shoal.models.detection.matching import sample_balanced
 from shoal.models.detection.regions import Sampled, region_losses
-from shoal.models.detection.sampling import draw, sample_balanced
 
 CLASSES = 5
 SIZES = [(90, 128), (96, 101)]
@@ -128,7 +129,7 @@ def test_losses_and_gradients_are_torchvisions(sampled: str) -> None:
         config, counts = MaskRCNNConfig(**{**vars(CONFIG), **many}), (4, 0)
     ours, theirs = both(config)
     images, targets, their_targets = a_batch(counts)
-    draws = [draw(keys, torch.full_like(keys, stage)) for stage in (0, 1)]
+    draws = [fold_in(keys, stage) for stage in (0, 1)]
     theirs.rpn.fg_bg_sampler = KeyedSampler(config.proposal_samples, 0.5, draws[0])
     theirs.roi_heads.fg_bg_sampler = KeyedSampler(config.region_samples, 0.25, draws[1])
 
@@ -237,7 +238,7 @@ def test_what_does_not_learn_from_trained_weights() -> None:
 
 @pytest.mark.parametrize("group", [1 << 26, 5000])
 def test_projected_masks_are_roi_align_of_whole_bitmaps(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.models.detection.projecting._MAX_VALUES", group)
+    monkeypatch.setattr("shoal.models.detection.masks._MAX_VALUES", group)
     _, targets, theirs = a_batch((5, 4))
     random = np.random.default_rng(0)
     for n, (height, width) in enumerate(SIZES):
@@ -267,12 +268,12 @@ def test_giou_and_smoothed_labels() -> None:
     found = region_losses(logits, deltas, sampled, boxes, box_loss="giou", label_smoothing=0.1)
     spread = torch.full((4, 6), 0.1 / 6)
     spread[torch.arange(4), sampled.labels] += 0.9
-    torch.testing.assert_close(found.classifier[0], -(spread * logits.log_softmax(1)).sum())
+    torch.testing.assert_close(found["loss_classifier"][0], -(spread * logits.log_softmax(1)).sum())
     rows = torch.tensor([0, 1, 3])
     predicted = decode(deltas.view(4, 6, 4)[rows, sampled.labels[rows]], regions[rows, 1:], (10, 10, 5, 5))
     wanted = boxes[0, sampled.objects[rows]]
     expected = generalized_box_iou_loss(predicted, wanted, reduction="sum")
-    torch.testing.assert_close(found.box[0], expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["loss_box_reg"][0], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
