@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -22,11 +25,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from shoal.optim.lamb import parameter_groups
 from shoal.optim.sharded import model_norm
+from shoal.pipelining.runtime import Pipeline
 from shoal.pipelining.state_dict import ModelPart
-from shoal.train.gradients import LossScale, clip_to
+from shoal.train.gradients import LossScale, PipelineUpdate
 
 STAGES = [
     ("shared.weight", "first.weight", "first.bias"),
@@ -38,18 +43,20 @@ MAX_NORM = 5.0
 
 
 def train(
-    named: Mapping[str, nn.Parameter], make: MakeOptimizer, norm: Callable[[], float]
+    named: Mapping[str, nn.Parameter], make: MakeOptimizer, clip: Callable[[Optimizer], float]
 ) -> tuple[list[float], float]:
-    """Take the steps; return the norms of the gradients and the loss scale after them."""
+    """Take the steps; return the norms of the gradients and the loss scale after them.
+
+    ``clip`` clips the gradients to ``MAX_NORM`` and returns their norm before.
+    """
     optimizer, scale = make(parameter_groups(named.items(), 0.02)), LossScale(enabled=True)
     norms = []
     for step in range(NUM_STEPS):
         for name, parameter in named.items():
             overflows = name == "second.scale" and step == OVERFLOWS_AT
             set_gradient(name, parameter, step, math.inf if overflows else 10.0 ** (step - 2))
-        norms.append(norm())
+        norms.append(clip(optimizer))
         if math.isfinite(norms[-1]):
-            clip_to(named.values(), norms[-1], MAX_NORM)
             optimizer.step()
         scale.update(finite=math.isfinite(norms[-1]))
         optimizer.zero_grad()
@@ -61,10 +68,13 @@ def check_equal(
 ) -> None:
     alone = make_parameters(SHAPES)
 
-    def norm() -> float:
-        return math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in alone.values()))
+    def clip(_: Optimizer) -> float:
+        norm = math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in alone.values()))
+        if math.isfinite(norm):
+            torch._foreach_mul_([p.grad for p in alone.values()], min(1.0, MAX_NORM / norm))
+        return norm
 
-    norms_alone, scale_alone = train(alone, make, norm)
+    norms_alone, scale_alone = train(alone, make, clip)
     assert norms == pytest.approx(norms_alone, rel=1e-6)
     assert [math.isfinite(norm) for norm in norms] == [step != OVERFLOWS_AT for step in range(NUM_STEPS)]
     assert max(norm for norm in norms if math.isfinite(norm)) > MAX_NORM > min(norms)
@@ -81,12 +91,12 @@ def stages_equal_one_process(rank: int, kind: str) -> None:
             fully_shard(part, mesh=mesh["dp"])
         named = dict(part.named_parameters())
         assert tuple(named) == STAGES[stage]
-        counted = [p for name, p in named.items() if name != "shared.weight" or stage == 0]
-
-        def norm(counted: list[nn.Parameter] = counted) -> float:
-            return model_norm(counted, [p.grad for p in counted], group=mesh.get_group("pp"))
-
-        norms, scale = train(named, make, norm)
+        made = SimpleNamespace(
+            module=part, owned=lambda name: name != "shared.weight" or stage == 0, device=torch.device("cpu")
+        )
+        update = PipelineUpdate(cast(Pipeline, made), mesh["pp"])
+        clip = partial(update.finish_gradients, max_norm=MAX_NORM, per_worker=False, loss_scale=1.0)
+        norms, scale = train(named, make, clip)
         check_equal(named, norms, scale, make)
 
 
@@ -120,7 +130,8 @@ def train_model(make: MakeOptimizer, mesh: DeviceMesh | None) -> list[Tensor]:
         tokens = torch.randint(0, 17, (6, 5), generator=torch.Generator().manual_seed(step))
         (model(tokens) - 0.3).pow(2).mean().backward()
         params = list(model.parameters())
-        clip_to(params, model_norm(params, [p.grad for p in params]), 0.2)
+        norm = model_norm(params, [p.grad for p in params])
+        torch._foreach_mul_([p.grad for p in params], min(1.0, 0.2 / norm))
         optimizer.step()
         optimizer.zero_grad()
     whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())

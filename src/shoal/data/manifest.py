@@ -311,14 +311,16 @@ class Manifest:
                 "use the tokenizer beside the shards, or prepare the text with this one"
             )
 
-    def check_vocabulary(self, model_vocab_size: int) -> None:
-        """Check that a model has an embedding for each token id.
+    def check_vocabulary(self, model_vocab_size: int, *, sentinels: int = 0) -> None:
+        """Check that a model has an embedding for each token id, and for the sentinels behind them.
 
         Raises:
-            UsageError: the model's vocabulary is smaller than that of the shards.
+            UsageError: the model's vocabulary is smaller.
         """
-        if model_vocab_size < self.vocab_size:
+        needed = self.vocab_size + sentinels
+        if model_vocab_size < needed:
+            also = f" and {sentinels} sentinels" if sentinels else ""
             raise UsageError(
-                f"the shards have a vocabulary of {self.vocab_size} tokens, the model one of "
-                f"{model_vocab_size}; set the model's vocabulary to at least {self.vocab_size}"
+                f"the shards have a vocabulary of {self.vocab_size} tokens{also}, the model one of "
+                f"{model_vocab_size}; set model.vocab_size to at least {needed}"
             )

@@ -17,14 +17,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shoal.data.text.span_config import MAX_SENTINELS, SpanConfig, sentinel_id
+from shoal.data.text.span_config import MAX_SENTINELS, SpanConfig
 from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.env import WorkerEnv, worker_env
 from shoal.errors import UsageError
 from shoal.models.t5_config import T5ModelConfig, num_parameters
 from shoal.optim.lr_schedules import InverseSquareRoot, learning_rate, set_learning_rate
 from shoal.recipes import run_script
-from shoal.recipes.prepared_text import PreparedTextConfig, load_weights, open_shards, read_manifest
+from shoal.recipes.prepared_text import (
+    PreparedTextConfig,
+    load_weights,
+    open_shards,
+    read_manifest,
+    text_to_text_tokenizer,
+)
 from shoal.train.config import (
     DistributedConfig,
     OptimizerConfig,
@@ -37,8 +43,6 @@ from shoal.train.config import (
 from shoal.train.parallel_config import ParallelConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from shoal.data.manifest import Manifest
     from shoal.data.text.span_corruption import SpanReader
     from shoal.decide.layout_search import Layout
@@ -129,15 +133,6 @@ class T5Config:
             seed=self.train.seed,
         )
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise a :class:`UsageError` where tokens and sentinels do not fit into the embedding."""
-        if vocab_size + MAX_SENTINELS > self.model.vocab_size:
-            raise UsageError(
-                f"model.vocab_size {self.model.vocab_size} is too small for the {vocab_size:,} tokens of "
-                f"{self.data.path} and {MAX_SENTINELS} sentinels: it must be at least "
-                f"{vocab_size + MAX_SENTINELS}"
-            )
-
 
 IMMUTABLE = (
     "model",
@@ -178,7 +173,9 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
     from shoal.train.run import Run
 
     worker = worker or worker_env()
-    config = with_layout(config, worker.place.num_workers if worker else 1)
+    if config.parallel.layout == "auto":
+        found = find_layouts(config, worker.place.num_workers if worker else 1)
+        config = with_layout(config, found[0])
     parallel = config.parallel
     with (
         Run.open(
@@ -284,7 +281,7 @@ def open_text(config: T5Config, *, verify: bool) -> "tuple[SpanReader, SpanReade
     from shoal.data.text.span_corruption import SpanReader
 
     train, held_out = open_shards(config.data, verify=verify)
-    config.check_vocabulary(train.manifest.vocab_size)
+    train.manifest.check_vocabulary(config.model.vocab_size, sentinels=MAX_SENTINELS)
     return SpanReader(train, config.spans()), SpanReader(held_out, config.spans())
 
 
@@ -314,18 +311,7 @@ def make_model(config: T5ModelConfig, manifest: "Manifest") -> "T5":
     return new_t5(config, pad_id=manifest.pad_id, end_id=manifest.sep_id)
 
 
-def with_layout(config: T5Config, num_devices: int) -> T5Config:
-    """Return the settings with the layout that ``parallel.layout auto`` asks for.
-
-    Raises:
-        UsageError: no layout fits; the message says how much is missing and which one would fit.
-    """
-    if config.parallel.layout == "given":
-        return config
-    return settled(config, find_layouts(config, num_devices)[0])
-
-
-def settled(config: T5Config, layout: "Layout") -> T5Config:
+def with_layout(config: T5Config, layout: "Layout") -> T5Config:
     """Return the settings that mean ``layout``."""
     from shoal.train import layouts
 
@@ -427,32 +413,7 @@ def write_export(model: "T5", data: Path, out: Path) -> None:
     """
     from shoal.models.directory import save
 
-    save(model, out, tokenizer=tokenizer_of(data))
-
-
-def tokenizer_of(data: Path) -> "PreTrainedTokenizerFast":
-    """Return the tokenizer as T5 uses it: an end token behind each text, and the sentinels as tokens."""
-    from tokenizers import AddedToken, Tokenizer, processors
-    from transformers import PreTrainedTokenizerFast
-
-    from shoal.data.manifest import Manifest
-
-    manifest = Manifest.load(data)
-    tokenizer = Tokenizer.from_file(str(data / manifest.tokenizer.file))
-    end = tokenizer.id_to_token(manifest.sep_id)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, manifest.sep_id)]
-    )
-    if tokenizer.get_vocab_size(with_added_tokens=True) == manifest.vocab_size:  # else ids would not be those
-        names = [f"<extra_id_{number}>" for number in reversed(range(MAX_SENTINELS))]
-        tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-        assert tokenizer.token_to_id("<extra_id_0>") == sentinel_id(manifest.vocab_size, 0)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=end,
-        pad_token=tokenizer.id_to_token(manifest.pad_id),
-        unk_token=tokenizer.id_to_token(manifest.unk_id),
-    )
+    save(model, out, tokenizer=text_to_text_tokenizer(data))
 
 
 # ------------------------------------------------------------------------------------------------- dry run
@@ -478,10 +439,10 @@ def check(config: T5Config, num_workers: int, dry_run: bool) -> list[str]:
         layouts = find_layouts(config, devices)
         device = f"{devices:,} {parallel.device.upper()}s of {parallel.memory}"
         predicted = [explain_layouts(layouts, title=f"T5 on {device}, by a cost model, not measured")]
-        config = settled(config, layouts[0]) if parallel.layout == "auto" else config
+        config = with_layout(config, layouts[0]) if parallel.layout == "auto" else config
     batch, spans = plan(config, devices), config.spans()
     manifest = read_manifest(config.data)
-    config.check_vocabulary(manifest.vocab_size)
+    manifest.check_vocabulary(config.model.vocab_size, sentinels=MAX_SENTINELS)
     num_tokens = sum(shard.num_tokens for shard in manifest.shards("train"))
     sequences = config.train.total_steps * batch.global_batch_size
     return [

@@ -350,11 +350,6 @@ def average_and_clip(
     return norm
 
 
-def clip_to(parameters: Iterable[nn.Parameter], norm: float, max_norm: float | None) -> None:
-    """Scale the gradients, whose norm over all stages is ``norm``, down to ``max_norm``."""
-    _scale([p.grad for p in parameters if p.grad is not None], _clip_factor(norm, max_norm))
-
-
 def norm_of(tensors: Iterable[Tensor]) -> float:
     """Return the Euclidean norm over all ``tensors``; on a GPU this waits for the device."""
     return float(torch.nn.utils.get_total_norm(list(tensors)))

@@ -12,7 +12,16 @@ import pytest
 from shoal.errors import UsageError
 from shoal.models.t5_config import T5ModelConfig
 from shoal.optim.lr_schedules import learning_rate
-from shoal.recipes.t5 import PRESETS, DataConfig, T5Config, T5OptimConfig, check, find_layouts, plan, settled
+from shoal.recipes.t5 import (
+    PRESETS,
+    DataConfig,
+    T5Config,
+    T5OptimConfig,
+    check,
+    find_layouts,
+    plan,
+    with_layout,
+)
 from shoal.train.config import RunConfig, TrainConfig
 from shoal.train.parallel_config import ParallelConfig, parse_bytes
 from synthetic_text import prepare, random_documents
@@ -91,13 +100,10 @@ def test_settings_that_cannot_be(sections: dict[str, Any], message: str) -> None
         preset("tiny", **sections)
 
 
-def test_sentinels_need_rows_of_the_embedding() -> None:
-    config = preset("tiny", data={"path": Path("text")})
-    config.check_vocabulary(2_076)
-    with pytest.raises(
-        UsageError, match=r"too small for the 2,077 tokens of text and 100 sentinels: .* 2177"
-    ):
-        config.check_vocabulary(2_077)
+def test_sentinels_need_rows_of_the_embedding(tmp_path: Path) -> None:
+    prepare(tmp_path, {"train": random_documents([900, 700], vocab_size=2_077)}, vocab_size=2_077)
+    with pytest.raises(UsageError, match="2077 tokens and 100 sentinels, the model one of 2176"):
+        check(preset("tiny", data={"path": tmp_path}), 1, dry_run=True)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +142,7 @@ def test_a_layout_is_found_explained_and_settled() -> None:
     tight = preset("tiny", **sections, parallel={**parallel, "memory": str(limit)})
     layouts = find_layouts(tight, 2)
     assert layouts[0].pipeline == 2 and max(layouts[0].choice.rank_bytes) <= limit
-    batch = plan(settled(tight, layouts[0]), 2)
+    batch = plan(with_layout(tight, layouts[0]), 2)
     assert (batch.num_workers, batch.micro_batch_size, batch.accumulation_steps) == (1, 4, 8)
     with pytest.raises(UsageError, match="no layout of 2 devices"):
         find_layouts(preset("tiny", **sections, parallel={**parallel, "memory": "1MB"}), 2)

@@ -283,6 +283,9 @@ def test_a_model_with_too_small_a_vocabulary(prepared):
     manifest.check_vocabulary(30_000)
     with pytest.raises(UsageError, match="30000 tokens, the model one of 29999"):
         manifest.check_vocabulary(29_999)
+    manifest.check_vocabulary(30_100, sentinels=100)
+    with pytest.raises(UsageError, match=r"30000 tokens and 100 sentinels, .* at least 30100"):
+        manifest.check_vocabulary(30_099, sentinels=100)
 
 
 def test_flags_for_each_token_are_required(prepared):
