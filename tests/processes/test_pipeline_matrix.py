@@ -17,7 +17,7 @@ from pipeline_models import cases
 
 MOST_ERROR = 1e-6
 LAYOUTS = ((2, 1, 1), (2, 2, 1), (4, 1, 1), (2, 1, 2))
-"""(ranks, stages a rank, replicas)"""
+"""(ranks, stages per rank, replicas)"""
 ONE_STAGE = ("gpipe", "1f1b", "interleaved", "bfs", "backward_first")
 SEVERAL_STAGES = ("interleaved", "bfs", "vee", "backward_first")
 MODELS = tuple(cases())

@@ -145,7 +145,7 @@ def _pairs(
         raise UsageError(
             f"{' and '.join(conditions.names)} cannot run {num_ranks} ranks of "
             f"{' or '.join(map(str, virtual))} stages cut from {len(cost.units)} units; "
-            "take another schedule or another number of stages a rank"
+            "take another schedule or another number of stages per rank"
         )
     return pairs
 

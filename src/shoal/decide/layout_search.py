@@ -66,7 +66,7 @@ class Layout:
         return self.memory.limit_bytes - max(self.choice.rank_bytes)
 
     def __str__(self) -> str:
-        virtual = f", {self.num_virtual} stages a rank" if self.num_virtual > 1 else ""
+        virtual = f", {self.num_virtual} stages per rank" if self.num_virtual > 1 else ""
         return (
             f"pipeline {self.pipeline} × data {self.data}{virtual}, {self.num_micro_batches} micro-batches "
             f"of {self.micro_batch_size}, {self.choice.schedule.name}"

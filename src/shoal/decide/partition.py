@@ -132,7 +132,7 @@ def check_num_stages(cost: ModelCost, num_stages: int) -> None:
     if num_stages > len(cost.units):
         raise UsageError(
             f"{num_stages} stages need {num_stages - 1} cut points, and the model has "
-            f"{len(cost.units) - 1}: take at most {len(cost.units)} stages (ranks × stages a rank)"
+            f"{len(cost.units) - 1}: take at most {len(cost.units)} stages (ranks × stages per rank)"
         )
 
 

@@ -120,7 +120,7 @@ def _check_sizes(
 ) -> None:
     for what, value in (
         ("the number of ranks", num_ranks),
-        ("the number of stages a rank", num_virtual),
+        ("the number of stages per rank", num_virtual),
         ("the number of micro-batches", num_micro_batches),
         ("active_micro_batches", 1 if active_micro_batches is None else active_micro_batches),
     ):
@@ -130,7 +130,7 @@ def _check_sizes(
     if not least <= num_virtual <= most:
         others = "'interleaved' or 'bfs'" if num_virtual > 1 else "'1f1b' or 'backward_first'"
         raise UsageError(
-            f"schedule {name!r} has {least} stage{'s' * (least > 1)} a rank, not {num_virtual}; "
+            f"schedule {name!r} has {least} stage{'s' * (least > 1)} per rank, not {num_virtual}; "
             f"{others} can have {num_virtual}"
         )
 
@@ -280,12 +280,12 @@ class _Greedy:
         self._relay_s = [link.seconds(cost.relay_bytes) if link else 0.0 for cost in costs]
         several = len(placement) > num_ranks
         self._active, self._patience_s = active, patience_s
-        # With several stages a rank: forwards in rounds, or the deepest first. With one: less and less kept.
+        # With several stages per rank: forwards in rounds, or the deepest first. With one: tapered.
         self._rounds, self._tapered = several and preference, not several and preference
         self._backward, self._share = ("I", 0.5) if split else ("B", 1.0)
         self._clock = [0.0] * num_ranks
         self._kept = [0] * num_ranks
-        # When the forward's and the backward's values came, one entry for each micro-batch that has come.
+        # Arrival times of the inputs of forwards and backwards, one entry per micro-batch that has arrived.
         self._inputs: list[list[float]] = [[] for _ in placement]
         self._inputs[0] = [0.0] * num_micro_batches
         self._gradients: list[list[float]] = [[] for _ in placement]

@@ -34,7 +34,7 @@ SMALLEST_SHARD_BYTES = 256 * KIB
 FEWEST_BUCKETS = 8
 DDP_BUCKET_BYTES = 25 * MIB  # DistributedDataParallel's default
 
-# A pattern longer than this would not come round within a few buckets.
+# A longer pattern would not repeat within a few buckets.
 LONGEST_PATTERN = 1024
 # Bandwidths are measured to a few per cent: finer differences would only make the pattern longer.
 BANDWIDTH_STEPS = 1000
@@ -64,8 +64,7 @@ def server_shares(
     level = _finish(hosts, helpers)
     from_helpers = [level * bandwidth / num_hosts for bandwidth in helpers]
     if num_hosts == 2:
-        # A host's link carries M whatever its share is. What the helpers leave goes to the faster host's
-        # server no sooner than to the other's.
+        # A host's link carries M at any share, so the rest may be split in proportion to the bandwidths.
         rest = 1 - sum(from_helpers)
         return [rest * bandwidth / sum(hosts) for bandwidth in hosts] + from_helpers
     from_hosts = [max(Fraction(0), level * bandwidth - 1) / (num_hosts - 2) for bandwidth in hosts]
@@ -80,7 +79,7 @@ def _bandwidths(
     if num_hosts < 1:
         raise UsageError(f"the number of hosts is {num_hosts}; at least one host has a worker")
     if len(given) != num_hosts:
-        raise UsageError(f"{len(given)} bandwidths for {num_hosts} hosts; give one a host")
+        raise UsageError(f"{len(given)} bandwidths for {num_hosts} hosts; give one per host")
     for kind, values in (("host", given), ("helper", helper_bandwidths)):
         for index, value in enumerate(values):
             if not (math.isfinite(value) and value > 0):
@@ -234,7 +233,7 @@ def chunk_pattern(
         counts = chunk_counts(length, len(names), helper_bandwidths, host_bandwidths=bandwidths)
     ranks = [[rank for rank, host in enumerate(hosts) if host == name] for name in names]
     ranks += [[len(hosts) + helper] for helper in range(len(helper_bandwidths))]
-    # Until every host's turn has come round too.
+    # Repeat until the turns of every host's ranks close as well.
     rounds = math.lcm(*(len(r) // math.gcd(len(r), c) for r, c in zip(ranks, counts, strict=True)))
     turns = [0] * len(ranks)
     pattern = []

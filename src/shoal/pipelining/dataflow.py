@@ -155,7 +155,7 @@ class Dataflow:
                 plain = node.op in ("placeholder", "get_attr")
                 if plain or not (_is_random(node) or any(n not in glue for n in node.all_input_nodes)):
                     glue.add(node)
-            # a storage that anything else writes into is no glue from its first node on
+            # a storage written by any other node is not glue, from its first node on
             found = {s for s, writers in self._writers.items() if any(w not in glue for w in writers)}
             if found <= spoiled:
                 return glue

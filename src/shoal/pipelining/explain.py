@@ -96,7 +96,7 @@ def _ranks(plan: Plan, predicted: Timeline) -> str:
 def _why(plan: Plan, predicted: Timeline) -> str:
     if not plan.alternatives:
         return "why: nothing else was asked for"
-    rows = [("schedule", "stages a rank", "step", "bubble", "fullest rank")]
+    rows = [("schedule", "stages per rank", "step", "bubble", "fullest rank")]
     rows.append(
         (plan.schedule.name, str(plan.num_virtual), _ms(predicted.makespan_s), f"{predicted.bubble:.1%}",
          in_gb(max(plan.rank_bytes)))

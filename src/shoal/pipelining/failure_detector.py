@@ -85,7 +85,7 @@ class FailureDetector:
                     break
             else:
                 return
-        except RuntimeError:  # the store has gone, and with it the process that kept it
+        except RuntimeError:  # the store is gone, with the process that hosted it
             self._called.set()
             living = set(self._peers)
         if self._in_step.is_set():

@@ -177,7 +177,7 @@ def measure_link(groups: ProcessGroups) -> Link | None:
     if groups.num_ranks == 1 or groups.rank > 1:
         return None
     small, large = (torch.zeros(size, dtype=torch.uint8, device=groups.device) for size in (8, _PROBE_BYTES))
-    _ping(small, groups)  # makes the connection
+    _ping(small, groups)  # opens the connection
     latency_s = min(_ping(small, groups) for _ in range(_NUM_PINGS)) / 2
     there_s = min(_ping(large, groups) for _ in range(_NUM_PINGS)) / 2
     return Link(bytes_per_s=_PROBE_BYTES / max(there_s - latency_s, 1e-9), latency_s=latency_s)

@@ -83,7 +83,7 @@ class _Link:
     def __call__(self, previous: tuple[Any, ...] | None, inputs: Inputs) -> Any:
         by_name = {name: inputs[name] for name in self.takes(list(inputs), len(previous or ()))}
         positional = previous or ()
-        if previous is None and not by_name:  # a Sequential calls its input what it likes
+        if previous is None and not by_name:  # the parameter name of a Sequential is arbitrary
             positional = tuple(inputs.values())[:1]
         device = next((t.device for t in (*positional, *by_name.values()) if isinstance(t, Tensor)), None)
         with own_stream(self.key, device) if device else nullcontext():
@@ -100,7 +100,7 @@ class _Chain:
 
     def __init__(self, links: list[_Link], names: list[str], *, is_first: bool, is_last: bool) -> None:
         self._links, self._is_first, self._is_last = links, is_first, is_last
-        # how many values a module gets is known when it runs: a name is read if any module may take it
+        # The number of relayed values is only known at run time: a name is read if any module may take it.
         self.input_names = tuple(
             name for name in names if any(name in link.takes(names, 0) for link in links)
         )

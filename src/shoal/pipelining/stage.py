@@ -214,7 +214,7 @@ def _to_send(value: Tensor, spec: TensorSpec, received: list[Tensor]) -> Tensor:
         value = value.clone(memory_format=torch.contiguous_format)
     value = value.contiguous()
     if spec.requires_grad and torch.is_grad_enabled() and not value.requires_grad:
-        # nothing differentiable led here; the gradient that comes back goes nowhere
+        # no differentiable ancestor: the returned gradient is discarded
         value = value.detach().requires_grad_()
     return value
 

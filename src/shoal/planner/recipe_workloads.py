@@ -248,7 +248,7 @@ def _language_model(name: str, sequence_length: int | None) -> Workload:
         batch = {"input_ids": torch.empty(num_samples, length, dtype=torch.int64)}
         if encodes:
             batch["decoder_input_ids"] = torch.empty(num_samples, relayed - length, dtype=torch.int64)
-        else:  # a given mask spares transformers a look at the values
+        else:  # without a mask transformers would read the values
             batch["attention_mask"] = torch.empty(1, 1, length, length, dtype=torch.bool)
     trainable = 1.0
     if rank := entry.get("lora_rank"):

@@ -47,7 +47,7 @@ def strains(part: Part, workers: Machines, layout: Layout, helpers: Machines | N
             f"{part.global_batch / replicas:.2g} samples per replica and step",
         ),
         (
-            "nobody waits long for the slowest",
+            "waiting for the slowest is short",
             late / STRAGGLER_SHARE,
             f"the slowest of {workers.num_accelerators:,} costs {100 * late:.1f} % of a step; "
             f"the limit is {100 * STRAGGLER_SHARE:.0f} %",

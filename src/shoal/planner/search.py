@@ -127,7 +127,7 @@ def search(
         raise UsageError("no algorithm is left to plan with; two-hop-helpers needs --helpers")
     if goal == "cost" and any(plan.dollars is None for plan in plans):
         raise UsageError(
-            f"{workers.instance.name} has no price an hour in the catalog, so nothing can be ranked by cost; "
+            f"{workers.instance.name} has no price per hour in the catalog to rank by cost; "
             "use --goal time, or give it a price with --catalog FILE"
         )
     return sorted(plans, key=lambda plan: (_value(plan, goal), _value(plan, "time")))

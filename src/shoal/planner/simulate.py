@@ -141,7 +141,7 @@ class _Simulation:
         arrival = self.events[0][0] if self.events else math.inf
         time = min(self.now + first, arrival)
         passed = time - self.now
-        # Whoever is first is done at this moment, however the clock rounds.
+        # The first one is done now, whatever the rounding of the clock.
         due = first * (1 + 1e-9) if self.now + first <= arrival else -1.0
         gone = []
         for piece, speed, need in zip(self.active, speeds, needs, strict=True):

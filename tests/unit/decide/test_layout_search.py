@@ -56,7 +56,7 @@ def test_the_portfolio_is_ranked_and_each_figure_is_that_of_its_own_cuts():
     )
     assert (
         len(choices) == 10
-    )  # gpipe, 1f1b, vee; interleaved, bfs, backward_first with 1, 2 and 4 stages a rank,
+    )  # gpipe, 1f1b, vee; interleaved, bfs, backward_first with 1, 2 and 4 stages per rank,
     # of which 1 is 1f1b and gpipe again
     times = [choice.timeline.makespan_s for choice in choices]
     assert times == sorted(times)
@@ -214,7 +214,7 @@ def test_pipelines_can_be_given():
     )
     assert {(layout.pipeline, layout.data) for layout in layouts} == {(4, 2)}
     assert re.fullmatch(
-        r"pipeline 4 × data 2, 4 stages a rank, 8 micro-batches of 1, interleaved", str(layouts[0])
+        r"pipeline 4 × data 2, 4 stages per rank, 8 micro-batches of 1, interleaved", str(layouts[0])
     )
 
 

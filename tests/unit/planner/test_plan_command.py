@@ -106,7 +106,7 @@ def test_the_answer_and_its_files(
         ((*SMALL, *CLUSTER, "--throughput", "-1"), "the throughput is -1.0; it must be a positive number"),
         ((*SMALL, *CLUSTER, "--algorithm", "rings"), "Did you mean 'ring'?"),
         ((*SMALL, *CLUSTER, "--algorithm", "two-hop-helpers"), "two-hop-helpers needs --helpers"),
-        ((*SMALL, "--cluster", "8xDGX-2", "--goal", "cost"), "DGX-2 has no price an hour"),
+        ((*SMALL, "--cluster", "8xDGX-2", "--goal", "cost"), "DGX-2 has no price per hour"),
         ((*SMALL, *CLUSTER, "--measured", "absent.json"), "--measured absent.json cannot be read"),
     ],
 )

@@ -55,7 +55,7 @@ def test_time_and_cost_rank_differently() -> None:
     assert "save" in helpers_sentence(fastest, cheapest) and "dollars more" in helpers_sentence(
         fastest, cheapest
     )
-    with pytest.raises(UsageError, match="has no price an hour"):
+    with pytest.raises(UsageError, match="has no price per hour"):
         search(job, hosts(8, price=None), goal="cost")
     best, second, *_ = best_of_each(search(job, workers, helpers))
     assert reason(best, best).startswith("the best; it loses most to network")
