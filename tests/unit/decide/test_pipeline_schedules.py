@@ -149,7 +149,7 @@ def test_numbers_of_stages_a_rank_that_a_schedule_can_have():
     ("name", "changes", "message"),
     [
         ("1f1", {}, "no schedule is called '1f1'. Did you mean '1f1b'? There are gpipe, 1f1b,"),
-        ("1f1b", {"num_virtual": 2}, "'1f1b' has 1 stage a rank, not 2; 'interleaved' or 'bfs' can have 2"),
+        ("1f1b", {"num_virtual": 2}, "'1f1b' has 1 stage per rank, not 2; 'interleaved' or 'bfs' can have 2"),
         ("vee", {}, "'vee' has 2 stages per rank, not 1; '1f1b' or 'backward_first' can have 1"),
         ("gpipe", {"num_micro_batches": 0}, "the number of micro-batches is 0; a schedule needs at least 1"),
         ("gpipe", {"num_ranks": 0}, "the number of ranks is 0; a schedule needs at least 1"),
