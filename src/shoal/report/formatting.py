@@ -142,8 +142,8 @@ def moment(time_s: float) -> str:
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def plural(amount: int, word: str) -> str:
-    return f"{amount:,} {word}" if amount == 1 else f"{amount:,} {word}s"
+def plural(amount: int, word: str, several: str = "") -> str:
+    return f"{amount:,} {word if amount == 1 else several or word + 's'}"
 
 
 def ranges(numbers: Sequence[int], limit: int = 6) -> str:

@@ -13,13 +13,8 @@ from shoal.report import charts, plots, tables
 from shoal.report.charts import Chart
 from shoal.report.pipeline_timeline import draw_pipeline_step
 from shoal.report.runs import Run, load_runs
+from shoal.report.templates import FOLDER, Markup, template
 from shoal.report.timeline import timeline
-
-try:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-except ImportError as error:
-    raise ShoalError(f"a report needs jinja2 ({error}): pip install 'shoal[report]'") from None
 
 FILE_NAME = "report.html"
 
@@ -43,17 +38,9 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
 
 def render(runs: Sequence[Run]) -> str:
     """Return the page as HTML text."""
-    folder = Path(__file__).parent
-    jinja = Environment(
-        loader=FileSystemLoader(folder),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     throughput = charts.throughput_chart(runs)
-    return jinja.get_template("page.html.jinja").render(
-        style=Markup((folder / "page.css").read_text(encoding="utf-8")),
+    return template("page.html.jinja").render(
+        style=Markup((FOLDER / "page.css").read_text(encoding="utf-8")),
         tables=tables,
         runs=runs,
         run_colours=[plots.css_colour(plots.run_colour(index)) for index in range(len(runs))],
