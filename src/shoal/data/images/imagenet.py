@@ -1,7 +1,8 @@
-"""ImageNet as it is downloaded as a source: a tar of a tar for each class, and a tar of validation images.
+"""Reads ImageNet (ILSVRC2012) from the tars that are downloaded, without unpacking them.
 
-Nothing is unpacked: images are listed by their places in ``ILSVRC2012_img_train.tar`` and
-``ILSVRC2012_img_val.tar`` and read there. Labels number the synsets in sorted order, as everybody's do.
+``ILSVRC2012_img_train.tar`` has a tar per class, ``ILSVRC2012_img_val.tar`` all validation images. Images are
+listed by their offsets in these files and read from there. Labels number the synsets in sorted order, as
+usual.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _BLOCK = tarfile.BLOCKSIZE
 
 
 class Member(NamedTuple):
-    """A file in a tar; ``offset`` counts from the begin of the outermost file."""
+    """A file in a tar; ``offset`` counts from the beginning of the outermost file."""
 
     name: str
     offset: int
@@ -40,10 +41,10 @@ class Member(NamedTuple):
 def members(path: Path, inside: Member | None = None) -> Iterator[Member]:
     """Yield the files of the tar ``path``, or of the tar that is its member ``inside``, in their order.
 
-    Folders and extended headers (long names, which ImageNet has not) are passed over.
+    Folders and extended headers (long names, which ImageNet does not have) are skipped.
 
     Raises:
-        ShoalError: the file cannot be read, is no tar, was cut short or is damaged.
+        ShoalError: the file cannot be read, is not a tar, is truncated or damaged.
     """
     where = f"{path}: {inside.name}" if inside else str(path)
     try:
@@ -58,7 +59,7 @@ def members(path: Path, inside: Member | None = None) -> Iterator[Member]:
                 if not any(header):  # a tar ends with blocks of zeros
                     return
                 member = _parse(header, where, at)
-                if member.size < 0:  # the place of the next header would be this one again, or before it
+                if member.size < 0:  # the next header would be this one again, or before it
                     raise ShoalError(
                         f"{where} is damaged at byte {at:,}: {member.name} has the size {member.size:,}, "
                         "which must be at least 0; get it again"
@@ -84,10 +85,10 @@ def _parse(header: bytes, where: str, at: int) -> tarfile.TarInfo:
         raise ShoalError(f"{where} is damaged at byte {at:,} ({error}); get it again") from None
 
 
-_HEADER_BYTES = 128
-_MATRIX, _COMPRESSED = 14, 15
-_STRUCT, _CHAR = 2, 4  # classes of a matrix
-_TYPES = {
+_MAT_HEADER_BYTES = 128
+_MATRIX, _COMPRESSED = 14, 15  # types of elements
+_STRUCT, _CHAR = 2, 4  # classes of matrices
+_MAT_TYPES = {
     1: "<i1",
     2: "<u1",
     3: "<i2",
@@ -99,53 +100,36 @@ _TYPES = {
     12: "<i8",
     13: "<u8",
 }
-_TYPES |= {16: "<u1", 17: "<u2"}  # UTF-8, UTF-16
-_ID, _WNID = "ILSVRC2012_ID", "WNID"
-
-Value = str | float | None
-
-_WRONG = (ValueError, LookupError, TypeError, OverflowError, StopIteration, struct.error, zlib.error)
+_MAT_TYPES |= {13: "<u8", 16: "<u1", 17: "<u2"}  # UTF-8, UTF-16
+_MAT_ERRORS = (ValueError, LookupError, TypeError, OverflowError, StopIteration, struct.error, zlib.error)
 
 
 def read_synsets(data: bytes, where: str) -> dict[int, str]:
-    """Return the WordNet id of each number of the development kit, from the bytes of ``meta.mat``.
+    """Parse ``meta.mat`` of the development kit (a MAT file of level 5): ILSVRC2012_ID to WordNet id.
 
     Raises:
-        ShoalError: they are not such a list; ``where`` names the file.
+        ShoalError: it is not such a file; ``where`` names it.
     """
     try:
         if data[126:128] != b"IM":
             raise ValueError("it is not a little-endian MAT file of level 5")
-        for kind, body in _elements(data[_HEADER_BYTES:]):
+        for kind, body in _elements(data[_MAT_HEADER_BYTES:]):
             if kind == _COMPRESSED:
-                kind, body = next(_elements(_unpacked(body)))
+                kind, body = next(_elements(_decompress(body)))
             if kind == _MATRIX and (rows := _structures(body)):
-                return {int(row[_ID]): str(row[_WNID]) for row in rows}  # type: ignore[arg-type]
+                return {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in rows}  # type: ignore[arg-type]
         raise ValueError("it has no array of structures")
-    except _WRONG as error:
+    except _MAT_ERRORS as error:
         raise ShoalError(
             f"{where} is not the list of synsets of ImageNet's development kit ({error}); get it again, or "
             "give a text file of the synsets in its order as --synsets"
         ) from None
 
 
-def read_synsets_file(path: Path) -> dict[int, str]:
-    """The same for a file.
-
-    Raises:
-        ShoalError: it cannot be read, or is no such list.
-    """
-    try:
-        data = read_whole(path)
-    except OSError as error:
-        raise ShoalError(f"{path} cannot be read: {error.strerror}") from error
-    return read_synsets(data, str(path))
-
-
-def _unpacked(data: bytes) -> bytes:
-    unpacking = zlib.decompressobj()
-    found = unpacking.decompress(data, MAX_WHOLE_BYTES)
-    if not unpacking.eof:
+def _decompress(data: bytes) -> bytes:
+    stream = zlib.decompressobj()
+    found = stream.decompress(data, MAX_WHOLE_BYTES)
+    if not stream.eof:
         is_full = len(found) >= MAX_WHOLE_BYTES
         what = f"unpacks to more than {MAX_WHOLE_BYTES:,} bytes" if is_full else "was cut short"
         raise ValueError(f"a compressed element {what}")
@@ -153,11 +137,11 @@ def _unpacked(data: bytes) -> bytes:
 
 
 def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield (type, data) of elements that stand one after the other."""
+    """Yield (type, data) of consecutive elements."""
     at = 0
     while at + 8 <= len(data):
         kind, size = struct.unpack_from("<II", data, at)
-        if kind >> 16:  # up to four bytes stand in the tag itself
+        if kind >> 16:  # up to four bytes are stored in the tag itself
             kind, size, begin, following = kind & 0xFFFF, kind >> 16, at + 4, at + 8
         else:
             begin = at + 8
@@ -168,28 +152,24 @@ def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
         at = following
 
 
-def _structures(matrix: bytes) -> list[dict[str, Value]]:
+def _structures(matrix: bytes) -> list[dict[str, str | float | None]]:
     """Return the rows of a matrix of structures; none for another matrix."""
     flags, _, _, *parts = (body for _, body in _elements(matrix))  # between them: dimensions, name
     if flags[0] != _STRUCT:
         return []
-    name_size, names, *values = parts
-    width = int.from_bytes(name_size, "little")
+    width, names, cells = int.from_bytes(parts[0], "little"), parts[1], list(map(_value, parts[2:]))
     fields = [names[at : at + width].partition(b"\0")[0].decode() for at in range(0, len(names), width)]
-    cells = [_value(body) for body in values]
-    return [
-        dict(zip(fields, cells[at : at + len(fields)], strict=True))
-        for at in range(0, len(cells), len(fields))
-    ]
+    starts = range(0, len(cells), len(fields))
+    return [dict(zip(fields, cells[at : at + len(fields)], strict=True)) for at in starts]
 
 
-def _value(matrix: bytes) -> Value:
-    """Return a string or the first number of a matrix; ``None`` for an empty one."""
+def _value(matrix: bytes) -> str | float | None:
+    """Return a string or the first number of a matrix; ``None`` if it is empty."""
     (_, flags), _, _, *parts = list(_elements(matrix))
     if not parts:
         return None
     kind, data = parts[0]
-    numbers = np.frombuffer(data, dtype=_TYPES[kind])
+    numbers = np.frombuffer(data, dtype=_MAT_TYPES[kind])
     if flags[0] == _CHAR:
         return "".join(map(chr, numbers.tolist()))
     return float(numbers[0]) if len(numbers) else None
@@ -203,7 +183,7 @@ META = "meta.mat"
 
 @dataclass(frozen=True, kw_only=True)
 class GroundTruth:
-    """The lines of a ground truth file, and the synset of each number if numbers are in it."""
+    """The lines of a ground truth file, and the synset of each number if they are numbers."""
 
     name: str
     lines: tuple[str, ...]
@@ -211,11 +191,11 @@ class GroundTruth:
     synsets_name: str
 
     def labels(self, classes: tuple[str, ...], num_images: int) -> list[int]:
-        """Return the label of each validation image in the order of their names.
+        """Return the label of each validation image, in the order of their names.
 
         Raises:
-            UsageError: the number of lines is not that of the images, a line names no class, or there are
-                numbers and nothing that says what they mean.
+            UsageError: the number of lines is not that of the images, a line names no class, or lines are
+                numbers and the list of synsets is missing.
         """
         if len(self.lines) != num_images:
             raise UsageError(
@@ -246,9 +226,9 @@ class GroundTruth:
 
 
 def find_ground_truth(folder: Path, truth: Path | None = None, synsets: Path | None = None) -> GroundTruth:
-    """Read the ground truth: the given files, else what lies in ``folder``.
+    """Read the ground truth from the given files, else from ``folder``.
 
-    That is the development kit, packed (``ILSVRC2012_devkit_t12.tar.gz``) or not, or its files beside the
+    There it is the development kit, packed (``ILSVRC2012_devkit_t12.tar.gz``) or not, or its files beside the
     tars, or ``imagenet_2012_validation_synset_labels.txt``, which names synsets.
 
     Raises:
@@ -271,7 +251,8 @@ def find_ground_truth(folder: Path, truth: Path | None = None, synsets: Path | N
     meanings, where = None, ""
     if found is not None:
         where = str(found)
-        meanings = read_synsets_file(found) if found.suffix == ".mat" else _text_synsets(found)
+        is_mat = found.suffix == ".mat"
+        meanings = read_synsets(_read(found), where) if is_mat else _text_synsets(found)
     elif packed.is_file():
         where = f"{packed}: {META}"
         meanings = read_synsets(_unpack(packed, META), where)
@@ -279,10 +260,10 @@ def find_ground_truth(folder: Path, truth: Path | None = None, synsets: Path | N
 
 
 def _text_synsets(path: Path) -> dict[int, str]:
-    """Return the synset of each line, counted from 1 as the development kit does.
+    """Return the synset of each line, numbered from 1 as in the development kit.
 
     Raises:
-        UsageError: the list is sorted, so its lines are labels and not the numbers of the development kit.
+        UsageError: the list is sorted, so its line numbers are labels and not those of the development kit.
     """
     lines = _first_words(_read(path))
     if list(lines) == sorted(lines):
@@ -312,9 +293,9 @@ def _read(path: Path) -> bytes:
 
 
 def _unpack(path: Path, name: str) -> bytes:
-    """Return the bytes of the member of a packed development kit whose last part is ``name``."""
+    """Return the member of a packed development kit whose path ends in ``name``."""
     try:
-        # All is unpacked first, in a known amount: tarfile reads extended headers of any size.
+        # All is decompressed first, up to a limit: tarfile reads extended headers of any size.
         with gzip.open(path) as packed:
             data = packed.read(MAX_WHOLE_BYTES + 1)
         if len(data) > MAX_WHOLE_BYTES:
@@ -335,26 +316,26 @@ TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VALIDATION_TAR = "ILSVRC2012_img_val.tar"
 
 _THREADS = 16
-"""Tars that are listed at once: each image's header is a read of its own, slow where a disk is far away."""
+"""Tars that are listed concurrently: each header is a read of its own, slow on network storage."""
 
 
 class ImageNetSource:
-    """The two tars of ImageNet; see the module's docstring."""
+    """The two tars of ImageNet as a source (:class:`shoal.data.images.sources.ImageSource`)."""
 
     splits = (TRAIN, VALIDATION)
 
     def __init__(
         self, folder: Path, *, ground_truth: Path | None = None, synsets: Path | None = None
     ) -> None:
-        """Look at the outer tar and at the ground truth.
+        """List the classes and read the ground truth.
 
         Args:
-            folder: where both tars lie, and the development kit.
-            ground_truth: a file of one synset or number a line; ``None`` finds it in ``folder``.
-            synsets: ``meta.mat``, or the synsets in the order of the numbers.
+            folder: of both tars and the development kit.
+            ground_truth: a file of one synset or number per line; ``None`` finds it in ``folder``.
+            synsets: ``meta.mat``, or a text file of the synsets in the order of the numbers.
 
         Raises:
-            UsageError: a tar, the ground truth or what its numbers mean is missing; the tar has no classes.
+            UsageError: a tar, the ground truth or the list of synsets is missing; the tar has no classes.
             ShoalError: a file cannot be read or is damaged.
         """
         self._train, self._validation = folder / TRAIN_TAR, folder / VALIDATION_TAR
@@ -395,7 +376,7 @@ class ImageNetSource:
             return
         tars = [self._tars[name] for name in self.classes]
         with ThreadPoolExecutor(_THREADS) as pool:
-            for first in range(0, len(tars), _THREADS):  # no more of them at once: memory
+            for first in range(0, len(tars), _THREADS):  # bounds memory
                 some = tars[first : first + _THREADS]
                 listed = pool.map(lambda tar: list(members(self._train, tar)), some)
                 for label, (tar, found) in enumerate(zip(some, listed, strict=True), first):
