@@ -1,4 +1,4 @@
-"""Files that are complete or absent: temporary name, fsync, rename."""
+"""Writes files that are either complete or absent: temporary name, fsync, rename."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any, Self
 from shoal.errors import ShoalError
 
 PARTIAL = ".partial"
-"""Suffix of a file that is still being written; one left behind by a kill is overwritten next time."""
+"""Suffix of a file that is being written; one left behind by a kill is overwritten by the next run."""
 
 MAX_WHOLE_BYTES = 64 << 20
-"""The most bytes that are read or unpacked into memory as a whole."""
+"""Limit of what is read or decompressed into memory as a whole."""
 
 _BUFFER_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_error(path: Path, error: OSError) -> ShoalError:
-    """Return what to raise when writing ``path`` failed: a full disk says so, and what to do."""
+    """Return the error to raise when writing ``path`` failed, with a remedy if the disk is full."""
     if error.errno in _FULL:
         return ShoalError(
             f"{path}: no space left to write it ({error.strerror}); its unfinished part was removed and "
@@ -32,7 +32,7 @@ def write_error(path: Path, error: OSError) -> ShoalError:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a finished temporary its name so that a crash leaves either no file or the whole one.
+    """Rename a finished temporary file so that a crash leaves either no file or the whole one.
 
     The caller has already flushed and fsynced ``partial``.
     """
@@ -45,7 +45,7 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path``, keeping the old file until the new one is on the disk.
+    """Write ``data`` to ``path``; the old file stays until the new one is on the disk.
 
     Raises:
         ShoalError: the disk is full or the folder cannot be written.
@@ -64,7 +64,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return the bytes of a file that is small, unless another one was given by mistake.
+    """Return the bytes of a small file; refuse a large one, which was given by mistake.
 
     Raises:
         OSError: it cannot be read.
@@ -87,14 +87,14 @@ def sha256_of(path: Path) -> str:
 
 
 class AtomicFile:
-    """A file under its temporary name, with its size and SHA-256 as it grows.
+    """Writes a file under a temporary name, and computes its size and SHA-256.
 
     ``close`` and then ``publish`` give it its name; leaving a ``with`` block before that (an exception)
-    removes the temporary, and nothing else.
+    removes the temporary file.
     """
 
     def __init__(self, path: Path) -> None:
-        """Create the temporary beside ``path``.
+        """Create the temporary file beside ``path``.
 
         Raises:
             ShoalError: it cannot be created.
@@ -112,7 +112,7 @@ class AtomicFile:
         """Append ``data``.
 
         Raises:
-            ShoalError: the disk is full; the temporary is gone.
+            ShoalError: the disk is full; the temporary file is removed.
         """
         try:
             self._file.write(data)
@@ -123,10 +123,10 @@ class AtomicFile:
         self.num_bytes += len(data)
 
     def close(self) -> dict[str, Any]:
-        """Force the file to the disk and return its ``{"bytes": int, "sha256": str}``.
+        """Fsync the file and return its ``{"bytes": int, "sha256": str}``.
 
         Raises:
-            ShoalError: the disk is full; the temporary is gone.
+            ShoalError: the disk is full; the temporary file is removed.
         """
         try:
             self._file.flush()
@@ -141,7 +141,7 @@ class AtomicFile:
         """Give the closed file its name.
 
         Raises:
-            ShoalError: the folder cannot be written; the temporary is gone.
+            ShoalError: the folder cannot be written; the temporary file is removed.
         """
         try:
             publish(self._partial, self.path)
@@ -150,7 +150,7 @@ class AtomicFile:
             raise write_error(self.path, error) from error
 
     def discard(self) -> None:
-        """Remove what is unfinished; after ``publish`` there is nothing to remove."""
+        """Remove the temporary file; does nothing after ``publish``."""
         with contextlib.suppress(OSError):  # closing flushes, and the disk may be full
             self._file.close()
         with contextlib.suppress(OSError):

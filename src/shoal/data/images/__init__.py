@@ -1,11 +1,14 @@
-"""Images on their way from raw files to batches.
+"""Prepares images as shards, and reads and augments batches of them.
 
-1. A source says which images there are and where their bytes lie: ``folder`` (class folders), ``imagenet``
-   (a tar of tars, read in place, with its ``ground_truth``); ``detect_source`` tells which one a path is.
-2. ``prepare`` writes down what the source holds (``listing``) and has processes write shards
-   (``shard_work``): each image ``reencode``d where it must be, stored by ``tar_writer`` beside its
-   ``index``. The ``manifest`` comes last. ``made`` draws images where there are none.
-3. ``shards`` opens a split: from a folder or from S3 (``remote``), perhaps through a ``cache``.
-4. ``reader`` makes batches, a pure function of (seed, epoch, index): ``transform`` decodes, ``augment`` says
-   how an image is varied, ``pixels`` is one pass over its pixels; ``mixing`` mixes whole batches.
+1. A source lists images and where their bytes are stored: ``folder`` (class folders) or ``imagenet`` (its
+tars, read
+   in place); ``detect_source`` chooses by the path.
+2. ``prepare`` lists the source on disk (``sources``) and has processes write shards (``shard_worker``), each
+image
+   re-encoded if necessary (``reencode``). The ``manifest`` is written last. ``synthetic`` draws images
+   instead.
+3. ``shards`` opens a split from a folder or from S3 (``storage``), optionally through a ``cache``.
+4. ``reader`` makes batches, a pure function of (seed, epoch, index): ``transform`` decodes, ``augment`` draws
+the
+   parameters of the augmentation, ``pixels`` applies them in one pass; ``mixing`` mixes whole batches.
 """

@@ -1,9 +1,9 @@
-"""What happens to a training image, as numbers: a pure function of (seed, epoch, index of the image).
+"""Draws the augmentation of a training image, a pure function of (seed, epoch, index of the image).
 
-``draws`` turns a key into the crop, the mirror image, the factors of the colour jitter and their order, the
-lighting noise and the erased box; ``transform`` carries them out. All numbers of an image come from one read
-of the counter-based generator (``shoal.decide.rng``), each from a place of its own, so that the same image
-comes out whichever worker, thread or process makes it, and switching one part off changes no other part.
+``draws`` turns a key into the crop, the flip, the factors of the colour jitter and their order, the lighting
+noise and the erased box; ``transform`` applies them. All numbers of an image come from one call of the
+counter-based generator (``shoal.decide.rng``), each from a counter of its own, so that every worker, thread
+or process makes the same image, and disabling one part changes no other.
 
 Sources: crops by area and aspect ratio, Szegedy et al., "Going deeper with convolutions", 2015, section 6;
 lighting noise, Krizhevsky et al., "ImageNet classification with deep convolutional neural networks", 2012,
@@ -36,7 +36,7 @@ _LIGHT_VECTORS = np.array(
 _SIZE_STEP = 32  # a ResNet halves the side five times
 
 _TRIES = 10
-# Where in an image's numbers each of its draws lies; a crop's and a box's tries take two numbers each.
+# counters of an image's draws; each try of a crop or a box takes two
 _CROP, _PLACE, _FLIP, _ORDER, _FACTORS, _LIGHT, _ERASE, _BOX, _BOX_PLACE = 0, 20, 22, 23, 24, 28, 32, 33, 53
 _COUNTERS = np.arange(55)
 _ORDERS = tuple(permutations(range(len(JITTERS))))
@@ -45,17 +45,17 @@ _ERASED_AREA, _ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
-    """How training images are varied. Colours are jittered as torchvision's ``ColorJitter`` does it."""
+    """Augmentation of training images. Colours are jittered as by torchvision's ``ColorJitter``."""
 
     size: int = 224
     """Side of the square images that the model sees, in pixels."""
     first_size: int | None = None
     """Progressive resolution: the side in the first epochs; it grows to size by multiples of 32."""
     growth: tuple[float, float] = (0.0, 0.0)
-    """The epochs between which the side grows from first_size to size."""
+    """Epochs between which the side grows from first_size to size."""
     crop: Literal["resized", "padded"] = "resized"
-    """resized: a box of random area and aspect ratio, resized; padded: the image with padding on each side,
-    mirrored, and a box of size from it (for small images, CIFAR)."""
+    """resized: a box of random area and aspect ratio, resized; padded: the image reflected on each side, and
+    a box of size from it (for small images, CIFAR)."""
     area: tuple[float, float] = (0.08, 1.0)
     """Area of a resized crop, as a fraction of the image."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
@@ -65,19 +65,19 @@ class AugmentConfig:
     flip: float = 0.5
     """Probability of the mirror image."""
     brightness: float = 0.0
-    """The factor lies within 1 ± this; 0 switches it off. So do contrast and saturation."""
+    """Range of the factor: 1 ± this; 0 disables it. The same for contrast and saturation."""
     contrast: float = 0.0
     saturation: float = 0.0
     hue: float = 0.0
-    """The shift lies within ± this, of the whole colour circle; at most 0.5."""
+    """Range of the shift: ± this fraction of the colour circle; at most 0.5."""
     lighting: float = 0.0
     """Standard deviation of the noise along the principal components of ImageNet's colours (AlexNet: 0.1)."""
     erase: float = 0.0
     """Probability that a random box is overwritten with the mean colour."""
     mean: tuple[float, float, float] = IMAGENET_MEAN
-    """What is subtracted from red, green, blue (values from 0 to 1)."""
+    """Subtracted from red, green, blue (values from 0 to 1)."""
     std: tuple[float, float, float] = IMAGENET_STD
-    """What they are divided by afterwards."""
+    """Divisor of red, green, blue after the subtraction."""
 
     def __post_init__(self) -> None:
         if self.crop not in ("resized", "padded"):
@@ -124,7 +124,7 @@ class AugmentConfig:
 
 
 def check_normalisation(mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-    """Check the numbers that pixels are normalised with.
+    """Check the mean and the deviation of a normalisation.
 
     Raises:
         UsageError: there are not three of each, a mean is not finite or a deviation not above 0.
@@ -137,7 +137,7 @@ def check_normalisation(mean: tuple[float, ...], std: tuple[float, ...]) -> None
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of pixels; ``top`` or ``left`` below 0: a padded crop reaches into the padding."""
+    """A rectangle of pixels; a padded crop that reaches into the padding has ``top`` or ``left`` below 0."""
 
     top: int
     left: int
@@ -147,14 +147,14 @@ class Box:
 
 @dataclass(frozen=True)
 class Draws:
-    """What is done to one image, in this order.
+    """Parameters of the augmentation of one image, in the order of their application.
 
     Attributes:
-        crop: the part of the decoded image that is used.
+        crop: box of the decoded image.
         flip: whether it is mirrored.
         jitter: adjustments of the colours in their order, with torchvision's factors (hue: shift).
-        light: what is added to red, green, blue, for values from 0 to 1.
-        erased: the part of the finished image that gets the mean colour.
+        light: added to red, green, blue, for values from 0 to 1.
+        erased: box of the finished image that gets the mean colour.
     """
 
     crop: Box
@@ -169,7 +169,7 @@ Key = tuple[int, int, int]
 
 
 def draws(config: AugmentConfig, key: Key, height: int, width: int, size: int) -> Draws:
-    """Return what is done to a key's image, ``height`` × ``width`` pixels, to become ``size`` × ``size``.
+    """Draw the augmentation of an image of ``height`` × ``width`` pixels to ``size`` × ``size``.
 
     Raises:
         UsageError: a padded crop does not fit into the image with its padding.
@@ -209,7 +209,7 @@ def _resized_crop(u: list[float], height: int, width: int, config: AugmentConfig
         w, h = _sides(u[at], u[at + 1], height * width, config.area, log_ratio)
         if 0 < w <= width and 0 < h <= height:
             return Box(int(u[_PLACE] * (height - h + 1)), int(u[_PLACE + 1] * (width - w + 1)), h, w)
-    # None fits: the largest box at the middle whose ratio is allowed.
+    # none fits: the largest centred box with an allowed ratio
     h, w = height, width
     if width < lowest * height:
         h = round(width / lowest)

@@ -1,20 +1,20 @@
-"""A cache of shards in local memory (``/dev/shm``) or on a local disk, shared by the processes of a host.
+"""Caches shards in local memory (``/dev/shm``) or on a local disk, shared by the processes of a host.
 
-Copies lie in ``shoal-cache`` below the given folder, so what else lies there is never counted nor removed. A
+Copies are in ``shoal-cache`` below the given folder; other files there are neither counted nor removed. A
 copy is named by its checksum, so data sets may share a folder and a stale copy cannot exist. One process
-fills it (a lock a shard) while others wait for it; the copy is compared with the manifest's checksum on its
-way in and gets its name when it is complete. Room is taken before a copy begins: the temporary has its full
-size at once, so processes that fill at the same time do not exceed the limit together, and a disk that is
-full says so at the beginning.
+fills it (under a lock per shard) while others wait; the copy is compared with the manifest's checksum while
+it is written and renamed when it is complete. Space is allocated before a copy begins: the temporary file has
+its full size at once, so processes that fill concurrently do not exceed the limit together, and a full disk
+fails early.
 
-A later run takes a copy for what its name says, if it has the manifest's size; else the copy is made again.
-Its checksum is not computed again, which would read every byte at each start. The name suffices, since
-nobody else can give it: it stands only on what was compared, and the folder has the mode 0700 and is refused
-if it belongs to another user or others may write to it. It stays open and is reached by its descriptor, so
-that it cannot be exchanged for another one later by a user who may write to the folder above it.
+A later run trusts the name of a copy that has the manifest's size, and makes others again. It does not
+compute the checksum again, which would read every byte at each start. The name can be trusted because only
+compared data gets it, and the folder has mode 0700 and is refused if it belongs to another user or others may
+write to it. The folder stays open and is accessed through its descriptor, so that a user who may write to the
+folder above cannot replace it.
 
-Where there is no room, shards are read where they are, which is slower but never wrong; it is counted and
-said once.
+Without room, shards are read from their storage, which is slower but never wrong; this is counted, and
+reported once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shoal.data.images.manifest import TAR, ImageShardInfo
 from shoal.errors import ShoalError, UsageError
 
 Parts = Callable[[], Iterable[bytes | memoryview]]
-"""Begins to read the original of a shard, in order."""
+"""Starts reading the original of a shard, in order."""
 
 OWN_FOLDER = "shoal-cache"
 _COPY = re.compile(r".+-[0-9a-f]{16}\.tar")
@@ -48,17 +48,17 @@ _NO_ROOM = "the shards in use leave no room"
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Where copies of shards are kept on each host, and how much of them."""
+    """Location and size of the cache on each host."""
 
     directory: Path
     """A folder on this host: ``/dev/shm/NAME`` for memory, or one on a local NVMe. The copies are in
     ``shoal-cache`` below it."""
     num_bytes: int
-    """The copies have at most so many bytes together."""
+    """Limit of the bytes of all copies together."""
     evict: bool = False
-    """Whether the least recently used copy makes room for the next shard. Right with a block shuffle, which
-    goes from shard to shard; with a full shuffle each image would bring in a whole shard, so what does not
-    fit is better read where it is."""
+    """Evict the least recently used copy to make room for the next shard. Right for a block shuffle, which
+    goes from shard to shard; with a full shuffle each image would copy a whole shard, so what does not fit is
+    better read from its storage."""
 
     def __post_init__(self) -> None:
         if self.num_bytes < 1:
@@ -67,21 +67,21 @@ class CacheConfig:
 
 @dataclass(kw_only=True)
 class CacheCounts:
-    """What happened in this process."""
+    """Counts of the cache in this process."""
 
     num_filled: int = 0
     num_evicted: int = 0
     num_declined: int = 0
-    """Shards for which there was no room, once each (each time with ``evict``)."""
+    """Shards for which there was no room; each counts once, with ``evict`` each time."""
     num_read_in_place: int = 0
     """Reads that the cache could not serve."""
 
 
 class ShardCache:
-    """The copies, mapped into memory as they are asked for. Threads may share it; a process makes its own."""
+    """Maps copies of shards into memory, and makes them. Threads may share it, processes may not."""
 
     def __init__(self, config: CacheConfig) -> None:
-        """Make the folder.
+        """Open the folder of the cache, or create it.
 
         Raises:
             UsageError: it cannot be made or written, belongs to another user, or others may write to it.
@@ -111,10 +111,10 @@ class ShardCache:
             ) from None
 
     def view(self, info: ImageShardInfo, parts: Parts) -> memoryview | None:
-        """Return the bytes of a shard's tar, copied first if need be; ``None`` if there is no room.
+        """Return the bytes of a shard's tar, copying it first if necessary; ``None`` if there is no room.
 
         Raises:
-            ShoalError: what was read is not the shard of the manifest, or cannot be read.
+            ShoalError: the original differs from the manifest, or cannot be read.
         """
         name = _file_name(info)
         if self.config.evict:
@@ -136,7 +136,7 @@ class ShardCache:
         try:
             with _locked(_lock_of(path)):
                 if name in self._maps or name in self._declined:
-                    return self._maps.get(name)  # another thread came first
+                    return self._maps.get(name)  # another thread was first
                 data = _mapped(path, num_bytes)
                 if data is None and self._has_room_and_fills(path, info, parts):
                     data = _mapped(path, num_bytes)
@@ -174,7 +174,7 @@ class ShardCache:
         return True
 
     def _why_no_room(self, num_bytes: int) -> str | None:
-        """Make room if that is allowed; return why there is none. Under the folder's lock."""
+        """Make room if ``evict`` allows it; return the reason if there is none. Holds the folder's lock."""
         limit = self.config.num_bytes
         if num_bytes > limit:
             return f"a shard of {num_bytes:,} bytes is more than its limit of {limit:,}"
@@ -199,7 +199,7 @@ class ShardCache:
             self._maps.pop(path.name, None)
 
     def _forget_evicted(self) -> None:
-        """Let go of copies that another process has removed: mapped, they would keep their memory."""
+        """Unmap copies that another process removed; mapped, they would keep their memory."""
         changed_ns = self._folder.stat().st_mtime_ns
         if changed_ns == self._changed_ns:
             return
@@ -224,7 +224,7 @@ class ShardCache:
 
 
 def _check_owner(folder: Path, state: os.stat_result) -> None:
-    """Check that nobody else can put a copy into the folder, since a copy is taken for what its name says.
+    """Check that no other user can put a copy into the folder, since the name of a copy is trusted.
 
     Raises:
         UsageError: it belongs to another user, or others may write to it.
@@ -240,7 +240,7 @@ def _check_owner(folder: Path, state: os.stat_result) -> None:
 
 
 def _mapped(path: Path, num_bytes: int) -> memoryview | None:
-    """Return a copy of so many bytes, or ``None`` if there is none. Raises ``OSError``."""
+    """Map a copy of ``num_bytes``; return ``None`` if there is none. Raises ``OSError``."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size != num_bytes:
@@ -279,7 +279,7 @@ def _lock_of(path: Path) -> Path:
 
 
 def _entries(directory: Path, suffix: str = "") -> Iterator[tuple[int, int, Path]]:
-    """Yield (last use in ns, bytes, path) of the copies, or of copies with a suffix behind their name."""
+    """Yield (last use in ns, bytes, path) of the copies, or of those with a suffix after their name."""
     for path in directory.iterdir():
         if path.name.endswith(suffix) and _COPY.fullmatch(path.name.removesuffix(suffix)):
             with contextlib.suppress(FileNotFoundError):
@@ -288,7 +288,7 @@ def _entries(directory: Path, suffix: str = "") -> Iterator[tuple[int, int, Path
 
 
 def _remove_abandoned(directory: Path) -> int:
-    """Remove temporaries that nobody fills (a kill left them); return the bytes of the others."""
+    """Remove temporary files of killed processes; return the bytes of the others."""
     used = 0
     for _, size, path in list(_entries(directory, PARTIAL)):
         with _locked_if_free(_lock_of(path)) as is_free:
@@ -301,7 +301,7 @@ def _remove_abandoned(directory: Path) -> int:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock among threads and processes; it ends with the process that holds it."""
+    """Hold a lock among threads and processes; the system releases it when the process ends."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Tells what a path holds: ImageNet as it is downloaded, or a folder of class folders."""
+"""Chooses the image source for a path: ImageNet's tars, or a folder of class folders."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def detect_source(
     ground_truth: Path | None = None,
     synsets: Path | None = None,
 ) -> ImageSource:
-    """Return the source that ``path`` is.
+    """Return the source in ``path``.
 
     Args:
         path: a folder, or ImageNet's tar of training images.
-        validation: share of each class of a folder that is held out.
-        seed: of what is held out.
-        ground_truth: of ImageNet's validation images, instead of what lies beside the tars.
-        synsets: what the numbers of the ground truth mean, instead of what lies beside the tars.
+        validation: fraction of each class of a folder that is held out.
+        seed: of the held-out images.
+        ground_truth: of ImageNet's validation images, instead of the file beside the tars.
+        synsets: the list of synsets, instead of the file beside the tars.
 
     Raises:
         UsageError: the path does not exist or is neither, or an option does not fit it.

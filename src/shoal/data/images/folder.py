@@ -1,8 +1,8 @@
-"""A folder of class folders as a source: ``train/CLASS/…`` with ``val/CLASS/…``, or ``CLASS/…`` alone.
+"""Reads images from class folders: ``train/CLASS/…`` with ``val/CLASS/…``, or ``CLASS/…`` alone.
 
-Labels number the classes in the order of their names, as in torchvision's ``ImageFolder``, and a suffix tells
-an image. Other files are left alone. Where no folder of validation images exists, a share of each class is
-held out.
+Labels number the classes in the order of their names, as in torchvision's ``ImageFolder``, and images are
+recognised by their suffix. Other files are ignored. If there is no folder of validation images, a fraction of
+each class is held out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.errors import ShoalError, UsageError, did_you_mean
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
 VALIDATION_NAMES = ("val", "validation", "test")
-"""Folders that hold the validation images; the first that there is counts."""
+"""Names of the folder of validation images; the first that exists is used."""
 DEFAULT_SHARE = 0.05
 
 
@@ -29,20 +29,20 @@ class _File(NamedTuple):
 
 
 class FolderSource:
-    """Images in class folders; see the module's docstring."""
+    """Class folders as a source (:class:`shoal.data.images.sources.ImageSource`)."""
 
     def __init__(self, path: Path, *, validation: float | None = None, seed: int = 0) -> None:
-        """Look at the class folders of ``path``.
+        """List the class folders of ``path``.
 
         Args:
             path: the folder.
-            validation: share of each class that is held out where there is no folder of validation images;
-                ``None`` stands for 0.05, 0 for none.
+            validation: fraction of each class that is held out if there is no folder of validation images;
+                ``None``: 0.05, 0: none.
             seed: another seed holds out other images.
 
         Raises:
-            UsageError: there are no class folders, they differ between train and validation, or a share is
-                given for a source that has validation images.
+            UsageError: there are no class folders, they differ between train and validation, or a fraction
+                is given for a source that has validation images.
             ShoalError: a folder cannot be read.
         """
         self._path, self._seed = path, seed
@@ -86,8 +86,8 @@ class FolderSource:
             for suffix in _other_suffixes(root):
                 counts[suffix] = counts.get(suffix, 0) + 1
         if counts:
-            told = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(counts.items())[:8])
-            lines.append(f"files that are no images by their suffix are left alone: {told}")
+            listed = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(counts.items())[:8])
+            lines.append(f"files that are no images by their suffix are left alone: {listed}")
         return tuple(lines)
 
     def state(self) -> str:
@@ -112,7 +112,7 @@ class FolderSource:
                 yield SourceImage(keys[at], root / name / files[at].name, 0, files[at].size, label)
 
     def _held_out(self, keys: Sequence[str]) -> list[int]:
-        """Return the places of a class's validation images: by a hash, at least one if it has two images."""
+        """Return the indices of a class's validation images, by a hash; at least one if it has two images."""
         count = min(max(round(len(keys) * self._share), 1), len(keys) - 1)
         salt = (self._seed % (1 << 64)).to_bytes(8, "little")
         ranks = [
@@ -148,9 +148,9 @@ class FolderSource:
 
 
 def unique_keys(names: Sequence[str]) -> list[str]:
-    """Return a key for each file name, with slashes: without suffix, and without dots behind the last slash.
+    """Return a key for each file name: without suffix, and without dots after the last slash.
 
-    Of names that become the same (``1.jpg`` and ``1.png``), the later ones get ``~2``, ``~3``, ….
+    Of equal keys (``1.jpg`` and ``1.png``), the later ones get ``~2``, ``~3``, ….
     """
     keys: list[str] = []
     taken: set[str] = set()
@@ -167,7 +167,7 @@ def unique_keys(names: Sequence[str]) -> list[str]:
 
 
 def _folders(path: Path) -> list[str]:
-    """Return the names of the folders in ``path``, sorted; hidden ones are left out."""
+    """Return the sorted names of the folders in ``path`` that are not hidden."""
     try:
         with os.scandir(path) as entries:
             return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
@@ -176,7 +176,7 @@ def _folders(path: Path) -> list[str]:
 
 
 def _files(folder: Path) -> list[_File]:
-    """Return the images below a class folder in the order of their names."""
+    """Return the images below a class folder, sorted by name."""
     found = []
     try:
         for root, folders, names in os.walk(folder, onerror=_raise, followlinks=True):

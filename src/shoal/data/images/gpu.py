@@ -1,12 +1,12 @@
-"""Images decoded on the GPU: the host only reads bytes, nvJPEG and the device do the rest.
+"""Decodes and augments images on the GPU; the host only reads their bytes.
 
-A device without nvJPEG, the CPU, decodes with libjpeg, so that tests and small machines take the same path.
-``EncodedReader`` gives batches of encoded images in the same order as ``reader.ImageReader``.
-``GpuTransform`` decodes a batch (torchvision's ``decode_jpeg`` on a CUDA device), crops, resizes, mirrors,
-lights, normalises and erases it as ``transform.TrainTransform`` does, by the same draws. What nvJPEG does not
-decode (CMYK, other formats) is decoded on the host. Colours are not jittered here.
+``EncodedReader`` reads batches of encoded images in the same order as ``reader.ImageReader``.
+``GpuTransform`` decodes a batch (torchvision's ``decode_jpeg``: nvJPEG on a CUDA device, libjpeg on the CPU,
+so that tests take the same path), and crops, resizes, mirrors, lights, normalises and erases it as
+``transform.TrainTransform`` does, with the same draws. Images that nvJPEG cannot decode (CMYK, other formats)
+are decoded on the host. Colours are not jittered.
 
-Not measured: it was written and compared with the CPU's path on a machine without a GPU.
+Not measured: it was compared with the CPU's path on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class EncodedReader(SizedReader):
 
 
 class GpuTransform:
-    """Makes training images of the batches of an ``EncodedReader``, on the device."""
+    """Turns batches of an ``EncodedReader`` into training images, on the device."""
 
     def __init__(self, config: AugmentConfig, *, seed: int, device: torch.device) -> None:
-        """Take what ``config`` says.
+        """Augment as ``config`` describes.
 
         Raises:
-            UsageError: colours are to be jittered, or crops to be padded.
+            UsageError: ``config`` jitters colours or pads crops.
         """
         for name in ("brightness", "contrast", "saturation", "hue"):
             if getattr(config, name):
@@ -133,12 +133,12 @@ class GpuTransform:
         return made
 
     def _decoded(self, encoded: Sequence[Tensor], keys: Sequence[Key]) -> list[Tensor]:
-        """Return uint8 ``[3, H, W]`` each, on the device; one by one on the host where nvJPEG gives up."""
+        """Return uint8 ``[3, H, W]`` each, on the device; decode one by one on the host if nvJPEG fails."""
         from torchvision.io import decode_jpeg
 
         for data, key in zip(encoded, keys, strict=True):
             begin = data.numpy().tobytes()
-            if begin.startswith(JPEG_BEGIN):  # what is none is refused below
+            if begin.startswith(JPEG_BEGIN):  # others are refused below
                 with _named(key):
                     check_jpeg(begin)
         try:
@@ -161,7 +161,7 @@ def _not_here(what: str) -> UsageError:
 
 @contextmanager
 def _named(key: Key) -> Iterator[None]:
-    """Name the image in what is raised."""
+    """Name the image in errors."""
     try:
         yield
     except BadImage as error:

@@ -1,8 +1,7 @@
-"""The header of an encoded image: which format it has, and how many pixels it will be.
+"""Checks the format and the size in the header of an encoded image before it is decoded.
 
-Nothing is decoded before that is known, because a few bytes can announce an image that fills the memory.
-Pillow is asked by a list of formats: it has some forty, told apart by what a file holds and not by its name,
-and one of them runs Ghostscript.
+A few bytes can declare an image that fills the memory. Pillow gets a list of formats: it has some forty,
+which it chooses by the content of a file and not by its name, and one of them runs Ghostscript.
 """
 
 from __future__ import annotations
@@ -14,27 +13,27 @@ if TYPE_CHECKING:
     from PIL import Image as PillowImage
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP")
-"""As Pillow calls them: those of the suffixes that ``folder`` takes for images."""
+"""Pillow's names of the formats whose suffixes ``folder`` recognises."""
 MAX_PIXELS = (1 << 30) // 12
-"""An image of more pixels is not decoded. Pillow has the same limit, but only warns up to twice as many."""
+"""Limit of what is decoded. Pillow has the same limit, but only warns up to twice as many."""
 JPEG_BEGIN = b"\xff\xd8"
 
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _SCAN, _END = 0xDA, 0xD9
 _NO_SEGMENT = frozenset({0x00, 0x01, *range(0xD0, 0xD8)})
-"""Markers that nothing belongs to; 0 is no marker."""
+"""Markers without a segment; 0 is not a marker."""
 
 
 class BadImage(Exception):
-    """The bytes are not a whole image; the text says why."""
+    """Raised for bytes that are not a whole image; the message is the reason."""
 
 
 def open_image(data: bytes | bytearray | memoryview) -> PillowImage.Image:
-    """Return an image of which Pillow has read the header only.
+    """Open an image with Pillow, which reads its header only.
 
     Raises:
         BadImage: it has none of ``FORMATS``, or more than ``MAX_PIXELS``.
-        OSError: and others: the header is damaged.
+        OSError: or another of Pillow's errors: the header is damaged.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -49,7 +48,7 @@ def open_image(data: bytes | bytearray | memoryview) -> PillowImage.Image:
 
 
 def check_pixels(width: int, height: int) -> None:
-    """Check the size that a header announces.
+    """Check the size that a header declares.
 
     Raises:
         BadImage: it is more than ``MAX_PIXELS``.
@@ -59,12 +58,12 @@ def check_pixels(width: int, height: int) -> None:
 
 
 def check_jpeg(data: bytes | bytearray) -> None:
-    """Check the size of a JPEG by its frame header (ITU-T T.81, B.2.2), sooner than Pillow would.
+    """Check the size in the frame header of a JPEG (ITU-T T.81, B.2.2), faster than Pillow would.
 
-    Markers are found as libjpeg finds them, which then decodes what was checked here.
+    Markers are found as libjpeg finds them, which decodes the image afterwards.
 
     Raises:
-        BadImage: there is no frame header, or it announces more than ``MAX_PIXELS``.
+        BadImage: there is no frame header, or it declares more than ``MAX_PIXELS``.
     """
     at = len(JPEG_BEGIN)
     while 0 <= (at := data.find(b"\xff", at)) <= len(data) - 9:

@@ -1,11 +1,11 @@
-"""Mixup and smoothed labels, on batches, on the device of the model.
+"""Mixes images and labels of a batch (mixup), and smooths labels, on the device of the model.
 
 Mixup (Zhang et al., "mixup: Beyond empirical risk minimization", 2018) replaces an image by
 λ · image + (1 - λ) · its partner, and its target likewise. λ ~ Beta(α, α) is one number for an optimizer
 step, a pure function of (seed, step). Partners are neighbours in the stream of samples: 0 and 1, 2 and 3,
 and so on; the stream is shuffled, so they are random pairs. Workers and micro-batches are contiguous parts
-of the global batch: where all have even sizes, the pairs are those of the global batch, and neither the
-number of workers nor the micro-batch changes what is mixed. An odd part is refused.
+of the global batch: if all have even sizes, the pairs are those of the global batch, and neither the number
+of workers nor the micro-batch changes them. An odd part is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.errors import UsageError
 
 
 def mixup_weight(alpha: float, seed: int, step: int) -> float:
-    """Return λ of an optimizer step, from Beta(``alpha``, ``alpha``); 1 for an alpha of 0: nothing is mixed.
+    """Return λ of an optimizer step, from Beta(``alpha``, ``alpha``); 1 (no mixing) for an alpha of 0.
 
     Jöhnk's method (1964): of two uniform numbers to the power of 1 / alpha, the first's part of their sum,
     once the sum is at most 1.
@@ -56,7 +56,7 @@ def soft_targets(
 
     A label has 1 - ``smoothing`` + ``smoothing`` / num_classes, every other class ``smoothing`` / num_classes
     (Szegedy et al., "Rethinking the Inception architecture", 2016); two partners share them as ``mix`` did.
-    ``torch.nn.functional.cross_entropy`` takes them as they are.
+    ``torch.nn.functional.cross_entropy`` accepts them.
 
     Args:
         labels: int64 ``[B]``.
@@ -74,7 +74,7 @@ def soft_targets(
 
 
 def _partners(batch: torch.Tensor) -> torch.Tensor:
-    """Return the batch with neighbours exchanged."""
+    """Return the batch with neighbours swapped."""
     if len(batch) % 2:
         raise UsageError(
             f"mixup pairs neighbours, but a micro-batch has {len(batch)} images: make the micro-batch and "

@@ -1,13 +1,13 @@
-"""From the pixels of a crop to what the model takes: mirror, jitter, normalise, in one native pass.
+"""Mirrors, jitters and normalises the pixels of a crop in one native pass.
 
-The maths are torchvision's on images of floats (``transforms.v2.functional.adjust_*``): each adjustment is
-clamped to the range of a pixel and nothing is rounded in between. (On uint8, torchvision drops the fraction
-after every adjustment.) Hue is shifted without a look-up of sectors: with V the largest channel and C its
-distance to the smallest, each channel is V - C·max(0, min(k, 4 - k, 1)), where k = (n + 6·hue) mod 6 and
-n = 5, 3, 1 for red, green, blue: the closed form of HSV to RGB.
+The maths are torchvision's for float images (``transforms.v2.functional.adjust_*``): each adjustment is
+clamped to the range of a pixel and nothing is rounded in between. (On uint8, torchvision truncates after
+every adjustment.) Hue is shifted without sectors: with V the largest channel and C its distance to the
+smallest, each channel is V - C·max(0, min(k, 4 - k, 1)), where k = (n + 6·hue) mod 6 and n = 5, 3, 1 for red,
+green, blue: the closed form of HSV to RGB.
 
-``finish`` runs ``csrc/image`` where the extension is built; ``finish_numpy`` is the same formula in NumPy,
-the fallback, and what tests compare with.
+``finish`` runs ``csrc/image`` if the extension is built; ``finish_numpy`` is the same formula in NumPy, the
+fallback and the reference of the tests.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def finish(
     jitter: Sequence[tuple[Jitter, float]] = (),
     level: native.Level | None = None,
 ) -> None:
-    """Write ``scale · jittered(image) + shift`` to ``out``; the GIL is released meanwhile.
+    """Write ``scale · jittered(image) + shift`` to ``out``; releases the GIL.
 
     Args:
-        image: uint8 ``[H, W, 3]``; rows may be strided (a crop), others than dense pixels are copied.
+        image: uint8 ``[H, W, 3]``; rows may be strided (a crop), other strides are copied.
         out: ``[3, H, W]``: float32, uint16 (the bits of bfloat16, to nearest even) or uint8 (rounded to
-            nearest, clamped). Planes of channels or, where the strides say so, channels last.
+            nearest, clamped). Channels first, or channels last by its strides.
         scale: for red, green, blue, in units of a pixel from 0 to 255: 1 / (255 · std) normalises.
-        shift: added at last: -mean / std, and lighting noise / std.
+        shift: added last: -mean / std, and lighting noise / std.
         jitter: adjustments with torchvision's factors, in order.
-        level: forces the kernels of a level (for tests).
+        level: of the processor's instructions, for tests.
 
     Raises:
-        UsageError: shapes, types or strides are not as said.
+        UsageError: shapes, types or strides are others.
     """
     if not native.is_built():
         finish_numpy(image, out, scale=scale, shift=shift, flip=flip, jitter=jitter)
@@ -75,7 +75,7 @@ def finish_numpy(
     flip: bool = False,
     jitter: Sequence[tuple[Jitter, float]] = (),
 ) -> None:
-    """The same as ``finish`` in NumPy, whatever the strides."""
+    """Compute ``finish`` in NumPy, for any strides."""
     seen = image[:, ::-1] if flip else image
     rgb: Floats = np.ascontiguousarray(seen.transpose(2, 0, 1)).astype(np.float32)
     for name, factor in jitter:

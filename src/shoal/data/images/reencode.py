@@ -1,8 +1,8 @@
-"""One image of a source as the JPEG that a shard holds: its own bytes, unless something has to change.
+"""Converts an image of a source to the JPEG that a shard stores; keeps its bytes if nothing has to change.
 
-What changes: other formats and CMYK become RGB JPEG, EXIF rotation is carried out, and an image whose shorter
-side is above the limit is made smaller. Greyscale stays greyscale. Every image is decoded once here, at an
-eighth of its size, which reads all of its data: a file that was cut short is found now and not in training.
+Other formats and CMYK become RGB JPEG, EXIF rotation is applied, and an image whose shorter side is above the
+limit is downscaled. Greyscale stays greyscale. Every image is decoded once, at an eighth of its size, which
+reads all of its data: a truncated file is found now and not in training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from PIL import Image as PillowImage
 
 MAX_IMAGE_BYTES = 1 << 28
-"""A larger file is no image: it would be read into memory whole."""
+"""Limit of the size of a file, which is read into memory as a whole."""
 
 _ORIENTATION = 0x0112  # tag of EXIF (TIFF 6.0, section 8)
 _UPRIGHT = 1
@@ -33,15 +33,15 @@ _JPEGS = ("JPEG", "MPO")  # MPO: a JPEG with more pictures behind the first, as 
 
 @dataclass(frozen=True, kw_only=True)
 class ReencodeConfig:
-    """What becomes of images."""
+    """Size and quality of stored images."""
 
     resize: int = 0
-    """Make images smaller whose shorter side has more pixels than this, to this; 0 leaves sizes alone."""
+    """Downscale images whose shorter side has more pixels than this, to this; 0 keeps all sizes."""
     quality: int = 90
-    """JPEG quality of images that have to be encoded again, 1 to 95."""
+    """JPEG quality of images that are encoded again, 1 to 95."""
 
     def __post_init__(self) -> None:
-        """Check each field by itself.
+        """Check each field.
 
         Raises:
             UsageError: a value is out of its range.
@@ -61,7 +61,7 @@ class Encoded(NamedTuple):
 
 
 def reencode(data: bytes, config: ReencodeConfig) -> Encoded:
-    """Return the JPEG of an image: ``data`` itself where nothing needs to change.
+    """Return the JPEG of an image: ``data`` itself if nothing needs to change.
 
     Raises:
         BadImage: it cannot be decoded, or not completely.
@@ -104,7 +104,7 @@ def check_pillow() -> None:
 
 @contextmanager
 def _bad_image_errors() -> Iterator[None]:
-    """Turn what Pillow raises at damaged data into ``BadImage``."""
+    """Turn Pillow's errors at damaged data into ``BadImage``."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata, which is not used
@@ -116,7 +116,7 @@ def _bad_image_errors() -> Iterator[None]:
 
 
 def _orientation(image: PillowImage.Image) -> int:
-    """Return EXIF's orientation, upright where it says none or cannot be read (decoders do not mind it)."""
+    """Return EXIF's orientation; upright if it is missing or cannot be read (decoders ignore it)."""
     try:
         value = image.getexif().get(_ORIENTATION, _UPRIGHT)
     except Exception:
@@ -125,7 +125,7 @@ def _orientation(image: PillowImage.Image) -> int:
 
 
 def _turned(image: PillowImage.Image, orientation: int) -> PillowImage.Image:
-    """Return the image as EXIF's orientation 2 to 8 means it, as Pillow's ``exif_transpose`` does."""
+    """Apply EXIF's orientation 2 to 8, as Pillow's ``exif_transpose`` does."""
     from PIL.Image import Transpose
 
     turns = (
@@ -141,7 +141,7 @@ def _turned(image: PillowImage.Image, orientation: int) -> PillowImage.Image:
 
 
 def _eight_bits(image: PillowImage.Image) -> PillowImage.Image:
-    """Return greyscale as ``L`` and all else as ``RGB``; alpha is dropped, as ``ImageFolder`` does."""
+    """Convert greyscale to ``L`` and all else to ``RGB``; alpha is dropped, as ``ImageFolder`` does."""
     from PIL import Image
 
     if image.mode == "F":
@@ -155,7 +155,7 @@ def _eight_bits(image: PillowImage.Image) -> PillowImage.Image:
 
 
 def _smaller(image: PillowImage.Image, shorter_side: int) -> PillowImage.Image:
-    """Return the image with a shorter side of ``shorter_side`` pixels at most; 0 sets no limit."""
+    """Downscale the image to a shorter side of at most ``shorter_side`` pixels; 0: no limit."""
     from PIL.Image import Resampling
 
     if shorter_side == 0 or min(image.size) <= shorter_side:

@@ -1,4 +1,4 @@
-"""Where the files of a prepared directory of images lie: a folder, or a prefix in S3. One form for both."""
+"""Reads the files of a prepared directory of images from a folder or from S3, through one interface."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ _CONNECT_S, _READ_S = 10.0, 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _NUM_CONNECTIONS = 64
 _NUM_AT_ONCE = 8
-"""Requests of one download: one connection to S3 gives some 50 to 100 MB/s."""
+"""Concurrent requests of one download: one connection to S3 gives some 50 to 100 MB/s."""
 _PART_BYTES = 8 << 20
 
-_PASSING_CODES = frozenset(
+_TRANSIENT_CODES = frozenset(
     {"InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException"}
 )
 
 
 class S3Files:
-    """The files of one prefix. Threads may share it; a process makes its own."""
+    """Reads the files below one prefix, with retries until a deadline. Threads may share it, processes may
+    not."""
 
     def __init__(self, location: str, *, deadline_s: float = _DEADLINE_S) -> None:
-        """Take ``s3://bucket/prefix``; nothing is requested yet.
+        """Parse ``s3://bucket/prefix``; sends no request.
 
         Raises:
             UsageError: no bucket is named, or boto3 is not installed.
@@ -47,7 +48,7 @@ class S3Files:
         self.prefix = prefix.strip("/")
         self.deadline_s = deadline_s
         self.num_requests = 0
-        """Tries that were made so far."""
+        """Requests sent so far, retries included."""
         self._client = _client()
         self._lock = threading.Lock()
 
@@ -56,7 +57,7 @@ class S3Files:
         return f"{SCHEME}{self.bucket}/{self._key(name)}"
 
     def read(self, name: str, *, num_bytes: int | None = None) -> bytes:
-        """Return a whole file, which must have ``num_bytes`` if that is known, else be small.
+        """Return a whole file, which must have ``num_bytes`` if they are given, else be small.
 
         Raises:
             UsageError: credentials are missing or do not suffice, or there is no such bucket.
@@ -103,7 +104,7 @@ class S3Files:
                 self.num_requests += 1
             try:
                 return self._once(name, where, size, total)
-            except _Passing as error:
+            except _Transient as error:
                 left = self.deadline_s - (time.monotonic() - begin)
                 if left <= 0:
                     raise ShoalError(
@@ -111,7 +112,7 @@ class S3Files:
                         f"{error}); check the network and the endpoint (AWS_ENDPOINT_URL, the region), then "
                         "start the same command again"
                     ) from None
-            # Not all workers that failed together come back together.
+            # jitter: workers that failed together do not retry together
             time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -129,7 +130,7 @@ class S3Files:
                         f"{self.uri(name)} has {found:,} bytes, more than the {MAX_WHOLE_BYTES:,} of such a "
                         "file; check the prefix"
                     )
-                # A server that does not know ranges sends the whole file.
+                # a server without support for ranges sends the whole file
                 data: bytes = body.read(None if size is None else size + 1)
         except exceptions.ClientError as error:
             raise self._refused(name, error.response, total) from None
@@ -143,19 +144,19 @@ class S3Files:
             exceptions.HTTPClientError,
             exceptions.IncompleteReadError,
         ) as error:
-            raise _Passing(" ".join(str(error).split())) from None
+            raise _Transient(" ".join(str(error).split())) from None
         except exceptions.BotoCoreError as error:
             raise UsageError(f"{self.uri(name)}: {error}") from None
         if size is not None and len(data) != size:
-            raise _Passing(f"{len(data):,} of {size:,} bytes came")
+            raise _Transient(f"{len(data):,} of {size:,} bytes came")
         return data
 
     def _refused(self, name: str, response: dict[str, Any], total: int | None) -> Exception:
-        """Return what to raise for an answer that is an error."""
+        """Return the error to raise for an error response."""
         code = str(response.get("Error", {}).get("Code", ""))
         status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        if status >= 500 or status == 429 or code in _PASSING_CODES:
-            return _Passing(f"{status} {code}")
+        if status >= 500 or status == 429 or code in _TRANSIENT_CODES:
+            return _Transient(f"{status} {code}")
         if code == "NoSuchBucket":
             return UsageError(f"{self.uri(name)}: there is no bucket {self.bucket!r}; check its name")
         if status == 404:
@@ -180,8 +181,8 @@ class S3Files:
         )
 
 
-class _Passing(Exception):
-    """A try failed, and another may succeed."""
+class _Transient(Exception):
+    """Raised by a request that may succeed if it is repeated."""
 
 
 def _client() -> Any:
@@ -195,7 +196,7 @@ def _client() -> Any:
     return boto3.session.Session().client(
         "s3",
         config=Config(
-            retries={"total_max_attempts": 1},  # ours know the deadline
+            retries={"total_max_attempts": 1},  # the retries here know the deadline
             connect_timeout=_CONNECT_S,
             read_timeout=_READ_S,
             max_pool_connections=_NUM_CONNECTIONS,
@@ -209,10 +210,10 @@ _COPY_BYTES = 8 << 20
 
 
 class Storage(Protocol):
-    """The files of a prepared directory. Threads may share it; errors name the file."""
+    """Reads the files of a prepared directory. Threads may share it; errors name the file."""
 
     def manifest(self) -> ImageManifest:
-        """Return what the directory says about itself."""
+        """Return the manifest of the directory."""
 
     def indexes(self, infos: Iterable[ImageShardInfo]) -> list[bytes]:
         """Return the indexes of shards, whole."""
@@ -231,19 +232,19 @@ class Storage(Protocol):
 
 
 def open_storage(location: Path | str) -> Storage:
-    """Return the files below a folder or ``s3://bucket/prefix``.
+    """Return the storage for a folder or ``s3://bucket/prefix``.
 
     Raises:
         UsageError: no bucket is named, or boto3 is not installed.
     """
     text = str(location)
     if text.startswith("s3:"):
-        return S3Storage(SCHEME + text.removeprefix("s3:").lstrip("/"))  # a Path makes one slash of two
+        return S3Storage(SCHEME + text.removeprefix("s3:").lstrip("/"))  # Path collapses the two slashes
     return LocalStorage(Path(location))
 
 
 class LocalStorage:
-    """A folder; tars are mapped."""
+    """Reads a folder; tars are mapped into memory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -264,7 +265,7 @@ class LocalStorage:
         return memoryview(self._maps[info.name])[start : start + size]
 
     def will_need(self, info: ImageShardInfo, start: int, size: int) -> None:
-        """Have the system begin to read this."""
+        """Prefetch a range (``MADV_WILLNEED``)."""
         first = start - start % mmap.PAGESIZE
         self._maps[info.name].madvise(mmap.MADV_WILLNEED, first, start + size - first)
 
@@ -278,7 +279,7 @@ class LocalStorage:
 
 
 class S3Storage:
-    """A prefix of a bucket; images are fetched one by one."""
+    """Reads a prefix of a bucket; each image is a request."""
 
     def __init__(self, location: str) -> None:
         self._s3 = S3Files(location)
@@ -290,7 +291,7 @@ class S3Storage:
         return self._s3.read_all((f"{i.name}.{INDEX}", int(i.files[INDEX]["bytes"])) for i in infos)
 
     def open(self, info: ImageShardInfo) -> None:
-        """Sizes are compared at each request."""
+        """Does nothing: sizes are checked at each request."""
 
     def read(self, info: ImageShardInfo, start: int, size: int) -> bytes:
         return self._s3.read_range(f"{info.name}.{TAR}", start, size, num_bytes=int(info.files[TAR]["bytes"]))

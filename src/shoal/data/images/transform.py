@@ -1,14 +1,13 @@
-"""An encoded image becomes an input of the model: decode, crop and resize, then one pass over the pixels.
+"""Turns encoded images into inputs of a model: decode, crop and resize, then one pass over the pixels.
 
 Decoding and resizing are torchvision's (libjpeg-turbo; torch's vectorised resize of uint8 with antialiasing,
-on the channels-last pixels that the decoder leaves), the pass is ours (``pixels``). All three release the
-GIL, so threads of one process make images in parallel. Only the crop is resized. Both transforms are called
-as ``transform(encoded, out, key)``, are picklable, and write to ``out`` of whatever side it has: what
-``size_at(epoch)`` says for progressive resolution.
+on channels-last pixels), the pass is in ``pixels``. All three release the GIL, so threads of one process work
+in parallel. Only the crop is resized. Both transforms are called as ``transform(encoded, out, key)``, are
+picklable, and write to ``out`` of any side: that of ``size_at(epoch)`` for progressive resolution.
 
 Measured on COCO's images (640 × 480, 154 kB, one core): decoding takes 1.8 ms with torchvision, 2.0 with
 Pillow, and still 1.7 with Pillow's ``draft``, which reconstructs half the size only: most of the time goes
-into the entropy code, which has no short cut.
+into entropy decoding, which has no shortcut.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ Output = npt.NDArray[Any]
 
 
 class TrainTransform:
-    """Makes training images, varied by their keys (``augment``)."""
+    """Decodes and augments training images by their keys (``augment``)."""
 
     def __init__(self, config: AugmentConfig) -> None:
-        """Take what ``config`` says.
+        """Augment as ``config`` describes.
 
         Raises:
             ShoalError: torchvision is not installed.
@@ -59,7 +58,7 @@ class TrainTransform:
         """Write the image of ``key`` = (seed, epoch, index) to ``out`` ``[3, S, S]``.
 
         ``out`` is float32, uint16 (the bits of bfloat16), both normalised, or uint8 (as decoded, for
-        a model that normalises); in planes of channels, or channels last if its strides say so.
+        a model that normalises); channels first, or channels last by its strides.
 
         Raises:
             ShoalError: the bytes are not an image, or one that was cut short.
@@ -82,7 +81,7 @@ class TrainTransform:
 
 
 class CentreTransform:
-    """Makes images for validation: the square at the middle, always the same."""
+    """Decodes validation images and crops the square at their centre."""
 
     def __init__(
         self,
@@ -93,14 +92,15 @@ class CentreTransform:
         mean: Triple = IMAGENET_MEAN,
         std: Triple = IMAGENET_STD,
     ) -> None:
-        """Choose how the square is cut.
+        """Choose the size of the crop.
 
         Args:
             size: side of the images in pixels.
-            resize: the shorter side is resized to this, then ``size`` pixels are cut from the middle.
-            fraction: instead (``resize`` is ``None`` then): this part of the shorter side is cut from the
-                middle and resized to ``size``; .875 is 224 of 256.
-            mean: and ``std``: of red, green, blue, for values from 0 to 1.
+            resize: the shorter side is resized to this, then ``size`` pixels are cropped at the centre.
+            fraction: instead (with ``resize=None``): this fraction of the shorter side is cropped at the
+            centre
+                and resized to ``size``; .875 is 224 of 256.
+            mean, std: of red, green, blue, for values from 0 to 1.
 
         Raises:
             UsageError: a value is out of its range.
@@ -171,7 +171,7 @@ def decode(encoded: Encoded) -> Pixels:
 
 
 _UNDECODABLE = (RuntimeError, ValueError, OSError, SyntaxError, EOFError)
-"""What torch's operators raise, and what Pillow does."""
+"""Errors that torch's operators and Pillow raise."""
 
 
 @cache
@@ -203,12 +203,12 @@ def _with_pillow(encoded: Encoded) -> Pixels:
 
 
 def resized(pixels: Pixels, box: Box | None, height: int, width: int) -> Pixels:
-    """Return a part of an image (or all of it), bilinearly resized with antialiasing, uint8 ``[H, W, 3]``."""
+    """Resize a box of an image (or all of it), bilinearly with antialiasing; return uint8 ``[H, W, 3]``."""
     if box is not None:
         pixels = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
     if pixels.shape[:2] == (height, width):
         return pixels
-    # torch resizes channels-last pixels fastest where they are dense; the copy of the crop is cheaper.
+    # torch resizes dense channels-last pixels fastest; copying the crop is cheaper than a strided resize
     dense = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
     resize = _torchvision().transforms.v2.functional.resize_image
     smaller: Pixels = resize(dense, [height, width], antialias=True).permute(1, 2, 0).numpy()
@@ -225,7 +225,8 @@ def _half(pixels: int) -> int:
 
 
 def _mirrored_crop(pixels: Pixels, box: Box) -> Pixels:
-    """Return a box that may reach beyond the image, which goes on mirrored there (without its edge twice)."""
+    """Return a box that may reach beyond the image, which is reflected there (edge pixels are not
+    repeated)."""
     places = []
     for begin, count, side in zip(
         (box.top, box.left), (box.height, box.width), pixels.shape[:2], strict=True
