@@ -1,10 +1,10 @@
-"""The encoder over packed batches: what transformers computes on padded ones, without the padding.
+"""Computes BERT-like encoders on packed batches, without the padding that transformers computes with.
 
-1. Embeddings, linear layers and norms run on ``[T, hidden]``: the tokens of all sequences and nothing else.
-2. Attention runs on ``[B, heads, S, d]``. Queries, keys and values are written to their places there, the
-   context is taken back from them; when all sequences have the same length both are only another view.
-3. The last layer computes queries, output projection and feed-forward only for the rows that somebody looks
-   at; keys and values still come from all tokens, so every result is the same.
+1. Embeddings, linear layers and norms run on ``[T, hidden]``, the tokens of all sequences.
+2. Attention runs on ``[B, heads, S, d]``: queries, keys and values are padded, the context is unpadded. For
+   sequences of equal length both are views.
+3. The last layer computes queries, output projection and feed-forward only for the rows that a loss or head
+   reads. Keys and values come from all tokens, so the results are the same.
 """
 
 from __future__ import annotations
@@ -53,14 +53,12 @@ def drop_in_head(x: Tensor, keys: Tensor | None, p: float, *, site: int = 0) -> 
 class Encoder:
     """Computes the last hidden states of a base model for packed batches.
 
-    Not a module: the parameters belong to the transformers model around ``base`` and have their names there
-    alone.
+    It is not a module: parameters belong to the transformers model around ``base``, under its names alone.
 
     Args:
         base: ``BertModel``, ``AlbertModel``, ``RobertaModel`` or ``DistilBertModel``.
         activation_checkpointing: recompute layers in the backward pass.
-        final_norm: given, layers normalise before attention and feed-forward instead of after, and this one
-            comes at the end.
+        final_norm: applied to the output; given, layers are pre-norm, else post-norm.
     """
 
     def __init__(
@@ -72,8 +70,10 @@ class Encoder:
     ) -> None:
         self.base = base
         self.layers = layers_of(base)
-        self.embedding_dropout = embedding_dropout(base)
-        base.embeddings.dropout = nn.Identity()  # drawn here, by the keys of samples
+        base.embeddings.dropout = nn.Identity()  # drawn by `embed`, from the keys of samples
+        self._drops = embedding_dropout(base) > 0 or any(
+            layer.attention_dropout or layer.dense_dropout or layer.output_dropout for layer in self.layers
+        )
         self.activation_checkpointing = activation_checkpointing
         self.final_norm = final_norm
 
@@ -100,11 +100,10 @@ class Encoder:
             dropout_keys: int64 ``[B]``, keys of the samples (:mod:`shoal.dropout`), which training reads;
                 default: drawn from torch's generator.
         """
-        hidden = embed(self.base, input_ids, token_type_ids, position_ids)
         layout = _Layout.of(position_ids, cu_seqlens, max_seqlen)
         keys = self.sample_keys(dropout_keys, cu_seqlens)
         of_rows, of_weights = self._site_keys(keys, position_ids, cu_seqlens, max_seqlen)
-        hidden = drop(hidden, of_rows[0], self.embedding_dropout)
+        hidden = embed(self.base, input_ids, token_type_ids, position_ids, of_rows[0])
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             site_keys = (of_rows[2 * number + 1], of_rows[2 * number + 2], of_weights[number])
@@ -125,7 +124,7 @@ class Encoder:
         """Return the keys of the rows ``[T]`` of each site, and of each layer's weights ``[B, heads, S]``."""
         num_layers = len(self.layers)
         num_sites = 2 * num_layers + 1
-        if keys is None:
+        if keys is None or not self._drops:
             return [None] * num_sites, [None] * num_layers
         sites = torch.arange(num_sites + num_layers, device=keys.device)
         of_tokens = token_keys(keys, position_ids, cu_seqlens)
@@ -177,7 +176,7 @@ def _attend(
     layout: _Layout,
     weight_keys: Tensor | None,
 ) -> Tensor:
-    """Return the context ``[W, hidden]`` of the rows ``asking``, each over its own sequence in ``source``."""
+    """Return the context ``[W, hidden]`` of the queries ``asking``, each over its sequence in ``source``."""
     unpad_index = layout.unpad_index
     asking_index = unpad_index if wanted is None else unpad_index.index_select(0, wanted)
     all_full = layout.mask is None
@@ -226,34 +225,33 @@ class _Layout:
 
 
 class _Spread(torch.autograd.Function):
-    """Writes rows to distinct places of an array that is zero elsewhere: the transpose of ``_Collect``.
+    """Writes rows to distinct rows of a zero tensor: the transpose of ``_Collect``.
 
-    torch's own backward of ``index_select`` cannot know that no place is named twice and adds atomically (or,
-    on a CPU, one row after the other): for 2,818 rows of 768 on 2 cores it took twice the time of the
-    768 × 768 linear layer beside it.
+    torch's backward of ``index_select`` must expect repeated indices and adds atomically (on a CPU, one row
+    after the other). For 2,818 rows of 768 on 2 cores it took twice the time of a 768 × 768 linear layer.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor, num_places: int) -> Tensor:
-        ctx.save_for_backward(places)
-        return rows.new_zeros(num_places, rows.shape[1]).index_copy_(0, places, rows)
+    def forward(ctx: Any, rows: Tensor, index: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(index)
+        return rows.new_zeros(num_rows, rows.shape[1]).index_copy_(0, index, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return grad.index_select(0, places), None, None
+        (index,) = ctx.saved_tensors
+        return grad.index_select(0, index), None, None
 
 
 class _Collect(torch.autograd.Function):
-    """Takes the rows at distinct places: the transpose of ``_Spread``."""
+    """Reads distinct rows: the transpose of ``_Spread``."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
         ctx.num_rows = rows.shape[0]
-        return rows.index_select(0, places)
+        return rows.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.num_rows, grad.shape[1]).index_copy_(0, places, grad), None
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.num_rows, grad.shape[1]).index_copy_(0, index, grad), None

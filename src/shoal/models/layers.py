@@ -1,7 +1,7 @@
-"""One view of the layers of BERT, RoBERTa, ALBERT and DistilBERT.
+"""Maps the layers of BERT, RoBERTa, ALBERT and DistilBERT to one structure.
 
-transformers' modules hold the weights, under transformers' names, so that weights travel both ways. The four
-architectures are the same computation with the parts in other places; a :class:`Layer` names the parts.
+transformers' modules hold the weights under transformers' names, so that weights load in both directions. The
+four architectures compute the same from parts with other names; :class:`Layer` holds the parts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.distilbert.modeling_distilbert import TransformerBlock
 from transformers.models.roberta.modeling_roberta import RobertaLayer
 
+from shoal.dropout import dropout
+
 MODEL_TYPES = ("bert", "albert", "roberta", "distilbert")
-"""What transformers writes as ``model_type`` for the architectures known here."""
+"""``model_type`` in transformers of the supported architectures."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The parts of a transformer layer in the order of use, normalised after each half as they come."""
+    """The parts of a transformer layer in the order of use (post-norm)."""
 
     query: nn.Linear
     key: nn.Linear
@@ -39,9 +41,9 @@ class Layer:
     attention_dropout: float
     """Of attention weights."""
     dense_dropout: float
-    """Of what attention adds."""
+    """Of the attention block's output."""
     output_dropout: float
-    """Of what the feed-forward half adds."""
+    """Of the feed-forward block's output."""
 
 
 def layers_of(base: PreTrainedModel) -> list[Layer]:
@@ -59,29 +61,37 @@ def embedding_dropout(base: PreTrainedModel) -> float:
     return float(config.dropout if config.model_type == "distilbert" else config.hidden_dropout_prob)
 
 
-def embed(base: PreTrainedModel, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
-    """Return what enters the first layer, ``[T, hidden]``, of ``[T]`` ids, segments and positions."""
-    config = base.config
-    hidden: Tensor
-    if config.model_type == "distilbert":
-        hidden = base.embeddings(input_ids[None], position_ids=position_ids[None])[0]
-    else:
-        if config.type_vocab_size == 1:  # RoBERTa tells its segments apart by separators alone
+def embed(
+    base: PreTrainedModel,
+    input_ids: Tensor,
+    token_type_ids: Tensor,
+    position_ids: Tensor,
+    keys: Tensor | None = None,
+) -> Tensor:
+    """Return the input of the first layer, ``[T, hidden]``, from ``[T]`` token ids, segments and positions.
+
+    Args:
+        keys: int64 ``[T]`` to drop by, in training.
+    """
+    config, arguments = base.config, {}
+    if config.model_type == "roberta":  # positions are counted from behind the padding's row
+        position_ids = position_ids + (base.embeddings.padding_idx + 1)
+    if config.model_type != "distilbert":
+        if config.type_vocab_size == 1:  # RoBERTa separates segments by special tokens alone
             token_type_ids = torch.zeros_like(token_type_ids)
-        if config.model_type == "roberta":  # counts from behind the row that it keeps for padding
-            position_ids = position_ids + (base.embeddings.padding_idx + 1)
-        hidden = base.embeddings(
-            input_ids[None], token_type_ids=token_type_ids[None], position_ids=position_ids[None]
-        )[0]
+        arguments["token_type_ids"] = token_type_ids[None]
+    hidden: Tensor = base.embeddings(input_ids[None], position_ids=position_ids[None], **arguments)[0]
+    if keys is not None:
+        hidden = dropout(hidden, keys, embedding_dropout(base))
     if config.model_type == "albert":
         hidden = base.encoder.embedding_hidden_mapping_in(hidden)
     return hidden
 
 
 def fused_activation(module: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Return the same function in one operation where torch has it.
+    """Return the same function as one torch operation where there is one.
 
-    transformers writes ``gelu_new`` out as seven elementwise operations; torch's tanh-GELU is the same.
+    transformers computes ``gelu_new`` by seven elementwise operations; torch's tanh-GELU is the same.
     """
     if isinstance(module, NewGELUActivation):
         return nn.GELU(approximate="tanh")

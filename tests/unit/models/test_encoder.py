@@ -21,7 +21,7 @@ from transformers import AutoModel, PreTrainedModel
 from transformers.activations import NewGELUActivation
 
 from shoal.models.encoder import Encoder
-from shoal.models.layers import MODEL_TYPES, Layer, fused_activation
+from shoal.models.layers import MODEL_TYPES, Layer, embed, fused_activation
 
 architectures = pytest.mark.parametrize("model_type", MODEL_TYPES)
 
@@ -134,6 +134,19 @@ def test_dropout_is_drawn_where_the_architecture_has_it() -> None:
     model = base_model("distilbert", dropout=0.5, attention_dropout=0.25)
     (first, *_) = Encoder(model).layers
     assert (first.attention_dropout, first.dense_dropout, first.output_dropout) == (0.25, 0.0, 0.5)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_embeddings_are_dropped_where_transformers_drops_them(model_type: str) -> None:
+    """All of them: ALBERT then still has the bias of its mapping to the hidden size."""
+    names = ("dropout",) if model_type == "distilbert" else ("hidden_dropout_prob",)
+    model, batch = base_model(model_type, **dict.fromkeys(names, 1.0)), packed(padded_batch())
+    arguments = [batch[name] for name in ("input_ids", "token_type_ids", "position_ids")]
+    hidden = embed(model, *arguments, keys=torch.arange(len(arguments[0])))
+    expected = (
+        model.encoder.embedding_hidden_mapping_in.bias if model_type == "albert" else torch.zeros(HIDDEN)
+    )
+    assert torch.equal(hidden, expected.expand_as(hidden).to(hidden.dtype))
 
 
 def test_dropout_only_while_training() -> None:
