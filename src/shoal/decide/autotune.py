@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.decide.cost import Link, ModelCost, check_cuts, stage_costs
+from shoal.decide.cost import Link, ModelCost, StageCost, check_cuts, stage_costs
 from shoal.decide.partition import (
     DoesNotFit,
     Memory,
@@ -160,30 +160,26 @@ class _Case:
     num_micro_batches: int
     active_micro_batches: int | None
 
-    def choice(self, cost: ModelCost, cuts: Sequence[int], given: Conditions) -> Choice:
-        schedule = make_schedule(
+    def schedule(self, costs: Sequence[StageCost] | None = None, link: Link | None = None) -> Schedule:
+        return make_schedule(
             self.name,
             num_ranks=self.num_ranks,
             num_virtual=self.num_virtual,
             num_micro_batches=self.num_micro_batches,
-            costs=stage_costs(cost, cuts),
-            link=given.link,
+            costs=costs,
+            link=link,
             active_micro_batches=self.active_micro_batches,
         )
-        return _judged(cost, cuts, schedule, given)
+
+    def choice(self, cost: ModelCost, cuts: Sequence[int], given: Conditions) -> Choice:
+        return _judged(cost, cuts, self.schedule(stage_costs(cost, cuts), given.link), given)
 
     def num_kept(self) -> tuple[int, ...]:
         """Return the micro-batches that each stage keeps in memory; a guess where that depends on costs."""
         if self.name in GREEDY:
             active = min(self.num_micro_batches, self.active_micro_batches or self.num_ranks)
             return (active,) * (self.num_ranks * self.num_virtual)
-        schedule = make_schedule(
-            self.name,
-            num_ranks=self.num_ranks,
-            num_virtual=self.num_virtual,
-            num_micro_batches=self.num_micro_batches,
-        )
-        return num_kept(schedule)
+        return num_kept(self.schedule())
 
 
 def _place(cost: ModelCost, case: _Case, given: Conditions, cuts: Sequence[int] | None) -> Choice:
@@ -209,24 +205,23 @@ def _proposals(cost: ModelCost, case: _Case, given: Conditions) -> Iterator[tupl
     part.
     """
     num_stages, kept = case.num_ranks * case.num_virtual, case.num_kept()
-    memory = given.memory
-    if memory is not None:
-        room = memory.limit_bytes - memory.reserved_bytes
-        for part in dict.fromkeys((1.0, (1 + 1 / case.num_virtual) / 2, 1 / case.num_virtual)):
-            limited = replace(memory, limit_bytes=memory.reserved_bytes + int(room * part))
-            try:
-                yield partition(
-                    cost, num_stages, link=given.link, memory=limited, num_kept=kept,
-                    optimize=given.optimize, memory_weight=given.memory_weight,
-                )  # fmt: skip
-            except DoesNotFit:
-                break
-        yield partition(cost, num_stages, memory=memory, limited=False, num_kept=kept, memory_weight=1.0)
-    else:
-        yield partition(
-            cost, num_stages, link=given.link, num_kept=kept,
+
+    def fastest(memory: Memory | None) -> tuple[int, ...]:
+        return partition(
+            cost, num_stages, link=given.link, memory=memory, num_kept=kept,
             optimize=given.optimize, memory_weight=given.memory_weight,
         )  # fmt: skip
+
+    if (memory := given.memory) is None:
+        yield fastest(None)
+        return
+    room = memory.limit_bytes - memory.reserved_bytes
+    for part in dict.fromkeys((1.0, (1 + 1 / case.num_virtual) / 2, 1 / case.num_virtual)):
+        try:
+            yield fastest(replace(memory, limit_bytes=memory.reserved_bytes + int(room * part)))
+        except DoesNotFit:
+            break
+    yield partition(cost, num_stages, memory=memory, limited=False, num_kept=kept, memory_weight=1.0)
 
 
 def _refined(cost: ModelCost, choice: Choice, given: Conditions) -> Choice:

@@ -17,8 +17,6 @@ from shoal.decide.partition import DoesNotFit, Memory, check_num_stages, in_gb
 from shoal.decide.server_assignment import ring_seconds
 from shoal.errors import UsageError
 
-__all__ = ["Choice", "Conditions", "Layout", "averaging_s", "choose_layout", "choose_schedule"]
-
 _QUICK = ("1f1b", "interleaved", "bfs", "gpipe")
 """Schedules for the first ranking of layouts: those that are cheap to construct."""
 MAX_PIPELINE = 32
@@ -32,8 +30,8 @@ _RELAXED_DEVICES = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """``pipeline × data`` devices with a predicted step."""
+class _Shape:
+    """A layout without a schedule."""
 
     pipeline: int
     """Ranks of a pipeline."""
@@ -42,6 +40,15 @@ class Layout:
     micro_batch_size: int
     num_micro_batches: int
     """Per replica and step."""
+
+    def __str__(self) -> str:
+        return f"pipeline {self.pipeline} × data {self.data} with micro-batches of {self.micro_batch_size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(_Shape):
+    """``pipeline × data`` devices with a predicted step."""
+
     choice: Choice
     stages: tuple[StageCost, ...]
     first_units: tuple[str, ...]
@@ -176,19 +183,6 @@ def averaging_s(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Shape:
-    """A layout without a schedule."""
-
-    pipeline: int
-    data: int
-    micro_batch_size: int
-    num_micro_batches: int
-
-    def __str__(self) -> str:
-        return f"pipeline {self.pipeline} × data {self.data} with micro-batches of {self.micro_batch_size}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Search:
     """Arguments of :func:`choose_layout`."""
 
@@ -271,10 +265,7 @@ class _Search:
         steps = [averaging_s(cost, c, data=shape.data, link=link, gradient_ratio=ratio) for c in choices]
         best = min(range(len(choices)), key=lambda index: steps[index])
         return Layout(
-            pipeline=shape.pipeline,
-            data=shape.data,
-            micro_batch_size=shape.micro_batch_size,
-            num_micro_batches=shape.num_micro_batches,
+            **vars(shape),
             choice=choices[best],
             stages=stage_costs(cost, choices[best].cuts),
             first_units=tuple(cost.units[first].name for first in (0, *choices[best].cuts)),

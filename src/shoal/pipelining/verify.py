@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import ShoalError
 from shoal.pipelining.loss import loss_of
+from shoal.pipelining.measure_cost import undisturbed
 from shoal.pipelining.process_groups import ProcessGroups
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -46,22 +47,19 @@ def run_unsplit(
         forward: runs the unsplit model on a micro-batch.
         streams: context of micro-batch m.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     loss = torch.zeros((), dtype=torch.float64)
-    for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        with streams(number):
-            share = loss_of(forward(part))
-        share = torch.where(weight > 0, share * weight, torch.zeros_like(share))
-        gradients = torch.autograd.grad(share, list(parameters.values()), allow_unused=True)
-        for total, gradient in zip(sums.values(), gradients, strict=True):
-            if gradient is not None:
-                total += gradient
-        loss += share.detach().cpu().double()
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    with undisturbed(model):
+        for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+            with streams(number):
+                share = loss_of(forward(part))
+            share = torch.where(weight > 0, share * weight, torch.zeros_like(share))
+            gradients = torch.autograd.grad(share, list(parameters.values()), allow_unused=True)
+            for total, gradient in zip(sums.values(), gradients, strict=True):
+                if gradient is not None:
+                    total += gradient
+            loss += share.detach().cpu().double()
     for total in (*sums.values(), loss) if groups.data_group is not None else ():
         dist.all_reduce(total, group=groups.data_group)
     return Reference(loss, sums)

@@ -18,8 +18,8 @@ import numpy as np
 from shoal.decide.server_assignment import ring_seconds, two_hop_seconds
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
-from shoal.planner.hardware import Instance, Machines, require_accelerators
-from shoal.planner.step_time import Layout, achieved_flops_for, step_time
+from shoal.planner.hardware import Instance, Machines
+from shoal.planner.step_time import Layout, achieved_flops_of
 from shoal.planner.workload import Workload
 
 TRAIN_KIND = "shoal bench train"
@@ -67,13 +67,7 @@ class MeasuredTrain:
         host = Machines(count=1, instance=replace(instance, num_accelerators=self.num_devices))
         layout = Layout(global_batch=self.global_batch, micro_batch=self.micro_batch)
         try:
-            return achieved_flops_for(
-                self.samples_per_s,
-                lambda flops: (
-                    self.global_batch / step_time(workload, host, layout, achieved_flops=flops).total_s
-                ),
-                peak=require_accelerators(host).peak("fp16"),
-            )
+            return achieved_flops_of(workload, host, layout, self.samples_per_s)
         except UsageError as error:
             raise UsageError(
                 f"--measured {self.path} ({self.device}) is not of {instance.name}: {error}"

@@ -14,7 +14,7 @@ from shoal.planner.convergence import Convergence
 from shoal.planner.device_memory import DeviceMemory, device_memory, largest_micro_batch
 from shoal.planner.hardware import Accelerator, Instance, Machines, require_accelerators
 from shoal.planner.run_time import RunTime, cost, run_time
-from shoal.planner.step_time import Layout, StepTime, achieved_flops_for, num_replicas, step_time
+from shoal.planner.step_time import Layout, StepTime, achieved_flops_of, num_replicas, step_time
 from shoal.planner.workload import Workload
 
 ASSUMED_UTILISATION = 0.35
@@ -162,29 +162,22 @@ def achieved(
     peak = accelerator.peak("fp16")
     if samples_per_s is not None:
         batch = global_batch or instance.num_accelerators
-        rate = _from_rate(workload, instance, batch, samples_per_s, peak)
+        rate = _from_rate(workload, instance, batch, samples_per_s)
         return rate, f"measured: {samples_per_s:g} {workload.unit}/s on one host"
     for entry in _published():
         if _same(entry, workload, recipe, accelerator):
             host = replace(instance, num_accelerators=entry["num_accelerators"])
-            rate = _from_rate(workload, host, entry["global_batch"], entry["samples_per_s"], peak)
+            rate = _from_rate(workload, host, entry["global_batch"], entry["samples_per_s"])
             return rate, f"published: {entry['samples_per_s']:g} {workload.unit}/s, {entry['source']}"
     text = f"assumed: {100 * ASSUMED_UTILISATION:.0f} % of the peak of {accelerator.name}; measure one host"
     return ASSUMED_UTILISATION * peak, text
 
 
-def _from_rate(
-    workload: Workload, instance: Instance, batch: int, samples_per_s: float, peak: float
-) -> float:
+def _from_rate(workload: Workload, instance: Instance, batch: int, samples_per_s: float) -> float:
     host = Machines(count=1, instance=instance)
     share = batch / instance.num_accelerators
     micro = largest_micro_batch(workload, require_accelerators(host), share=share)
-    layout = Layout(global_batch=batch, micro_batch=micro)
-    return achieved_flops_for(
-        samples_per_s,
-        lambda flops: batch / step_time(workload, host, layout, achieved_flops=flops).total_s,
-        peak=peak,
-    )
+    return achieved_flops_of(workload, host, Layout(global_batch=batch, micro_batch=micro), samples_per_s)
 
 
 def _same(entry: dict[str, Any], workload: Workload, recipe: str, accelerator: Accelerator) -> bool:

@@ -247,3 +247,16 @@ def achieved_flops_for(
         else:
             high = middle
     return math.sqrt(low * high)
+
+
+def achieved_flops_of(workload: Workload, host: Machines, layout: Layout, samples_per_s: float) -> float:
+    """Return the FLOP/s of an accelerator at which ``layout`` on one host gives a throughput.
+
+    Raises:
+        UsageError: no such rate exists.
+    """
+
+    def rate(flops: float) -> float:
+        return layout.global_batch / step_time(workload, host, layout, achieved_flops=flops).total_s
+
+    return achieved_flops_for(samples_per_s, rate, peak=require_accelerators(host).peak("fp16"))

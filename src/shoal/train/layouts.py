@@ -13,9 +13,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from shoal.decide.autotune import PORTFOLIO, VIRTUAL_CHOICES
+from shoal.decide.autotune import PORTFOLIO, VIRTUAL_CHOICES, Conditions
 from shoal.decide.cost import Link
-from shoal.decide.layout_search import Conditions, Layout, choose_layout
+from shoal.decide.layout_search import Layout, choose_layout
 from shoal.decide.partition import Memory
 from shoal.errors import UsageError
 from shoal.pipelining.export_graph import export_model
