@@ -1,4 +1,4 @@
-// Python's view of the core. The only file that includes nanobind; it releases the GIL while kernels run.
+// Python bindings of the core. The only file that includes nanobind. Releases the GIL while kernels run.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
@@ -56,7 +56,7 @@ std::optional<shoal::DType> dtype_of(nb::dlpack::dtype dtype) {
   return std::nullopt;
 }
 
-// A buffer's place, its bytes and its element type, if that is one that we sum.
+// Address and size of a buffer, and its element type if the kernels support it.
 struct Span {
   const void* data;
   std::size_t num_bytes;
@@ -107,8 +107,8 @@ void sum_in_rank_order(const OutBuffer& out, const std::vector<InBuffer>& inputs
                            to.num_bytes / shoal::size_of(*dtype), *dtype, num_threads, level);
 }
 
-// Optimizers hand over addresses: to import some hundred tensors through DLPack at every step would take
-// longer than the update of the small ones. shoal.native checks what lies behind them.
+// Optimizers pass addresses: importing hundreds of tensors through DLPack at every step would take longer than the
+// update of the small ones. shoal.native validates the tensors.
 using Addresses = std::vector<std::uintptr_t>;
 using Counts = std::vector<std::size_t>;
 
@@ -188,7 +188,7 @@ double sum_of_squares(const Addresses& values, const Counts& counts, int num_thr
   return shoal::sum_of_squares(tensors, num_threads, level);
 }
 
-// The type and the strides of an image that is to be finished: [3, H, W], in either layout.
+// Type and strides of an output image: [3, H, W], in either layout.
 shoal::Finished finished_of(const OutBuffer& out) {
   const auto code = static_cast<nb::dlpack::dtype_code>(out.dtype().code);
   const int bits = out.dtype().lanes == 1 ? out.dtype().bits : 0;
@@ -404,7 +404,7 @@ void bind_engine(nb::module_& m) {
       .def("counters", &shoal::HelperServer::counters, Release());
 }
 
-// (built, version, problem, ((provider, problem), ...)): what of libfabric can be used here.
+// Returns (built, version, problem, ((provider, problem), ...)), the state of libfabric on this machine.
 std::tuple<bool, std::string, std::string, std::vector<std::pair<std::string, std::string>>> fabric_state(
     const std::string& address) {
   shoal::FabricState state = shoal::look_at_fabric(address);
@@ -417,11 +417,11 @@ std::tuple<bool, std::string, std::string, std::vector<std::pair<std::string, st
 
 NB_MODULE(_core, m) {
   m.doc() = "shoal's C++ core; use it through shoal.native";
-  nb::set_leak_warnings(false);  // a process that ends without destroy_process_group() leaves its engine
+  nb::set_leak_warnings(false);  // a process that exits without destroy_process_group() leaks its engine
   m.def("cpu_features", &cpu_features);
   m.def("simd_levels", &simd_levels);
   m.def("fabric_state", &fabric_state, nb::call_guard<nb::gil_scoped_release>());
-  // noconvert: a converted copy of the output would take the sum and be thrown away
+  // noconvert: the sum would be written to a converted copy of the output
   m.def("sum_in_rank_order", &sum_in_rank_order, nb::arg("out").noconvert(), nb::arg("inputs").noconvert(),
         nb::arg("dtype").none(), nb::arg("num_threads"), nb::arg("level").none());
   m.def("lamb_step", &lamb_step, nb::arg("weights"), nb::arg("grads"), nb::arg("exp_avgs"),

@@ -1,4 +1,4 @@
-// The steady clock, the one that Python calls time.monotonic_ns().
+// The steady clock, which Python reads as time.monotonic_ns().
 #pragma once
 
 #include <chrono>

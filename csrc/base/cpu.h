@@ -1,4 +1,4 @@
-// Which vector instructions this processor has, and the level of kernels that follows from it.
+// Vector instruction sets of this processor, and the kernel level that they allow.
 #pragma once
 
 #include <optional>
@@ -8,21 +8,21 @@
 
 namespace shoal {
 
-// Every kernel exists once a level; all levels give the same bits.
+// Every kernel exists once per level; all levels give the same bits.
 enum class Level { portable, avx2, avx512 };
 
-// The levels that this processor and this build can run, the fastest last.
+// Returns the levels that this processor and this build support, the fastest last.
 std::vector<Level> supported_levels();
 
 Level best_level();
 
-// Throws std::invalid_argument for a level that is not among the supported ones.
+// Throws std::invalid_argument for a level that is not supported.
 void require_level(Level level);
 
 std::string_view name_of(Level level);
 std::optional<Level> level_named(std::string_view name);
 
-// (name, present) of the instruction sets that a user or a recipe may ask about.
+// (name, present) of instruction sets that users may query.
 std::vector<std::pair<std::string_view, bool>> cpu_features();
 
 }  // namespace shoal

@@ -12,12 +12,12 @@ namespace shoal {
 namespace {
 
 using Table = std::array<std::uint32_t, 256>;
-// A linear function of 32 bits, as one table a byte.
+// A linear function of 32 bits, as one table per byte.
 using Operator = std::array<Table, 4>;
 
 constexpr std::uint32_t kPolynomial = 0x82f63b78;  // 0x1edc6f41 with its bits reversed
 
-// The register after one more zero byte, for each value of its lowest byte.
+// The register after one zero byte, for each value of its lowest byte.
 constexpr Table byte_table() {
   Table table{};
   for (std::uint32_t value = 0; value < 256; ++value) {
@@ -28,7 +28,7 @@ constexpr Table byte_table() {
   return table;
 }
 
-// tables[i][value]: byte_table, then i more zero bytes. Eight bytes are eight independent look-ups.
+// tables[i][value]: byte_table followed by i zero bytes. Eight bytes are eight independent lookups.
 constexpr std::array<Table, 8> slicing_tables() {
   std::array<Table, 8> tables{};
   tables[0] = byte_table();
@@ -43,7 +43,7 @@ constexpr std::array<Table, 8> slicing_tables() {
 
 constexpr std::array<Table, 8> kTables = slicing_tables();
 
-// Both take and give the register as it is, without the inversions at the two ends.
+// Both take and return the raw register, without the inversions at the two ends.
 std::uint32_t step_by_byte(std::uint32_t crc, const unsigned char* at, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) crc = (crc >> 8) ^ kTables[0][(crc ^ at[i]) & 0xff];
   return crc;
@@ -66,8 +66,8 @@ std::uint32_t step_by_table(std::uint32_t crc, const unsigned char* at, std::siz
 
 #if defined(__x86_64__)
 
-// The instruction takes three cycles and one can start each cycle: three streams side by side keep it busy.
-// Their registers are joined by shifting the earlier ones over the zeros that the later ones stand for.
+// The instruction has a latency of three cycles and a throughput of one per cycle: three interleaved streams keep it
+// busy. Their registers are combined by shifting the earlier ones over the zeros in place of the later ones.
 constexpr std::size_t kLong = 4096, kShort = 256;  // bytes of one stream
 
 constexpr std::uint32_t apply(const Operator& shift, std::uint32_t crc) {

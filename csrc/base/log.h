@@ -1,5 +1,4 @@
-// Lines on stderr about what peers and strangers do: bounded in number, and without a word of theirs that a
-// terminal would obey.
+// Log lines on stderr about peers and strangers: rate-limited, and without bytes that a terminal would interpret.
 #pragma once
 
 #include <chrono>
@@ -8,16 +7,16 @@
 
 namespace shoal {
 
-// The text with every byte that is not printable ASCII as \xNN: escape sequences and forged lines stay visible.
+// Escapes every byte that is not printable ASCII as \xNN, so that escape sequences and forged lines stay visible.
 std::string printable(const std::string& text);
 
-// Writes at most ten lines a minute and says how many it has left out. One thread.
+// Writes at most ten lines per minute, and then the number of dropped ones. Used by one thread.
 class LineLimit {
  public:
   using Clock = std::chrono::steady_clock;
 
   void write(const std::string& line, Clock::time_point now = Clock::now());
-  // Says what was left out once the minute is over. To be called now and then.
+  // Writes the number of dropped lines once the minute is over. Called periodically.
   void tick(Clock::time_point now = Clock::now());
 
  private:

@@ -1,5 +1,5 @@
-// Threads for one call. They are started by the call and end with it (about 30 us a thread): a process may
-// fork at any other time, and no thread of ours competes with torch's between two calls.
+// Threads of a single call, started and joined by it (about 30 us per thread): the process may fork at any other
+// time, and no idle threads compete with torch's between calls.
 #pragma once
 
 #include <atomic>
@@ -8,17 +8,17 @@
 
 namespace shoal {
 
-// Runs work() on the caller's thread and on num_threads - 1 others at the same time, fewer where the system
-// refuses another thread. work must not throw.
+// Runs work() on the caller's thread and num_threads - 1 others concurrently, fewer if the system refuses a thread.
+// work must not throw.
 void run_on_threads(int num_threads, const std::function<void()>& work);
 
-// Hands out 0, 1, ... count - 1, each once. Threads that claim their work keep together when one of them
-// loses its processor for a while; with fixed shares the others would wait for it.
+// Hands out 0, 1, ... count - 1, each once. With dynamic claims, threads finish together even if one of them is
+// descheduled for a while; with fixed shares the others would wait for it.
 class Claims {
  public:
   explicit Claims(std::size_t count) : count_(count) {}
 
-  // False when nothing is left.
+  // Returns false when none is left.
   bool next(std::size_t& index) {
     index = next_.fetch_add(1, std::memory_order_relaxed);
     return index < count_;

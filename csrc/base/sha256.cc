@@ -10,9 +10,8 @@ namespace {
 
 constexpr std::size_t kBlock = 64;
 
-// floor(frac(root(n)) * 2^32) of the first primes: FIPS 180-4, sections 4.2.2 (cube roots) and 5.3.3 (square
-// roots), computed here in whole numbers: the largest x with x^power <= prime * 2^(32 power), without its
-// whole part.
+// floor(frac(root(n)) * 2^32) of the first primes: FIPS 180-4, sections 4.2.2 (cube roots) and 5.3.3 (square roots),
+// computed in integers: the largest x with x^power <= prime * 2^(32 power), without its integer part.
 constexpr std::uint32_t fraction_of_root(std::uint32_t prime, int power) {
   __extension__ using Wide = unsigned __int128;
   std::uint64_t root = 0;
@@ -136,7 +135,7 @@ Digest hmac_sha256(std::span<const std::uint8_t> key, std::span<const std::uint8
 
 bool equal_in_constant_time(std::span<const std::uint8_t> a, std::span<const std::uint8_t> b) {
   if (a.size() != b.size()) return false;
-  // volatile: no compiler may leave the loop at the first difference.
+  // volatile: the compiler must not exit the loop at the first difference.
   volatile std::uint8_t difference = 0;
   for (std::size_t i = 0; i < a.size(); ++i) difference = difference | (a[i] ^ b[i]);
   return difference == 0;

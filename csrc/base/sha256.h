@@ -1,5 +1,5 @@
-// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104), for proving knowledge of a job's secret: a few hundred
-// bytes a connection, so plain code and no library. Not for bulk data.
+// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104), for authentication with the job's secret: a few hundred bytes per
+// connection, so it is portable code without a library. Not for bulk data.
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@ Digest sha256(std::span<const std::uint8_t> message);
 
 Digest hmac_sha256(std::span<const std::uint8_t> key, std::span<const std::uint8_t> message);
 
-// False at once when the lengths differ; else the time does not depend on where the bytes differ.
+// Compares in constant time, except that different lengths return false at once.
 bool equal_in_constant_time(std::span<const std::uint8_t> a, std::span<const std::uint8_t> b);
 
 }  // namespace shoal

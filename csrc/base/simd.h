@@ -1,8 +1,8 @@
-// Sixteen floats at once, in three namespaces with the same functions: portable (the compiler's own vectors:
-// SSE2 on x86-64, NEON on arm64), avx2 and avx512. A kernel is written once in a .inc file that is included
-// once a level. All levels give the same bits: each operation is one IEEE operation, and
-// a stored NaN is always the quiet NaN without payload, since which operand's payload survives an addition
-// would depend on the operand order that the compiler chose.
+// Vectors of sixteen floats, in three namespaces with the same functions: portable (the compiler's vector extensions:
+// SSE2 on x86-64, NEON on arm64), avx2 and avx512. A kernel is written once in a .inc file that is included once per
+// level. All levels give the same bits: each operation is one IEEE operation, and a stored NaN is always the quiet
+// NaN without payload, since the payload that survives an addition would depend on the operand order that the
+// compiler chose.
 #pragma once
 
 #include <cmath>
@@ -82,7 +82,7 @@ SHOAL_OP Uint4 to_half(Float4 x) {  // nearest, ties to even
   const Uint4 bits = as<Uint4>(x), sign = (bits >> 16) & 0x8000u, size = bits & 0x7fffffffu;
   const Uint4 rebased = size - (112u << 23);
   const Uint4 normal = (rebased + 0xfffu + ((rebased >> 13) & 1u)) >> 13;
-  // A float of 0.5 and more, below 1, counts in steps of 2^-24, the smallest half: the addition rounds.
+  // Floats in [0.5, 1) have a spacing of 2^-24, the smallest half: the addition rounds to it.
   const Uint4 small = as<Uint4>(as<Float4>(size) + 0.5f) - 0x3f000000u;
   const Int4 signed_size = as<Int4>(size);
   Uint4 half = select(signed_size < 0x38800000, small, normal);
@@ -140,7 +140,7 @@ SHOAL_OP void store(Bf16* at, const F& x) {
 SHOAL_OP void store(Fp16* at, const F& x) {
   for (int i = 0; i < 4; ++i) store4(&at->bits + 4 * i, to_half(x.part[i]));
 }
-// Past the caches where the processor can (at is aligned to a unit's size).
+// Streaming store where the processor has it (at is aligned to the size of a unit).
 template <class T>
 SHOAL_OP void stream(T* at, const F& x) {
   store(at, x);
@@ -240,7 +240,7 @@ SHOAL_OP F quiet(F x) {
   const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000));
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x, nan);
 }
-SHOAL_OP __m256i pack(Bf16, F x) {  // not vcvtneps2bf16: that takes subnormal numbers for zero
+SHOAL_OP __m256i pack(Bf16, F x) {  // not vcvtneps2bf16, which flushes subnormal numbers to zero
   const __m512i bits = _mm512_castps_si512(quiet(x));
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));

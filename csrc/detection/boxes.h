@@ -1,4 +1,4 @@
-// Boxes x1, y1, x2, y2 in columns, so that a loop over them is a loop over vectors.
+// Boxes x1, y1, x2, y2 as a structure of arrays, for vectorized loops.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@ namespace shoal {
 
 inline float area_of(const float* box) { return (box[2] - box[0]) * (box[3] - box[1]); }
 
-// Some boxes by coordinate. Lanes from `count` on hold a box that overlaps nothing.
+// A pack of boxes by coordinate. Lanes from `count` on hold a box that overlaps nothing.
 template <std::size_t kLanes>
 struct BoxLanes {
   alignas(64) float x1[kLanes], y1[kLanes], x2[kLanes], y2[kLanes], area[kLanes];
@@ -22,8 +22,8 @@ struct BoxLanes {
       x1[lane] = y1[lane] = kFar, x2[lane] = y2[lane] = -kFar, area[lane] = 1.0f;
     }
   }
-  // Intersection over union with one box: inter / (area + area_of(box) - inter), the operations and their order
-  // those of torchvision's box_iou and nms.
+  // Intersection over union with one box: inter / (area + area_of(box) - inter), with the operations and their order
+  // of torchvision's box_iou and nms.
   [[gnu::always_inline]] float iou(std::size_t lane, const float* box, float box_area) const {
     const float left = x1[lane] > box[0] ? x1[lane] : box[0], right = x2[lane] < box[2] ? x2[lane] : box[2];
     const float top = y1[lane] > box[1] ? y1[lane] : box[1], bottom = y2[lane] < box[3] ? y2[lane] : box[3];

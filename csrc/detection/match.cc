@@ -10,7 +10,7 @@
 namespace shoal {
 namespace {
 
-constexpr std::size_t kBlock = 256;  // anchors: their columns and best overlaps stay in the first cache
+constexpr std::size_t kBlock = 256;  // anchors, whose columns and best overlaps fit the L1 cache
 
 class Matching {
  public:
@@ -25,7 +25,7 @@ class Matching {
 
   std::size_t num_tasks() const { return input_.num_images * blocks_; }
 
-  // Pass 1: for each anchor of a block its best object, for each object its highest overlap in the block.
+  // Pass 1: the best object of each anchor of a block, and the highest overlap of each object in the block.
   void find_best(std::size_t task) {
     const Block block = block_of(task);
     BoxLanes<kBlock> anchors;
@@ -43,7 +43,7 @@ class Matching {
     std::copy_n(which, block.count, matches_ + block.at);
   }
 
-  // Between the passes: each object's highest overlap of all anchors, kept in its image's first block.
+  // Between the passes: the highest overlap of each object over all anchors, stored in its image's first block.
   void combine() {
     for (std::size_t image = 0; image < input_.num_images; ++image) {
       float* total = highest_.data() + image * blocks_ * input_.max_objects;
@@ -55,7 +55,7 @@ class Matching {
     }
   }
 
-  // Pass 2: thresholds, and the anchors that are some object's best.
+  // Pass 2: thresholds, and anchors that are the best of some object.
   void decide(std::size_t task) {
     const Block block = block_of(task);
     const float* best = best_.data() + block.at;
@@ -75,7 +75,7 @@ class Matching {
 
  private:
   struct Block {
-    std::size_t image, begin, count, at;  // at: of its first anchor in the outputs
+    std::size_t image, begin, count, at;  // at: index of its first anchor in the outputs
   };
 
   Block block_of(std::size_t task) const {
@@ -94,7 +94,7 @@ class Matching {
     return input_.objects + 4 * (image * input_.max_objects + static_cast<std::size_t>(object));
   }
 
-  // Improves best and which by one object and returns its highest overlap in the block.
+  // Updates best and which with one object; returns its highest overlap in the block.
   float compare(const BoxLanes<kBlock>& anchors, const float* box, std::int32_t object, float* best,
                 std::int32_t* which) const {
     alignas(64) float overlaps[kBlock];
@@ -108,7 +108,7 @@ class Matching {
         which_of[n] = iou > best_of[n] ? object : which_of[n];
         best_of[n] = iou > best_of[n] ? iou : best_of[n];
       }
-      // halves on halves: the compiler makes vectors of this, but not of a running maximum
+      // pairwise halves: the compiler vectorizes this, but not a running maximum
       for (std::size_t half = kBlock / 2; half > 0; half /= 2) {
         for (std::size_t n = 0; n < half; ++n) {
           overlaps[n] = overlaps[n] > overlaps[n + half] ? overlaps[n] : overlaps[n + half];
@@ -124,7 +124,7 @@ class Matching {
     BoxLanes<kBlock> anchors;
     bool loaded = false;
     for (std::int64_t object = 0; object < input_.counts[block.image]; ++object) {
-      // no anchor of the block overlaps anything as much: most blocks, for most objects
+      // no anchor of the block is the best of any object, as in most blocks
       if (block_best < highest[object]) continue;
       if (!loaded) load(block, anchors);
       loaded = true;
@@ -140,7 +140,7 @@ class Matching {
   const MatchOptions& options_;
   std::int64_t* matches_;
   Level level_;
-  std::size_t blocks_;  // an image
+  std::size_t blocks_;  // per image
   std::vector<float> best_;
   std::vector<float> highest_;  // [image][block][object]
 };

@@ -1,5 +1,5 @@
-// Which object of its image does each anchor belong to? Overlaps are used as they are made and never stored: the
-// matrix of 270,000 anchors and 20 objects would have 21 MB an image.
+// Matches each anchor to an object of its image. Overlaps are used as they are computed and never stored: the matrix
+// of 270,000 anchors and 20 objects would have 21 MB per image.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@ namespace shoal {
 
 struct MatchInput {
   const float* objects;        // [num_images][max_objects][4]
-  const std::int64_t* counts;  // [num_images], how many of them there are
+  const std::int64_t* counts;  // [num_images], number of objects
   const float* anchors;        // [num_images][num_anchors][4], or one set for all images
   bool anchors_shared;
   std::size_t num_images;
@@ -28,8 +28,8 @@ struct MatchOptions {
 inline constexpr std::int64_t kBelowLow = -1, kBetween = -2;
 
 // matches [num_images][num_anchors]: the object with the highest IoU (the first of equals) if that is at least
-// `high`, kBetween if it is at least `low`, else kBelowLow. With allow_low_quality an anchor for which an object
-// has its highest IoU of all anchors gets the object with which the anchor itself overlaps most.
+// `high`, kBetween if it is at least `low`, else kBelowLow. With allow_low_quality, an anchor at which an object has
+// its highest IoU of all anchors gets the object that overlaps most with the anchor.
 void match_boxes(const MatchInput& input, const MatchOptions& options, std::int64_t* matches, int num_threads,
                  Level level = best_level());
 

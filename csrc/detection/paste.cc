@@ -9,8 +9,8 @@
 namespace shoal {
 namespace {
 
-// Where the pixels begin .. end of an image lie in a row of `size` samples that is stretched over `length`
-// pixels from `from` on: between which two samples, and how near to the second.
+// Sampling positions of the pixels begin .. end of an image in a row of `size` samples that is stretched over
+// `length` pixels from `from` on: the two neighbouring samples, and the weight of the second.
 struct Axis {
   std::int64_t begin = 0, end = 0;
   std::vector<std::int32_t> low, high;
@@ -37,7 +37,7 @@ struct Span {
   std::int64_t from, length;
 };
 
-// The pixels of a side of a box that is widened about its middle, whole pixels towards zero.
+// The pixel range of a side of a box that is widened about its centre, truncated toward zero.
 Span widened(float low, float high, float scale) {
   const float half = (high - low) * 0.5f * scale, middle = (high + low) * 0.5f;
   const std::int64_t first = static_cast<std::int64_t>(middle - half);
@@ -53,7 +53,7 @@ class Paster {
   void paste(std::size_t number) {
     const float* box = input_.boxes + 4 * number;
     const std::int64_t* image = input_.images + 3 * number;
-    // one row of zeros around the mask, so that it fades out at the border of a box that grows with it
+    // one row of zeros around the mask, so that it fades out at the border of the widened box
     const float scale = static_cast<float>(static_cast<double>(padded_) / static_cast<double>(input_.size));
     const Span x = widened(box[0], box[2], scale), y = widened(box[1], box[3], scale);
     columns_.set(x.from, x.length, image[2], static_cast<std::int32_t>(padded_));

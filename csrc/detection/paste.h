@@ -1,4 +1,4 @@
-// Masks of a fixed size, such as 28 x 28, put into their images where their boxes are.
+// Pastes masks of a fixed size, such as 28 x 28, into their images at their boxes.
 #pragma once
 
 #include <cstddef>
@@ -11,13 +11,13 @@ namespace shoal {
 struct PasteInput {
   const float* masks;          // [num_masks][size][size], probabilities
   const float* boxes;          // [num_masks][4], x1, y1, x2, y2 in pixels of the image
-  const std::int64_t* images;  // [num_masks][3]: where the mask's bitmap begins in the output, height, width
+  const std::int64_t* images;  // [num_masks][3]: offset of the mask's bitmap in the output, height, width
   std::size_t num_masks;
   std::size_t size;
 };
 
-// Writes 1 where the probability, interpolated bilinearly inside the box, is above the threshold. The output is
-// all zeros at the start: only what the boxes cover is touched.
+// Writes 1 where the probability, interpolated bilinearly in the box, exceeds the threshold. The output must be all
+// zeros: only pixels in boxes are written.
 void paste_masks(const PasteInput& input, float threshold, std::uint8_t* bitmaps, int num_threads,
                  Level level = best_level());
 

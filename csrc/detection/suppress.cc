@@ -14,8 +14,8 @@ namespace {
 
 constexpr std::size_t kLanes = 32, kFewBoxes = 8192;
 
-// The boxes that were kept, in packs. A new box is compared with them, not every kept box with all later ones:
-// what is suppressed is left at the first pack that does it, and never looked at again.
+// The kept boxes, in packs. A new box is compared with them, instead of every kept box with all later ones: the
+// comparison of a suppressed box ends at the first pack that suppresses it.
 class Kept {
  public:
   explicit Kept(Level level) : level_(level) {}
@@ -52,7 +52,7 @@ class Kept {
   std::size_t count_ = 0;
 };
 
-// The largest float that is not above the threshold: a float is above one exactly if it is above the other.
+// Returns the largest float that is not above the threshold: a float exceeds one exactly if it exceeds the other.
 float as_float(double threshold) {
   float nearest = static_cast<float>(threshold);
   if (static_cast<double>(nearest) > threshold) {
@@ -100,7 +100,7 @@ void suppress_boxes(const SuppressInput& input, double iou_threshold, std::uint8
                     Level level) {
   const float threshold = as_float(iou_threshold);
   Claims claims(input.num_groups);
-  // starting another thread takes as long as a thousand boxes, or several thousand of many classes
+  // starting a thread takes as long as a thousand boxes, or several thousand of many classes
   const bool few = input.num_groups * input.size < kFewBoxes;
   run_on_threads(few ? 1 : num_threads, [&] {
     std::vector<Candidate> candidates;

@@ -49,7 +49,7 @@ Float16 to_float16(float x) {
   const auto sign = static_cast<std::uint16_t>((bits >> 16) & 0x8000);
   const float size = std::fabs(x);
   if (size >= 65520.0f) return {static_cast<std::uint16_t>(sign | 0x7c00)};
-  // Scaled so that one unit is one step of the result; nearbyint rounds to even like the hardware.
+  // Scaled so that one unit is one ulp of the result; nearbyint rounds to even, as the hardware does.
   const int exponent = size < 6.103515625e-05f ? -14 : std::ilogb(size);
   const auto steps = static_cast<std::uint32_t>(std::nearbyint(std::ldexp(size, 10 - exponent)));
   const std::uint32_t base = exponent == -14 && steps < 1024 ? 0 : static_cast<std::uint32_t>(exponent + 14) << 10;
@@ -66,7 +66,7 @@ T from_float(float x) {
 template <class T>
 constexpr bool is_half = std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>;
 
-// Integers add and multiply without sign, where overflow is defined.
+// Integers are added and multiplied unsigned, where overflow is defined.
 template <class T, bool multiply>
 T wrap(T a, T b) {
   if constexpr (std::is_integral_v<T>) {
@@ -113,13 +113,13 @@ T apply(Combine combine, T a, T b) {
   return a;
 }
 
-// One block at a time, so that the running result stays in the first-level cache.
+// In blocks, so that the running result stays in the L1 cache.
 template <class In, class Out = In>
 void combine_typed(void* out, const std::vector<const void*>& inputs, std::size_t count, const CombineSpec& spec) {
   using Work = std::conditional_t<is_half<In>, float, In>;
   constexpr std::size_t kBlock = 1024;
   Work block[kBlock];
-  In x[kBlock];  // copied: contributions may lie at any address
+  In x[kBlock];  // copied: contributions may be unaligned
   Out rounded[kBlock];
   for (std::size_t begin = 0; begin < count; begin += kBlock) {
     const std::size_t size = std::min(kBlock, count - begin);

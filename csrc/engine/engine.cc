@@ -12,7 +12,7 @@ namespace shoal {
 
 namespace {
 
-// Elements are read while results are written: memory that is both must be the same element's.
+// Input is read while output is written, so the two may overlap only where they are the same element.
 void require_apart(const OpSpec& spec, int rank, int size) {
   if (spec.kind == Kind::barrier || spec.kind == Kind::broadcast || spec.kind == Kind::delegated) return;
   const std::size_t bytes = spec.count * size_of(spec.element), all = bytes * static_cast<std::size_t>(size);
@@ -29,7 +29,7 @@ void require_apart(const OpSpec& spec, int rank, int size) {
 
 }  // namespace
 
-// ---- callers --------------------------------------------------------------------------------------------
+// ---- callers' interface ---------------------------------------------------------------------------------
 
 void Engine::set_pattern(std::vector<int> pattern) {
   const std::lock_guard lock(mutex_);
@@ -55,7 +55,7 @@ std::uint64_t Engine::submit(OpSpec spec) {
   return op->seq;
 }
 
-// What would only be found out by the thread that combines is refused here.
+// Rejects what the reducing thread could not handle.
 void Engine::require_possible(const OpSpec& spec) const {
   const bool rooted = spec.kind == Kind::broadcast || spec.kind == Kind::reduce;
   if (rooted && (spec.root < 0 || spec.root >= options_.size)) {
@@ -67,7 +67,7 @@ void Engine::require_possible(const OpSpec& spec) const {
   require_apart(spec, options_.rank, options_.size);
 }
 
-// Numbers the operation, cuts it, and remembers what was asked for. The caller holds the mutex.
+// Numbers the operation, cuts it into chunks and records it. Requires the mutex.
 OpPtr Engine::make_op(OpSpec spec) {
   auto op = std::make_shared<Op>();
   op->spec = std::move(spec);
@@ -78,7 +78,7 @@ OpPtr Engine::make_op(OpSpec spec) {
     const std::size_t most = topology_->num_hosts() == 1 ? options_.shared_chunk_bytes : options_.chunk_bytes;
     op->chunks = topology_->cut(op->spec, most, fused_);
     op->parts.resize(op->chunks.size());
-    // where ranks share a host, chunks come out of the host stage in the order of the calls
+    // where ranks share a host, the host stage emits chunks in call order
     op->ordered = op->spec.priority && op->spec.kind == Kind::all_reduce && !topology_->any_host_shared();
   }
   const std::string name(op->spec.kind == Kind::delegated ? op->spec.name : std::string(name_of(op->spec.kind)));
@@ -104,7 +104,7 @@ OpPtr Engine::make_op(OpSpec spec) {
   return op;
 }
 
-// An all_gather's own tensor reaches the output on the caller's thread.
+// Copies this rank's input of an all_gather to the output, on the caller's thread.
 void Engine::prepare_own_part(Op& op) {
   if (op.spec.kind != Kind::all_gather) return;
   const std::size_t bytes = op.spec.count * op.width();
@@ -190,7 +190,7 @@ void Engine::on_frame(int peer, const FrameHeader& header, Payload payload) {
     case FrameType::server_down:
       return helper_lost(static_cast<int>(header.chunk), printable(text_of(payload)), false);
     case FrameType::announce:
-      if (topology_->is_helper(peer)) return malformed(peer, "a helper asks for nothing");
+      if (topology_->is_helper(peer)) return malformed(peer, "a helper issues no operations");
       return on_announcement(peer, header, printable(text_of(payload)));
     case FrameType::mismatch: return on_mismatch(peer, header);
     case FrameType::fail:
@@ -198,11 +198,11 @@ void Engine::on_frame(int peer, const FrameHeader& header, Payload payload) {
     case FrameType::goodbye:
       if (!topology_->is_helper(peer)) states_[static_cast<std::size_t>(peer)].left = true;
       return;
-    case FrameType::fabric: return;  // a helper's, for those who have libfabric
+    case FrameType::fabric: return;  // from a helper with libfabric; this rank has none
   }
 }
 
-// What SumServer cannot know: who takes part, and where the result goes.
+// Checks what SumServer cannot know: the sender and the root.
 std::string Engine::check_sender(int peer, const FrameHeader& header) const {
   if (topology_->is_helper(peer)) return "a helper contributes nothing";
   const auto kind = static_cast<Kind>(header.kind);
@@ -211,7 +211,7 @@ std::string Engine::check_sender(int peer, const FrameHeader& header) const {
   return "";
 }
 
-// ---- the end of an operation ----------------------------------------------------------------------------
+// ---- completion -----------------------------------------------------------------------------------------
 
 void Engine::finished_one(const OpPtr& op) {
   if (op->pending.fetch_sub(1) == 1) complete(op);
@@ -245,7 +245,7 @@ std::vector<OpPtr> Engine::pending_ops() {
   return ops;
 }
 
-// ---- what can be seen -----------------------------------------------------------------------------------
+// ---- counters, events, trace ----------------------------------------------------------------------------
 
 std::map<std::string, std::uint64_t> Engine::counters() {
   auto counts = transport_->counters();

@@ -1,8 +1,8 @@
-// A group of ranks that do collectives together, as one of its ranks sees it. Any number of engines live in a
-// process; nothing here is global.
+// One rank's membership in a group of ranks that run collectives together. A process may have any number of engines;
+// nothing here is global.
 //
-// Threads: callers submit and wait; the transport's thread carries chunks, sums what this rank serves and
-// watches over the others; where several ranks share the host, the host stage has a thread of its own.
+// Threads: callers submit and wait. The transport's thread moves chunks, reduces the chunks that this rank serves and
+// monitors the peers. Where several ranks share the host, the host stage has its own thread.
 #pragma once
 
 #include <unistd.h>
@@ -33,24 +33,24 @@ struct EngineOptions {
   Bytes secret;
   std::string address = "127.0.0.1";
   int port = 0;
-  std::size_t chunk_bytes = 32 << 10;         // between hosts, at most
-  std::size_t shared_chunk_bytes = 128 << 10;  // inside a host, at most
+  std::size_t chunk_bytes = 32 << 10;         // largest message between hosts
+  std::size_t shared_chunk_bytes = 128 << 10;  // largest chunk inside a host
   std::size_t num_slots = 16;
-  std::size_t min_window_bytes = 32 << 10;  // sent and not answered yet: at least, for each server,
-  std::size_t window_bytes = 8 << 20;         // at most, in all,
-  double target_rtt_s = 0.015;                    // and so much that answers take about so long
-  std::size_t unexpected_bytes = 1 << 20;          // sent to a rank that has not begun the operation
+  std::size_t min_window_bytes = 32 << 10;  // flow-control window: minimum, per server;
+  std::size_t window_bytes = 8 << 20;         // maximum, for all servers together;
+  double target_rtt_s = 0.015;                    // round-trip time to which it adapts
+  std::size_t unexpected_bytes = 1 << 20;          // bytes sent to a rank that has not begun the operation
   int connections_per_peer = 1;
   int send_buffer_bytes = 128 << 10;
-  std::string fabric;  // libfabric's providers that carry chunks, one a rail, separated by commas; empty: TCP does
-  std::uint64_t shuffle = 0;  // for tests: seed of the order in which libfabric's messages are heard; 0: as they come
+  std::string fabric;  // libfabric's providers, one per rail, separated by commas; empty: TCP
+  std::uint64_t shuffle = 0;  // for tests: seed of a random delivery order of libfabric's messages; 0: none
   double peer_grace_s = 2.0;
   double straggler_s = 1.0;
   bool wide_partials = true;
-  bool workers_serve = true;  // ranks stand in for lost helpers
+  bool workers_serve = true;  // ranks take over chunks of lost helpers
 };
 
-// Throws std::invalid_argument that names the option, its value and its range.
+// Throws std::invalid_argument with the option, its value and its range.
 void require_possible(const EngineOptions& options);
 
 struct PeerInfo {
@@ -72,32 +72,33 @@ struct TraceEvent {
   std::uint64_t begin_ns, end_ns, seq, chunk;
 };
 
-// The group has failed. The message is for people.
+// The group has failed. The message is meant for users.
 class GroupError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 class Engine : private Sink {
  public:
-  // Listens at once. Throws std::runtime_error where it cannot.
+  // Starts listening. Throws std::runtime_error if it cannot.
   explicit Engine(EngineOptions options);
   ~Engine() override;
 
   int port() const { return transport_->port(); }
 
-  // Meets the others. Throws std::runtime_error that names who did not come and why.
+  // Connects to all peers. Throws std::runtime_error with the missing peer and the reason.
   void connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helpers, std::vector<int> pattern,
                const std::string& segment, double timeout_s);
 
-  // Assigns the chunks of later operations to servers. All ranks call it between the same two operations.
+  // Sets the servers of later operations' chunks. All ranks call it between the same two operations.
   void set_pattern(std::vector<int> pattern);
 
-  // Begins an operation and returns its number. Never waits for peers. Throws GroupError once the group has
-  // failed, std::invalid_argument for what cannot be.
+  // Begins an operation and returns its number. Never waits for peers. Throws GroupError once the group has failed,
+  // std::invalid_argument for an invalid operation.
   std::uint64_t submit(OpSpec spec);
   void finish_delegated(std::uint64_t seq);
 
-  // True: it has ended. False: `timeout_s` is over (below 0: no limit). Throws GroupError where it failed.
+  // Returns whether the operation has completed within `timeout_s` (negative: no limit). Throws GroupError if it
+  // failed.
   bool wait(std::uint64_t seq, double timeout_s);
   bool is_done(std::uint64_t seq);
   void watch(std::uint64_t seq);
@@ -111,7 +112,7 @@ class Engine : private Sink {
   void trace(bool on) { tracing_ = on; }
   std::vector<TraceEvent> take_trace();
   std::vector<std::string> take_events();
-  std::vector<std::string> lost_helpers();  // their names, in the order of the losses
+  std::vector<std::string> lost_helpers();  // names, in the order of the losses
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -119,11 +120,11 @@ class Engine : private Sink {
   struct PeerState {
     std::uint64_t submitted = 0, completed = 0;
     std::size_t unexpected_bytes = 0;
-    std::deque<std::pair<FrameHeader, Payload>> deferred;  // results for an operation that it has not begun
+    std::deque<std::pair<FrameHeader, Payload>> deferred;  // results withheld until it has begun the operation
     bool left = false;
     std::uint64_t last_frame_ns = 0;
   };
-  struct Record {  // what this rank asked for lately
+  struct Record {  // a recent operation of this rank
     std::uint64_t seq = ~std::uint64_t{0}, signature = 0;
     std::string text;
   };
@@ -132,18 +133,18 @@ class Engine : private Sink {
     std::uint64_t signature;
     std::string text;
   };
-  // How much may be on its way. Chunks leave in the order of the pattern under one window: so the servers' shares are
-  // right at every moment, not only at the end.
+  // Flow-control window (bytes in flight). Chunks are sent in the order of the pattern under one window for all
+  // servers, which keeps their load balanced at any time.
   struct Window {
-    double bytes = 0;          // follows how long answers take
-    std::size_t answered = 0;  // bytes since it was last set
+    double bytes = 0;          // adapts to the round-trip time
+    std::size_t answered = 0;  // bytes answered since the last adaptation
   };
   struct EarlyFrame {
     int peer;
     FrameHeader header;
     Payload payload;
   };
-  // A frame that does not fit another's: whose it is, its signature, and who says so.
+  // A frame that conflicts with another one: its sender, its signature, and the rank that reports it.
   struct Suspicion {
     int rank;
     std::uint64_t signature;
@@ -232,12 +233,12 @@ class Engine : private Sink {
   const int pid_ = static_cast<int>(getpid());
   EngineOptions options_;
   std::unique_ptr<Topology> topology_;
-  std::string identity_;  // the group's name and what tells it from others of that name
+  std::string identity_;  // the group's name, made unique
   std::vector<PeerInfo> peers_;
   std::vector<HelperInfo> helpers_;
   BufferPool pool_;
 
-  // Callers and all threads
+  // Guarded by mutex_; any thread.
   std::mutex mutex_;
   std::condition_variable changed_;
   std::uint64_t next_seq_ = 0;
@@ -256,19 +257,19 @@ class Engine : private Sink {
   std::atomic<std::uint64_t> submitted_{0}, completed_{0};
   bool closed_ = false;
 
-  // Transport's thread
+  // Transport's thread only.
   std::unique_ptr<SumServer> server_;
   std::vector<PeerState> states_;
   Outbox outbox_;
   OrderedOutbox ordered_;
   Window window_, ordered_window_;
-  std::uint64_t num_runs_ = 0;  // of the order, that rank 0 has set
+  std::uint64_t num_runs_ = 0;  // of the priority order, set by rank 0
   bool pumping_ = false;
   std::vector<bool> lost_helpers_;
   std::map<std::uint64_t, std::vector<EarlyFrame>> early_frames_;
   std::map<std::uint64_t, OpPtr> retained_;
   bool failed_ = false;
-  bool diverged_ = false;  // the ranks do not ask for the same: nothing more may end, until it is known who asks what
+  bool diverged_ = false;  // ranks issued different collectives: nothing completes until the mismatch is diagnosed
   std::map<std::uint64_t, std::vector<Suspicion>> suspicions_;
   std::uint64_t num_ticks_ = 0;
 

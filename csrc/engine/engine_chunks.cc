@@ -1,4 +1,5 @@
-// A chunk's way: from the tensor to its server, and the result back. All on the transport's thread.
+// The path of a chunk: from the tensor to its server, and the result back; and flow control. All on the transport's
+// thread.
 #include <algorithm>
 #include <cstring>
 
@@ -15,12 +16,12 @@ constexpr int kRanksAWindow = 64;
 
 bool is_half(Element element) { return element == Element::float16 || element == Element::bfloat16; }
 
-// Kinds whose results go to ranks that have not sent a contribution, and so may not have begun.
+// Kinds whose results go to ranks that contribute nothing, and so may not have begun the operation.
 bool forwards(Kind kind) { return kind == Kind::broadcast || kind == Kind::all_gather; }
 
 }  // namespace
 
-// Begins an operation where this rank is alone on its host; else the host stage calls push() and expect().
+// Begins an operation if this rank is alone on its host; otherwise the host stage calls push() and expect().
 void Engine::begin(const OpPtr& op) {
   if (failed_) return;
   const OpSpec& spec = op->spec;
@@ -47,11 +48,11 @@ void Engine::begin(const OpPtr& op) {
     push(op, index, std::move(data), wide ? Element::float32 : spec.element, destination);
   }
   if (forwards(spec.kind)) broadcast(FrameType::heartbeat, 0, 0, 0, "");
-  if (op->ordered && options_.rank != 0) send(0, {}, {});  // who may turn to it now
+  if (op->ordered && options_.rank != 0) send(0, {}, {});  // rank 0 may schedule it now
   finished_one(op);
 }
 
-// Keeps an operation from ending while a queue still points into the caller's memory.
+// Keeps an operation pending while a queue points into the caller's memory.
 std::shared_ptr<const void> Engine::hold(const OpPtr& op) {
   op->pending.fetch_add(1);
   return {static_cast<const void*>(op.get()), [this, op](const void*) { finished_one(op); }};
@@ -68,7 +69,7 @@ void Engine::push(const OpPtr& op, std::uint64_t index, Payload data, Element in
   if (part.server < 0) return fail("no server is left: the last helper was lost and workers do not serve");
   if (forwards(op->spec.kind)) {
     data.owner = hold(op);
-    const auto early = early_frames_.find(op->seq);  // a source expects nothing: what came is of another operation
+    const auto early = early_frames_.find(op->seq);  // a root expects no result: an early one belongs to another operation
     if (index == 0 && early != early_frames_.end() && early->second.front().header.signature != op->signature) {
       return on_unexpected_result(early->second.front().peer, early->second.front().header);
     }
@@ -124,7 +125,7 @@ FrameHeader Engine::header_of(const Op& op, std::uint64_t index, FrameType type)
   return header;
 }
 
-// This rank's server has a result: who gets it, and who only hears that its contribution was used.
+// Sends a result of this rank's server to the ranks that need it, and an empty confirmation to other contributors.
 void Engine::answer(int peer, const FrameHeader& header, const Payload& payload) {
   const auto kind = static_cast<Kind>(header.kind);
   traced("sum", now_ns(), header.seq, header.chunk);
@@ -132,7 +133,7 @@ void Engine::answer(int peer, const FrameHeader& header, const Payload& payload)
                        (kind == Kind::reduce && peer == header.root) ||
                        (kind == Kind::reduce_scatter && peer == options_.rank);
   if (!forwards(kind)) return send_result(peer, header, to_peer ? payload : Payload{});
-  // The contributor hears of it when the last one has been sent on: its window then bounds what waits here for
+  // The contributor is confirmed when the last copy has been sent, so its window also bounds the data queued here for
   // a rank that does not read.
   Payload forwarded = payload;
   if (peer == options_.rank) {
@@ -165,7 +166,7 @@ void Engine::send_result(int peer, FrameHeader header, const Payload& payload) {
   send(peer, header, payload);
 }
 
-// This rank leaves: what it has kept back for ranks that have not begun goes to them now.
+// On shutdown, sends results withheld from ranks that had not begun the operation.
 void Engine::send_deferred() {
   for (std::size_t peer = 0; peer < states_.size(); ++peer) {
     std::deque<std::pair<FrameHeader, Payload>> deferred;
@@ -180,17 +181,17 @@ void Engine::send(int peer, FrameHeader header, Payload payload) {
   transport_->send(peer, header, std::move(payload));
 }
 
-// A result has come, or the word that a contribution was used.
+// Handles a result, or the confirmation of a contribution.
 void Engine::deliver(int peer, const FrameHeader& header, Payload payload) {
   if (failed_ || diverged_) return;
-  const std::uint64_t begun = submitted_;  // read first: what begins meanwhile finds its results among the early
+  const std::uint64_t begun = submitted_;  // read before find(): an operation begun later finds its results in early_frames_
   const OpPtr op = find(header.seq);
   if (!op) {
     if (header.seq >= begun) {
       early_frames_[header.seq].push_back({peer, header, std::move(payload)});
       return;
     }
-    const Record mine = record_of(header.seq);  // it may have ended
+    const Record mine = record_of(header.seq);  // it may have completed
     if (mine.seq == header.seq && mine.signature != header.signature) on_unexpected_result(peer, header);
     return;
   }
@@ -205,7 +206,7 @@ void Engine::deliver(int peer, const FrameHeader& header, Payload payload) {
     early_frames_[header.seq].push_back({peer, header, std::move(payload)});
     return;
   }
-  if (peer != part.server && peer != op->chunks[index].server) {  // the planned one may have answered before it was lost
+  if (peer != part.server && peer != op->chunks[index].server) {  // the original server may have answered before it was lost
     return malformed(peer, "a result of chunk " + std::to_string(index) + " of " + numbered(header.seq) + ", which " +
                                server_name(part.server) + " serves");
   }
@@ -231,10 +232,11 @@ void Engine::deliver(int peer, const FrameHeader& header, Payload payload) {
   pump();
 }
 
-// A result of another operation than this rank's of that number. A helper sums nothing that does not fit this
-// rank's contribution: it is broken. A rank may ask for another operation; what it forwards is its source's word.
+// Handles a result whose signature differs from this rank's operation of that number. A helper reduces only
+// contributions that match, so it is broken. A rank may have issued another operation; a forwarded result is
+// attributed to its root.
 void Engine::on_unexpected_result(int peer, const FrameHeader& header) {
-  if (topology_->is_helper(peer)) return malformed(peer, "a result that does not fit what it was sent");
+  if (topology_->is_helper(peer)) return malformed(peer, "a result that does not match the contribution");
   const bool forwarded = forwards(static_cast<Kind>(header.kind)) && 0 <= header.root && header.root < options_.size;
   suspect(header.seq, forwarded ? header.root : peer, header.signature);
 }
@@ -257,10 +259,11 @@ std::size_t Engine::open(const Window& window) const {
   return static_cast<std::size_t>(std::max(window.bytes, min_window()));
 }
 
-// Sends what waits while the windows are open. What goes to ourselves needs no window. Each outbox has a window of its
-// own: else what fills it could wait for an operation that another rank begins only after one that we hold back.
+// Sends queued chunks while the windows are open. Chunks served by this rank need no window. Each outbox has its own
+// window: with a shared one, the chunks that fill it could wait for an operation that another rank begins only after
+// one that is held back here.
 void Engine::pump() {
-  if (pumping_) return;  // an answer of our own server came while we were at it
+  if (pumping_) return;  // this rank's own server has answered inside send_contribution()
   pumping_ = true;
   while (!failed_ && !diverged_) {
     auto next = outbox_.next(open(window_), options_.rank);
@@ -274,8 +277,8 @@ void Engine::pump() {
   pumping_ = false;
 }
 
-// Rank 0: tells the others which chunks go next. Far enough ahead that they never wait for it, and no further, since
-// what becomes urgent goes behind that. A run is a window's worth, and more where many ranks have to hear of it.
+// On rank 0: sends the others the order of the next chunks, far enough ahead that they never wait for it, and no
+// further, since urgent chunks can only go after it. A run is one window, and more with many ranks to notify.
 void Engine::set_order() {
   const std::size_t bytes = open(ordered_window_) * static_cast<std::size_t>(1 + options_.size / kRanksAWindow);
   while (ordered_.bytes_ahead() < kRunsAhead * bytes) {
@@ -287,7 +290,7 @@ void Engine::set_order() {
 }
 
 void Engine::on_order(int peer, const FrameHeader& header) {
-  if (peer != 0) return malformed(peer, "it set an order, which is for rank 0 to do");
+  if (peer != 0) return malformed(peer, "it sent an order, which only rank 0 may");
   ordered_.extend(header.signature, {header.seq, header.chunk});
   pump();
 }
@@ -300,15 +303,15 @@ std::uint64_t Engine::num_begun_by_all() const {
   return num;
 }
 
-// The chunk, sent to another host's server, has been answered, or is served beside this rank now.
+// Accounts for a chunk that is no longer in flight: answered, or now served by this rank.
 void Engine::retire(const Op& op, std::uint64_t index) {
   if (op.ordered) ordered_.arrived(op, index);
   else outbox_.arrived(op, index);
 }
 
-// Opens or closes the window so that an answer takes about target_rtt_s: more would only fill queues on the way,
-// and there the flows to one server starve those to another, until the last one decides when the sum is there.
-// 8 + 8 hosts at 200 Mbit/s, 16 MiB: 0.96 s with 2 MiB on the way to each server, 0.71 s with 32 KiB.
+// Adapts the window so that a round trip takes about target_rtt_s. A larger window only fills queues on the path,
+// where flows to one server starve those to another, and the last server determines when the sum is complete. 8 + 8
+// hosts at 200 Mbit/s, 16 MiB: 0.96 s with 2 MiB in flight per server, 0.71 s with 32 KiB.
 void Engine::answered(const Op& op, std::uint64_t index) {
   const Op::Part& part = op.parts[index];
   if (part.server == options_.rank) return;

@@ -1,4 +1,4 @@
-// What goes wrong: lost ranks and helpers, stragglers, and ranks that do not ask for the same thing.
+// Failure of the group: lost ranks and helpers, heartbeats, stragglers.
 #include <algorithm>
 #include <cstdio>
 
@@ -34,8 +34,8 @@ std::string Engine::server_name(int server) const {
 
 // ---- the group fails ------------------------------------------------------------------------------------
 
-// Ends every operation with an error and tells the others why; the first cause wins. Nothing of ours touches
-// the callers' memory afterwards.
+// Fails every operation and notifies the others; the first cause wins. The engine does not access callers' memory
+// afterwards.
 void Engine::fail(const std::string& cause) {
   if (failed_) return;
   failed_ = true;
@@ -117,9 +117,9 @@ void Engine::on_progress(int peer, const FrameHeader& header) {
 
 // ---- stragglers and deadlines ---------------------------------------------------------------------------
 
-// One rank of each host watches the other hosts at every tick. The other pairs of a large group take turns, or
-// heartbeats would be most of what it sends: 63,000 a second with 128 ranks. A process that ends is noticed by its
-// connections at once, whoever watches.
+// Sends heartbeats. One rank of each host monitors the other hosts at every tick. The other pairs of a large group
+// alternate, or heartbeats would be most of its traffic: 63,000 per second with 128 ranks. The end of a process is
+// detected at once through its connections, independently of heartbeats.
 void Engine::beat() {
   FrameHeader header;
   header.type = FrameType::heartbeat;
@@ -142,7 +142,7 @@ void Engine::on_tick() {
   }
   forget_finished();
   if (failed_ || pending.empty()) return;
-  Op& first = *pending.front();  // what comes after waits for the same ranks
+  Op& first = *pending.front();  // later operations wait for the same ranks
   const double age_s = std::chrono::duration<double>(Clock::now() - first.begun).count();
   if (age_s > options_.straggler_s && !first.named) first.named = name_stragglers(first, age_s);
 }
@@ -170,8 +170,8 @@ double Engine::silent_s(int peer) const {
   return static_cast<double>(now_ns() - states_[static_cast<std::size_t>(peer)].last_frame_ns) * 1e-9;
 }
 
-// The lowest rank that waits speaks for all. Returns whether there is a straggler: one that fell silent after it
-// had begun shows only some time later.
+// Logs the ranks for which an operation waits; only the lowest waiting rank does. Returns whether there is a
+// straggler: the silence of a rank that has begun shows only after a while.
 bool Engine::name_stragglers(const Op& op, double age_s) {
   bool somebody = false;
   const std::string missing = missing_ranks(op, somebody);
@@ -217,9 +217,8 @@ void Engine::forget_finished() {
 
 // ---- lost helpers ---------------------------------------------------------------------------------------
 
-// Chunks that a lost helper has not answered go to their stand-ins: the same sums in the same order. They go at
-// once, past what waits for the window: if they stood behind it, two ranks could each have a window full of chunks
-// that the other holds back.
+// Sends chunks that a lost helper has not answered to their stand-ins, which reduce them in the same order. They
+// bypass the window: queued behind it, two ranks could each have a window full of chunks that the other holds back.
 void Engine::helper_lost(int helper, const std::string& why, bool tell) {
   if (helper < 0 || helper >= topology_->num_helpers() || lost_helpers_[static_cast<std::size_t>(helper)]) return;
   lost_helpers_[static_cast<std::size_t>(helper)] = true;
@@ -250,7 +249,7 @@ void Engine::reroute(int server, const OpPtr& op) {
                   " was the last one and workers do not serve");
     }
     if (part.step == Op::Step::waiting) {
-      if (part.sent_ns == 0) continue;  // still in the outbox, and goes to the stand-in from there
+      if (part.sent_ns == 0) continue;  // still in the outbox, which sends it to the stand-in
       if (part.server == options_.rank) retire(*op, index);
       send_contribution(op, index);
       if (failed_) return;

@@ -1,4 +1,4 @@
-// Ranks that do not ask for the same thing, and servers that are lost on the way.
+// Diagnosis of ranks that issue different collectives.
 #include <algorithm>
 #include <tuple>
 
@@ -12,7 +12,7 @@ constexpr std::size_t kNamedRanks = 8;
 
 }  // namespace
 
-// ---- ranks that ask for different things ----------------------------------------------------------------
+// ---- announcements --------------------------------------------------------------------------------------
 
 void Engine::announce(const Op& op) {
   broadcast(FrameType::announce, op.seq, 0, op.signature, describe(op.spec));
@@ -33,22 +33,22 @@ void Engine::on_announcement(int rank, const FrameHeader& header, const std::str
 
 void Engine::compare(std::uint64_t seq, const Record& mine, const Announcement& theirs) {
   if (mine.seq != seq || mine.signature == theirs.signature) return;
-  const bool first = options_.rank < theirs.rank;  // so that all ranks tell the same story
+  const bool first = options_.rank < theirs.rank;  // the message is the same on all ranks
   const std::string a = rank_name(options_.rank) + " asks for " + mine.text;
   const std::string b = rank_name(theirs.rank) + " asks for " + theirs.text;
   fail("the ranks do not agree about " + numbered(seq) + ": " + (first ? a : b) + ", " + (first ? b : a));
 }
 
-// What this rank asked for at `seq`; another number in it where that was long ago or is still to come.
+// Returns this rank's record of `seq`; one with another number if `seq` is too old or in the future.
 Engine::Record Engine::record_of(std::uint64_t seq) {
   const std::lock_guard lock(mutex_);
   return records_[seq % kRecords];
 }
 
-// ---- frames that do not fit each other ------------------------------------------------------------------
+// ---- conflicting frames ---------------------------------------------------------------------------------
 
-// Either the ranks ask for different things, or a frame does not say what its sender asks for. All announce what
-// they ask for: the first shows in the announcements, the second where one contradicts its sender's frame.
+// Either ranks issued different collectives, or a frame does not match its sender's collective. All ranks announce
+// theirs: the first case shows in the announcements, the second where one contradicts its sender's frame.
 
 void Engine::on_conflict(const SumServer::Conflict& conflict) {
   const auto& [first, second] = std::tie(conflict.first, conflict.second);
@@ -60,7 +60,7 @@ void Engine::on_conflict(const SumServer::Conflict& conflict) {
        first.sent + ", " + rank_name(second.peer) + " as " + second.sent);
 }
 
-// This rank has seen such a frame of `rank`.
+// Reports a conflicting frame of `rank` to all.
 void Engine::suspect(std::uint64_t seq, int rank, std::uint64_t signature) {
   broadcast(FrameType::mismatch, seq, static_cast<std::uint64_t>(rank), signature, "");
   add_suspicion(seq, {rank, signature, options_.rank});
@@ -77,7 +77,7 @@ void Engine::add_suspicion(std::uint64_t seq, const Suspicion& suspicion) {
   if (failed_) return;
   if (suspicions_.size() >= kRecords && !suspicions_.count(seq)) return;
   std::vector<Suspicion>& known = suspicions_[seq];
-  if (known.size() >= static_cast<std::size_t>(2 * options_.size)) return;  // enough to diagnose by
+  if (known.size() >= static_cast<std::size_t>(2 * options_.size)) return;  // enough for a diagnosis
   known.push_back(suspicion);
   {
     const std::lock_guard lock(mutex_);
@@ -91,7 +91,7 @@ void Engine::add_suspicion(std::uint64_t seq, const Suspicion& suspicion) {
   diverged_ = true;
   if (known.size() == 1) {
     std::size_t count = 0;
-    for (const OpPtr& op : pending_ops()) {  // the ranks may have parted earlier than here
+    for (const OpPtr& op : pending_ops()) {  // ranks may have diverged at an earlier operation
       if (op->seq < seq && ++count <= kNamedRanks) announce(*op);
     }
     broadcast(FrameType::announce, seq, 0, mine.signature, mine.text);
@@ -99,7 +99,8 @@ void Engine::add_suspicion(std::uint64_t seq, const Suspicion& suspicion) {
   diagnose(seq);
 }
 
-// Names the rank whose frame contradicts what it announces; or who spoke of a difference where there is none.
+// Fails the group with the rank whose frame contradicts its announcement, or with the rank that reported a difference
+// where there is none.
 void Engine::diagnose(std::uint64_t seq) {
   const auto found = suspicions_.find(seq);
   if (failed_ || found == suspicions_.end()) return;
@@ -118,12 +119,12 @@ void Engine::diagnose(std::uint64_t seq) {
     if (of_rank == asked.end() || of_rank->second.signature == each.signature) continue;
     return fail(server_name(each.reporter) + " received a frame of " + rank_name(each.rank) + " about " + numbered(seq) +
                 " with the signature of another operation than " + of_rank->second.text +
-                ", which that rank asks for: the memory or the program of one of them is damaged");
+                ", which that rank issued: the memory or the program of one of them is corrupt");
   }
-  if (asked.size() < static_cast<std::size_t>(options_.size)) return;  // a difference would have failed the group
+  if (asked.size() < static_cast<std::size_t>(options_.size)) return;  // different announcements would have failed the group
   const Suspicion& first = found->second.front();
-  fail(server_name(first.reporter) + " reports that " + rank_name(first.rank) + " asks for something else in " + numbered(seq) +
-       ", but all ranks ask for " + mine.text);
+  fail(server_name(first.reporter) + " reports that " + rank_name(first.rank) + " issued another operation as " + numbered(seq) +
+       ", but all ranks issued " + mine.text);
 }
 
 }  // namespace shoal

@@ -1,4 +1,4 @@
-// How an engine begins and ends: its connections, its host stage, and the order in which they go.
+// Construction, connection and shutdown of an engine, its transport and its host stage.
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,10 +13,10 @@ namespace {
 
 constexpr double kFlushS = 1.0;
 constexpr double kSliceS = 0.25;
-constexpr double kHelperS = 30.0;  // helpers are started before the workers
-constexpr std::size_t kSlotsBetweenHosts = 4;               // for each of num_slots: chunks between hosts are smaller
+constexpr double kHelperS = 30.0;  // helpers are started before workers
+constexpr std::size_t kSlotsBetweenHosts = 4;               // factor on num_slots: chunks between hosts are smaller
 constexpr std::size_t kChunkUnitBytes = 128;                // 16 elements of the widest type
-constexpr std::size_t kMaxChunkBytes = kMaxPayload / 2;     // 16 bits may travel as 32
+constexpr std::size_t kMaxChunkBytes = kMaxPayload / 2;     // 16-bit elements may be sent as 32-bit ones
 constexpr std::size_t kMaxConnections = 64;
 
 }  // namespace
@@ -43,12 +43,12 @@ Engine::Engine(EngineOptions options) : options_(std::move(options)), records_(k
   transport.tcp.grace_s = options_.peer_grace_s;
   transport.fabric = options_.fabric;
   transport.shuffle = options_.shuffle;
-  transport.payload_bytes = std::max(transport.payload_bytes, 2 * options_.chunk_bytes);  // 16 bits may travel as 32
+  transport.payload_bytes = std::max(transport.payload_bytes, 2 * options_.chunk_bytes);  // 16-bit elements may be sent as 32-bit ones
   transport_ = open_transport(std::move(transport), *this);
 }
 
 Engine::~Engine() {
-  if (getpid() != pid_) {  // threads do not survive a fork: in the child there is nothing to end
+  if (getpid() != pid_) {  // threads do not survive a fork: nothing to join in the child
     static_cast<void>(stage_.release());
     static_cast<void>(transport_.release());
     return;
@@ -56,7 +56,7 @@ Engine::~Engine() {
   if (transport_) transport_->stop();
   stage_.reset();
   for (PeerState& state : states_) state.deferred.clear();
-  transport_.reset();  // lets go of what its queues hold while the rest of the engine still stands
+  transport_.reset();  // releases its queues while the rest of the engine still exists
 }
 
 void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helpers, std::vector<int> pattern,
@@ -65,7 +65,7 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
   for (const PeerInfo& peer : peers) hosts.push_back(peer.host);
   const int num_helpers = static_cast<int>(helpers.size());
   topology_ = std::make_unique<Topology>(options_.rank, std::move(hosts), num_helpers, std::move(pattern));
-  // A helper may still hold the connections of an earlier job whose group had the same name.
+  // Unique, because a helper may still hold connections of an earlier job whose group had the same name.
   identity_ = (segment + " " + options_.group).substr(0, kMaxGroupName);
   peers_ = std::move(peers);
   helpers_ = std::move(helpers);
@@ -102,7 +102,7 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
     const bool same_host = topology_->host_of(rank) == topology_->my_host();
     const int data = same_host || !options_.fabric.empty() ? 0 : options_.connections_per_peer;
     meet(rank, peer.address, peer.port, data, rank < options_.rank);
-    if (!options_.fabric.empty()) ++wanted[static_cast<std::size_t>(rank)];  // its word where the fabric reaches it
+    if (!options_.fabric.empty()) ++wanted[static_cast<std::size_t>(rank)];  // its fabric addresses
   }
   for (int k = 0; k < num_helpers; ++k) {
     const HelperInfo& helper = helpers_[static_cast<std::size_t>(k)];
@@ -112,7 +112,7 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
   open_stage(segment, timeout_s);
 }
 
-// What ranks of one host move through shared memory, where there are several.
+// Opens the shared memory of the ranks of this host, if there are several.
 void Engine::open_stage(const std::string& segment, double timeout_s) {
   const auto num_locals = topology_->my_locals().size();
   if (num_locals < 2) return;
@@ -142,7 +142,7 @@ void Engine::open_stage(const std::string& segment, double timeout_s) {
   };
   auto stage = std::make_unique<HostStage>(*topology_, segment + "-" + std::to_string(topology_->my_host()), layout,
                                        options_.wide_partials, timeout_s, std::move(hooks));
-  const std::lock_guard lock(mutex_);  // the transport's thread may be at work: a peer may have failed already
+  const std::lock_guard lock(mutex_);  // the transport's thread already runs, and a peer may have failed
   stage_ = std::move(stage);
 }
 
@@ -155,7 +155,7 @@ int Engine::on_identity(const Identity& who, std::string& why_not) {
   return -1;
 }
 
-// Waits for the connections of each peer. Throws std::runtime_error that names who has not come.
+// Waits for the connections of each peer. Throws std::runtime_error with the missing peers.
 void Engine::await_all(const std::vector<std::size_t>& wanted, Clock::time_point until, double timeout_s) {
   while (!transport_->wait_for_connections(wanted, kSliceS)) {
     if (const std::string why = error(); !why.empty()) throw std::runtime_error(why);
@@ -168,8 +168,8 @@ void Engine::await_all(const std::vector<std::size_t>& wanted, Clock::time_point
     const auto strangers = transport_->counters().at("strangers_dropped");
     throw std::runtime_error(missing + " did not connect to " + rank_name(options_.rank) + " within " +
                              std::to_string(static_cast<int>(timeout_s)) + " s" +
-                             (strangers ? "; connections that were turned away: " + std::to_string(strangers) +
-                                              " (have all ranks the same secret?)"
+                             (strangers ? "; rejected connections: " + std::to_string(strangers) +
+                                              " (do all ranks have the same secret?)"
                                         : ""));
   }
 }

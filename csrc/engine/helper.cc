@@ -75,7 +75,7 @@ HelperServer::Group& HelperServer::open_group(const Identity& who) {
   return group;
 }
 
-// The ranks find out whose frame it is: they know what each of them asks for.
+// The ranks diagnose the conflict: they know what each of them issued.
 void HelperServer::report_conflict(const std::string& group, const SumServer::Conflict& conflict) {
   FrameHeader header;
   header.seq = conflict.seq;
@@ -114,7 +114,7 @@ void HelperServer::on_frame(int peer, const FrameHeader& header, Payload payload
   if (header.type == FrameType::push) wrong = group.server->contribute(peer, header, std::move(payload));
   if (header.type == FrameType::supply) wrong = group.server->supply(peer, header, std::move(payload));
   num_summed_ = group.server->num_summed();
-  if (!wrong.empty()) {  // its frames arrive whole, and cannot be: the group must not go on with such a member
+  if (!wrong.empty()) {  // frames arrive intact, so the sender is broken: the group must not continue with it
     FrameHeader fail;
     fail.type = FrameType::fail;
     tell_group(member->second.group, fail,
@@ -139,7 +139,7 @@ void HelperServer::on_down(int peer, const std::string& why) {
   num_groups_ = groups_.size();
 }
 
-// Tells everybody that this process runs, and forgets what all ranks of a group have behind them.
+// Sends heartbeats, and drops state that all ranks of a group have passed.
 void HelperServer::on_tick() {
   lines_.tick();
   FrameHeader beat;

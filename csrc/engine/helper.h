@@ -1,4 +1,4 @@
-// A helper host: servers for any number of groups, and nothing else.
+// Server process of a helper host, for any number of groups.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@ namespace shoal {
 
 class HelperServer : private Sink {
  public:
-  // Listens at once. Throws std::runtime_error where it cannot.
+  // Starts listening. Throws std::runtime_error if it cannot.
   HelperServer(const std::string& address, int port, Bytes secret, int send_buffer_bytes,
                const std::string& fabric = "", std::uint64_t shuffle = 0);
   ~HelperServer() override;
@@ -37,7 +37,7 @@ class HelperServer : private Sink {
     std::string group;
     int rank = 0;
     int host = 0;
-    bool left = false;  // it has said goodbye
+    bool left = false;  // it has sent goodbye
   };
 
   int on_identity(const Identity& who, std::string& why_not) override;

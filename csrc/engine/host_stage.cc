@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kNapMs = 200;
 
-// An empty tensor may have no address.
+// An empty tensor may have a null address.
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
   if (bytes) std::memcpy(to, from, bytes);
 }
@@ -35,7 +35,7 @@ HostStage::HostStage(const Topology& topology, const std::string& segment, const
 HostStage::~HostStage() { stop(); }
 
 void HostStage::stop() {
-  const std::lock_guard lock(stop_mutex_);  // a failure and the caller's close may meet here
+  const std::lock_guard lock(stop_mutex_);  // a failure and close() may run concurrently
   if (!thread_.joinable()) return;
   stopping_ = true;
   shm_.ring(me_);
@@ -103,7 +103,7 @@ bool HostStage::take_submissions() {
   return !fresh.empty();
 }
 
-// ---- entering: the contribution goes into the slot ------------------------------------------------------
+// ---- entering: contributions into slots -----------------------------------------------------------------
 
 bool HostStage::slot_is_free(std::uint64_t ticket) {
   const std::uint64_t slots = shm_.layout().num_slots;
@@ -117,7 +117,7 @@ bool HostStage::slot_is_free(std::uint64_t ticket) {
 bool HostStage::contributes(const Entry& entry) const {
   const bool mine = topology_.owner(topology_.my_host(), entry.op->spec, entry.index, entry.op->chunks[entry.index]) ==
                     topology_.rank();
-  return entry.op->sums() && !mine;  // an owner reads its own tensor
+  return entry.op->sums() && !mine;  // the owner reads its own tensor directly
 }
 
 bool HostStage::enter() {
@@ -142,7 +142,7 @@ bool HostStage::enter() {
   return moved;
 }
 
-// ---- owning: the sum, or the way to other hosts ---------------------------------------------------------
+// ---- owning: reduction, or transfer to other hosts ------------------------------------------------------
 
 bool HostStage::contributions_are_in(const Entry&, std::uint64_t ticket) {
   for (int rank = 0; rank < num_locals_; ++rank) {
@@ -151,7 +151,7 @@ bool HostStage::contributions_are_in(const Entry&, std::uint64_t ticket) {
   return true;
 }
 
-// Whether all ranks of the host have begun this operation and ask for the same.
+// Returns whether all ranks of the host have begun the same operation.
 bool HostStage::agreed(const Entry& each) {
   for (int rank = 0; rank < num_locals_; ++rank) {
     if (shm_.signature_tag(rank, each.number).load(std::memory_order_acquire) != each.number + 1) return false;
@@ -196,7 +196,7 @@ void HostStage::add_up(const Entry& each, std::uint64_t ticket) {
   }
   const Element type = op.spec.element;
   const bool to_all = op.spec.kind == Kind::all_reduce || op.spec.kind == Kind::barrier;
-  // A result that only this rank needs goes straight to its tensor.
+  // A result that only this rank needs is written directly to its tensor.
   const bool has_output = to_all || op.spec.kind == Kind::reduce_scatter
                               ? to_all || op.chunks[each.index].server == topology_.rank()
                               : op.spec.root == topology_.rank();
@@ -227,7 +227,7 @@ void HostStage::hand_round(const Entry& each, std::uint64_t ticket) {
   if (topology_.num_hosts() > 1) hooks_.push(each.op, each.index, data, op.spec.element, nullptr);
 }
 
-// ---- leaving: the result comes out ----------------------------------------------------------------------
+// ---- leaving: results out of slots ----------------------------------------------------------------------
 
 bool HostStage::takes_result(const Entry& each) const {
   const Op& op = *each.op;
@@ -241,7 +241,7 @@ bool HostStage::takes_result(const Entry& each) const {
 
 bool HostStage::leave() {
   bool moved = false;
-  // An operation that disagrees must not be mistaken for one that has ended: leave only what own() has passed.
+  // A mismatched operation must not look completed: leave only chunks that own() has passed.
   while (to_leave_ < to_own_ && shm_.ready(to_leave_).load(std::memory_order_acquire) == to_leave_ + 1) {
     const Entry each = entry(to_leave_);
     if (takes_result(each)) {

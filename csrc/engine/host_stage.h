@@ -1,9 +1,9 @@
-// The ranks of one host meet in shared memory: each copies its contribution into a slot, the owner of a chunk
-// adds them up, and all copy the result out. Between hosts the owner sends the host's sum on and the result
-// comes back into the slot.
+// Reduction inside a host through shared memory: each rank copies its contribution into a slot, the owner of a chunk
+// reduces them, and all ranks copy the result out. With several hosts, the owner sends the host's partial sum to the
+// chunk's server and writes the result into the slot.
 //
-// Chunks of successive operations form one stream with tickets 0, 1, ...; a chunk's slot is its ticket modulo
-// the number of slots, so that the tail of one operation overlaps with the head of the next.
+// Chunks of successive operations form one stream with tickets 0, 1, ...; the slot of a chunk is its ticket modulo
+// the number of slots, so that the end of one operation overlaps with the start of the next.
 #pragma once
 
 #include <atomic>
@@ -20,16 +20,16 @@
 
 namespace shoal {
 
-// What the stage asks of the engine, from the stage's thread.
+// Calls from the stage's thread to the engine.
 struct StageHooks {
-  // The host's contribution to a chunk is ready to travel; the result goes to `destination`.
+  // Sends the host's contribution to a chunk; the result goes to `destination`.
   std::function<void(const OpPtr&, std::uint64_t index, const std::byte* data, Element input, std::byte* destination)>
       push;
   std::function<void(const OpPtr&, std::uint64_t index, std::byte* destination)> expect;
-  std::function<void(const OpPtr&)> done;  // this rank is through with the operation's last chunk
-  // The local `rank` (of the group) asks for another operation than this one.
+  std::function<void(const OpPtr&)> done;  // this rank has finished the operation's last chunk
+  // Local rank `rank` (numbered in the group) has issued another operation.
   std::function<void(std::uint64_t seq, int rank, std::uint64_t signature)> report_mismatch;
-  std::function<void(const std::string& what)> error;  // the stage has ended
+  std::function<void(const std::string& what)> error;  // the stage has failed
   std::function<void(const char* what, std::uint64_t begin_ns, std::uint64_t seq, std::uint64_t chunk)> trace;
 };
 
@@ -41,9 +41,9 @@ class HostStage {
 
   // Throws std::logic_error for a chunk that is larger than a slot.
   void submit(OpPtr op);
-  // The network has brought (or taken) what the owner waited for. Any thread.
+  // Continues a chunk whose result has arrived, or whose contribution was taken. Any thread.
   void finish(const Op& op, std::uint64_t index);
-  void stop();  // any thread but its own
+  void stop();  // any thread except its own
 
  private:
   struct Entry {

@@ -1,4 +1,4 @@
-// What an outbox has sent to other hosts' servers and has no answer to.
+// Accounts for the bytes that an outbox has sent to other hosts' servers and that are not answered.
 #pragma once
 
 #include <algorithm>
@@ -11,16 +11,16 @@ namespace shoal {
 
 class InFlight {
  public:
-  // What goes to the server beside `rank` is not counted.
+  // Chunks served by `rank` itself do not count.
   static std::size_t counted(const Op& op, std::uint64_t index, int rank) {
     const Op::Part& part = op.parts[index];
     return part.server == rank ? 0 : part.contribution.size;
   }
 
-  // What is not counted needs no window, and nor does the first chunk when nothing is on its way.
+  // Chunks that do not count need no window, and neither does the first chunk in flight.
   bool fits(std::size_t bytes, std::size_t window) const { return !bytes || !bytes_ || bytes_ + bytes <= window; }
 
-  // Whether the operation or one before it has anything on its way.
+  // Returns whether the operation or an earlier one has bytes in flight.
   bool any_up_to(std::uint64_t seq) const { return !of_.empty() && of_.begin()->first <= seq; }
 
   void sent(std::uint64_t seq, std::size_t bytes) {
@@ -41,7 +41,7 @@ class InFlight {
   std::size_t bytes() const { return bytes_; }
 
  private:
-  std::map<std::uint64_t, std::size_t> of_;  // by number of the operation: bytes
+  std::map<std::uint64_t, std::size_t> of_;  // bytes by operation number
   std::size_t bytes_ = 0;
 };
 

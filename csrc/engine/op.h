@@ -1,4 +1,4 @@
-// One collective under way on this rank.
+// State of a pending collective on this rank.
 #pragma once
 
 #include <atomic>
@@ -17,14 +17,14 @@ namespace shoal {
 struct Op {
   enum class Step : std::uint8_t { idle, waiting, done };
 
-  // What this rank knows of a chunk that it speaks for.
+  // State of a chunk that this rank owns on its host.
   struct Part {
     Step step = Step::idle;
     bool contributed = false;
-    int server = 0;                       // differs from the plan's where that one is lost
-    Payload contribution;                 // stays until the result is here: a lost server makes us send it again
-    Element input = Element::uint8;       // its type
-    std::byte* destination = nullptr;     // where the result goes
+    int server = 0;                       // differs from the chunk's if that one is lost
+    Payload contribution;                 // kept until the result arrives, to resend it if the server is lost
+    Element input = Element::uint8;       // type of the contribution
+    std::byte* destination = nullptr;     // address for the result
     std::uint64_t sent_ns = 0;
   };
 
@@ -33,16 +33,16 @@ struct Op {
   std::uint64_t signature = 0;
   std::vector<Chunk> chunks;
   std::vector<Part> parts;                    // network thread
-  std::map<std::uint64_t, Payload> retained;  // results that came from helpers, in case one is lost
-  std::atomic<int> pending{1};                // what is still to be done before the operation has ended here
+  std::map<std::uint64_t, Payload> retained;  // results received from helpers, in case one is lost
+  std::atomic<int> pending{1};                // steps left before the operation completes here
   std::chrono::steady_clock::time_point begun;
-  bool ordered = false;                       // rank 0 says when its chunks go
-  bool announced = false, named = false;      // to the others; its stragglers to people
-  std::uint64_t first_ticket = 0;             // host stage: place of the first chunk in the host's stream
+  bool ordered = false;                       // sent in rank 0's order
+  bool announced = false, named = false;      // to the other ranks; stragglers were logged
+  std::uint64_t first_ticket = 0;             // host stage: ticket of the first chunk
 
   std::size_t width() const { return size_of(spec.element); }
 
-  // Where chunk `index` lies in this rank's input or output. Only for ranks that have it.
+  // Address of chunk `index` in this rank's input or output. Only for ranks that have it.
   const std::byte* input_at(std::uint64_t index, int rank) const {
     const std::uint64_t base = spec.kind == Kind::all_gather ? static_cast<std::uint64_t>(rank) * spec.count : 0;
     return spec.input + (chunks[index].begin - base) * width();

@@ -30,7 +30,7 @@ std::optional<Outgoing> OrderedOutbox::next(std::size_t window, int rank) {
   const auto run = runs_.find(next_run_);
   if (run == runs_.end()) return {};
   const auto found = lines_.find(run->second.seq);
-  if (found == lines_.end() || found->second.num_sent == found->second.num_added) return {};  // not begun here
+  if (found == lines_.end() || found->second.num_sent == found->second.num_added) return {};  // not begun on this rank
   Line& line = found->second;
   Outgoing taken{line.op, line.num_sent};
   const std::size_t bytes = InFlight::counted(*line.op, line.num_sent, rank);

@@ -7,7 +7,7 @@ namespace shoal {
 void Outbox::add(const OpPtr& op, std::uint64_t index) {
   Line& line = lines_[op->seq];
   line.op = op;
-  line.waiting.insert(std::ranges::lower_bound(line.waiting, index), index);  // nearly always at the end
+  line.waiting.insert(std::ranges::lower_bound(line.waiting, index), index);  // almost always at the end
 }
 
 std::optional<Outgoing> Outbox::next(std::size_t window, int rank) {

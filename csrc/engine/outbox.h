@@ -1,12 +1,12 @@
-// What waits to be sent in the order of the calls, and how much is on its way without an answer.
+// Queue of chunks to send in call order, with the bytes in flight.
 //
-// One window bounds what is on its way (engine_chunks.cc), so queues further on are short. Operations go in the order
-// of the calls, and the chunks of one in the order of the pattern of servers. What is added to what does not depend on
-// it. Operations with a priority go another way (ordered_outbox.h).
+// One window bounds the bytes in flight (engine_chunks.cc), so that queues along the path stay short. Operations are
+// sent in call order, the chunks of one operation in the order of the server pattern. The order of additions does not
+// depend on it. Operations with a priority use another queue (ordered_outbox.h).
 //
-// Chunks that wait for sums inside a host come late, when newer operations may have filled the window. So the oldest
-// operation may always have one chunk on its way: all ranks send its chunks in the same order, so that those of the
-// rank that has sent the fewest are all answered, and its next one can go.
+// Chunks that wait for a reduction inside the host are added late, when newer operations may have filled the window.
+// The oldest operation may therefore always have one chunk in flight: all ranks send its chunks in the same order, so
+// those of the rank that has sent the fewest are all answered, and its next one can go.
 #pragma once
 
 #include <cstdint>
@@ -27,22 +27,22 @@ class Outbox {
  public:
   void add(const OpPtr& op, std::uint64_t index);
 
-  // Takes out the chunk that goes next, or nothing while `window` bytes are on their way. What goes to the server
-  // beside `rank` needs no window, and nor does the first chunk when nothing is on its way.
+  // Removes and returns the next chunk, or nothing while `window` bytes are in flight. Chunks served by `rank` need
+  // no window, and neither does the first chunk in flight.
   std::optional<Outgoing> next(std::size_t window, int rank);
 
-  // The chunk, sent to another host's server, has been answered, or is served beside this rank now.
+  // The chunk is no longer in flight: answered, or now served by this rank.
   void arrived(const Op& op, std::uint64_t index) { in_flight_.arrived(op, index); }
 
   std::size_t bytes_in_flight() const { return in_flight_.bytes(); }
 
  private:
-  struct Line {  // an operation's
+  struct Line {  // of one operation
     OpPtr op;
     std::deque<std::uint64_t> waiting;  // ascending
   };
 
-  std::map<std::uint64_t, Line> lines_;  // by number: the oldest operation first; none without a chunk
+  std::map<std::uint64_t, Line> lines_;  // by operation number, oldest first; only those with chunks
   InFlight in_flight_;
 };
 

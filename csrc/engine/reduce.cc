@@ -13,19 +13,19 @@
 namespace shoal {
 namespace {
 
-// Inputs that are read side by side: more streams than this outrun the prefetchers and the registers.
+// Inputs that are read together: more streams exceed the prefetchers and the registers.
 constexpr std::size_t kGroup = 8;
-// With more inputs than a group, partial sums of this many elements wait in the L1 cache.
+// With more inputs, partial sums of this many elements stay in the L1 cache.
 constexpr std::size_t kBlock = 2048;
-// What a thread claims at a time, in elements.
+// Elements that a thread claims at a time.
 constexpr std::size_t kChunk = 65536;
-// Less traffic than this a thread does not repay its start.
+// Below this traffic per thread, starting it does not pay.
 constexpr std::size_t kBytesPerThread = std::size_t{1} << 20;
-// From here on the output is written past the caches: it would push out what is read, and each line would be
-// fetched before it is overwritten (8 inputs of 25 MiB: 10 transfers instead of 9).
+// From this size on, the output is written with streaming stores: it would evict inputs from the caches, and each
+// line would be fetched before it is overwritten (8 inputs of 25 MiB: 10 transfers instead of 9).
 constexpr std::size_t kStreamBytes = std::size_t{4} << 20;
 
-// One call, as its threads see it.
+// State of one call, shared by its threads.
 template <class T>
 struct Task {
   T* out;

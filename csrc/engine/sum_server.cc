@@ -23,8 +23,8 @@ std::string describe(const FrameHeader& header, std::size_t count) {
 
 }  // namespace
 
-// What a frame says about itself decides who gets the answer and how elements are read: it must fit the group and
-// its own length. An empty string, or what does not.
+// Checks a frame's claims against the group and its length, since they decide who is answered and how elements are
+// read. Returns an empty string, or what is wrong.
 std::string SumServer::check(int peer, const FrameHeader& header, Element element, std::size_t bytes) const {
   const bool sums = adds_up(static_cast<Kind>(header.kind));
   const int needed = sums ? members_.num_hosts : 1, host = sums ? members_.host_of(peer) : 0;
@@ -45,7 +45,7 @@ std::string SumServer::check(int peer, const FrameHeader& header, Element elemen
   return "";
 }
 
-// The state of the frame's chunk, or nothing where the frame does not fit what another peer has sent.
+// Returns the state of the frame's chunk, or null if the frame conflicts with another peer's.
 SumServer::State* SumServer::open(int peer, const FrameHeader& header, std::size_t count) {
   State& state = chunks_[{header.seq, header.chunk}];
   if (state.contributions.empty()) {
@@ -71,7 +71,7 @@ std::string SumServer::contribute(int peer, const FrameHeader& header, Payload p
   State& state = *found;
   state.kept = state.kept || header.redo;
   if (state.summed) {
-    const State done = state;  // an answer that fails the group clears all chunks
+    const State done = state;  // a copy: an answer that fails the group clears all chunks
     answer_to(peer, header, done);
     return "";
   }
@@ -104,7 +104,7 @@ void SumServer::combine(const FrameHeader& header, State& state) {
   contributions.swap(state.contributions);
   state.contributions.resize(contributions.size());
   FrameHeader answer = header;
-  set_checksums(answer, state.result);  // the checksum once for all who receive it
+  set_checksums(answer, state.result);  // computed once for all receivers
   const State done = state;
   if (!state.kept) chunks_.erase({header.seq, header.chunk});
   for (std::size_t host = 0; host < contributions.size(); ++host) {
@@ -132,7 +132,7 @@ std::string SumServer::supply(int peer, const FrameHeader& header, Payload paylo
   std::vector<Contribution> contributions(state.contributions.size());
   contributions.swap(state.contributions);
   for (const Contribution& waiting : contributions) held_bytes_ -= waiting.payload.size;
-  const State done = state;  // an answer that fails the group clears all chunks
+  const State done = state;  // a copy: an answer that fails the group clears all chunks
   for (std::size_t host = 0; host < contributions.size(); ++host) {
     if (!contributions[host].present) continue;
     FrameHeader answer = header;

@@ -1,6 +1,6 @@
-// Collects the contributions to each chunk, combines them in host order when all are there, and answers.
-// The same code serves a colocated server and a helper host; it knows nothing of sockets. A frame's word about
-// itself is checked against what the process knows of its sender.
+// Collects the contributions to each chunk, reduces them in host order when all have arrived, and answers. Used by
+// colocated servers and helper hosts; independent of sockets. The claims of a frame are checked against what the
+// process knows of its sender.
 #pragma once
 
 #include <atomic>
@@ -17,10 +17,10 @@ namespace shoal {
 
 class SumServer {
  public:
-  // Answers a contributor: `header` is of type result, an empty payload only confirms. `peer` is the number that
-  // contribute() was given.
+  // Answers a contributor: `header` is of type result; an empty payload is only a confirmation. `peer` is the number
+  // passed to contribute().
   using Answer = std::function<void(int peer, const FrameHeader& header, const Payload& payload)>;
-  // Who may contribute: the number of hosts in the group, and the host of each peer.
+  // The group's number of hosts, and the host of each peer.
   struct Members {
     int num_hosts = 1;
     std::function<int(int peer)> host_of;
@@ -28,9 +28,9 @@ class SumServer {
   struct Sender {
     int peer = -1;
     std::uint64_t signature = 0;
-    std::string sent;  // the elements, in words
+    std::string sent;  // description of the elements
   };
-  // The frames of two peers about one chunk do not fit each other.
+  // Two peers' frames of one chunk that conflict.
   struct Conflict {
     std::uint64_t seq = 0, chunk = 0;
     Sender first, second;
@@ -40,16 +40,16 @@ class SumServer {
   SumServer(BufferPool& pool, Members members, Answer answer, OnConflict on_conflict)
       : pool_(pool), members_(std::move(members)), answer_(std::move(answer)), on_conflict_(std::move(on_conflict)) {}
 
-  // Both return an empty string, or what is wrong with the frame.
+  // Return an empty string, or why the frame is malformed.
   std::string contribute(int peer, const FrameHeader& header, Payload payload);
-  // A result that a worker holds already, after its server was lost.
+  // Accepts a result that a worker already has, after its server was lost.
   std::string supply(int peer, const FrameHeader& header, Payload payload);
 
-  // All ranks have ended the operations below `seq`: what was kept for late contributors may go.
+  // All ranks have completed the operations below `seq`: drops what was kept for late contributors.
   void forget_below(std::uint64_t seq);
   void clear();
 
-  // Of contributions that wait for others. Any thread.
+  // Bytes of contributions that wait for others. Any thread.
   std::size_t held_bytes() const { return held_bytes_; }
   std::uint64_t num_summed() const { return num_summed_; }
 
@@ -63,7 +63,7 @@ class SumServer {
     std::vector<Contribution> contributions;
     std::size_t num_present = 0;
     int first_peer = -1;
-    FrameHeader first;      // the words of the first frame: the others' must be the same
+    FrameHeader first;      // of the first frame; the others must match
     std::size_t count = 0;  // elements of the chunk
     bool summed = false;
     bool kept = false;  // answers late contributors until forget_below()

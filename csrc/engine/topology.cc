@@ -11,10 +11,10 @@ namespace {
 constexpr std::size_t kMinNetworkChunk = 8 << 10;
 constexpr std::size_t kMinSharedChunk = 16 << 10;
 constexpr std::int64_t kUnitBytes = 8 << 10;  // of the fused buffer
-constexpr std::size_t kLeastBytes = 64;       // an empty chunk still costs its server a frame
-constexpr std::uint64_t kChunkUnit = 16;      // elements; a chunk is a multiple of it, but for the last
+constexpr std::size_t kLeastBytes = 64;       // an empty chunk still costs a frame
+constexpr std::uint64_t kChunkUnit = 16;      // elements; all chunks but the last are multiples
 
-std::uint64_t scramble(std::uint64_t x) {  // the finaliser of splitmix64
+std::uint64_t scramble(std::uint64_t x) {  // finalizer of splitmix64
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
   return x ^ (x >> 31);
@@ -78,7 +78,8 @@ int Topology::owner(int host, Kind kind, int root, std::uint64_t index, int serv
   return ranks[index % ranks.size()];
 }
 
-// A root that shares its host with the server would have to reach it past the shared memory: it serves itself.
+// A root that shares its host with the server would have to bypass the shared memory to reach it, so it serves
+// itself.
 int Topology::server_beside_root(int server, const OpSpec& spec) const {
   if (is_helper(server)) server = static_cast<int>(static_cast<unsigned>(server) % static_cast<unsigned>(size()));
   return host_of(server) == host_of(spec.root) ? spec.root : server;
@@ -94,7 +95,7 @@ std::vector<Chunk> Topology::cut(const OpSpec& spec, std::size_t max_chunk_bytes
   const std::size_t share = fixed ? bytes : bytes / (shared_only ? servers : 4 * servers);
   const std::size_t least = std::min(max_chunk_bytes, shared_only ? kMinSharedChunk : kMinNetworkChunk);
   const std::size_t chunk_bytes = std::clamp(share, least, max_chunk_bytes);
-  // Whole groups of 16 elements, and never more bytes than a slot of the shared memory or a message holds.
+  // Multiples of 16 elements that fit a slot of the shared memory and a message.
   if (max_chunk_bytes < kChunkUnit * width) {
     throw std::invalid_argument("a chunk of at most " + std::to_string(max_chunk_bytes) + " bytes holds no " +
                                 std::to_string(kChunkUnit) + " elements of " + std::to_string(width) + " bytes");
@@ -103,8 +104,8 @@ std::vector<Chunk> Topology::cut(const OpSpec& spec, std::size_t max_chunk_bytes
   const std::uint64_t most = max_chunk_bytes / width / kChunkUnit * kChunkUnit;
   const std::uint64_t chunk_count = std::clamp<std::uint64_t>(wanted, kChunkUnit, most);
 
-  // Parts take turns, so that their servers are busy at the same time. An empty tensor and a barrier have one
-  // empty chunk: everybody still meets everybody.
+  // Parts alternate, so that their servers are busy concurrently. An empty tensor and a barrier have one empty chunk:
+  // they still synchronize all ranks.
   std::vector<Chunk> chunks;
   const int parts = fixed ? size() : 1;
   std::uint64_t done = 0;

@@ -24,7 +24,7 @@ Enum named(const std::array<std::string_view, N>& names, std::string_view name, 
   throw std::invalid_argument(std::string(what) + " '" + std::string(name) + "' must be one of " + all);
 }
 
-std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {  // FNV-1a over the eight bytes
+std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {  // FNV-1a over eight bytes
   for (int k = 0; k < 8; ++k) hash = (hash ^ ((value >> (8 * k)) & 0xff)) * 0x100000001b3ULL;
   return hash;
 }
@@ -65,7 +65,7 @@ std::uint64_t signature_of(const OpSpec& spec) {
   hash = mix(hash, static_cast<std::uint64_t>(spec.element));
   hash = mix(hash, static_cast<std::uint64_t>(spec.combine));
   hash = mix(hash, static_cast<std::uint64_t>(spec.root));
-  if (spec.kind == Kind::delegated) {  // shapes may differ between ranks there: only the name must agree
+  if (spec.kind == Kind::delegated) {  // shapes may differ between ranks: only the name must match
     for (char c : spec.name) hash = mix(hash, static_cast<unsigned char>(c));
     return hash;
   }

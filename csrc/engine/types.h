@@ -1,4 +1,4 @@
-// The words of a collective: what kind, of which elements, combined how.
+// Description of a collective: its kind, element type and reduction.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@ namespace shoal {
 
 enum class Kind : std::uint8_t { all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, delegated };
 
-// Whether every host contributes; the others move what one rank has.
+// Returns whether every host contributes; the other kinds move one rank's data.
 inline bool adds_up(Kind kind) { return kind != Kind::broadcast && kind != Kind::all_gather; }
 
 enum class Element : std::uint8_t { float32, float64, float16, bfloat16, int8, uint8, int32, int64 };
@@ -24,20 +24,21 @@ std::string_view name_of(Kind kind);
 std::string_view name_of(Element element);
 std::string_view name_of(Combine combine);
 
-// Throw std::invalid_argument that lists the known names.
+// Parse a name. Throw std::invalid_argument with the known names.
 Kind kind_named(std::string_view name);
 Element element_named(std::string_view name);
 Combine combine_named(std::string_view name);
 
-// What one rank asks for. `count` is the number of elements of the tensor; for all_gather of the input, for
-// reduce_scatter of the output. The memory belongs to the caller and must stay until the operation ends.
+// An operation as one rank submits it. `count` is the number of elements of the tensor; of the input for all_gather,
+// of the output for reduce_scatter. The memory belongs to the caller and must stay valid until the operation
+// completes.
 struct OpSpec {
   Kind kind = Kind::barrier;
   Element element = Element::uint8;
   Combine combine = Combine::sum;
   std::uint64_t count = 0;
   int root = 0;
-  int priority = 0;  // of an all_reduce; 0: in the order of the calls; else among those that have one, higher first
+  int priority = 0;  // of an all_reduce; 0: in call order; else among those with a priority, higher first
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   double timeout_s = 0;
@@ -45,13 +46,13 @@ struct OpSpec {
   std::string name;  // of a delegated operation
 };
 
-// "all_reduce of float32[1024, 30] (sum)": what an error message calls an operation.
+// Describes an operation for messages: "all_reduce of float32[1024, 30] (sum)".
 std::string describe(const OpSpec& spec);
 
-// "operation #17"
+// Returns "operation #17".
 inline std::string numbered(std::uint64_t seq) { return "operation #" + std::to_string(seq); }
 
-// Equal for two ranks exactly when they ask for the same operation (shapes of equal size may differ).
+// Hash that is equal for two ranks exactly if they issued the same operation (shapes of equal size may differ).
 std::uint64_t signature_of(const OpSpec& spec);
 
 }  // namespace shoal

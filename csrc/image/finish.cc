@@ -9,7 +9,7 @@
 namespace shoal {
 namespace {
 
-// Pixels at a time: their three arrays of floats stay in the first cache. A multiple of the sums' lanes.
+// Pixels per tile: three arrays of floats fit the L1 cache. A multiple of the lanes of a sum.
 constexpr std::size_t kTile = 256;
 constexpr std::size_t kLanes = 16;
 constexpr float kGrey[3] = {0.2989f, 0.587f, 0.114f};  // ITU-R BT.601, as torchvision
@@ -20,7 +20,7 @@ struct Tile {
   alignas(64) float blue[kTile];
 };
 
-// A step ready to run: for contrast with the mean of the grey image that the steps before it leave.
+// A prepared step; for contrast, with the mean of the grey image after the preceding steps.
 struct ReadyStep {
   Adjustment kind;
   float factor;
@@ -67,7 +67,7 @@ void finish_image(const PixelRows& pixels, const Finished& finished, std::span<c
   std::vector<ReadyStep> ready;
   for (const ColourStep& step : steps) {
     ReadyStep next{step.kind, step.factor, 1.0f - step.factor};
-    // The steps before it are taken once more in the pass that follows: cheaper than to keep their results.
+    // The preceding steps run again in the next pass, which is cheaper than storing their results.
     if (step.kind == Adjustment::contrast && num_pixels > 0) {
       next.mean = static_cast<float>(kernels.grey_sum(pixels, ready) / num_pixels);
     }

@@ -94,7 +94,7 @@ class LambRule {
   const LambOptions& options_;
   Kernels kernels_;
   std::vector<BlockOptions> block_options_;
-  std::vector<float> step_size_;  // learning rate times trust ratio, by tensor
+  std::vector<float> step_size_;  // learning rate times trust ratio, per tensor
 };
 
 }  // namespace

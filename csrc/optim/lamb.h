@@ -1,5 +1,5 @@
-// LAMB on the CPU: per tensor, pass 1 updates the moments and takes the norms, pass 2 applies the update
-// that it makes again from the moments (cheaper than to store it).
+// LAMB on the CPU: per tensor, pass 1 updates the moments and measures the norms, pass 2 applies the update, which it
+// recomputes from the moments (cheaper than storing it).
 #pragma once
 
 #include <cstddef>
@@ -32,12 +32,13 @@ struct LambOptions {
 };
 
 // m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2, u = m^ / (sqrt(v^) + eps) + weight_decay w,
-// w = w - learning_rate ratio u, ratio = |w| / |u| where both are above 0, else 1. All in fp32, the sums of
-// squares in blocks whose order does not depend on the number of threads: neither do the bits of the result.
+// w = w - learning_rate ratio u, ratio = |w| / |u| if both are above 0, else 1.
+// All in fp32. Squares are summed in blocks whose order does not depend on the number of threads, so the bits of the
+// result do not either.
 Norms lamb_step(std::span<const LambTensor> tensors, const LambOptions& options, int num_threads,
                 Level level = best_level());
 
-// The sum of squares over all tensors, in the same fixed order.
+// Returns the sum of squares over all tensors, in the same fixed order.
 struct ConstTensor {
   const float* values;
   std::size_t count;

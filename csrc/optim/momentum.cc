@@ -57,7 +57,7 @@ Kernels kernels_of(Level level) {
 
 float narrow(double x) { return static_cast<float>(x); }
 
-// What LARS and NovoGrad share: a derived class turns a tensor's sums into its motion.
+// Common part of LARS and NovoGrad: a derived class turns a tensor's sums into its motion.
 class MomentumRule {
  public:
   using Sums = BlockSums;
@@ -77,7 +77,7 @@ class MomentumRule {
 
   double scaled_sq(double grad_sq) const { return grad_sq * grad_scale_ * grad_scale_; }
 
-  std::vector<Motion> motions_;  // by tensor
+  std::vector<Motion> motions_;  // per tensor
 
   Kernels kernels_;
 
@@ -139,7 +139,7 @@ class NovoGradRule : public MomentumRule {
                const NovoGradOptions& options, Level level)
       : MomentumRule(tensors, options.grad_scale, level), states_(states), options_(options) {}
 
-  // The norm of the weights is only told, so that pass 2 takes it on its way.
+  // The norm of the weights is only reported, so pass 2 measures it.
   Sums measure(const Piece& piece) const {
     return {.grad_sq = scaled_sq(kernels_.squares(block_of(piece).grad, piece.count))};
   }

@@ -1,5 +1,5 @@
-// LARS and NovoGrad on the CPU: pass 1 takes the norms of a tensor's gradient and weights, pass 2 adds a sum of
-// both to the momentum and moves the weights. src/shoal/optim/{lars,novograd}.py have the formulas.
+// LARS and NovoGrad on the CPU: pass 1 measures the norms of a tensor's gradient and weights, pass 2 adds a linear
+// combination of both to the momentum and moves the weights. src/shoal/optim/{lars,novograd}.py have the formulas.
 #pragma once
 
 #include <cstddef>
@@ -25,17 +25,17 @@ struct LarsOptions {
   double eta;
   double eps;
   double grad_scale;  // gradients are multiplied by it on the fly
-  bool clips;         // LARC: the learning rate is outside of the momentum, and no ratio is above 1
+  bool clips;         // LARC: the learning rate is not in the momentum, and no ratio exceeds 1
   bool nesterov;
   bool trust_ratio;  // off: the ratio is 1
 };
 
-// All in fp32, norms and ratios in double from sums of squares in blocks whose order does not depend on the
-// number of threads: neither do the bits of the result.
+// All in fp32, norms and ratios in double. Squares are summed in blocks whose order does not depend on the number of
+// threads, so the bits of the result do not either.
 Norms lars_step(std::span<const MomentumTensor> tensors, const LarsOptions& options, int num_threads,
                 Level level = best_level());
 
-// What a tensor has beside its momentum: the running squared norm, and the number of this update from 1.
+// NovoGrad's state of a tensor besides its momentum: the running squared norm, and the number of this update from 1.
 struct NovoGradState {
   float* norm_sq;
   double step;
@@ -54,7 +54,7 @@ struct NovoGradOptions {
   bool reg_inside_moment;
 };
 
-// `states` are those of `tensors`.
+// `states` are those of `tensors`, in their order.
 Norms novograd_step(std::span<const MomentumTensor> tensors, std::span<const NovoGradState> states,
                     const NovoGradOptions& options, int num_threads, Level level = best_level());
 

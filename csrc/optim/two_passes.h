@@ -1,5 +1,5 @@
-// Updates that need the norms of a tensor before they move its weights: pass 1 measures, pass 2 moves, both in
-// blocks that threads claim. Memory traffic bounds both.
+// Updates that need the norms of a tensor before they move its weights: pass 1 measures, pass 2 moves, both in blocks
+// that threads claim. Both are bound by memory bandwidth.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,13 @@
 
 namespace shoal {
 
-// The unit of work and of the sums of squares: its boundaries never depend on the number of threads.
+// Elements per block, the unit of work and of the sums of squares; independent of the number of threads.
 inline constexpr std::size_t kBlock = 16384;
-// Pass 1 and pass 2 follow each other over a wave of tensors of about this many elements, so that pass 2
-// finds what pass 1 has touched last (8 to 12 bytes an element) in the caches; a larger tensor is a wave alone.
+// Pass 1 and pass 2 alternate over waves of tensors of about this many elements, so that pass 2 finds the data of
+// pass 1 (8 to 12 bytes per element) in the caches; a larger tensor is a wave of its own.
 inline constexpr std::size_t kWaveElements = std::size_t{1} << 19;
-// So much of the next wave's pass 1 comes before a wave's pass 2: work for the threads that would else wait,
-// and sleep, until the others have measured their last blocks.
+// Elements of the next wave's pass 1 that precede a wave's pass 2: work for threads that would otherwise sleep until
+// the others have measured their last blocks.
 inline constexpr std::size_t kLeadElements = 4 * kBlock;
 inline constexpr std::size_t kElementsPerThread = 32768;
 
@@ -30,14 +30,14 @@ struct Norms {
   double weight_sq;
 };
 
-// A block of one tensor, as an item of work.
+// A block of one tensor, the item of work.
 struct Piece {
   std::size_t tensor;
   std::size_t begin;
   std::size_t count;
 };
 
-// All the blocks, and where each tensor's blocks begin (with one bound past the last).
+// All blocks, and the index of each tensor's first block (with one entry past the last).
 struct Plan {
   std::vector<Piece> pieces;
   std::vector<std::size_t> first_of_tensor;
@@ -67,11 +67,11 @@ int threads_for(std::span<const Tensor> tensors, int num_threads) {
   return static_cast<int>(std::min(static_cast<std::size_t>(num_threads), worthwhile));
 }
 
-// One call's update, shared by its threads. Rule has
+// An update, shared by the threads of one call. Rule has
 //   Sums: of a block, with at least grad_sq and weight_sq;
 //   Sums measure(const Piece&): pass 1;
-//   void settle(std::size_t tensor, std::span<const Sums>): once a tensor, with the sums of its blocks;
-//   void move(const Piece&, Sums&): pass 2; it may add to the sums what was not needed before.
+//   void settle(std::size_t tensor, std::span<const Sums>): once per tensor, with the sums of its blocks;
+//   void move(const Piece&, Sums&): pass 2; may add to the sums what pass 1 did not need.
 template <class Tensor, class Rule>
 class TwoPasses {
  public:
@@ -110,8 +110,8 @@ class TwoPasses {
     std::size_t end_block;
   };
 
-  // Pass 1 over a wave and a little further, then pass 2 over the wave backwards: the blocks that pass 1 has
-  // left in the caches come first.
+  // Pass 1 over a wave and a little further, then pass 2 over the wave backwards: the blocks that pass 1 has left in
+  // the caches come first.
   void order_waves() {
     std::vector<std::size_t> wave_of_block;
     for (std::size_t first = 0, end; first < tensors_.size(); first = end) {
@@ -134,8 +134,8 @@ class TwoPasses {
     }
   }
 
-  // On each thread: claims tasks in order. A task of pass 2 waits for the norms of its wave, where another
-  // thread is still at a block of it.
+  // Runs on each thread: claims tasks in order. A task of pass 2 waits for the norms of its wave while another thread
+  // still measures a block of it.
   void work(Claims& claims) {
     for (std::size_t at; claims.next(at);) {
       const Task& task = tasks_[at];
@@ -143,7 +143,7 @@ class TwoPasses {
       const Piece& piece = plan_.pieces[task.piece];
       if (task.pass == 1) {
         sums_[task.piece] = rule_.measure(piece);
-        if (missing.fetch_sub(1) == 2) {  // the last block: only the norms are missing
+        if (missing.fetch_sub(1) == 2) {  // the last block: only the norms remain
           for (std::size_t t = waves_[task.wave].first; t < waves_[task.wave].end; ++t) settle(t);
           missing.store(0);
           missing.notify_all();

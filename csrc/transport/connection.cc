@@ -16,7 +16,7 @@ namespace shoal {
 
 namespace {
 
-constexpr std::size_t kFairShare = 512 << 10;  // bytes of one connection before the others have their turn
+constexpr std::size_t kFairShare = 512 << 10;  // bytes read from a connection before the others are served
 constexpr std::size_t kMaxPieces = 32;
 
 }  // namespace
@@ -59,7 +59,7 @@ bool Connection::read(const OnFrame& on_frame) {
   return true;
 }
 
-// Moves staged bytes on by one header or payload. False when none are left.
+// Consumes one header or payload of the staged bytes. Returns false if none are left.
 bool Connection::take_staged(const OnFrame& on_frame) {
   const std::size_t left = staged_end_ - staged_begin_;
   if (left == 0) return false;

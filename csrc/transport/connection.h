@@ -1,4 +1,4 @@
-// One TCP connection after its handshake: frames in, frames out, never blocking.
+// A TCP connection after its handshake: reads and writes frames without blocking.
 #pragma once
 
 #include <array>
@@ -25,27 +25,26 @@ class Connection {
   int peer() const { return peer_; }
   bool control() const { return control_; }
 
-  // Reads what is there, up to a fair share, and hands over each whole frame.
-  // Returns false at the end of the stream. Throws std::system_error for a failed socket and std::runtime_error
-  // for a malformed frame.
+  // Reads available bytes, up to a fair share, and passes on each complete frame. Returns false at the end of the
+  // stream. Throws std::system_error for a failed socket and std::runtime_error for a malformed frame.
   bool read(const OnFrame& on_frame);
 
-  void enqueue(const FrameHeader& header, Payload payload);  // sealed
-  // Writes until the socket takes no more. Returns true when nothing is left. Throws std::system_error.
+  void enqueue(const FrameHeader& header, Payload payload);  // with its checksums
+  // Writes until the socket would block. Returns true when the queue is empty. Throws std::system_error.
   bool write();
 
-  // Lets go of memory that is not ours: whole frames with data are dropped, what has begun to travel is copied.
+  // Releases callers' memory: drops whole frames with data, and copies those that are partly sent.
   void drop_data();
 
   std::size_t queued_bytes() const { return queued_bytes_; }
   std::uint64_t bytes_in = 0, bytes_out = 0;
-  bool watched = false;  // for the moment at which it takes more
+  bool watched = false;  // for writability
 
  private:
   struct Outgoing {
     FrameHeader header;
     Payload payload;
-    std::size_t sent = 0;  // of header and payload together
+    std::size_t sent = 0;  // bytes of header and payload
   };
 
   bool take_staged(const OnFrame& on_frame);
@@ -57,7 +56,7 @@ class Connection {
   bool control_;
   BufferPool& pool_;
 
-  std::array<std::byte, 16384> staged_;  // a read often brings the next header, or many small frames
+  std::array<std::byte, 16384> staged_;  // a read often returns the next header, or many small frames
   std::size_t staged_begin_ = 0, staged_end_ = 0;
   FrameHeader header_;
   std::size_t header_filled_ = 0;

@@ -13,7 +13,7 @@ namespace shoal {
 namespace {
 
 constexpr std::size_t kCoveredBytes = offsetof(FrameHeader, header_crc);
-constexpr std::size_t kKeptBytes = std::size_t{32} << 20;  // of each size
+constexpr std::size_t kKeptBytes = std::size_t{32} << 20;  // per size
 
 }  // namespace
 
@@ -29,7 +29,7 @@ void set_checksums(FrameHeader& header, Payload& payload) {
 }
 
 std::string check_header(const FrameHeader& header) {
-  if (header.magic != kFrameMagic) return "a frame does not begin with shoal's mark";
+  if (header.magic != kFrameMagic) return "a frame does not begin with shoal's magic number";
   if (header.header_crc != crc32c(&header, kCoveredBytes)) return "a frame header does not match its checksum";
   if (header.payload_bytes > kMaxPayload) {
     return "a frame announces " + std::to_string(header.payload_bytes) + " bytes; at most " +
@@ -53,7 +53,7 @@ std::string text_of(const Payload& payload) {
 
 struct BufferPool::Shelves {
   std::mutex mutex;
-  std::array<std::vector<std::unique_ptr<std::byte[]>>, 48> free;  // by the power of two of their size
+  std::array<std::vector<std::unique_ptr<std::byte[]>>, 48> free;  // by log2 of their size
 };
 
 BufferPool::BufferPool() : shelves_(std::make_shared<Shelves>()) {}

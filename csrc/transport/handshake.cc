@@ -46,7 +46,7 @@ std::uint32_t get(const Bytes& in, std::size_t at) {
   return value;
 }
 
-// Nobody answered, or the other side ended the connection before it did: it may have had too many others to hear.
+// No answer, or the other side closed the connection early, possibly because it had too many others to handle.
 struct Unheard : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -56,7 +56,7 @@ struct Unheard : std::runtime_error {
   throw std::runtime_error(std::strerror(errno));
 }
 
-// Waits until the socket can be read or written, or says that time is up.
+// Waits until the socket is readable or writable; returns false on timeout.
 void wait_for(int fd, short events, Clock::time_point deadline) {
   while (true) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
@@ -140,7 +140,7 @@ int try_once(const sockaddr_in& to, const Bytes& secret, const Introduction& int
 Bytes random_bytes(std::size_t count) {
   Bytes bytes(count);
   if (getrandom(bytes.data(), count, 0) != static_cast<ssize_t>(count)) {
-    throw std::runtime_error("the system gives no random bytes");
+    throw std::runtime_error("the system returned no random bytes");
   }
   return bytes;
 }
@@ -218,7 +218,7 @@ int call(const std::string& address, int port, const Bytes& secret, const Introd
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
   std::string why;
   while (Clock::now() < deadline) {
-    // A lost SYN is sent again after a second only: several short attempts get through sooner.
+    // The kernel resends a lost SYN only after a second: several short attempts connect sooner.
     const auto attempt = std::min(deadline, Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                                                std::chrono::duration<double>(kAttemptS)));
     try {

@@ -1,8 +1,9 @@
-// Both ends prove that they know the job's secret before any frame is read: HMAC-SHA256 over both nonces.
+// Mutual authentication before any frame is read: both ends prove knowledge of the job's secret by an HMAC-SHA256
+// over both nonces.
 //
-//   caller -> listener   mark, caller's nonce
+//   caller -> listener   magic, caller's nonce
 //   listener -> caller   listener's nonce, HMAC("listener", both nonces)
-//   caller -> listener   who it is, HMAC("caller", both nonces, who it is)
+//   caller -> listener   identity, HMAC("caller", both nonces, identity)
 //   listener -> caller   1
 #pragma once
 
@@ -25,8 +26,8 @@ inline constexpr std::size_t kIdentityBytes = 184;
 
 Bytes random_bytes(std::size_t count);
 
-// The steps, as pure functions of the bytes seen so far. Those that read throw std::runtime_error where the
-// other side does not know the secret or does not speak our language.
+// The steps, as pure functions of the bytes received so far. The parsing ones throw std::runtime_error if the other
+// side does not know the secret or uses another protocol.
 Bytes make_hello(const Bytes& nonce);
 Bytes read_hello(const Bytes& hello);  // the caller's nonce
 Bytes make_challenge(const Bytes& secret, const Bytes& caller, const Bytes& listener);
@@ -34,8 +35,8 @@ Bytes read_challenge(const Bytes& secret, const Bytes& caller, const Bytes& chal
 Bytes make_identity(const Bytes& secret, const Bytes& caller, const Bytes& listener, const Introduction& intro);
 Introduction read_identity(const Bytes& secret, const Bytes& caller, const Bytes& listener, const Bytes& message);
 
-// Connects and introduces itself; returns the socket, which blocks no longer.
-// Throws std::runtime_error that names the address and the reason.
+// Connects and authenticates; returns the socket in non-blocking mode. Throws std::runtime_error with the address and
+// the reason.
 int call(const std::string& address, int port, const Bytes& secret, const Introduction& intro, double timeout_s);
 
 }  // namespace shoal

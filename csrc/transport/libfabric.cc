@@ -14,7 +14,7 @@ namespace shoal {
 
 namespace {
 
-const std::uint32_t kVersion = FI_VERSION(1, 9);  // of the interface: what EFA's and Debian's libraries all offer
+const std::uint32_t kVersion = FI_VERSION(1, 9);  // of the API, supported by EFA's and Debian's libraries
 
 struct Loaded {
   Libfabric library{};
@@ -23,7 +23,7 @@ struct Loaded {
 
 Loaded load() {
   Loaded loaded;
-  void* const handle = dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL);  // never closed: its threads may outlive us
+  void* const handle = dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL);  // never closed: its threads may outlive the caller
   if (!handle) {
     loaded.problem = dlerror();
     return loaded;
@@ -46,8 +46,8 @@ const Loaded& loaded() {
   return once;
 }
 
-// Reliable datagrams of any order to any peer. A completion says that the other end has the message, so that a
-// process may leave once it has all of its own.
+// Reliable unordered datagrams to any peer. A completion means that the other end has the message, so that a process
+// may exit once it has all of its completions.
 Info make_hints(const Libfabric& library, const std::string& provider) {
   Info hints(library.dupinfo(nullptr));
   if (!hints) throw std::bad_alloc();
@@ -71,7 +71,7 @@ Info ask(const Libfabric& library, const std::string& provider, const char* node
   return Info(result == 0 ? found : nullptr);
 }
 
-// The first of the offers that is this provider's: a filter "tcp" also finds "tcp;ofi_rxm".
+// Returns the first offer of this provider: a filter "tcp" also matches "tcp;ofi_rxm".
 Info exactly(const Libfabric& library, const Info& offers, const std::string& provider) {
   for (const fi_info* each = offers.get(); each; each = each->next) {
     if (each->fabric_attr->prov_name == provider) return Info(library.dupinfo(each));

@@ -1,5 +1,5 @@
-// libfabric, loaded when it is first asked for. Its functions are mostly calls through tables of the objects that it
-// makes; these few are the symbols themselves.
+// libfabric, loaded on first use. Most of its functions are calls through tables in its objects; these few are
+// symbols.
 #pragma once
 
 #include <memory>
@@ -20,7 +20,7 @@ struct Libfabric {
   decltype(&fi_version) version;
 };
 
-// Null where the library is not found; `problem` then says why.
+// Returns null if the library is not found, with the reason in `problem`.
 const Libfabric* find_libfabric(std::string& problem);
 
 std::string version_of(const Libfabric& library);  // "1.17"
@@ -30,14 +30,14 @@ struct FreeInfo {
 };
 using Info = std::unique_ptr<fi_info, FreeInfo>;
 
-// The best that a provider offers of what a rail needs, bound to the interface with this IPv4 address where the
-// provider has such addresses. Throws std::runtime_error that names the provider and the reason.
+// Returns the best offer of a provider that a rail can use, bound to the interface with this IPv4 address if the
+// provider has such addresses. Throws std::runtime_error with the provider and the reason.
 Info offer_of(const Libfabric& library, const std::string& provider, const std::string& address);
 
-// Providers that offer what a rail needs, best first. They may still fail to open.
+// Returns the providers that a rail can use, best first. They may still fail to open.
 std::vector<std::string> provider_names(const Libfabric& library);
 
-// Throws std::runtime_error for a negative `result` of libfabric: `what` it was asked for, and why not.
+// Throws std::runtime_error for a negative `result` of libfabric; `what` names the request.
 void require_success(const Libfabric& library, long result, const std::string& what);
 
 }  // namespace shoal

@@ -13,9 +13,9 @@ namespace shoal {
 namespace {
 
 constexpr std::size_t kPrefixBytes = 16 + sizeof(FrameHeader);  // token and header
-constexpr std::size_t kMaxPayloadBytes = 1 << 20;  // each rail holds at least 16 of them ready
-constexpr std::size_t kUnderWay = 16;  // messages to one peer and rail: one that does not read fills no more of ours
-constexpr std::uint64_t kSpinNs = 2'000'000;  // after something happened, where there is nothing to sleep on
+constexpr std::size_t kMaxPayloadBytes = 1 << 20;  // each rail posts at least 16 receives
+constexpr std::size_t kMaxInFlight = 16;  // messages in flight per peer and rail; bounds the memory of a peer that does not read
+constexpr std::uint64_t kSpinNs = 2'000'000;  // polling time after an event, where there is no file descriptor to sleep on
 
 std::vector<std::string> split(const std::string& text) {
   std::vector<std::string> parts(1);
@@ -26,10 +26,10 @@ std::vector<std::string> split(const std::string& text) {
   return parts;
 }
 
-// An empty string, or what is wrong with a message.
+// Returns an empty string, or what is wrong with a message.
 std::string check_message(const FrameHeader& header, const std::byte* data, std::size_t size) {
   if (std::string wrong = check_header(header); !wrong.empty()) return wrong;
-  if (header.payload_bytes != size) return "a message does not hold what its header announces";
+  if (header.payload_bytes != size) return "the size of a message does not match its header";
   if (size && crc32c(data, size) != header.payload_crc) return "a frame's payload does not match its checksum";
   return "";
 }
@@ -77,7 +77,7 @@ std::map<std::string, std::uint64_t> OfiTransport::counters() const {
   return counts;
 }
 
-// ---- out ------------------------------------------------------------------------------------------------
+// ---- sending --------------------------------------------------------------------------------------------
 
 void OfiTransport::drop_data() {
   std::deque<Outgoing> all;
@@ -100,11 +100,11 @@ void OfiTransport::send(int peer, FrameHeader header, Payload payload) {
   pump(peer, link);
 }
 
-// Hands what waits for a peer to the rails by turns.
+// Distributes the messages queued for a peer over the rails in turn.
 void OfiTransport::pump(int peer, Link& link) {
   try {
     while (!link.down && (link.refused || !link.queue.empty())) {
-      if (link.under_way >= kUnderWay * rails_.size()) return;
+      if (link.in_flight >= kMaxInFlight * rails_.size()) return;
       Rail& rail = *rails_[link.next];
       if (!link.refused) {
         const Outgoing frame = std::move(link.queue.front());
@@ -116,7 +116,7 @@ void OfiTransport::pump(int peer, Link& link) {
       if (!rail.post(link.refused, link.at[link.next], link.refused_bytes)) return;
       link.refused = nullptr;
       link.next = (link.next + 1) % rails_.size();
-      ++link.under_way;
+      ++link.in_flight;
       ++frames_sent_;
       bytes_sent_ += link.refused_bytes;
     }
@@ -135,12 +135,12 @@ std::size_t OfiTransport::fill(Rail::Slot& slot, const Link& link, const Outgoin
 std::size_t OfiTransport::unsent_bytes() {
   std::size_t bytes = 0;
   for (const auto& [peer, link] : links_) {
-    if (!link.down) bytes += (link.queue.size() + link.under_way + (link.refused ? 1 : 0)) * message_bytes_;
+    if (!link.down) bytes += (link.queue.size() + link.in_flight + (link.refused ? 1 : 0)) * message_bytes_;
   }
   return bytes;
 }
 
-// ---- in -------------------------------------------------------------------------------------------------
+// ---- receiving ------------------------------------------------------------------------------------------
 
 std::vector<int> OfiTransport::wait_fds() {
   std::vector<int> fds;
@@ -169,19 +169,19 @@ void OfiTransport::work() {
   for (auto& [peer, link] : links_) pump(peer, link);
 }
 
-// Hears what has come and frees what has gone; `all`: until nothing is left.
+// Processes received messages and completed sends; `all`: until none are left.
 void OfiTransport::read(bool all) {
   try {
     while (read_once(all) && all) {
     }
-  } catch (const std::runtime_error& error) {  // a rail of ours is broken: nobody can be reached
+  } catch (const std::runtime_error& error) {  // this process's rail is broken: no peer is reachable
     for (auto& [peer, link] : links_) {
       if (!link.down) lose(peer, error.what());
     }
   }
 }
 
-// Whether something had come.
+// Returns whether there were any completions.
 bool OfiTransport::read_once(bool all) {
   std::vector<std::pair<std::size_t, Rail::Completion>> batch;
   std::vector<Rail::Completion> completions;
@@ -200,7 +200,7 @@ bool OfiTransport::read_once(bool all) {
   return any;
 }
 
-// For tests: any order, and some only in a later round.
+// For tests: shuffles completions, and delays some.
 void OfiTransport::shuffle(std::vector<std::pair<std::size_t, Rail::Completion>>& batch, bool all) {
   for (auto& each : std::exchange(kept_, {})) batch.push_back(std::move(each));
   std::shuffle(batch.begin(), batch.end(), random_);
@@ -213,12 +213,12 @@ void OfiTransport::shuffle(std::vector<std::pair<std::size_t, Rail::Completion>>
 void OfiTransport::ended(std::size_t rail, const Rail::Completion& completion) {
   const int peer = completion.slot->peer;
   Link& link = links_[peer];
-  --link.under_way;
+  --link.in_flight;
   rails_[rail]->give_back(completion.slot);
   if (!completion.problem.empty() && !link.down) lose(peer, completion.problem);
 }
 
-// The peer whose token a message begins with; -1: a stranger's.
+// Returns the peer whose token a message begins with; -1 for a stranger.
 int OfiTransport::sender_of(const Rail::Completion& completion) const {
   if (!completion.problem.empty() || completion.bytes < kPrefixBytes) return -1;
   Token token;
@@ -230,7 +230,7 @@ int OfiTransport::sender_of(const Rail::Completion& completion) const {
 void OfiTransport::hear(std::size_t rail, const Rail::Completion& completion) {
   Rail::Slot* const slot = completion.slot;
   const int peer = sender_of(completion);
-  if (peer < 0) stranger("it does not begin with a token of ours");
+  if (peer < 0) stranger("it does not begin with a known token");
   const auto link = links_.find(peer);
   if (link == links_.end() || link->second.down) return rails_[rail]->receive_again(slot);
   FrameHeader header;

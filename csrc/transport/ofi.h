@@ -1,10 +1,10 @@
-// Chunks over libfabric, all else over TCP.
+// Sends chunks over libfabric and all other frames over TCP.
 //
-// TCP's control connections stay: over them peers prove that they know the secret, tell that they run, fail or leave,
-// and are found to be lost, as without libfabric. Once a connection stands, each side tells the other over it where
-// its rails are and which 16 random bytes a message to it begins with; messages that begin otherwise are strangers'.
-// From then on frames with elements go round the rails. No order of messages is assumed, and a peer that has told
-// nothing (a helper without libfabric) gets everything over TCP.
+// The TCP control connections remain: over them peers authenticate, send heartbeats, report failures and leave, and
+// lost peers are detected, as without libfabric. Once a connection stands, each side sends the other the addresses of
+// its rails and the 16 random bytes with which messages to it must begin; other messages are dropped as strangers'.
+// From then on, frames with elements are spread over the rails. No order of messages is assumed. A peer that has sent
+// no addresses (a helper without libfabric) gets everything over TCP.
 #pragma once
 
 #include <array>
@@ -26,7 +26,7 @@ namespace shoal {
 
 class OfiTransport : public Transport, private Sink, private PollSource {
  public:
-  // Throws std::runtime_error that names the provider and the reason.
+  // Throws std::runtime_error with the provider and the reason.
   OfiTransport(TransportOptions options, Sink& sink);
   ~OfiTransport() override;
 
@@ -35,7 +35,7 @@ class OfiTransport : public Transport, private Sink, private PollSource {
   void stop() override;
   void set_peer(int peer, const std::string& address, int port) override { tcp_.set_peer(peer, address, port); }
   void call_peer(int peer, const Introduction& me, double timeout_s) override;
-  // A peer's word where its rails are counts as a connection.
+  // Receiving a peer's rail addresses counts as a connection.
   bool wait_for_connections(const std::vector<std::size_t>& wanted, double timeout_s) override {
     return tcp_.wait_for_connections(wanted, timeout_s);
   }
@@ -56,18 +56,18 @@ class OfiTransport : public Transport, private Sink, private PollSource {
     Payload payload;
   };
 
-  struct Link {                 // to a peer
-    Token ours{};               // what its messages to us begin with
-    bool told = false;          // it knows our rails
+  struct Link {                 // to one peer
+    Token ours{};               // token of its messages to this process
+    bool announced = false;          // it has received our addresses
     bool down = false;
-    std::vector<fi_addr_t> at;  // its rails; empty until it has told
+    std::vector<fi_addr_t> at;  // its rails; empty until received
     Token theirs{};
-    std::size_t most_bytes = 0;   // of a message that it takes
+    std::size_t most_bytes = 0;   // largest message it accepts
     std::deque<Outgoing> queue;
-    Rail::Slot* refused = nullptr;  // filled, but rail `next` could not take it yet
+    Rail::Slot* refused = nullptr;  // filled, but rail `next` was full
     std::size_t refused_bytes = 0;
     std::size_t next = 0;         // rail
-    std::size_t under_way = 0;    // messages
+    std::size_t in_flight = 0;    // messages in flight
   };
 
   // Sink of TCP
@@ -83,7 +83,7 @@ class OfiTransport : public Transport, private Sink, private PollSource {
   void work() override;
   std::size_t unsent_bytes() override;
 
-  void tell(int peer);
+  void announce(int peer);
   std::string learn(Link& link, const Payload& payload);
   void pump(int peer, Link& link);
   std::size_t fill(Rail::Slot& slot, const Link& link, const Outgoing& frame) const;
@@ -105,13 +105,13 @@ class OfiTransport : public Transport, private Sink, private PollSource {
   std::vector<std::unique_ptr<Rail>> rails_;
   std::map<int, Link> links_;
   std::map<Token, int> peer_of_;
-  std::vector<std::pair<std::size_t, Rail::Completion>> kept_;  // back, when completions are shuffled
+  std::vector<std::pair<std::size_t, Rail::Completion>> kept_;  // delayed, when completions are shuffled
   std::mt19937_64 random_;
-  std::uint64_t busy_ns_ = 0;  // when something last happened on a rail that must be polled
+  std::uint64_t busy_ns_ = 0;  // time of the last event on a rail that must be polled
   std::atomic<std::uint64_t> bytes_sent_{0}, bytes_received_{0}, frames_sent_{0}, frames_received_{0}, strangers_{0};
 };
 
-// Opens a rail of the provider at this address and closes it; an empty string, or why it cannot be had.
+// Opens and closes a rail of the provider at this address. Returns an empty string, or the reason of failure.
 std::string try_rail(const std::string& provider, const std::string& address);
 
 }  // namespace shoal

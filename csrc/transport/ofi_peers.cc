@@ -1,4 +1,4 @@
-// Who is reached where: what peers tell each other over TCP before messages go round the rails, and how one goes.
+// Exchange of rail addresses over TCP, and cleanup after peers that have left.
 #include <algorithm>
 #include <stdexcept>
 
@@ -8,7 +8,7 @@ namespace shoal {
 
 namespace {
 
-// What a peer is told: numbers of four bytes, texts and addresses with their length before them.
+// Encoding of the addresses: integers of four bytes, strings and addresses with their length in front.
 void put(std::string& out, std::size_t number) {
   for (int k = 0; k < 4; ++k) out += static_cast<char>(number >> (8 * k));
 }
@@ -31,14 +31,14 @@ class Reader {
 
   std::string text() {
     const std::size_t size = number();
-    if (size > text_.size() - at_) throw std::runtime_error("what it tells about its rails is cut off");
+    if (size > text_.size() - at_) throw std::runtime_error("its rail addresses are truncated");
     at_ += size;
     return text_.substr(at_ - size, size);
   }
 
  private:
   char next() {
-    if (at_ >= text_.size()) throw std::runtime_error("what it tells about its rails is cut off");
+    if (at_ >= text_.size()) throw std::runtime_error("its rail addresses are truncated");
     return text_[at_++];
   }
 
@@ -50,18 +50,18 @@ class Reader {
 
 void OfiTransport::call_peer(int peer, const Introduction& me, double timeout_s) {
   tcp_.call_peer(peer, me, timeout_s);
-  post([this, peer] { tell(peer); });
+  post([this, peer] { announce(peer); });
 }
 
 int OfiTransport::on_identity(const Identity& who, std::string& why_not) {
   const int peer = sink_.on_identity(who, why_not);
-  if (peer >= 0) post([this, peer] { tell(peer); });  // by then the connection is a peer's
+  if (peer >= 0) post([this, peer] { announce(peer); });  // runs once the connection belongs to a peer
   return peer;
 }
 
-void OfiTransport::tell(int peer) {
+void OfiTransport::announce(int peer) {
   Link& link = links_[peer];
-  if (link.down || std::exchange(link.told, true)) return;
+  if (link.down || std::exchange(link.announced, true)) return;
   const Bytes random = random_bytes(link.ours.size());
   std::copy(random.begin(), random.end(), link.ours.begin());
   peer_of_[link.ours] = peer;
@@ -78,7 +78,7 @@ void OfiTransport::tell(int peer) {
   tcp_.send(peer, header, payload_of(text));
 }
 
-// An empty string, or why its rails do not fit ours.
+// Returns an empty string, or why its rails do not match ours.
 std::string OfiTransport::learn(Link& link, const Payload& payload) {
   try {
     Reader reader(text_of(payload));
@@ -114,7 +114,7 @@ void OfiTransport::on_frame(int peer, const FrameHeader& header, Payload payload
   tcp_.count_connection(peer);
 }
 
-// What the peer sent before it went is heard first: all of it has arrived, or it would not have left.
+// Processes the peer's messages first: all of them have arrived, or it would not have left.
 void OfiTransport::on_down(int peer, const std::string& why) {
   read(true);
   forget(peer);
@@ -126,13 +126,13 @@ void OfiTransport::drop(int peer) {
   tcp_.drop(peer);
 }
 
-// Its address stays in the rails' tables: to take one out while messages to it are under way is undefined.
+// Its address stays in the rails' tables: removing one while messages to it are in flight is undefined.
 void OfiTransport::forget(int peer) {
   Link& link = links_[peer];
   link.down = true;
   if (link.refused) rails_[link.next]->give_back(std::exchange(link.refused, nullptr));
   std::deque<Outgoing> queue;
-  queue.swap(link.queue);  // letting go of payloads may call back
+  queue.swap(link.queue);  // releasing payloads may call back
 }
 
 void OfiTransport::lose(int peer, const std::string& why) {
@@ -140,13 +140,13 @@ void OfiTransport::lose(int peer, const std::string& why) {
   forget(peer);
 }
 
-// A helper serves for weeks: of peers that have gone nothing stays once their last message has ended.
+// A helper runs for weeks: nothing of departed peers remains once their last message has completed.
 void OfiTransport::on_tick() {
   std::erase_if(peer_of_, [this](const auto& entry) {
     const auto link = links_.find(entry.second);
     return link == links_.end() || link->second.down;
   });
-  std::erase_if(links_, [](const auto& entry) { return entry.second.down && entry.second.under_way == 0; });
+  std::erase_if(links_, [](const auto& entry) { return entry.second.down && entry.second.in_flight == 0; });
   sink_.on_tick();
 }
 

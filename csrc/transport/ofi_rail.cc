@@ -13,8 +13,8 @@ namespace shoal {
 
 namespace {
 
-constexpr std::size_t kReceiveBytes = 4 << 20;  // that may come before this process looks,
-constexpr std::size_t kLeastReceives = 16;      // but at least so many messages
+constexpr std::size_t kReceiveBytes = 4 << 20;  // receives posted: bytes,
+constexpr std::size_t kLeastReceives = 16;      // and minimum number of messages
 constexpr std::size_t kSlabSlots = 16;
 constexpr std::size_t kQueueEntries = 1024;
 constexpr std::size_t kMaxAddress = 256;
@@ -39,7 +39,7 @@ Rail::Rail(const std::string& provider, const std::string& address, std::size_t 
   };
   if (info_->ep_attr->max_msg_size < message_bytes_) {
     throw std::runtime_error("libfabric's provider " + provider_ + " carries " +
-                             std::to_string(info_->ep_attr->max_msg_size) + " bytes a message; chunks need " +
+                             std::to_string(info_->ep_attr->max_msg_size) + " bytes per message; chunks need " +
                              std::to_string(message_bytes_));
   }
   fid_fabric* fabric = nullptr;
@@ -65,7 +65,7 @@ Rail::Rail(const std::string& provider, const std::string& address, std::size_t 
   for (Slot& slot : receives.slots) receive_again(&slot);
 }
 
-// A queue that wakes a sleeping thread where the provider has such, else one that must be polled.
+// Opens a completion queue that wakes a sleeping thread if the provider has one, else one that must be polled.
 void Rail::open_queue() {
   fi_cq_attr attributes{};
   attributes.size = kQueueEntries;
@@ -110,7 +110,7 @@ Bytes Rail::address() const {
 fi_addr_t Rail::insert(const Bytes& address) {
   fi_addr_t inserted = FI_ADDR_UNSPEC;
   if (fi_av_insert(peers_.get(), address.data(), 1, &inserted, 0, nullptr) != 1) {
-    throw std::runtime_error(provider_ + " takes no such address");
+    throw std::runtime_error(provider_ + " does not accept such an address");
   }
   return inserted;
 }

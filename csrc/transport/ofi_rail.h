@@ -1,8 +1,8 @@
-// One endpoint of one libfabric provider: fixed messages out of registered memory to any peer, in any order.
+// An endpoint of a libfabric provider: fixed-size messages in registered memory, to any peer, in any order.
 //
-// Messages are copied into the rail's own memory and out of it. That is 32 KiB which the checksum has just brought
-// into the cache; registering the caller's tensors would cost more, or need a cache of registrations that goes wrong
-// when memory is freed and mapped anew. And nothing that is under way points into memory which is about to go.
+// Messages are copied into and out of the rail's own memory. That is 32 KiB which the checksum has just brought into
+// the cache; registering callers' tensors would cost more, or need a registration cache, which is incorrect when
+// memory is freed and mapped again. And nothing in flight points into memory that may be released.
 #pragma once
 
 #include <cstddef>
@@ -31,9 +31,9 @@ using Fid = std::unique_ptr<T, CloseFid>;
 
 class Rail {
  public:
-  // Room for one message. The provider owns it between post() or the receive and its completion.
+  // Buffer of one message. The provider owns it from post() or the receive until its completion.
   struct Slot {
-    fi_context2 context;  // first: a completion brings its address
+    fi_context2 context;  // first member: a completion returns its address
     std::byte* data;
     void* descriptor;
     bool receives;
@@ -42,27 +42,27 @@ class Rail {
 
   struct Completion {
     Slot* slot;
-    std::size_t bytes;    // of a message that has come
-    std::string problem;  // empty: it went well
+    std::size_t bytes;    // of a received message
+    std::string problem;  // empty: success
   };
 
-  // Opens the endpoint and posts its receives. Throws std::runtime_error that names the provider and the reason.
+  // Opens the endpoint and posts its receives. Throws std::runtime_error with the provider and the reason.
   Rail(const std::string& provider, const std::string& address, std::size_t message_bytes);
 
   const std::string& provider() const { return provider_; }
   Bytes address() const;
-  fi_addr_t insert(const Bytes& address);  // of a peer's rail; throws std::runtime_error
+  fi_addr_t insert(const Bytes& address);  // adds a peer's rail; throws std::runtime_error
 
-  Slot* take();  // for sending; makes more where none is free
+  Slot* take();  // for sending; allocates if none is free
   void give_back(Slot* slot) { free_.push_back(slot); }
-  // False: not now, try again. Throws std::runtime_error where the peer cannot be reached.
+  // Returns false if the provider is busy. Throws std::runtime_error if the peer is unreachable.
   bool post(Slot* slot, fi_addr_t to, std::size_t bytes);
 
-  // What has ended since. A slot that was received into goes back with receive_again().
+  // Returns new completions. A received slot goes back with receive_again().
   void read(std::vector<Completion>& ended);
   void receive_again(Slot* slot);
 
-  int wait_fd() const { return wait_fd_; }  // -1: it must be polled
+  int wait_fd() const { return wait_fd_; }  // -1: must be polled
   bool may_sleep();
 
  private:
@@ -79,7 +79,7 @@ class Rail {
   std::string provider_;
   std::size_t message_bytes_;
   Info info_;
-  // In the order in which they are made; closed in the reverse one.
+  // In order of creation; destroyed in reverse.
   Fid<fid_fabric> fabric_;
   Fid<fid_domain> domain_;
   Fid<fid_av> peers_;
@@ -87,7 +87,7 @@ class Rail {
   std::vector<Slab> slabs_;
   Fid<fid_ep> endpoint_;
   std::vector<Slot*> free_;
-  std::vector<Slot*> to_receive_;  // the provider took no more receives
+  std::vector<Slot*> to_receive_;  // the provider's receive queue was full
   int wait_fd_ = -1;
 };
 

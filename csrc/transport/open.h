@@ -1,4 +1,4 @@
-// Which transport an engine gets, and what this machine has of them.
+// Construction of an engine's transport, and the transports available on this machine.
 #pragma once
 
 #include <cstdint>
@@ -13,27 +13,27 @@ namespace shoal {
 
 struct TransportOptions {
   TcpOptions tcp;
-  std::string fabric;                       // libfabric's providers, one a rail, separated by commas; empty: TCP alone
-  std::size_t payload_bytes = 64 << 10;     // the most that a message over libfabric carries; more goes over TCP
-  std::uint64_t shuffle = 0;                // for tests: seed of the order in which messages are heard; 0: as they come
+  std::string fabric;                       // libfabric's providers, one per rail, separated by commas; empty: TCP only
+  std::size_t payload_bytes = 64 << 10;     // largest payload over libfabric; larger ones use TCP
+  std::uint64_t shuffle = 0;                // for tests: seed of a random delivery order; 0: none
 };
 
-// Listens at once. Throws std::runtime_error that says what cannot be had and why.
+// Starts listening. Throws std::runtime_error with what is not available and why.
 std::unique_ptr<Transport> open_transport(TransportOptions options, Sink& sink);
 
 struct FabricProvider {
   std::string name;
-  std::string problem;  // empty: an endpoint could be opened
+  std::string problem;  // empty: an endpoint was opened
 };
 
 struct FabricState {
-  bool built = false;  // into this core
-  std::string version;  // of the library; empty: it is not found, and `problem` says why
+  bool built = false;  // compiled into this core
+  std::string version;  // of the library; empty if not found, with the reason in `problem`
   std::string problem;
   std::vector<FabricProvider> providers;
 };
 
-// Opens an endpoint of each provider on the interface with this address, and closes it again.
+// Opens and closes an endpoint of each provider on the interface with this address.
 FabricState look_at_fabric(const std::string& address);
 
 }  // namespace shoal

@@ -38,7 +38,7 @@ struct alignas(64) SharedSegment::Bell {
 
 namespace {
 
-// The first page: how many ranks have come.
+// The first page: number of ranks that have mapped the segment.
 struct Front {
   std::atomic<std::uint32_t> made;
   std::atomic<std::uint32_t> num_attached;
@@ -82,7 +82,7 @@ SharedSegment::SharedSegment(const std::string& name, int local_rank, const ShmL
     while ((fd = shm_open(path.c_str(), O_RDWR | O_CLOEXEC, 0600)) < 0 ||
            (fstat(fd, &status) == 0 && static_cast<std::size_t>(status.st_size) < bytes_)) {
       if (fd >= 0) close(fd);
-      if (late()) throw failed(path, "the first rank of this host did not make it in time");
+      if (late()) throw failed(path, "the first rank of this host did not create it in time");
       pause();
     }
   }

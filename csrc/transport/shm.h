@@ -1,5 +1,4 @@
-// Memory that the ranks of one host share: rings of slots, flags that say how far each rank is, and a doorbell
-// for each that sleeps.
+// Shared memory of the ranks of one host: rings of slots, progress flags per rank, and a futex per sleeping rank.
 #pragma once
 
 #include <atomic>
@@ -14,16 +13,16 @@ namespace shoal {
 struct ShmLayout {
   int num_ranks = 1;
   std::size_t num_slots = 16;
-  std::size_t slot_bytes = 0;    // a contribution
-  std::size_t result_bytes = 0;  // a result, or a wider partial sum
+  std::size_t slot_bytes = 0;    // of a contribution
+  std::size_t result_bytes = 0;  // of a result or a wider partial sum
 };
 
 class SharedSegment {
  public:
   static constexpr std::size_t kSignatures = 256;
 
-  // Rank 0 of the host makes the segment, the others wait for it; its name is gone once all have it.
-  // Throws std::runtime_error that says what failed.
+  // Rank 0 of the host creates the segment, the others wait for it; it is unlinked once all have mapped it. Throws
+  // std::runtime_error with what failed.
   SharedSegment(const std::string& name, int local_rank, const ShmLayout& layout, double timeout_s);
   ~SharedSegment();
   SharedSegment(const SharedSegment&) = delete;
@@ -35,17 +34,17 @@ class SharedSegment {
   std::byte* result(std::uint64_t ticket);
 
   // Flags hold ticket + 1 once the rank has passed that point for the chunk with this ticket.
-  std::atomic<std::uint64_t>& entered(int rank, std::uint64_t ticket);  // the contribution is there
-  std::atomic<std::uint64_t>& ready(std::uint64_t ticket);              // the result is there
-  std::atomic<std::uint64_t>& left(int rank, std::uint64_t ticket);     // the rank needs the slot no more
+  std::atomic<std::uint64_t>& entered(int rank, std::uint64_t ticket);  // the contribution is in the slot
+  std::atomic<std::uint64_t>& ready(std::uint64_t ticket);              // the result is in the slot
+  std::atomic<std::uint64_t>& left(int rank, std::uint64_t ticket);     // the rank no longer needs the slot
 
-  // What the rank asks for in its operation number `index` of the host: a tag and a signature.
+  // A tag and the signature of the rank's operation number `index` on this host.
   std::atomic<std::uint64_t>& signature_tag(int rank, std::uint64_t index);
   std::atomic<std::uint64_t>& signature(int rank, std::uint64_t index);
 
   std::uint32_t bell(int rank) const;
   void ring(int rank);
-  // Sleeps unless the bell has rung since `seen`, at most `timeout_ms`.
+  // Sleeps for at most `timeout_ms`, unless the bell has rung since `seen`.
   void sleep(int rank, std::uint32_t seen, int timeout_ms);
 
  private:

@@ -86,7 +86,7 @@ void TcpTransport::stop() {
   stopping_ = true;
   post([] {});
   thread_.join();
-  // Peers notice at once, also where this process goes on.
+  // Peers notice at once, even if this process continues.
   dirty_.clear();
   for (auto& [index, peer] : peers_) {
     peer.connections.clear();
@@ -242,7 +242,7 @@ void TcpTransport::send(int index, FrameHeader header, Payload payload) {
     for (const auto& connection : peer.connections) {
       if (connection->control() && peer.connections.size() > 1) continue;
       if (!best || connection->queued_bytes() < best->queued_bytes()) best = connection;
-      if (small && best->queued_bytes() < kSmallBytes) break;  // one system call takes many small frames
+      if (small && best->queued_bytes() < kSmallBytes) break;  // one system call writes many small frames
     }
   }
   set_checksums(header, payload);
@@ -290,13 +290,13 @@ void TcpTransport::serve(const std::shared_ptr<Connection>& connection, std::uin
     if (!open) end_connection(connection, "it closed the connection");
   } catch (const std::system_error& error) {
     end_connection(connection, error.code().message());
-  } catch (const std::exception& error) {  // a frame that cannot be: what else it may have sent is lost
+  } catch (const std::exception& error) {  // a malformed frame: later data of the connection is dropped
     declare_down(connection->peer(), error.what());
   }
 }
 
-// A peer's connections end one after the other; what the last ones still hold is read first. If the others do
-// not follow within the grace, frames may be missing for ever and the peer is down all the same.
+// A peer's connections end one after the other; data on the remaining ones is read first. If they do not end within
+// the grace period, frames may be missing, and the peer counts as down.
 void TcpTransport::end_connection(const std::shared_ptr<Connection>& connection, const std::string& why) {
   if (!connections_.erase(connection->fd())) return;
   epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, connection->fd(), nullptr);

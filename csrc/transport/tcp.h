@@ -1,9 +1,9 @@
 // Frames over TCP: a control connection to each peer and, between hosts, several for data.
 //
-// A peer is down when its connections have ended, or when its kernel has acknowledged nothing for `grace_s`.
-// The kernel's word counts, not the process's: heartbeats on the control connection are acknowledged while the
-// process is stopped. When they are not, attempts to connect tell a host that is there from one that is not;
-// TCP itself would try again only after seconds.
+// A peer is down when its connections have ended, or when its kernel has acknowledged nothing for `grace_s`. The
+// kernel is checked, not the process: it acknowledges heartbeats on the control connection even while the process is
+// stopped. When it does not, connection attempts distinguish a reachable host from an unreachable one; TCP itself
+// would retry only after seconds.
 #pragma once
 
 #include <array>
@@ -35,23 +35,22 @@ struct TcpOptions {
   double tick_s = 0.25;
 };
 
-// Something else that the transport's thread looks after beside its sockets: libfabric's endpoints. All calls
-// come on that thread.
+// Another event source on the transport's thread: libfabric's endpoints. All calls come on that thread.
 class PollSource {
  public:
   virtual ~PollSource() = default;
-  // They become readable when there is work.
+  // File descriptors that become readable when there is work.
   virtual std::vector<int> wait_fds() = 0;
-  // How long the thread may sleep: -1 as long as it likes, 0 not at all. Asked before each sleep.
+  // Longest sleep of the thread: -1 for no limit, 0 for none. Called before each sleep.
   virtual int max_wait_ms() = 0;
   virtual void work() = 0;
-  // What the other ends have not got yet.
+  // Bytes that peers have not received.
   virtual std::size_t unsent_bytes() = 0;
 };
 
 class TcpTransport : public Transport {
  public:
-  // Listens at once. Throws std::runtime_error that names the address, the port and the reason.
+  // Starts listening. Throws std::runtime_error with the address, the port and the reason.
   TcpTransport(TcpOptions options, Sink& sink);
   ~TcpTransport() override;
 
@@ -66,7 +65,7 @@ class TcpTransport : public Transport {
   void call_peer(int peer, const Introduction& me, double timeout_s) override;
   bool wait_for_connections(const std::vector<std::size_t>& wanted, double timeout_s) override;
   std::size_t connections_of(int peer) override;
-  // Arrived: the peers' kernels have acknowledged it.
+  // Returns once the peers' kernels have acknowledged everything.
   bool flush(double timeout_s) override;
 
   void post(std::function<void()> task) override;
@@ -76,8 +75,8 @@ class TcpTransport : public Transport {
   std::map<std::string, std::uint64_t> counters() const override;
 
   // For the source, on the transport's thread: it reaches the peer too, which counts as a connection; it no longer
-  // does, and unless the peer's own connections end within the grace, in order or not, the peer is down; the peer
-  // has sent what cannot be.
+  // does, and unless the peer's own connections end within the grace period the peer is down; the peer has sent a
+  // malformed message.
   void count_connection(int peer);
   void suspect(int peer, const std::string& why);
   void declare_down(int peer, const std::string& why);
@@ -86,19 +85,19 @@ class TcpTransport : public Transport {
   using Clock = std::chrono::steady_clock;
 
   struct Peer {
-    std::string address;  // empty: it called us and is not called back
+    std::string address;  // empty: it connects to us, and is not connected to
     int port = 0;
     bool down = false;
     std::vector<std::shared_ptr<Connection>> connections;
     std::shared_ptr<Connection> control;
     double silent_s = 0;
-    bool sent_control = false;  // and not seen acknowledged yet
-    std::string ended;  // why one of the connections has ended while others stand
+    bool sent_control = false;  // and not yet acknowledged
+    std::string ended;  // reason for which one of several connections has ended
     double ended_s = 0;
     int probe_fd = -1;
   };
 
-  struct Newcomer {  // an inbound socket that has not proved yet who it is
+  struct Newcomer {  // an inbound socket that is not authenticated yet
     Bytes received, caller, listener;
     Clock::time_point deadline;
   };

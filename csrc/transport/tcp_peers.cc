@@ -1,4 +1,4 @@
-// Who the peers are: inbound connections prove themselves, and peers that no longer answer are found out.
+// Authentication of inbound connections, and detection of peers that no longer respond.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -26,7 +26,7 @@ void set_option(int fd, int level, int name, int value) { setsockopt(fd, level, 
 
 }  // namespace
 
-// ---- strangers become peers -----------------------------------------------------------------------------
+// ---- authentication -------------------------------------------------------------------------------------
 
 void TcpTransport::accept_all() {
   while (true) {
@@ -36,7 +36,7 @@ void TcpTransport::accept_all() {
       const auto oldest = std::min_element(newcomers_.begin(), newcomers_.end(), [](const auto& a, const auto& b) {
         return a.second.deadline < b.second.deadline;
       });
-      forget_newcomer(oldest->first, "too many others came after it");
+      forget_newcomer(oldest->first, "too many others connected after it");
     }
     newcomers_[fd] = {{}, {}, {}, Clock::now() + seconds(kHandshakeS)};
     epoll_event event{EPOLLIN, {.fd = fd}};
@@ -69,7 +69,7 @@ void TcpTransport::hear_newcomer(int fd) {
     const Introduction intro = read_identity(options_.secret, newcomer.caller, newcomer.listener, received);
     std::string why;
     const int peer = sink_.on_identity(intro.who, why);
-    const std::uint8_t welcome = peer >= 0;  // who hears nothing tries again
+    const std::uint8_t welcome = peer >= 0;  // without an answer it retries
     [[maybe_unused]] const ssize_t sent = ::send(fd, &welcome, 1, MSG_NOSIGNAL);
     if (peer < 0) throw std::runtime_error(why);
     newcomers_.erase(fd);
@@ -80,7 +80,7 @@ void TcpTransport::hear_newcomer(int fd) {
   }
 }
 
-// Drops a connection that did not prove itself; the job goes on. A probe that says nothing is not reported.
+// Drops a connection that did not authenticate; the job continues. A probe that sends nothing is not logged.
 void TcpTransport::forget_newcomer(int fd, const std::string& why) {
   newcomers_.erase(fd);
   sockaddr_in from{};
@@ -131,7 +131,7 @@ void TcpTransport::tick(double elapsed_s) {
   for (const auto& [fd, newcomer] : newcomers_) {
     if (Clock::now() > newcomer.deadline) late.push_back(fd);
   }
-  for (int fd : late) forget_newcomer(fd, "it did not prove that it knows the secret in time");
+  for (int fd : late) forget_newcomer(fd, "it did not authenticate in time");
   lines_.tick();
   std::vector<int> indices;
   for (const auto& [index, peer] : peers_) indices.push_back(index);
@@ -159,7 +159,7 @@ bool TcpTransport::check_ended(int index, Peer& peer, double elapsed_s) {
 void TcpTransport::check_peer(int index, Peer& peer, double elapsed_s) {
   tcp_info info{};
   socklen_t size = sizeof info;
-  if (!peer.sent_control && peer.silent_s == 0) return;  // nothing was asked
+  if (!peer.sent_control && peer.silent_s == 0) return;  // nothing is unacknowledged
   getsockopt(peer.control->fd(), IPPROTO_TCP, TCP_INFO, &info, &size);
   peer.sent_control = info.tcpi_unacked > 0;
   const bool answers = info.tcpi_unacked == 0 || info.tcpi_last_ack_recv < 2.5e3 * options_.tick_s;
@@ -167,7 +167,7 @@ void TcpTransport::check_peer(int index, Peer& peer, double elapsed_s) {
     peer.silent_s = 0;
     return;
   }
-  // A step that came late says nothing about the peer: at most two ticks are counted.
+  // A delayed tick of this process proves nothing about the peer: at most two ticks are counted.
   peer.silent_s += std::min(elapsed_s, 2 * options_.tick_s);
   const double already_s = 2.5 * options_.tick_s;
   if (peer.silent_s + already_s <= options_.grace_s) return;
@@ -176,7 +176,7 @@ void TcpTransport::check_peer(int index, Peer& peer, double elapsed_s) {
   declare_down(index, why);
 }
 
-// Whether the kernel at the other end has taken a connection since the last tick; begins the next attempt.
+// Returns whether the peer's kernel has accepted a connection since the last tick; starts the next attempt.
 bool TcpTransport::probe_answers(Peer& peer) {
   bool answers = false;
   if (peer.probe_fd >= 0) {

@@ -1,7 +1,7 @@
-// The one interface between the engine and whatever carries its frames.
+// The interface between the engine and the transports that carry its frames.
 //
-// A transport owns a thread. Everything that it calls in the Sink, and everything that the Sink calls back,
-// happens on that thread; only post() may be called from others.
+// A transport has its own thread. All its calls to the Sink, and all calls that the Sink makes in turn, are on that
+// thread; only post() may be called from others.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace shoal {
 
-// Who a connection says that it is.
+// The identity that a connection claims.
 struct Identity {
   std::string group;
   int rank = 0;
@@ -32,14 +32,14 @@ class Sink {
  public:
   virtual ~Sink() = default;
 
-  // Which peer an inbound connection belongs to, or -1 to refuse it and why.
+  // Returns the peer of an inbound connection, or -1 to reject it with a reason.
   virtual int on_identity(const Identity& who, std::string& why_not) = 0;
   virtual void on_frame(int peer, const FrameHeader& header, Payload payload) = 0;
-  // The peer is gone: its connections ended or its kernel no longer answers.
+  // The peer is lost: its connections ended or its kernel no longer responds.
   virtual void on_down(int peer, const std::string& why) = 0;
-  // A few times a second.
+  // Called a few times per second.
   virtual void on_tick() = 0;
-  // A task that was posted has thrown: a defect of this process.
+  // A posted task has thrown: a bug in this process.
   virtual void on_error(const std::string& what) = 0;
 };
 
@@ -47,27 +47,27 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // It listens as soon as it is made.
+  // A transport listens on construction.
   virtual int port() const = 0;
   virtual void start() = 0;
   virtual void stop() = 0;
 
-  // From the thread that sets the group up, before or after start().
+  // Called by the thread that connects the group, before or after start().
   virtual void set_peer(int peer, const std::string& address, int port) = 0;
   virtual void call_peer(int peer, const Introduction& me, double timeout_s) = 0;
-  // Whether each peer has as many connections as `wanted` within the time.
+  // Returns whether each peer has the number of connections in `wanted` within the timeout.
   virtual bool wait_for_connections(const std::vector<std::size_t>& wanted, double timeout_s) = 0;
-  virtual std::size_t connections_of(int peer) = 0;  // made so far
-  // Sends what waits until it has arrived; false when nothing moves for so long.
+  virtual std::size_t connections_of(int peer) = 0;  // established so far
+  // Waits until everything queued has been received; returns false if there is no progress for `timeout_s`.
   virtual bool flush(double timeout_s) = 0;
 
   // Runs a task on the transport's thread. Any thread.
   virtual void post(std::function<void()> task) = 0;
 
-  // The rest on the transport's own thread only.
+  // All other methods are called on the transport's thread only.
   virtual void send(int peer, FrameHeader header, Payload payload) = 0;
   virtual void drop(int peer) = 0;
-  // Forgets all data that waits to be sent: its memory is about to go. Control frames still travel.
+  // Drops all queued data, whose memory is about to be released. Control frames are still sent.
   virtual void drop_data() = 0;
   virtual std::map<std::string, std::uint64_t> counters() const = 0;
 };

@@ -1,6 +1,6 @@
-"""The C++ core with types and errors that people can read. Imports neither torch nor NumPy.
+"""Wraps the C++ core with types, checks and errors. Imports neither torch nor NumPy.
 
-Buffers are NumPy arrays, torch tensors on the CPU, or anything else with the buffer protocol or DLPack
+Buffers are NumPy arrays, CPU tensors of torch, or any object with the buffer protocol or DLPack
 (``bytearray``, ``memoryview`` of shared memory).
 """
 
@@ -35,7 +35,7 @@ def core() -> ModuleType:
     """Return the compiled extension.
 
     Raises:
-        ShoalError: it was not built or does not fit this Python.
+        ShoalError: the extension was not built, or not for this Python.
     """
     if _loaded is None:
         raise ShoalError(
@@ -46,12 +46,12 @@ def core() -> ModuleType:
 
 
 def is_built() -> bool:
-    """Return whether the compiled extension is there."""
+    """Return whether the compiled extension is available."""
     return _loaded is not None
 
 
 def cpu_features() -> dict[str, bool]:
-    """Return which instruction sets of interest this processor has: avx2, f16c, avx512f, avx512_bf16.
+    """Return the instruction sets that this processor supports, of avx2, f16c, avx512f and avx512_bf16.
 
     Empty on processors other than x86-64.
 
@@ -63,13 +63,14 @@ def cpu_features() -> dict[str, bool]:
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """What of libfabric can be used here.
+    """State of libfabric on this machine.
 
     Attributes:
         built: whether this core was built with it.
-        version: of the library, empty where it is not found.
-        problem: why it cannot be loaded, if so.
-        providers: of each provider that offers what backend shoal needs, why it cannot be opened, or nothing.
+        version: version of the library, empty if not found.
+        problem: reason for which it cannot be loaded, or empty.
+        providers: for each provider that backend shoal can use, the reason for which it cannot be opened, or
+        empty.
     """
 
     built: bool
@@ -79,7 +80,7 @@ class Fabric:
 
 
 def fabric(address: str) -> Fabric:
-    """Open an endpoint of each of libfabric's providers at this IPv4 address, and close it again.
+    """Open and close an endpoint of each libfabric provider at an IPv4 address.
 
     Raises:
         ShoalError: the native core is missing.
@@ -89,7 +90,7 @@ def fabric(address: str) -> Fabric:
 
 
 def simd_levels() -> tuple[Level, ...]:
-    """Return the levels of kernels that this machine can run, the fastest last; it is the one in use.
+    """Return the kernel levels that this machine supports, the fastest, which is used, last.
 
     Raises:
         ShoalError: the native core is missing.
@@ -105,23 +106,22 @@ def sum_in_rank_order(
     num_threads: int = 1,
     level: Level | None = None,
 ) -> None:
-    """Write the sum of equally long contiguous buffers, added in order, into ``out``.
+    """Sum contiguous buffers of equal length in order into ``out``.
 
-    Each addition is one in fp32, and the sum is rounded once, to nearest even, to the element type; a NaN
-    comes out as the quiet NaN without payload. The bits depend on nothing but the inputs. ``out`` may be one
-    of the inputs. The GIL is released meanwhile.
+    Additions are in fp32, and the sum is rounded once, to nearest even, to the element type; a NaN result is
+    the quiet NaN without payload. The bits depend only on the inputs. The GIL is released.
 
     Args:
-        out: float32, bfloat16 or float16 elements, of any shape and alignment.
-        inputs: at least one buffer with as many bytes as ``out``.
-        dtype: what the bytes are, for buffers that do not say it (``bytearray``, or bfloat16 in a uint16
-            array); ``None`` takes it from the buffers.
-        num_threads: at most so many threads; few megabytes use fewer.
-        level: forces the kernels of a level (for tests); ``None`` is the fastest.
+        out: float32, bfloat16 or float16 elements, of any shape and alignment; may be one of the inputs.
+        inputs: at least one buffer, with as many bytes as ``out``.
+        dtype: element type of buffers that do not carry it (``bytearray``, or bfloat16 in a uint16 array);
+            ``None`` takes it from the buffers.
+        num_threads: maximum number of threads; a few megabytes use fewer.
+        level: kernel level (for tests); ``None`` for the fastest.
 
     Raises:
         UsageError: sizes or types differ, a buffer is not contiguous or not in host memory, ``out`` overlaps
-            an input partly, ``num_threads`` is below 1, this processor cannot run the level.
+            an input partly, ``num_threads`` is below 1, or the processor does not support the level.
         ShoalError: the native core is missing.
     """
     try:
@@ -157,17 +157,27 @@ def lamb_step(
     The bits of the result depend neither on the number of threads nor on the level.
 
     Args:
-        weights: and ``grads``, ``exp_avgs``, ``exp_avg_sqs``: fp32 tensors of the same shapes on the CPU,
-            without gaps, each four laid out alike. Gradients are multiplied by ``grad_scale`` on the fly
-            and stay as they are.
-        steps: for each tensor the number of this update, from 1.
+        weights: dense fp32 tensors on the CPU, updated in place.
+        grads: gradients, multiplied by ``grad_scale`` on the fly and not changed. Like ``exp_avgs`` and
+            ``exp_avg_sqs``, each has the shape and the strides of its weight.
+        exp_avgs: first moments, updated in place.
+        exp_avg_sqs: second moments, updated in place.
+        steps: number of this update per tensor, from 1.
+        learning_rate: of this update.
+        betas: decay rates of the moments.
+        eps: added to the root of the second moment.
+        weight_decay: multiple of the weights that is added to the update.
+        grad_scale: factor on the gradients.
+        bias_correction: whether moments are corrected for their start at zero.
         trust_ratio: whether updates are scaled by the norms; else the ratio is 1.
+        num_threads: maximum number of threads.
+        level: kernel level (for tests); ``None`` for the fastest.
 
     Returns:
         The norms of all scaled gradients and of all weights before the update.
 
     Raises:
-        UsageError: a tensor is not as said.
+        UsageError: a tensor has another dtype, device or layout.
         ShoalError: the native core is missing.
     """
     counts = [weight.numel() for weight in weights]
@@ -209,11 +219,23 @@ def lars_step(
 ) -> tuple[float, float]:
     """Update weights and momenta in place by LARS (:mod:`shoal.optim.lars` has the formulas).
 
-    Tensors, returned norms and errors are as in :func:`lamb_step`; so are the bits.
+    Tensors, returned norms, errors and reproducibility are as in :func:`lamb_step`.
 
     Args:
-        weights: and ``grads`` and ``momenta``.
-        clips: the form LARC.
+        weights: updated in place.
+        grads: gradients.
+        momenta: updated in place.
+        learning_rate: of this update.
+        momentum: decay rate of the momentum.
+        weight_decay: multiple of the weights that is added to the gradients.
+        eta: factor on the trust ratio.
+        eps: added to the denominator of the trust ratio.
+        grad_scale: factor on the gradients.
+        clips: whether to use the LARC form.
+        nesterov: whether to use Nesterov momentum.
+        trust_ratio: whether gradients are scaled by the norms; else the ratio is 1.
+        num_threads: maximum number of threads.
+        level: kernel level (for tests); ``None`` for the fastest.
     """
     counts = [weight.numel() for weight in weights]
     addresses = [_addresses(tensors, weights) for tensors in (weights, grads, momenta)]
@@ -256,12 +278,25 @@ def novograd_step(
 ) -> tuple[float, float]:
     """Update weights, momenta and squared norms in place by NovoGrad (:mod:`shoal.optim.novograd`).
 
-    Tensors, returned norms and errors are as in :func:`lamb_step`; so are the bits.
+    Tensors, returned norms, errors and reproducibility are as in :func:`lamb_step`.
 
     Args:
-        weights: and ``grads`` and ``momenta``.
-        norm_sqs: a number for each weight, fp32 tensors on the CPU.
-        steps: for each tensor the number of this update, from 1.
+        weights: updated in place.
+        grads: gradients.
+        momenta: updated in place.
+        norm_sqs: running squared norm per weight, as fp32 CPU tensors of one number, updated in place.
+        steps: number of this update per tensor, from 1.
+        learning_rate: of this update.
+        betas: decay rates of the momentum and of the squared norm.
+        eps: added to the norm.
+        weight_decay: multiple of the weights that is added to the update.
+        grad_scale: factor on the gradients.
+        bias_correction: whether moments are corrected for their start at zero.
+        grad_averaging: whether gradients are scaled by 1 - beta1 in the momentum.
+        init_zero: whether squared norms start at zero instead of at the first gradient's.
+        reg_inside_moment: whether weight decay is part of the momentum.
+        num_threads: maximum number of threads.
+        level: kernel level (for tests); ``None`` for the fastest.
     """
     counts = [weight.numel() for weight in weights]
     if len(norm_sqs) != len(counts) or any(norm_sq.numel() != 1 for norm_sq in norm_sqs):
@@ -289,10 +324,10 @@ def novograd_step(
 
 
 def l2_norm(tensors: Sequence[Tensor], *, num_threads: int = 1, level: Level | None = None) -> float:
-    """Return the norm over all elements of contiguous fp32 tensors on the CPU.
+    """Return the L2 norm over all elements of contiguous fp32 CPU tensors.
 
     Raises:
-        UsageError: a tensor is not as said.
+        UsageError: a tensor has another dtype, device or layout.
         ShoalError: the native core is missing.
     """
     counts = [tensor.numel() for tensor in tensors]
@@ -300,10 +335,10 @@ def l2_norm(tensors: Sequence[Tensor], *, num_threads: int = 1, level: Level | N
 
 
 def _addresses(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[int]:
-    """Return where the elements of tensors lie, after a check that the core may take them as plain floats.
+    """Return the addresses of tensors, after checking that the core can treat them as flat fp32 arrays.
 
-    They must lie without gaps, and in the order of the weights' that they belong to. Asks little of tensors
-    that are contiguous: some hundred at every step cost as much as the update of the small ones.
+    They must be dense, with the strides of their weights. The check of contiguous tensors is short: for a few
+    hundred tensors per step, it costs as much as the update of the small ones.
     """
     addresses = []
     for tensor, weight in zip(tensors, weights, strict=True):
@@ -323,7 +358,7 @@ def _addresses(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[int
 
 
 def _lies_like(tensor: Tensor, weight: Tensor) -> bool:
-    """Return whether a tensor has no gaps, and its elements are in the order of the weight's."""
+    """Return whether a tensor is dense and has the memory order of the weight."""
     shape, strides, expected = tensor.shape, tensor.stride(), weight.stride()
     if shape != weight.shape or not _is_dense(shape, strides):
         return False
@@ -331,7 +366,7 @@ def _lies_like(tensor: Tensor, weight: Tensor) -> bool:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether the elements lie without gaps, in some order of the dims."""
+    """Return whether the elements are dense in memory, in some order of the dims."""
     dense = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True)):
         if size > 1:

@@ -215,7 +215,7 @@ TEST(connection_pure_noise_ends_with_an_error) {
     for (auto& byte : noise) byte = static_cast<std::uint8_t>(random());
     CHECK_EQ(write(pair.raw, noise.data(), noise.size()), static_cast<ssize_t>(noise.size()));
     CHECK_EQ(CHECK_THROWS(std::runtime_error, pair.connection->read([](const FrameHeader&, Payload) { CHECK(false); })),
-             "a frame does not begin with shoal's mark");
+             "a frame does not begin with shoal's magic number");
   }
 }
 

@@ -83,7 +83,7 @@ TEST(shm_who_comes_alone_gives_up_and_leaves_nothing) {
   const std::string name = unique_name("alone");
   CHECK(CHECK_THROWS(std::runtime_error, SharedSegment(name, 0, layout, 0.05)).find("not all ranks of this host came") != std::string::npos);
   CHECK(!exists(name));
-  CHECK(CHECK_THROWS(std::runtime_error, SharedSegment(name, 1, layout, 0.05)).find("did not make it in time") != std::string::npos);
+  CHECK(CHECK_THROWS(std::runtime_error, SharedSegment(name, 1, layout, 0.05)).find("did not create it in time") != std::string::npos);
   CHECK(!exists(name));
 }
 

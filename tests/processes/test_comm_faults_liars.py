@@ -222,4 +222,6 @@ def test_a_helper_that_speaks_like_a_rank_is_left_out() -> None:
                 assert (group.expect(rank, "sum").value == 2).all()
                 (event,) = group.expect(rank, "events").value
                 assert "helper fake was lost" in event
-            assert any("a helper asks for nothing" in group.values(rank, "events")[0][0] for rank in range(2))
+            assert any(
+                "a helper issues no operations" in group.values(rank, "events")[0][0] for rank in range(2)
+            )

@@ -81,7 +81,7 @@ def test_a_rank_with_another_secret_is_named_and_told() -> None:
     ) as group:
         first, second, third = errors(group, 0, 1, 2)
         assert f"{group.name(1)} did not connect to {group.name(0)} within 2 s" in first
-        assert "have all ranks the same secret?" in first
+        assert "do all ranks have the same secret?" in first
         assert f"{group.name(0)}: " in second and "it does not know the job's secret" in second
         assert f"{group.name(1)}: " in third and "it does not know the job's secret" in third
 

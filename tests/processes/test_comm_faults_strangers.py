@@ -103,7 +103,7 @@ def test_half_open_connections_keep_nobody_out() -> None:
 
 
 IMPOSSIBLE = {
-    "mark": (Frame(magic=7), "mark"),
+    "mark": (Frame(magic=7), "magic"),
     "header": (Frame(header_crc=7), "header does not match its checksum"),
     "payload": (Frame(payload_crc=7), "payload does not match its checksum"),
     "length": (Frame(payload_bytes=(1 << 32) - 1), "4294967295 bytes"),
@@ -115,7 +115,7 @@ IMPOSSIBLE = {
     "odd size": (Frame(host=1, payload=bytes(63)), "whole number of elements"),
     "root": (Frame(kind=2, host=0, needed=1, root=1 << 20), "no rank 1048576"),
     "supply": (Frame(type=stranger.SUPPLY, needed=9), "of 9"),
-    "order": (Frame(type=stranger.ORDER), "it set an order, which is for rank 0 to do"),
+    "order": (Frame(type=stranger.ORDER), "it sent an order, which only rank 0 may"),
 }
 
 

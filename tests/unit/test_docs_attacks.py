@@ -1,4 +1,4 @@
-"""The table of attackers in docs/communication.md: each letter is explained, each test it names exists."""
+"""Checks the threat model in docs/communication.md: each letter is explained, each test it names exists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_no_names_tests_that_exist() -> None:
     page = (ROOT / "docs/communication.md").read_text()
-    section = page.split("## Who can do what")[1].split("\n## ")[0]
+    section = page.split("## Threat model")[1].split("\n## ")[0]
     table, tests = section.split("\nTests: ")
     rows = [row.split("|")[2:5] for row in table.splitlines() if row.startswith("| ") and "---" not in row]
     cells = [cell.strip() for row in rows[1:] for cell in row]

@@ -199,7 +199,7 @@ class CopyPipeline:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every operation has been delivered."""
+        """Return whether every operation has been delivered."""
         return not self._undelivered
 
     def begin(self, transfer: Transfer) -> None:

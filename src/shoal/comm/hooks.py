@@ -228,8 +228,8 @@ class EightBitWire:
             self._residuals[parameter] = view
         if begin != count:
             raise UsageError(
-                f"a bucket of {count} numbers for parameters of {begin}: EightBitWire cannot tell which is "
-                "whose; use bf16_wire"
+                f"a bucket of {count} numbers for parameters of {begin}: EightBitWire cannot assign them; "
+                "use bf16_wire"
             )
         moved = set(key)
         self._buffers = {k: p for k, p in self._buffers.items() if moved.isdisjoint(k)} | {key: buffers}

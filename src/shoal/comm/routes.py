@@ -58,7 +58,7 @@ class RankLayout:
     """Ranks of each host in rank order; hosts in the order of their lowest ranks."""
     rank: int
     is_hierarchical: bool
-    """Whether all hosts have the same number of ranks, more than one, each with its own device."""
+    """True if all hosts have the same number of ranks, more than one, each with its own device."""
 
     @classmethod
     def of(cls, records: Sequence[tuple[str, str]], rank: int) -> RankLayout:

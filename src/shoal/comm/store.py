@@ -31,7 +31,7 @@ _READERS_LIMIT = timedelta(seconds=10)
 _GLOO_LIMIT = timedelta(minutes=30)
 _POLL_S = 0.01
 _ANSWER_MARGIN_S = 1.0
-_CHANGED = "somebody has changed the store, or the ranks run different versions of shoal"
+_CHANGED = "the store was changed by another process, or the ranks run different versions of shoal"
 
 _NAME = r"[^\x00-\x1f\x7f]{1,512}"
 _SEGMENT = r"shoal-[0-9a-f-]{1,64}"
@@ -111,7 +111,7 @@ class Records:
         if not hmac.compare_digest(mac, self._mac(key, text)):
             raise CommError(
                 f"what rank {rank} has put into the store ({key}) is not signed with this rank's secret: "
-                "the SHOAL_SECRET of the two differ, or somebody has changed the store"
+                "the SHOAL_SECRET of the two differ, or another process changed the store"
             )
         where = f"what rank {rank} has put into the store ({key})"
         record: object = parse_json(text, where, error=CommError, remedy=_CHANGED)
@@ -291,7 +291,7 @@ class InterruptibleStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta = _GLOO_LIMIT) -> None:
         if not wait_for_keys(self._store, keys, self._must_end, timeout):
-            raise RuntimeError(f"nobody came to meet at {', '.join(keys)}")
+            raise RuntimeError(f"no rank wrote {', '.join(keys)}")
 
 
 def monitored_barrier(
@@ -337,4 +337,4 @@ def monitored_barrier(
             f"{passed} from rank 0: it did not answer within {limit.total_seconds():g} s; see its log"
         ) from problem
     if verdict := store.get(f"{base}/verdict").decode():
-        raise CommError(f"{passed} from rank 0, which says: {verdict}")
+        raise CommError(f"{passed} from rank 0: {verdict}")

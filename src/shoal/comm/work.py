@@ -65,8 +65,8 @@ def wait_until(
     while not wait_once(slice_s if deadline is None else max(0.0, min(slice_s, deadline - time.monotonic()))):
         if deadline is not None and time.monotonic() >= deadline:
             raise CommError(
-                f"{name}: waited {timeout.total_seconds():g} s as asked and it is still under way; wait "
-                "longer, or look which rank is late"
+                f"{name}: waited {timeout.total_seconds():g} s as asked and it is still pending; wait "
+                "longer, or find out which rank is late"
             )
         if poll is not None:
             poll()
