@@ -1,4 +1,4 @@
-"""``shoal bench train``: its options, and what it measured, as a table and as JSON."""
+"""Defines the options of ``shoal bench train`` and writes its result as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from shoal.bench.comm_results import size_text, time_text
 from shoal.errors import UsageError
 
 KIND = "shoal bench train"
-"""What a file says that it is."""
+"""Value of ``kind`` in the files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBench:
-    """What is timed, and how; the options of ``shoal bench train``."""
+    """Options of ``shoal bench train``."""
 
     batch: int | None = None
-    """Sequences or images that a worker computes at once; default: the recipe's."""
+    """Samples per worker and micro-batch; default: the recipe's."""
     accumulate: int = 1
-    """Micro-batches of an optimizer step."""
+    """Micro-batches per optimizer step."""
     steps: int = 5
-    """Steps that are timed."""
+    """Timed steps."""
     warm_up: int = 2
-    """Steps before them that are not."""
+    """Steps before the timed ones."""
     json: Path | None = None
     """File for the result; `shoal plan --measured` reads it."""
 
@@ -38,31 +38,31 @@ class TrainBench:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """Some optimizer steps of a recipe, warm."""
+    """Timing of some optimizer steps of a recipe, after warm-up."""
 
     recipe: str
-    """Recipe and preset, as the planner calls them: ``albert-base``."""
+    """Recipe and preset, as named by the planner: ``albert-base``."""
     sequence_length: int
-    """1 where a sample is no sequence."""
+    """1 for images."""
     num_parameters: int
     device: str
     num_devices: int
     precision: str
     global_batch: int
     micro_batch: int
-    """Samples that a device computes at once."""
+    """Samples per device."""
     samples_s: tuple[float, ...]
     """Seconds of each step."""
     parts_s: dict[str, float]
-    """Mean seconds a step by part; they sum up to the mean step."""
+    """Mean seconds per step and part; their sum is the mean step."""
     peak_memory_bytes: int
-    """Of the main worker: on a GPU torch's, else the process's."""
+    """Peak of the main worker: allocated by torch on a GPU, else resident memory of the process."""
     flops_per_sample: float
-    """Of forward and backward products over a whole sample, an addition and a multiplication being two."""
+    """Matrix products of forward and backward for one sample; a multiply-add counts as two."""
     unit: str = "sequences"
-    """What a sample is."""
+    """Plural name of the samples."""
     matmul_flops_per_s: float
-    """That a device reaches in one large matrix product of the same precision: what utilisation is of."""
+    """Of one large matrix product in the same precision; the reference of utilisation."""
 
     @property
     def step_s(self) -> float:
@@ -74,7 +74,7 @@ class TrainResult:
 
     @property
     def flops_per_s(self) -> float:
-        """Of one device."""
+        """Per device."""
         return self.samples_per_s * self.flops_per_sample / self.num_devices
 
     @property
@@ -86,7 +86,7 @@ class TrainResult:
         return f"sequences of {self.sequence_length} tokens" if self.unit == "sequences" else self.unit
 
     def lines(self) -> list[str]:
-        """Return the result for people."""
+        """Return the result as text."""
         accumulation = self.global_batch // (self.micro_batch * self.num_devices)
         step_s = sum(self.parts_s.values()) or 1.0
         parts = ", ".join(
@@ -105,13 +105,13 @@ class TrainResult:
             f"  throughput    {self.samples_per_s:.4g} {self.unit}/s",
             f"  time          {parts}",
             f"  peak memory   {size_text(self.peak_memory_bytes)}",
-            f"  FLOPs         {self.flops_per_sample / 1e9:,.4g} GFLOP a sample, "
-            f"{self.flops_per_s / 1e12:.4g} TFLOP/s a device",
+            f"  FLOPs         {self.flops_per_sample / 1e9:,.4g} GFLOP per sample, "
+            f"{self.flops_per_s / 1e12:.4g} TFLOP/s per device",
             f"  utilisation   {100 * self.utilisation:.1f} % of the "
             f"{self.matmul_flops_per_s / 1e12:.4g} TFLOP/s of one large matrix product here",
         ]
 
     def write(self, path: Path) -> None:
-        """Write everything as JSON; ``shoal plan --measured`` reads it."""
+        """Write the result as JSON, for ``shoal plan --measured``."""
         whole = {"kind": KIND, **asdict(self), "samples_per_s": self.samples_per_s}
         path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")

@@ -1,1 +1,1 @@
-"""The command line: ``app`` puts together the commands of the other modules."""
+"""Defines the command line; ``app`` registers the commands of the other modules."""

@@ -1,6 +1,6 @@
-"""``shoal …``: reads options, calls the package, turns errors into one line and an exit code.
+"""Defines the ``shoal`` command: parses options, calls the package, prints errors as one line.
 
-Thin on purpose, and quick to start: each command imports what it needs when it runs.
+It starts fast because each command imports its modules when it runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``shoal bench …``: measures this machine or cluster."""
+"""Defines ``shoal bench``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small commands: ``predict``, ``export``, ``report``, ``emulate``, ``serve`` and ``doctor``."""
+"""Defines ``shoal predict``, ``export``, ``report``, ``emulate``, ``serve`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 
 from shoal.errors import EXIT_OK
 
-predict = App(name="predict", help="Use a trained network on files of your own.")
+predict = App(name="predict", help="Use a trained network on your files.")
 
 
 @predict.command(name="mask_rcnn")
@@ -20,10 +20,10 @@ def predict_mask_rcnn(
     min_score: float = 0.5,
     classes: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
 ) -> None:
-    """Find objects in pictures; draw their boxes, masks, names and scores, and list them in JSON.
+    """Detect objects in images; draw their boxes, masks, names and scores, and list them in JSON.
 
-    For each picture NAME.objects.png and NAME.objects.json are written. Pictures are taken as their files
-    hold them: a camera's note of how to turn one (EXIF) does not count, as in training.
+    For each image NAME.objects.png and NAME.objects.json are written. As in training, EXIF orientation is
+    ignored.
 
     Parameters
     ----------
@@ -32,11 +32,11 @@ def predict_mask_rcnn(
     model
         A run of `shoal train mask_rcnn`, one of its checkpoints, or a directory that `shoal export` wrote.
     out
-        Folder for what is written.
+        Output folder.
     min_score
-        Objects of which the network is less sure are left out.
+        Minimum score of an object.
     classes
-        Names of the only categories that shall be looked for; default: all.
+        Categories to detect; default: all.
     """
     from shoal.recipes.mask_rcnn.predict import Prediction, run
 
@@ -44,17 +44,17 @@ def predict_mask_rcnn(
 
 
 def export(source: Path, *, out: Path | None = None) -> None:
-    """Write a run's model as a directory that others load.
+    """Export a run's model for other libraries.
 
-    A language model and its tokenizer for transformers; a network for images as safetensors under
-    torchvision's names and a config.json.
+    A language model and its tokenizer for transformers; an image network as safetensors with torchvision's
+    names and a config.json.
 
     Parameters
     ----------
     source
-        A run directory, whose newest checkpoint is taken, or one of its checkpoints.
+        A run directory (its newest checkpoint), or one of its checkpoints.
     out
-        What to write; default: transformers-STEP or model-STEP in the run directory.
+        Output directory; default: transformers-STEP or model-STEP in the run directory.
     """
     from shoal.recipes.exporting import export_any
 
@@ -88,27 +88,27 @@ def emulate(
 ) -> int:
     """Run any command on emulated hosts: `shoal emulate --hosts 8 --nic 1gbit -- python job.py`.
 
-    Each host has a network of its own with a link of the given rate; processor, memory and files are this
-    machine's. The command finds its place in torchrun's variables. Needs Linux, root and iproute2.
+    Each host has its own network with a link of the given rate; processor, memory and files are this
+    machine's. The command gets torchrun's environment variables. Needs Linux, root and iproute2.
 
     Parameters
     ----------
     command
         The command and its arguments, after `--`.
     hosts
-        Hosts to make.
+        Number of hosts.
     nic
         Rate of each host's link in each direction, such as 200mbit; default: not limited.
     helpers
-        Helper hosts, each with a server that sums gradients for backend shoal.
+        Number of helper hosts, each with a server that sums gradients for backend shoal.
     helper_nic
         Rate of the helper hosts' links; default: --nic.
     workers_per_host
-        How often the command runs on each host.
+        Processes per host.
     log_dir
-        Folder for the output of all ranks but the first; default: a temporary one, kept after a failure.
+        Folder for the output of all ranks but rank 0; default: a temporary one, kept after a failure.
     dry_run
-        Print the hosts, their addresses and rates, and stop.
+        Print the hosts, their addresses and rates, and exit.
     """
     from shoal.launch import emulated_job
 
@@ -143,9 +143,9 @@ def serve(
     secret_file
         File with the job's secret, which other users cannot read; default: SHOAL_SECRET_FILE or SHOAL_SECRET.
     report_every_s
-        Print counters so often; 0 for never.
+        Seconds between prints of counters; 0 for never.
     transport
-        tcp, or ofi: and libfabric's providers, as the workers have it; default: SHOAL_TRANSPORT, or tcp.
+        tcp, or ofi: and libfabric's providers, as for the workers; default: SHOAL_TRANSPORT, or tcp.
     """
     from shoal.comm import server
 

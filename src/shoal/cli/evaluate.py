@@ -1,4 +1,4 @@
-"""``shoal evaluate …``: scores by official rules."""
+"""Defines ``shoal evaluate``."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def evaluate_squad(
     null_threshold
         Odds above which a question counts as not answered.
     rules
-        Those of 1.1 or 2.0; auto: 2.0 if questions are marked as impossible or have no answer.
+        Rules of 1.1 or 2.0; auto: 2.0 if questions are marked as impossible or have no answer.
     json
-        File for the scores as well.
+        File for the scores.
     """
     from shoal.data.squad import score as squad
 
@@ -59,9 +59,9 @@ def evaluate_coco(
     on_bad: Literal["refuse", "skip"] = "refuse",
     json: Path | None = None,
 ) -> None:
-    """Score boxes and masks by COCO's official rules: the twelve figures of each, over all images.
+    """Compute COCO's twelve metrics for boxes and for masks, over all images.
 
-    Images without results count as such in which nothing was found.
+    Images without results count as images without detections.
 
     Parameters
     ----------
@@ -70,10 +70,9 @@ def evaluate_coco(
     results
         Files of results in COCO's format, with boxes, masks or both; each image in only one of them.
     on_bad
-        What becomes of entries that cannot be used, such as results for images that the ground truth does not
-        have: refuse the file, or skip and count them.
+        Invalid entries, such as results for unknown images: refuse the file, or skip and count them.
     json
-        File for the figures as well, in full precision and by category.
+        File for the figures in full precision and per category.
     """
     from shoal.data.coco import score as coco
 
@@ -92,7 +91,7 @@ def evaluate_imagenet(
     json: Path | None = None,
     launch: Annotated[Launch, Parameter(name="*")] = Launch(),  # noqa: B008
 ) -> int:
-    """Count the images whose class a network finds likeliest, or among five; each image once.
+    """Compute the top-1 and top-5 accuracy of a network, each image once.
 
     The counts do not depend on the number of workers.
 
@@ -105,13 +104,13 @@ def evaluate_imagenet(
     split
         Which of its images.
     batch_size
-        Images that a worker computes at once.
+        Images per worker and forward pass.
     mirror
-        Score the mean of the logits of each image and of its mirror image; default: as in the training.
+        Average the logits of each image and its mirror image; default: as in training.
     precision
-        Autocast type; auto: bf16 where the device computes in it natively, else fp32.
+        Autocast type; auto: bf16 if the device supports it natively, else fp32.
     json
-        File for the figures as well.
+        File for the figures.
     """
     from shoal.recipes.resnet import score
 

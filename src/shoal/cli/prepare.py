@@ -1,4 +1,4 @@
-"""``shoal prepare …``: converts raw data to shards."""
+"""Defines ``shoal prepare``."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ def prepare_text(
     out
         Directory for tokenizer, shards and manifest.
     format
-        One article a line, one a file, or WikiText's headings; auto looks at each file.
+        One article per line, one per file, or WikiText's headings; auto detects it for each file.
     tokenizer
         unigram or wordpiece to train one on the text; else the path of a sentencepiece .model, a BERT
         vocab.txt or a tokenizer.json.
     vocab_size
-        Tokens of a trained tokenizer at most.
+        Maximum tokens of a trained tokenizer.
     lowercase
         Lower-case the text and drop accents; a tokenizer.json brings its own rules.
     validation
-        Share of articles held out.
+        Fraction of articles held out.
     shard_bytes
-        Bytes of text that make one shard at most.
+        Maximum bytes of text per shard.
     errors
         Stop at bytes that are not UTF-8, or replace them.
     seed
-        Another seed holds out other articles.
+        Seed of the choice of held-out articles.
     processes
-        Worker processes; 0: one a core. The result does not depend on it.
+        Worker processes; 0: one per core. The result does not depend on it.
     overwrite
-        Remove what an earlier preparation wrote there, and begin anew.
+        Remove the output of an earlier preparation, and start again.
     """
     from shoal.data.text import prepare as text
 
@@ -100,11 +100,11 @@ def prepare_images(
     out
         Directory for shards and manifest; needed unless it is a dry run.
     validation
-        Share of each class held out, where there are no validation images: .05 unless given.
+        Fraction of each class held out if there are no validation images; default: 0.05.
     ground_truth
-        Classes of ImageNet's validation images, one a line; else found beside the tars.
+        Classes of ImageNet's validation images, one per line; default: found beside the tars.
     synsets
-        meta.mat of ImageNet's development kit; else found beside the tars.
+        meta.mat of ImageNet's development kit; default: found beside the tars.
     dry_run
         Write nothing; print the number of images, classes, shards and bytes.
     """
@@ -149,7 +149,7 @@ def prepare_coco(
     validation_annotations
         Their annotations, like instances_val2017.json.
     keep_empty
-        Train on images without objects, too.
+        Also train on images without objects.
     masks
         as-given: polygons become masks in each training batch, exact at its size; run-lengths: here, once,
         at the size of the image.

@@ -1,1 +1,1 @@
-"""Starts workers: ``local`` on this machine or by hand on several. Imports only the nouns."""
+"""Starts workers: ``local`` on this host or by hand on several, ``emulated_job`` on emulated hosts."""

@@ -1,4 +1,4 @@
-"""The network of an emulated cluster: its plan, and the keeper process that holds it.
+"""Plans the network of an emulated cluster, and makes and holds it in a keeper process.
 
 The plan is pure: worker host i has the address 10.77.0.(i+1), helper host j 10.77.1.(j+1), in one network
 /16. Every cluster uses the same addresses: its bridge lives in a network namespace of its own.
@@ -47,7 +47,7 @@ _SHAPING = "burst 256k latency 50ms"
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")
 GRACE_S = 2.0
-"""What runs on the hosts of a killed launcher gets SIGTERM, and SIGKILL after so long."""
+"""Time from SIGTERM to SIGKILL for processes on the hosts of a killed launcher."""
 
 _CLONE_NEWUTS = 0x04000000
 _CLONE_NEWNET = 0x40000000
@@ -55,7 +55,7 @@ _POLL_S = 0.05
 _TOOL_DEADLINE_S = 60.0
 
 Namespace = tuple[int, int]
-"""A network namespace by device and inode, as ``/proc/PID/ns/net`` shows it."""
+"""Device and inode of a network namespace's file ``/proc/PID/ns/net``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class HostPlan:
     """Its port of the bridge: ``host0`` … or ``helper0`` …"""
     address: str
     rate_bps: int | None
-    """Bits a second of its link in each direction; ``None``: not shaped."""
+    """Bits per second of its link in each direction; ``None``: not shaped."""
     is_helper: bool
 
 
@@ -76,10 +76,6 @@ class ClusterPlan:
     """All hosts: those of the workers first, then the helper hosts."""
 
     hosts: tuple[HostPlan, ...]
-
-    @property
-    def num_worker_hosts(self) -> int:
-        return sum(not host.is_helper for host in self.hosts)
 
     @property
     def helpers(self) -> tuple[HostPlan, ...]:
@@ -96,10 +92,10 @@ def plan_cluster(
         helpers: number of helper hosts.
         nic: rate of each host's link in each direction, such as ``200mbit``; ``None``: not shaped.
         helper_nic: the same for helper hosts; ``None``: as ``nic``.
-        prefix: begins the host names, so that clusters that live at once can be told apart.
+        prefix: prefix of the host names, unique among running clusters.
 
     Raises:
-        UsageError: a number out of its range, or a rate that is none.
+        UsageError: a number is out of range, or a rate is invalid.
     """
     if not 1 <= hosts <= MAX_HOSTS:
         raise UsageError(f"--hosts {hosts} must be from 1 to {MAX_HOSTS}")
@@ -130,7 +126,7 @@ def _host(kind: str, index: int, address: str, rate_bps: int | None, prefix: str
 
 
 def parse_rate(text: str, *, option: str) -> int:
-    """Return a rate such as ``200mbit`` in bits a second.
+    """Return a rate such as ``200mbit`` in bits per second.
 
     Raises:
         UsageError: it is not a positive number with a unit of bits.
@@ -138,16 +134,16 @@ def parse_rate(text: str, *, option: str) -> int:
     match = _RATE.fullmatch(text.strip().lower())
     rate = round(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if rate < 1:
-        bytes_too = " (tc reads mbps as megabytes a second)" if match and match[2].endswith("bps") else ""
+        bytes_too = " (tc reads mbps as megabytes per second)" if match and match[2].endswith("bps") else ""
         raise UsageError(
             f"{option} {text!r} must be a number above 0 and one of {', '.join(_UNITS)}, such as 200mbit or "
-            f"1gbit, in bits a second{bytes_too}"
+            f"1gbit, in bits per second{bytes_too}"
         )
     return rate
 
 
 def format_rate(rate_bps: int | None) -> str:
-    """Return a rate for people."""
+    """Return a rate as text, such as ``200mbit``."""
     if rate_bps is None:
         return "not shaped"
     unit = next(name for name, size in reversed(_UNITS.items()) if rate_bps >= size)
@@ -155,7 +151,7 @@ def format_rate(rate_bps: int | None) -> str:
 
 
 def describe(plan: ClusterPlan, *, workers_per_host: int) -> str:
-    """Return what a dry run prints: one line a host."""
+    """Return a description of the hosts, one line per host."""
     lines = []
     for index, host in enumerate(plan.hosts):
         first = index * workers_per_host
@@ -167,7 +163,7 @@ def describe(plan: ClusterPlan, *, workers_per_host: int) -> str:
 
 
 def helpers_setting(plan: ClusterPlan, *, announce_rates: bool) -> str:
-    """Return the value of SHOAL_HELPERS: ``address:port`` of each helper host, ``*ratio`` if it differs."""
+    """Return the value of SHOAL_HELPERS: ``address:port`` per helper host, with ``*ratio`` of other rates."""
     entries = []
     worker_rate = plan.hosts[0].rate_bps
     for host in plan.helpers:
@@ -205,17 +201,17 @@ def shaping(device: str, rate_bps: int | None) -> str:
     return f"qdisc add dev {device} root tbf rate {rate_bps}bit {_SHAPING}\n"
 
 
-# ---- the keeper ----
+# ---- the keeper --------------------------------------------------------------------------------------------
 
 
 def identity(path: str | int) -> Namespace:
-    """Return which namespace an open file or a path of ``/proc`` stands for."""
+    """Return the namespace of an open file or of a path in ``/proc``."""
     status = os.stat(path)  # noqa: PTH116 -- takes file descriptors too
     return status.st_dev, status.st_ino
 
 
 def processes_in(namespaces: Collection[Namespace]) -> list[int]:
-    """Return the processes, this one excepted, that are in one of these network namespaces."""
+    """Return the ids of all other processes in these network namespaces."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
@@ -228,11 +224,11 @@ def processes_in(namespaces: Collection[Namespace]) -> list[int]:
 def end_processes(namespaces: Collection[Namespace], *, grace_s: float) -> None:
     """End every process in these namespaces: SIGTERM, and after ``grace_s`` SIGKILL; wait until none is left.
 
-    Found by namespace, not by parent: what has left its parent (a daemon) is found as well.
+    Processes are found by namespace, not by parent, so that daemons are found too.
     """
     kill_at = time.monotonic() + grace_s
     asked: set[int] = set()
-    num_empty = 0  # a process on its way in is seen the second time
+    num_empty = 0  # a second look finds a process that was just entering
     while num_empty < 2:
         found = processes_in(namespaces)
         num_empty = 0 if found else num_empty + 1
@@ -269,10 +265,10 @@ class Keeper:
         return {identity(file) for file in (self.bridge, *(network for network, _ in self.files))}
 
     def release(self) -> None:
-        """Plug all cables in, at full speed, and have the kernel give up on what was still to be sent.
+        """Restore all links, and make the kernel drop data that was still to be sent.
 
-        A socket whose process is gone holds its namespace until the peer has acknowledged all, or until the
-        kernel has sent it again 8 times, which takes minutes where a cable was pulled.
+        A socket without a process holds its namespace until the peer has acknowledged all data, or until the
+        kernel has retransmitted 8 times, which takes minutes if a cable was pulled.
         """
         for host, (network, _) in zip(self._hosts, self.files, strict=True):
             self._enter(network)
@@ -292,7 +288,7 @@ class Keeper:
         """Move into new network and UTS namespaces; return open files of both."""
         self._checked(self._libc.unshare(_CLONE_NEWNET | _CLONE_NEWUTS))
         self._checked(self._libc.sethostname(name.encode(), len(name)))
-        # an address of IPv6 would need seconds to be usable, and gloo might choose it
+        # an IPv6 address becomes usable only after seconds, and gloo might choose it
         for scope in ("all", "default"):
             with suppress(OSError):
                 Path(f"/proc/sys/net/ipv6/conf/{scope}/disable_ipv6").write_text("1", encoding="ascii")
@@ -322,7 +318,7 @@ class Keeper:
 
 
 def main() -> int:
-    """Make what stdin asks for, answer, hold it, and end what is left."""
+    """Make the hosts that stdin describes, answer, hold them, and end the processes that are left."""
     request: dict[str, Any] = parse_json(sys.stdin.readline(), "what the launcher asks for")
     launcher = _open_parent(request["launcher"])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -344,7 +340,7 @@ def main() -> int:
 def _open_parent(pid: int) -> int:
     """Return a file that becomes readable when the launcher ends.
 
-    The end of stdin would not do: a process that the launcher has forked keeps the pipe open.
+    The end of stdin is no sign of it: a process forked by the launcher keeps the pipe open.
     """
     parent = os.pidfd_open(pid)
     if os.getppid() != pid:

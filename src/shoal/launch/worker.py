@@ -1,6 +1,6 @@
-"""The worker's side of a launch: run the main function, and tell the launcher how it failed.
+"""Runs the main function of a worker process and reports its error.
 
-Under our launcher a worker writes its error to a file and keeps quiet, so that the terminal shows the one
+Under shoal's launcher a worker writes its error to a file instead of the terminal, which then shows only the
 failure that caused the others. Under torchrun, mpirun or by hand it prints the error itself.
 """
 
@@ -24,7 +24,7 @@ from shoal.errors import EXIT_FAILURE, ShoalError
 from shoal.json_text import parse_json
 
 EXIT_DEADLINE_S = 5.0
-"""A worker that has failed is gone after so long, even if a library's clean-up hangs."""
+"""Time after which a failed worker exits even if a library's clean-up hangs."""
 
 _PARENT_CHECK_S = 1.0
 _LOST_PEER_SIGNS = (
@@ -44,23 +44,23 @@ _LOST_PEER_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStore
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerError:
-    """How a worker failed, as it says itself."""
+    """Error report of a worker."""
 
     rank: int
     time_s: float
     message: str
     traceback: str
-    """Empty for an error that a person is meant to read as it is (:class:`ShoalError`)."""
+    """Empty for a :class:`ShoalError`, whose message is enough."""
     exit_code: int
     lost_peer: bool
-    """It only noticed that another worker was gone."""
+    """Whether the error only reports that another worker is gone."""
 
 
 def run_worker(main: Callable[[], int]) -> NoReturn:
-    """Call ``main`` and leave the process with the exit code that it returns, or with that of its error.
+    """Call ``main`` and exit with the code that it returns, or with that of its error.
 
-    A :class:`ShoalError` is shown as its message, any other exception with its traceback. A worker whose
-    launcher was killed asks itself to stop (SIGTERM), so that it saves and leaves.
+    A :class:`ShoalError` is reported by its message, any other exception by its traceback. If the launcher is
+    killed, the worker sends itself SIGTERM, so that it saves and exits.
     """
     folder = launch_dir()
     faulthandler.enable()
@@ -84,7 +84,7 @@ def run_worker(main: Callable[[], int]) -> NoReturn:
 
 
 def describe_error(error: BaseException, *, rank: int) -> WorkerError:
-    """Return what to report of an exception."""
+    """Return the report of an exception."""
     known = isinstance(error, ShoalError)
     return WorkerError(
         rank=rank,
@@ -97,6 +97,7 @@ def describe_error(error: BaseException, *, rank: int) -> WorkerError:
 
 
 def write_error(folder: Path, error: WorkerError) -> None:
+    """Write a report to ``folder``, atomically."""
     path = folder / f"error-{error.rank}.json"
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(asdict(error)), encoding="utf-8")
@@ -104,13 +105,13 @@ def write_error(folder: Path, error: WorkerError) -> None:
 
 
 def read_errors(folder: Path) -> dict[int, WorkerError]:
-    """Return the errors that workers have reported, by rank."""
+    """Return the reports in ``folder``, by rank."""
     found = (WorkerError(**parse_json(path.read_bytes(), str(path))) for path in folder.glob("error-*.json"))
     return {error.rank: error for error in found}
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Whether the error, or one that it was raised from, says that another worker has gone."""
+    """Return whether the error, or one of its causes, reports the loss of another worker."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -135,10 +136,10 @@ def _print(report: WorkerError) -> None:
 
 
 def _leave_groups() -> None:
-    """End torch's process groups, if main has left any.
+    """Destroy the process groups that main has left.
 
-    Their threads may still hold a tensor when the interpreter is taken down, which ends the process by
-    SIGABRT: seen in 2 of 10 runs on a busy machine, each a run that had saved and would count as crashed.
+    Their threads may still hold a tensor during the interpreter's shutdown, which ends the process by
+    SIGABRT: seen in 2 of 10 runs on a busy machine, each after the run had saved.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -146,7 +147,7 @@ def _leave_groups() -> None:
 
 
 def _leave_soon(exit_code: int) -> None:
-    """Leave in :data:`EXIT_DEADLINE_S` whatever the interpreter's exit still waits for."""
+    """Exit after :data:`EXIT_DEADLINE_S`, whatever the interpreter still waits for."""
 
     def leave() -> None:
         sys.stdout.flush()
