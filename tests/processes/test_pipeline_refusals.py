@@ -123,7 +123,7 @@ EXPECTED = {
     "memory": ["needs", "more on rank"],
     "no export": ["Branching cannot be exported at", "test_pipeline_refusals.py", "modules="],
     "two dimensions": ["mesh has 2 dimensions", "mesh['pp']"],
-    "meta": ["nothing says how to initialise 'free'", "initialise"],
+    "meta": ["cannot initialise 'free'", "initialise"],
     "named twice": ["module 'model' is named twice"],
     "missing": ["attention_mask missing", "example_inputs"],
     "unknown": ["position_ids unknown"],

@@ -76,22 +76,22 @@ def auto_layout(
     place = device_of(device, None)
     groups = make_process_groups(None, None, place)
     link = measure_link(groups)
-    told = groups.decide_first(
+    decided = groups.decide_first(
         lambda: _decide(model, global_batch, groups.num_ranks, memory, shard, optimize, link, place)
     )
     mesh = make_mesh(
-        place.type, pipeline=told["pipeline"], data=told["data"], placement_strategy=placement_strategy
+        place.type, pipeline=decided["pipeline"], data=decided["data"], placement_strategy=placement_strategy
     )
     options = {
         "mesh": mesh["pp"],
         "data_parallel": mesh["dp"],
-        "memory": Memory(**{**asdict(memory), "shards": told["data"] if shard else 1}),
+        "memory": Memory(**{**asdict(memory), "shards": decided["data"] if shard else 1}),
         "shard": shard,
         "optimize": optimize,
         "device": place,
-        **told["options"],
+        **decided["options"],
     }
-    return AutoLayout(mesh, options, told["text"])
+    return AutoLayout(mesh, options, decided["text"])
 
 
 def _decide(

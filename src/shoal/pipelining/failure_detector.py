@@ -108,8 +108,8 @@ class FailureDetector:
             return None
         try:
             if error is not None and self._store.add("callers", 1) == 1:
-                said = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
-                self._store.set("roll", json.dumps({"rank": self._rank, "error": said}))
+                message = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
+                self._store.set("roll", json.dumps({"rank": self._rank, "error": message}))
             self._store.set(f"here/{self._rank}", "1")
             lost = sorted(set(self._peers) - self._living())
             roll = self._store.get("roll")
@@ -121,7 +121,7 @@ class FailureDetector:
         if lost:
             names = " and ".join(self._named(rank) for rank in lost)
             return f"another worker was lost: {names} died; see its output, or whether it was killed"
-        first = parse_json(roll, "the store's word on which worker failed first")
+        first = parse_json(roll, "the failure report in the store")
         if first["rank"] == self._rank:
             return None
         return f"another worker was lost: {self._named(first['rank'])} failed with {first['error']}"

@@ -71,7 +71,7 @@ def _default(model: nn.Module, name: str, module: nn.Module, allocated: set[int]
     lost = [n for n in own if id(getattr(module, n)) in allocated]
     if lost:
         raise UsageError(
-            f"nothing says how to initialise {lost[0]!r} of module {name!r} ({type(module).__name__}): "
+            f"cannot initialise {lost[0]!r} of module {name!r} ({type(module).__name__}): "
             "give it a method reset_parameters, or pass initialise"
         )
     return lambda each: None

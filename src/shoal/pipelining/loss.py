@@ -77,10 +77,10 @@ def check_inputs(batch: Batch, example: Batch) -> None:
     """Raise UsageError where names, shapes or dtypes differ from the example of the stages."""
     missing, unknown = sorted(set(example) - set(batch)), sorted(set(batch) - set(example))
     if missing or unknown:
-        said = [f"{', '.join(missing)} missing"] if missing else []
-        said += [f"{', '.join(unknown)} unknown"] if unknown else []
+        problems = [f"{', '.join(missing)} missing"] if missing else []
+        problems += [f"{', '.join(unknown)} unknown"] if unknown else []
         raise UsageError(
-            f"inputs: {' and '.join(said)}; the pipeline was made for {', '.join(sorted(example))}. "
+            f"inputs: {' and '.join(problems)}; the pipeline was made for {', '.join(sorted(example))}. "
             "Pass the same names as in example_inputs"
         )
     for name, expected in example.items():

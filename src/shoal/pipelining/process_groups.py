@@ -94,9 +94,9 @@ class ProcessGroups:
         dist.all_gather(ranks, failed, group=self.group)
         for rank, flag in enumerate(ranks):
             if int(flag):
-                told = {"error": str(failure), "usage": isinstance(failure, UsageError)}
-                told = broadcast_json(told, self.group, self.device, root=rank)
-                raise _error_of(told) from failure
+                failed_with = {"error": str(failure), "usage": isinstance(failure, UsageError)}
+                failed_with = broadcast_json(failed_with, self.group, self.device, root=rank)
+                raise _error_of(failed_with) from failure
         return result
 
     def _from_first(self, value: Any) -> Any:

@@ -328,7 +328,7 @@ def _peers(plan: Plan, groups: ProcessGroups) -> dict[int, str]:
     peers: dict[int, str] = {}
     for rank, ranks in enumerate(columns):
         stages = [str(stage) for stage, place in enumerate(plan.schedule.placement) if place == rank]
-        said = f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
+        role = f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
         for replica, other in enumerate(ranks.tolist()):
-            peers[other] = f"{said} of replica {replica}" if groups.num_replicas > 1 else said
+            peers[other] = f"{role} of replica {replica}" if groups.num_replicas > 1 else role
     return peers

@@ -73,7 +73,7 @@ def units_of(exported: Exported, *, most: int = MOST_UNITS) -> Units:
     """Return the units of an exported model.
 
     Args:
-        most: how many at most; a model with fewer valid cuts offers them all.
+        most: upper limit; a model with fewer legal cuts offers them all.
     """
     flow = Dataflow(exported)
     if not flow.body:

@@ -74,7 +74,7 @@ def compare(
         ShoalError: names the parameter that differs most on this rank, and the difference.
     """
     largest = max((float(g.abs().max()) for g in reference.gradients.values() if g.numel()), default=0.0)
-    worst, said = 0.0, ""
+    worst, found_at = 0.0, ""
     for name, parameter in parameters.items():
         if name not in reference.gradients:
             continue
@@ -84,18 +84,18 @@ def compare(
         error = float((found - expected).abs().max()) / scale
         excess = error / _TOLERANCE.get(expected.dtype, 0.1)
         if not excess <= worst:
-            worst, said = excess, f"the gradient of {name} by {error:.2g} of its largest entry"
+            worst, found_at = excess, f"the gradient of {name} by {error:.2g} of its largest entry"
     difference = abs(float(loss) - float(reference.loss)) / max(abs(float(reference.loss)), 1e-30)
     excess = difference / _TOLERANCE.get(loss.dtype, 0.1)
     if not excess <= worst:
-        worst, said = excess, f"the loss is {float(loss):.8g} instead of {float(reference.loss):.8g}"
+        worst, found_at = excess, f"the loss is {float(loss):.8g} instead of {float(reference.loss):.8g}"
     wrong = torch.tensor([0.0 if worst <= 1 else 1.0], device=groups.device)
     if groups.sum(wrong).item() == 0:
         return
     if worst <= 1:
-        said = "another rank says where"
+        found_at = "see the message of another rank"
     raise ShoalError(
-        f"verify: the pipeline's first step differs from the unsplit model: {said}. "
+        f"verify: the pipeline's first step differs from the unsplit model: {found_at}. "
         "Report the model; until then train it on one stage, or give its stages as modules="
     )
 

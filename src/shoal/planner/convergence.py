@@ -79,7 +79,7 @@ def convergence_of(name: str) -> Convergence:
     tables = _tables()
     if name not in tables:
         raise UsageError(
-            f"how {name!r} converges is not in the catalog.{did_you_mean(name, tables)} "
+            f"the convergence of {name!r} is not in the catalog.{did_you_mean(name, tables)} "
             f"Known: {', '.join(sorted(tables))}"
         )
     return tables[name]

@@ -33,8 +33,8 @@ def strains(part: Part, workers: Machines, layout: Layout, helpers: Machines | N
     step = step_time(part.workload, workers, layout, achieved_flops=part.achieved_flops, helpers=helpers)
     late = step.straggler_s / step.total_s
     largest = part.convergence.largest_batch
-    how = collective(layout.algorithm, workers, helpers)
-    latency_s = sum(phase.latency_s for phase in how.phases)
+    all_reduce = collective(layout.algorithm, workers, helpers)
+    latency_s = sum(phase.latency_s for phase in all_reduce.phases)
     found = [
         (
             "the batch still reaches the target",

@@ -55,7 +55,7 @@ class _Piece:
 
 def exchange(
     ready: Sequence[tuple[float, float]],
-    how: Collective,
+    collective: Collective,
     rates: Mapping[str, float],
     *,
     most_pieces: int = MOST_PIECES,
@@ -67,9 +67,9 @@ def exchange(
         rates: bytes/s of each link.
         most_pieces: limit on the pieces of a bucket.
     """
-    if not how.phases or not ready:
+    if not collective.phases or not ready:
         return Exchange(end_s=max((time for time, _ in ready), default=0.0), spans=(), busy_s={})
-    return _Simulation(ready, how, rates, most_pieces).run()
+    return _Simulation(ready, collective, rates, most_pieces).run()
 
 
 class _Simulation:
@@ -78,11 +78,11 @@ class _Simulation:
     def __init__(
         self,
         ready: Sequence[tuple[float, float]],
-        how: Collective,
+        collective: Collective,
         rates: Mapping[str, float],
         most_pieces: int,
     ) -> None:
-        self.ready, self.how, self.rates, self.most_pieces = ready, how, rates, most_pieces
+        self.ready, self.collective, self.rates, self.most_pieces = ready, collective, rates, most_pieces
         self.now = 0.0
         self.events: list[tuple[float, int, _Piece]] = []
         self.sequence = 0
@@ -97,24 +97,24 @@ class _Simulation:
         self.end_s = 0.0
 
     def run(self) -> Exchange:
-        for _ in self.ready[: self.how.at_once]:
+        for _ in self.ready[: self.collective.at_once]:
             self._release_next()
         while self.events or self.active:
             self._advance()
-        names = [phase.name for phase in self.how.phases]
+        names = [phase.name for phase in self.collective.phases]
         spans = tuple(
             Span(bucket=bucket, phase=names[phase], begin_s=begin, end_s=self.ended[bucket, phase])
             for (bucket, phase), begin in sorted(self.begun.items())
         )
         total = sum(num_bytes for _, num_bytes in self.ready)
         busy: dict[str, float] = {}
-        for phase in self.how.phases:
+        for phase in self.collective.phases:
             for link, amount in phase.demands:
                 busy[link] = busy.get(link, 0.0) + amount * total / self.rates[link]
         return Exchange(end_s=self.end_s, spans=spans, busy_s=busy)
 
     def _num_pieces(self, num_bytes: float) -> int:
-        if len(self.how.phases) == 1:
+        if len(self.collective.phases) == 1:
             return 1
         return min(max(math.ceil(num_bytes / PIECE_BYTES), 1), self.most_pieces)
 
@@ -158,7 +158,7 @@ class _Simulation:
 
     def _arrive(self, piece: _Piece) -> None:
         """Enter the next phase, wait for the piece before, or finish."""
-        if piece.phase == len(self.how.phases):
+        if piece.phase == len(self.collective.phases):
             self._done(piece)
             return
         place = (piece.bucket, piece.phase)
@@ -171,7 +171,7 @@ class _Simulation:
 
     def _leave(self, piece: _Piece) -> None:
         place = (piece.bucket, piece.phase)
-        latency_s = self.how.phases[piece.phase].latency_s
+        latency_s = self.collective.phases[piece.phase].latency_s
         self.ended[place] = self.now + latency_s
         self.next_number[place] = piece.number + 1
         piece.phase += 1
@@ -189,9 +189,9 @@ class _Simulation:
     def _speeds(self) -> list[float]:
         """Return the max-min fair rate of each active piece, in bytes of its bucket per second."""
         if len(self.active) == 1:
-            alone = self.how.phases[self.active[0].phase].demands
+            alone = self.collective.phases[self.active[0].phase].demands
             return [min(self.rates[link] / amount for link, amount in alone)]
-        demands = [self.how.phases[piece.phase].demands for piece in self.active]
+        demands = [self.collective.phases[piece.phase].demands for piece in self.active]
         speeds = [math.inf] * len(demands)
         left = dict(self.rates)
         open_ = set(range(len(demands)))

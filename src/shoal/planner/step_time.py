@@ -180,7 +180,7 @@ def _average(
         (begin_s + (done if layout.overlap else 1.0) * window_s, halved * num_bytes)
         for done, num_bytes in buckets
     ]
-    how = collective(
+    all_reduce = collective(
         layout.algorithm,
         workers,
         helpers,
@@ -188,7 +188,7 @@ def _average(
         at_once=layout.collectives_at_once,
     )
     links = capacities(workers, helpers, algorithm=layout.algorithm, connections=layout.connections)
-    return exchange(ready, how, links)
+    return exchange(ready, all_reduce, links)
 
 
 def _update_s(workload: Workload, workers: Machines, layout: Layout, replicas: int) -> float:
