@@ -1,7 +1,54 @@
-"""shoal trains PyTorch models on many machines in the least time.
+"""Train PyTorch models on many machines in the least time.
 
-Packages re-export nothing: write ``from shoal.optim.lamb import Lamb``. The way through the house, from
-raw text to a report, is told in ``docs/README.md``; the command line is ``shoal --help``.
+The names below are imported when they are first used, so that ``import shoal`` is quick and needs no torch:
+
+- training: :class:`Run` (a training session), :class:`Checkpointer`, the optimizers :class:`Lamb`,
+  :class:`Lans`, :class:`Lars` and :class:`Novograd`;
+- communication: :class:`EngineOptions` of the backend ``"shoal"``, :func:`prioritize`, the wire hooks
+  :func:`bf16_wire` and :class:`EightBitWire`;
+- models larger than a device: :func:`pipeline` and :func:`make_mesh`;
+- data: :class:`TextShards` with :class:`ExampleReader` (masked LM) or :class:`SpanReader` (T5),
+  :class:`ImageShards` with :class:`ImageReader`;
+- prediction: :func:`plan`.
+
+Everything else is imported from its module. The command line is ``shoal --help``.
 """
 
+from importlib import import_module
+from typing import Any
+
 __version__ = "0.1.0"
+
+_MODULES = {
+    "Checkpointer": "shoal.train.checkpoint",
+    "EightBitWire": "shoal.comm.hooks",
+    "EngineOptions": "shoal.comm.engine",
+    "ExampleReader": "shoal.data.text.examples",
+    "ImageReader": "shoal.data.images.reader",
+    "ImageShards": "shoal.data.images.shards",
+    "Lamb": "shoal.optim.lamb",
+    "Lans": "shoal.optim.lans",
+    "Lars": "shoal.optim.lars",
+    "Novograd": "shoal.optim.novograd",
+    "Run": "shoal.train.run",
+    "SpanReader": "shoal.data.text.span_corruption",
+    "TextShards": "shoal.data.text.shards",
+    "bf16_wire": "shoal.comm.hooks",
+    "make_mesh": "shoal.pipelining.api",
+    "pipeline": "shoal.pipelining.api",
+    "plan": "shoal.planner.api",
+    "prioritize": "shoal.comm.priority",
+}
+
+__all__ = ["__version__", *sorted(_MODULES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+import shoal
+from shoal.data.images.synthetic import make_images
+from synthetic_text import prepare, random_documents
 
 SOURCES = Path(__file__).resolve().parents[2] / "src"
 MODULES = [
@@ -17,11 +23,42 @@ MODULES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in which the examples find prepared text and images."""
+    path = tmp_path_factory.mktemp("examples")
+    documents = random_documents([400] * 20, vocab_size=100)
+    prepare(path / "runs" / "text", {"train": documents, "validation": documents[:2]}, vocab_size=100)
+    make_images(path / "runs" / "images", num_train=20, num_validation=10, size=48)
+    (path / "runs" / "example").mkdir()
+    return path
+
+
 @pytest.mark.parametrize("module", MODULES)
-def test_examples_in_docstrings(module: str) -> None:
+def test_examples_in_docstrings(module: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
     try:
         failed, attempted = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     assert attempted and not failed, f"{failed} of {attempted} examples failed; see the output"
+
+
+@pytest.mark.parametrize("name", sorted(set(shoal.__all__) - {"__version__"}))
+def test_public_names_are_documented_with_an_example(name: str) -> None:
+    documented = getattr(shoal, name).__doc__ or ""
+    assert ">>> " in documented, f"shoal.{name} has no example in its docstring"
+
+
+def test_import_is_quick_and_needs_no_torch() -> None:
+    program = "import sys, shoal; assert not {'torch', 'numpy'} & set(sys.modules); shoal.nothing"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "AttributeError: module 'shoal' has no attribute 'nothing'" in done.stderr
+
+
+def test_the_stub_names_the_same() -> None:
+    """Type checkers read ``__init__.pyi``."""
+    lines = (SOURCES / "shoal" / "__init__.pyi").read_text(encoding="utf-8").splitlines()
+    imported = {line.rpartition(" ")[2]: line.split()[1] for line in lines if line.startswith("from ")}
+    assert imported == shoal._MODULES

@@ -49,6 +49,15 @@ def bf16_wire(group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Ten
     Args:
         group: the workers that average; ``None`` for all.
         bucket: DDP's bucket.
+
+    Example (one process; under torchrun every rank does the same):
+
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(nn.Linear(4, 2))
+        >>> model.register_comm_hook(None, bf16_wire)
+        >>> dist.destroy_process_group()
     """
     group = group or dist.group.WORLD
     buffer = bucket.buffer()
@@ -109,6 +118,17 @@ class EightBitWire:
 
     Raises:
         UsageError: the group's ranks are not in ascending order, as those of the second group would be.
+
+    Source: Seide et al. 2014 and Karimireddy et al. 2019 (arXiv 1901.09847), error feedback.
+
+    Example (one process; under torchrun every rank does the same):
+
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(nn.Linear(4, 2))
+        >>> model.register_comm_hook(None, EightBitWire(model.module.named_parameters()))
+        >>> dist.destroy_process_group()
     """
 
     def __init__(

@@ -67,6 +67,16 @@ def prioritize(model: DistributedDataParallel, optimizer: Optimizer | OptimizerF
 
     Raises:
         UsageError: the optimizer needs all gradients at once, or the model has a hook or sparse gradients.
+
+    Example (one process; under torchrun every rank does the same):
+
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(nn.Linear(4, 2))
+        >>> optimizer = prioritize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> dist.destroy_process_group()
     """
     if not isinstance(model, DistributedDataParallel):
         raise UsageError(f"prioritize takes a DistributedDataParallel, not a {type(model).__name__}")

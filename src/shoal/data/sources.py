@@ -162,6 +162,11 @@ def as_source(data: Any, *, seed: int) -> StepSource:
     if hasattr(data, "open") and hasattr(data, "names"):
         source: StepSource = data
         return source
+    if isinstance(data, SizedReader):
+        order = ShuffledOrder(num_examples=data.num_examples, seed=data.seed)
+        return StreamedSource(reader=data, order=order)
+    if isinstance(data, Reader):
+        return ReaderSource(reader=data)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, DataLoader):
         return DatasetSource(dataset=data, seed=seed)
     if isinstance(data, Iterable) and not isinstance(data, Iterator):

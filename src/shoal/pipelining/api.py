@@ -44,6 +44,14 @@ def make_mesh(
 
     Raises:
         UsageError: the strategy is unknown.
+
+    Example (one process):
+
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> make_mesh("cpu", pipeline=1).mesh_dim_names
+        ('dp', 'pp')
+        >>> dist.destroy_process_group()
     """
     if placement_strategy == "cluster":
         return init_device_mesh(device_type, (data, pipeline), mesh_dim_names=("dp", "pp"))

@@ -82,7 +82,7 @@ class Checkpointer:
     names checkpoints that were complete when a kill came, and deletes what is incomplete.
 
     Args:
-        run_dir: the run's directory; on a file system that all hosts share.
+        run_dir: the run's directory, which is there; on a file system that all hosts share.
         keep: how many of the last checkpoints stay.
         keep_every: those at multiples of so many steps stay too; 0: none.
         deadline_s: how long a worker waits for the others' disks.
@@ -90,6 +90,18 @@ class Checkpointer:
     Raises:
         UsageError: ``keep`` is below 1 or ``keep_every`` below 0, or another job uses the run directory.
         ShoalError: the folder for the checkpoints cannot be made.
+
+    Example:
+
+        >>> import torch
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> checkpointer = Checkpointer(Path("runs/example"))
+        >>> state = {"model": model, "optimizer": optimizer, "samples": 0}
+        >>> restored = checkpointer.restore(state)         # None: a run without a checkpoint
+        >>> checkpointer.save(100, {**state, "samples": 6400}, wait=True)
+        >>> Checkpointer(Path("runs/example")).restore(state).values
+        {'samples': 6400}
     """
 
     def __init__(

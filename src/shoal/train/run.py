@@ -4,7 +4,7 @@
         model = run.data_parallel(Net())
         optimizer = Lamb(model.parameters(), lr=1e-3)
         run.keep(model=model.module, optimizer=optimizer)      # restores if there is a checkpoint
-        for step in run.steps(dataset, BatchSizes(global_batch_size=256), until=1_000):
+        for step in run.steps(dataset, Sizes(global_batch_size=256), until=1_000):
             with step:
                 for inputs, labels in step:
                     step.backward(F.cross_entropy(model(inputs), labels, reduction="sum") / step.num_samples)
@@ -34,6 +34,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, TypeVar
@@ -76,7 +77,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class BatchSizes(Protocol):
-    """The sizes of a batch as settings give them; ``None`` takes the largest micro-batch that fits 64."""
+    """The sizes of a batch as settings give them, such as :class:`Sizes`."""
 
     @property
     def global_batch_size(self) -> int: ...
@@ -85,8 +86,33 @@ class BatchSizes(Protocol):
     def micro_batch_size(self) -> int | None: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a batch: in samples of one optimizer step over all workers, and per forward pass."""
+
+    global_batch_size: int
+    micro_batch_size: int | None = None
+    """Default: the largest divisor of a worker's share up to 64."""
+
+
 class Run:
     """A training session; made by :meth:`open`.
+
+    Example (one process; under torchrun the workers share each batch of 8):
+
+        >>> dataset = [(torch.randn(4), torch.tensor(number % 2)) for number in range(32)]
+        >>> with Run.open("runs/session") as run:
+        ...     model = run.data_parallel(nn.Linear(4, 2))
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     run.keep(model=model.module, optimizer=optimizer)
+        ...     for step in run.steps(dataset, Sizes(global_batch_size=8), until=10):
+        ...         with step:
+        ...             for inputs, labels in step:
+        ...                 loss = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+        ...                 step.backward(loss / step.num_samples)
+        ...             step.update(optimizer, max_norm=1.0)
+        ...     run.finish()
+        0
 
     Attributes:
         world: rank, number of workers, device and the process groups.

@@ -97,7 +97,17 @@ class Transform(Protocol):
 
 
 class ImageReader(SizedReader):
-    """Reads, decodes and augments the images of a split. Picklable."""
+    """Reads, decodes and augments the images of a split, with several threads. Picklable.
+
+    The augmentation of an image is a pure function of (seed, epoch, index).
+
+    Example (``runs/images`` was written by ``shoal prepare images``):
+
+        >>> from shoal.data.images.transform import CentreTransform
+        >>> reader = ImageReader(ImageShards("runs/images", "train"), CentreTransform(32, 36), seed=1)
+        >>> reader.batch(0, [0, 1])["images"].shape
+        (2, 3, 32, 32)
+    """
 
     def __init__(
         self,

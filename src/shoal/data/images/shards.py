@@ -143,6 +143,12 @@ class ImageShards:
     ``verify="sizes"`` checks what the module's docstring lists; ``verify="checksums"`` also reads every byte
     once. A shard that enters the cache is always compared with its checksum. Only location and settings are
     pickled, so a loader process opens the shards itself.
+
+    Example (``runs/images`` was written by ``shoal prepare images``):
+
+        >>> shards = ImageShards("runs/images", "train")
+        >>> len(shards), len(shards.manifest.classes)
+        (20, 10)
     """
 
     def __init__(

@@ -123,6 +123,12 @@ class TextShards:
     ``verify="sizes"`` checks sizes, headers and counts, which costs nothing and finds a shard that was
     truncated or is missing. ``verify="checksums"`` also reads every byte once, at 1.5 GB/s per core. Only
     paths are pickled, so a loader process maps the same files again.
+
+    Example (``runs/text`` was written by ``shoal prepare text``):
+
+        >>> shards = TextShards(Path("runs/text"), "train")
+        >>> shards.num_documents, shards.manifest.vocab_size
+        (20, 100)
     """
 
     def __init__(

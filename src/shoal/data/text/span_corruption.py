@@ -30,7 +30,21 @@ _OTHER, _NOISE = range(2)  # streams of one example
 
 
 class SpanReader(Reader):
-    """Makes examples from the shards of a split. Picklable: only paths and numbers are pickled."""
+    """Makes T5's span-corruption examples from the shards of a split.
+
+    Spans are pure functions of (seed, epoch, index): any worker makes any example. It is an indexable dataset
+    too. Only paths and numbers are pickled.
+
+    Source: Raffel et al. 2020 (arXiv 1910.10683), section 3.1.4.
+
+    Example (``runs/text`` was written by ``shoal prepare text``):
+
+        >>> from pathlib import Path
+        >>> reader = SpanReader(TextShards(Path("runs/text"), "train"), SpanConfig(input_length=64))
+        >>> batch = reader.batch(0, [0, 1])
+        >>> batch["input_ids"].shape, batch["labels"].shape[0]
+        ((2, 64), 2)
+    """
 
     def __init__(self, shards: TextShards, config: SpanConfig) -> None:
         """Number the examples.
