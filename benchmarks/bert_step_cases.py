@@ -23,11 +23,11 @@ from shoal.data.text.task_batches import TaskData, TaskShard, own_micro_batches
 from shoal.data.text.tokenizer import read_tokenizer
 from shoal.decide.order import samples
 from shoal.env import test_data_dir
-from shoal.models.bert_config import BertModelConfig
 from shoal.models.directory import load_task_model
 from shoal.models.encoder import packed_inputs
 from shoal.models.pretraining import BertPretraining, transformers_config
 from shoal.models.tasks import QuestionAnswering, SequenceClassification, label_loss, span_loss
+from shoal.models.text_config import BertModelConfig
 
 Arrays = dict[str, Any]
 Batch = dict[str, Any]

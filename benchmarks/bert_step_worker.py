@@ -29,7 +29,7 @@ from benchmarks.bert_step import CASES
 from benchmarks.bert_step_cases import MAKERS, SEED, Arrays, Batch, Sides
 from shoal.data.loader import as_tensors, to_device
 from shoal.env import WorkerEnv, WorkerPlace
-from shoal.models.bert_config import BertModelConfig
+from shoal.models.text_config import BertModelConfig
 from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig, OptimConfig
 from shoal.train.gradients import LossScale, Precision, choose_precision, data_parallel

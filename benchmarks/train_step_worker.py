@@ -23,8 +23,8 @@ from shoal.data.manifest import Manifest, TokenizerInfo
 from shoal.data.sources import ReaderSource
 from shoal.data.text.examples import ExampleReader
 from shoal.data.text.shards import ShardWriter
-from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, transformers_config
+from shoal.models.text_config import AlbertModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes.albert import AlbertConfig, DataConfig
 from shoal.recipes.masked_lm import open_text

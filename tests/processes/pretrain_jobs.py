@@ -18,9 +18,7 @@ from forked import fork_process, free_port, wait_for
 from shoal.data.text.prepare import PrepareConfig, prepare_text
 from shoal.env import WorkerEnv, WorkerPlace
 from shoal.launch.worker import run_worker
-from shoal.models.albert_config import AlbertModelConfig
-from shoal.models.bert_config import BertModelConfig
-from shoal.models.t5_config import T5ModelConfig
+from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
 from shoal.recipes.albert import AlbertConfig, DataConfig
 from shoal.recipes.bert import BertConfig, PhaseConfig
 from shoal.recipes.bert import DataConfig as BertDataConfig

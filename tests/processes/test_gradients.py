@@ -19,8 +19,8 @@ from shoal.data.loader import Batch, as_tensors
 from shoal.data.text.examples import packed
 from shoal.decide.rng import dropout_keys
 from shoal.env import WorkerPlace
-from shoal.models.albert_config import AlbertModelConfig
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
+from shoal.models.text_config import AlbertModelConfig
 from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig
 from shoal.train.gradients import accumulate, average_and_clip, data_parallel, loss_weight

@@ -13,7 +13,6 @@ from shoal import record
 from shoal.data.manifest import Manifest
 from shoal.decide.order import samples
 from shoal.errors import EXIT_OK
-from shoal.models.t5_config import num_parameters
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.t5 import ACCURACY, LOSS, open_text
 from shoal.record import read_record
@@ -67,7 +66,7 @@ def test_the_record_tells_the_run(whole_run: Path, data: Path) -> None:
     assert (rows[0].recipe, rows[0].total_steps, rows[0].num_parameters) == (
         "t5",
         LAST,
-        num_parameters(config.model),
+        config.model.num_parameters,
     )
     assert (rows[0].micro_batch_size, rows[0].accumulation_steps) == (2, 4)
     steps = [row for row in rows if isinstance(row, record.Step)]

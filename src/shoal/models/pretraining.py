@@ -23,10 +23,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from shoal.models.albert_config import AlbertModelConfig
-from shoal.models.bert_config import BertModelConfig
 from shoal.models.encoder import PACKED_INPUTS, Encoder, drop_in_head
 from shoal.models.layers import fused_activation
+from shoal.models.text_config import AlbertModelConfig, BertModelConfig
 
 PRETRAINING_INPUTS = (*PACKED_INPUTS, "masked_rows", "masked_ids", "labels")
 """Keys of a micro-batch that :class:`Pretraining` takes."""

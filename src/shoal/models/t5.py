@@ -16,7 +16,7 @@ from shoal.dropout import SampleDropout
 from shoal.errors import ShoalError, UsageError
 from shoal.models.directory import model_type_of, quiet_transformers, refuse_pickles
 from shoal.models.pretraining import at_least_fp32
-from shoal.models.t5_config import NUM_BUCKETS, T5ModelConfig
+from shoal.models.text_config import NUM_BUCKETS, T5ModelConfig
 
 IGNORED = -100
 """A label where there is no target."""

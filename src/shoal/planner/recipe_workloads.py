@@ -192,9 +192,8 @@ def _detector(name: str) -> Workload:
 def _masked_lm(name: str, sequence_length: int | None) -> Workload:
     """Count the model of a recipe's preset over full packed sequences with 15 % of the tokens masked."""
     _library("transformers", "text")
-    from shoal.models.albert_config import AlbertModelConfig
-    from shoal.models.bert_config import BertModelConfig
     from shoal.models.pretraining import AlbertPretraining, BertPretraining
+    from shoal.models.text_config import AlbertModelConfig, BertModelConfig
 
     recipe, preset = name.split("-")
     file = resources.files("shoal.recipes") / "presets" / recipe / f"{preset}.toml"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.env import WorkerEnv
-from shoal.models.albert_config import AlbertModelConfig, num_parameters
+from shoal.models.text_config import AlbertModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
@@ -177,7 +177,7 @@ def check(config: AlbertConfig, num_workers: int, dry_run: bool) -> list[str]:
     """
     data, train = config.data, config.train
     phase = ("train", train, train.total_steps, data.max_seq_length, data.max_predictions_per_seq)
-    return masked_lm.describe(config, num_workers, num_parameters(config.model), [phase])
+    return masked_lm.describe(config, num_workers, config.model.num_parameters, [phase])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError
-from shoal.models.bert_config import BertModelConfig, num_parameters
+from shoal.models.text_config import BertModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
@@ -232,7 +232,7 @@ def check(config: BertConfig, num_workers: int, dry_run: bool) -> list[str]:
         (section, phase, phase.total_steps, phase.max_seq_length, phase.max_predictions_per_seq)
         for section, phase in config.phases
     ]
-    return masked_lm.describe(config, num_workers, num_parameters(config.model), phases)
+    return masked_lm.describe(config, num_workers, config.model.num_parameters, phases)
 
 
 if __name__ == "__main__":

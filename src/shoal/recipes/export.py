@@ -9,10 +9,8 @@ from typing import Any
 
 from shoal.data.manifest import Manifest
 from shoal.errors import UsageError
-from shoal.models.albert_config import AlbertModelConfig
-from shoal.models.bert_config import BertModelConfig
 from shoal.models.pretraining import AlbertPretraining, BertPretraining
-from shoal.models.t5_config import T5ModelConfig
+from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
 from shoal.recipes import masked_lm, t5
 from shoal.record import Start, read_record
 from shoal.train.checkpoint import load_model

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.errors import UsageError
-from shoal.models.encoder_config import EncoderConfig
+from shoal.models.text_config import EncoderConfig
 from shoal.recipes.prepared_text import PreparedTextConfig, open_shards, read_manifest
 from shoal.train.config import (
     DistributedConfig,

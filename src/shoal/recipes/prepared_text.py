@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from shoal.errors import UsageError
-from shoal.models.encoder_config import EncoderConfig
-from shoal.models.t5_config import T5ModelConfig
+from shoal.models.text_config import EncoderConfig, T5ModelConfig
 from shoal.train.config import required
 
 if TYPE_CHECKING:

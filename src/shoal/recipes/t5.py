@@ -21,7 +21,7 @@ from shoal.data.text.span_config import MAX_SENTINELS, SpanConfig
 from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.env import WorkerEnv, worker_env
 from shoal.errors import UsageError
-from shoal.models.t5_config import T5ModelConfig, num_parameters
+from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import InverseSquareRoot, learning_rate, set_learning_rate
 from shoal.recipes import run_script
 from shoal.recipes.prepared_text import (
@@ -222,7 +222,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
         del model  # this worker keeps its stages
         stack.callback(stage.close)
         optimizer = build_optimizer(stage.module.named_parameters(), config.optim)
-        run.num_parameters = num_parameters(config.model)
+        run.num_parameters = config.model.num_parameters
         run.use(PipelineUpdate(stage, mesh["pp"]))
         run.keep(model=stage.module, optimizer=optimizer)
         stage.step_number = run.step  # dropout depends on it
@@ -454,7 +454,7 @@ def check(config: T5Config, num_workers: int, dry_run: bool) -> list[str]:
         f"run          {config.train.total_steps:,} steps, {sequences:,} sequences, about "
         f"{sequences * spans.num_tokens / max(num_tokens, 1):,.1f} times the {num_tokens:,} tokens of "
         f"{config.data.path}",
-        f"parameters   {num_parameters(config.model):,}",
+        f"parameters   {config.model.num_parameters:,}",
         f"memory       {_estimate_memory(config, batch)}",
         *predicted,
     ]
@@ -466,7 +466,7 @@ def _estimate_memory(config: T5Config, batch: BatchPlan) -> "MemoryEstimate":
 
     model, spans, stages = config.model, config.spans(), config.parallel.pipeline
     whole = estimate_memory(
-        num_parameters=num_parameters(model) // stages,
+        num_parameters=model.num_parameters // stages,
         micro_batch_size=batch.micro_batch_size * min(stages, batch.accumulation_steps),
         sequence_length=spans.input_length + spans.target_length,
         hidden_size=max(model.d_model, model.num_heads * model.d_kv),

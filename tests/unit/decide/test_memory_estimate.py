@@ -9,8 +9,8 @@ import torch
 from shoal.data.loader import as_tensors
 from shoal.data.packing import pack
 from shoal.decide.memory_estimate import estimate_memory
-from shoal.models.albert_config import AlbertModelConfig, num_parameters
 from shoal.models.pretraining import AlbertPretraining
+from shoal.models.text_config import AlbertModelConfig
 
 CONFIG = AlbertModelConfig(
     vocab_size=1_000,
@@ -56,7 +56,7 @@ def test_activations_within_a_third_of_what_autograd_keeps(layers: int) -> None:
 
     config = replace(CONFIG, num_hidden_layers=layers)
     estimate = estimate_memory(
-        num_parameters=num_parameters(config),
+        num_parameters=config.num_parameters,
         micro_batch_size=BATCH,
         sequence_length=LENGTH,
         hidden_size=config.hidden_size,

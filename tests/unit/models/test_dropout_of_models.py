@@ -17,13 +17,11 @@ from shoal.data.loader import as_tensors
 from shoal.data.packing import pack_padded
 from shoal.decide.order import micro_batches, worker_part
 from shoal.decide.rng import dropout_keys
-from shoal.models.albert_config import AlbertModelConfig
-from shoal.models.bert_config import BertModelConfig
 from shoal.models.layers import MODEL_TYPES
 from shoal.models.pretraining import AlbertPretraining, BertPretraining, Pretraining
 from shoal.models.t5 import T5, new_t5
-from shoal.models.t5_config import T5ModelConfig
 from shoal.models.tasks import QuestionAnswering, SequenceClassification, label_loss, span_loss
+from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
 
 GLOBAL_BATCH = 24
 LAYOUTS = [(1, 24), (1, 3), (2, 4), (3, 2), (4, 6)]  # workers, micro-batch

@@ -13,10 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shoal.errors import UsageError
-from shoal.models import albert_config, bert_config
-from shoal.models.albert_config import AlbertModelConfig
-from shoal.models.bert_config import BertModelConfig
 from shoal.models.pretraining import AlbertPretraining, BertPretraining, Pretraining, transformers_config
+from shoal.models.text_config import AlbertModelConfig, BertModelConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -150,8 +148,7 @@ def test_pre_layer_norm_trains_its_last_norm_too() -> None:
 
 @pytest.mark.parametrize("config", [ALBERT, BERT, replace(ALBERT, pre_layer_norm=True)])
 def test_number_of_parameters(config: Config) -> None:
-    count = albert_config if isinstance(config, AlbertModelConfig) else bert_config
-    assert count.num_parameters(config) == sum(p.numel() for p in make(config).parameters())
+    assert config.num_parameters == sum(p.numel() for p in make(config).parameters())
 
 
 def test_base_has_the_published_number_of_parameters() -> None:
@@ -160,8 +157,8 @@ def test_base_has_the_published_number_of_parameters() -> None:
         albert, bert = make(AlbertModelConfig()), make(BertModelConfig())
     assert sum(p.numel() for p in albert.parameters()) == 11_813_810
     assert sum(p.numel() for p in bert.parameters()) == 110_106_428
-    assert albert_config.num_parameters(AlbertModelConfig()) == 11_813_810
-    assert bert_config.num_parameters(BertModelConfig()) == 110_106_428
+    assert AlbertModelConfig().num_parameters == 11_813_810
+    assert BertModelConfig().num_parameters == 110_106_428
 
 
 @both

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from shoal.errors import ShoalError, UsageError
 from shoal.models.directory import save
 from shoal.models.t5 import IGNORED, T5, generate, new_t5, read_t5, shifted, token_losses
-from shoal.models.t5_config import T5ModelConfig, num_parameters
+from shoal.models.text_config import T5ModelConfig
 
 PAD, END = 0, 1
 TINY = T5ModelConfig(vocab_size=60, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=2, dropout=0.0)
@@ -44,7 +44,7 @@ def test_presets_have_the_published_sizes(name: str) -> None:
     with torch.device("meta"):
         model = new_t5(config, pad_id=PAD, end_id=END)
     found = sum(parameter.numel() for parameter in model.parameters())
-    assert found == num_parameters(config) == PUBLISHED[name]
+    assert found == config.num_parameters == PUBLISHED[name]
 
 
 def test_the_loss_is_that_of_transformers() -> None:

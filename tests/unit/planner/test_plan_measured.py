@@ -179,22 +179,22 @@ def test_the_command_uses_both_files(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_presets_are_the_planners_models() -> None:
     pytest.importorskip("transformers")
-    from shoal.models import albert_config, bert_config, t5_config
+    from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
     from shoal.planner.recipe_workloads import workload
     from shoal.train.config import load_toml
 
     kinds = {
-        "albert-base": (albert_config.AlbertModelConfig, albert_config.num_parameters, 512),
-        "albert-large": (albert_config.AlbertModelConfig, albert_config.num_parameters, 512),
-        "bert-base": (bert_config.BertModelConfig, bert_config.num_parameters, 128),
-        "bert-large": (bert_config.BertModelConfig, bert_config.num_parameters, 128),
-        "t5-3b": (t5_config.T5ModelConfig, t5_config.num_parameters, 512),
+        "albert-base": (AlbertModelConfig, 512),
+        "albert-large": (AlbertModelConfig, 512),
+        "bert-base": (BertModelConfig, 128),
+        "bert-large": (BertModelConfig, 128),
+        "t5-3b": (T5ModelConfig, 512),
     }
-    for name, (config, count, length) in kinds.items():
+    for name, (config, length) in kinds.items():
         recipe, preset = name.split("-")
         root = Path(shoal.recipes.__path__[0])
         folder = root / "presets" / recipe
         path = (folder if folder.is_dir() else root / recipe / "presets") / f"{preset}.toml"
-        own = count(config(**load_toml(path)["model"]))  # type: ignore[operator]
+        own = config(**load_toml(path)["model"]).num_parameters  # type: ignore[operator]
         # `shoal bench train` writes the one, `--measured` compares with the other.
         assert own == pytest.approx(workload(name, length).num_parameters, rel=0.001), name

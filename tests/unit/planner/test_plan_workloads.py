@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import UsageError
-from shoal.models.bert_config import BertModelConfig, num_parameters
+from shoal.models.text_config import BertModelConfig
 from shoal.planner.recipe_workloads import recipe_names, workload, workload_of_function
 
 
@@ -14,7 +14,7 @@ def test_bert_large_has_its_parameters_and_flops() -> None:
     config = BertModelConfig(
         hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
     )
-    assert found.num_parameters == num_parameters(config)
+    assert found.num_parameters == config.num_parameters
     # A layer's products: 24 h² a token and 4 S h of attention (Narayanan et al. 2021), the last layer for the
     # masked tokens only; the head's h² + h V on 15 %.
     h, length, layers, vocabulary = 1024, 128, 24, 30522

@@ -9,7 +9,7 @@ from importlib import resources
 import pytest
 
 from shoal.errors import UsageError
-from shoal.models.bert_config import BertModelConfig, num_parameters
+from shoal.models.text_config import BertModelConfig
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.bert import PRESETS, BertConfig, PhaseConfig
 from shoal.train.config import LoopConfig, OptimizerConfig, RunConfig, schedule_of
@@ -105,7 +105,7 @@ def test_lans_does_not_clip_and_lamb_clips_to_1() -> None:
 
 
 def test_large_has_the_sizes_of_bert_large() -> None:
-    assert num_parameters(preset("large").model) == 336_226_108
+    assert preset("large").model.num_parameters == 336_226_108
     assert preset("large-lans").model == preset("large").model
     assert set(PRESETS) == {*PUBLISHED, "tiny"}
 

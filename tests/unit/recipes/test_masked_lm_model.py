@@ -10,10 +10,9 @@ import torch
 from transformers import AlbertForPreTraining, BertForPreTraining
 
 from shoal.errors import ShoalError, UsageError
-from shoal.models.albert_config import AlbertModelConfig
-from shoal.models.bert_config import BertModelConfig
 from shoal.models.directory import copy_weights
 from shoal.models.pretraining import AlbertPretraining, BertPretraining
+from shoal.models.text_config import AlbertModelConfig, BertModelConfig
 from shoal.recipes.masked_lm import write_export
 
 SIZES = {

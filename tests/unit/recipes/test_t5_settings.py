@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import UsageError
-from shoal.models.t5_config import T5ModelConfig
+from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.t5 import (
     PRESETS,

@@ -1,0 +1,179 @@
+"""Defines the model sections of the text recipes: sizes of ALBERT, BERT and T5.
+
+Standard library only, so that ``--help`` does not wait for torch.
+"""
+
+# Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shoal.errors import UsageError
+
+NUM_BUCKETS = 32
+"""Rows of each T5 stack's table of relative positions, as in all published T5."""
+
+LoadFrom = Literal["scratch", "checkpoint", "transformers"]
+
+
+def _check_source(load_from: LoadFrom, checkpoint_path: Path | None) -> None:
+    if (load_from == "scratch") != (checkpoint_path is None):
+        raise UsageError(
+            f"model.load_from {load_from!r} and model.checkpoint_path {checkpoint_path} "
+            "do not go together: a path belongs to 'checkpoint' and 'transformers', none to 'scratch'"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """The model: its sizes, where its weights come from, what is trained."""
+
+    vocab_size: int = 30_522
+    """Rows of the embedding; at least the vocabulary of the data."""
+    hidden_size: int = 768
+    """Width of the layers."""
+    num_hidden_layers: int = 12
+    """How many layers a token passes through; ALBERT applies one shared layer so often."""
+    num_attention_heads: int = 12
+    """Attention heads; must divide the hidden size."""
+    intermediate_size: int = 3_072
+    """Width of the feed-forward part."""
+    max_position_embeddings: int = 512
+    """Longest sequence that the model can take."""
+    hidden_dropout_prob: float = 0.1
+    """Dropout on embeddings and after attention (BERT: and after feed-forward)."""
+    attention_probs_dropout_prob: float = 0.1
+    """Dropout on attention weights."""
+    initializer_range: float = 0.02
+    """Standard deviation of the initial weights."""
+    load_from: LoadFrom = "scratch"
+    """Initial weights: random, a checkpoint of a shoal run, or a transformers directory."""
+    checkpoint_path: Path | None = None
+    """The run, checkpoint or transformers directory that load_from names."""
+    activation_checkpointing: bool = False
+    """Recompute layers in the backward pass: about a third more time for much less memory."""
+    skip_mlm: bool = False
+    """Train without the masked language model."""
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            raise UsageError(
+                f"model.hidden_size {self.hidden_size} must be a multiple of "
+                f"model.num_attention_heads {self.num_attention_heads}"
+            )
+        _check_source(self.load_from, self.checkpoint_path)
+
+    def check_trains_something(self, skip_sentence: str) -> None:
+        """Raise a :class:`UsageError` if the masked LM and the field ``skip_sentence`` are both left out."""
+        if self.skip_mlm and getattr(self, skip_sentence):
+            raise UsageError(
+                f"model.{skip_sentence} and model.skip_mlm together leave nothing to train; drop one"
+            )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer: attention, feed-forward, two layer norms, all with biases."""
+        h, f = self.hidden_size, self.intermediate_size
+        return 4 * (h * h + h) + (h * f + f) + (f * h + h) + 4 * h
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlbertModelConfig(EncoderConfig):
+    """The model: its sizes, where its weights come from, what is trained."""
+
+    vocab_size: int = 30_000
+    """Rows of the embedding; at least the vocabulary of the data."""
+    embedding_size: int = 128
+    """Width of the factorised embedding."""
+    hidden_dropout_prob: float = 0.0
+    """Dropout on embeddings and after attention."""
+    attention_probs_dropout_prob: float = 0.0
+    """Dropout on attention weights."""
+    classifier_dropout_prob: float = 0.1
+    """Dropout before the sentence-order classifier."""
+    pre_layer_norm: bool = False
+    """Normalise before attention and feed-forward instead of after (not exportable to transformers)."""
+    skip_sop: bool = False
+    """Train without sentence-order prediction."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_trains_something("skip_sop")
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the pretraining model, both heads included."""
+        e, h = self.embedding_size, self.hidden_size
+        embeddings = (self.vocab_size + self.max_position_embeddings + 2) * e + 2 * e
+        pooler = h * h + h
+        heads = (h * e + e) + 2 * e + self.vocab_size + (2 * h + 2)
+        final_norm = 2 * h if self.pre_layer_norm else 0
+        return embeddings + (e * h + h) + self.layer_parameters + pooler + heads + final_norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertModelConfig(EncoderConfig):
+    """The model: its sizes, where its weights come from, what is trained."""
+
+    skip_nsp: bool = False
+    """Train without next-sentence prediction."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_trains_something("skip_nsp")
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the pretraining model, both heads included."""
+        h = self.hidden_size
+        embeddings = (self.vocab_size + self.max_position_embeddings + 2) * h + 2 * h
+        layers = self.num_hidden_layers * self.layer_parameters
+        pooler = h * h + h
+        heads = (h * h + h) + 2 * h + self.vocab_size + (2 * h + 2)
+        return embeddings + layers + pooler + heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5ModelConfig:
+    """The model: its sizes, where its weights come from."""
+
+    vocab_size: int = 32_128
+    """Rows of the embedding; at least the vocabulary of the data and 100 sentinels."""
+    d_model: int = 768
+    """Width of the layers."""
+    d_kv: int = 64
+    """Width of an attention head; heads × this need not be d_model."""
+    d_ff: int = 3_072
+    """Width of the feed-forward part."""
+    num_layers: int = 12
+    """Layers of the encoder, and of the decoder."""
+    num_heads: int = 12
+    """Attention heads."""
+    dropout: float = 0.1
+    """Dropout everywhere."""
+    z_loss: float = 1e-4
+    """Weight of log² Z beside the cross-entropy, in training: keeps the softmax's denominator near 1."""
+    load_from: LoadFrom = "scratch"
+    """Initial weights: random, a checkpoint of a shoal run, or a transformers directory."""
+    checkpoint_path: Path | None = None
+    """The run, checkpoint or transformers directory that load_from names."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"model.{name} {getattr(self, name)} must be at least 1")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"model.dropout {self.dropout} must be at least 0 and below 1")
+        if not self.z_loss >= 0:
+            raise UsageError(f"model.z_loss {self.z_loss} must be at least 0")
+        _check_source(self.load_from, self.checkpoint_path)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters; the embedding is shared by encoder, decoder and logits and counts once."""
+        d, inner, ff = self.d_model, self.num_heads * self.d_kv, self.d_ff
+        encoder_layer = 4 * d * inner + 2 * d * ff + 2 * d
+        decoder_layer = encoder_layer + 4 * d * inner + d
+        stack = NUM_BUCKETS * self.num_heads + d  # relative positions and the last norm
+        return self.vocab_size * d + self.num_layers * (encoder_layer + decoder_layer) + 2 * stack
