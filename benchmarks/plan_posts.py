@@ -215,20 +215,20 @@ def _t5_step_s(model: Workload, machines: Machines, stages: int, batch: int, flo
 
 # ---- the page --------------------------------------------------------------------------------------------
 
-_HEAD = """# Published results, and what the planner says of them
+_HEAD = """# Published results and the planner's predictions
 
 Made by `python -m benchmarks.plan_published --page docs/published.md` from `benchmarks/plan_posts.toml`.
 
-Of each result **one host's figure is given** and the rest predicted. These figures were known when the
+**One host's figure of each result is given**, the rest is predicted. These figures were known when the
 planner was built, so this is no blind test ([plan.md](plan.md)). Throughput efficiency is the rate of n hosts
 over n times the rate of one host; the time ratio is one host's time over n times that of n hosts. A dash: not
 published."""
 _RENTED_NOTE = """\
-One p3dn.24xlarge at 931 (base) or 322 (large) sequences/s is given for all. The other hosts show
-what a prediction is worth that has no host of its own kind to start from: far too fast. p3.16xlarge
-has the same chip and half the batch a device; why it took 1.7 times as long we do not know. Of
-g4dn.12xlarge the peak is what cuBLAS reaches on a T4 (41.6 TFLOP/s, recalled), not the data sheet's
-65; what is bound by memory, at 320 GB/s beside 900, the same share of the peak leaves out. Give
+One p3dn.24xlarge at 931 (base) or 322 (large) sequences/s is given for all. Predictions of other
+kinds of host without a measurement of their own are far too fast. p3.16xlarge has the same chip and
+half the batch per device; the reason why it took 1.7 times as long is unknown. The peak of
+g4dn.12xlarge is the rate of cuBLAS on a T4 (41.6 TFLOP/s, recalled), not the data sheet's 65; an
+equal share of the peak ignores work bound by memory, at 320 GB/s against 900. Give
 `--throughput` or `--measured`. Prices are the catalog's, recalled and not confirmed: look them up.
 The post names no costs, only that g4dn.12xlarge is the most cost-efficient."""
 _T5_NOTE = """\

@@ -11,9 +11,8 @@ from shoal.planner.convergence import Convergence, at_any_batch, convergence_of
 from shoal.planner.device_memory import largest_micro_batch
 from shoal.planner.hardware import Machines, require_accelerators
 from shoal.planner.network import CONNECTIONS_PER_PEER
-from shoal.planner.prediction import START_S
+from shoal.planner.prediction import START_S, run_time
 from shoal.planner.recipe_workloads import workload
-from shoal.planner.run_time import run_time
 from shoal.planner.step_time import Layout, achieved_flops_for, step_time
 from shoal.planner.workload import Workload
 

@@ -9,7 +9,7 @@ A prediction, step by step:
    host (``calibration``, ``prediction.achieved``).
 4. ``network`` gives the load of each link under an all-reduce algorithm, with the server shares that the
    backend uses (``shoal.decide.server_assignment``); ``simulate`` moves the buckets over these links.
-5. ``run_time`` adds up a run: start, steps for as many epochs as the global batch needs
+5. ``prediction`` adds up a run: start, steps for as many epochs as the global batch needs
    (``convergence``), evaluations, checkpoints, cost.
 6. ``search`` ranks layouts, and ``scaling_limits`` finds the assumption that breaks first on more hosts.
 7. ``api`` has the one function to call, ``answer`` formats its result.

@@ -34,7 +34,7 @@ def test_ratios_of_the_posts_own_figures(facts: dict[str, Any], catalog: Catalog
     assert found["BERT-large", "PyTorch"].published_time_ratio == pytest.approx(6.4 * 1440 / (192 * 69))
     assert found["BERT-large", "TensorFlow"].published_time_ratio == pytest.approx(7.5 * 1440 / (256 * 62))
     assert found["Mask R-CNN", "PyTorch, 2019"].published_time_ratio == pytest.approx(5.4 * 60 / (24 * 26))
-    base = found["ALBERT", "base, 32 a device, 2 accumulated"]
+    base = found["ALBERT", "base, 32 per device, 2 accumulated"]
     assert base.published_efficiency == pytest.approx(7045 / (8 * 931))
     for result in found.values():
         # What the planner is given it gives back; on more hosts it is never better than linear.

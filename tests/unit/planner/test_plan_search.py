@@ -10,8 +10,7 @@ from plan_made import hosts, model
 from shoal.errors import UsageError
 from shoal.planner.answer import best_of_each, helpers_sentence, reason
 from shoal.planner.convergence import Convergence
-from shoal.planner.prediction import Job, Part
-from shoal.planner.run_time import run_time
+from shoal.planner.prediction import Job, Part, run_time
 from shoal.planner.scaling_limits import breaks_first, strains
 from shoal.planner.search import layouts_of, search
 from shoal.planner.step_time import Layout
