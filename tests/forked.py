@@ -38,8 +38,9 @@ PRELOADED = [
     "shoal.recipes.finetune.squad",
     "shoal.recipes.finetune.text_to_text",
     "shoal.recipes.mask_rcnn.train",
-    "shoal.recipes.resnet.score",
-    "shoal.recipes.resnet.train",
+    "shoal.recipes.resnet50",
+    "shoal.recipes.resnet50_export",
+    "shoal.recipes.resnet50_score",
     "shoal.recipes.t5",
     "shoal.train.run",
 ]

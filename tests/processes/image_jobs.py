@@ -10,10 +10,10 @@ import pretrain_jobs as jobs
 from shoal.data.images.augment import AugmentConfig
 from shoal.data.images.synthetic import make_images
 from shoal.models.resnet_config import ResNetConfig
-from shoal.recipes.resnet.config import (
+from shoal.recipes.resnet50 import (
     DataConfig,
     EpochRunConfig,
-    ResNetOptimConfig,
+    OptimConfig,
     ResNetTrainConfig,
     TrainConfig,
     ValidationConfig,
@@ -52,7 +52,7 @@ def small_config(images: Path, run_dir: Path, **changes: Any) -> ResNetTrainConf
             average_decay=0.8,
             whiten_images=16,
         ),
-        optim=ResNetOptimConfig(learning_rate=0.05, warmup_epochs=0.5, momentum=0.9),
+        optim=OptimConfig(learning_rate=0.05, warmup_epochs=0.5, momentum=0.9),
         validation=ValidationConfig(size=24, resize=26, mirror=True, batch_size=5),
         run=EpochRunConfig(name="test", dir=run_dir, log_frequency=1),
     )

@@ -10,7 +10,7 @@ import pretrain_jobs as jobs
 from shoal.data.coco.augment import DetectionAugmentConfig
 from shoal.data.coco.synthetic import make_coco
 from shoal.models.detection.config import MaskRCNNConfig
-from shoal.recipes.images.config import ImageDataConfig
+from shoal.recipes.images import ImageDataConfig
 from shoal.recipes.mask_rcnn.config import (
     DetectorOptimConfig,
     MaskRCNNTrainConfig,

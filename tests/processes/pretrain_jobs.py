@@ -23,8 +23,8 @@ from shoal.recipes.albert import AlbertConfig, DataConfig
 from shoal.recipes.bert import BertConfig, PhaseConfig
 from shoal.recipes.bert import DataConfig as BertDataConfig
 from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig
-from shoal.recipes.resnet.config import ResNetTrainConfig
-from shoal.recipes.resnet.score import Scoring
+from shoal.recipes.resnet50 import ResNetTrainConfig
+from shoal.recipes.resnet50_score import Scoring
 from shoal.recipes.t5 import DataConfig as T5DataConfig
 from shoal.recipes.t5 import T5Config, T5OptimConfig
 from shoal.record import Step, read_record
@@ -221,8 +221,8 @@ def run(config: AnyConfig, num_workers: int = 2) -> list[int | None]:
 
 def copy_without_end(run_dir: Path, out: Path) -> Path:
     """Copy a finished run as a kill between its last checkpoint and its end would have left it."""
-    shutil.copytree(run_dir, out)
-    shutil.rmtree(out / "transformers")
+    made_at_the_end = ("transformers", "model", "results.json", "scores.json")
+    shutil.copytree(run_dir, out, ignore=shutil.ignore_patterns(*made_at_the_end))
     path = out / "record.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"kind": "end"' not in line))
@@ -255,7 +255,7 @@ def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
     from shoal.recipes.albert import main as pretrain_albert
     from shoal.recipes.bert import main as pretrain_bert
     from shoal.recipes.mask_rcnn.train import train as train_mask_rcnn
-    from shoal.recipes.resnet.train import train as train_resnet
+    from shoal.recipes.resnet50 import main as train_resnet
     from shoal.recipes.t5 import main as pretrain_t5
 
     assert config.run.dir is not None
@@ -268,7 +268,7 @@ def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
     elif isinstance(config, MaskRCNNTrainConfig):
         run_worker(lambda: train_mask_rcnn(config, joined, ["test"]))
     elif isinstance(config, ResNetTrainConfig):
-        run_worker(lambda: train_resnet(config, joined, ["test"]))
+        run_worker(lambda: train_resnet(config, joined))
     elif isinstance(config, BertConfig):
         run_worker(lambda: pretrain_bert(config, joined))
     else:
@@ -276,7 +276,7 @@ def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
 
 
 def _score(what: Scoring, rank: int, num_workers: int, port: int) -> None:
-    from shoal.recipes.resnet.score import score
+    from shoal.recipes.resnet50_score import score
 
     run_worker(lambda: score(what, _joined(rank, num_workers, port)))
 

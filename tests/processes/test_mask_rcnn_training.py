@@ -36,15 +36,6 @@ def whole_run(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def without_end(run_dir: Path, out: Path) -> Path:
-    """Copy a run as a kill between its last checkpoint and its end would have left it."""
-    shutil.copytree(run_dir, out, ignore=shutil.ignore_patterns("model", "results.json", "scores.json"))
-    path = out / "record.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if '"kind": "end"' not in line))
-    return out
-
-
 def test_what_a_finished_run_leaves(whole_run: Path, scenes: Path) -> None:
     rows = read_record(whole_run)
     assert isinstance(rows[0], record.Start) and isinstance(rows[-1], record.End)
@@ -72,7 +63,7 @@ def test_scores_are_those_of_one_worker_to_the_last_digit(
 ) -> None:
     """Three workers share three batches of the five images."""
     for num_workers in (1, 3):
-        run_dir = without_end(whole_run, tmp_path / str(num_workers))
+        run_dir = jobs.copy_without_end(whole_run, tmp_path / str(num_workers))
         changes = {"train": {"global_batch_size": 4, "total_steps": 5}}
         config = mask_rcnn_jobs.small_config(scenes, run_dir, **changes)
         if num_workers == 3:  # a global batch that three workers share is another run's; its end is the same
@@ -90,7 +81,7 @@ def test_another_number_of_workers_takes_up_the_same_images(
     whole_run: Path, scenes: Path, tmp_path: Path
 ) -> None:
     """One worker goes on from step 3, in the middle of the first epoch, with accumulation."""
-    run_dir = without_end(whole_run, tmp_path / "run")
+    run_dir = jobs.copy_without_end(whole_run, tmp_path / "run")
     shutil.rmtree(run_dir / "checkpoints" / "step-00000005")
     assert jobs.run(mask_rcnn_jobs.small_config(scenes, run_dir), 1) == [EXIT_OK]
     (resume,) = [row for row in read_record(run_dir) if isinstance(row, record.Resume)]

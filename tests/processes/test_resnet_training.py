@@ -20,7 +20,7 @@ from shoal.data.images.transform import CentreTransform
 from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE, UsageError
 from shoal.models.resnet8 import Patches
 from shoal.recipes.exporting import export_any
-from shoal.recipes.resnet.export import read_checkpoint, read_export
+from shoal.recipes.resnet50_export import read_checkpoint, read_export
 from shoal.record import read_record
 
 
@@ -99,6 +99,17 @@ def test_a_signal_in_the_middle_of_an_epoch_and_the_run_continues_bitwise(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_kill_before_the_end_loses_neither_scores_nor_the_network(
+    images: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    run_dir = jobs.copy_without_end(whole_run, tmp_path / "run")
+    assert jobs.run(image_jobs.small_config(images, run_dir)) == [EXIT_OK, EXIT_OK]
+    assert isinstance(read_record(run_dir)[-1], record.End)
+    assert scores(run_dir) == scores(whole_run)
+    for name in ("model.safetensors", "config.json"):
+        assert (run_dir / "model" / name).read_bytes() == (whole_run / "model" / name).read_bytes()
+
+
 def test_the_number_of_workers_changes_no_loss_but_in_rounding(whole_run: Path, run_alone: Path) -> None:
     """Norms see the same micro-batches of 4 images on one worker with accumulation."""
     assert jobs.losses(run_alone) == pytest.approx(jobs.losses(whole_run), rel=1e-5)
@@ -167,7 +178,7 @@ def test_a_checkpoint_is_exported_with_the_average_of_its_weights(whole_run: Pat
 def test_scores_are_the_same_counts_on_any_number_of_workers(
     images: Path, whole_run: Path, tmp_path: Path
 ) -> None:
-    from shoal.recipes.resnet.score import Scoring
+    from shoal.recipes.resnet50_score import Scoring
 
     what = Scoring(
         source=whole_run,

@@ -14,8 +14,7 @@ from shoal.bench.step_timing import TrainBench
 from shoal.cli.settings import settings_from
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError
-from shoal.recipes import albert, bert, t5
-from shoal.recipes.resnet import config as resnet
+from shoal.recipes import albert, bert, resnet50, t5
 from shoal.recipes.start import Launch, start
 
 bench_train = App(
@@ -24,13 +23,13 @@ bench_train = App(
 )
 bench_train.config = (
     settings_from(
-        lambda command: "resnet/presets" if command == "resnet50" else f"presets/{command}",
+        lambda command: f"presets/{command}",
         lambda command: "imagenet-16k" if command == "resnet50" else "base",
     ),
 )
 
 Settings = Parameter(name="*")
-Config = albert.AlbertConfig | bert.BertConfig | t5.T5Config | resnet.ResNetTrainConfig
+Config = albert.AlbertConfig | bert.BertConfig | t5.T5Config | resnet50.ResNetTrainConfig
 
 
 @bench_train.command(name="albert")
@@ -100,8 +99,8 @@ def bench_t5(
 @bench_train.command(name="resnet50")
 def bench_resnet50(
     *,
-    preset: Literal[resnet.PRESETS] = "imagenet-16k",  # type: ignore[valid-type]
-    settings: Annotated[resnet.ResNetTrainConfig, Settings] = resnet.ResNetTrainConfig(),  # noqa: B008
+    preset: Literal[resnet50.PRESETS] = "imagenet-16k",  # type: ignore[valid-type]
+    settings: Annotated[resnet50.ResNetTrainConfig, Settings] = resnet50.ResNetTrainConfig(),  # noqa: B008
     launch: Annotated[Launch, Settings] = Launch(),  # noqa: B008
     what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
 ) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +17,12 @@ from shoal.env import WorkerEnv
 from shoal.errors import EXIT_OK
 from shoal.recipes.albert import AlbertConfig
 from shoal.recipes.bert import BertConfig
-from shoal.recipes.resnet.config import ResNetTrainConfig
+from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.t5 import T5Config
+from shoal.record import Start, Step, read_record
 
 if TYPE_CHECKING:
-    from shoal.train.world import World
+    import torch
 
 TextConfig = AlbertConfig | BertConfig | T5Config
 Config = TextConfig | ResNetTrainConfig
@@ -28,45 +31,31 @@ _SENTENCES, _TOKENS = 60, 20
 """Of a document: 1,200 tokens, so that sequences are whole."""
 _SPECIAL_IDS = 5
 
+_MICRO_BATCH = 64
+"""Images where neither the command nor the preset says how many a worker computes at once."""
+_NUM_CLASSES = 1000
+"""ImageNet's, so that the last layer has its size."""
+_NUM_IMAGES = 64
+"""At least so many are made; a step that needs more sees them again, augmented in another way."""
+_LARGER = 8 / 7
+"""Of a made image's side over that of what the model sees: 256 over 224."""
 
-def measure(config: Config, place: WorkerEnv, what: TrainBench, *, name: str) -> int:
-    """Run the steps; the main worker prints and writes what it measured. Returns the exit code."""
-    from shoal.train.world import join_world
+_MATMUL_SIDE = {"cpu": 1024, "cuda": 8192}
+_MATMUL_S = 0.3
 
-    if not isinstance(config, ResNetTrainConfig):
-        with tempfile.TemporaryDirectory(prefix="shoal-bench-") as made:
-            text: Any = prepared(config, Path(made), what, num_workers=place.place.num_workers)
-            found = _measure_script(text, place, Path(made), what, name)
-            if found is not None:
-                _report(found, what)
-        return EXIT_OK
-    with (
-        tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder,
-        join_world(place, config.distributed) as world,
-    ):
-        result = _result(config, Path(folder), world, what)
-        if world.is_main:
-            _report(result, what)
+
+def measure(config: Config, worker: WorkerEnv, what: TrainBench, *, name: str) -> int:
+    """Run the recipe's script on made data; the main worker prints and writes what the record has."""
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as made:
+        script = make_script(config, Path(made), what, num_workers=worker.place.num_workers)
+        script.main(script.config, worker)
+        if worker.place.is_main:
+            result = read_result(script, what, name)
+            print("\n".join(result.lines()))
+            if what.json:
+                result.write(what.json)
+                print(f"\n{what.json}")
     return EXIT_OK
-
-
-def _report(result: TrainResult, what: TrainBench) -> None:
-    print("\n".join(result.lines()))
-    if what.json:
-        result.write(what.json)
-        print(f"\n{what.json}")
-
-
-def _result(config: ResNetTrainConfig, folder: Path, world: World, what: TrainBench) -> TrainResult:
-    from shoal.cli import bench_train_images
-    from shoal.train.config import required
-    from shoal.train.health import memory_advice
-
-    images = bench_train_images.prepared(config, folder, what, num_workers=world.num_workers)
-    with memory_advice(
-        required(images.train.micro_batch_size), unit="images", remedy="--train.precision bf16"
-    ):
-        return bench_train_images.measure_images(images, world, what)
 
 
 def prepared(config: TextConfig, folder: Path, what: TrainBench, *, num_workers: int) -> TextConfig:
@@ -127,75 +116,112 @@ def write_text(folder: Path, vocab_size: int) -> None:
     ).save(folder)
 
 
+def prepared_images(
+    config: ResNetTrainConfig, folder: Path, what: TrainBench, *, num_workers: int
+) -> ResNetTrainConfig:
+    """Return the settings of a run over made images: the steps to time, then a small evaluation."""
+    micro = what.batch or config.train.micro_batch_size or _MICRO_BATCH
+    batch = micro * what.accumulate * num_workers
+    num_images = max(_NUM_IMAGES, batch)
+    return replace(
+        config,
+        data=replace(
+            config.data, path=None, made_images=num_images, made_size=round(_LARGER * config.augment.size)
+        ),
+        model=replace(config.model, num_classes=config.model.num_classes or _NUM_CLASSES),
+        train=replace(
+            config.train,
+            micro_batch_size=micro,
+            global_batch_size=batch,
+            total_epochs=(what.warm_up + what.steps) * batch / num_images,
+            norm_images=0,
+        ),
+        optim=replace(config.optim, warmup_epochs=0.0),
+        validation=replace(config.validation, every_epochs=0, size=32, resize=32),
+        run=replace(config.run, name="bench", dir=folder / "run", log_frequency=1, save=False),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Script:
+class Script:
     """A recipe's script, and one micro-batch of its model to count FLOPs with."""
 
     main: Callable[[Any, WorkerEnv], int]
+    config: Any
     sequence_length: int
-    reader: Callable[[], Any]
     make_model: Callable[[], Any]
-    inputs: tuple[str, ...]
+    batch: Callable[[], dict[str, Any]]
+    """Returns the model's inputs."""
     loss: Callable[[Any], Any]
     """Takes what the model returns."""
 
 
-def _script(config: TextConfig) -> _Script:
+def make_script(config: Config, folder: Path, what: TrainBench, *, num_workers: int) -> Script:
+    """Return the script that trains on data in ``folder``; the images it makes itself."""
+    import torch
+
+    from shoal.data.loader import held_out_batches
     from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, BertPretraining
+    from shoal.models.resnet import new_resnet
     from shoal.models.t5 import new_t5
-    from shoal.recipes import albert, bert, masked_lm, t5
+    from shoal.recipes import albert, bert, masked_lm, resnet50, t5
+
+    if isinstance(config, ResNetTrainConfig):
+        images = prepared_images(config, folder, what, num_workers=num_workers)
+        size = images.augment.size
+        return Script(
+            main=resnet50.main,
+            config=images,
+            sequence_length=1,
+            make_model=lambda: new_resnet(images.model, images.model.num_classes or _NUM_CLASSES),
+            batch=lambda: {"images": torch.empty(2, 3, size, size)},
+            loss=lambda logits: logits.sum(),
+        )
+    text: Any = prepared(config, folder, what, num_workers=num_workers)
+
+    def batch_of(reader: Any, names: tuple[str, ...]) -> dict[str, Any]:
+        batch = next(held_out_batches(reader, micro_batch_size=_sizes(text)[1].micro_batch_size))
+        return {name: batch[name] for name in names}
 
     if isinstance(config, T5Config):
-        return _Script(
+        write_text(folder, config.model.vocab_size - MAX_SENTINELS)
+        return Script(
             main=t5.main,
+            config=text,
             sequence_length=config.data.input_length,
-            reader=lambda: t5.open_text(config, verify=False)[0],
             make_model=lambda: new_t5(config.model, pad_id=0, end_id=3),
-            inputs=t5.MODEL_INPUTS,
+            batch=lambda: batch_of(t5.open_text(text, verify=False)[0], t5.MODEL_INPUTS),
             loss=lambda output: output.loss,
         )
-    sizes: Any = config.phase1 if isinstance(config, BertConfig) else config.data
-    return _Script(
-        main=bert.main if isinstance(config, BertConfig) else albert.main,
+    write_text(folder, config.model.vocab_size)
+    two = isinstance(config, BertConfig)
+    sizes = text.phase1 if two else text.data
+    reader = partial(
+        masked_lm.open_text,
+        text,
+        pairs="next" if two else "order",
+        max_seq_length=sizes.max_seq_length,
+        max_predictions_per_seq=sizes.max_predictions_per_seq,
+        verify=False,
+    )
+    make: Any = BertPretraining if two else AlbertPretraining
+    return Script(
+        main=bert.main if two else albert.main,
+        config=text,
         sequence_length=sizes.max_seq_length,
-        reader=lambda: masked_lm.open_text(
-            config,
-            pairs="next" if isinstance(config, BertConfig) else "order",
-            max_seq_length=sizes.max_seq_length,
-            max_predictions_per_seq=sizes.max_predictions_per_seq,
-            verify=False,
-        )[0],
-        make_model=lambda: (
-            BertPretraining(config.model)
-            if isinstance(config, BertConfig)
-            else AlbertPretraining(config.model)
-        ),
-        inputs=PRETRAINING_INPUTS,
+        make_model=lambda: make(config.model),
+        batch=lambda: batch_of(reader()[0], PRETRAINING_INPUTS),
         loss=lambda sums: sums[0] + sums[2],
     )
 
 
-def _measure_script(
-    config: TextConfig, worker: WorkerEnv, folder: Path, what: TrainBench, name: str
-) -> TrainResult | None:
-    """Run the recipe's script on made text and read its record; workers but the main one return ``None``."""
+def read_result(script: Script, what: TrainBench, name: str) -> TrainResult:
+    """Return the times of the steps after the warm-up from the record of the run."""
     import torch
 
-    from shoal.cli.bench_train_clock import matmul_flops_per_s
-    from shoal.data.loader import held_out_batches
-    from shoal.record import Start, Step, read_record
-    from shoal.train.config import required
-
-    sentinels = MAX_SENTINELS if isinstance(config, T5Config) else 0
-    write_text(folder, config.model.vocab_size - sentinels)
-    script = _script(config)
-    script.main(config, worker)
-    if not worker.place.is_main:
-        return None
-    rows = read_record(required(config.run.dir))
+    rows = read_record(script.config.run.dir)
     start = next(row for row in rows if isinstance(row, Start))
     timed = [row for row in rows if isinstance(row, Step)][what.warm_up :]
-    batch = next(held_out_batches(script.reader(), micro_batch_size=start.micro_batch_size))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[start.precision]
     return TrainResult(
         recipe=name,
@@ -206,26 +232,47 @@ def _measure_script(
         precision=start.precision,
         global_batch=start.global_batch_size,
         micro_batch=start.micro_batch_size,
+        unit=start.unit,
         samples_s=tuple(row.step_s for row in timed),
         parts_s={part: sum(row.parts_s[part] for row in timed) / len(timed) for part in timed[0].parts_s},
         peak_memory_bytes=timed[-1].peak_memory_bytes,
-        flops_per_sample=_flops(script.make_model, {key: batch[key] for key in script.inputs}, script.loss),
+        flops_per_sample=count_flops(script),
         matmul_flops_per_s=matmul_flops_per_s(
             torch.device("cpu" if start.device.startswith("CPU") else "cuda"), dtype
         ),
     )
 
 
-def _flops(make: Any, batch: dict[str, Any], loss: Any) -> float:
-    """Return the FLOPs of forward and backward of one sequence of ``batch``, counted on the meta device."""
+def count_flops(script: Script) -> float:
+    """Return the FLOPs of forward and backward of one sample, counted on the meta device."""
     import torch
 
     from shoal.data.loader import to_device
     from shoal.models.profile import profile_step
 
-    num_samples = len(batch["labels"])
+    inputs = to_device(script.batch(), torch.device("meta"))
+    num_samples = len(inputs["labels"] if "labels" in inputs else inputs["images"])
     with torch.device("meta"):
-        model = make()
-    inputs = to_device(batch, torch.device("meta"))
-    profile = profile_step(model.train(), lambda: loss(model(**inputs)), num_samples=num_samples)
+        model = script.make_model()
+    profile = profile_step(model.train(), lambda: script.loss(model(**inputs)), num_samples=num_samples)
     return 3 * sum(flops for _, _, flops in profile.layers) / num_samples
+
+
+def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of one large square product: the best of some tenths of a second."""
+    import torch
+
+    side = _MATMUL_SIDE[device.type]
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+
+    def product_s() -> float:
+        begin_s = time.perf_counter()
+        torch.mm(left, right)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin_s
+
+    best, begin_s = product_s(), time.perf_counter()
+    while time.perf_counter() - begin_s < _MATMUL_S:
+        best = min(best, product_s())
+    return 2 * side**3 / best

@@ -112,7 +112,7 @@ def evaluate_imagenet(
     json
         File for the figures.
     """
-    from shoal.recipes.resnet import score
+    from shoal.recipes import resnet50_score as score
 
     what = score.Scoring(
         source=source,

@@ -16,7 +16,6 @@ from shoal.cli.settings import this_command
 from shoal.env import WorkerEnv
 from shoal.recipes import RECIPES, load
 from shoal.recipes.mask_rcnn import config as mask_rcnn
-from shoal.recipes.resnet import config as resnet
 from shoal.recipes.start import Launch, start
 from shoal.train.config import load_toml
 
@@ -28,8 +27,7 @@ train = App(
 
 everything = Parameter(name="*")
 """Options of the fields of a dataclass, without its own name before them."""
-_FOLDERS = {"resnet50": "resnet"}
-_DEFAULT_PRESETS = {"mask_rcnn": "coco-1x", "resnet50": "imagenet-16k"}
+_DEFAULT_PRESETS = {"mask_rcnn": "coco-1x"}
 
 _LAUNCHING = """Started alone, the command starts the workers; started by torchrun, mpirun or anything that
 sets RANK and WORLD_SIZE, it joins them. Run it again to continue after a stop or a crash.
@@ -100,7 +98,7 @@ def fill_settings(app: App, commands: tuple[str, ...], arguments: cyclopts.Argum
     name = commands[-1]
     default = RECIPES[name].preset if name in RECIPES else _DEFAULT_PRESETS.get(name, "base")
     preset = given.get("--preset", default)
-    folder = f"presets/{name}" if name in RECIPES else f"{_FOLDERS.get(name, name)}/presets"
+    folder = f"presets/{name}" if name in RECIPES else f"{name}/presets"
     if folder:
         file = resources.files("shoal.recipes") / folder / f"{preset}.toml"
         if file.is_file():
@@ -114,38 +112,6 @@ def fill_settings(app: App, commands: tuple[str, ...], arguments: cyclopts.Argum
 train.config = (fill_settings,)
 for _name, _recipe in RECIPES.items():
     train.command(f"{__name__}:{_name}", name=_name, help=_recipe.help)
-
-
-@train.command(name="resnet50")
-def train_resnet50(
-    *,
-    preset: Literal[resnet.PRESETS] = "imagenet-16k",  # type: ignore[valid-type]
-    config: Path | None = None,
-    settings: Annotated[resnet.ResNetTrainConfig, everything] = resnet.ResNetTrainConfig(),  # noqa: B008
-    how: Annotated[Launch, everything] = Launch(),  # noqa: B008
-) -> int:
-    """Train ResNet-50, or another residual network, to tell classes of images apart.
-
-    The run is defined in epochs; its optimizer steps follow from the batch and are printed. Started alone,
-    the command starts the workers; started by torchrun, mpirun or anything that sets RANK and WORLD_SIZE, it
-    joins them. Run it again to continue after a stop or a crash.
-
-    Parameters
-    ----------
-    preset
-        Settings to start from.
-    config
-        TOML file with settings that go before the preset's; options go before both.
-    """
-    from shoal.recipes.images import start
-    from shoal.recipes.resnet.start import describe
-
-    def work(resolved: resnet.ResNetTrainConfig, place: WorkerEnv, command: list[str]) -> int:
-        from shoal.recipes.resnet.train import train
-
-        return train(resolved, place, command)
-
-    return start.run(settings, how, work, describe, preset=preset, command=this_command())
 
 
 @train.command(name="mask_rcnn")
@@ -169,7 +135,7 @@ def train_mask_rcnn(
     config
         TOML file with settings that go before the preset's; options go before both.
     """
-    from shoal.recipes.images import start
+    from shoal.recipes.mask_rcnn import images_start as start
     from shoal.recipes.mask_rcnn.start import describe
 
     def work(resolved: mask_rcnn.MaskRCNNTrainConfig, place: WorkerEnv, command: list[str]) -> int:

@@ -24,15 +24,11 @@ class Epochs:
         """Return the number of steps after which ``epochs`` epochs are over."""
         return math.floor(epochs * self.num_examples / self.global_batch_size + 0.5)
 
-    def finished(self, step: int) -> int:
-        """Return the number of epochs that are over after ``step``: the largest whose ``steps`` are at most
-        that."""
-        return (self.global_batch_size * (2 * step + 1) - 1) // (2 * self.num_examples)
-
-    def ends_multiple(self, step: int, every: int) -> bool:
-        """Return whether an epoch whose number is a multiple of ``every`` ends with ``step``; never for 0."""
-        return every > 0 and self.finished(step) // every > self.finished(step - 1) // every
-
-    def at(self, samples: int) -> float:
-        """Return the epochs that ``samples`` samples are."""
-        return samples / self.num_examples
+    def ends(self, every: int, total_steps: int) -> list[int]:
+        """Return the steps at which epochs ``every``, ``2 · every``, … end, and the last; 0: only that."""
+        ends = {total_steps}
+        epoch = every
+        while every and self.steps(epoch) < total_steps:
+            ends.add(self.steps(epoch))
+            epoch += every
+        return sorted(ends - {0})

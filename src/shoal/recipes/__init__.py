@@ -37,6 +37,11 @@ RECIPES = {
     "t5": Recipe(
         config="T5Config", preset="base", help="Pretrain T5: span corruption, whole or in pipeline stages."
     ),
+    "resnet50": Recipe(
+        config="ResNetTrainConfig",
+        preset="imagenet-16k",
+        help="Train ResNet-50, or another residual network, to classify images; defined in epochs.",
+    ),
 }
 
 

@@ -108,14 +108,13 @@ def test_other_recipes_are_measured(tmp_path: Path, recipe: str) -> None:
 
 
 def test_images_are_made_for_the_steps_that_are_timed(tmp_path: Path) -> None:
-    from shoal.cli.bench_train_images import prepared as prepared_images
-    from shoal.recipes.resnet.config import ResNetTrainConfig
-    from shoal.recipes.resnet.plan import make_plan
+    from shoal.cli.bench_train_work import prepared_images
+    from shoal.recipes.resnet50 import ResNetTrainConfig, make_plan
 
     config = prepared_images(
         ResNetTrainConfig(), tmp_path, TrainBench(batch=24, accumulate=2, steps=3, warm_up=1), num_workers=2
     )
     plan = make_plan(config, num_examples=config.data.made_images, num_workers=2)
     assert (plan.batch.global_batch_size, plan.batch.micro_batch_size) == (96, 24)
-    assert plan.total_steps >= 1 + 3
+    assert plan.schedule.total_steps == 1 + 3
     assert (config.data.made_size, config.model.num_classes) == (256, 1000)

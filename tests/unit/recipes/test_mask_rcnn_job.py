@@ -11,7 +11,7 @@ from shoal.data.coco.synthetic import make_coco
 from shoal.data.loader import LoaderConfig, streamed_steps
 from shoal.data.steps import DataShard
 from shoal.env import WorkerPlace
-from shoal.recipes.images.config import ImageDataConfig
+from shoal.recipes.images import ImageDataConfig
 from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig, TrainConfig, ValidationConfig
 from shoal.recipes.mask_rcnn.evaluation import recorded
 from shoal.recipes.mask_rcnn.job import open_data, order_of

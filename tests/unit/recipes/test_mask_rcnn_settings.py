@@ -16,7 +16,7 @@ from shoal.data.coco.augment import DetectionAugmentConfig
 from shoal.data.coco.synthetic import make_coco
 from shoal.errors import UsageError
 from shoal.models.detection.config import MaskRCNNConfig
-from shoal.recipes.images.config import ImageDataConfig
+from shoal.recipes.images import ImageDataConfig
 from shoal.recipes.mask_rcnn.config import (
     PRESETS,
     DetectorOptimConfig,

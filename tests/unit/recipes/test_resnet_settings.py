@@ -12,16 +12,18 @@ import pytest
 from shoal.data.images.augment import AugmentConfig
 from shoal.errors import UsageError
 from shoal.models.resnet_config import ResNetConfig
-from shoal.recipes.resnet.config import (
+from shoal.optim.lr_schedules import learning_rate
+from shoal.recipes.resnet50 import (
     PRESETS,
     DataConfig,
     EpochRunConfig,
-    ResNetOptimConfig,
+    OptimConfig,
+    Plan,
     ResNetTrainConfig,
     TrainConfig,
     ValidationConfig,
+    make_plan,
 )
-from shoal.recipes.resnet.plan import Plan, make_plan
 
 IMAGENET = 1_281_167
 SECTIONS = {
@@ -29,14 +31,14 @@ SECTIONS = {
     "data": DataConfig,
     "augment": AugmentConfig,
     "train": TrainConfig,
-    "optim": ResNetOptimConfig,
+    "optim": OptimConfig,
     "validation": ValidationConfig,
     "run": EpochRunConfig,
 }
 
 
 def preset(name: str) -> ResNetTrainConfig:
-    file = resources.files("shoal.recipes.resnet") / "presets" / f"{name}.toml"
+    file = resources.files("shoal.recipes") / "presets" / "resnet50" / f"{name}.toml"
     tree: dict[str, dict[str, Any]] = tomllib.loads(file.read_text())
     return ResNetTrainConfig(**{section: SECTIONS[section](**values) for section, values in tree.items()})
 
@@ -45,8 +47,13 @@ def plan(config: ResNetTrainConfig, num_examples: int = IMAGENET, num_workers: i
     return make_plan(config, num_examples=num_examples, num_workers=num_workers)
 
 
+def rate(found: Plan, step: int) -> float:
+    """Return the learning rate of ``step``, counted from 1."""
+    return learning_rate(found.schedule, step - 1)
+
+
 def test_presets_are_all_there() -> None:
-    files = (resources.files("shoal.recipes.resnet") / "presets").iterdir()
+    files = (resources.files("shoal.recipes") / "presets" / "resnet50").iterdir()
     assert {file.name for file in files} == {f"{name}.toml" for name in PRESETS}
 
 
@@ -54,12 +61,12 @@ def test_the_post_of_16k() -> None:
     """AWS 2018: 6.4 for 16,384 images, 0.001 up in 10 of 90 epochs, a parabola down."""
     config = preset("imagenet-16k")
     found = plan(config)
-    assert (found.total_steps, found.schedule.warmup_steps) == (7_038, 782)
-    assert found.learning_rate(1) == 0.001
-    assert found.learning_rate(392) == pytest.approx(0.001 + (6.4 - 0.001) / 2)  # half of the warm-up
-    assert found.learning_rate(783) == pytest.approx(6.4)
-    assert found.learning_rate(782 + 3_128 + 1) == pytest.approx(6.4 / 4, rel=1e-5)  # half of what is left
-    assert found.learning_rate(7_038) == pytest.approx(1e-5 + 6.4 / 6_256**2, rel=1e-5)
+    assert (found.schedule.total_steps, found.schedule.warmup_steps) == (7_038, 782)
+    assert rate(found, 1) == 0.001
+    assert rate(found, 392) == pytest.approx(0.001 + (6.4 - 0.001) / 2)  # half of the warm-up
+    assert rate(found, 783) == pytest.approx(6.4)
+    assert rate(found, 782 + 3_128 + 1) == pytest.approx(6.4 / 4, rel=1e-5)  # half of what is left
+    assert rate(found, 7_038) == pytest.approx(1e-5 + 6.4 / 6_256**2, rel=1e-5)
     assert (found.batch.micro_batch_size, found.batch.accumulation_steps) == (256, 1)
     assert config.optim.options() == {"momentum": 0.9, "nesterov": True}
     assert (config.optim.weight_decay, config.train.loss_scale, config.model.zero_gamma) == (
@@ -72,8 +79,8 @@ def test_the_post_of_16k() -> None:
 def test_the_reference_point_of_32k() -> None:
     config = preset("imagenet-lars-32k")
     found = plan(config)
-    assert (found.total_steps, found.schedule.warmup_steps) == (2_268, 626)
-    assert found.learning_rate(627) == pytest.approx(21.2)
+    assert (found.schedule.total_steps, found.schedule.warmup_steps) == (2_268, 626)
+    assert rate(found, 627) == pytest.approx(21.2)
     assert config.optim.optimizer == "lars" and config.optim.options()["momentum"] == 0.94
     assert config.optim.weight_decay == 2.5e-5 and config.train.label_smoothing == 0.1
 

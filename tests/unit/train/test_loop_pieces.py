@@ -17,8 +17,8 @@ from shoal.errors import ShoalError, UsageError
 from shoal.recipes.albert import IMMUTABLE, AlbertConfig
 from shoal.recipes.finetune.config import FinetuneConfig
 from shoal.recipes.finetune.config import TrainConfig as FinetuneTrainConfig
-from shoal.recipes.resnet.config import ResNetTrainConfig
-from shoal.recipes.resnet.config import TrainConfig as ImageTrainConfig
+from shoal.recipes.resnet50 import ResNetTrainConfig
+from shoal.recipes.resnet50 import TrainConfig as ImageTrainConfig
 from shoal.recipes.t5 import T5Config
 from shoal.record import PARTS, Step
 from shoal.train.clock import StepClock

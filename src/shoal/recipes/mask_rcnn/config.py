@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 from shoal.data.coco.augment import DetectionAugmentConfig
 from shoal.errors import UsageError
 from shoal.models.detection.config import MaskRCNNConfig
-from shoal.recipes.images.config import ImageDataConfig, ImageTrainConfig
-from shoal.train.config import LoopConfig, RunPlaceConfig, VisionOptimizerConfig, require_positive
+from shoal.recipes.images import ImageDataConfig, ImageTrainConfig
+from shoal.train.config import LoopConfig, RunOutputConfig, VisionOptimizerConfig, require_positive
 
 PRESETS = (
     "coco-1x",
@@ -89,7 +89,7 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRunConfig(RunPlaceConfig):
+class StepRunConfig(RunOutputConfig):
     """Where the run lives and what it writes when."""
 
     log_frequency: int = 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.data.coco.source import CATEGORIES, read_categories
-from shoal.recipes.images.data import MADE, both_splits, check_named, location_of, must_make_images
+from shoal.recipes.images import MADE, location_of, must_make_images, open_shards
 from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig
 from shoal.train.config import required
 
@@ -38,10 +38,9 @@ def counts_of(config: MaskRCNNTrainConfig) -> tuple[int, int, int]:
     Raises:
         UsageError: no images are named, or they are not there.
     """
-    check_named(config)
-    if config.data.path is None:
+    if config.data.path is None and config.data.made_images:
         from shoal.data.coco.synthetic import NUM_CATEGORIES
 
         return config.data.made_images, config.data.num_made_held_out, NUM_CATEGORIES
-    train, held_out = both_splits(config)
+    train, held_out = open_shards(config)
     return len(train), len(held_out), len(categories_of(config))

@@ -18,8 +18,7 @@ from shoal.data.coco.source import read_categories
 from shoal.errors import UsageError
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.models.detection.mask_rcnn import MaskRCNN
-from shoal.recipes.images.data import MADE
-from shoal.recipes.images.export import WEIGHTS, read_tree, reading, write_directory
+from shoal.recipes.images import MADE, WEIGHTS, read_tree, reading, write_directory
 from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig
 from shoal.train.checkpoint import load_model
 from shoal.train.config import load_toml

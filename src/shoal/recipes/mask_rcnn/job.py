@@ -11,10 +11,10 @@ from shoal.data.coco.reader import DetectionReader
 from shoal.data.coco.transform import DetectionTransform
 from shoal.decide.bucketing import GroupedOrder, aspect_groups
 from shoal.models.detection.mask_rcnn import MaskRCNN
-from shoal.recipes.images.data import decode_threads, open_shards
-from shoal.recipes.images.job import ImageJob, trained_parts
+from shoal.recipes.images import decode_threads, open_shards
 from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig, ValidationConfig
 from shoal.recipes.mask_rcnn.data import categories_of
+from shoal.recipes.mask_rcnn.images_job import ImageJob, trained_parts
 from shoal.recipes.mask_rcnn.plan import Plan, make_plan
 from shoal.recipes.mask_rcnn.weights import load_weights
 from shoal.train.checkpoint import Checkpointer

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from shoal.decide.batch import plan_batch
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import AnySchedule, Cosine, Schedule, Steps
-from shoal.recipes.images.plan import ImagePlan
 from shoal.recipes.mask_rcnn.config import DetectorOptimConfig, MaskRCNNTrainConfig
+from shoal.recipes.mask_rcnn.images_plan import ImagePlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from shoal.data.images.pixels import Pixels, finish
 from shoal.data.images.transform import decode, normalisation
 from shoal.errors import ShoalError, UsageError, did_you_mean
-from shoal.recipes.images.export import CONFIG, EXPORT
+from shoal.recipes.images import CONFIG, EXPORT
 from shoal.recipes.mask_rcnn.drawing import Drawn, drawn, png
 from shoal.recipes.mask_rcnn.evaluation import Found, add_found
 from shoal.recipes.mask_rcnn.export import Exported, read_checkpoint, read_export

@@ -9,8 +9,8 @@ from shoal.data.atomic_io import write_atomically
 from shoal.data.coco.results import write_results
 from shoal.data.coco.score import as_tree
 from shoal.errors import EXIT_OK
-from shoal.recipes.images import telling as images
-from shoal.recipes.images.export import EXPORT
+from shoal.recipes.images import EXPORT
+from shoal.recipes.mask_rcnn import images_telling as images
 from shoal.recipes.mask_rcnn.evaluation import Scored, evaluate, gather_results
 from shoal.recipes.mask_rcnn.export import exported, write_export
 from shoal.recipes.mask_rcnn.job import Job

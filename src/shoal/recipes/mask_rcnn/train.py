@@ -15,10 +15,10 @@ from contextlib import ExitStack
 from functools import partial
 
 from shoal.env import WorkerEnv
-from shoal.recipes.images.job import restore
-from shoal.recipes.images.step import agree, batches_after, take_step, warm_up
 from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig
 from shoal.recipes.mask_rcnn.data import make_images_if_due
+from shoal.recipes.mask_rcnn.images_job import restore
+from shoal.recipes.mask_rcnn.images_step import agree, batches_after, take_step, warm_up
 from shoal.recipes.mask_rcnn.job import Job, begin_with_weights, build
 from shoal.recipes.mask_rcnn.losses import NUM_SUMS, weighted_loss
 from shoal.recipes.mask_rcnn.telling import after_step, finish, leave, open_log

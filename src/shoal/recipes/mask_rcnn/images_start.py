@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from shoal.env import WorkerEnv
-from shoal.recipes.images.config import ImageTrainConfig
+from shoal.recipes.images import ImageTrainConfig
 from shoal.recipes.start import Launch, named, start
 from shoal.train.config import required
 

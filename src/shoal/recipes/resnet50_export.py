@@ -6,7 +6,6 @@ configuration says which network it is, what its classes are called and how imag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,11 +17,9 @@ from shoal.data.images.shards import ImageShards
 from shoal.errors import UsageError
 from shoal.models.resnet import new_resnet
 from shoal.models.resnet_config import ResNetConfig
-from shoal.recipes.images.data import MADE
-from shoal.recipes.images.export import WEIGHTS, read_tree, reading, write_directory
-from shoal.recipes.resnet.config import ResNetTrainConfig
+from shoal.recipes.images import MADE, WEIGHTS, read_tree, reading, write_directory
 from shoal.train.checkpoint import load_model
-from shoal.train.config import load_toml, required
+from shoal.train.config import load_toml
 from shoal.train.run_dir import CONFIG_FILE, run_dir_of
 
 FORMAT = "shoal-resnet"
@@ -46,20 +43,6 @@ class Exported:
     mean: tuple[float, float, float]
     """What is subtracted from red, green, blue (values from 0 to 1), and what they are divided by."""
     std: tuple[float, float, float]
-
-
-def exported(model: nn.Module, config: ResNetTrainConfig, classes: Sequence[str]) -> Exported:
-    """Return a trained ``model`` with what its run's settings say about its use."""
-    return Exported(
-        model=model,
-        network=config.model,
-        classes=tuple(classes),
-        size=config.validation.size,
-        resize=config.validation.resize,
-        mirror=config.validation.mirror,
-        mean=config.augment.mean,
-        std=config.augment.std,
-    )
 
 
 def write_export(what: Exported, out: Path) -> None:
@@ -120,7 +103,7 @@ def read_checkpoint(source: Path) -> tuple[Exported, int]:
     except (KeyError, TypeError) as error:
         raise UsageError(f"{run_dir} is not a run of `shoal train resnet50` ({error})") from None
     classes = ImageShards(config["data"].get("path", run_dir / MADE), "train").manifest.classes
-    model = new_resnet(network, required(network.num_classes))
+    model = new_resnet(network, network.num_classes or len(classes))
     step = load_model(source, model, key=key)
     what = Exported(
         model=model,

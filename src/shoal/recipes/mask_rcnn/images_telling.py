@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from shoal import record
-from shoal.recipes.images.job import ImageJob
+from shoal.recipes.mask_rcnn.images_job import ImageJob
 from shoal.train.checkpoint import Restored
 from shoal.train.config import as_tree, required
 from shoal.train.reporting import Progress, RunLog

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.data.loader import Batch, LoaderConfig, streamed_steps
-from shoal.recipes.images.job import ImageJob
+from shoal.recipes.mask_rcnn.images_job import ImageJob
 from shoal.train import step as train_step
 from shoal.train.clock import StepClock
 from shoal.train.gradients import accumulate

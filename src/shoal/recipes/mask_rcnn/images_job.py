@@ -12,8 +12,8 @@ from shoal.data.loader import LoaderConfig
 from shoal.data.steps import DataShard, SizedReader
 from shoal.decide.order import Order
 from shoal.models.resnet import norms_of, running_statistics
-from shoal.recipes.images.config import ImageTrainConfig
-from shoal.recipes.images.plan import ImagePlan
+from shoal.recipes.images import ImageTrainConfig
+from shoal.recipes.mask_rcnn.images_plan import ImagePlan
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.clock import StepClock
 from shoal.train.config import as_tree

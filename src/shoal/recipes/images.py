@@ -1,0 +1,279 @@
+"""Opens images, averages norm statistics, and writes networks for ``resnet50.py`` and ``mask_rcnn.py``."""
+
+# Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from shoal.data.images.cache import CacheConfig
+from shoal.data.images.reader import default_decode_threads
+from shoal.data.images.shards import ImageShards
+from shoal.data.images.sources import TRAIN, VALIDATION
+from shoal.data.manifest import MANIFEST
+from shoal.decide.memory_estimate import MemoryEstimate
+from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
+from shoal.train.config import (
+    DistributedConfig,
+    LoopConfig,
+    RunOutputConfig,
+    VisionOptimizerConfig,
+    check_wire,
+    require_positive,
+    required,
+)
+from shoal.train.parallel_config import parse_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from shoal.data.loader import Batch
+    from shoal.data.steps import Reader
+    from shoal.models.profile import StepProfile
+    from shoal.train.world import World
+
+# ------------------------------------------------------------------------------------------------- config
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageDataConfig:
+    """Which images, and how they are read."""
+
+    path: str | None = None
+    """Directory that `shoal prepare` wrote, or s3://BUCKET/PREFIX of one."""
+    made_images: int = 0
+    """Without a path: make so many training images in the run directory, and a fifth more to validate on."""
+    made_size: int = 32
+    """Side of the made images, in pixels."""
+    verify: Literal["sizes", "checksums"] = "sizes"
+    """Compare only sizes at the start, or read every byte once (by the main worker)."""
+    decode_threads: int | None = None
+    """Threads of a worker that decode images; default: its share of the host's processors."""
+    loader_processes: int = 0
+    """Processes that decode images; 0: threads of the worker, which share its memory."""
+    cache: Path | None = None
+    """Folder on a fast local disk, or in memory, into which shards are copied as they are needed."""
+    cache_bytes: str = "64GB"
+    """How large it may become. Shards beyond that are read where they are."""
+
+    def __post_init__(self) -> None:
+        require_positive("data", self, "decode_threads", "made_size")
+        for name in ("made_images", "loader_processes"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"data.{name} {getattr(self, name)} must be at least 0")
+        parse_bytes(self.cache_bytes, "data.cache_bytes")
+
+    @property
+    def num_made_held_out(self) -> int:
+        """Number of images to validate on that a run makes."""
+        return max(self.made_images // 5, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTrainConfig:
+    """Sections that the recipes for images share; each recipe has its own form of some."""
+
+    recipe: ClassVar[str]
+    prepare: ClassVar[str]
+    """The command that prepares its images."""
+    fixed: ClassVar[tuple[str, ...]]
+
+    data: ImageDataConfig = field(default_factory=ImageDataConfig)
+    train: LoopConfig = field(default_factory=LoopConfig)
+    optim: VisionOptimizerConfig = field(default_factory=VisionOptimizerConfig)
+    run: RunOutputConfig = field(default_factory=RunOutputConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+    def __post_init__(self) -> None:
+        require_positive("train", self.train, "max_nonfinite_steps")
+        require_positive("run", self.run, "log_frequency", "checkpoint_frequency", "keep_checkpoints")
+        check_wire(self.distributed, precision=self.train.precision, clip=self.optim.clip)
+
+
+# ------------------------------------------------------------------------------------------------- data
+
+MADE = "images"
+"""Folder of the run directory with the images that it made."""
+
+
+def location_of(config: ImageTrainConfig) -> Path | str:
+    """Return where the prepared images are: a directory, or s3://BUCKET/PREFIX.
+
+    Raises:
+        UsageError: no images are named, nor to be made.
+    """
+    if config.data.path is None and not config.data.made_images:
+        raise UsageError(
+            f"data.path is not set: name the directory that `{config.prepare}` wrote, "
+            "e.g. --data.path runs/images"
+        )
+    return config.data.path or required(config.run.dir) / MADE
+
+
+def must_make_images(config: ImageTrainConfig, last_file: str = MANIFEST) -> bool:
+    """Return whether the run makes its own images and has not: the file that is written last is missing.
+
+    Raises:
+        UsageError: no images are named, nor to be made.
+    """
+    location = location_of(config)
+    return config.data.path is None and not (Path(location) / last_file).is_file()
+
+
+def open_shards(
+    config: ImageTrainConfig, world: "World | None" = None, *, evict: bool = False
+) -> tuple[ImageShards, ImageShards]:
+    """Return the images to train and to validate on.
+
+    Args:
+        world: of the workers that read them: the first one verifies, all use the cache; default: neither.
+        evict: make room in a full cache by removing the shards that were not needed for longest.
+
+    Raises:
+        UsageError: they are not there, or there are none to validate on.
+    """
+    data, location, cache = config.data, location_of(config), None
+    if data.cache is not None and world is not None:
+        size = parse_bytes(data.cache_bytes, "data.cache_bytes")
+        cache = CacheConfig(directory=data.cache, num_bytes=size, evict=evict)
+    verify = data.verify if world is not None and world.is_main else "sizes"
+    train = ImageShards(location, TRAIN, verify=verify, cache=cache)
+    if VALIDATION not in train.manifest.splits:
+        raise UsageError(
+            f"{location} has no images to validate on: prepare it again with some, see "
+            f"`{config.prepare} --help`"
+        )
+    return train, ImageShards(location, VALIDATION, verify=verify, cache=cache)
+
+
+def decode_threads(data: ImageDataConfig, world: "World") -> int:
+    """Return how many threads of this worker decode images."""
+    return data.decode_threads or default_decode_threads(world.place.num_local_workers, data.loader_processes)
+
+
+# ------------------------------------------------------------------------------------------------- training
+
+
+def average_over_workers(tensors: "list[Tensor]") -> None:
+    """Replace each of ``tensors`` by its mean over all workers.
+
+    Each worker's norms see its own micro-batches. With their running statistics averaged after each step
+    (0.2 MB beside ResNet-50's 102 MB of gradients), a checkpoint and an evaluation find the same model on
+    every worker, whenever they come and however the run was interrupted.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not tensors:
+        return
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
+
+
+def like_weights(inputs: "Tensor", model: "nn.Module") -> "Tensor":
+    """Return images ``[B, 3, H, W]`` on the device of ``model``, in the memory format of its weights."""
+    import torch
+
+    weight = next(parameter for parameter in model.parameters() if parameter.ndim == 4)
+    last = weight.is_contiguous(memory_format=torch.channels_last)
+    form = torch.channels_last if last else torch.contiguous_format
+    return inputs.to(weight.device, non_blocking=True, memory_format=form)
+
+
+def shared_batches(reader: "Reader", world: "World", batch_size: int, **options: Any) -> "Iterator[Batch]":
+    """Yield this worker's batches of a fixed set of images, cut the same however many workers share them.
+
+    Args:
+        options: of :func:`shoal.data.loader.held_out_batches`.
+    """
+    from shoal.data.loader import held_out_batches
+
+    return held_out_batches(
+        reader,
+        micro_batch_size=batch_size,
+        rank=world.place.rank,
+        num_workers=world.num_workers,
+        dealt=True,
+        num_ahead=2,
+        pin_memory=world.device.type == "cuda",
+        **options,
+    )
+
+
+def memory_of(profile: "StepProfile", config: ImageTrainConfig) -> MemoryEstimate:
+    """Return a worker's memory: ``profile`` counts the activations of a micro-batch."""
+    weights_bytes = 4 * profile.num_trainable
+    moments = {"sgd": 1, "lars": 1, "novograd": 1}.get(config.optim.optimizer, 2)
+    halves = config.train.precision in ("bf16", "fp16")
+    return MemoryEstimate(
+        weights_bytes=weights_bytes,
+        gradients_bytes=weights_bytes,
+        optimizer_bytes=moments * weights_bytes,
+        activations_bytes=profile.saved_bytes // (2 if halves else 1),
+    )
+
+
+# ------------------------------------------------------------------------------------------------- export
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+EXPORT = "model"
+"""Folder of a run directory with the trained network."""
+
+
+def write_directory(out: Path, model: "nn.Module", tree: Mapping[str, Any]) -> None:
+    """Write the weights and ``tree``, whole or not at all; an older export in ``out`` is replaced."""
+    from safetensors.torch import save_file
+
+    from shoal.data.atomic_io import write_atomically
+
+    temporary = out.with_name(f"{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+    write_atomically(temporary / CONFIG, (json.dumps(tree, indent=1, ensure_ascii=False) + "\n").encode())
+    shutil.rmtree(out, ignore_errors=True)
+    temporary.rename(out)
+
+
+def read_tree(directory: Path, form: str) -> dict[str, Any]:
+    """Return the configuration of a network of the given ``format``; to be called within :func:`reading`.
+
+    Raises:
+        UsageError: it is that of something else.
+    """
+    path = directory / CONFIG
+    tree: dict[str, Any] = parse_json(path.read_bytes(), str(path))
+    if tree["format"] != form:
+        raise UsageError(f"{path} is not that of a network that shoal trained: it is no {form}")
+    return tree
+
+
+@contextmanager
+def reading(directory: Path) -> Iterator[None]:
+    """Name the directory of :func:`write_directory` in errors of reading it.
+
+    Raises:
+        UsageError: ``directory`` is no such directory.
+        ShoalError: its files are damaged.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{directory} is neither a run nor an exported network: {Path(error.filename).name} is missing"
+        ) from None
+    except ShoalError:
+        raise
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ShoalError(f"{directory} cannot be read: {' '.join(str(error).split())[:200]}") from None

@@ -1,0 +1,528 @@
+"""Trains ResNet-50 (He et al. 2015, arXiv 1512.03385), or another residual network, to classify images.
+
+    python -m shoal.recipes.resnet50 --preset tiny
+    torchrun --nproc-per-node 8 -m shoal.recipes.resnet50 --preset imagenet-16k --data.path /data/imagenet
+    shoal train resnet50 --preset tiny --workers 2
+
+One optimizer step: each worker takes its part of the global batch as micro-batches, which threads have
+decoded and augmented ahead; losses are sums, divided by the images of the whole global batch; the last
+backward averages the gradients over the workers, then the norms' running statistics are averaged too; leaving
+the step updates the weights. Norms compute with the statistics of a micro-batch, so its size is part of the
+recipe, and the number of workers is not.
+
+The run is defined in epochs; its optimizer steps follow from the batch and are printed.
+"""
+
+# Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from shoal.data.images.augment import AugmentConfig
+from shoal.decide.batch import BatchPlan, plan_batch
+from shoal.decide.epochs import Epochs
+from shoal.decide.order import BlockShuffle, ShuffledOrder
+from shoal.env import WorkerEnv
+from shoal.errors import UsageError
+from shoal.models.resnet_config import ResNetConfig
+from shoal.optim.lr_schedules import Schedule, learning_rate, linear_scaled, set_learning_rate
+from shoal.recipes import images, run_script
+from shoal.recipes.images import ImageDataConfig, ImageTrainConfig
+from shoal.train.config import (
+    LoopConfig,
+    RunOutputConfig,
+    VisionOptimizerConfig,
+    require_positive,
+    required,
+    settings_lines,
+)
+
+# ------------------------------------------------------------------------------------------------- config
+
+PRESETS = ("imagenet-16k", "imagenet-lars-32k", "imagenet-fast", "cifar10", "tiny")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(ImageDataConfig):
+    """Which images, and how they are read."""
+
+    decode: Literal["host", "device"] = "host"
+    """Where training images are decoded and augmented: in threads of the host, or on the worker's device
+    (nvJPEG on a GPU; without colour jitter and padded crops)."""
+    on_bad: Literal["refuse", "skip"] = "refuse"
+    """What to do with a training image that cannot be decoded: end, naming it, or take another instead."""
+    block_size: int = 0
+    """For slow storage: shuffle within windows of blocks of so many consecutive images; 0: shuffle all. In a
+    full cache the shards that were not needed for longest then make room."""
+    blocks_in_window: int = 16
+    """Blocks in such a window."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("data", self, "blocks_in_window")
+        if self.decode == "device" and self.on_bad == "skip":
+            raise UsageError("data.on_bad 'skip' is done on the host only: set data.decode 'host', or refuse")
+        if self.block_size < 0:
+            raise UsageError(f"data.block_size {self.block_size} must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(LoopConfig):
+    """The loop: how long, how large a batch, in what form."""
+
+    total_epochs: float = 90.0
+    """Times that the images are seen; the optimizer steps follow from it."""
+    global_batch_size: int = 16_384
+    """Images in one optimizer step, over all workers."""
+    micro_batch_size: int | None = None
+    """Images a worker computes at once, over which its norms average; default: the largest divisor of its
+    share up to 64."""
+    channels_last: bool = True
+    """Keep the channels of a pixel together in memory, as matrix units want them."""
+    label_smoothing: float = 0.0
+    """Part of the target that is spread evenly over all classes."""
+    mixup: float = 0.0
+    """Mix each image with its neighbour, a share drawn from Beta(this, this) for each step; 0: not."""
+    average_decay: float = 0.0
+    """Evaluate and export an exponential average of the weights with this decay per step; 0: the weights."""
+    norm_images: int = 0
+    """Estimate the norms' statistics from so many training images before each evaluation; 0: not."""
+    whiten_images: int = 0
+    """Compute resnet8's first convolution from so many training images, so that its outputs are uncorrelated
+    on them; 0: it passes the pixels on."""
+
+    def __post_init__(self) -> None:
+        require_positive("train", self, "global_batch_size", "micro_batch_size")
+        if not self.total_epochs > 0:
+            raise UsageError(f"train.total_epochs {self.total_epochs} must be above 0")
+        for name in ("label_smoothing", "average_decay"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"train.{name} {getattr(self, name)} must be at least 0 and below 1")
+        if not 0 <= self.mixup <= 1:
+            raise UsageError(f"train.mixup {self.mixup} must be from 0 (off) to 1")
+        for name in ("norm_images", "whiten_images"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"train.{name} {getattr(self, name)} must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(VisionOptimizerConfig):
+    """The optimizer and its schedule, in epochs."""
+
+    base_learning_rate: float = 0.1
+    """Learning rate for a batch of 256; the run's is in proportion to its batch (linear scaling)."""
+    learning_rate: float | None = None
+    """Learning rate at the end of the warm-up, whatever the batch; default: by base_learning_rate."""
+    warmup_epochs: float = 10.0
+    """Epochs of linear warm-up."""
+    warmup_from: float = 0.001
+    """Learning rate of the first step, where there is a warm-up."""
+    end_learning_rate: float = 0.0
+    """Learning rate after the last step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """How held-out images are seen."""
+
+    every_epochs: int = 1
+    """Epochs between evaluations; 0: only at the end."""
+    size: int = 224
+    """Side of the square in the middle of an image that the model sees, in pixels."""
+    resize: int = 256
+    """Length of an image's shorter side before that."""
+    mirror: bool = False
+    """Score the mean of the logits of each image and of its mirror image."""
+    batch_size: int = 256
+    """Images a worker evaluates at once. It does not follow the number of workers, so scores do not."""
+
+    def __post_init__(self) -> None:
+        require_positive("validation", self, "size", "resize", "batch_size")
+        if self.every_epochs < 0:
+            raise UsageError(f"validation.every_epochs {self.every_epochs} must be at least 0")
+        if self.size > self.resize:
+            raise UsageError(
+                f"validation.size {self.size} does not fit into validation.resize {self.resize}: lower the "
+                "one or raise the other"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRunConfig(RunOutputConfig):
+    """Where the run lives and what it writes when; the end of an epoch has a line in the record too."""
+
+    checkpoint_every_epochs: int = 1
+    """Epochs between checkpoints, besides those by steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetTrainConfig(ImageTrainConfig):
+    """All settings of training a residual network; presets are TOML files in ``presets/resnet50``."""
+
+    prepare: ClassVar[str] = "shoal prepare images"
+
+    model: ResNetConfig = field(default_factory=ResNetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    run: EpochRunConfig = field(default_factory=EpochRunConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("run", self.run, "checkpoint_every_epochs")
+        if not 0 <= self.optim.warmup_epochs <= self.train.total_epochs:
+            raise UsageError(
+                f"optim.warmup_epochs {self.optim.warmup_epochs} must lie between 0 and train.total_epochs "
+                f"{self.train.total_epochs}"
+            )
+        if self.train.whiten_images and self.model.network != "resnet8":
+            raise UsageError(
+                f"train.whiten_images {self.train.whiten_images} is for model.network resnet8, whose first "
+                f"convolution does not learn; leave it out with {self.model.network}"
+            )
+
+
+IMMUTABLE = (
+    "model",
+    "augment",
+    "data.made_images",
+    "data.made_size",
+    "data.block_size",
+    "data.blocks_in_window",
+    "train.seed",
+    "train.global_batch_size",
+    "train.mixup",
+    "train.average_decay",
+    "train.whiten_images",
+    "optim.optimizer",
+)
+"""Settings that must stay when a run continues: weights, optimizer state or data order depend on them."""
+
+
+def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
+    """Train until the last step, a signal, or a loss that stays not finite; return the exit code.
+
+    Raises:
+        UsageError: settings that do not go together, or with the images or the run that is there.
+        ShoalError: damaged images or checkpoints, a lost worker, no memory, a loss that is not finite.
+    """
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+
+    from shoal.data.images.gpu import EncodedReader, GpuTransform
+    from shoal.data.images.mixing import mix, mixup_weight, soft_targets
+    from shoal.data.images.reader import ImageReader
+    from shoal.data.images.transform import CentreTransform, TrainTransform
+    from shoal.data.loader import Batch, LoaderConfig, held_out_batches
+    from shoal.data.sources import StreamedSource
+    from shoal.models.resnet import new_resnet, norms_of, running_statistics
+    from shoal.models.resnet8 import ResNet8
+    from shoal.recipes.resnet50_export import Exported, write_export
+    from shoal.recipes.resnet50_score import TOP1, estimate_norms, evaluate
+    from shoal.train.ema import WeightAverage
+    from shoal.train.exchange import together
+    from shoal.train.optimizers import build_optimizer
+    from shoal.train.run import Run
+
+    with Run.open(
+        required(config.run.dir),
+        config=config,
+        recipe="resnet50",
+        unit="images",
+        settings=config.run,
+        loop=config.train,
+        distributed=config.distributed,
+        immutable=IMMUTABLE,
+        memory_remedy="--train.precision bf16",
+        longer="--train.total-epochs",
+        worker=worker,
+    ) as run:
+        # ----------------------------------------------------------------------------------------- data
+        data, augment, validation = config.data, config.augment, config.validation
+        together(run.world.control, lambda: make_images(config) if run.world.is_main else None)
+        train, held_out = images.open_shards(config, run.world, evict=data.block_size > 0)
+        num_classes = count_classes(config, len(train.manifest.classes))
+        plan = make_plan(config, num_examples=len(train), num_workers=run.world.num_workers)
+        run.epoch_samples = len(train)
+        make_reader = partial(
+            ImageReader,
+            seed=run.seed,
+            threads=images.decode_threads(data, run.world),
+            channels_last=config.train.channels_last,
+        )
+        centre = CentreTransform(validation.size, validation.resize, mean=augment.mean, std=augment.std)
+        held_out_reader = make_reader(held_out, centre)
+        train_reader: Any
+        images_of: Callable[[Batch], Tensor]  # float32 [B, 3, S, S]
+        if data.decode == "device":
+            train_reader = EncodedReader(train, seed=run.seed)
+            images_of = GpuTransform(augment, seed=run.seed, device=run.world.device)
+        else:
+            train_reader = make_reader(train, TrainTransform(augment), on_bad=data.on_bad)
+            images_of = itemgetter("images")
+        blocks = None
+        if data.block_size:
+            blocks = BlockShuffle(block_size=data.block_size, blocks_in_window=data.blocks_in_window)
+        source = StreamedSource(
+            reader=train_reader,
+            order=ShuffledOrder(num_examples=len(train), seed=run.seed, blocks=blocks),
+            config=LoaderConfig(num_loader_processes=data.loader_processes),
+        )
+
+        # ----------------------------------------------------------------------------------------- model
+        torch.manual_seed(run.seed)
+        model = new_resnet(config.model, num_classes).to(run.world.device)
+        if config.train.channels_last:
+            model.to(memory_format=torch.channels_last)
+        if config.train.whiten_images:
+            assert isinstance(model, ResNet8)
+            first = held_out_batches(train_reader, micro_batch_size=256, limit=config.train.whiten_images)
+            model.whiten(map(images_of, first))  # the same images on all workers
+        decay = config.train.average_decay
+        average = WeightAverage(model, decay) if decay else None
+        ddp = run.data_parallel(model, average=config.optim.clip == "global")
+        if config.train.compiles(run.world.device.type):
+            model.compile(dynamic=False)  # images of another side compile again
+        optimizer = build_optimizer(model.named_parameters(), config.optim)
+        run.keep(model=model, optimizer=optimizer, **({"average": average.model} if average else {}))
+
+        # ----------------------------------------------------------------------------------------- evaluation
+        def score() -> nn.Module:
+            """Evaluate the weights, or their average, and return the model that was evaluated."""
+            scored = copy.deepcopy(average.model if average else model)
+            if config.train.norm_images:  # the running statistics are of other weights, or of smaller images
+                full_size = TrainTransform(replace(augment, first_size=None))
+                reader = make_reader(train, full_size, on_bad=data.on_bad)
+                estimate_norms(
+                    scored, reader, run, validation.batch_size, num_images=config.train.norm_images
+                )
+            scores, num_samples = evaluate(
+                scored,
+                held_out_reader,
+                run.world,
+                run.precision,
+                batch_size=validation.batch_size,
+                mirror=validation.mirror,
+            )
+            run.evaluation("validation", scores, num_samples=num_samples)
+            return scored
+
+        # ----------------------------------------------------------------------------------------- loop
+        last = plan.schedule.total_steps
+        epoch_ends = plan.epochs.ends(1, last)
+        validation_ends = plan.epochs.ends(validation.every_epochs, last)
+        checkpoint_ends = plan.epochs.ends(config.run.checkpoint_every_epochs, last)
+        statistics = running_statistics(norms_of(model))
+        scored: nn.Module | None = None
+        steps = run.steps(
+            source,
+            plan.batch,
+            until=last,
+            on_host=True,
+            references={TOP1: 1 / num_classes},
+            notes=[*plan.lines(config.train.total_epochs), f"held out     {len(held_out):,} images"],
+        )
+        for step in steps:
+            with step:
+                set_learning_rate(optimizer, learning_rate(plan.schedule, step.number - 1))
+                weight = mixup_weight(config.train.mixup, run.seed, step.number)
+                for batch in step:
+                    labels = batch["labels"].to(run.world.device, non_blocking=True)
+                    logits = ddp(mix(images.like_weights(images_of(batch), model), weight)).float()
+                    targets = soft_targets(
+                        labels, num_classes, weight=weight, smoothing=config.train.label_smoothing
+                    )
+                    loss = F.cross_entropy(logits, targets, reduction="sum")
+                    step.backward(loss / step.num_samples)
+                    right = logits.argmax(dim=1) == targets.argmax(dim=1)  # the larger part of a mixed image
+                    step.add(step.num_samples, top1_accuracy=right.sum())
+                    if data.on_bad == "skip":
+                        step.add(0, replaced_images=batch["replaced"].sum())
+                images.average_over_workers(statistics)
+                run.timer.lap("gradient_wait")
+                step.update(optimizer, max_norm=config.optim.max_grad_norm)
+                if step.number in epoch_ends:
+                    run.writes_line = True
+            if not step.is_done:
+                continue
+            if average:
+                average.update(model, step.number)
+            if run.due(validation_ends):
+                scored = score()
+            if run.due(checkpoint_ends):
+                run.save()
+        if scored is None and not run.stopped and not run.is_over:  # a kill came before the end
+            scored = score()
+
+        # ----------------------------------------------------------------------------------------- export
+        directory = required(config.run.dir) / images.EXPORT
+
+        def export(_: Path) -> None:
+            network = Exported(
+                model=required(scored),
+                network=replace(config.model, num_classes=num_classes),
+                classes=train.manifest.classes,
+                size=validation.size,
+                resize=validation.resize,
+                mirror=validation.mirror,
+                mean=augment.mean,
+                std=augment.std,
+            )
+            write_export(network, directory)
+
+        def verdict(scores: Any) -> str:
+            top1, count = scores["validation"].metrics[TOP1], scores["validation"].num_samples
+            return (
+                f"top-1 {100 * top1:.2f} %: {round(top1 * count):,} of {count:,} held-out images; "
+                f"the model is in {directory}"
+            )
+
+        return run.finish(export, verdict)
+
+
+# ------------------------------------------------------------------------------------------------- data
+
+NUM_CLASSES_MADE = 10
+
+
+def make_images(config: ResNetTrainConfig) -> None:
+    """Make the run's own images, where none are named and they are not there yet."""
+    if not images.must_make_images(config):
+        return
+    from shoal.data.images import synthetic
+
+    synthetic.make_images(
+        required(config.run.dir) / images.MADE,
+        num_classes=NUM_CLASSES_MADE,
+        num_train=config.data.made_images,
+        num_validation=config.data.num_made_held_out,
+        size=config.data.made_size,
+        seed=config.train.seed,
+    )
+
+
+def count_classes(config: ResNetTrainConfig, found: int) -> int:
+    """Return how many classes the model tells apart, ``found`` being those of the images.
+
+    Raises:
+        UsageError: the settings name fewer, or the images have no labels.
+    """
+    wanted, location = config.model.num_classes or found, images.location_of(config)
+    if not found:
+        raise UsageError(f"{location} holds images without labels: prepare class folders")
+    if wanted < found:
+        raise UsageError(f"model.num_classes {wanted} is too small for the {found:,} classes of {location}")
+    return wanted
+
+
+# ------------------------------------------------------------------------------------------------- dry run
+
+BASE_BATCH = 256
+"""The batch that ``optim.base_learning_rate`` is for (Goyal et al. 2017, arXiv 1706.02677, section 2.1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The arithmetic of a run: its batch, and its epochs and learning rates in optimizer steps."""
+
+    batch: BatchPlan
+    epochs: Epochs
+    schedule: Schedule
+
+    def lines(self, total_epochs: float) -> list[str]:
+        """Return epochs and learning rates in words."""
+        schedule, per_epoch = self.schedule, self.epochs.num_examples / self.batch.global_batch_size
+        return [
+            f"epochs       {total_epochs:g} of {self.epochs.num_examples:,} images = "
+            f"{schedule.total_steps:,} steps, {per_epoch:,.2f} an epoch",
+            f"rate         {schedule.warmup_from:g} to {schedule.base:g} in {schedule.warmup_steps:,} steps, "
+            f"then to {schedule.end:g} with power {schedule.power:g}",
+        ]
+
+
+def make_plan(config: ResNetTrainConfig, *, num_examples: int, num_workers: int) -> Plan:
+    """Return the steps that the settings mean for so many training images.
+
+    Raises:
+        UsageError: the sizes do not divide, or the rates are not in order.
+    """
+    train, optim = config.train, config.optim
+    batch = plan_batch(
+        global_batch_size=train.global_batch_size,
+        num_workers=num_workers,
+        micro_batch_size=train.micro_batch_size,
+        unit="images",
+    )
+    if train.mixup and batch.micro_batch_size % 2:
+        raise UsageError(
+            f"train.mixup pairs neighbours, but a micro-batch has {batch.micro_batch_size} images: choose an "
+            "even train.micro_batch_size"
+        )
+    epochs = Epochs(num_examples=num_examples, global_batch_size=train.global_batch_size)
+    total_steps = epochs.steps(train.total_epochs)
+    if total_steps < 1:
+        raise UsageError(
+            f"train.total_epochs {train.total_epochs:g} of {num_examples:,} images are less than half of one "
+            f"train.global_batch_size {train.global_batch_size}: train longer or lower the batch"
+        )
+    scaled = linear_scaled(optim.base_learning_rate, BASE_BATCH, train.global_batch_size)
+    base = scaled if optim.learning_rate is None else optim.learning_rate
+    schedule = Schedule(
+        base=base,
+        end=optim.end_learning_rate,
+        warmup_steps=epochs.steps(optim.warmup_epochs),
+        warmup_from=min(optim.warmup_from, base),
+        total_steps=total_steps,
+        power=optim.power,
+        decay_from=optim.decay_from,
+    )
+    return Plan(batch=batch, epochs=epochs, schedule=schedule)
+
+
+def check(config: ResNetTrainConfig, num_workers: int, dry_run: bool) -> list[str]:
+    """Check the settings for a number of workers before any starts; return the lines of a dry run.
+
+    Raises:
+        UsageError: sizes that do not divide, no images, or fewer classes than theirs.
+    """
+    made = config.data.made_images, config.data.num_made_held_out, NUM_CLASSES_MADE
+    if config.data.path is not None or not config.data.made_images:
+        train, held_out = images.open_shards(config)
+        made = len(train), len(held_out), len(train.manifest.classes)
+    num_train, num_held_out, found = made
+    plan = make_plan(config, num_examples=num_train, num_workers=num_workers)
+    num_classes = count_classes(config, found)
+    if not dry_run:
+        return []
+
+    import torch
+    import torch.nn.functional as F
+
+    from shoal.models.profile import profile_step
+    from shoal.models.resnet import new_resnet
+
+    size, num_images = config.augment.size, plan.batch.micro_batch_size
+    with torch.device("meta"):
+        model = new_resnet(config.model, num_classes)
+        inputs, labels = torch.empty(num_images, 3, size, size), torch.empty(num_images, dtype=torch.int64)
+    profile = profile_step(model, lambda: F.cross_entropy(model(inputs), labels), num_samples=num_images)
+    return [
+        *settings_lines(config),
+        f"batch        {plan.batch}",
+        *plan.lines(config.train.total_epochs),
+        f"held out     {num_held_out:,} images of {found:,} classes",
+        f"parameters   {profile.num_trainable:,}",
+        f"memory       {images.memory_of(profile, config)}",
+    ]
+
+
+if __name__ == "__main__":
+    run_script("resnet50")

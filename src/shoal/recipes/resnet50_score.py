@@ -1,0 +1,192 @@
+"""Scores residual networks on held-out images, for ``resnet50.py`` and ``shoal evaluate imagenet``."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from shoal.data.atomic_io import write_atomically
+from shoal.data.images.shards import ImageShards
+from shoal.env import WorkerEnv
+from shoal.errors import EXIT_OK, UsageError
+from shoal.recipes import images
+from shoal.recipes.start import Launch, start
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shoal.data.images.reader import ImageReader
+    from shoal.data.loader import Batch
+    from shoal.recipes.resnet50_export import Exported
+    from shoal.train.gradients import Precision
+    from shoal.train.run import Run
+    from shoal.train.world import World
+
+# ------------------------------------------------------------------------------------------------- scores
+
+LOSS, TOP1, TOP5 = "loss", "top1_accuracy", "top5_accuracy"
+
+
+def evaluate(
+    model: nn.Module,
+    reader: ImageReader,
+    world: World,
+    precision: Precision,
+    *,
+    batch_size: int,
+    mirror: bool,
+) -> tuple[dict[str, float], int]:
+    """Return mean loss and the accuracies of the likeliest class and the five likeliest; number of images.
+
+    Each image counts once, and the counts are the same on any number of workers.
+
+    Args:
+        model: put into evaluation mode.
+        batch_size: images that a worker computes at once.
+        mirror: average the logits of an image and its mirror image.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    model.eval()
+    num_right = torch.zeros(2, dtype=torch.int64, device=world.device)
+    loss = torch.zeros(1, dtype=torch.float64, device=world.device)
+    num_images = 0
+    with torch.inference_mode():
+        for batch in images.shared_batches(reader, world, batch_size):
+            labels = batch["labels"].to(world.device, non_blocking=True)
+            inputs = images.like_weights(batch["images"], model)
+            with precision.autocast():  # forward is not compiled: the last batch is smaller
+                logits = model.forward(inputs).float()
+                if mirror:
+                    logits = (logits + model.forward(inputs.flip(3)).float()) / 2
+            loss += F.cross_entropy(logits, labels, reduction="sum").double()
+            likeliest = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+            num_right += torch.stack([likeliest[:, 0].sum(), likeliest.sum()])
+            num_images += len(labels)
+    num_images, top1, top5 = world.sum_counts(num_images, *num_right.tolist())
+    total = float(world.sum_values(loss.cpu()))
+    return {LOSS: total / num_images, TOP1: top1 / num_images, TOP5: top5 / num_images}, num_images
+
+
+def estimate_norms(
+    model: nn.Module, reader: ImageReader, run: Run, batch_size: int, *, num_images: int
+) -> None:
+    """Set the statistics of the norms to those of ``num_images`` images, always the same."""
+    from shoal.train.norm_statistics import reestimate_norms
+
+    def forward(batch: Batch) -> None:
+        with run.precision.autocast():
+            model.forward(images.like_weights(batch["images"], model))
+
+    batches = images.shared_batches(reader, run.world, batch_size, limit=num_images)
+    reestimate_norms(model, batches, forward, run.world.control)
+
+
+# ------------------------------------------------------------------------------------------------- command
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """What to score on what."""
+
+    source: Path
+    """An exported network, a run, or a checkpoint of one."""
+    data: str
+    split: str
+    batch_size: int
+    mirror: bool | None
+    """Whether the mirror images count, too; None: as in training."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"]
+    out: Path | None
+    """File for the figures as well."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise UsageError(f"--batch-size {self.batch_size} must be at least 1")
+
+
+def run(what: Scoring, how: Launch, *, command: list[str]) -> int:
+    """Join the workers if this process is one, else start them; return the exit code.
+
+    Raises:
+        UsageError: the images or the network are not there, or do not go together.
+        ShoalError: a worker failed.
+    """
+
+    def describe(num_workers: int) -> list[str]:
+        shards = ImageShards(what.data, what.split)
+        return [f"{len(shards):,} images of {what.data} over {num_workers} workers"]
+
+    with tempfile.TemporaryDirectory(prefix="shoal-evaluate-") as folder:
+        return start(
+            how,
+            command=command,
+            run_dir=Path(folder),
+            describe=describe,
+            work=lambda place: score(what, place),
+        )
+
+
+def score(what: Scoring, joined: WorkerEnv) -> int:
+    """Score with all workers; the main one prints the counts and writes the file."""
+    import torch
+
+    from shoal.data.images.reader import ImageReader, default_decode_threads
+    from shoal.data.images.transform import CentreTransform
+    from shoal.train.config import DistributedConfig
+    from shoal.train.gradients import choose_precision
+    from shoal.train.world import join_world
+
+    with join_world(joined, DistributedConfig()) as world:
+        network = _read(what.source)
+        shards = ImageShards(what.data, what.split)
+        check_classes(what, network.classes, shards.manifest.classes)
+        centre = CentreTransform(network.size, network.resize, mean=network.mean, std=network.std)
+        threads = default_decode_threads(world.place.num_local_workers)
+        metrics, num_images = evaluate(
+            network.model.to(world.device).to(memory_format=torch.channels_last),
+            ImageReader(shards, centre, seed=0, threads=threads, channels_last=True),
+            world,
+            choose_precision(what.precision, world.device),
+            batch_size=what.batch_size,
+            mirror=network.mirror if what.mirror is None else what.mirror,
+        )
+        if world.is_main:
+            right = [round(metrics[name] * num_images) for name in (TOP1, TOP5)]
+            print(
+                f"top-1 {100 * metrics[TOP1]:.3f} % ({right[0]:,} of {num_images:,} images), "
+                f"top-5 {100 * metrics[TOP5]:.3f} % ({right[1]:,}), loss {metrics[LOSS]:.4f}"
+            )
+            if what.out is not None:
+                tree = {"num_images": num_images, "top1": right[0], "top5": right[1], **metrics}
+                write_atomically(what.out, (json.dumps(tree, indent=1) + "\n").encode())
+        return EXIT_OK
+
+
+def _read(source: Path) -> Exported:
+    """Return the network of an export (a run's own where it has one), else of a checkpoint."""
+    from shoal.recipes.resnet50_export import read_checkpoint, read_export
+
+    for directory in (source / images.EXPORT, source):
+        if (directory / images.CONFIG).is_file():
+            return read_export(directory)
+    return read_checkpoint(source)[0]
+
+
+def check_classes(what: Scoring, ours: tuple[str, ...], theirs: tuple[str, ...]) -> None:
+    """Check that labels mean the same in the network and in the images.
+
+    Raises:
+        UsageError: they do not.
+    """
+    for label, (our, their) in enumerate(zip_longest(ours, theirs)):
+        if our != their:
+            raise UsageError(
+                f"label {label} is {our!r} in the network {what.source} and {their!r} in the images "
+                f"{what.data}: evaluate on images that were prepared with the classes of its training"
+            )
