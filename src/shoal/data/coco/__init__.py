@@ -1,10 +1,13 @@
-"""COCO's files, from its JSON to a score: boxes and masks of objects in images.
+"""Reads COCO's annotations and results, prepares and augments detection data, and scores detections.
 
-1. ``json_stream`` walks a large JSON file element by element; ``bad`` counts or refuses what is wrong in it.
-2. ``annotations`` reads the ground truth, ``results`` what a model found, and each names what is bad.
-3. ``masks`` turns polygons and run lengths into one form, and into bitmaps.
-4. ``source`` prepares shards, ``transform`` varies an image with its objects, and ``reader`` makes batches of
-   them to train on.
-5. ``score`` measures how well boxes and masks overlap, image by image, on any number of workers, and makes
-   the twelve official numbers of it; ``evaluate`` is ``shoal evaluate coco``.
+1. ``json_stream`` parses a large JSON file element by element; ``bad_entries`` counts or refuses invalid
+entries.
+2. ``annotations`` reads the ground truth and ``results`` the output of a model.
+3. ``masks`` converts polygons and run lengths to one form, and to bitmaps.
+4. ``source`` prepares shards (``synthetic`` draws them), ``transform`` augments an image with its objects,
+and
+   ``reader`` makes training batches.
+5. ``score`` measures overlaps image by image, on any number of workers, and computes the twelve official
+figures; it
+   is ``shoal evaluate coco``. ``prepared`` restores the ground truth from prepared shards.
 """

@@ -1,8 +1,8 @@
-"""The ground truth of COCO: images, categories and the objects in them.
+"""Reads the ground truth of COCO: images, categories and objects.
 
 The file is an object with the arrays ``images`` (id, file_name, width, height), ``categories`` (id, name) and
 ``annotations`` (id, image_id, category_id, bbox, area, iscrowd, segmentation), see
-https://cocodataset.org/#format-data. The arrays may stand in any order; other keys are passed over.
+https://cocodataset.org/#format-data. The arrays may come in any order; other keys are ignored.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class CocoObject:
     box: tuple[float, float, float, float]
     """x, y, width, height in pixels, as in the file."""
     area: float
-    """In square pixels, as in the file; that of the box where the file does not say."""
+    """In square pixels, as in the file; that of the box if the file has none."""
     is_crowd: bool
     segmentation: Segmentation | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CocoAnnotations:
-    """A file of annotations without its bad entries."""
+    """The valid entries of a file of annotations."""
 
     path: Path
     images: Mapping[int, CocoImage]
@@ -63,11 +63,11 @@ class CocoAnnotations:
     categories: Mapping[int, str]
     """Names by id, in the order of the ids."""
     objects: Mapping[int, tuple[CocoObject, ...]]
-    """The objects of an image by its id, in the order of the file; all images are there."""
+    """Objects by the id of their image, in the order of the file; has every image."""
     bad: BadEntries
-    """What was left out or is odd, counted."""
+    """Counts of what was skipped."""
     labels: Mapping[int, int] = field(init=False)
-    """Category ids to 1, 2, …; 0 is left to the background."""
+    """Category ids to 1, 2, …; 0 is the background."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", {category: n for n, category in enumerate(self.categories, 1)})
@@ -80,13 +80,13 @@ class CocoAnnotations:
 def read_annotations(path: Path, *, on_bad: OnBad = "refuse", boxes: Boxes = "check") -> CocoAnnotations:
     """Read ``instances_*.json`` or any file of that form.
 
-    Bad are entries whose id another one has, that name an image or category which does not exist, or whose
-    values are not what they must be. Objects of a bad image go with it and are counted by themselves.
+    An entry is bad if its id is a duplicate, its image or category does not exist, or a value is invalid. The
+    objects of a bad image are bad too, and counted separately.
 
     Args:
-        on_bad: refuse the file at the first bad entry, or skip such entries and count them.
-        boxes: ``check`` counts an object among the bad ones if its box has no area inside the image (training
-            cannot use it); ``keep`` takes it as it is, as the official scorer does.
+        on_bad: refuse the file at the first bad entry, or skip and count such entries.
+        boxes: ``check`` treats an object as bad if its box has no area inside the image (training cannot use
+            it); ``keep`` accepts it, as the official scorer does.
 
     Raises:
         UsageError: the file cannot be read, is not COCO, or has a bad entry, which is refused.
@@ -95,7 +95,7 @@ def read_annotations(path: Path, *, on_bad: OnBad = "refuse", boxes: Boxes = "ch
 
 
 class _Bad(Exception):
-    """An entry is not usable: its rule and the value."""
+    """Raised for a bad entry, with its rule and the value."""
 
 
 class _Reader:
@@ -118,7 +118,7 @@ class _Reader:
             if index is not None and key in takers:
                 place = f"{key}[{index}]"
                 try:
-                    takers[key](entry, index, place)
+                    takers[key](entry, index)
                 except _Bad as bad:
                     self._bad.add(*_sentence(bad, place, entry))
         self._check_keys(keys)
@@ -143,7 +143,7 @@ class _Reader:
         if not self._images:
             raise UsageError(f"{self._path}: holds no image")
 
-    def _take_image(self, entry: Any, index: int, place: str) -> None:
+    def _take_image(self, entry: Any, index: int) -> None:
         number = _whole(entry, "id")
         if number in self._images:
             raise _Bad("an image whose id another one has", f"id {number}")
@@ -154,7 +154,7 @@ class _Reader:
             raise _Bad("an image without a size", f"{width} x {height}")
         self._images[number] = CocoImage(number, name, width, height)
 
-    def _take_category(self, entry: Any, index: int, place: str) -> None:
+    def _take_category(self, entry: Any, index: int) -> None:
         number = _whole(entry, "id")
         if number in self._categories:
             raise _Bad("a category whose id another one has", f"id {number}")
@@ -163,7 +163,7 @@ class _Reader:
             raise _Bad("a category whose name is no text", repr(name))
         self._categories[number] = name
 
-    def _take_object(self, entry: Any, index: int, place: str) -> None:
+    def _take_object(self, entry: Any, index: int) -> None:
         number = _whole(entry, "id")
         if number in self._ids:
             raise _Bad("an annotation whose id another one has", f"id {number}")
@@ -185,7 +185,7 @@ class _Reader:
         self._found.setdefault(image, []).append((index, found))
 
     def _placed(self) -> dict[int, tuple[CocoObject, ...]]:
-        """Return the objects of each image; those are bad that only the whole file shows to be so."""
+        """Return the objects of each image, after the checks that need the whole file."""
         rule = "an annotation of an image that is not in the file"
         for image_id in [number for number in self._found if number not in self._images]:
             for index, entry in self._found[image_id]:
@@ -220,7 +220,7 @@ class _Reader:
 
 
 def has_area_inside(box: tuple[float, float, float, float], image: CocoImage) -> bool:
-    """Return whether a part of the box that has an area lies inside the image."""
+    """Return whether the box overlaps the image in an area."""
     x, y, width, height = box
     return min(x + width, image.width) > max(x, 0) and min(y + height, image.height) > max(y, 0)
 
@@ -236,7 +236,7 @@ def finite_numbers(value: Any, count: int) -> list[float] | None:
 
 
 def shown(value: Any) -> str:
-    """Return a JSON value in a few words."""
+    """Return a JSON value, shortened for a message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -259,7 +259,7 @@ def _whole(entry: Any, key: str) -> int:
 
 
 def _segmentation(value: Any) -> Segmentation | None:
-    """Return polygons or run lengths; ``None`` where there is no segmentation.
+    """Return polygons or run lengths; ``None`` if there is no segmentation.
 
     Raises:
         _Bad: it is neither.

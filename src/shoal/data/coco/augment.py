@@ -1,9 +1,8 @@
-"""How an image and its objects are varied before a detector sees them. No torch.
+"""Draws the augmentation of an image and its objects for a detector, a pure function of (seed, epoch, index).
 
-Either the shorter side becomes one of some lengths, unless the longer one would exceed its limit (Mask
-R-CNN's and torchvision's rule), or, with ``scales``, the image is resized by a random factor and cropped or
-padded to a square (large-scale jitter: Ghiasi et al., arXiv 2012.07177). Draws are a pure function of (seed,
-epoch, index).
+Either the shorter side is resized to one of some lengths, with a limit of the longer one (the rule of Mask
+R-CNN and torchvision), or, with ``scales``, the image is resized by a random factor and cropped or padded to
+a square (large-scale jitter: Ghiasi et al., arXiv 2012.07177). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ _FLIP, _SHORTER, _SCALE, _TOP, _LEFT = range(5)
 
 @dataclass(frozen=True, kw_only=True)
 class DetectionAugmentConfig:
-    """What happens to an image and its objects before a detector sees them."""
+    """Augmentation of an image and its objects."""
 
     shorter: tuple[int, ...] = (800,)
-    """Length of the shorter side in pixels; of several, one is drawn."""
+    """Length of the shorter side in pixels; one of several is drawn."""
     longer: int = 1333
-    """The longer side has at most so many pixels; the shorter one is shorter then."""
+    """Limit of the longer side in pixels; the shorter one is reduced if necessary."""
     flip: float = 0.5
-    """Share of images that are mirrored left to right."""
+    """Probability of a horizontal flip."""
     scales: tuple[float, float] | None = None
-    """Smallest and largest factor of large-scale jitter (.1 and 2, say) instead of the two."""
+    """Smallest and largest factor of large-scale jitter (.1 and 2, say), instead of shorter and longer."""
     canvas: int = 1024
     """Side of the square that large-scale jitter crops or pads to."""
 
     def __post_init__(self) -> None:
-        """Check each field by itself.
+        """Check each field.
 
         Raises:
             UsageError: a value is out of its range.
@@ -53,13 +52,13 @@ class DetectionAugmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """How an image comes to lie in its new frame: resized, shifted, cut, mirrored, in this order."""
+    """Geometry of an augmentation: resize, shift, crop or pad to the frame, flip, in this order."""
 
     resized: tuple[int, int]
-    """Height and width that the whole image is resized to."""
+    """Height and width of the resized image."""
     top: int
     left: int
-    """The pixel of the resized image that becomes the frame's first one."""
+    """Offset of the frame in the resized image, in pixels."""
     frame: tuple[int, int]
     """Height and width of the result; pixels beyond the image are padding."""
     flip: bool
@@ -68,14 +67,14 @@ class Placement:
 def placement(
     config: DetectionAugmentConfig, key: tuple[int, int, int], height: int, width: int
 ) -> Placement:
-    """Draw what happens to an image of ``height`` and ``width``; ``key`` is (seed, epoch, index)."""
+    """Draw the geometry for an image of ``height`` × ``width``; ``key`` is (seed, epoch, index)."""
     seed, epoch, index = key
     u = uniform(draw(random_keys(seed, Stream.DETECTION_AUGMENTATION, epoch, index), np.arange(5))).tolist()
     flip = u[_FLIP] < config.flip
     if config.scales is None:
         shorter = config.shorter[int(u[_SHORTER] * len(config.shorter))]
         scale = min(shorter / min(height, width), config.longer / max(height, width))
-        # a whisker more: 480 * (800 / 480) is 799.9999… in floats
+        # plus an epsilon: 480 * (800 / 480) is 799.9999… in floats
         size = (max(1, math.floor(height * scale + 1e-6)), max(1, math.floor(width * scale + 1e-6)))
         return Placement(resized=size, top=0, left=0, frame=size, flip=flip)
     low, high = config.scales

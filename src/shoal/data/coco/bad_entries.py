@@ -1,4 +1,4 @@
-"""What is wrong in a file of annotations or results: refused at once, or counted and told at the end."""
+"""Refuses the invalid entries of a file of annotations or results, or counts them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shoal.errors import UsageError
 OnBad = Literal["refuse", "skip"]
 
 _SHOWN = 3
-"""So many places are named in a message."""
+"""Number of places that a message names."""
 
 
 class BadEntries:
-    """Collects the entries of one file that cannot be used, by what is wrong with them."""
+    """Collects the invalid entries of one file by the rule that they break."""
 
     def __init__(self, path: Path, on_bad: OnBad) -> None:
         self.path = path
@@ -23,12 +23,12 @@ class BadEntries:
         self._counts: dict[str, int] = {}
 
     def add(self, rule: str, place: str, what: str = "") -> None:
-        """Take note of an entry.
+        """Refuse or count an entry.
 
         Args:
-            rule: what such entries have in common, as "with a box of no area"; they are counted by it.
-            place: where it stands, as ``annotations[7] (id 12)``.
-            what: the value that is wrong, for the refusal.
+            rule: a description of such entries ("with a box of no area"), by which they are counted.
+            place: its position, as ``annotations[7] (id 12)``.
+            what: the invalid value, for the error.
 
         Raises:
             UsageError: bad entries are refused.
@@ -41,7 +41,7 @@ class BadEntries:
         self.note(rule, place)
 
     def note(self, rule: str, place: str) -> None:
-        """Count an entry that is used all the same, or is skipped whatever ``on_bad`` says."""
+        """Count an entry without refusing it."""
         self._counts[rule] = self._counts.get(rule, 0) + 1
         places = self._places.setdefault(rule, [])
         if len(places) < _SHOWN:
@@ -49,11 +49,11 @@ class BadEntries:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many entries there are of each kind, by the rule that they break."""
+        """Number of entries by the rule that they break."""
         return dict(self._counts)
 
     def lines(self) -> list[str]:
-        """Return one line for each kind of entry."""
+        """Return one line per rule."""
         return [
             f"{self.path}: {count} {rule} ({', '.join(self._places[rule])}"
             f"{f' and {count - _SHOWN} more' if count > _SHOWN else ''})"

@@ -1,7 +1,7 @@
-"""A large JSON file, one element of its arrays at a time.
+"""Parses a large JSON file, one element of its arrays at a time.
 
-``instances_train2017.json`` has 450 MB; as a tree of Python objects it takes ten times as much. Here only a
-window of the text is in memory, and of the tree what the caller keeps.
+``instances_train2017.json`` has 450 MB, and as a tree of Python objects ten times as much. Here only a window
+of the text is in memory, and of the tree what the caller keeps.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ _NUMBER_GOES_ON = ("", ".", "e", "E")
 def top_level_entries(path: Path) -> Iterator[tuple[str, int | None, Any]]:
     """Yield (key, index, value) of a file that holds an object or an array.
 
-    Each element of an array that is a value of the object comes by itself with its index. A value that is no
-    array, or an array without elements, comes whole with the index ``None``. The elements of a file that is
-    one array have the key "".
+    Each element of an array in the object is yielded with its index. Another value, or an empty array, is
+    yielded whole with the index ``None``. The elements of a file that is one array have the key "".
 
     Raises:
-        UsageError: the file cannot be read, is not JSON in UTF-8, is something else than an object or an
-            array, or holds a key of the object twice.
+        UsageError: the file cannot be read, is not JSON in UTF-8, is neither an object nor an array, or
+            has a key of the object twice.
     """
     try:
         with path.open(encoding="utf-8-sig") as file:
@@ -39,7 +38,7 @@ def top_level_entries(path: Path) -> Iterator[tuple[str, int | None, Any]]:
 
 
 class _Window:
-    """The part of the text that is in memory; ``_at`` is the next character."""
+    """Parser state: the part of the text in memory; ``_at`` is the next character."""
 
     def __init__(self, path: Path, file: TextIO) -> None:
         self._path = path
@@ -112,7 +111,7 @@ class _Window:
                 raise UsageError(f"{self._path}: is nested too deeply to be a file of COCO") from None
             except ValueError as error:  # a number of too many digits
                 raise self._wrong(str(error)) from None
-            # a number may go on after the window's end: 12|3, 12.|3
+            # a number may continue after the end of the window: 12|3, 12.|3
             if self._text[end : end + 1] not in _NUMBER_GOES_ON or not self._read():
                 self._at = end
                 self._block_chars = _BLOCK_CHARS
@@ -124,7 +123,7 @@ class _Window:
         self._at += 1
 
     def _next_char(self) -> str:
-        """Return the next character that is no space, "" at the end."""
+        """Return the next character that is not white space, "" at the end."""
         while True:
             while self._at < len(self._text):
                 if self._text[self._at] not in _SPACE:
@@ -134,7 +133,7 @@ class _Window:
                 return ""
 
     def _read(self) -> bool:
-        """Drop what was used and read on, twice as much each time that a value is still not complete."""
+        """Drop the parsed text and read more, twice as much each time that a value is incomplete."""
         if self._at_end:
             return False
         more = self._file.read(self._block_chars)

@@ -1,7 +1,7 @@
-"""Masks of objects: polygons and run lengths to one form, and to bitmaps; their areas and boxes.
+"""Converts polygons and run lengths of masks to one form, to bitmaps, areas and boxes.
 
-The rasteriser and the run lengths are COCO's own, by faster-coco-eval (:mod:`shoal.data.coco.masks`); a
-polygon comes out to the bit as in the official tools.
+The rasteriser and the run lengths are those of COCO, by faster-coco-eval; a polygon gives the same bits as in
+the official tools. Only this module loads the library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _module(name: str) -> Any:
 
 
 def mask_library() -> Any:
-    """Return its functions on masks (``faster_coco_eval.core.mask``).
+    """Return the functions of faster-coco-eval on masks (``faster_coco_eval.core.mask``).
 
     Raises:
         ShoalError: it is not installed.
@@ -39,7 +39,7 @@ def mask_library() -> Any:
 
 
 def evaluation_library() -> tuple[Any, Any]:
-    """Return its matcher (compiled) and its class of parameters, COCO's official ones by default.
+    """Return the compiled matcher of faster-coco-eval and its class of parameters, COCO's by default.
 
     Raises:
         ShoalError: it is not installed.
@@ -51,9 +51,10 @@ Bitmaps = npt.NDArray[np.uint8]
 
 
 def as_compressed(segmentation: Segmentation, height: int, width: int) -> Rle | None:
-    """Return run lengths with COCO's string, of the union of polygons or of run lengths of either form.
+    """Return compressed run lengths (COCO's string) of the union of polygons, or of run lengths of either
+    form.
 
-    ``None`` if run lengths are damaged: those that the image does not hold.
+    Returns ``None`` if run lengths do not fit the image.
     """
     library = mask_library()
     if isinstance(segmentation, dict):
@@ -88,17 +89,17 @@ def bitmaps(rles: Sequence[Rle], height: int, width: int) -> Bitmaps:
     """Return masks as 0 and 1, uint8 ``[N, height, width]``, contiguous."""
     if not rles:
         return np.zeros((0, height, width), dtype=np.uint8)
-    # the library gives columns first: [height, width, N] in Fortran's order is [N, width, height] in ours
+    # the library is column-major: [height, width, N] in Fortran order is [N, width, height] in C order
     planes = np.asarray(mask_library().decode(list(rles)), dtype=np.uint8)
     return np.ascontiguousarray(planes.transpose(2, 0, 1))
 
 
 def crops(rles: Sequence[Rle]) -> list[tuple[int, int, Bitmaps]]:
-    """Return the first row, the first column and 0 and 1 ``[h, w]`` of a part that holds each whole mask.
+    """Return (first row, first column, bitmap ``[h, w]``) of a part of the image that holds each mask.
 
-    The part is the box around the mask where that is tall, and whole columns of it where one run goes on
-    from column to column. Only those columns are ever written: a bitmap of the whole image for each mask
-    would be most of the work of a training batch.
+    The part is the box around the mask, or whole columns of it if a run continues from column to column. Only
+    those columns are decoded: a bitmap of the whole image per mask would be most of the work of a training
+    batch.
     """
     parts = []
     for rle, (x, y, w, h) in zip(rles, boxes(rles).astype(np.int64).tolist(), strict=True):
@@ -113,10 +114,10 @@ def crops(rles: Sequence[Rle]) -> list[tuple[int, int, Bitmaps]]:
 
 
 def runs(rle: Rle) -> npt.NDArray[np.int64]:
-    """Return the lengths of the runs of 0 and 1 in turn, of run lengths with COCO's string.
+    """Decode compressed run lengths: the lengths of alternating runs of 0 and 1.
 
-    The string has 5 bits in a character (from 48), the lowest first, and a sixth where more of the number
-    follow; from the fourth number on it has differences to the number before the last.
+    The string has 5 bits per character (from 48), lowest first, and a sixth that is set if the number
+    continues; from the fourth number on it stores the difference to the number before the last.
     """
     text = rle["counts"]
     digits = np.frombuffer(text.encode("ascii") if isinstance(text, str) else text, dtype=np.uint8)
@@ -132,7 +133,7 @@ def runs(rle: Rle) -> npt.NDArray[np.int64]:
 
 
 def encoded(masks: Bitmaps) -> list[Rle]:
-    """Return run lengths with COCO's string, as text, of masks ``[N, height, width]`` of 0 and 1."""
+    """Return compressed run lengths, as text, of masks ``[N, height, width]`` of 0 and 1."""
     if not len(masks):
         return []
     planes = np.asfortranarray(masks.transpose(1, 2, 0), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""The ground truth of images that ``shoal prepare coco`` prepared, from what rides along with them."""
+"""Restores the ground truth of COCO from the annotations in prepared shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def prepared_truth(
     """Return the annotations of the images ``numbers`` of ``shards``, to score detections against.
 
     Raises:
-        ShoalError: what rides along with an image is not its annotations.
+        ShoalError: the annotations of an image are invalid.
     """
     path = Path(str(shards.location))
     images: dict[int, CocoImage] = {}

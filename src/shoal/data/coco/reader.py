@@ -1,11 +1,12 @@
-"""Batches for a detector: images padded to one size, their boxes, labels and masks. Pure functions of a seed.
+"""Makes batches for a detector: images padded to one size, with their boxes, labels and masks.
 
-Images come from prepared shards (``source.prepare_coco``) and are varied by ``transform``, in threads. Each
-micro-batch is as large as its largest image, so ``shoal.decide.bucketing.GroupedOrder``, handed to
-``shoal.data.loader.streamed_steps``, puts images of one aspect together.
+Images come from prepared shards (``source.prepare_coco``) and are augmented by ``transform`` in threads, a
+pure function of a seed. Each micro-batch is as large as its largest image, so
+``shoal.decide.bucketing.GroupedOrder``, handed to ``shoal.data.loader.streamed_steps``, puts images of one
+aspect together.
 
-A bitmap of the whole image for every object would be ten times the image; a mask travels as the bitmap of
-the part of the image that holds it. Those of an image follow each other in one row of bytes.
+A bitmap of the whole image per object would be ten times the image; a mask is stored as the bitmap of the
+part of the image that holds it. The bitmaps of an image are concatenated in one row of bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shoal.data.steps import SizedReader, example_names
 from shoal.errors import ShoalError, UsageError
 
 SIZE_STEP = 32
-"""Batches have sides of whole multiples of it: the coarsest feature map of a ResNet has strides of 32."""
+"""Sides of batches are multiples of it: the coarsest feature map of a ResNet has a stride of 32."""
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -47,14 +48,14 @@ class DetectionReader(SizedReader):
 
         Args:
             shards: of a split of a directory that ``prepare_coco`` wrote.
-            transform: what becomes of each image and its objects.
+            transform: decodes and augments an image and its objects.
             categories: names by id (``source.read_categories``); labels are 1, 2, … in this order.
-            seed: decides the order, and is the transform's first word.
-            threads: that decode; default: the processors that this process may use.
-            dtype: of the images: what the transform writes (uint16: the bits of bfloat16).
+            seed: decides the order, and is part of the transform's key.
+            threads: that decode; default: the cores that this process may use.
+            dtype: of the images, as the transform writes them (uint16: the bits of bfloat16).
 
         Raises:
-            UsageError: the split has no images, or there are no threads.
+            UsageError: the split has no images, or ``threads`` is below 1.
         """
         if not len(shards):
             raise UsageError(f"{shards.location}: the split {shards.split!r} has no images; prepare some")
@@ -86,17 +87,17 @@ class DetectionReader(SizedReader):
     def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> Arrays:
         """Return the images ``indices`` (``[B]``, below ``num_examples``) as they are in ``epochs``.
 
-        - ``images`` ``[B, 3, H, W]``: at the top left of each its frame, the rest is 0; H and W are the
-          smallest multiples of :data:`SIZE_STEP` that hold all frames;
+        - ``images`` ``[B, 3, H, W]``: each frame at the top left, padded with 0; H and W are the smallest
+          multiples of :data:`SIZE_STEP` that hold all frames;
         - ``sizes`` int64 ``[B, 2]``: height and width of each frame;
-        - ``num_objects`` int64 ``[B]``; M below is the largest, and what an image has fewer is filled by 0;
+        - ``num_objects`` int64 ``[B]``; M below is the largest; other images are padded with 0;
         - ``boxes`` float32 ``[B, M, 4]``: x1, y1, x2, y2 in pixels of the frame;
         - ``labels`` int64 ``[B, M]``, from 1;
-        - ``masks`` uint8 ``[B, P]``: bitmaps of 0 and 1, row by row, those of an image one after the other;
-        - ``mask_places`` int64 ``[B, M, 5]``: where each begins in ``masks``, the row and the column of the
-          frame where its first pixel lies, its height, its width; beyond it the mask is 0;
+        - ``masks`` uint8 ``[B, P]``: bitmaps of 0 and 1, row by row, concatenated per image;
+        - ``mask_places`` int64 ``[B, M, 5]``: offset in ``masks``, row and column of the first pixel in the
+          frame, height, width; beyond it the mask is 0;
         - ``image_id`` int64 ``[B]``, ``original_size`` int64 ``[B, 2]``: height and width in the annotations;
-        - ``epoch``, ``index`` int64 ``[B]``: the names of the examples.
+        - ``epoch``, ``index`` int64 ``[B]``: of the examples.
 
         Raises:
             ShoalError: an image or its annotations cannot be used, or a shard cannot be read.
@@ -129,7 +130,7 @@ class DetectionReader(SizedReader):
         }
 
     def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Return them as they are."""
+        """Return the examples unchanged."""
         return dict(arrays)
 
     def _make(self, out: npt.NDArray[Any], key: tuple[int, int, int]) -> DetectionObjects:

@@ -1,4 +1,4 @@
-"""What a model found in images: results of COCO, boxes and masks.
+"""Reads and writes detections of a model in COCO's format: boxes and masks.
 
 A file of results is an array of objects with image_id, category_id, score and bbox, segmentation, or both;
 see https://cocodataset.org/#format-results.
@@ -32,24 +32,24 @@ KINDS: tuple[Kind, ...] = ("bbox", "segm")
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """An object that a model found."""
+    """One detected object."""
 
     category_id: int
     score: float
     shape: list[float] | Rle
-    """Of a box x, y, width, height in pixels; of a mask its run lengths as COCO's string."""
+    """Box: x, y, width, height in pixels; mask: compressed run lengths."""
     area: float
-    """In square pixels, of the shape itself."""
+    """In square pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CocoResults:
-    """Results without their bad entries."""
+    """The valid entries of files of results."""
 
     detections: dict[Kind, dict[int, list[Detection]]] = field(default_factory=dict)
-    """By kind and id of the image, in the order of the files; only the kinds that occur."""
+    """By kind and id of the image, in the order of the files; has only the kinds that occur."""
     bad: list[BadEntries] = field(default_factory=list)
-    """What was left out, one collection a file."""
+    """Counts of what was skipped, per file."""
 
 
 def read_results(
@@ -57,9 +57,9 @@ def read_results(
 ) -> CocoResults:
     """Read files of results, those of several workers for example.
 
-    Bad are entries for images or categories that the ground truth does not have, entries whose values are not
-    what they must be, and entries of a kind for an image for which an earlier file has some already: workers
-    that both count the same image would find its objects twice.
+    An entry is bad if the ground truth has no such image or category, if a value is invalid, or if an earlier
+    file has entries of the same kind for the image: two workers with the same image would count its objects
+    twice.
 
     Raises:
         UsageError: a file cannot be read, is not an array, or has a bad entry, which is refused; or no file
@@ -75,7 +75,7 @@ def read_results(
 
 
 def write_results(path: Path, entries: Sequence[dict[str, Any]]) -> None:
-    """Write results as COCO's JSON, one entry a line.
+    """Write results as COCO's JSON, one entry per line.
 
     Raises:
         ShoalError: the disk is full or the folder cannot be written.

@@ -1,11 +1,11 @@
-"""Average precision and recall by COCO's official rules, image by image and then over all of them.
+"""Computes average precision and recall by COCO's official rules, in parallel over images.
 
-A worker measures the overlaps of its own images (:func:`overlaps_of`): the costly part, which needs the
-masks. What it hands on is small: scores, areas, overlaps. One worker matches and sums up (:func:`summarise`).
-Images are put in the order of their ids and the detections of one image come from one worker, in its order,
-so equal scores keep their order and all figures their last digit, however many workers there are.
+A worker measures the overlaps of its own images (:func:`overlaps_of`), which is expensive and needs the
+masks. It sends scores, areas and overlaps, which are small, to one worker that matches and averages
+(:func:`summarise`). Images are sorted by id and the detections of an image come from one worker in its order,
+so equal scores keep their order, and the figures do not depend on the number of workers.
 
-Matching and the sums are faster-coco-eval's compiled ones, the rules those of pycocotools: IoU thresholds
+Matching and averaging are faster-coco-eval's compiled functions with the rules of pycocotools: IoU thresholds
 .50, .55, …, .95, 101 recall points, at most 1, 10 or 100 detections of a category in an image.
 """
 
@@ -30,12 +30,12 @@ from shoal.data.coco.results import KINDS, CocoResults, Detection, Kind, read_re
 from shoal.errors import UsageError
 
 MAX_DETECTIONS = (1, 10, 100)
-"""Of one category in one image, those with the highest scores."""
+"""Per category and image, those with the highest scores."""
 
 NAMES = ("AP", "AP50", "AP75", "APsmall", "APmedium", "APlarge") + (
     ("AR1", "AR10", "AR100", "ARsmall", "ARmedium", "ARlarge")
 )
-"""Of the twelve figures, in the official order."""
+"""Names of the twelve figures in the official order."""
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
@@ -44,20 +44,20 @@ _Entry = TypeVar("_Entry", CocoObject, Detection)
 
 @dataclass(frozen=True, kw_only=True)
 class Overlaps:
-    """What one worker measured on its images: flat arrays, which any transport can carry."""
+    """Overlaps that one worker measured on its images, as flat arrays that any transport can send."""
 
     images: Int64Array
-    """Of each detection the id of its image, ``[N]``; detections of an image and category are neighbours, the
-    highest score first, at most 100."""
+    """Image id of each detection, ``[N]``; detections of an image and category are adjacent, the highest
+    score first, at most 100."""
     categories: Int64Array
-    """Of each detection, ``[N]``."""
+    """Category id of each detection, ``[N]``."""
     scores: Float64Array
     """``[N]``."""
     areas: Float64Array
     """In square pixels, ``[N]``."""
     values: Float64Array
-    """For each detection in turn its overlap with each object of that image and category, in the order of the
-    annotations, end to end."""
+    """Overlaps of each detection with each object of its image and category, in the order of the annotations,
+    concatenated."""
 
 
 def overlaps_of(
@@ -95,11 +95,11 @@ def overlaps_of(
 
 @dataclass(frozen=True, kw_only=True)
 class CocoScore:
-    """The official figures of boxes or of masks."""
+    """The official figures for boxes or for masks."""
 
     kind: Kind
     figures: Mapping[str, float]
-    """By :data:`NAMES`; -1 where the ground truth has no object to find."""
+    """By :data:`NAMES`; -1 if the ground truth has no such object."""
     by_category: Mapping[int, float]
     """AP of each category that has objects, by its id."""
 
@@ -117,7 +117,7 @@ class CocoScore:
 
 
 def summarise(annotations: CocoAnnotations, parts: Iterable[Overlaps], kind: Kind) -> CocoScore:
-    """Match and sum up the overlaps of all workers over all images of the ground truth.
+    """Match detections and average the figures over all images of the ground truth.
 
     Raises:
         UsageError: an image is in two parts.
@@ -129,7 +129,7 @@ def summarise(annotations: CocoAnnotations, parts: Iterable[Overlaps], kind: Kin
     number = 0
     for image in params.imgIds:
         for one in annotations.objects[image]:
-            # numbered from 1: to the library, as to pycocotools, a match with the id 0 is none
+            # numbered from 1: the library, like pycocotools, takes the id 0 for no match
             number += 1
             crowd = int(one.is_crowd)
             entry = {"id": number, "area": one.area, "iscrowd": crowd, "ignore": crowd}
@@ -224,7 +224,7 @@ _WORDS: dict[Kind, str] = {"bbox": "boxes", "segm": "masks"}
 def evaluate(annotations: Path, results: Sequence[Path], *, on_bad: OnBad, out: Path | None) -> str:
     """Return the official tables of boxes, of masks or of both, over all images of the annotations.
 
-    What was skipped goes to stderr, one line a kind.
+    What was skipped is printed on stderr, one line per rule.
 
     Raises:
         UsageError: a file is not what it should be, or the files do not belong together.
@@ -236,7 +236,7 @@ def evaluate(annotations: Path, results: Sequence[Path], *, on_bad: OnBad, out: 
     found = read_results(results, truth, on_bad=on_bad)
     if not found.detections:
         raise UsageError(
-            f"{', '.join(map(str, results))}: no result that can be scored, so it cannot be told whether "
+            f"{', '.join(map(str, results))}: no result that can be scored, so it is unknown whether "
             "boxes or masks are meant (all figures of a model that finds nothing are 0)"
         )
     bad = [truth.bad, *found.bad]
@@ -251,12 +251,12 @@ def evaluate(annotations: Path, results: Sequence[Path], *, on_bad: OnBad, out: 
 
 
 def score_results(truth: CocoAnnotations, found: CocoResults, kind: Kind) -> CocoScore:
-    """Return the figures of one kind, in this process alone."""
+    """Compute the figures of one kind in this process."""
     return summarise(truth, [overlaps_of(truth, found.detections.get(kind, {}), kind)], kind)
 
 
 def as_tree(truth: CocoAnnotations, scores: Sequence[CocoScore]) -> dict[str, Any]:
-    """Return the figures of boxes and masks, in full precision and by category, as JSON can hold them."""
+    """Return the figures of boxes and masks in full precision, and by category, as a JSON value."""
     tree: dict[str, Any] = {score.kind: dict(score.figures) for score in scores}
     tree["by_category"] = [_of_category(truth, scores, category) for category in truth.categories]
     return tree

@@ -1,8 +1,8 @@
-"""COCO's images and annotations as a source of image shards: what ``shoal prepare coco`` prepares.
+"""Prepares COCO's images and annotations as image shards: ``shoal prepare coco``.
 
-The annotations of an image ride along as ``KEY.json``, an object with ``image_id``, ``width`` and ``height``
-(those that the boxes and masks are for) and ``annotations``, COCO's own objects without what was bad.
-Categories are in ``categories.json`` beside the manifest; labels are their places in it, from 1.
+The annotations of an image are stored with it as ``KEY.json``, an object with ``image_id``, ``width`` and
+``height`` (of the image that the boxes and masks refer to) and ``annotations``, COCO's valid objects. The
+categories are in ``categories.json`` beside the manifest; labels are their positions in it, from 1.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class CocoSplit:
 
 
 class CocoSource:
-    """Images with annotations (:class:`shoal.data.images.sources.ImageSource`)."""
+    """Images with annotations as a source (:class:`shoal.data.images.sources.ImageSource`)."""
 
     classes: tuple[str, ...] = ()
-    """None: an image has many objects and no label of its own."""
+    """Empty: an image has objects and no label."""
 
     def __init__(
         self,
@@ -59,16 +59,17 @@ class CocoSource:
         """Read the annotations and find the images.
 
         Args:
-            train: to train on.
-            validation: to score on; its categories are those of ``train``.
+            train: training images.
+            validation: validation images, with the categories of ``train``.
             on_bad: refuse the first annotation or image that cannot be used, or skip and count such.
-            keep_empty: train on images without objects (crowds are none), too; all are there to score on.
-            run_lengths: write every mask as run lengths of the whole image, made once here; else as it is
-                given, and polygons become masks in each training batch.
+            keep_empty: keep training images without objects (crowds do not count); validation keeps all.
+            run_lengths: convert every mask to run lengths of the whole image now; otherwise keep polygons,
+            which
+                are rasterised in each training batch.
 
         Raises:
             UsageError: a file is not COCO, an image is missing (unless skipped), or categories differ.
-            ShoalError: an image cannot be looked at.
+            ShoalError: an image cannot be read.
         """
         self._run_lengths = run_lengths
         self._splits = {TRAIN: train} | ({VALIDATION: validation} if validation else {})
@@ -182,7 +183,7 @@ def read_categories(location: Path | str) -> dict[int, str]:
 
 
 def as_json(image: CocoImage, objects: tuple[CocoObject, ...], *, run_lengths: bool = False) -> str:
-    """Return what rides along with an image; see the module's docstring."""
+    """Return ``KEY.json`` of an image; see the module's docstring."""
     annotations = [
         {
             "id": one.id,
@@ -207,7 +208,7 @@ def _as_lists(one: CocoObject) -> Any:
 def _run_lengths(one: CocoObject, image: CocoImage) -> Any:
     rle = None if one.segmentation is None else as_compressed(one.segmentation, image.height, image.width)
     if rle is None:
-        return _as_lists(one)  # damaged run lengths are refused where annotations are read
+        return _as_lists(one)  # damaged run lengths were refused by read_annotations
     counts = rle["counts"]
     return {**rle, "counts": counts.decode("ascii") if isinstance(counts, bytes) else counts}
 
@@ -215,7 +216,7 @@ def _run_lengths(one: CocoObject, image: CocoImage) -> Any:
 def _facts(
     truth: CocoAnnotations, folder: Path, image: CocoImage, index: int
 ) -> tuple[Path, int, int] | None:
-    """Return path, bytes and time of change of an image, ``None`` if it is skipped."""
+    """Return path, size in bytes and mtime of an image, ``None`` if it is skipped."""
     place = f"images[{index}] (id {image.id})"
     name = PurePosixPath(image.file_name)
     if name.is_absolute() or ".." in name.parts or not name.name:

@@ -1,4 +1,4 @@
-"""An image with its objects, resized, jittered in scale, mirrored (``augment``); boxes and masks follow."""
+"""Applies an augmentation (``augment``) to an image and to the boxes and masks of its objects."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Pixels = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True)
 class DetectionObjects:
-    """The objects of an image in its new frame."""
+    """The objects of an augmented image."""
 
     image_id: int
     original_size: tuple[int, int]
-    """Height and width that the annotations of the file are for."""
+    """Height and width of the image that the annotations refer to."""
     boxes: npt.NDArray[np.float32]
-    """x1, y1, x2, y2 in pixels, cut at the frame, ``[N, 4]``."""
+    """x1, y1, x2, y2 in pixels, clipped to the frame, ``[N, 4]``."""
     categories: npt.NDArray[np.int64]
     """Category ids ``[N]``."""
     masks: list[Rle]
@@ -39,10 +39,10 @@ class DetectionObjects:
 
 
 def placed_objects(extra: Bytes, shape: tuple[int, int], place: Placement) -> DetectionObjects:
-    """Return the objects of ``extra`` (``KEY.json``) of an image of height and width ``shape``.
+    """Return the objects in ``extra`` (``KEY.json``) of an image of height and width ``shape``.
 
-    Objects of which the frame shows less than a pixel are left out, and so are crowds, which are no single
-    objects to learn from.
+    Objects of which less than a pixel is visible are dropped, and so are crowds, which are not single
+    objects.
 
     Raises:
         ShoalError: the annotations are for an image of another shape, are damaged, or an object has no mask.
@@ -55,7 +55,7 @@ def placed_objects(extra: Bytes, shape: tuple[int, int], place: Placement) -> De
         raise ShoalError(
             f"annotations of an image cannot be read ({error}); prepare the images again"
         ) from None
-    # an image may have become smaller when it was prepared, to whole pixels
+    # an image may have been downscaled to whole pixels when it was prepared
     if abs(shape[0] / height - shape[1] / width) * max(height, width) > 2:
         raise ShoalError(
             f"image {image_id} has {shape[1]} x {shape[0]} pixels, but its annotations are for "
@@ -87,7 +87,7 @@ def _mask_of(one: dict[str, Any], image_id: int, size: tuple[int, int], place: P
 
 
 class DetectionTransform:
-    """Makes an image with its objects, varied by its key. Picklable; threads may call it side by side."""
+    """Decodes and augments an image with its objects by its key. Picklable; threads may share it."""
 
     def __init__(
         self,
@@ -96,7 +96,8 @@ class DetectionTransform:
         mean: Triple = IMAGENET_MEAN,
         std: Triple = IMAGENET_STD,
     ) -> None:
-        """Vary as ``config`` says; ``mean`` and ``std`` are of red, green, blue, for values from 0 to 1.
+        """Augment as ``config`` describes; ``mean`` and ``std`` are of red, green, blue, for values from 0 to
+        1.
 
         Raises:
             UsageError: a value is out of its range.
@@ -106,7 +107,7 @@ class DetectionTransform:
         self._scale, self._shift = normalisation(mean, std)
 
     def frame(self, key: tuple[int, int, int], height: int, width: int) -> tuple[int, int]:
-        """Return height and width that an image of ``height`` and ``width`` comes to have."""
+        """Return height and width of an augmented image of ``height`` × ``width``."""
         return placement(self.config, key, height, width).frame
 
     def __call__(
@@ -149,7 +150,7 @@ def placed_pixels(pixels: Pixels, place: Placement) -> Pixels:
 def placed_boxes(
     boxes: npt.NDArray[np.float64], size: tuple[int, int], place: Placement
 ) -> npt.NDArray[np.float64]:
-    """Return x1, y1, x2, y2 in the frame, cut at it, of x, y, width, height in an image of ``size``."""
+    """Return x1, y1, x2, y2 in the frame, clipped to it, of x, y, width, height in an image of ``size``."""
     scale = np.array([place.resized[1] / size[1], place.resized[0] / size[0]])
     low = boxes[:, :2] * scale - (place.left, place.top)
     high = (boxes[:, :2] + boxes[:, 2:]) * scale - (place.left, place.top)
@@ -161,9 +162,9 @@ def placed_boxes(
 
 
 def placed_mask(segmentation: Any, size: tuple[int, int], place: Placement) -> Rle | None:
-    """Return the mask in the frame as run lengths, ``None`` where there is none.
+    """Return the mask in the frame as run lengths, ``None`` if there is none.
 
-    Polygons are moved and then rasterised. Run lengths are sampled at the middle of each new pixel.
+    Polygons are transformed and then rasterised. Run lengths are sampled at the centre of each new pixel.
 
     Raises:
         ShoalError: run lengths are damaged.
@@ -201,6 +202,6 @@ def _placed_polygon(points: npt.NDArray[np.float64], size: tuple[int, int], plac
 
 
 def _sources(first: int, count: int, resized_side: int, side: int) -> npt.NDArray[np.int64]:
-    """Return which pixel of the original each pixel of the frame shows, along one side; padding has none."""
+    """Return the source pixel of each pixel of the frame along one side; padding has none."""
     at = np.arange(first, min(first + count, resized_side))
     return ((at + 0.5) * (side / resized_side)).astype(np.int64).clip(0, side - 1)

@@ -1,10 +1,9 @@
-"""Logits of windows to answers: n-best lists, null odds, predictions.
+"""Chooses answers from the logits of windows: n-best lists, null odds, predictions.
 
-The rules are Google's run_squad of BERT. A span is a candidate if its ends are among the best ``n_best``
-starts and ends of its window, it is not too long, and its first token has the most context in that window of
-all windows that hold it (else a window that cut the text before it would have its say). The score of "no
-answer" is the least that CLS gets in any of a question's windows; it is the answer if it beats the best span
-by more than ``null_threshold``.
+The rules are those of Google's run_squad of BERT. A span is a candidate if its ends are among the ``n_best``
+starts and ends of its window, it is not too long, and no other window has more context around its first token
+(which excludes windows that truncate the text before it). The score of "no answer" is the lowest score of CLS
+in the windows of a question; it is the answer if it exceeds the best span by more than ``null_threshold``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from shoal.errors import ShoalError, UsageError
 FloatArray = npt.NDArray[np.floating[Any]]
 
 _LENGTH_COUNTS = 0.01
-"""How much a token of a window's length counts beside one of context, in Google's rule."""
+"""Weight of a token of a window's length relative to one of context, in Google's rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class Answers:
     predictions: dict[str, str]
     """The answer; empty for "no answer"."""
     nbest: dict[str, list[dict[str, Any]]]
-    """For each question different texts, best first: ``text``, ``probability`` among them, ``start_logit``,
+    """Distinct texts of each question, best first: ``text``, ``probability`` among them, ``start_logit``,
     ``end_logit``."""
     null_odds: dict[str, float]
     """The score of "no answer" minus that of the best span (0 without any); in 2.0 only."""
@@ -53,13 +52,13 @@ class _Span:
 def choose_answers(
     features: SquadFeatures, start_logits: FloatArray, end_logits: FloatArray, config: AnswerConfig
 ) -> Answers:
-    """Choose an answer for every question; in 1.1 always a span, where there is one.
+    """Choose an answer for every question; in 1.1 always a span if there is one.
 
     Args:
-        start_logits, end_logits: of every token of every window, flat like ``features.tokens``.
+        start_logits, end_logits: of every token of every window, ``[T]`` like ``features.tokens``.
 
     Raises:
-        UsageError: there are not as many logits as tokens.
+        UsageError: the number of logits is not that of the tokens.
         ShoalError: a logit is not finite.
     """
     for name, logits in (("start_logits", start_logits), ("end_logits", end_logits)):
@@ -109,7 +108,7 @@ def _spans(
     end_logits: FloatArray,
     config: AnswerConfig,
 ) -> list[_Span]:
-    """Return the candidates of one question, best first; of equal ones the earlier window and token."""
+    """Return the candidates of one question, best first; ties go to the earlier window and token."""
     kept = _windows_of_starts(features, windows) if config.max_context and len(windows) > 1 else None
     found: list[_Span] = []
     for w in windows:
@@ -129,7 +128,7 @@ def _spans(
 
 
 def _windows_of_starts(features: SquadFeatures, windows: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return for each token of a paragraph the window in which it has the most context."""
+    """Return, for each token of a paragraph, the window in which it has the most context."""
     first, length = features.context_first[windows, None], features.context_length[windows, None]
     token = np.arange(int((first + length).max()))[None, :]
     left, right = token - first, first + length - 1 - token
@@ -141,7 +140,7 @@ def _windows_of_starts(features: SquadFeatures, windows: Sequence[int]) -> npt.N
 def _with_texts(
     features: SquadFeatures, question: int, spans: Sequence[_Span], n_best: int
 ) -> list[tuple[str, _Span]]:
-    """Return the best spans with different texts."""
+    """Return the best spans with distinct texts."""
     paragraph = features.data.questions[question].paragraph
     context = features.data.paragraphs[paragraph]
     offsets = features.offsets[features.paragraph_bounds[paragraph] :]

@@ -1,4 +1,4 @@
-"""Settings of windows and of answers. Standard library only, so that a command line can show them at once."""
+"""Configures windows and answers. Standard library only, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from shoal.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class WindowConfig:
-    """How paragraphs are cut.
+    """Windows of paragraphs.
 
     Raises:
         UsageError: no room is left for the paragraph, or windows would not advance.
     """
 
     max_seq_length: int = 384
-    """Tokens in a window at most, the special ones included."""
+    """Most tokens of a window, special ones included."""
     doc_stride: int = 128
-    """Tokens from the begin of a window to that of the next, as in Google's BERT."""
+    """Tokens from the start of a window to that of the next, as in Google's BERT."""
     overlap: int | None = None
     """Instead of ``doc_stride``: tokens that two windows share. It is what transformers' ``run_qa`` calls
     ``doc_stride``."""
     max_question_length: int = 64
-    """Tokens of a question; what is longer is cut off at the end."""
+    """Most tokens of a question; a longer one is truncated at the end."""
 
     def __post_init__(self) -> None:
         for name in ("max_seq_length", "doc_stride", "max_question_length"):
@@ -36,18 +36,18 @@ class WindowConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerConfig:
-    """How answers are chosen.
+    """Choice of answers.
 
     Raises:
         UsageError: a value is out of its range.
     """
 
     n_best: int = 20
-    """Starts and ends looked at in each window, and answers listed for each question."""
+    """Starts and ends considered per window, and answers listed per question."""
     max_answer_length: int = 30
-    """Tokens of an answer at most."""
+    """Most tokens of an answer."""
     null_threshold: float = 0.0
-    """SQuAD 2.0: no answer if its score is above the best answer's by more than this."""
+    """SQuAD 2.0: no answer if its score exceeds that of the best answer by more than this."""
     max_context: bool = True
     """Take a span only from the window with the most context around its start."""
 

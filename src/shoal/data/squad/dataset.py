@@ -1,7 +1,7 @@
-"""The JSON files of SQuAD: data, predictions, null odds. Standard library only.
+"""Reads and writes the JSON files of SQuAD: data, predictions, null odds. Standard library only.
 
-A file that is something else is refused with its path and the key that is wrong. Answers whose text does not
-stand in the paragraph at ``answer_start`` occur in real files; what becomes of them is the caller's choice.
+Another file is refused with its path and the invalid key. Real files have answers whose text is not at
+``answer_start`` in the paragraph; the caller chooses to keep, skip or refuse them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Misplaced = Literal["keep", "skip", "refuse"]
 Version = Literal["1.1", "2.0"]
 
 _SHOWN = 3
-"""So many of a list of ids or places are named in a message."""
+"""Number of ids or places that a message names."""
 _KINDS = {list: "a list", dict: "an object", str: "a string", int: "a whole number", bool: "true or false"}
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A gold answer: its text, and the character of the paragraph where it begins (-1: not given)."""
+    """A gold answer: its text, and the index of its first character in the paragraph (-1: not given)."""
 
     text: str
     start: int
@@ -48,7 +48,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class SquadData:
-    """A data file, in its order."""
+    """The contents of a data file, in its order."""
 
     path: Path
     version: Version
@@ -56,18 +56,17 @@ class SquadData:
     paragraphs: tuple[str, ...]
     questions: tuple[Question, ...]
     misplaced: tuple[str, ...]
-    """The keys of the answers that do not stand at ``answer_start``."""
+    """Keys of the answers that are not at ``answer_start``."""
     num_dropped: int
-    """Questions left out since all their answers were misplaced."""
+    """Questions that were skipped because all their answers were misplaced."""
 
 
 def read_squad(path: Path, *, misplaced: Misplaced) -> SquadData:
     """Read a data file of SQuAD 1.1 or 2.0.
 
     Args:
-        misplaced: what to do with answers whose text does not stand at ``answer_start``. ``keep`` them, as
-            the official scorers do, which only look at texts; ``skip`` them, and questions that have no other
-            answer; or ``refuse`` the file.
+        misplaced: ``keep`` answers whose text is not at ``answer_start``, as the official scorers do, which
+            compare texts only; ``skip`` them, and questions without another answer; or ``refuse`` the file.
 
     Raises:
         UsageError: the file cannot be read, is not SQuAD, holds an id twice or no question; or holds a
@@ -129,7 +128,7 @@ def shorten(names: tuple[str, ...] | list[str]) -> str:
 
 
 class _Reader:
-    """Walks the tree of a data file; ``place`` is the way to the present node."""
+    """Reads the tree of a data file; ``place`` is the path of keys to the current node."""
 
     def __init__(self, path: Path, misplaced: Misplaced) -> None:
         self._path = path
@@ -188,7 +187,7 @@ class _Reader:
         for k, entry in enumerate(entries):
             here = f"{place}[{k}]"
             text = self._get(entry, "text", str, here)
-            # the official scorers do without it, so a file that is only scored may lack it
+            # the official scorers do not need it, so a file that is only scored may lack it
             if "answer_start" in entry or self._policy != "keep":
                 start = self._get(entry, "answer_start", int, here)
             else:
@@ -225,7 +224,7 @@ class _Reader:
 
 
 def stands_at(context: str, text: str, start: int) -> bool:
-    """Return whether ``text`` stands in ``context`` at character ``start``."""
+    """Return whether ``context`` has ``text`` at character ``start``."""
     return start >= 0 and context.startswith(text, start) and start <= len(context)
 
 
@@ -249,7 +248,7 @@ def _load(path: Path) -> Any:
 
 
 class _Repeated(Exception):
-    """A JSON object holds a key twice, of which Python would silently take the last."""
+    """Raised for a key that a JSON object has twice, of which Python would silently take the last."""
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -268,7 +267,7 @@ def _object_of_ids(path: Path, of: str) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Return what a JSON value is, in a few words."""
+    """Return a JSON value, shortened for a message."""
     if isinstance(value, list | dict):
         return f"{_KINDS[type(value)]} of {len(value)}"
     text = json.dumps(value, ensure_ascii=False)

@@ -1,7 +1,7 @@
-"""Questions and paragraphs to windows that fit a model: token ids, and the answer as token positions.
+"""Cuts questions and paragraphs into windows that fit a model, with the answer as token positions.
 
-A paragraph is tokenised once, not once for each of its questions, and everything after the tokenizer is
-arithmetic on whole arrays. Windows stand one after the other without padding.
+A paragraph is tokenised once, not once per question, and everything after the tokenizer is arithmetic on
+whole arrays. Windows are concatenated without padding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.data.text.special_tokens import (
 )
 from shoal.errors import UsageError
 
-_SPACE = np.array([chr(code).isspace() for code in range(0x3002)])  # the last one stands for all beyond
+_SPACE = np.array([chr(code).isspace() for code in range(0x3002)])  # the last one is for all beyond
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +43,22 @@ class SquadFeatures:
     types: npt.NDArray[np.uint8]
     """Segment ids of all windows, flat."""
     bounds: Int64Array
-    """Where windows begin, and where the last one ends: ``[num_windows + 1]``."""
+    """Offsets of the windows, and the end of the last one: ``[num_windows + 1]``."""
     question: Int32Array
     """Index of the window's question in ``data.questions``."""
     context_begin: Int32Array
     """Position in the window of its first token of the paragraph."""
     context_length: Int32Array
     context_first: Int32Array
-    """Which token of the paragraph that is."""
+    """Index of that token in the paragraph."""
     start: Int32Array
-    """Position in the window of the answer's first token; 0 (CLS) where the answer is not all inside."""
+    """Position in the window of the answer's first token; 0 (CLS) if the answer is not entirely inside."""
     end: Int32Array
     """Position of its last token."""
     paragraph_bounds: Int64Array
-    """Where the tokens of paragraphs begin in ``offsets``: ``[num_paragraphs + 1]``."""
+    """Offsets of the paragraphs' tokens in ``offsets``: ``[num_paragraphs + 1]``."""
     offsets: Int32Array
-    """Begin and end of each token of each paragraph in its characters, blanks left out: ``[tokens, 2]``."""
+    """First and last character + 1 of each token of each paragraph, without blanks: ``[tokens, 2]``."""
 
     def __len__(self) -> int:
         return len(self.question)
@@ -67,17 +67,17 @@ class SquadFeatures:
 def make_features(data: SquadData, tokenizer: Tokenizer, config: WindowConfig) -> SquadFeatures:
     """Cut every question's paragraph into windows.
 
-    Where a question has several answers, the first one gives the positions. An answer that does not stand at
-    ``answer_start``, or of blanks alone, is in no window.
+    The first of several answers gives the positions. An answer that is not at ``answer_start``, or consists
+    of blanks, is in no window.
 
     Args:
-        tokenizer: with a post-processor for pairs; its padding and truncation do not count. Names of special
+        tokenizer: with a post-processor for pairs; its padding and truncation are ignored. Names of special
             tokens in a text are ordinary characters.
 
     Raises:
         UsageError: the tokenizer puts no special tokens around pairs, or paragraphs have no room.
     """
-    frame = SequenceTemplate(tokenizer, num_texts=2)
+    template = SequenceTemplate(tokenizer, num_texts=2)
     with plain(tokenizer):
         questions = [q.text.strip() for q in data.questions]
         question_ids, question_bounds, _ = encode_texts(tokenizer, questions, with_offsets=False)
@@ -86,10 +86,10 @@ def make_features(data: SquadData, tokenizer: Tokenizer, config: WindowConfig) -
     offsets = characters.without_blanks(offsets, context_bounds)
     # windows of each question: how much of the paragraph fits, and how far the next one is
     question_lengths = np.minimum(np.diff(question_bounds), config.max_question_length)
-    room = config.max_seq_length - frame.num_special - question_lengths
+    room = config.max_seq_length - template.num_special - question_lengths
     step = np.minimum(room, config.doc_stride) if config.overlap is None else room - config.overlap
     if step.min() < 1:
-        raise UsageError(_no_room(config, frame.num_special, int(question_lengths.max())))
+        raise UsageError(_no_room(config, template.num_special, int(question_lengths.max())))
     paragraph = np.array([q.paragraph for q in data.questions], dtype=np.int64)
     lengths = np.diff(context_bounds)[paragraph]
     num_windows = 1 + np.maximum(0, -(-(lengths - room) // step))
@@ -98,7 +98,7 @@ def make_features(data: SquadData, tokenizer: Tokenizer, config: WindowConfig) -
     number = ranges(np.zeros_like(num_windows), num_windows)
     first = number * step[question]
     count = np.minimum(room[question], lengths[question] - first)
-    tokens, types, bounds, (_, begin) = frame.fill(
+    tokens, types, bounds, (_, begin) = template.fill(
         (question_ids, question_bounds[question], question_lengths[question]),
         (context_ids, context_bounds[paragraph[question]] + first, count),
     )
@@ -122,7 +122,7 @@ def make_features(data: SquadData, tokenizer: Tokenizer, config: WindowConfig) -
 
 
 class _Characters:
-    """All paragraphs as one row of characters: where each begins, which are blank."""
+    """All paragraphs as one array of characters, with the offset of each and the positions of blanks."""
 
     def __init__(self, paragraphs: Sequence[str]) -> None:
         lengths = np.array([len(text) for text in paragraphs], dtype=np.int64)
@@ -135,7 +135,7 @@ class _Characters:
         self._last_end = np.maximum.accumulate(np.where(np.append(True, blank[:-1]), 0, here))
 
     def without_blanks(self, offsets: Int32Array, bounds: Int64Array) -> Int32Array:
-        """Return the offsets of tokens with blanks at both ends left out; a token of blanks alone is empty.
+        """Return the offsets of tokens without blanks at both ends; a token of blanks is empty.
 
         Sentencepiece's tokens include the blank before a word.
         """
@@ -151,7 +151,7 @@ def _answer_tokens(
 ) -> tuple[Int64Array, Int64Array]:
     """Return the first and the last token of the paragraph that each question's answer touches.
 
-    The first is -1 without an answer, and where the tokenizer has left out all characters of the answer.
+    The first is -1 without an answer, or if the tokenizer dropped all characters of the answer.
     """
     begins, ends = (np.full(len(data.questions), -1, dtype=np.int64) for _ in range(2))
     for k, question in enumerate(data.questions):

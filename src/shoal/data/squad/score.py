@@ -1,8 +1,8 @@
-"""Exact match and F1 of SQuAD by the official rules. Standard library only.
+"""Computes exact match and F1 of SQuAD by the official rules. Standard library only.
 
 The rules are those of the organisers' evaluate-v1.1.py and evaluate-v2.0.py (Rajpurkar et al., arXiv
-1606.05250 and 1806.03822). They differ: 2.0 leaves out gold answers that are empty once normalised and takes
-"" as the only gold where none is left; its F1 of two empty texts is 1 (in 1.1 it is 0). A question without a
+1606.05250 and 1806.03822). They differ: 2.0 ignores gold answers that are empty once normalised and takes
+"" as the only gold if none is left; its F1 of two empty texts is 1 (in 1.1 it is 0). A question without a
 prediction counts as wrong, as in 1.1; the script of 2.0 ends with an error there.
 """
 
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The best that a threshold on the null odds could give, in percent, and the threshold."""
+    """The best scores of any threshold on the null odds, in percent, and the thresholds."""
 
     exact: float
     exact_threshold: float
@@ -56,7 +56,7 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What a file of predictions is worth."""
+    """Scores of a file of predictions."""
 
     version: Version
     all: Part
@@ -97,7 +97,7 @@ def score_squad(
     """Score predictions.
 
     Args:
-        null_odds: for each question, how sure the system is of no answer; gives the best thresholds.
+        null_odds: for each question, the odds that it has no answer; gives the best thresholds.
         null_threshold: questions with higher odds count as unanswered, as in the official script; 2.0 only.
         version: the rules; default: those of the data.
 
@@ -210,8 +210,8 @@ def _best_threshold(
     scores: Mapping[str, tuple[float, float]],
     which: int,
 ) -> tuple[float, float]:
-    """Return the best score of any threshold and that threshold: all unanswered, then ever more answered."""
-    # questions of equal odds stand in the order of their file, as in the official script
+    """Return the best score of any threshold, and the threshold; tries them from all unanswered upwards."""
+    # questions of equal odds keep the order of their file, as in the official script
     place = {name: k for k, name in enumerate(null_odds)}
     answered = [question for question in questions if question.id in predictions]
     answered.sort(key=lambda question: (null_odds[question.id], place[question.id]))
@@ -236,7 +236,7 @@ def evaluate(
     version: Version | None,
     out: Path | None,
 ) -> str:
-    """Return the scores as the official script's JSON; what is odd about the files goes to stderr.
+    """Return the scores as the official script's JSON; print remarks about the files on stderr.
 
     Raises:
         UsageError: a file is not what it should be, or the files do not belong together.
