@@ -1,6 +1,6 @@
-"""Sentences and pairs with labels: MNLI, and any tab-separated or JSONL file; accuracy and confusion table.
+"""Reads labelled texts and pairs (MNLI, and any tab-separated or JSONL file), tokenises and scores them.
 
-Standard library only. MNLI's matched and mismatched sets are two files, read and scored one by one.
+MNLI's matched and mismatched sets are two files, read and scored one by one.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ MNLI_LABELS = ("entailment", "neutral", "contradiction")
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """What the columns (or keys) of a file are called; those of MNLI are the default."""
+    """Names of the columns (or keys) of a file; the defaults are those of MNLI."""
 
     first: str = "sentence1"
     second: str | None = "sentence2"
     """The other text of a pair; ``None`` for single texts."""
     label: tuple[str, ...] = ("gold_label", "label")
-    """The first of these that the file has."""
+    """The first of these names that the file has is used."""
     unlabelled: str = "-"
-    """The label of examples on which people did not agree; they are left out, as MNLI's authors ask."""
+    """The label of examples without a consensus; they are skipped, as MNLI's authors ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyData:
-    """A file of examples, in its order."""
+    """The examples of a file, in its order."""
 
     path: Path
     labels: tuple[str, ...]
     examples: tuple[Example, ...]
     num_unlabelled: int
-    """Examples left out since they have no label."""
+    """Examples that were skipped because they have no label."""
 
 
 def read_classify(path: Path, columns: Columns, *, labels: Sequence[str] | None) -> ClassifyData:
@@ -63,7 +63,8 @@ def read_classify(path: Path, columns: Columns, *, labels: Sequence[str] | None)
 
     Args:
         labels: the set of labels, in the order of the model's outputs; ``None`` takes those of the file,
-            sorted: right for training data only, since an evaluation must have the labels of the training.
+        sorted:
+            for training data only, since an evaluation needs the labels of the training.
 
     Raises:
         UsageError: the file cannot be read, a column is not there, a line is damaged, a label is not in the
@@ -100,7 +101,7 @@ def read_classify(path: Path, columns: Columns, *, labels: Sequence[str] | None)
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyScores:
-    """How many examples of each label got which."""
+    """Counts of predictions per label."""
 
     labels: tuple[str, ...]
     counts: tuple[tuple[int, ...], ...]
@@ -117,7 +118,7 @@ class ClassifyScores:
         return 100.0 * sum(row[k] for k, row in enumerate(self.counts)) / self.total
 
     def table(self) -> str:
-        """Return the confusion table as text: a row for each label, a column for what was predicted."""
+        """Return the confusion table as text: one row per label, one column per prediction."""
         recalls = [f"{100 * row[k] / sum(row):.1f}" if sum(row) else "-" for k, row in enumerate(self.counts)]
         lines = [["", *self.labels, "recall %"]]
         for label, row, recall in zip(self.labels, self.counts, recalls, strict=True):
@@ -183,7 +184,7 @@ def _jsonl_rows(path: Path, columns: Columns) -> Iterator[_Row]:
 
 
 def _chosen(path: Path, line: int, columns: Columns, present: dict[str, Any]) -> tuple[str, str | None, str]:
-    """Return the names of both texts and of the label, after a look whether they are there."""
+    """Return the column names of both texts and of the label, after checking that they exist."""
     label = next((name for name in columns.label if name in present), columns.label[0])
     for name in (columns.first, columns.second, label):
         if name is not None and name not in present:
@@ -215,7 +216,7 @@ _READERS = {".tsv": _tsv_rows, ".jsonl": _jsonl_rows}
 
 @dataclass(frozen=True, kw_only=True)
 class PairFeatures:
-    """Sequences of ``data.examples``; tokens of number ``k`` are ``bounds[k]`` to ``bounds[k + 1]``."""
+    """Sequences of ``data.examples``; tokens of sequence ``k`` are ``bounds[k]`` to ``bounds[k + 1]``."""
 
     data: ClassifyData
     tokens: Int32Array
@@ -223,23 +224,23 @@ class PairFeatures:
     types: npt.NDArray[np.uint8]
     """Segment ids of all sequences, flat."""
     bounds: Int64Array
-    """Where sequences begin, and where the last one ends: ``[num_sequences + 1]``."""
+    """Offsets of the sequences, and the end of the last one: ``[num_sequences + 1]``."""
     labels: Int32Array
     """Index of each sequence's label in ``data.labels``."""
     num_cut: int
-    """Sequences that were too long."""
+    """Sequences that were truncated."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
 
 def make_pairs(data: ClassifyData, tokenizer: Tokenizer, *, max_seq_length: int) -> PairFeatures:
-    """Tokenise all examples and cut what is too long, at the end of the longer text first.
+    """Tokenise all examples and truncate long ones, at the end of the longer text first.
 
     Args:
-        tokenizer: its padding and truncation do not count. Names of special tokens in a text are ordinary
+        tokenizer: its padding and truncation are ignored. Names of special tokens in a text are ordinary
             characters.
-        max_seq_length: tokens in a sequence at most, the special ones included.
+        max_seq_length: most tokens of a sequence, special ones included.
 
     Raises:
         UsageError: the tokenizer puts no special tokens around texts, or no room is left for these.
@@ -247,11 +248,12 @@ def make_pairs(data: ClassifyData, tokenizer: Tokenizer, *, max_seq_length: int)
     columns = [[example.first for example in data.examples]]
     if data.examples[0].second is not None:
         columns.append([example.second or "" for example in data.examples])
-    frame = SequenceTemplate(tokenizer, num_texts=len(columns))
-    room = max_seq_length - frame.num_special
+    template = SequenceTemplate(tokenizer, num_texts=len(columns))
+    room = max_seq_length - template.num_special
     if room < len(columns):
         raise UsageError(
-            f"max_seq_length {max_seq_length} has no room beside {frame.num_special} special tokens; raise it"
+            f"max_seq_length {max_seq_length} has no room beside {template.num_special} special tokens; "
+            "raise it"
         )
     with plain(tokenizer):
         encoded = [encode_texts(tokenizer, texts, with_offsets=False)[:2] for texts in columns]
@@ -261,7 +263,7 @@ def make_pairs(data: ClassifyData, tokenizer: Tokenizer, *, max_seq_length: int)
         kept = (np.minimum(lengths[0], room),)
     else:
         kept = cut_longer(lengths[0], lengths[1], room)
-    tokens, types, bounds, _ = frame.fill(
+    tokens, types, bounds, _ = template.fill(
         *((ids, bounds[:-1], count) for (ids, bounds), count in zip(encoded, kept, strict=True))
     )
     return PairFeatures(

@@ -1,11 +1,11 @@
-"""Articles out of files: which files a source names, how they are cut into pieces, and how each is read.
+"""Finds the files of a source, cuts them into chunks, and reads the articles of a chunk.
 
-Three forms are known. ``lines``: one article a line, as the Wikipedia dump tools write them. ``files``: one
-article a file, paragraphs separated by empty lines. ``wikitext``: WikiText raw files, where a line
+There are three formats. ``lines``: one article per line, as the Wikipedia dump tools write them. ``files``:
+one article per file, paragraphs separated by empty lines. ``wikitext``: raw files of WikiText, where a line
 `` = Title = `` begins an article and every other line is a paragraph.
 
-A *piece* is a bounded part of the source, cut by file sizes alone, so nothing is read to plan and the cut
-does not depend on who reads. A byte range inside a file stands for the articles that *begin* in it.
+A *chunk* is a bounded part of the source, cut by file sizes alone, so that planning reads nothing. A byte
+range of a file stands for the articles that *begin* in it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Format = Literal["lines", "files", "wikitext"]
 Errors = Literal["strict", "replace"]
 
 SUFFIXES = (".txt", ".raw", ".tokens")
-"""What is read of a directory; a file or glob given by name may have any suffix."""
+"""Suffixes of the files that are read in a directory; a file or glob may have any."""
 
 MAX_ARTICLE_BYTES = 64 << 20
-"""A longer article is refused: it bounds memory, and a file without line ends is most likely a mistake."""
+"""Limit of an article: bounds memory, and a file without line ends is most likely a mistake."""
 
 _PEEK_BYTES = 64 << 10
 _TITLE = re.compile(rb"^ ?= [^=\s](?:[^\n]*[^=\s])? = ?\r?$", re.MULTILINE)
@@ -38,7 +38,7 @@ _PARAGRAPH_END = re.compile(r"\n\s*\n")
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """One file of a source; size in bytes and time of its last change in nanoseconds."""
+    """One file of a source, with its size in bytes and mtime in nanoseconds."""
 
     path: Path
     format: Format
@@ -48,7 +48,7 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """The articles of a file that begin in bytes ``start`` up to ``end`` (not included)."""
+    """The articles of a file that begin in the bytes ``[start, end)``."""
 
     path: Path
     format: Format
@@ -62,8 +62,8 @@ Chunk = tuple[Span, ...]
 def find_files(sources: Sequence[str], form: Format | Literal["auto"]) -> list[SourceFile]:
     """Return the files of ``sources`` (files, directories or globs) in reading order, empty ones left out.
 
-    ``auto`` takes a file with a WikiText title in its first 64 KiB as ``wikitext``, another one that was
-    named by itself as ``lines``, and those of a directory or glob as ``files``.
+    ``auto`` reads a file with a WikiText title in its first 64 KiB as ``wikitext``, another that is named as
+    such as ``lines``, and those of a directory or glob as ``files``.
 
     Raises:
         UsageError: a source does not exist, cannot be read, or all of them hold nothing.
@@ -98,8 +98,8 @@ def find_files(sources: Sequence[str], form: Format | Literal["auto"]) -> list[S
 
 
 def cut_chunks(files: Sequence[SourceFile], chunk_bytes: int) -> list[Chunk]:
-    """Cut ``files`` into pieces of about ``chunk_bytes``, in order; no article is in two of them."""
-    pieces: list[Chunk] = []
+    """Cut ``files`` into chunks of about ``chunk_bytes``, in order; no article is in two of them."""
+    chunks: list[Chunk] = []
     open_spans: list[Span] = []
     room = chunk_bytes
     for file in files:
@@ -107,26 +107,26 @@ def cut_chunks(files: Sequence[SourceFile], chunk_bytes: int) -> list[Chunk]:
         for start in range(0, file.num_bytes, max(step, 1)):
             end = min(start + step, file.num_bytes)
             if end - start > room and open_spans:
-                pieces.append(tuple(open_spans))
+                chunks.append(tuple(open_spans))
                 open_spans, room = [], chunk_bytes
             open_spans.append(Span(path=file.path, format=file.format, start=start, end=end))
             room -= end - start
     if open_spans:
-        pieces.append(tuple(open_spans))
-    return pieces
+        chunks.append(tuple(open_spans))
+    return chunks
 
 
-def read_articles(piece: Chunk, errors: Errors) -> Iterator[str]:
-    """Yield the articles of a piece that are not empty; memory holds one at a time.
+def read_articles(chunk: Chunk, errors: Errors) -> Iterator[str]:
+    """Yield the articles of a chunk that are not empty; holds one at a time in memory.
 
-    An article's paragraphs are separated by a line end, and white space inside them is one blank.
+    Paragraphs of an article are separated by a line end, and white space inside them is one blank.
 
     Raises:
         UsageError: bytes that are not UTF-8 (unless ``errors`` is "replace", which puts U+FFFD for them), or
             an article longer than ``MAX_ARTICLE_BYTES``.
         ShoalError: a file can no longer be read.
     """
-    for span in piece:
+    for span in chunk:
         read = {"lines": _read_lines, "files": _read_file, "wikitext": _read_wikitext}[span.format]
         try:
             with span.path.open("rb") as file:
@@ -209,7 +209,7 @@ def _read_wikitext(file: BinaryIO, span: Span) -> Iterator[tuple[int, bytes]]:
 
 
 def _seek_line(file: BinaryIO, span: Span) -> int:
-    """Go to the first line that begins at or after the start of the span; return where it is."""
+    """Seek to the first line that begins at or after the start of the span; return its offset."""
     if span.start == 0:
         return 0
     file.seek(span.start - 1)
@@ -246,7 +246,7 @@ def _decode(data: bytes, offset: int, path: Path, errors: Errors) -> str:
 
 
 def _not_utf8(path: Path, offset: int, value: int) -> UsageError:
-    """Name the place of a wrong byte; the file is read up to it again, since nobody counted lines."""
+    """Return an error with line and column of an invalid byte; reads the file up to it to count lines."""
     line, column = 1, 0
     with path.open("rb") as file:
         rest = offset

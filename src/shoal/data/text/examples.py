@@ -1,8 +1,8 @@
-"""Masked-LM examples of two segments: pure functions of (seed, epoch, index), a batch at a time.
+"""Makes batches of masked-LM examples of two segments, a pure function of (seed, epoch, index).
 
-Nothing is stored but tokens; each example's segments, masks and label are drawn while reading from numbers
-keyed by the seed, the epoch and the example's index. Reading the same example twice, in another batch, by
-another worker or in another process gives the same arrays.
+Only tokens are stored; the segments, masks and label of an example are drawn while reading, from a generator
+keyed by seed, epoch and index. Reading an example again, in another batch, worker or process, gives the same
+arrays.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from shoal.decide.rng import Int64Array, Stream, UInt64Array, draw, dropout_keys
 from shoal.errors import ShoalError, UsageError
 
 NUM_SPECIAL = 3
-"""[CLS] A [SEP] B [SEP]."""
+"""Special tokens of [CLS] A [SEP] B [SEP]."""
 
 _SEGMENTS, _NGRAMS, _CHOICE, _REPLACEMENT = range(4)  # streams of one example
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleConfig:
-    """What an example looks like. The seed also decides the order of examples (``loader``)."""
+    """Length, masking and pairing of examples. The seed also decides their order (``loader``)."""
 
     max_seq_length: int = 512
     max_predictions_per_seq: int = 20
@@ -129,10 +129,10 @@ class ExampleReader(Reader):
         - ``token_type_ids`` int64 [B, T]: 1 in the second segment and its [SEP];
         - ``attention_mask`` int64 [B, T]: 0 in the padding;
         - ``masked_positions`` int64 [B, P]: ascending, then 0;
-        - ``masked_ids`` int64 [B, P]: the tokens that were there, then 0;
+        - ``masked_ids`` int64 [B, P]: the original tokens, then 0;
         - ``masked_weights`` float32 [B, P]: 1 for each prediction, then 0;
-        - ``labels`` int64 [B]: 1 where the segments are swapped, or the second is of another document;
-        - ``epoch``, ``index`` int64 [B]: the names of the examples;
+        - ``labels`` int64 [B]: 1 if the segments are swapped, or the second is of another document;
+        - ``epoch``, ``index`` int64 [B]: of the examples;
         - ``dropout_keys`` int64 [B]: what the model drops of them by in training.
 
         Raises:
@@ -155,7 +155,7 @@ class ExampleReader(Reader):
         }
 
     def lengths(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> Int64Array:
-        """Return how many tokens of each example are not padding, int64 ``[B]``, without reading tokens."""
+        """Return the number of tokens of each example without padding, int64 ``[B]``; reads no tokens."""
         epochs_, indices_ = example_names(epochs, indices)
         streams = self._streams(epochs_, indices_)
         segments = self._windows.segments(epochs_, indices_, streams[:, _SEGMENTS])
@@ -181,7 +181,7 @@ class ExampleReader(Reader):
         return ids
 
     def _gather(self, segments: Segments, layout: _Layout) -> Int64Array:
-        """Read the text of both segments; only where they lie in two shards this takes two looks."""
+        """Read the text of both segments; a second read is needed only for those in two shards."""
         apart = segments.first.shard != segments.second.shard
         rows = np.flatnonzero(apart)
         if not rows.size:
@@ -196,7 +196,7 @@ class ExampleReader(Reader):
         return ids
 
     def _mask(self, ids: Int64Array, layout: _Layout, streams: UInt64Array) -> dict[str, npt.NDArray[Any]]:
-        """Hide tokens in ``ids``, in place; return what was hidden where."""
+        """Mask tokens in ``ids``, in place; return their positions and originals."""
         config = self.config
         num_rows = len(ids)
         continues_word = self._continues_word[ids] & config.whole_words
@@ -243,7 +243,7 @@ def packed(batch: Mapping[str, npt.NDArray[Any]]) -> Packed:
 
 
 class _Layout:
-    """Where the parts of [CLS] first [SEP] second [SEP] lie in each row; boolean arrays ``[B, T]``."""
+    """Layout of [CLS] first [SEP] second [SEP] in each row, as boolean arrays ``[B, T]``."""
 
     def __init__(self, segments: Segments, max_seq_length: int) -> None:
         first, second = segments.first, segments.second
@@ -266,7 +266,7 @@ class _Layout:
 
 
 def mean_fill(reader: ExampleReader, *, limit: int = 10_000) -> float:
-    """Return the mean share of a sequence that is not padding, in epoch 0, over evenly spread examples."""
+    """Return the mean fraction of a sequence that is not padding, over evenly spread examples of epoch 0."""
     lengths = reader.lengths(0, evenly_spread(reader.num_examples, limit))
     return float(lengths.mean() / reader.config.max_seq_length)
 
@@ -274,8 +274,8 @@ def mean_fill(reader: ExampleReader, *, limit: int = 10_000) -> float:
 def unigram_entropy(target_ids: npt.ArrayLike) -> float:
     """Return the entropy, in nats, of the distribution of the given token ids.
 
-    It is the loss of a model that knows how often each target occurs and nothing about the context; a
-    model that has learnt something about context is below it.
+    It is the loss of a model that knows the frequency of each target but ignores the context; a model that
+    uses the context is below it.
 
     Raises:
         ValueError: there are no ids.

@@ -1,10 +1,10 @@
-"""Masked language modelling: which tokens are hidden and what stands in their place.
+"""Masks tokens for masked language modelling.
 
-Whole words are hidden, in n-grams of up to ``max_ngram`` words with p(n) ∝ 1/n (Joshi et al., "SpanBERT",
+Whole words are masked, in n-grams of up to ``max_ngram`` words with p(n) ∝ 1/n (Joshi et al., "SpanBERT",
 2020; Lan et al., "ALBERT", 2020, section 4.3 of which gives these probabilities). google-research/albert
 draws n-grams in random order and drops those that overlap; here the words of each segment are first cut
 into consecutive n-grams of random length, which cannot overlap, and then n-grams are taken in random order,
-each that still fits into the budget, until nothing fits. Lengths of n-grams follow p(n), apart from one
+each that still fits into the budget, until nothing fits. Lengths of n-grams follow p(n), except for one
 that the border between the segments cuts in two, the last, and the last ones taken, which must fit.
 """
 
@@ -21,7 +21,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 _LOW_BITS = np.uint64(0xFFFF)
 MAX_SEQ_LENGTH = 0xFFFF
-"""The number of an n-gram must fit into 16 bits beside its random rank."""
+"""The number of an n-gram is stored in 16 bits of its random rank."""
 
 
 def prediction_budgets(num_tokens: Int64Array, *, mask_prob: float, max_predictions: int) -> Int64Array:
@@ -36,7 +36,7 @@ def prediction_budgets(num_tokens: Int64Array, *, mask_prob: float, max_predicti
 def split_ngrams(
     keys: UInt64Array, word_starts: BoolArray, segment_starts: BoolArray, max_ngram: int
 ) -> Int64Array:
-    """Cut words into consecutive n-grams; return the number of each token's n-gram.
+    """Cut words into consecutive n-grams; return the index of each token's n-gram.
 
     Args:
         keys: random keys ``[B]``.
@@ -72,7 +72,7 @@ def split_ngrams(
 
 
 def choose_ngrams(keys: UInt64Array, sizes: Int64Array, budgets: Int64Array) -> BoolArray:
-    """Take n-grams in random order, each one that still fits into its row's budget.
+    """Take n-grams in random order if they still fit into the budget of their row.
 
     Args:
         keys: random keys ``[B]``.
@@ -83,8 +83,8 @@ def choose_ngrams(keys: UInt64Array, sizes: Int64Array, budgets: Int64Array) -> 
         bool ``[B, K]``.
     """
     num_ngrams = sizes.shape[1]
-    # The n-gram's number rides in the low bits of its random rank: one plain sort takes a third of an
-    # argsort. N-grams that cannot be taken sort to the end.
+    # The n-gram's number is stored in the low bits of its random rank: a plain sort takes a third of the time
+    # of an argsort. N-grams that cannot be taken sort to the end.
     numbers = np.arange(num_ngrams, dtype=np.uint64)
     ranks = draw(keys[:, None], numbers)
     ranks[sizes == 0] = ~_LOW_BITS
@@ -143,7 +143,7 @@ def choose_tokens(
 
 
 def replace_tokens(keys: UInt64Array, ids: Int64Array, mask_id: int, ordinary_ids: Int64Array) -> Int64Array:
-    """Return what the model sees in place of predicted tokens ``ids``, all ``[M]``; ``keys`` are ``[M]``.
+    """Return the inputs in place of the predicted tokens ``ids``, all ``[M]``; ``keys`` are ``[M]``.
 
     80 % become ``mask_id``, 10 % a random one of ``ordinary_ids``, 10 % stay (Devlin et al., "BERT", 2019).
     """

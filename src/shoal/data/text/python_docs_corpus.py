@@ -1,11 +1,12 @@
-"""The source ``builtin``: real English out of the Python installation itself.
+"""Extracts English prose from this Python installation: the source ``builtin``.
 
-Documents are modules, manual topics and readme files: their docstrings in order, code and tables left out
-(``prose``). Nothing is imported; string literals are found by a regular expression that knows comments
-and strings, 15 times faster than parsing whole modules (47 s for the 220 MB of one installation), and
-each docstring is then evaluated by ``ast.literal_eval``.
+Documents are modules, manual topics and readme files: their docstrings in order, without code and tables
+(:func:`prose_paragraphs`). Nothing is imported; string literals are found by a regular expression that knows
+comments and strings, 15 times faster than parsing whole modules (47 s for the 220 MB of one installation),
+and each docstring is then evaluated by ``ast.literal_eval``.
 
-The order of folders and files is sorted, so one installation always gives the same bytes.
+Folders and files are sorted, so an installation always gives the same bytes. Thresholds were set by reading
+samples: a lost paragraph costs little, a table that is kept teaches the model nothing.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ def _words(text: str) -> frozenset[str]:
 
 _MIN_WORDS = 7
 _MIN_PLAIN = 0.86
-"""Share of a paragraph's words that are letters and ordinary punctuation."""
+"""Least fraction of words of letters and ordinary punctuation."""
 _MIN_SMALL = 0.24
-"""Share of function words; English prose has 0.35 to 0.5, lists of names have less than 0.15."""
+"""Least fraction of function words; English prose has 0.35 to 0.5, lists of names have less than 0.15."""
 _MAX_SUSPECT = 0.012
-"""Signs of code for each character of the paragraph."""
+"""Most signs of code per character of the paragraph."""
 
 _FENCE = re.compile(r"```|~~~")
 _DOCTEST = re.compile(r">>>|\.\.\.|\$ |In \[|Out\[|%\w")
@@ -98,15 +99,15 @@ _REFUSED = re.compile(
 
 
 def prose_paragraphs(text: str) -> list[str]:
-    """Return the paragraphs of ``text`` (a docstring without its indentation) that are English prose."""
+    """Return the paragraphs of English prose in a dedented docstring, reStructuredText or Markdown."""
     found: list[str] = []
     if text.count(" ") < _MIN_WORDS - 1:
         return found
     for block in _blocks(text):
-        if block.count(" ") < _MIN_WORDS - 1 or block[0].islower():  # most of what is left out, cheaply
+        if block.count(" ") < _MIN_WORDS - 1 or block[0].islower():  # rejects most blocks cheaply
             continue
         paragraph = clean_markup(block)
-        if paragraph.endswith(":"):  # it introduces code or a list, which is gone
+        if paragraph.endswith(":"):  # it introduces code or a list, which was dropped
             paragraph = " ".join(split_sentences(paragraph)[:-1])
         if is_prose(paragraph):
             found.append(paragraph)
@@ -124,7 +125,7 @@ def clean_markup(text: str) -> str:
 
 
 def is_prose(paragraph: str) -> bool:
-    """Decide whether a cleaned paragraph reads like English sentences."""
+    """Return whether a cleaned paragraph consists of English sentences."""
     words = paragraph.split()
     if len(words) < _MIN_WORDS or not (_SENTENCE_START.match(paragraph) and _SENTENCE_END.search(paragraph)):
         return False
@@ -137,7 +138,7 @@ def is_prose(paragraph: str) -> bool:
 
 
 def _blocks(text: str) -> list[str]:
-    """Cut text into raw paragraphs; the marker of a list item or an argument is left out."""
+    """Split text into raw paragraphs without the markers of list items and arguments."""
     blocks: list[list[str]] = [[]]
     last_indent, is_item = 0, False
     for line in _lines_outside_code(text):
@@ -164,7 +165,7 @@ def _blocks(text: str) -> list[str]:
 
 
 def _lines_outside_code(text: str) -> Iterator[str]:
-    """Yield the lines of ``text``; an empty one stands for code, a doctest, a table, a title, a directive."""
+    """Yield the lines of ``text``, empty ones for code, doctests, tables, titles and directives."""
     skipped_indent: int | None = None  # lines indented deeper than this belong to what is left out
     fenced = in_doctest = False
     for line, following in pairwise([*text.splitlines(), ""]):
@@ -200,13 +201,13 @@ _SKIPPED_TEXTS = re.compile(
     r"|cmake|changelog|news|history",
     re.IGNORECASE,
 )
-_FILES_A_TASK = 200
+_FILES_PER_TASK = 200
 _MIN_DOCUMENT = 300
 """Characters; a document must be long enough to have sentences that follow each other."""
 _LETTERS = re.compile(r"[a-z]+")
 _SEQUENCE = 6
 _MAX_KNOWN = 0.3
-"""Share of a paragraph's sequences of six words that may have been seen; 0.5 kept 4 % more, all variants."""
+"""Most of a paragraph's sequences of six words that occurred before; 0.5 kept 4 % more, all variants."""
 
 # what comes before a triple-quoted string: other code, comments, short strings
 _BEFORE = re.compile(
@@ -220,7 +221,7 @@ _LINE_START = re.compile(r"\n[ \t]*(?P<prefix>[rRuU]?)\Z")
 
 
 def source_files() -> list[Path]:
-    """Return the files of this installation that documents are made of, in a fixed order.
+    """Return the files of this installation to make documents of, in a fixed order.
 
     The standard library comes first (its manual topics before the modules), then the installed packages.
     """
@@ -234,8 +235,8 @@ def source_files() -> list[Path]:
 def documents(file: Path) -> list[list[str]]:
     """Return the documents in ``file``, each the list of its paragraphs of English prose.
 
-    A file is one document, but for the manual topics of ``pydoc``, which are one each. A file that cannot be
-    read has none.
+    A file is one document, except for the manual topics of ``pydoc``, which are one each. An unreadable file
+    has none.
     """
     try:
         text = file.read_bytes().decode("utf-8", "replace")
@@ -244,16 +245,16 @@ def documents(file: Path) -> list[list[str]]:
     if file.suffix != ".py":
         return [prose_paragraphs(text.partition("\n\n")[2] if file.name == "METADATA" else text)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "\d" in somebody's docstring
+        warnings.simplefilter("ignore")  # "\d" in a docstring
         if file.parts[-2:] == ("pydoc_data", "topics.py"):
             return [prose_paragraphs(topic) for topic in _topics(text)]
         return [[paragraph for doc in docstrings(text) for paragraph in prose_paragraphs(doc)]]
 
 
 def docstrings(source: str) -> Iterator[str]:
-    """Yield the triple-quoted strings of a module that begin a line, without their indentation.
+    """Yield the triple-quoted strings of a module that begin a line, dedented.
 
-    These are its docstrings, and the texts that functions like ``add_docstring`` attach to native code.
+    These are its docstrings, and the texts of calls like ``add_docstring`` for native code.
     """
     source = "\n" + source
     end = 0
@@ -280,15 +281,15 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def write_snapshot(path: Path, *, processes: int, progress: Progress) -> None:
-    """Write the English of this installation to ``path``, one document a line; the file is whole or absent.
+    """Write the prose of this installation to ``path``, one document per line, atomically.
 
-    A paragraph most of whose word sequences were there before is left out: documentation repeats itself.
+    A paragraph of which most word sequences occurred before is dropped: documentation repeats itself.
 
     Raises:
         ShoalError: the disk is full, or there is next to no documentation.
     """
     files = source_files()
-    tasks = [files[start : start + _FILES_A_TASK] for start in range(0, len(files), _FILES_A_TASK)]
+    tasks = [files[start : start + _FILES_PER_TASK] for start in range(0, len(files), _FILES_PER_TASK)]
     progress.start("Collecting the English of this Python", sum(map(_num_bytes, files)))
     found: dict[int, list[list[str]]] = {}
     seen: set[bytes] = set()
@@ -296,7 +297,7 @@ def write_snapshot(path: Path, *, processes: int, progress: Progress) -> None:
     following = 0
     for index, result in run_tasks(_documents, tasks, processes=processes, show=progress.show):
         found[index] = result
-        while following in found:  # in the order of the files, whatever the order of arrival
+        while following in found:  # in the order of the files, not of completion
             for paragraphs in found.pop(following):
                 line = " ".join(paragraph for paragraph in paragraphs if _is_new(paragraph, seen))
                 if len(line) >= _MIN_DOCUMENT:

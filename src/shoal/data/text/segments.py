@@ -1,16 +1,16 @@
-"""Which tokens an example is made of: windows over documents, cut into two segments.
+"""Chooses the text of an example: windows over documents, cut into two segments.
 
-A pair of segments poses one of two questions. *Order* (ALBERT): the two halves of a window, in half of the
+A pair of segments has one of two tasks. *Order* (ALBERT): the two halves of a window, in half of the
 examples swapped. *Next* (BERT): in half of the examples the second segment is text of another document,
 drawn with equal chance from all others, that begins at a sentence anywhere in it. It is as long as the half
-that it replaces, if its document is, so that lengths do not give the answer away. (google-research/bert
-also draws the place; there the second segment is shorter wherever a document's end is near.)
+that it replaces, if its document allows, so that lengths do not reveal the label. (google-research/bert
+also draws the position; there the second segment is shorter near the end of a document.)
 
 A document of ``L`` tokens has ``ceil(L / C)`` windows of ``C`` tokens (the sequence length less its three
 special tokens), or none if it is too short. Their number depends on nothing else, so examples can be
 numbered once for all epochs. The windows' starts are spread evenly from the document's start to ``L - C``;
-they overlap a little instead of leaving a short tail. Each epoch moves all windows of a document by a
-common phase of up to half their distance, so that other tokens and other pairs meet.
+they overlap a little instead of leaving a short tail. Each epoch shifts all windows of a document by a common
+phase of up to half their distance, so that examples differ between epochs.
 
 A window begins at the start of a sentence: the last one at or before its place, or its place itself in a
 sentence that began more than ``C / 2`` tokens earlier. A window that the phase has pushed to the very end
@@ -32,12 +32,12 @@ from shoal.errors import UsageError
 
 BoolArray = npt.NDArray[np.bool_]
 PairTask = Literal["order", "next"]
-"""The question about two segments: sentence order, or next sentence."""
+"""The task of two segments: sentence order, or next sentence."""
 
 _Groups = list[tuple[int, Any]]  # (shard number, the rows of a batch that lie in it)
 
 MIN_TOKENS = 8
-"""Documents with fewer tokens give no example, and no segment is shortened below this."""
+"""Documents with fewer tokens give no example, and segments are not shortened below this."""
 
 _IS_SHORT, _SHORT_LENGTH, _BOUNDARY, _LABEL, _OTHER, _PLACE = range(6)  # counters of one example's draws
 
@@ -61,9 +61,9 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """The two segments of each example as the model sees them.
+    """The two segments of each example in the order of the input.
 
-    ``labels`` (``[B]``) is true where they are swapped, or where the second is of another document.
+    ``labels`` (``[B]``) is true if they are swapped, or if the second is of another document.
     """
 
     first: Span
@@ -76,7 +76,7 @@ class Segments:
 
 
 class Windows:
-    """The numbering of all examples of a split, and the segments of each."""
+    """Numbers all examples of a split, and computes the segments of each."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Windows:
         seed: int,
         pairs: PairTask = "order",
     ) -> None:
-        """Number the examples; this keeps 8 bytes of memory a document (16 for the task ``next``)."""
+        """Number the examples; keeps 8 bytes of memory per document (16 for the task ``next``)."""
         self._shards = shards
         self._pairs = pairs
         self._capacity = num_text_tokens
@@ -100,7 +100,7 @@ class Windows:
         if pairs == "next" and len(self._usable) == 1:
             raise UsageError(
                 f"{shards.directory}: the split {shards.split!r} has one document of at least {MIN_TOKENS} "
-                "tokens, and next-sentence prediction takes segments of another one; prepare more documents"
+                "tokens, and next-sentence prediction needs segments of another one; prepare more documents"
             )
 
     @property
@@ -161,7 +161,8 @@ class Windows:
     def _places(
         self, epochs: Int64Array, documents: Int64Array, indices: Int64Array, spare: Int64Array
     ) -> Int64Array:
-        """Return each window's place in its document, in [0, spare], before it is moved to a sentence."""
+        """Return each window's position in its document, in [0, spare], before it is aligned to a
+        sentence."""
         before = self._first_examples[documents]
         num_gaps = np.maximum(self._first_examples[documents + 1] - before - 1, 1)
         phase = uniform(random_keys(self._seed, Stream.WINDOW_PHASE, epochs, documents)) - 0.5
@@ -190,7 +191,7 @@ class Windows:
     def _boundaries(
         self, groups: _Groups, start: Int64Array, end: Int64Array, u: npt.NDArray[np.float64]
     ) -> Int64Array:
-        """Return where each text is cut in two: at one of the sentence starts inside, else in its middle."""
+        """Return where each text is split: at a random sentence start inside, else in its middle."""
         middle = (start + end) // 2
         for number, rows in groups:
             offsets = self._shards.shards[number].sentence_offsets
@@ -202,7 +203,7 @@ class Windows:
 
 
 def rows_by_shard(shard: Int64Array) -> _Groups:
-    """Return (shard number, its rows) for each shard that occurs; one shard costs one step."""
+    """Return (shard number, its rows) for each shard that occurs."""
     if (shard == shard[0]).all():
         return [(int(shard[0]), slice(None))]
     return [(number, np.flatnonzero(shard == number)) for number in sorted(set(shard.tolist()))]

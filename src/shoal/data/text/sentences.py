@@ -1,10 +1,10 @@
-"""Where English sentences end: rules alone, in one pass of a regular expression. Standard library only.
+"""Splits English text into sentences by rules, in one pass of a regular expression. Standard library only.
 
-A *candidate* is a run of ``. ! ? …`` with the quotes and brackets that close behind it, then white space,
-then something that a sentence can begin with. A candidate is refused when the next word is in lower case,
-or when the full stop belongs to a title (``Dr.``), an initial (``J. S. Bach``), a numbered item
-(``No. 5``, ``1. Introduction``) or another short form whose next word rarely begins a sentence
-(``U.S. Army`` against ``the U.S. The``).
+A *candidate* is a run of ``. ! ? …`` with the quotes and brackets that close after it, then white space, then
+a character that a sentence can begin with. A candidate is rejected if the next word is in lower case, or if
+the full stop belongs to a title (``Dr.``), an initial (``J. S. Bach``), a numbered item (``No. 5``, ``1.
+Introduction``) or another short form whose next word rarely begins a sentence (``U.S. Army`` against ``the
+U.S. The``).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _JOINING = _words(
     "mr mrs ms messrs mme mlle dr prof rev hon st ste mt ft gen col lt maj capt cmdr adm sgt cpl pvt gov sen"
     " rep supt insp vs cf viz e.g i.e eg ie fig figs eq eqs approx resp ca"
 )
-"""Short forms that ask for what comes next: the sentence goes on whatever follows."""
+"""Abbreviations after which the sentence always continues."""
 
 _JOINING_NUMBERS = _words("no nos p pp ch chap vol vols op art arts sec secs ver v c b d")
-"""Short forms that join to a number; before a word they are words themselves (``The answer is no.``)."""
+"""Abbreviations before a number; before a word they are words (``The answer is no.``)."""
 
 _NEXT_DECIDES = _words(
     "inc ltd co corp bros llc plc jr sr esq al dept univ assn ave blvd"
     " jan feb mar apr jun jul aug sep sept oct nov dec mon tue wed thu fri"
 )
-"""Short forms that end a sentence as often as not; so do dotted ones (``U.S``, ``a.m``, ``Ph.D``)."""
+"""Abbreviations that may end a sentence, as dotted ones do (``U.S``, ``a.m``, ``Ph.D``)."""
 
 _FIRST_WORDS = _words(
     "a an the this that these those it its he she they we you his her their our my your there here in on at"
@@ -37,7 +37,7 @@ _FIRST_WORDS = _words(
     " then thus hence therefore also note see use to what who why how where which some many most all each"
     " both one two three no not despite because moreover furthermore instead once only other"
 )
-"""Words that begin sentences and rarely names: they settle the doubtful cases."""
+"""Words that begin sentences and rarely names; they decide after such abbreviations."""
 
 # possessive quantifiers and the look-behind keep "......" linear in its length
 _CANDIDATE = re.compile(
@@ -60,11 +60,14 @@ def normalise(text: str) -> str:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Cut English prose into sentences.
+    """Split English prose into sentences.
 
-    Only white space is lost: ``" ".join(split_sentences(text)) == normalise(text)``. Text without any
-    sentence end comes back whole; white space alone gives an empty list. Text whose punctuation stands
-    apart (``on cooking . Mating occurs``, as in WikiText) is cut at the same places.
+    Only white space is lost: ``" ".join(split_sentences(text)) == normalise(text)``. Text without a sentence
+    end is one sentence; white space gives an empty list. Text with detached punctuation (``on cooking .
+    Mating occurs``, as in WikiText) is split at the same places.
+
+        >>> split_sentences("Dr. Smith came. He left at 5 p.m. on Monday.")
+        ['Dr. Smith came.', 'He left at 5 p.m. on Monday.']
     """
     text = normalise(text)
     sentences: list[str] = []
@@ -72,7 +75,7 @@ def split_sentences(text: str) -> list[str]:
     for match in _CANDIDATE.finditer(text):
         if _ends_sentence(text, start, match):
             end = match.end("close")
-            if match["apart"] and text.count('"', start, end) % 2 == 1:  # that quote closes, not opens
+            if match["apart"] and text.count('"', start, end) % 2 == 1:  # the quote closes
                 end = match.end("apart")
             sentences.append(text[start:end])
             start = end + 1
@@ -82,12 +85,12 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _ends_sentence(text: str, start: int, match: re.Match[str]) -> bool:
-    """Decide on one candidate; ``start`` is where the current sentence begins."""
+    """Return whether a candidate ends a sentence; ``start`` is the offset of the sentence."""
     following = match["next"]
     if following.islower():
         return False
     stop = text[match.start() : match.start("close")]
-    if stop != ".":  # "!", "?", "...", "?!": a capital, a digit or a script without case begins anew
+    if stop != ".":  # "!", "?", "...", "?!": a capital, a digit or a script without case begins a sentence
         return True
     found = _LAST_WORD.search(text, max(start, match.start() - _LONGEST_SHORT_FORM), match.start())
     word = found.group() if found else ""

@@ -1,4 +1,4 @@
-"""What examples of span corruption look like. Standard library only, so that ``--help`` is quick."""
+"""Configures span corruption. Standard library only, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from functools import cached_property
 from shoal.errors import UsageError
 
 MAX_SENTINELS = 100
-"""As many as T5's vocabulary has."""
+"""Number of sentinels in T5's vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpanConfig:
-    """What an example looks like. The seed also decides the order of examples (``loader``).
+    """Length and noise of examples. The seed also decides their order (``loader``).
 
     Raises:
         UsageError: a value out of its range, or more spans than there are sentinels.
     """
 
     input_length: int = 512
-    """Tokens of an input at most, sentinels and end token included."""
+    """Most tokens of an input, sentinels and end token included."""
     noise_density: float = 0.15
     mean_span_length: float = 3.0
     seed: int = 42
@@ -41,7 +41,7 @@ class SpanConfig:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Return how many tokens of text an example has: as many as fit into the input."""
+        """Number of text tokens per example: as many as fit into the input."""
         count = 2
         while self._input_length(count + 1) <= self.input_length:
             count += 1
@@ -49,17 +49,17 @@ class SpanConfig:
 
     @property
     def num_noise(self) -> int:
-        """Return how many of them are noise."""
+        """Number of those tokens that are noise."""
         return self._num_noise(self.num_tokens)
 
     @property
     def num_spans(self) -> int:
-        """Return in how many spans the noise lies."""
+        """Number of spans of noise."""
         return self._num_spans(self.num_tokens)
 
     @property
     def target_length(self) -> int:
-        """Return the tokens of a target."""
+        """Tokens of a target."""
         return self.num_noise + self.num_spans + 1
 
     def _num_noise(self, num_tokens: int) -> int:
@@ -74,10 +74,10 @@ class SpanConfig:
 
 
 def sentinel_id(vocab_size: int, number: int) -> int:
-    """Return the id of sentinel ``number``: behind a vocabulary of ``vocab_size`` tokens, in falling order.
+    """Return the id of sentinel ``number``: after a vocabulary of ``vocab_size`` tokens, in descending order.
 
     The text's own vocabulary has no sentinels, so that the same shards serve all recipes; a model's
-    embedding has ``MAX_SENTINELS`` more rows. That is T5's layout, too: ``<extra_id_0>`` is 32,099 behind
+    embedding has ``MAX_SENTINELS`` more rows. That is T5's layout, too: ``<extra_id_0>`` is 32,099 after
     32,000 tokens.
     """
     return vocab_size + MAX_SENTINELS - 1 - number

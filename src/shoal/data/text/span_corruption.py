@@ -1,14 +1,14 @@
-"""Span corruption, T5's pretraining task: pure functions of (seed, epoch, index), a batch at a time.
+"""Makes batches for span corruption, T5's pretraining task, a pure function of (seed, epoch, index).
 
-An example is a run of ``num_tokens`` tokens of the concatenated articles. Its spans of noise, 15 % of it and
-3 tokens long on average, are each replaced by a sentinel: that is the input. The target is what was replaced,
-each span behind its sentinel; both end with the end token. How many tokens are noise and in how many spans is
-the same for all examples, so nothing is padded: with the defaults 568 tokens become inputs of 512 and targets
-of 114. (Raffel et al., "Exploring the limits of transfer learning", 2020, section 3.1.4; the counts are those
-of ``random_spans_helper`` and ``random_spans_noise_mask`` in google-research's text-to-text code.)
+An example is a run of ``num_tokens`` tokens of the concatenated articles. In the input, its spans of noise,
+15 % of it and 3 tokens long on average, are each replaced by a sentinel. The target has the replaced spans,
+each after its sentinel; both end with the end token. How many tokens are noise and in how many spans is the
+same for all examples, so nothing is padded: with the defaults 568 tokens become inputs of 512 and targets of
+114. (Raffel et al., "Exploring the limits of transfer learning", 2020, section 3.1.4; the counts are those of
+``random_spans_helper`` and ``random_spans_noise_mask`` in google-research's text-to-text code.)
 
-Nothing is stored but tokens: the runs of an epoch begin at a place that the epoch's key decides, so that each
-epoch cuts the text elsewhere, and go around each shard once; up to a run's length at their end is left out.
+Only tokens are stored: the runs of an epoch begin at an offset that is drawn per epoch, so that each epoch
+cuts the text elsewhere, and wrap around the end of a shard; less than a run per shard is left out.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class SpanReader(Reader):
         """Return the examples ``indices`` (``[B]``, below ``num_examples``) as they are in ``epochs``.
 
         - ``input_ids`` int64 ``[B, input length]``: text with a sentinel for each span, then the end token;
-        - ``labels`` int64 ``[B, target_length]``: each span behind its sentinel, then the end token;
-        - ``epoch``, ``index`` int64 ``[B]``: the names of the examples;
+        - ``labels`` int64 ``[B, target_length]``: each span after its sentinel, then the end token;
+        - ``epoch``, ``index`` int64 ``[B]``: of the examples;
         - ``dropout_keys`` int64 ``[B]``: what the model drops of them by in training.
 
         Raises:
@@ -99,11 +99,11 @@ class SpanReader(Reader):
         }
 
     def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """Return the examples as models take them: as they are, since none is shorter than another."""
+        """Return the examples unchanged: all have the same length."""
         return dict(arrays)
 
     def _runs(self, epochs: Int64Array, indices: Int64Array) -> Int64Array:
-        """Return the tokens of each example before anything is replaced, ``[B, num_tokens]``."""
+        """Return the uncorrupted tokens of each example, ``[B, num_tokens]``."""
         length = self.config.num_tokens
         shard = self._first_examples.searchsorted(indices, side="right") - 1
         sizes = self._sizes[shard]
@@ -123,9 +123,9 @@ class SpanReader(Reader):
 
 
 def span_lengths(keys: UInt64Array, num_other: int, num_noise: int, num_spans: int) -> Int64Array:
-    """Return the lengths of text and noise in turn, text first, int64 ``[B, 2 * num_spans]``.
+    """Return the alternating lengths of text and noise, text first, int64 ``[B, 2 * num_spans]``.
 
-    Both are cut at random into ``num_spans`` parts of at least one token, all ways to do so equally likely.
+    Both are divided into ``num_spans`` parts of at least one token, uniformly over all ways to do so.
 
     Args:
         keys: uint64 ``[B]``, one for each example.
@@ -138,7 +138,7 @@ def span_lengths(keys: UInt64Array, num_other: int, num_noise: int, num_spans: i
 
 
 def _compositions(keys: UInt64Array, total: int, num_parts: int) -> Int64Array:
-    """Cut ``total`` into parts: of its ``total - 1`` inner borders, those with the smallest draws."""
+    """Cut ``total`` into parts at those of its ``total - 1`` inner borders with the smallest draws."""
     borders = np.empty((len(keys), num_parts + 1), dtype=np.int64)
     borders[:, 0], borders[:, -1] = 0, total
     if num_parts > 1:
@@ -154,9 +154,9 @@ def corrupt(
     """Return inputs and targets of runs of tokens ``ids`` ``[B, num_tokens]``.
 
     Args:
-        lengths: of text and noise in turn, ``[B, 2 * num_spans]``; each row adds up to ``num_tokens``.
+        lengths: alternating, of text and noise, ``[B, 2 * num_spans]``; each row sums to ``num_tokens``.
         first_sentinel: the sentinel of the first span; each further one is one less.
-        end: the token at the end of both.
+        end: the end token of both.
     """
     starts = np.cumsum(lengths, axis=1) - lengths
     begins = np.zeros(ids.shape, dtype=bool)
@@ -166,7 +166,7 @@ def corrupt(
     sentinels = first_sentinel - (part >> 1)
 
     def replaced(gone: npt.NDArray[np.bool_]) -> Int64Array:
-        """Put a sentinel for each part of ``gone``, and the end token behind."""
+        """Replace each part of ``gone`` by its sentinel and append the end token."""
         first = begins & gone
         rows = np.where(first, sentinels, ids)[first | ~gone].reshape(len(ids), -1)
         return np.concatenate([rows, np.full((len(ids), 1), end)], axis=1)

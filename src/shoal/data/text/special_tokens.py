@@ -1,7 +1,7 @@
-"""Texts into a model's form, on whole arrays: tokenise, and put the special tokens around and between them.
+"""Tokenises texts and adds special tokens around and between them, on whole arrays.
 
-How a sequence looks (which special tokens, which segment ids) is read off the tokenizer's template, so BERT,
-ALBERT, RoBERTa and DistilBERT all do. Sequences stand one after the other without padding.
+Special tokens and segment ids are read from the tokenizer's template, so BERT, ALBERT, RoBERTa and DistilBERT
+all work. Sequences are concatenated without padding.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from shoal.errors import UsageError
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Slices = tuple[Int32Array, Int64Array, Int64Array]
-"""Flat ids, and for each sequence where its part of them begins and how long that is."""
+"""Flat ids, and for each sequence the offset and the length of its part of them."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _TEXTS_AT_ONCE = 512
-"""The tokenizer's own objects of more texts would need far more memory than their ids."""
+"""Texts per call: the tokenizer's objects of more need far more memory than their ids."""
 _NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
 class SequenceTemplate:
-    """The special tokens of a sequence of one or two texts, as the tokenizer's template has them.
+    """Lays out sequences of one or two texts with the special tokens of the tokenizer's template.
 
     Raises:
         UsageError: the tokenizer puts no special tokens before, between and after the texts.
@@ -59,10 +59,11 @@ class SequenceTemplate:
         """Lay out all sequences.
 
         Args:
-            texts: as many as the frame has.
+            texts: one or two, as in the template.
 
         Returns:
-            Flat ids, flat types, the bounds of sequences, and where in each sequence each text begins.
+            Flat ids, flat types, the bounds of sequences ``[B + 1]``, and the offset of each text in its
+            sequence.
         """
         place = np.zeros_like(texts[0][1])
         special_begins, text_begins = [], []
@@ -86,7 +87,7 @@ class SequenceTemplate:
 
 @contextmanager
 def plain(tokenizer: Tokenizer) -> Iterator[None]:
-    """Let the tokenizer neither cut nor pad nor find special tokens in texts, and put it back afterwards."""
+    """Disable truncation, padding and special tokens inside texts; restore the settings on exit."""
     truncation, padding, names = tokenizer.truncation, tokenizer.padding, tokenizer.encode_special_tokens
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -104,7 +105,7 @@ def plain(tokenizer: Tokenizer) -> Iterator[None]:
 def encode_texts(
     tokenizer: Tokenizer, texts: Sequence[str], *, with_offsets: bool
 ) -> tuple[Int32Array, Int64Array, Int32Array]:
-    """Return flat ids, the bounds of texts, and (or none) the characters of each token, ``[tokens, 2]``."""
+    """Return flat ids, the bounds of texts, and (if asked) the characters of each token, ``[tokens, 2]``."""
     encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
     ids, offsets = [_NO_TOKENS], [_NO_TOKENS.reshape(0, 2)]
     for begin in range(0, len(texts), _TEXTS_AT_ONCE):
@@ -118,12 +119,12 @@ def encode_texts(
 
 
 def encodable(text: str) -> str:
-    """Return the text with half surrogate pairs, which no encoding has, replaced one by one."""
+    """Return the text with each unpaired surrogate, which no encoding has, replaced by U+FFFD."""
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
 def ranges(begins: Int64Array, counts: Int64Array) -> Int64Array:
-    """Return ``begin, begin + 1, …`` of ``count`` numbers for each pair, one after the other."""
+    """Return the concatenated ranges ``begin, begin + 1, …`` of ``count`` numbers each."""
     ends = np.cumsum(counts)
     numbers: Int64Array = np.arange(ends[-1]) + np.repeat(begins - (ends - counts), counts)
     return numbers

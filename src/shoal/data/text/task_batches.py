@@ -1,13 +1,13 @@
-"""Micro-batches for finetuning and evaluation: which sequences go together, and who gets them.
+"""Makes micro-batches for finetuning and evaluation, with sequences of similar length together.
 
 As in pretraining, sample numbers run over an endless stream of shuffled epochs (``shoal.decide.order``), a
-global batch is the next ``global_batch_size`` of them, and the state of the data is how many were consumed.
-Inside a global batch, sequences are sorted by length and dealt out like cards: workers get equally many
-tokens, and the sequences of a micro-batch are about equally long. Losses are normalised over the whole global
-batch, so that changes no gradient beyond rounding.
+global batch is the next ``global_batch_size`` of them, and the state of the data is the number consumed.
+Inside a global batch, sequences are sorted by length and assigned to workers round-robin: workers get about
+equally many tokens, and the sequences of a micro-batch have about the same length. Losses are normalised over
+the whole global batch, so this changes gradients only by rounding.
 
-An evaluation cuts all sequences into the same micro-batches however many workers share them, so that the
-logits are the same to the last bit.
+An evaluation cuts all sequences into the same micro-batches for any number of workers, so that logits are
+bitwise the same.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _STEPS_AHEAD = 2
 
 
 class Sequences(Protocol):
-    """What batches are made of: ``TaskData``, or ``text_to_text.TextToText``."""
+    """Sequences to make batches of: ``TaskData``, or ``text_to_text.TextToText``."""
 
     def __len__(self) -> int: ...
 
     @property
     def bounds(self) -> Int64Array:
-        """Where sequences begin in an array of all tokens, and where the last one ends."""
+        """Offsets of the sequences in an array of all tokens, and the end of the last one."""
 
     @property
     def lengths(self) -> Int64Array:
         """Tokens of each sequence."""
 
     def num_targets(self, indices: Int64Array) -> int:
-        """Return over how many targets the loss of the sequences ``indices`` is a mean."""
+        """Return the number of targets that the loss of the sequences ``indices`` averages."""
 
     def batch(self, indices: Int64Array) -> Arrays:
         """Return the sequences ``indices`` as a model takes them."""
@@ -52,14 +52,14 @@ class Sequences(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskData:
-    """Sequences without padding, and what is to be predicted for each."""
+    """Sequences without padding, and the targets of each."""
 
     tokens: Int32Array
     types: npt.NDArray[np.uint8]
     bounds: Int64Array
-    """Where sequences begin in ``tokens`` and ``types``, and where the last one ends."""
+    """Offsets of the sequences in ``tokens`` and ``types``, and the end of the last one."""
     targets: Mapping[str, Int32Array]
-    """For each sequence ``start`` and ``end``, or ``labels``."""
+    """``start`` and ``end``, or ``labels``, of each sequence."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -70,7 +70,7 @@ class TaskData:
         return np.diff(self.bounds)
 
     def num_targets(self, indices: Int64Array) -> int:
-        """Return over how many targets the loss of the sequences ``indices`` is a mean: one each."""
+        """Return the number of targets that the loss of the sequences ``indices`` averages: one each."""
         return len(indices)
 
     def batch(self, indices: Int64Array) -> Arrays:
@@ -106,7 +106,7 @@ def own_micro_batches(data: Sequences, shard: TaskShard, step: int) -> list[tupl
 def training_batches(
     data: Sequences, shard: TaskShard, steps: range, *, pin_memory: bool = False
 ) -> Stream[list[Batch]]:
-    """Yield this worker's micro-batches for each of ``steps`` (counted from 0), made ahead by a thread."""
+    """Yield this worker's micro-batches for each of ``steps`` (from 0), prefetched by a thread."""
 
     def make(step: int) -> list[Batch]:
         return [
@@ -129,7 +129,7 @@ def evaluation_batches(
 
 
 def evaluation_parts(data: Sequences, *, batch_size: int, rank: int, num_workers: int) -> list[Int64Array]:
-    """Return the sequences of each of a worker's micro-batches; any worker can work out those of another."""
+    """Return the sequences of each micro-batch of a worker; any worker can compute those of another."""
     order = _longest_first(data, np.arange(len(data)))
     cuts = micro_batches(range(len(data)), batch_size)[rank::num_workers]
     return [order[cut.start : cut.stop] for cut in cuts]

@@ -1,7 +1,7 @@
-"""Classification as T5 does it: a text to read, the label's words to write.
+"""Turns classification into text-to-text examples for T5: a text as input, the words of the label as target.
 
 "mnli hypothesis: … premise: …" becomes "entailment" (Raffel et al. 2020, section 2.4 and appendix D). Inputs
-and targets end with the end token; what is too long is cut at the end of the input.
+and targets end with the end token; long inputs are truncated at the end.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ TEMPLATES: Mapping[str, str] = {
     "qnli": "qnli question: {first} sentence: {second}",
     "qqp": "qqp question1: {first} question2: {second}",
 }
-"""How T5 words tasks of GLUE; all others name their texts sentence1 and sentence2, or sentence."""
+"""T5's templates of GLUE tasks; all others name their texts sentence1 and sentence2, or sentence."""
 
 IGNORED = -100
-"""A label where there is no target."""
+"""The label of positions without a target."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextToText:
-    """Texts to read and to write, without padding; number ``k`` is ``bounds[k]`` to ``bounds[k + 1]``."""
+    """Inputs without padding, and targets; input ``k`` is ``tokens[bounds[k] : bounds[k + 1]]``."""
 
     data: ClassifyData
     tokens: Int32Array
     bounds: Int64Array
-    """Of the inputs: where they begin in ``tokens``, and where the last one ends."""
+    """Offsets of the inputs in ``tokens``, and the end of the last one."""
     words: tuple[tuple[int, ...], ...]
     """The tokens of each label, the end token included."""
     pad_id: int
     num_cut: int
-    """Inputs that were too long."""
+    """Inputs that were truncated."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -57,7 +57,7 @@ class TextToText:
         return max(map(len, self.words))
 
     def num_targets(self, indices: Int64Array) -> int:
-        """Return how many tokens are to be written for the sequences ``indices``."""
+        """Return the number of target tokens of the sequences ``indices``."""
         return sum(len(self.words[self.data.examples[index].label]) for index in indices)
 
     def batch(self, indices: Int64Array) -> dict[str, npt.NDArray[Any]]:
@@ -77,7 +77,8 @@ class TextToText:
         return {"input_ids": ids, "attention_mask": there.astype(np.int64), "labels": labels}
 
     def label_of(self, written: npt.NDArray[np.integer[Any]]) -> int:
-        """Return the index of the label that tokens spell up to their end token; ``len(words)`` for none."""
+        """Return the index of the label that the tokens spell up to the end token; ``len(words)`` for
+        none."""
         text = tuple(int(token) for token in written)
         found = (k for k, word in enumerate(self.words) if text[: len(word)] == word)
         return next(found, len(self.words))
@@ -92,11 +93,11 @@ def make_text_to_text(
     end_id: int,
     pad_id: int,
 ) -> TextToText:
-    """Word all examples and tokenise them; names of special tokens in a text are ordinary characters.
+    """Fill the template with all examples and tokenise them; special tokens in a text are plain characters.
 
     Args:
-        template: the wording, with ``{first}`` and ``{second}`` in place of the texts.
-        max_seq_length: tokens of an input at most, the end token included.
+        template: the input, with ``{first}`` and ``{second}`` in place of the texts.
+        max_seq_length: most tokens of an input, the end token included.
 
     Raises:
         UsageError: two labels are the same to the tokenizer, or no room is left for a text.
@@ -111,7 +112,8 @@ def make_text_to_text(
     words = tuple((*names[at[k] : at[k + 1]].tolist(), end_id) for k in range(len(data.labels)))
     if len(set(words)) != len(words):
         raise UsageError(
-            f"{data.path}: the tokenizer writes two of the labels {', '.join(data.labels)} alike; rename one"
+            f"{data.path}: the tokenizer gives two of the labels {', '.join(data.labels)} the same tokens; "
+            "rename one"
         )
     lengths = np.diff(begins)
     kept = np.minimum(lengths, max_seq_length - 1)
@@ -129,13 +131,13 @@ def make_text_to_text(
 
 
 def template_of(task: str, *, has_pairs: bool) -> str:
-    """Return how T5 words a task by its name."""
+    """Return T5's template of a task."""
     texts = "sentence1: {first} sentence2: {second}" if has_pairs else "sentence: {first}"
     return TEMPLATES.get(task, f"{task} {texts}")
 
 
 def worded(template: str, example: Example) -> str:
-    """Return what is read of an example."""
+    """Return the input text of an example."""
     before, _, behind = template.partition("{first}")
     second = example.second or ""
     return before.replace("{second}", second) + example.first + behind.replace("{second}", second)

@@ -1,9 +1,9 @@
-"""Tokenizers: trained on the corpus or given, always held as one ``tokenizers`` object and one JSON file.
+"""Trains and reads tokenizers; each becomes an object and a JSON file of ``tokenizers``.
 
-Training runs sentencepiece, whose result depends on nothing but the text and its fixed number of threads
-(the trainers of ``tokenizers`` 0.23 gave another vocabulary in each of four runs on the same text, with one
-thread too). A WordPiece vocabulary comes out of sentencepiece's BPE on text cut into words beforehand:
-that is how ``tokenizers`` finds one, too.
+Training runs sentencepiece, whose result depends on the text and its fixed number of threads only (the
+trainers of ``tokenizers`` 0.23 gave another vocabulary in each of four runs on the same text, even with one
+thread). A WordPiece vocabulary is made from sentencepiece's BPE on text that was split into words, which is
+also how ``tokenizers`` trains one.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SPECIAL_TOKENS = {
     "pad": ("[PAD]", "<pad>"),
     "unk": ("[UNK]", "<unk>"),
 }
-"""What each special token is called in known tokenizers, ours first."""
+"""Spellings of each special token in known tokenizers, those of trained ones first."""
 
 _TRAINING_THREADS = 4
-"""Fixed whatever the machine: sums of floats, and with them the vocabulary, depend on it."""
+"""Fixed on every machine: sums of floats, and with them the vocabulary, depend on it."""
 
 _WORD_START = "▁"
 _BYTE_LEVEL_START = "Ġ"
@@ -41,8 +41,8 @@ _BYTE_LEVEL_START = "Ġ"
 def train_tokenizer(kind: Kind, texts: Iterable[str], *, vocab_size: int, lowercase: bool) -> Tokenizer:
     """Train a tokenizer of at most ``vocab_size`` tokens, special ones included, on ``texts``.
 
-    The same texts in the same order give the same tokenizer. A small corpus may give fewer tokens.
-    Memory grows with the length of ``texts``: hand over a bounded sample.
+    The same texts in the same order give the same tokenizer. A small corpus may give fewer tokens. Memory
+    grows with the length of ``texts``: pass a bounded sample.
 
     Raises:
         UsageError: the vocabulary is too small for the characters of the text.
@@ -57,7 +57,7 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], *, vocab_size: int, lowerc
         " ".join(word for word, _ in cutter.pre_tokenize_str(normalizer.normalize_str(text)))
         for text in texts
     )
-    # one piece of BPE becomes up to two of WordPiece ("a", "##a"), so the list is cut afterwards
+    # a piece of BPE becomes up to two of WordPiece ("a", "##a"), so the list is truncated afterwards
     model = _train_sentencepiece(lines, "bpe", vocab_size, ("[PAD]", "[UNK]"))
     return _wordpiece(_wordpiece_vocabulary(model, vocab_size), lowercase)
 
@@ -65,8 +65,8 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], *, vocab_size: int, lowerc
 def read_tokenizer(path: Path, *, lowercase: bool, needs: Sequence[str] = tuple(SPECIAL_TOKENS)) -> Tokenizer:
     """Read a sentencepiece ``.model`` (Unigram), a BERT ``vocab.txt`` or a ``tokenizer.json``.
 
-    ``lowercase`` (which also drops accents, as ALBERT and BERT-uncased do) counts for the first two; a JSON
-    file brings its own normaliser. ``needs`` are those of ``SPECIAL_TOKENS`` that must be there.
+    ``lowercase`` (which also drops accents, as ALBERT and BERT-uncased do) applies to the first two; a JSON
+    file has its own normaliser. ``needs`` are the required roles of ``SPECIAL_TOKENS``.
 
     Raises:
         UsageError: the file is missing or unreadable, is not what its name says, or lacks one of the
@@ -104,7 +104,7 @@ def read_tokenizer(path: Path, *, lowercase: bool, needs: Sequence[str] = tuple(
 def special_ids(
     tokenizer: Tokenizer, name: str, needs: Sequence[str] = tuple(SPECIAL_TOKENS)
 ) -> dict[str, int]:
-    """Return the ids of the ``needs`` of ``SPECIAL_TOKENS``; ``name`` says in errors whose they are.
+    """Return the ids of the required roles of ``SPECIAL_TOKENS``; ``name`` names the tokenizer in errors.
 
     Raises:
         UsageError: there is no such token.
@@ -131,9 +131,9 @@ def vocab_size(tokenizer: Tokenizer) -> int:
 
 
 def continues_word(tokenizer: Tokenizer) -> bytes:
-    """Return a byte for each id: 1 where the token continues the word before it, else 0.
+    """Return one byte per id: 1 if the token continues the word before it, else 0.
 
-    Special tokens, and in vocabularies that mark word starts also tokens of punctuation alone, begin anew
+    Special tokens, and in vocabularies that mark word starts also tokens of punctuation, begin a word
     (``_is_start_piece`` of google-research/albert does the same).
     """
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -152,7 +152,7 @@ def continues_word(tokenizer: Tokenizer) -> bytes:
 
 
 def model_kind(tokenizer: Tokenizer) -> str:
-    """Return the name of the tokenizer's model in lower case: ``unigram``, ``wordpiece``, ``bpe``…"""
+    """Return the name of the tokenizer's model in lower case: ``unigram``, ``wordpiece``, ``bpe``, …."""
     return type(tokenizer.model).__name__.lower()
 
 
@@ -162,7 +162,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
 
 
 def _sentencepiece_normalizer(lowercase: bool, charsmap: bytes = b"") -> normalizers.Normalizer:
-    """Return what ALBERT does to text before sentencepiece sees it, then the model's own character map."""
+    """Return ALBERT's normalisation of text before sentencepiece, then the model's own character map."""
     steps: list[Any] = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
     if lowercase:
         steps += [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
@@ -263,7 +263,7 @@ def _wordpiece(vocabulary: dict[str, int], lowercase: bool) -> Tokenizer:
 
 
 def _with_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """Mark the special tokens that the vocabulary has, and put [CLS] and [SEP] around texts by default."""
+    """Mark the special tokens of the vocabulary, and add [CLS] and [SEP] around texts by default."""
     present = [
         s for spellings in SPECIAL_TOKENS.values() for s in spellings if tokenizer.token_to_id(s) is not None
     ]
@@ -279,7 +279,7 @@ def _with_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _wordpiece_vocabulary(model: Any, vocab_size: int) -> dict[str, int]:
-    """Turn pieces of BPE, most frequent merges first, into WordPiece's spelling."""
+    """Convert pieces of BPE, most frequent merges first, to WordPiece's spelling."""
     special = [piece.piece for piece in model.pieces if piece.type != piece.NORMAL]
     normal = [p.piece for p in model.pieces if p.type == p.NORMAL and p.piece != _WORD_START]
     characters = sorted({character for text in normal for character in text} - {_WORD_START})
