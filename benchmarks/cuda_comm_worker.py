@@ -29,7 +29,7 @@ class Worker:
         self.device = torch.device("cpu" if spec["device"] == "memory" else "cuda")
         if spec["device"] == "memory":
             group: Any = dist.group.WORLD
-            group.devices["cpu"] = MemoryDevice
+            group.devices["cpu"] = lambda _: MemoryDevice()
         torch.manual_seed(rank)
         width = spec["width"]
         layers = [nn.Linear(width, width, bias=False) for _ in range(spec["layers"])]
