@@ -1,4 +1,4 @@
-"""Engines as threads of one process, over loopback and shared memory; what their sums must be, in NumPy."""
+"""Runs engines as threads of one process, over loopback and shared memory, with NumPy oracles of sums."""
 
 from __future__ import annotations
 

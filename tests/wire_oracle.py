@@ -1,4 +1,4 @@
-"""The 8-bit exchange in numpy, number by number, without any of the code under test."""
+"""Computes the 8-bit exchange in NumPy, number by number, independently of the code under test."""
 
 from __future__ import annotations
 

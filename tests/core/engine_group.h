@@ -1,5 +1,5 @@
-// A whole group in one process: engines as threads, over loopback and shared memory, helper hosts too; over each
-// transport by turns.
+// Runs a whole group in one process: engines as threads, over loopback and shared memory, with helper hosts, on each
+// transport in turn.
 #pragma once
 
 #include <algorithm>
@@ -23,11 +23,11 @@
 
 namespace shoal_test {
 
-inline constexpr double kDeadlineS = 30;  // nothing here takes a second; reached only by a hang
+inline constexpr double kDeadlineS = 30;  // every operation takes less than a second; reached only by a hang
 
 inline const shoal::Bytes kSecret = {'s', 'e', 'c', 'r', 'e', 't'};
 
-// What carries a group's chunks.
+// A transport for a group's chunks.
 struct Carrier {
   std::string name;
   std::string fabric;  // EngineOptions.fabric

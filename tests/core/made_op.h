@@ -1,4 +1,4 @@
-// Operations for tests of what waits to be sent.
+// Operations for tests of the outboxes.
 #pragma once
 
 #include <cstdint>

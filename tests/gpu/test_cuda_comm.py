@@ -1,4 +1,4 @@
-"""Backend "shoal" on CUDA tensors: several processes, as several hosts, on one device.
+"""Tests backend "shoal" on CUDA tensors: several processes, as several hosts, on one device.
 
 Numbers are small and whole: sums are exact in every dtype and order. gloo does the same on CPU copies.
 """

@@ -1,4 +1,4 @@
-"""Groups of real engines, one process a rank, that tests stop, kill and cut off; and helpers' servers."""
+"""Runs groups of engines, one process per rank, and helper servers; tests stop, kill and isolate them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker said: a word, when (``time.monotonic``: one clock for all processes), and its value."""
+    """A worker's report: its kind, its time (``time.monotonic``, one clock for all processes), its value."""
 
     what: str
     at: float
@@ -56,7 +56,7 @@ class Member:
         self.pipe.send(Report(what, time.monotonic(), value))
 
     def told(self, timeout_s: float = 0.0) -> bool:
-        """Whether the test has said something (:meth:`Group.tell`) within the time."""
+        """Return whether the test has sent a command (:meth:`Group.tell`) within the timeout."""
         return self.pipe.poll(timeout_s) and bool(self.pipe.recv())
 
     def begin(self, kind: str, data: np.ndarray, output: np.ndarray | None = None, **given: Any) -> int:
@@ -174,7 +174,7 @@ class Group:
         return pid
 
     def name(self, rank: int) -> str:
-        """What messages call a rank."""
+        """Return the name of a rank in messages."""
         return f"rank {rank} ({self.address(rank)}, pid {self.pid(rank)})"
 
     def signal(self, rank: int, number: signal.Signals) -> float:

@@ -1,4 +1,4 @@
-"""The engine's protocol, written from its description: strangers, and peers that send rubbish."""
+"""Implements the wire protocol from its description, for strangers and for peers that send garbage."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def receive(connection: socket.socket, count: int) -> bytes:
 
 
 def hears_the_end(connection: socket.socket) -> bool:
-    """Whether the other side hangs up within the time limit."""
+    """Return whether the other side closes the connection within the timeout."""
     try:
         while connection.recv(1 << 16):
             pass

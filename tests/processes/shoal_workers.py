@@ -1,4 +1,4 @@
-"""Workers of one group of backend ``"shoal"`` (or gloo, to compare), forked; several hosts on one machine."""
+"""Forks the workers of one group of backend ``"shoal"`` (or gloo), as several hosts on one machine."""
 
 from __future__ import annotations
 

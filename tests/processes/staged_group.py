@@ -1,4 +1,4 @@
-"""A group whose CPU tensors go the way of CUDA tensors, over the device whose streams are threads."""
+"""Sends CPU tensors through the copy pipeline of CUDA tensors, on a device whose streams are threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks of futures that begin collectives of their group and wait for them; PyTorch's PowerSGD hook."""
+"""Tests callbacks of futures that issue collectives of their group; PyTorch's PowerSGD hook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed on CPU tensors, against exact results; ours without a gloo group."""
+"""Tests every collective of torch.distributed on CPU tensors against exact results, without a gloo group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def part(rank: int, dtype: torch.dtype, count: int = 1001) -> Tensor:
-    """What ``rank`` brings: float values whose sum depends on the order of addition."""
+    """Return the operand of ``rank``: floats whose sum depends on the order of addition."""
     random = torch.Generator().manual_seed(rank)
     if dtype.is_floating_point:
         return (torch.randn(count, generator=random) * 10 ** (rank % 3)).to(dtype)

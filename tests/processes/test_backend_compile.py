@@ -1,4 +1,4 @@
-"""torch.compile around collectives and DistributedDataParallel: the results of the same code uncompiled."""
+"""Tests torch.compile of collectives and DistributedDataParallel against the uncompiled code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pg_options`` of backend ``"shoal"``: the order of addition, and options that differ between ranks."""
+"""Tests ``pg_options`` of backend ``"shoal"``: the order of addition, and options that differ by rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A part of PyTorch's own distributed tests; the benchmark of the same name runs all of them."""
+"""Runs a part of PyTorch's own distributed tests; the benchmark of the same name runs all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trains on torch.distributed trains on our backend, through our engine, to the same weights as on gloo.
+"""Tests that torch.distributed training on backend ``"shoal"`` gives the same weights as on gloo.
 
 Two workers: a sum of two numbers has one value in any order, so the weights must be equal to the last bit.
 """

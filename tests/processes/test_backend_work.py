@@ -1,4 +1,4 @@
-"""Asynchronous work and futures, groups and their parts, messages, what goes to gloo, and errors."""
+"""Tests works and futures, subgroups, point-to-point messages, the gloo fallback, and errors."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ MISMATCHES = {
     "op": ("float32[3] (sum)", "float32[3] (max)"),
     "delegated": ("scatter of", "all_reduce of float32[3]"),
 }
-"""What the message says that the two ranks ask for."""
+"""The collectives of the two ranks in the message."""
 
 
 def check_mismatch(rank: int, case: str) -> None:

@@ -1,4 +1,4 @@
-"""`shoal bench comm` as a user starts it: real workers, every collective, every file."""
+"""Tests `shoal bench comm` as a user runs it: real workers, every collective, every file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers that know the secret and send well-formed frames that are not true: an error names them at once."""
+"""Tests authenticated peers that send well-formed but false frames: an error names them at once."""
 
 from __future__ import annotations
 

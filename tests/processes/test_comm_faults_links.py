@@ -1,4 +1,4 @@
-"""Emulated hosts whose cables are pulled in the middle of a stream of sums, and put back in."""
+"""Tests emulated hosts whose links go down during a stream of sums, and come up again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that are killed in the middle of a collective: workers, and helpers' servers."""
+"""Tests processes that are killed during a collective: workers, and helpers' servers."""
 
 from __future__ import annotations
 

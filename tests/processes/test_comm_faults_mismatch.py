@@ -1,4 +1,4 @@
-"""Ranks that ask for different things, that never come, and a user who gives up: errors, never a hang."""
+"""Tests mismatched collectives, ranks that never come, and user aborts: errors instead of hangs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIX: Request = reduction((6,))
 
 
 def brings(rank: int, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
-    """What a rank asks to have added up: small whole numbers, other ones on each rank and in each place."""
+    """Return a rank's operand: small integers that differ by rank and position."""
     numbers = (rank + 1) * (1 + np.arange(math.prod(shape)) % 11)
     return numbers.astype(dtype).reshape(shape)
 
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[list[Request], list[Request], tuple[str, str]]] = {
         ("scatter of float32[6]", "gather of"),
     ),
 }
-"""What rank 1 asks for, what the others ask for, and words of the error."""
+"""The collectives of rank 1 and of the others, and parts of the error message."""
 
 MATRIX = [
     pytest.param(hosts, name, marks=() if hosts == ("ab", "aab")[number % 2] else pytest.mark.slow)

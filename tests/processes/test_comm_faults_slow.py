@@ -1,4 +1,4 @@
-"""Processes that are stopped, and a machine that is busy: named or waited for, never taken for dead."""
+"""Tests stopped processes and a busy machine: logged or waited for, never declared dead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups that cannot begin: one clear error that says who or what is in the way."""
+"""Tests groups that cannot be created: one clear error that names the cause."""
 
 from __future__ import annotations
 

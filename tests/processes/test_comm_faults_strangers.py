@@ -1,4 +1,4 @@
-"""Strangers at the ports of workers and helpers, and peers that send frames that cannot be."""
+"""Tests strangers at the ports of workers and helpers, and peers that send malformed frames."""
 
 from __future__ import annotations
 

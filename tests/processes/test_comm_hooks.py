@@ -1,4 +1,4 @@
-"""DDP's gradients in fewer bytes: against numpy, over gloo and our engine; the bytes; the residuals' way."""
+"""Tests compressed DDP gradients against NumPy, over gloo and shoal: values, bytes, residuals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups whose ranks publish a loopback address: an error at once if another host would have to reach it."""
+"""Tests ranks that publish a loopback address: an error at once if another host would have to reach it."""
 
 from __future__ import annotations
 

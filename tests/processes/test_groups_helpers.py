@@ -1,4 +1,4 @@
-"""Groups that begin when helper hosts are lost or do not answer: they do without them, with the same sums."""
+"""Tests groups that start while helpers are lost or unreachable: they exclude them, with the same sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups that a rank leaves without a word: dropped, exited from, aborted. The others are told at once."""
+"""Tests ranks that leave a group by drop, exit or abort: the others raise an error at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DDP with gradients in the order of need: the weights of plain DDP to the last bit, and who goes first."""
+"""Tests prioritized DDP: the weights of plain DDP to the last bit, and the order of sending."""
 
 from __future__ import annotations
 

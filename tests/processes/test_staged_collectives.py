@@ -1,4 +1,4 @@
-"""CUDA's way through the host's memory, with CPU tensors: the bits of the plain way of the same placement."""
+"""Tests the copy pipeline with CPU tensors: the bits of the CPU path of the same placement."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLACEMENTS: dict[str, tuple[tuple[str, ...], str | None, bool]] = {
 
 
 def part(rank: int, dtype: torch.dtype, count: int) -> Tensor:
-    """What ``rank`` brings: float values whose sum depends on the order of addition."""
+    """Return the operand of ``rank``: floats whose sum depends on the order of addition."""
     random = torch.Generator().manual_seed(rank)
     if dtype.is_floating_point:
         return (torch.randn(count, generator=random) * 10 ** (rank % 3)).to(dtype)

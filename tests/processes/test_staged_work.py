@@ -1,4 +1,4 @@
-"""CUDA's way with CPU tensors: order with the caller's stream, futures, training, and what goes wrong."""
+"""Tests the copy pipeline with CPU tensors: order with the caller's stream, futures, training, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backend ``"shoal"`` over libfabric: the same sums and errors, and what is said where it is not there."""
+"""Tests backend ``"shoal"`` over libfabric: the same sums and errors, and messages where it is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of the torch backend that need no second process: operands, addresses, the group of one."""
+"""Tests parts of the backend that need one process: tensors, addresses, the single-process engine."""
 
 from __future__ import annotations
 

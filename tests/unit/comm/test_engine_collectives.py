@@ -1,4 +1,4 @@
-"""Every collective of the engine, bit for bit against NumPy: kinds, types, operations, placements."""
+"""Tests every collective of the engine, bit for bit against NumPy: kinds, dtypes, operations, placements."""
 
 from __future__ import annotations
 

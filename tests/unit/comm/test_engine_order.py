@@ -1,4 +1,4 @@
-"""The bits of a sum follow from the placement alone, and 16-bit tensors are rounded once."""
+"""Tests that the bits of a sum depend on the placement only, and that 16-bit tensors are rounded once."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def half_ulp_bfloat16(values: Array) -> Array:
 
 
 def ring_in_bfloat16(inputs: list[Array]) -> Array:
-    """What a ring makes of the sum: it rounds after every addition."""
+    """Return the sum of a ring, which rounds after every addition."""
     total = widen(inputs[0], "bfloat16")
     for values in inputs[1:]:
         total = widen(narrow(total + widen(values, "bfloat16"), "bfloat16"), "bfloat16")

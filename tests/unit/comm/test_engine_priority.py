@@ -1,4 +1,4 @@
-"""Urgent operations overtake what waits: in one order on all ranks, with the same bits, and nothing hangs."""
+"""Tests that urgent operations overtake queued ones: in one order on all ranks, with the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters against the formulas of the wire, waits and their limits, what is refused, and abort."""
+"""Tests counters against the formulas of the wire, waits with timeouts, refusals, and abort."""
 
 from __future__ import annotations
 

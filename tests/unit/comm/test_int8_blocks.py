@@ -1,4 +1,4 @@
-"""8-bit blocks against numpy, bit by bit; what is sent and what is left over make up the number exactly."""
+"""Tests 8-bit blocks against NumPy, bit by bit: decoded value plus residual is the number, exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement and chunks of CUDA's way: which ranks have parts, and how tables are cut."""
+"""Tests the routes of device tensors: rank layouts, and the chunks of tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records in torch's store: changes and nonsense are refused, and the rank is named."""
+"""Tests records in torch's store: changed and malformed ones are refused, with the rank named."""
 
 from __future__ import annotations
 
