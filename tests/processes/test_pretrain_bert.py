@@ -58,8 +58,8 @@ def test_one_command_runs_both_phases(whole_run: Path, data: Path) -> None:
 
 def test_the_report_shows_both_phases(whole_run: Path) -> None:
     page = write_report([whole_run], None).read_text(encoding="utf-8")
-    assert "phase1: steps 1 to 8, 24 tokens a sequence, 12 = 6 × 2 workers × 1 accumulation" in page
-    assert "phase2: steps 9 to 14, 48 tokens a sequence, 6 = 3 × 2 workers × 1 accumulation" in page
+    assert "phase1: steps 1 to 8, 24 tokens per sequence, 12 = 6 × 2 workers × 1 accumulation" in page
+    assert "phase2: steps 9 to 14, 48 tokens per sequence, 6 = 3 × 2 workers × 1 accumulation" in page
     assert "Next-sentence accuracy" in page
 
 

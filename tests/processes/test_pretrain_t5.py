@@ -12,7 +12,7 @@ import torch
 from shoal import record
 from shoal.data.manifest import Manifest
 from shoal.decide.order import samples
-from shoal.errors import EXIT_OK
+from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.t5 import ACCURACY, LOSS, open_text
 from shoal.record import read_record
@@ -112,6 +112,19 @@ def test_another_layout_goes_on_from_a_checkpoint_as_the_same_run(
     assert_same_run(run_dir, whole_run)
     assert_traced(run_dir, pipeline)
     assert (run_dir / "transformers" / "config.json").is_file()
+
+
+def test_a_stopped_run_goes_on_to_the_bit(data: Path, whole_run: Path, tmp_path: Path) -> None:
+    config = jobs.small_t5_config(data, tmp_path / "run")
+    processes = jobs.start(config, 1)
+    jobs.wait_for_step(tmp_path / "run", 1, processes)
+    for process in processes:
+        process.terminate()
+    stopped = jobs.wait(processes)
+    assert stopped in ([EXIT_STOPPED], [EXIT_OK])
+    assert stopped == [EXIT_OK] or jobs.run(config, 1) == [EXIT_OK]
+    assert jobs.losses(tmp_path / "run") == jobs.losses(whole_run)
+    assert evaluations(tmp_path / "run") == evaluations(whole_run)
 
 
 @pytest.mark.slow
