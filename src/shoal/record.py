@@ -1,4 +1,4 @@
-"""Writes and reads the record of a run. Standard library only.
+"""Defines the rows of a run's record and reads them. Standard library only.
 
 A record is the file ``record.jsonl`` of a run directory: one JSON object per line, each with ``kind`` and
 ``time_s`` (seconds since 1970). Lines are only appended. A killed run may leave an incomplete last line; a

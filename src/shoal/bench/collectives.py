@@ -122,7 +122,8 @@ def measure_all(bench: CommBench, worker: WorkerEnv) -> int:
     groups.barrier()
     zero_ns = time.monotonic_ns()  # hosts' clocks differ; a barrier is their common moment
     if groups.rank == 0:
-        print(f"{network.describe()}; {bench.dtype}, median of {bench.repeats}\n\n{comm_results.HEADER}")
+        head = f"{network.describe()}; {bench.dtype}, median of {bench.repeats}"
+        print(f"{head}\n\n{comm_results.HEADER}", flush=True)
     rows: list[Row] = []
     spans: list[Span] = []
     for case in cases_of(bench, dtype, groups.size):
@@ -141,18 +142,25 @@ def measure_all(bench: CommBench, worker: WorkerEnv) -> int:
     events = groups.gather_json(rank_events(groups.rank, host, spans, zero_ns=zero_ns) if spans else [])
     if groups.rank == 0:
         print("\n" + comm_results.explain(network, backends[0]))
-        settings = {"backends": backends, "dtype": bench.dtype, "repeats": bench.repeats}
-        if bench.json is not None:
-            comm_results.write_json(bench.json, rows, network, settings | {"torch": torch.__version__})
-        if bench.plot is not None:
-            comm_results.draw(bench.plot, rows, network)
-        if bench.trace is not None:
-            write_trace(bench.trace, [event for of_rank in events for event in of_rank])
-        for path in filter(None, (bench.json, bench.plot, bench.trace)):
-            print(path)
+        _write(bench, backends, rows, network, [event for of_rank in events for event in of_rank])
     groups.barrier()
     dist.destroy_process_group()
     return EXIT_OK
+
+
+def _write(
+    bench: CommBench, backends: list[str], rows: list[Row], network: Network, events: list[dict[str, Any]]
+) -> None:
+    """Write the files that the options name, and print their paths."""
+    if bench.json is not None:
+        settings = {"backends": backends, "dtype": bench.dtype, "repeats": bench.repeats}
+        comm_results.write_json(bench.json, rows, network, settings | {"torch": torch.__version__})
+    if bench.plot is not None:
+        comm_results.draw(bench.plot, rows, network)
+    if bench.trace is not None:
+        write_trace(bench.trace, events)
+    for path in filter(None, (bench.json, bench.plot, bench.trace)):
+        print(path)
 
 
 def cases_of(bench: CommBench, dtype: torch.dtype, num_ranks: int) -> Iterator[Case]:

@@ -115,12 +115,12 @@ class Job:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a signal has asked to stop; nothing is to be started then."""
+        """True after a signal that asks to stop; start nothing then."""
         return bool(self._forwarded)
 
     @property
     def has_failed(self) -> bool:
-        """Whether a worker has ended or reported an error other than a requested stop."""
+        """True after a worker has failed or reported an error."""
         codes = self.exit_codes.values()
         return any(code not in (EXIT_OK, EXIT_STOPPED) for code in codes) or bool(self._errors())
 

@@ -53,7 +53,7 @@ class WorkerError:
     """Empty for a :class:`ShoalError`, whose message is enough."""
     exit_code: int
     lost_peer: bool
-    """Whether the error only reports that another worker is gone."""
+    """True if the error only reports that another worker is gone."""
 
 
 def run_worker(main: Callable[[], int]) -> NoReturn:
