@@ -15,11 +15,12 @@ from benchmarks.bert_step import CASES, VOCABULARY
 from shoal.data.squad.config import WindowConfig
 from shoal.data.squad.dataset import read_squad
 from shoal.data.squad.features import make_features
+from shoal.data.steps import DataShard
 from shoal.data.text.classify import MNLI_LABELS, Columns, make_pairs, read_classify
 from shoal.data.text.examples import ExampleConfig, ExampleReader, packed
 from shoal.data.text.prepare import PrepareConfig, prepare_text
 from shoal.data.text.shards import TextShards
-from shoal.data.text.task_batches import TaskData, TaskShard, own_micro_batches
+from shoal.data.text.task_batches import TaskData, TaskSource
 from shoal.data.text.tokenizer import read_tokenizer
 from shoal.decide.order import samples
 from shoal.env import test_data_dir
@@ -130,8 +131,9 @@ def mnli_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def task_reader(features: Any, targets: dict[str, Any], batch_size: int) -> Callable[[int], Arrays]:
     data = TaskData(tokens=features.tokens, types=features.types, bounds=features.bounds, targets=targets)
-    deal = TaskShard(global_batch_size=batch_size, micro_batch_size=batch_size, seed=SEED)
-    return lambda step: data.batch(own_micro_batches(data, deal, step)[0][1])
+    source = TaskSource(data=data, seed=SEED)
+    shard = DataShard(global_batch_size=batch_size, micro_batch_size=batch_size)
+    return lambda step: data.batch(source.micro_batches(shard, step)[0][1])
 
 
 MAKERS = {"pretraining": pretraining, "squad": squad, "mnli": mnli}

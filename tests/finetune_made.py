@@ -12,19 +12,15 @@ from transformers import BertConfig, T5Config
 
 from shoal.data.squad.config import WindowConfig
 from shoal.data.text.tokenizer import tokenizer_json, train_tokenizer
-from shoal.recipes.finetune.config import (
-    ClassifyDataConfig,
-    ClassifyFinetuneConfig,
+from shoal.recipes.classify import ClassifyConfig, ClassifyDataConfig
+from shoal.recipes.finetuning import (
     FinetuneOptimConfig,
-    RunConfig,
+    FinetuneRunConfig,
+    FinetuneTrainConfig,
     SourceConfig,
-    SquadDataConfig,
-    SquadFinetuneConfig,
-    T5DataConfig,
-    T5FinetuneConfig,
-    T5OptimConfig,
-    TrainConfig,
 )
+from shoal.recipes.squad import SquadConfig, SquadDataConfig
+from shoal.recipes.t5_classify import T5ClassifyConfig, T5DataConfig, T5OptimConfig
 
 WORDS = ["sun", "moon", "river", "stone", "bird", "tree", "wind", "light", "road", "hill", "rain", "field"]
 VOCAB = 120
@@ -117,16 +113,16 @@ def write_t5(folder: Path) -> Path:
 
 def t5_config(
     source: Path, examples: Path, evals: tuple[Path, ...], run_dir: Path, **changes: Any
-) -> T5FinetuneConfig:
+) -> T5ClassifyConfig:
     """Return settings for quick steps from random weights."""
     shared = _shared(source, run_dir) | {"optim": T5OptimConfig(learning_rate=3e-2)}
-    config = T5FinetuneConfig(data=T5DataConfig(path=examples, eval=evals, max_seq_length=32), **shared)
+    config = T5ClassifyConfig(data=T5DataConfig(path=examples, eval=evals, max_seq_length=32), **shared)
     return _changed(config, changes)
 
 
-def squad_config(source: Path, questions: Path, run_dir: Path, **changes: Any) -> SquadFinetuneConfig:
+def squad_config(source: Path, questions: Path, run_dir: Path, **changes: Any) -> SquadConfig:
     """Return settings for quick steps from random weights."""
-    config = SquadFinetuneConfig(
+    config = SquadConfig(
         data=SquadDataConfig(path=questions, eval=questions),
         window=WindowConfig(max_seq_length=48, doc_stride=16, max_question_length=8),
         **_shared(source, run_dir),
@@ -136,9 +132,9 @@ def squad_config(source: Path, questions: Path, run_dir: Path, **changes: Any) -
 
 def classify_config(
     source: Path, examples: Path, evals: tuple[Path, ...], run_dir: Path, **changes: Any
-) -> ClassifyFinetuneConfig:
+) -> ClassifyConfig:
     """Return settings for quick steps from random weights."""
-    config = ClassifyFinetuneConfig(
+    config = ClassifyConfig(
         data=ClassifyDataConfig(path=examples, eval=evals, max_seq_length=32), **_shared(source, run_dir)
     )
     return _changed(config, changes)
@@ -147,9 +143,9 @@ def classify_config(
 def _shared(source: Path, run_dir: Path) -> dict[str, Any]:
     return {
         "model": SourceConfig(path=source, from_scratch=True),
-        "train": TrainConfig(total_steps=STEPS, global_batch_size=12, precision="fp32"),
+        "train": FinetuneTrainConfig(total_steps=STEPS, global_batch_size=12, precision="fp32"),
         "optim": FinetuneOptimConfig(learning_rate=5e-3),
-        "run": RunConfig(
+        "run": FinetuneRunConfig(
             name="test", dir=run_dir, log_frequency=1, checkpoint_frequency=10, evaluation_batch_size=8
         ),
     }

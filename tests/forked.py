@@ -32,16 +32,12 @@ PRELOADED = [
     "shoal.models.pretraining",
     "shoal.models.t5",
     "shoal.pipelining.api",
-    "shoal.recipes.albert",
-    "shoal.recipes.bert",
-    "shoal.recipes.finetune.classify",
-    "shoal.recipes.finetune.squad",
-    "shoal.recipes.finetune.text_to_text",
+    "shoal.recipes.export",
     "shoal.recipes.mask_rcnn.train",
     "shoal.recipes.resnet50",
     "shoal.recipes.resnet50_export",
     "shoal.recipes.resnet50_score",
-    "shoal.recipes.t5",
+    "shoal.train.optimizers",
     "shoal.train.run",
 ]
 

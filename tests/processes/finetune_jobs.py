@@ -9,12 +9,8 @@ from multiprocessing.process import BaseProcess
 from forked import fork_process, free_port, wait_for
 from shoal.env import WorkerEnv, WorkerPlace
 from shoal.launch.worker import run_worker
-from shoal.recipes.finetune.config import (
-    ClassifyFinetuneConfig,
-    FinetuneConfig,
-    SquadFinetuneConfig,
-    T5FinetuneConfig,
-)
+from shoal.recipes import classify, squad, t5_classify
+from shoal.recipes.finetuning import FinetuneConfig
 
 
 def start(config: FinetuneConfig, num_workers: int) -> list[BaseProcess]:
@@ -28,19 +24,22 @@ def run(config: FinetuneConfig, num_workers: int = 1, deadline_s: float = 120.0)
     return wait_for(start(config, num_workers), deadline_s)
 
 
-def _work(config: FinetuneConfig, rank: int, num_workers: int, port: int) -> None:
-    from shoal.recipes.finetune import classify, squad, text_to_text
+def worker(rank: int, num_workers: int, port: int) -> WorkerEnv:
+    """Return a worker's place in a job on this host."""
+    place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
+    return WorkerEnv(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
 
+
+def _work(config: FinetuneConfig, rank: int, num_workers: int, port: int) -> None:
     assert config.run.dir is not None
     config.run.dir.mkdir(parents=True, exist_ok=True)
     log = (config.run.dir / f"worker-{rank}.log").open("a")
     os.dup2(log.fileno(), sys.stderr.fileno())
     os.dup2(log.fileno(), sys.stdout.fileno())
-    place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
-    joined = WorkerEnv(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
-    if isinstance(config, SquadFinetuneConfig):
-        run_worker(lambda: squad.finetune(config, joined=joined, command=["test"]))
-    if isinstance(config, T5FinetuneConfig):
-        run_worker(lambda: text_to_text.finetune(config, joined=joined, command=["test"]))
-    assert isinstance(config, ClassifyFinetuneConfig)
-    run_worker(lambda: classify.finetune(config, joined=joined, command=["test"]))
+    joined = worker(rank, num_workers, port)
+    if isinstance(config, squad.SquadConfig):
+        run_worker(lambda: squad.main(config, joined))
+    if isinstance(config, t5_classify.T5ClassifyConfig):
+        run_worker(lambda: t5_classify.main(config, joined))
+    assert isinstance(config, classify.ClassifyConfig)
+    run_worker(lambda: classify.main(config, joined))

@@ -13,17 +13,17 @@ import numpy as np
 import pretrain_jobs
 import pytest
 import torch
-from forked_workers import run_workers
 from transformers import AutoModelForQuestionAnswering
 
 import finetune_made as made
+from forked import fork_process, free_port
 from shoal import record
 from shoal.data.squad.answers import AnswerConfig, choose_answers
 from shoal.data.squad.dataset import read_null_odds, read_predictions, read_squad
 from shoal.data.squad.features import make_features
 from shoal.data.squad.score import score_squad
 from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE
-from shoal.recipes.finetune.source import read_source_tokenizer
+from shoal.recipes.finetuning import read_source_tokenizer
 from shoal.record import read_record
 
 
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole_run(model: Path, questions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one worker that nothing interrupted."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    config = made.squad_config(model, questions, run_dir, run={"evaluation_frequency": made.STEPS // 2})
+    config = made.squad_config(model, questions, run_dir, run={"validation_frequency": made.STEPS // 2})
     assert jobs.run(config) == [EXIT_OK], (run_dir / "worker-0.log").read_text()
     return run_dir
 
@@ -135,11 +135,26 @@ def test_stopped_and_continued_with_another_number_of_workers(
     assert (run_dir / "record.jsonl").read_bytes() == before
 
 
-def test_a_run_killed_before_its_evaluation_evaluates(
+def test_a_run_killed_before_its_end_ends(
     model: Path, questions: Path, whole_run: Path, tmp_path: Path
 ) -> None:
-    """As a kill between the last checkpoint and the end of the run leaves it."""
     run_dir = pretrain_jobs.copy_without_end(whole_run, tmp_path / "run")
+    assert jobs.run(made.squad_config(model, questions, run_dir), 2) == [EXIT_OK] * 2
+    found, wanted = (read_record(run)[-1] for run in (run_dir, whole_run))
+    assert isinstance(found, record.End) and isinstance(wanted, record.End)
+    assert (found.step, found.metrics) == (wanted.step, wanted.metrics)
+    assert (run_dir / "transformers" / "config.json").is_file()
+
+
+def test_a_run_without_scores_of_its_last_step_evaluates(
+    model: Path, questions: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    """A run stopped at a step that is the last one when it continues with fewer steps."""
+    run_dir = pretrain_jobs.copy_without_end(whole_run, tmp_path / "run")
+    lines = (run_dir / "record.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if '"kind": "evaluation"' not in line]
+    assert len(kept) == len(lines) - 2
+    (run_dir / "record.jsonl").write_text("".join(kept))
     (run_dir / "predictions.json").unlink()
     assert jobs.run(made.squad_config(model, questions, run_dir), 2) == [EXIT_OK] * 2
     found, wanted = (read_predictions(run / "predictions.json") for run in (run_dir, whole_run))
@@ -209,37 +224,33 @@ def test_a_pretraining_run_is_a_model_to_start_from(questions: Path, tmp_path: P
     assert not (tmp_path / "again" / "start").exists()
 
 
-def _short_finetuning(rank: int, model: Path, questions: Path, out: Path) -> None:
-    """Inside a joined world: a short finetuning, and what it leaves of the caller's random numbers."""
-    from datetime import timedelta
+def _short_finetuning(
+    rank: int, num_workers: int, port: int, model: Path, questions: Path, out: Path
+) -> None:
+    """Finetune inside a run that trains something else, and look what it leaves of the random numbers."""
+    from shoal.recipes.squad import finetune_copy
+    from shoal.train.run import Run
 
-    import torch.distributed as dist
-
-    from shoal.env import WorkerPlace
-    from shoal.recipes.finetune.squad import finetune_squad_from
-    from shoal.train.world import World
-
-    size = dist.get_world_size()
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-    assert isinstance(control, dist.ProcessGroup)
-    place = WorkerPlace(rank=rank, num_workers=size, local_rank=rank, num_local_workers=size)
-    world = World(place=place, device=torch.device("cpu"), backend="gloo", control=control, launcher="test")
-    settings = made.squad_config(model, questions, out / "never")
-    torch.manual_seed(3)
-    wanted = torch.rand(4)
-    torch.manual_seed(3)
-    scores = finetune_squad_from(model, settings, world)
-    assert torch.rand(4).equal(wanted)
+    worker = jobs.worker(rank, num_workers, port)
+    with Run.open(out / "outer", worker=worker) as run:
+        torch.manual_seed(3)
+        wanted = torch.rand(4)
+        torch.manual_seed(3)
+        scores = finetune_copy(model, made.squad_config(model, questions, out / "never"), run)
+        assert torch.rand(4).equal(wanted)
     (out / f"scores-{rank}.json").write_text(json.dumps(scores))
 
 
-def test_a_short_finetuning_in_a_joined_world_scores_as_the_command_does(
+def test_a_short_finetuning_inside_a_run_scores_as_the_command_does(
     model: Path, questions: Path, whole_run: Path, tmp_path: Path
 ) -> None:
-    codes = run_workers(_short_finetuning, 2, tmp_path / "meeting", model, questions, tmp_path)
-    assert codes == [0, 0]
+    port = free_port()
+    workers = [
+        fork_process(_short_finetuning, rank, 2, port, model, questions, tmp_path) for rank in range(2)
+    ]
+    assert jobs.wait_for(workers) == [0, 0]
     found = [json.loads((tmp_path / f"scores-{rank}.json").read_text()) for rank in range(2)]
     assert found[0] == found[1]
     wanted = json.loads((whole_run / "scores.json").read_text())
     assert found[0] == pytest.approx({n: v for n, v in wanted.items() if not n.endswith("total")}, abs=1e-4)
-    assert not (tmp_path / "never").exists()
+    assert not (tmp_path / "never").exists() and not (tmp_path / "outer" / "predictions.json").exists()

@@ -49,8 +49,9 @@ tokenizer: BERT, ALBERT, RoBERTa or DistilBERT, or T5, which writes its answers.
     "pipeline": "Look at pipelines: models that are split over several devices.",
     "bench": "Measure this machine or cluster.",
 }
+_MODULES = {"finetune": "train"}
 for name, text in _LAZY.items():
-    app.command(f"shoal.cli.{name}:{name}", name=name, help=text)
+    app.command(f"shoal.cli.{_MODULES.get(name, name)}:{name}", name=name, help=text)
 for command in (predict, plan, emulate, serve, export, report, doctor):
     app.command(command)
 

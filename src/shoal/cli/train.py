@@ -1,13 +1,17 @@
-"""Runs recipes: ``shoal train NAME``, with settings from options, a file and a preset."""
+"""Runs recipes: ``shoal train NAME`` and ``shoal finetune NAME``.
+
+Settings come from options, then from a file, then from a preset.
+"""
 
 # Annotations are objects here, not texts: cyclopts reads those of the generated commands.
 
+import inspect
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import cyclopts
 from cyclopts import App, Parameter
@@ -19,18 +23,17 @@ from shoal.recipes.mask_rcnn import config as mask_rcnn
 from shoal.recipes.start import Launch, start
 from shoal.train.config import load_toml
 
-train = App(
-    name="train",
-    help="Train a recipe; the same command again continues where the run stopped.",
-    default_parameter=Parameter(consume_multiple=True),  # --finetune.at 5000 10000
-)
+_LISTS = Parameter(consume_multiple=True)  # --finetune.at 5000 10000
+train = App(name="train", default_parameter=_LISTS)
+finetune = App(name="finetune", default_parameter=_LISTS)
 
 everything = Parameter(name="*")
 """Options of the fields of a dataclass, without its own name before them."""
 _DEFAULT_PRESETS = {"mask_rcnn": "coco-1x"}
 
 _LAUNCHING = """Started alone, the command starts the workers; started by torchrun, mpirun or anything that
-sets RANK and WORLD_SIZE, it joins them. Run it again to continue after a stop or a crash.
+sets RANK and WORLD_SIZE, it joins them. Run it again to continue after a stop or a crash."""
+_PARAMETERS = """Run the recipe.
 
 Parameters
 ----------
@@ -49,7 +52,7 @@ def __getattr__(name: str) -> Callable[..., int]:
 
 
 def command_for(name: str) -> Callable[..., int]:
-    """Return ``shoal train NAME`` as a function with the recipe's settings as options."""
+    """Return a recipe's command as a function with the recipe's settings as options."""
     recipe, module = RECIPES[name], load(name)
     Config, presets = getattr(module, recipe.config), module.PRESETS
 
@@ -59,11 +62,30 @@ def command_for(name: str) -> Callable[..., int]:
         config: Path | None = None,
         settings: Annotated[Config, everything] = Config(),  # type: ignore[valid-type]  # noqa: B008
         launch: Annotated[Launch, everything] = Launch(),  # noqa: B008
+        **shortcuts: Any,
     ) -> int:
+        for option, value in shortcuts.items():
+            if value is not None:
+                section, setting = recipe.shortcuts[option].split(".")
+                changed = replace(getattr(settings, section), **{setting: value})
+                settings = replace(settings, **{section: changed})
         return run_recipe(name, settings, launch, preset)
 
-    command.__doc__ = f"{recipe.help}\n\n{_LAUNCHING}"
+    *own, _ = inspect.signature(command).parameters.values()
+    short = [_shortcut(Config, option, setting) for option, setting in recipe.shortcuts.items()]
+    command.__signature__ = inspect.Signature([*short, *own])  # type: ignore[attr-defined]
+    command.__annotations__ |= {parameter.name: parameter.annotation for parameter in short}
+    command.__doc__ = _PARAMETERS
     return command
+
+
+def _shortcut(config: type[Any], option: str, setting: str) -> inspect.Parameter:
+    """Return the parameter of an option that is short for a setting."""
+    section, name = setting.split(".")
+    kind = get_type_hints(get_type_hints(config)[section])[name]
+    text = f"Short for --{setting.replace('_', '-')}."
+    annotation = Annotated[kind | None, Parameter(help=text, negative=())]  # type: ignore[valid-type]
+    return inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
@@ -73,9 +95,9 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
         UsageError: settings that do not go together, or with the data.
         ShoalError: a worker failed.
     """
-    module = load(name)
-    run = config.run
-    run_name = run.name or (run.dir.name if run.dir else f"{name}-{preset}")
+    module, run = load(name), config.run
+    default = RECIPES[name].run_name.format(name=name, preset=preset, config=config)
+    run_name = run.name or (run.dir.name if run.dir else default)
     config = replace(config, run=replace(run, name=run_name, dir=run.dir or Path("runs") / run_name))
     return start(
         launch,
@@ -95,7 +117,7 @@ def fill_settings(app: App, commands: tuple[str, ...], arguments: cyclopts.Argum
     trees: list[tuple[str, dict[str, Any]]] = []
     if path := given.get("--config"):
         trees.append((path, load_toml(Path(path))))
-    name = commands[-1]
+    name = _NAMES.get((commands[0], commands[-1]), commands[-1])
     default = RECIPES[name].preset if name in RECIPES else _DEFAULT_PRESETS.get(name, "base")
     preset = given.get("--preset", default)
     folder = f"presets/{name}" if name in RECIPES else f"{name}/presets"
@@ -109,9 +131,13 @@ def fill_settings(app: App, commands: tuple[str, ...], arguments: cyclopts.Argum
         cyclopts.config.Dict(tree, source=source)(app, commands, arguments)
 
 
-train.config = (fill_settings,)
-for _name, _recipe in RECIPES.items():
-    train.command(f"{__name__}:{_name}", name=_name, help=_recipe.help)
+_NAMES = {(recipe.group, recipe.command or name): name for name, recipe in RECIPES.items()}
+for _app in (train, finetune):
+    _app.config = (fill_settings,)
+for (_group, _command), _name in _NAMES.items():
+    _app = {"train": train, "finetune": finetune}[_group]
+    _texts = (RECIPES[_name].help, RECIPES[_name].details, _LAUNCHING)
+    _app.command(f"{__name__}:{_name}", name=_command, help="\n\n".join(filter(None, _texts)))
 
 
 @train.command(name="mask_rcnn")

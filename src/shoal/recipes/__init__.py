@@ -1,14 +1,16 @@
 """Complete training jobs: one script per recipe, read from top to bottom, and its presets.
 
-Each script runs by ``python -m shoal.recipes.NAME``, under ``torchrun``, or by ``shoal train NAME``. It has a
-configuration dataclass, ``main(config)`` with the loop in it, and ``check(config, num_workers, dry_run)``.
+Each script runs by ``python -m shoal.recipes.NAME``, under ``torchrun``, or by its command, such as ``shoal
+train NAME``. It has a configuration dataclass, ``main(config)`` with the loop in it, and ``check(config,
+num_workers, dry_run)``.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -22,10 +24,34 @@ class Recipe:
     preset: str
     """Its default preset."""
     help: str
-    """One sentence for ``shoal train --help``."""
+    """One sentence for ``shoal GROUP --help``."""
     module: str = ""
     """Default: its name."""
+    group: str = "train"
+    """Its command is ``shoal GROUP COMMAND``."""
+    command: str = ""
+    """Default: its name."""
+    details: str = ""
+    """More about it, for ``shoal GROUP COMMAND --help``."""
+    shortcuts: Mapping[str, str] = field(default_factory=dict)
+    """Shorter names of options: option to setting, such as ``model`` to ``model.path``."""
+    run_name: str = "{name}-{preset}"
+    """Default name of a run; ``{config}`` stands for the settings."""
 
+
+_SQUAD = """The run directory gets predictions.json, nbest.json and null_odds.json in the official formats,
+scores.json, and the finetuned model as a transformers directory. Training answers that do not stand where the
+file says are counted and left out (--data.misplaced)."""
+_CLASSIFY = """For each evaluation file, the run directory gets predictions-NAME.txt (one label per line) and
+scores-NAME.json (accuracy and confusion table, which is printed too), and the finetuned model as a
+transformers directory. Columns have MNLI's names unless --data.first, --data.second and --data.label give
+others."""
+_CLASSIFY_SHORTCUTS = {
+    "model": "model.path",
+    "data": "data.path",
+    "eval": "data.eval",
+    "labels": "data.labels",
+}
 
 RECIPES = {
     "albert": Recipe(
@@ -42,6 +68,32 @@ RECIPES = {
         preset="imagenet-16k",
         help="Train ResNet-50, or another residual network, to classify images; defined in epochs.",
     ),
+    "squad": Recipe(
+        config="SquadConfig",
+        preset="bert",
+        help="Finetune on SQuAD 1.1 or 2.0 and answer the questions of an evaluation file.",
+        group="finetune",
+        details=_SQUAD,
+        shortcuts={"model": "model.path", "data": "data.path", "eval": "data.eval"},
+    ),
+    "classify": Recipe(
+        config="ClassifyConfig",
+        preset="bert",
+        help="Finetune on sentences or pairs with labels: MNLI, and any tab-separated or JSONL file.",
+        group="finetune",
+        details=_CLASSIFY,
+        shortcuts=_CLASSIFY_SHORTCUTS,
+    ),
+    "t5_classify": Recipe(
+        config="T5ClassifyConfig",
+        preset="t5",
+        help="Finetune T5 on sentences or pairs with labels, which it generates as words.",
+        group="finetune",
+        command="t5",
+        details=_CLASSIFY,
+        shortcuts={"task": "data.task", **_CLASSIFY_SHORTCUTS},
+        run_name="t5-{config.data.task}-{preset}",
+    ),
 }
 
 
@@ -51,5 +103,7 @@ def load(name: str) -> Any:
 
 
 def run_script(name: str) -> None:
-    """Replace this process by ``shoal train NAME`` with the same options."""
-    os.execv(sys.executable, [sys.executable, "-m", "shoal", "train", name, *sys.argv[1:]])
+    """Replace this process by the recipe's command with the same options."""
+    recipe = RECIPES[name]
+    command = [recipe.group, recipe.command or name]
+    os.execv(sys.executable, [sys.executable, "-m", "shoal", *command, *sys.argv[1:]])

@@ -3,12 +3,10 @@
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
 import math
-import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from importlib import import_module
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from shoal.errors import UsageError
 from shoal.models.text_config import EncoderConfig
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from shoal.data.text.examples import ExampleReader
     from shoal.models.pretraining import Pretraining
     from shoal.record import Evaluation
-    from shoal.train.run import BatchSizes, Run
+    from shoal.train.run import BatchSizes
 
 SENTENCE_TASKS = {"sop": "sentence order", "nsp": "next sentence"}
 
@@ -180,70 +178,6 @@ def verdict(task: str, scores: "Evaluation", references: dict[str, float]) -> st
         f"{'below' if loss < entropy else 'above'} the unigram entropy of its targets ({entropy:.3f})\n"
         f"held-out {SENTENCE_TASKS[task]} {100 * accuracy:.1f} % right on {scores.num_samples:,} pairs "
         f"(by guessing: p {'<' if p_value <= 1e-300 else '='} {p_value:.1e})"
-    )
-
-
-def score_on_squad(config: MaskedLMConfig, model: "Pretraining", run: "Run") -> None:
-    """Finetune a copy of ``model`` on SQuAD and record its scores, unless the record has them already.
-
-    The pretraining is not affected: its weights, optimizer and random numbers stay as they are. A run that
-    was stopped before the scores were there makes them when it continues.
-
-    Raises:
-        UsageError: the questions are not there, or do not go with the model.
-    """
-    from shoal.data.squad.dataset import read_squad
-    from shoal.record import Evaluation, read_record
-    from shoal.train.exchange import together
-
-    short, directory = config.finetune, required(run.directory) / "finetune" / f"step-{run.step:08}"
-    if run.stopped or run.is_over:
-        return
-    done = run.world.is_main and any(
-        isinstance(row, Evaluation) and (row.step, row.split) == (run.step, "squad")
-        for row in read_record(required(run.directory))
-    )
-    if run.world.sum_counts(done) == [1]:
-        return
-    squad = import_module("shoal.recipes.finetune.squad")
-
-    def export() -> None:
-        if run.world.is_main:
-            directory.parent.mkdir(exist_ok=True)
-            write_export(model, required(config.data.path), directory)
-
-    together(run.world.control, export)
-    scores = squad.finetune_squad_from(directory, _squad_settings(config), run.world, stop=run.stop_request)
-    run.world.barrier()
-    if run.world.is_main:
-        shutil.rmtree(directory)
-    if scores:  # none: a signal came in between
-        num_questions = len(read_squad(required(short.eval), misplaced="keep").questions)
-        run.evaluation("squad", scores, num_samples=num_questions)
-
-
-def _squad_settings(config: MaskedLMConfig) -> Any:
-    from shoal.data.squad.config import WindowConfig
-    from shoal.recipes.finetune import config as finetune
-
-    short = config.finetune
-    return finetune.SquadFinetuneConfig(
-        model=finetune.SourceConfig(),
-        data=finetune.SquadDataConfig(path=short.data, eval=short.eval),
-        window=WindowConfig(
-            max_seq_length=short.max_seq_length,
-            doc_stride=short.doc_stride,
-            max_question_length=short.max_question_length,
-        ),
-        train=finetune.TrainConfig(
-            total_steps=short.total_steps,
-            global_batch_size=short.global_batch_size,
-            micro_batch_size=short.micro_batch_size,
-            seed=config.train.seed,
-            precision=config.train.precision,
-        ),
-        optim=finetune.FinetuneOptimConfig(learning_rate=short.learning_rate),
-        distributed=replace(config.distributed, wire="fp32"),  # 8-bit gradients make a group each time
     )
 
 

@@ -358,6 +358,15 @@ def has_ended(run_dir: Path, step: int, world: World) -> bool:
     return world.sum_counts(ended) == [1]
 
 
+def is_scored(run_dir: Path, step: int, world: World, split: str | None = None) -> bool:
+    """Return whether the record has scores after ``step``, of ``split`` if given; all workers call it."""
+    scored = world.is_main and any(
+        isinstance(row, Evaluation) and row.step == step and split in (None, row.split)
+        for row in read_record(run_dir)
+    )
+    return world.sum_counts(scored) == [1]
+
+
 def versions() -> dict[str, str]:
     """Return the versions that a run's figures depend on."""
     found = {"shoal": shoal.__version__, "torch": torch.__version__}

@@ -19,11 +19,17 @@ from shoal.data.loader import as_tensors
 from shoal.data.squad.dataset import read_squad
 from shoal.data.squad.features import make_features
 from shoal.errors import UsageError
-from shoal.models.directory import save
-from shoal.recipes.finetune.config import FinetuneConfig, FinetuneOptimConfig, TrainConfig
-from shoal.recipes.finetune.job import make_plan
-from shoal.recipes.finetune.source import read_source_tokenizer
-from shoal.recipes.finetune.squad import make_task
+from shoal.models.directory import load_task_model, save
+from shoal.models.encoder import packed_inputs
+from shoal.models.tasks import QuestionAnswering, span_loss
+from shoal.recipes.finetuning import (
+    FinetuneConfig,
+    FinetuneOptimConfig,
+    FinetuneTrainConfig,
+    make_plan,
+    read_source_tokenizer,
+)
+from shoal.recipes.squad import task_data
 
 
 @pytest.fixture(scope="module")
@@ -171,10 +177,11 @@ def test_a_label_outside_the_set_is_named(model: Path, pairs: Path) -> None:
 
 def test_steps_follow_from_epochs_and_warm_up_from_its_share() -> None:
     config = FinetuneConfig(
-        train=TrainConfig(epochs=2.0, global_batch_size=32), optim=FinetuneOptimConfig(warmup_share=0.1)
+        train=FinetuneTrainConfig(epochs=2.0, global_batch_size=32),
+        optim=FinetuneOptimConfig(warmup_share=0.1),
     )
     plan = make_plan(config, num_sequences=88_524, num_workers=4)
-    assert (plan.total_steps, plan.warmup_steps) == (5_533, 553)  # 5,532.75 steps of SQuAD 1.1
+    assert (plan.total_steps, plan.schedule.warmup_steps) == (5_533, 553)  # 5,532.75 steps of SQuAD 1.1
     assert (plan.batch.micro_batch_size, plan.batch.accumulation_steps) == (8, 1)
 
 
@@ -182,10 +189,10 @@ def test_the_loss_is_that_of_transformers(model: Path, questions: Path, tmp_path
     """transformers' loss of each window alone, where there is no padding to compete, in float64."""
     config = made.squad_config(model, questions, tmp_path)
     torch.manual_seed(5)
-    task = make_task(config, model)
-    save(task.model, tmp_path / "saved", tokenizer_from=model)
+    ours = load_task_model(QuestionAnswering, model, from_scratch=True)
+    save(ours, tmp_path / "saved", tokenizer_from=model)
     theirs = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "saved").double()
-    task.model.double()
+    ours.double()
     features = make_features(
         read_squad(questions, misplaced="keep"), read_source_tokenizer(model), config.window
     )
@@ -200,13 +207,12 @@ def test_the_loss_is_that_of_transformers(model: Path, questions: Path, tmp_path
         )
         wanted = wanted + out.loss
     assert features.start.any() and not features.start.all()  # windows with the answer and without
-    batch = as_tensors(task.data.batch(torch.arange(len(features)).numpy()), pin_memory=False)
-    loss = task.loss(task.model, batch)
+    batch = as_tensors(task_data(features).batch(torch.arange(len(features)).numpy()), pin_memory=False)
+    logits = ours(**packed_inputs(batch))
+    loss = span_loss(*logits, batch, batch["start"], batch["end"])
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
     wanted.backward()
     loss.backward()
-    for (name, ours), reference in zip(
-        task.model.weights.named_parameters(), theirs.parameters(), strict=True
-    ):
-        assert ours.grad is not None and reference.grad is not None, name
-        torch.testing.assert_close(ours.grad, reference.grad, rtol=1e-9, atol=1e-12, msg=name)
+    for (name, own), reference in zip(ours.weights.named_parameters(), theirs.parameters(), strict=True):
+        assert own.grad is not None and reference.grad is not None, name
+        torch.testing.assert_close(own.grad, reference.grad, rtol=1e-9, atol=1e-12, msg=name)

@@ -15,8 +15,7 @@ import torch
 
 from shoal.errors import ShoalError, UsageError
 from shoal.recipes.albert import IMMUTABLE, AlbertConfig
-from shoal.recipes.finetune.config import FinetuneConfig
-from shoal.recipes.finetune.config import TrainConfig as FinetuneTrainConfig
+from shoal.recipes.finetuning import FinetuneConfig, FinetuneTrainConfig
 from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.resnet50 import TrainConfig as ImageTrainConfig
 from shoal.recipes.t5 import T5Config

@@ -12,7 +12,7 @@ bitwise the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,9 +43,6 @@ class Sequences(Protocol):
     def lengths(self) -> Int64Array:
         """Tokens of each sequence."""
 
-    def num_targets(self, indices: Int64Array) -> int:
-        """Return the number of targets that the loss of the sequences ``indices`` averages."""
-
     def batch(self, indices: Int64Array) -> Arrays:
         """Return the sequences ``indices`` as a model takes them."""
 
@@ -69,10 +66,6 @@ class TaskData:
         """Tokens of each sequence."""
         return np.diff(self.bounds)
 
-    def num_targets(self, indices: Int64Array) -> int:
-        """Return the number of targets that the loss of the sequences ``indices`` averages: one each."""
-        return len(indices)
-
     def batch(self, indices: Int64Array) -> Arrays:
         """Return the sequences ``indices`` packed, with their targets (int64 ``[B]``)."""
         lengths = self.lengths[indices]
@@ -82,48 +75,55 @@ class TaskData:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskShard(DataShard):
-    """A worker's part of each global batch, and the seed of the order."""
+class TaskSource:
+    """Training batches of sequences, as :meth:`shoal.train.run.Run.steps` takes them.
 
-    seed: int = 0
+    Args:
+        data: the sequences of one epoch.
+        seed: of their order and of the dropout keys.
+        name: names a sequence by its index, for messages.
+    """
 
+    data: Sequences
+    seed: int
+    name: Callable[[int], str] = lambda index: f"example {index + 1}"
 
-def global_batch(data: Sequences, shard: TaskShard, step: int) -> Int64Array:
-    """Return the sequences of the global batch after ``step`` completed steps, in their order."""
-    size = shard.global_batch_size
-    return samples(step * size, size, len(data), shard.seed)[1]
+    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[list[Batch]]:
+        """Return a stream with, per step (from 0), this worker's micro-batches, prefetched by a thread."""
 
+        def make(step: int) -> list[Batch]:
+            return [
+                as_tensors(
+                    {**self.data.batch(indices), "dropout_keys": dropout_keys(self.seed, epochs, indices)},
+                    pin_memory,
+                )
+                for epochs, indices in self.micro_batches(shard, step)
+            ]
 
-def own_micro_batches(data: Sequences, shard: TaskShard, step: int) -> list[tuple[Int64Array, Int64Array]]:
-    """Return (epochs, sequences) of each of this worker's micro-batches, the longest sequences first."""
-    size = shard.global_batch_size
-    epochs, indices = samples(step * size, size, len(data), shard.seed)
-    own = _longest_first(data, indices)[shard.rank :: shard.num_workers]
-    cuts = micro_batches(range(len(own)), shard.micro_batch_size)
-    return [(epochs[own[cut.start : cut.stop]], indices[own[cut.start : cut.stop]]) for cut in cuts]
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader")
+        return Stream(in_order(lambda step: thread.submit(make, step), steps, _STEPS_AHEAD), [thread])
 
+    def names(self, shard: DataShard, step: int) -> list[str]:
+        """Return names of the sequences of global batch ``step`` (from 0)."""
+        return [self.name(int(index)) for index in self.global_batch(shard, step)[1]]
 
-def training_batches(
-    data: Sequences, shard: TaskShard, steps: range, *, pin_memory: bool = False
-) -> Stream[list[Batch]]:
-    """Yield this worker's micro-batches for each of ``steps`` (from 0), prefetched by a thread."""
+    def micro_batches(self, shard: DataShard, step: int) -> list[tuple[Int64Array, Int64Array]]:
+        """Return (epochs, sequences) of each of this worker's micro-batches, the longest sequences first."""
+        epochs, indices = self.global_batch(shard, step)
+        own = _longest_first(self.data, indices)[shard.rank :: shard.num_workers]
+        cuts = micro_batches(range(len(own)), shard.micro_batch_size)
+        return [(epochs[own[cut.start : cut.stop]], indices[own[cut.start : cut.stop]]) for cut in cuts]
 
-    def make(step: int) -> list[Batch]:
-        return [
-            as_tensors(
-                {**data.batch(indices), "dropout_keys": dropout_keys(shard.seed, epochs, indices)}, pin_memory
-            )
-            for epochs, indices in own_micro_batches(data, shard, step)
-        ]
-
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader")
-    return Stream(in_order(lambda step: thread.submit(make, step), steps, _STEPS_AHEAD), [thread])
+    def global_batch(self, shard: DataShard, step: int) -> tuple[Int64Array, Int64Array]:
+        """Return (epochs, sequences) of the global batch after ``step`` completed steps, in their order."""
+        size = shard.global_batch_size
+        return samples(step * size, size, len(self.data), self.seed)
 
 
 def evaluation_batches(
     data: Sequences, *, batch_size: int, rank: int = 0, num_workers: int = 1
 ) -> Iterator[tuple[Int64Array, Batch]]:
-    """Yield this worker's micro-batches of all sequences, each with the sequences' numbers."""
+    """Yield this worker's micro-batches of all sequences, each with the indices of its sequences."""
     for indices in evaluation_parts(data, batch_size=batch_size, rank=rank, num_workers=num_workers):
         yield indices, as_tensors(data.batch(indices), pin_memory=False)
 

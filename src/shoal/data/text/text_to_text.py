@@ -56,10 +56,6 @@ class TextToText:
         """Tokens of the longest label."""
         return max(map(len, self.words))
 
-    def num_targets(self, indices: Int64Array) -> int:
-        """Return the number of target tokens of the sequences ``indices``."""
-        return sum(len(self.words[self.data.examples[index].label]) for index in indices)
-
     def batch(self, indices: Int64Array) -> dict[str, npt.NDArray[Any]]:
         """Return the sequences ``indices`` padded to their longest.
 

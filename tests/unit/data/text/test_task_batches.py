@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.data.steps import DataShard
 from shoal.data.text.task_batches import (
     TaskData,
-    TaskShard,
+    TaskSource,
     evaluation_batches,
     evaluation_parts,
-    global_batch,
-    own_micro_batches,
-    training_batches,
 )
 from shoal.decide.order import samples
 
@@ -37,11 +35,12 @@ def data() -> TaskData:
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 6])
 def test_workers_share_each_global_batch(data: TaskData, num_workers: int) -> None:
     for step in range(6):  # over the end of the epoch
-        deals = [
-            TaskShard(global_batch_size=12, micro_batch_size=2, rank=rank, num_workers=num_workers, seed=5)
+        shards = [
+            DataShard(global_batch_size=12, micro_batch_size=2, rank=rank, num_workers=num_workers)
             for rank in range(num_workers)
         ]
-        parts = [[cut for _, cut in own_micro_batches(data, deal, step)] for deal in deals]
+        source = TaskSource(data=data, seed=5)
+        parts = [[cut for _, cut in source.micro_batches(shard, step)] for shard in shards]
         dealt = np.concatenate([cut for part in parts for cut in part])
         assert sorted(dealt) == sorted(samples(12 * step, 12, 37, 5)[1])
         assert {len(part) for part in parts} == {6 // num_workers}
@@ -59,8 +58,8 @@ def test_dropout_keys_belong_to_samples(data: TaskData, num_workers: int) -> Non
     def keys_of(step: int, **layout: int) -> dict[int, int]:
         keys = {}
         for rank in range(layout["num_workers"]):
-            deal = TaskShard(global_batch_size=12, rank=rank, seed=5, **layout)
-            (batches,) = training_batches(data, deal, range(step, step + 1))
+            shard = DataShard(global_batch_size=12, rank=rank, **layout)
+            (batches,) = TaskSource(data=data, seed=5).open(shard, range(step, step + 1))
             for batch in batches:
                 keys |= dict(zip(batch["labels"].tolist(), batch["dropout_keys"].tolist(), strict=True))
         return keys
@@ -72,16 +71,19 @@ def test_dropout_keys_belong_to_samples(data: TaskData, num_workers: int) -> Non
 
 
 def test_an_epoch_is_every_sequence_once(data: TaskData) -> None:
-    deal = TaskShard(global_batch_size=37, micro_batch_size=37)
-    first, second = (global_batch(data, deal, step) for step in (0, 1))
+    shard = DataShard(global_batch_size=37, micro_batch_size=37)
+    source = TaskSource(data=data, seed=0, name=lambda index: f"q{index}")
+    first, second = (source.global_batch(shard, step)[1] for step in (0, 1))
+    assert source.names(shard, 1) == [f"q{index}" for index in second]
     assert sorted(first) == sorted(second) == list(range(37))
     assert first.tolist() != second.tolist()
 
 
 def test_steps_resume_where_they_stopped(data: TaskData) -> None:
-    deal = TaskShard(global_batch_size=8, micro_batch_size=4, rank=1, num_workers=2, seed=7)
-    whole = list(training_batches(data, deal, range(9)))
-    rest = list(training_batches(data, deal, range(4, 9)))
+    shard = DataShard(global_batch_size=8, micro_batch_size=4, rank=1, num_workers=2)
+    source = TaskSource(data=data, seed=7)
+    whole = list(source.open(shard, range(9)))
+    rest = list(source.open(shard, range(4, 9)))
     assert len(whole) == 9 and len(rest) == 5
     for ours, theirs in zip(rest, whole[4:], strict=True):
         for batch, wanted in zip(ours, theirs, strict=True):
@@ -98,7 +100,8 @@ def test_a_batch_holds_its_sequences(data: TaskData) -> None:
 
 
 def test_an_abandoned_loader_ends_its_thread(data: TaskData) -> None:
-    steps = training_batches(data, TaskShard(global_batch_size=4, micro_batch_size=4), range(1_000_000))
+    shard = DataShard(global_batch_size=4, micro_batch_size=4)
+    steps = TaskSource(data=data, seed=0).open(shard, range(1_000_000))
     before = loader_threads()
     next(steps)
     own = loader_threads() - before

@@ -1,0 +1,268 @@
+"""Finetunes on sentences or pairs with labels: MNLI, or any file like it.
+
+    python -m shoal.recipes.classify --model bert/ --data train.tsv --eval dev_matched.tsv dev_mismatched.tsv
+    torchrun --nproc-per-node 8 -m shoal.recipes.classify --preset albert --model runs/first ...
+    shoal finetune classify --preset tiny --model runs/first --workers 2 ...
+
+The loss of a sequence is the cross-entropy of its label, summed and divided by the sequences of the whole
+global batch. Each evaluation file has its own scores: accuracy, confusion table, and a file of predictions.
+"""
+
+# Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.env import WorkerEnv
+from shoal.errors import UsageError
+from shoal.optim.lr_schedules import learning_rate, set_learning_rate
+from shoal.recipes import finetuning, run_script
+from shoal.recipes.finetuning import FinetuneConfig
+from shoal.train.config import required
+
+if TYPE_CHECKING:
+    from shoal.data.text.classify import ClassifyData, PairFeatures
+    from shoal.data.text.task_batches import TaskData
+    from shoal.models.tasks import SequenceClassification
+    from shoal.train.run import Run
+
+# ------------------------------------------------------------------------------------------------- config
+
+PRESETS = finetuning.PRESETS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyDataConfig:
+    """The files of examples and the names of their columns; the defaults are MNLI's."""
+
+    path: Path | None = None
+    """Training examples, .tsv (column names first) or .jsonl."""
+    eval: tuple[Path, ...] = ()
+    """Files to evaluate on, each by itself, such as MNLI's matched and mismatched."""
+    labels: tuple[str, ...] = ()
+    """The set of labels, in the order of the model's outputs; default: those of the training file, sorted."""
+    first: str = "sentence1"
+    """Column of the text, or of the first of a pair."""
+    second: str = "sentence2"
+    """Column of the second text of a pair; empty (--data.second "") for single texts."""
+    label: tuple[str, ...] = ("gold_label", "label")
+    """Column of the label: the first of these that a file has."""
+    unlabelled: str = "-"
+    """Label of examples on which people did not agree; they are left out."""
+    max_seq_length: int = 128
+    """Tokens in a sequence at most, the special ones included; the longer text of a pair is cut first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyConfig(FinetuneConfig):
+    """All settings of finetuning on labels; presets are TOML files in ``presets/classify``."""
+
+    data: ClassifyDataConfig = field(default_factory=ClassifyDataConfig)
+
+
+IMMUTABLE = (
+    *finetuning.IMMUTABLE,
+    *(f"data.{name}" for name in ("labels", "first", "second", "label", "unlabelled", "max_seq_length")),
+)
+
+
+def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
+    """Train until the last step or a signal, evaluate and write the model; return the exit code.
+
+    Raises:
+        UsageError: settings that do not go together, or with the model, the data or the run that is there.
+        ShoalError: damaged files, a lost worker, no memory, a loss that is not finite.
+    """
+    import torch
+
+    from shoal.data.text.classify import make_pairs
+    from shoal.data.text.task_batches import TaskSource
+    from shoal.models.directory import load_task_model, save
+    from shoal.models.encoder import packed_inputs
+    from shoal.models.tasks import SequenceClassification, label_loss
+    from shoal.train.optimizers import build_optimizer
+    from shoal.train.run import Run
+
+    check_paths(config, config.data)
+    with Run.open(
+        required(config.run.dir),
+        config=config,
+        recipe="classify",
+        unit="sequences",
+        settings=config.run,
+        loop=config.train,
+        distributed=config.distributed,
+        immutable=IMMUTABLE,
+        memory_remedy="--model.activation-checkpointing",
+        longer="--train.epochs",
+        worker=worker,
+    ) as run:
+        # ----------------------------------------------------------------------------------------- data
+        source, length = finetuning.open_source(config.model, run), config.data.max_seq_length
+        finetuning.check_length(source, "data.max_seq_length", length)
+        tokenizer = finetuning.read_source_tokenizer(source)
+        files = [make_pairs(data, tokenizer, max_seq_length=length) for data in read_files(config.data)]
+        training, *held_out = files
+        plan = finetuning.make_plan(config, num_sequences=len(training), num_workers=run.world.num_workers)
+
+        # ----------------------------------------------------------------------------------------- model
+        torch.manual_seed(run.seed)
+        labels = training.data.labels
+        model = load_task_model(SequenceClassification, source, labels=labels, **config.model.options)
+        ddp = run.data_parallel(model, average=config.optim.clip == "global")
+        if config.train.compile:
+            model.compile(dynamic=True)
+        optimizer = build_optimizer(model.named_parameters(), config.optim)
+        run.keep(model=model, optimizer=optimizer)
+
+        # ----------------------------------------------------------------------------------------- loop
+        steps = run.steps(
+            TaskSource(data=task_data(training), seed=run.seed),
+            plan.batch,
+            until=plan.total_steps,
+            notes=[
+                *(counts(file.data, len(file), file.num_cut, length) for file in files),
+                *finetuning.new_parts(model),
+            ],
+        )
+        for step in steps:
+            with step:
+                set_learning_rate(optimizer, learning_rate(plan.schedule, step.number - 1))
+                for batch in step:
+                    loss = label_loss(ddp(**packed_inputs(batch)), batch["labels"])
+                    step.backward(loss / step.num_samples)
+                step.update(optimizer, max_norm=config.optim.max_grad_norm)
+            if run.due(config.run.validation_frequency):
+                evaluate(model, held_out, config, run)
+        if finetuning.lacks_scores(run):
+            evaluate(model, held_out, config, run)
+
+        # ----------------------------------------------------------------------------------------- export
+        return run.finish(
+            lambda directory: save(model, directory / finetuning.EXPORT, tokenizer_from=source),
+            lambda _: f"the finetuned model is in {required(run.directory) / finetuning.EXPORT}",
+        )
+
+
+# ------------------------------------------------------------------------------------------------- data
+
+
+def check_paths(config: FinetuneConfig, data: ClassifyDataConfig) -> None:
+    """Raise a :class:`UsageError` if the model or a file is not named."""
+    finetuning.require_paths(config, data.path, data.eval, "examples")
+
+
+def read_files(data: ClassifyDataConfig) -> "list[ClassifyData]":
+    """Return the training examples, then those of each evaluation file.
+
+    Raises:
+        UsageError: a file is not of the form that its name says, holds a label outside the set, or two
+            evaluation files have the same name, which their scores are named after.
+    """
+    from shoal.data.text.classify import Columns, read_classify
+
+    names = [path.stem for path in data.eval]
+    if len(set(names)) != len(names):
+        raise UsageError(f"data.eval has two files of the same name ({', '.join(names)}); rename one")
+    columns = Columns(
+        first=data.first, second=data.second or None, label=data.label, unlabelled=data.unlabelled
+    )
+    train = read_classify(required(data.path), columns, labels=data.labels or None)
+    return [train, *(read_classify(path, columns, labels=train.labels) for path in data.eval)]
+
+
+def task_data(features: "PairFeatures") -> "TaskData":
+    """Return the sequences with their labels."""
+    from shoal.data.text.task_batches import TaskData
+
+    return TaskData(
+        tokens=features.tokens,
+        types=features.types,
+        bounds=features.bounds,
+        targets={"labels": features.labels},
+    )
+
+
+def counts(data: "ClassifyData", num_examples: int, num_cut: int, length: int) -> str:
+    """Return a line about a file for the beginning of the run."""
+    return (
+        f"{data.path.name}: {num_examples:,} examples, {num_cut:,} cut to {length} tokens, "
+        f"{data.num_unlabelled:,} without a label left out"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- evaluation
+
+
+def evaluate(
+    model: "SequenceClassification", files: "list[PairFeatures]", config: ClassifyConfig, run: "Run"
+) -> None:
+    """Predict the labels of each file with all workers and record the scores."""
+    from shoal.models.encoder import packed_inputs
+
+    for file in files:
+        logits = finetuning.outputs_of(
+            model,
+            task_data(file),
+            lambda batch: model(**packed_inputs(batch)),
+            run,
+            batch_size=config.run.evaluation_batch_size,
+            per_token=False,
+        )
+        predicted = None if logits is None else [int(label) for label in logits.argmax(axis=1)]
+        record_scores(run, file.data, file.data.labels, predicted)
+
+
+def record_scores(
+    run: "Run", data: "ClassifyData", labels: tuple[str, ...], predicted: list[int] | None
+) -> None:
+    """Write predictions, the confusion table and the accuracy; only the first worker has predictions.
+
+    Files of the run directory: ``predictions-NAME.txt`` with one label per line, in the order of the labelled
+    examples, and ``scores-NAME.json``.
+    """
+    from shoal.data.atomic_io import write_atomically
+    from shoal.data.squad.dataset import write_json
+    from shoal.data.text.classify import score_classify
+
+    accuracy = 0.0
+    if predicted is not None:
+        out, name = required(run.directory), data.path.stem
+        scores = score_classify(labels, [example.label for example in data.examples], predicted)
+        lines = "".join(f"{labels[label]}\n" for label in predicted)
+        write_atomically(out / f"predictions-{name}.txt", lines.encode())
+        tree = {"accuracy": scores.accuracy, "labels": list(labels), "counts": [*map(list, scores.counts)]}
+        write_json(out / f"scores-{name}.json", tree)
+        run.note(f"{data.path.name}\n{scores.table()}")
+        accuracy = scores.accuracy / 100
+    run.evaluation(data.path.stem, {"accuracy": accuracy}, num_samples=len(data.examples))
+
+
+# ------------------------------------------------------------------------------------------------- dry run
+
+
+def check(config: ClassifyConfig, num_workers: int, dry_run: bool) -> list[str]:
+    """Check the settings for a number of workers before any starts; return the lines of a dry run.
+
+    Raises:
+        UsageError: a file or model that cannot be used, or sizes that do not divide.
+    """
+    from shoal.data.text.classify import make_pairs
+
+    check_paths(config, config.data)
+    files, length = read_files(config.data), config.data.max_seq_length
+    if not dry_run:
+        finetuning.check_model(config, num_workers, setting="data.max_seq_length", max_seq_length=length)
+        return []
+    tokenizer = finetuning.source_tokenizer(config, setting="data.max_seq_length", max_seq_length=length)
+    pairs = [make_pairs(data, tokenizer, max_seq_length=length) for data in files]
+    return [
+        *finetuning.describe(config, len(pairs[0]), num_workers),
+        f"labels       {', '.join(files[0].labels)}",
+        *(f"{f.data.path}: {len(f):,} examples, {f.num_cut:,} cut to {length} tokens" for f in pairs),
+    ]
+
+
+if __name__ == "__main__":
+    run_script("classify")

@@ -1,0 +1,460 @@
+"""Finds the model to start from, plans steps and gathers outputs for the finetuning scripts.
+
+The scripts are ``squad.py``, ``classify.py`` and ``t5_classify.py``.
+"""
+
+# Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
+
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from shoal.errors import UsageError
+from shoal.json_text import parse_json
+from shoal.train.config import (
+    DistributedConfig,
+    LoopConfig,
+    OptimConfig,
+    RunOutputConfig,
+    check_wire,
+    load_toml,
+    require_positive,
+    required,
+    settings_lines,
+)
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from torch import Tensor, nn
+
+    from shoal.data.loader import Batch
+    from shoal.data.text.task_batches import Sequences
+    from shoal.decide.batch import BatchPlan
+    from shoal.models.tasks import TaskModel
+    from shoal.optim.lr_schedules import Schedule
+    from shoal.train.gather import Float32Array
+    from shoal.train.run import Run
+
+START = "start"
+"""Folder of the run directory with the weights of a pretraining run, exported once."""
+EXPORT = "transformers"
+"""Folder of the run directory with the finetuned model."""
+MODEL_CONFIG = "config.json"
+
+# ------------------------------------------------------------------------------------------------- config
+
+PRESETS = ("bert", "albert", "tiny")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """The model to start from."""
+
+    path: Path | None = None
+    """Run directory of shoal, a checkpoint in one, a transformers directory with its tokenizer, or
+    hub:NAME."""
+    from_scratch: bool = False
+    """Take only its sizes and its tokenizer and begin with random weights: what is pretraining worth?"""
+    dropout: float | None = None
+    """Dropout of hidden states and of attention; default: what the model's own config.json says."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, a third more time."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of :func:`shoal.models.directory.load_task_model`."""
+        return {
+            "from_scratch": self.from_scratch,
+            "dropout": self.dropout,
+            "activation_checkpointing": self.activation_checkpointing,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneTrainConfig(LoopConfig):
+    """The loop: how long, how large a batch, in what precision."""
+
+    epochs: float = 2.0
+    """Times that the data is seen."""
+    total_steps: int | None = None
+    """Optimizer steps of the whole run; default: as train.epochs says."""
+    global_batch_size: int = 32
+    """Sequences in one optimizer step, over all workers."""
+    micro_batch_size: int | None = None
+    """Sequences a worker computes at once; default: the largest divisor of its share up to 64."""
+    seed: int = 42
+    """Seed of the new layers' weights, the data order and dropout."""
+    compile: bool | None = None
+    """torch.compile the model; default: no, since lengths vary from batch to batch and runs are short."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptimConfig(OptimConfig):
+    """The optimizer and its schedule, in optimizer steps."""
+
+    optimizer: Literal["lamb", "lans", "adamw", "adafactor"] = "adamw"
+    """torch's AdamW, LAMB or LANS for large batches, or T5's Adafactor."""
+    learning_rate: float = 3e-5
+    """Learning rate at the end of the warm-up."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0; 0: as optim.warmup_share says."""
+    warmup_share: float = 0.1
+    """Part of all steps that warms up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneRunConfig(RunOutputConfig):
+    """Where the run lives and what it writes when."""
+
+    validation_frequency: int | None = None
+    """Steps between evaluations; default: one, at the end."""
+    evaluation_batch_size: int = 32
+    """Sequences a worker evaluates at once. It does not follow the number of workers, so logits do not."""
+    checkpoint_frequency: int = 1_000
+    """Steps between checkpoints."""
+    keep_checkpoints: int = 2
+    """How many checkpoints stay on disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """Settings of all finetuning recipes, without those of their data."""
+
+    model: SourceConfig = field(default_factory=SourceConfig)
+    train: FinetuneTrainConfig = field(default_factory=FinetuneTrainConfig)
+    optim: FinetuneOptimConfig = field(default_factory=FinetuneOptimConfig)
+    run: FinetuneRunConfig = field(default_factory=FinetuneRunConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+    def __post_init__(self) -> None:
+        require_positive("train", self.train, "total_steps", "global_batch_size", "micro_batch_size")
+        require_positive("train", self.train, "max_nonfinite_steps")
+        require_positive("run", self.run, "log_frequency", "validation_frequency", "evaluation_batch_size")
+        require_positive("run", self.run, "checkpoint_frequency", "keep_checkpoints")
+        check_wire(self.distributed, precision=self.train.precision, clip=self.optim.clip)
+        if not self.train.epochs > 0:
+            raise UsageError(f"train.epochs {self.train.epochs} must be above 0")
+        if not 0 <= self.optim.warmup_share <= 1:
+            raise UsageError(f"optim.warmup_share {self.optim.warmup_share} must lie between 0 and 1")
+        if self.model.dropout is not None and not 0 <= self.model.dropout < 1:
+            raise UsageError(f"model.dropout {self.model.dropout} must be at least 0 and below 1")
+
+
+IMMUTABLE = (
+    "model.path",
+    "model.from_scratch",
+    "data.path",
+    "train.seed",
+    "train.global_batch_size",
+    "optim.optimizer",
+)
+"""Settings that must stay when a run continues: weights, optimizer state or data order depend on them."""
+
+
+def require_paths(config: FinetuneConfig, data: Path | None, held_out: object, what: str) -> None:
+    """Check that the model and the files are named.
+
+    Args:
+        data: the training file.
+        held_out: the evaluation files, or ``None``.
+        what: what the files hold, such as ``questions``.
+
+    Raises:
+        UsageError: one is not.
+    """
+    for name, option, value, purpose in (
+        ("model.path", "--model", config.model.path, "a run of shoal or a transformers directory"),
+        ("data.path", "--data", data, f"a file of training {what}"),
+        ("data.eval", "--eval", held_out or None, f"{what} to evaluate on"),
+    ):
+        if value is None:
+            raise UsageError(f"{name} is not set: name {purpose} with {option}")
+
+
+# ------------------------------------------------------------------------------------------------- model
+
+
+def open_source(config: SourceConfig, run: "Run") -> Path:
+    """Return the transformers directory to start from; the first worker exports a pretraining run."""
+    from shoal.models.directory import resolve
+    from shoal.train.exchange import together
+
+    path, world = required(config.path), run.world
+    if kind_of_source(path) == "hub":  # each host has a cache of its own
+        return Path(together(world.control, lambda: str(resolve(path)))[world.place.rank])
+    folder = required(run.directory)
+    return Path(
+        together(world.control, lambda: str(prepare_source(path, folder)) if world.is_main else "")[0]
+    )
+
+
+def prepare_source(path: Path, run_dir: Path) -> Path:
+    """Return the transformers directory that ``path`` stands for.
+
+    A finetuned run stands for its ``transformers`` folder. Of a pretraining run, the newest checkpoint (or
+    the named one) is exported into ``run_dir``, once.
+
+    Raises:
+        UsageError: ``path`` is neither a transformers directory nor a run nor a checkpoint in one.
+        ShoalError: the run has no checkpoint, or it is damaged.
+    """
+    from shoal.models.directory import resolve
+    from shoal.recipes.export import export_run
+
+    kind = kind_of_source(path)
+    if kind in ("directory", "hub"):
+        return resolve(path)
+    if kind == "finetuned":
+        return path / EXPORT
+    start = run_dir / START
+    return start if (start / MODEL_CONFIG).is_file() else export_run(path, start)
+
+
+def kind_of_source(path: Path) -> str:
+    """Return what ``path`` is: ``hub`` (a name there), ``directory``, ``finetuned`` (a run) or ``run``.
+
+    Raises:
+        UsageError: none of these.
+    """
+    from shoal.models.directory import HUB
+    from shoal.train.run_dir import CONFIG_FILE
+
+    if str(path).startswith(HUB):
+        return "hub"
+    if (path / MODEL_CONFIG).is_file():
+        return "directory"
+    if (path / CONFIG_FILE).is_file():
+        is_finetuning = "path" in load_toml(path / CONFIG_FILE).get("model", {})
+        return "finetuned" if is_finetuning and (path / EXPORT / MODEL_CONFIG).is_file() else "run"
+    if (path.resolve().parent.parent / CONFIG_FILE).is_file():
+        return "run"
+    what = "is neither" if path.exists() else "does not exist; name"
+    joint = "nor" if path.exists() else "or"
+    raise UsageError(
+        f"model.path {path} {what} a transformers directory (with {MODEL_CONFIG}) {joint} the directory of a "
+        f"run of shoal (with {CONFIG_FILE}); a model of the hub is named {HUB}NAME"
+    )
+
+
+def new_parts(model: "TaskModel") -> list[str]:
+    """Return a line about the weights that the source did not have, if there are any."""
+    total = sum(1 for _ in model.parameters())
+    if not model.new_parts:
+        return []
+    names = "all of them" if len(model.new_parts) == total else ", ".join(model.new_parts)
+    return [f"weights drawn from the seed: {names}"]
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """Return ``config.json`` of a transformers directory.
+
+    Raises:
+        UsageError: it is not there, or not a JSON object.
+    """
+    tree = _read_object(directory / MODEL_CONFIG)
+    if tree is None:
+        raise UsageError(
+            f"{directory / MODEL_CONFIG}: must be a JSON object; is it a transformers directory?"
+        )
+    return tree
+
+
+def read_source_tokenizer(directory: Path) -> "Tokenizer":
+    """Return the tokenizer of a transformers directory; T5's has no tokens for classes and masks.
+
+    Raises:
+        UsageError: there is none, it cannot be read, or it has more tokens than the model has embeddings.
+    """
+    from shoal.data.text.tokenizer import read_tokenizer, vocab_size
+
+    names = ("tokenizer.json", "vocab.txt", "spiece.model")
+    file = next((directory / name for name in names if (directory / name).is_file()), None)
+    if file is None:
+        raise UsageError(
+            f"{directory} holds no tokenizer ({', '.join(names)}); put the one there that the model was "
+            "trained with, e.g. by its save_pretrained"
+        )
+    config = read_model_config(directory)
+    if config.get("model_type") == "t5":
+        tokenizer = read_tokenizer(file, lowercase=False, needs=("sep", "pad", "unk"))
+    else:
+        tokenizer = read_tokenizer(file, lowercase=_lowercases(directory))
+    needed, rows = vocab_size(tokenizer), int(config.get("vocab_size", 0))
+    if needed > rows:
+        raise UsageError(
+            f"{file} has {needed:,} tokens and the model of {directory / MODEL_CONFIG} {rows:,} embeddings; "
+            "they do not belong together: put the model's own tokenizer there"
+        )
+    return tokenizer
+
+
+def _lowercases(directory: Path) -> bool:
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return True  # as BERT's and ALBERT's tokenizers do by default
+    tree = _read_object(path)
+    if tree is None:
+        raise UsageError(f"{path}: must be a JSON object")
+    return bool(tree.get("do_lower_case", True))
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """Return a JSON object, or ``None`` for another JSON value."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    tree = parse_json(data, str(path), error=UsageError)
+    return tree if isinstance(tree, dict) else None
+
+
+def check_length(directory: Path, setting: str, max_seq_length: int) -> None:
+    """Raise a :class:`UsageError` where sequences are longer than the model has positions for."""
+    config = read_model_config(directory)
+    positions = int(config.get("max_position_embeddings", max_seq_length))
+    if config.get("model_type") == "roberta":  # its first positions are behind the padding's
+        positions -= int(config.get("pad_token_id") or 1) + 1
+    if max_seq_length > positions:
+        raise UsageError(
+            f"{setting} {max_seq_length} is more than the {positions} positions of the model in {directory}; "
+            "shorten it"
+        )
+
+
+# ------------------------------------------------------------------------------------------------- plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The steps of a finetuning, the arithmetic of its batch and its schedule."""
+
+    total_steps: int
+    batch: "BatchPlan"
+    schedule: "Schedule"
+
+
+def make_plan(config: FinetuneConfig, *, num_sequences: int, num_workers: int) -> Plan:
+    """Return the steps that the settings mean for so much data.
+
+    Raises:
+        UsageError: the warm-up is longer than the run, or the batch does not divide.
+    """
+    from shoal.decide.batch import plan_batch
+    from shoal.train.config import schedule_of
+
+    train, optim = config.train, config.optim
+    total = train.total_steps or math.ceil(train.epochs * num_sequences / train.global_batch_size)
+    warmup = optim.warmup_steps or round(optim.warmup_share * total)
+    if not 0 <= warmup <= total:
+        raise UsageError(
+            f"optim.warmup_steps {warmup} must lie between 0 and the {total} steps of the run; shorten it or "
+            "train longer"
+        )
+    batch = plan_batch(
+        global_batch_size=train.global_batch_size,
+        num_workers=num_workers,
+        micro_batch_size=train.micro_batch_size,
+    )
+    rates = replace(optim, warmup_steps=warmup)
+    return Plan(total_steps=total, batch=batch, schedule=schedule_of(rates, optim, total))
+
+
+# ------------------------------------------------------------------------------------------------- evaluation
+
+
+def outputs_of(
+    model: "nn.Module",
+    data: "Sequences",
+    compute: "Callable[[Batch], Tensor]",
+    run: "Run",
+    *,
+    batch_size: int,
+    per_token: bool,
+) -> "Float32Array | None":
+    """Return the model's outputs in the order of ``data`` on the first worker, ``None`` on the others.
+
+    Micro-batches are the same for any number of workers, and so is each output, bit for bit.
+
+    Args:
+        compute: runs the model on a micro-batch; returns ``[T, columns]``, one row per token, or
+            ``[B, columns]``, one row per sequence.
+        batch_size: sequences of a micro-batch.
+        per_token: which of the two.
+    """
+    import numpy as np
+    import torch
+
+    from shoal.data.loader import to_device
+    from shoal.data.text.special_tokens import Int64Array, ranges
+    from shoal.data.text.task_batches import evaluation_batches, evaluation_parts
+    from shoal.train.gather import gather_rows
+
+    def rows_of(rank: int) -> Int64Array:
+        parts = evaluation_parts(data, batch_size=batch_size, rank=rank, num_workers=num_workers)
+        sequences = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        if not per_token or not len(sequences):
+            return sequences
+        return ranges(data.bounds[sequences], data.lengths[sequences])
+
+    rank, num_workers = run.world.place.rank, run.world.num_workers
+    own: list[Tensor] = []
+    model.eval()
+    with torch.inference_mode(), run.precision.autocast():
+        for _, batch in evaluation_batches(data, batch_size=batch_size, rank=rank, num_workers=num_workers):
+            own.append(compute(to_device(batch, run.world.device)).float().cpu())
+    model.train()
+    rows = [rows_of(worker) for worker in range(num_workers)]
+    return gather_rows(run.world, torch.cat(own) if own else torch.empty(0, 1), rows)
+
+
+def lacks_scores(run: "Run") -> bool:
+    """Return whether the last step, done by an earlier process, was not evaluated. All workers call it.
+
+    It was not the last one then: the run was stopped there, and made shorter.
+    """
+    from shoal.train.reporting import is_scored
+
+    if run.directory is None or run.stopped or run.is_over:
+        return False
+    return not is_scored(run.directory, run.step, run.world)
+
+
+# ------------------------------------------------------------------------------------------------- dry run
+
+
+def check_model(
+    config: FinetuneConfig, num_workers: int, *, setting: str, max_seq_length: int
+) -> "Tokenizer | None":
+    """Check the batch, and the model where it is a directory; return its tokenizer, if any."""
+    make_plan(config, num_sequences=config.train.global_batch_size, num_workers=num_workers)
+    if kind_of_source(required(config.model.path)) == "run":
+        return None
+    return source_tokenizer(config, setting=setting, max_seq_length=max_seq_length)
+
+
+def source_tokenizer(config: FinetuneConfig, *, setting: str, max_seq_length: int) -> "Tokenizer":
+    """Return the tokenizer of the model to start from after checking the model's sizes.
+
+    Raises:
+        UsageError: there is no such model, it has no tokenizer of its own, or too few positions.
+        ShoalError: it is a run without a checkpoint.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        directory = prepare_source(required(config.model.path), Path(folder))
+        check_length(directory, setting, max_seq_length)
+        return read_source_tokenizer(directory)
+
+
+def describe(config: FinetuneConfig, num_sequences: int, num_workers: int) -> list[str]:
+    """Return the lines of a dry run that do not depend on the task: settings and arithmetic."""
+    plan = make_plan(config, num_sequences=num_sequences, num_workers=num_workers)
+    epochs = plan.total_steps * plan.batch.global_batch_size / num_sequences
+    return [
+        *settings_lines(config),
+        f"batch        {plan.batch}",
+        f"run          {plan.total_steps:,} steps, {plan.schedule.warmup_steps:,} of them warm-up: "
+        f"{epochs:.2f} times {num_sequences:,} sequences",
+    ]

@@ -1,0 +1,389 @@
+"""Finetunes on SQuAD 1.1 or 2.0 and answers the questions of an evaluation file.
+
+    python -m shoal.recipes.squad --preset albert --model runs/first --data train.json --eval dev.json
+    torchrun --nproc-per-node 8 -m shoal.recipes.squad --preset bert --model bert/ ...
+    shoal finetune squad --preset tiny --model runs/first --workers 2 ...
+
+Paragraphs are cut into windows. The loss of a window is that of the positions of the answer's first and last
+token (CLS where the answer is not inside), summed and divided by the windows of the whole global batch. The
+logits of an evaluation are gathered on the first worker, which chooses answers, writes them in the official
+formats and scores them.
+"""
+
+# Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
+
+import math
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from shoal.data.squad.config import AnswerConfig, WindowConfig
+from shoal.env import WorkerEnv
+from shoal.optim.lr_schedules import learning_rate, set_learning_rate
+from shoal.recipes import finetuning, masked_lm, run_script
+from shoal.recipes.finetuning import FinetuneConfig, FinetuneOptimConfig, FinetuneTrainConfig
+from shoal.recipes.masked_lm import MaskedLMConfig
+from shoal.train.config import required
+
+if TYPE_CHECKING:
+    from shoal.data.squad.answers import Answers
+    from shoal.data.squad.dataset import SquadData
+    from shoal.data.squad.features import SquadFeatures
+    from shoal.data.squad.score import Scores
+    from shoal.data.text.task_batches import TaskData
+    from shoal.models.pretraining import Pretraining
+    from shoal.models.tasks import QuestionAnswering
+    from shoal.train.gather import Float32Array
+    from shoal.train.run import Run
+
+PREDICTIONS, NBEST, NULL_ODDS, SCORES = "predictions.json", "nbest.json", "null_odds.json", "scores.json"
+"""Files of the run directory with the answers of the last evaluation, and their scores."""
+
+# ------------------------------------------------------------------------------------------------- config
+
+PRESETS = finetuning.PRESETS
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquadDataConfig:
+    """The files of questions."""
+
+    path: Path | None = None
+    """Training questions, the official JSON of SQuAD 1.1 or 2.0."""
+    eval: Path | None = None
+    """Questions to evaluate on at the end."""
+    misplaced: Literal["skip", "refuse"] = "skip"
+    """Training answers whose text does not stand at answer_start: count and leave out, or refuse the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquadConfig(FinetuneConfig):
+    """All settings of finetuning on SQuAD; presets are TOML files in ``presets/squad``."""
+
+    data: SquadDataConfig = field(default_factory=SquadDataConfig)
+    window: WindowConfig = field(default_factory=WindowConfig)
+    answers: AnswerConfig = field(default_factory=AnswerConfig)
+
+
+IMMUTABLE = (*finetuning.IMMUTABLE, "data.misplaced", "window")
+
+
+def main(config: SquadConfig, worker: WorkerEnv | None = None) -> int:
+    """Train until the last step or a signal, evaluate and write the model; return the exit code.
+
+    Raises:
+        UsageError: settings that do not go together, or with the model, the data or the run that is there.
+        ShoalError: damaged files, a lost worker, no memory, a loss that is not finite.
+    """
+    from shoal.models.directory import save
+    from shoal.train.run import Run
+
+    check_paths(config)
+    with Run.open(
+        required(config.run.dir),
+        config=config,
+        recipe="squad",
+        unit="sequences",
+        settings=config.run,
+        loop=config.train,
+        distributed=config.distributed,
+        immutable=IMMUTABLE,
+        memory_remedy="--model.activation-checkpointing",
+        longer="--train.epochs",
+        worker=worker,
+    ) as run:
+        source = finetuning.open_source(config.model, run)
+        model, _ = train(config, source, run)
+        return run.finish(
+            lambda directory: save(model, directory / finetuning.EXPORT, tokenizer_from=source),
+            lambda _: f"the finetuned model is in {required(run.directory) / finetuning.EXPORT}",
+        )
+
+
+def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswering, dict[str, float]]":
+    """Finetune the model in ``source``; return it and its last scores, if this process made any."""
+    import torch
+
+    from shoal.data.squad.dataset import describe_misplaced
+    from shoal.data.squad.features import make_features
+    from shoal.data.text.task_batches import TaskSource
+    from shoal.models.directory import load_task_model
+    from shoal.models.encoder import packed_inputs
+    from shoal.models.tasks import QuestionAnswering, span_loss
+    from shoal.train.optimizers import build_optimizer
+
+    # --------------------------------------------------------------------------------------------- data
+    finetuning.check_length(source, "window.max_seq_length", config.window.max_seq_length)
+    tokenizer = finetuning.read_source_tokenizer(source)
+    training, held_out = (make_features(data, tokenizer, config.window) for data in read_files(config.data))
+    plan = finetuning.make_plan(config, num_sequences=len(training), num_workers=run.world.num_workers)
+
+    # --------------------------------------------------------------------------------------------- model
+    torch.manual_seed(run.seed)
+    model = load_task_model(QuestionAnswering, source, **config.model.options)
+    ddp = run.data_parallel(model, average=config.optim.clip == "global")
+    if config.train.compile:
+        model.compile(dynamic=True)
+    optimizer = build_optimizer(model.named_parameters(), config.optim)
+    run.keep(model=model, optimizer=optimizer)
+
+    # --------------------------------------------------------------------------------------------- loop
+    scores: dict[str, float] = {}
+    steps = run.steps(
+        TaskSource(
+            data=task_data(training),
+            seed=run.seed,
+            name=lambda index: training.data.questions[int(training.question[index])].id,
+        ),
+        plan.batch,
+        until=plan.total_steps,
+        notes=[
+            f"training: {_counts(training)}",
+            f"evaluation: {_counts(held_out)}",
+            *(line for file in (training, held_out) if (line := describe_misplaced(file.data))),
+            *finetuning.new_parts(model),
+        ],
+    )
+    for step in steps:
+        with step:
+            set_learning_rate(optimizer, learning_rate(plan.schedule, step.number - 1))
+            for batch in step:
+                start_logits, end_logits = ddp(**packed_inputs(batch))
+                loss = span_loss(start_logits, end_logits, batch, batch["start"], batch["end"])
+                step.backward(loss / step.num_samples)
+            step.update(optimizer, max_norm=config.optim.max_grad_norm)
+        if run.due(config.run.validation_frequency):
+            scores = evaluate(model, held_out, config, run)
+    if finetuning.lacks_scores(run):
+        scores = evaluate(model, held_out, config, run)
+    return model, scores
+
+
+# ------------------------------------------------------------------------------------------------- data
+
+
+def check_paths(config: SquadConfig) -> None:
+    """Raise a :class:`UsageError` if the model or a file is not named."""
+    finetuning.require_paths(config, config.data.path, config.data.eval, "questions")
+
+
+def read_files(data: SquadDataConfig) -> "tuple[SquadData, SquadData]":
+    """Return the training and the evaluation questions.
+
+    Raises:
+        UsageError: a file is not SQuAD, or holds a misplaced answer that is refused.
+    """
+    from shoal.data.squad.dataset import read_squad
+
+    train = read_squad(required(data.path), misplaced=data.misplaced)
+    return train, read_squad(required(data.eval), misplaced="keep")
+
+
+def task_data(features: "SquadFeatures") -> "TaskData":
+    """Return the windows with the positions to predict."""
+    from shoal.data.text.task_batches import TaskData
+
+    return TaskData(
+        tokens=features.tokens,
+        types=features.types,
+        bounds=features.bounds,
+        targets={"start": features.start, "end": features.end},
+    )
+
+
+def _counts(file: "SquadFeatures") -> str:
+    return f"{len(file.data.questions):,} questions of SQuAD {file.data.version} in {len(file):,} windows"
+
+
+# ------------------------------------------------------------------------------------------------- evaluation
+
+
+def evaluate(
+    model: "QuestionAnswering", features: "SquadFeatures", config: SquadConfig, run: "Run"
+) -> dict[str, float]:
+    """Answer the questions with all workers and record the scores; return them, on all workers the same.
+
+    The first worker writes the files of the run directory, if there is one.
+    """
+    import torch
+
+    from shoal.models.encoder import packed_inputs
+    from shoal.train.exchange import exchange
+
+    logits = finetuning.outputs_of(
+        model,
+        task_data(features),
+        lambda batch: torch.stack(model(**packed_inputs(batch)), dim=1),
+        run,
+        batch_size=config.run.evaluation_batch_size,
+        per_token=True,
+    )
+    metrics: dict[str, float] = {}
+    if logits is not None:
+        answers, found = answer(features, logits, config.answers)
+        if run.directory is not None:
+            write_answers(run.directory, answers, found)
+        metrics = {k: float(v) for k, v in found.official().items() if not k.endswith("total")}
+    metrics = exchange(run.world.control, metrics)[0]
+    data = features.data
+    run.evaluation(data.path.stem, metrics, num_samples=len(data.questions))
+    return metrics
+
+
+def answer(
+    features: "SquadFeatures", logits: "Float32Array", config: AnswerConfig
+) -> "tuple[Answers, Scores]":
+    """Return answers in the official formats, and their scores.
+
+    The best thresholds of 2.0 are searched over every question's best span. (The official script sees the
+    predictions alone, in which questions above the threshold have lost theirs.)
+
+    Args:
+        logits: of the answer's first and last token, ``[T, 2]``.
+    """
+    from shoal.data.squad.answers import choose_answers
+    from shoal.data.squad.score import score_squad
+
+    spans = choose_answers(features, logits[:, 0], logits[:, 1], replace(config, null_threshold=math.inf))
+    if features.data.version == "1.1":
+        return spans, score_squad(features.data, spans.predictions)
+    scores = score_squad(
+        features.data, spans.predictions, null_odds=spans.null_odds, null_threshold=config.null_threshold
+    )
+    chosen = {
+        name: "" if spans.null_odds[name] > config.null_threshold else text
+        for name, text in spans.predictions.items()
+    }
+    return replace(spans, predictions=chosen), scores
+
+
+def write_answers(out: Path, answers: "Answers", scores: "Scores") -> None:
+    """Write predictions, n-best lists, null odds (2.0) and scores."""
+    from shoal.data.squad.dataset import write_json
+
+    write_json(out / PREDICTIONS, answers.predictions)
+    write_json(out / NBEST, answers.nbest)
+    if answers.null_odds:
+        write_json(out / NULL_ODDS, answers.null_odds)
+    write_json(out / SCORES, scores.official())
+
+
+# ------------------------------------------------------------------------------------------------ pretraining
+
+
+def finetune_copy(source: Path, config: SquadConfig, run: "Run") -> dict[str, float] | None:
+    """Finetune the model in ``source`` on the workers of ``run``, for a score in the middle of a pretraining.
+
+    It writes nothing, and leaves models and random numbers of ``run`` as they were. All workers call it.
+
+    Args:
+        source: a transformers directory that all workers can read, with its tokenizer.
+        config: its model and run directory are not read.
+
+    Returns:
+        The scores, the same on all workers, or ``None`` if a signal asked to stop.
+    """
+    import torch
+
+    devices = [run.world.device] if run.world.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        inner = run.inner(loop=config.train, distributed=config.distributed)
+        _, scores = train(config, source, inner)
+    return None if inner.stopped else scores
+
+
+def score_pretraining(config: MaskedLMConfig, model: "Pretraining", run: "Run") -> bool:
+    """Finetune a copy of ``model`` and record its scores, unless the record has them already.
+
+    The pretraining is not affected: its weights, optimizer and random numbers stay as they are.
+
+    Returns:
+        Whether the pretraining may go on; ``False`` if a signal came before the scores were there. A run that
+        is continued makes them then.
+
+    Raises:
+        UsageError: the questions are not there, or do not go with the model.
+    """
+    from shoal.data.squad.dataset import read_squad
+    from shoal.train.exchange import together
+    from shoal.train.reporting import is_scored
+
+    if run.stopped or run.is_over:
+        return True
+    run_dir = required(run.directory)
+    if is_scored(run_dir, run.step, run.world, split="squad"):
+        return True
+    directory = run_dir / "finetune" / f"step-{run.step:08}"
+
+    def export() -> None:
+        if run.world.is_main:
+            directory.parent.mkdir(exist_ok=True)
+            masked_lm.write_export(model, required(config.data.path), directory)
+
+    together(run.world.control, export)
+    scores = finetune_copy(directory, short_config(config), run)
+    run.world.barrier()
+    if run.world.is_main:
+        shutil.rmtree(directory)
+    if scores is None:
+        return False
+    num_questions = len(read_squad(required(config.finetune.eval), misplaced="keep").questions)
+    run.evaluation("squad", scores, num_samples=num_questions)
+    return True
+
+
+def short_config(config: MaskedLMConfig) -> SquadConfig:
+    """Return the settings of a short finetuning inside a pretraining."""
+    short = config.finetune
+    return SquadConfig(
+        data=SquadDataConfig(path=short.data, eval=short.eval),
+        window=WindowConfig(
+            max_seq_length=short.max_seq_length,
+            doc_stride=short.doc_stride,
+            max_question_length=short.max_question_length,
+        ),
+        train=FinetuneTrainConfig(
+            total_steps=short.total_steps,
+            global_batch_size=short.global_batch_size,
+            micro_batch_size=short.micro_batch_size,
+            seed=config.train.seed,
+            precision=config.train.precision,
+        ),
+        optim=FinetuneOptimConfig(learning_rate=short.learning_rate),
+        distributed=replace(config.distributed, wire="fp32"),  # 8-bit gradients make a group each time
+    )
+
+
+# ------------------------------------------------------------------------------------------------- dry run
+
+
+def check(config: SquadConfig, num_workers: int, dry_run: bool) -> list[str]:
+    """Check the settings for a number of workers before any starts; return the lines of a dry run.
+
+    Raises:
+        UsageError: a file or model that cannot be used, or sizes that do not divide.
+    """
+    from shoal.data.squad.dataset import describe_misplaced
+    from shoal.data.squad.features import make_features
+
+    check_paths(config)
+    files = read_files(config.data)
+    setting, length = "window.max_seq_length", config.window.max_seq_length
+    if not dry_run:
+        finetuning.check_model(config, num_workers, setting=setting, max_seq_length=length)
+        return []
+    tokenizer = finetuning.source_tokenizer(config, setting=setting, max_seq_length=length)
+    windows = [make_features(data, tokenizer, config.window) for data in files]
+    return [
+        *finetuning.describe(config, len(windows[0]), num_workers),
+        *(
+            f"{f.data.path}: SQuAD {f.data.version}, {len(f.data.questions):,} questions, {len(f):,} windows"
+            for f in windows
+        ),
+        *(line for data in files if (line := describe_misplaced(data))),
+    ]
+
+
+if __name__ == "__main__":
+    run_script("squad")
