@@ -68,7 +68,7 @@ def finetune(model: Path, questions: tuple[Path, Path], run: Path, *options: str
     shoal(
         "finetune", "squad", "--preset", "tiny", "--model", model, "--data", seen, "--eval", seen,
         "--run.dir", run, "--window.max-seq-length", str(SEQUENCE), "--train.total-steps", str(STEPS),
-        "--run.evaluation-frequency", str(STEPS // 6), "--run.log-frequency", "10", *options,
+        "--run.validation-frequency", str(STEPS // 6), "--run.log-frequency", "10", *options,
     )  # fmt: skip
     scores: list[dict[str, Any]] = [json.loads((run / "scores.json").read_text())]
     again = run.with_name(f"{run.name}-held-out")

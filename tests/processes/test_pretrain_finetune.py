@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pretrain_jobs as jobs
 import pytest
 
 from shoal import record
-from shoal.errors import EXIT_OK, UsageError
+from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError
 from shoal.record import read_record
 
 
@@ -87,6 +90,31 @@ def test_a_run_that_ends_before_its_score_makes_up_for_it(
     config = jobs.small_config(data, tmp_path / "run", finetune=settings(questions, 6))
     assert jobs.run(config, 1) == [EXIT_OK], (tmp_path / "run" / "worker-0.log").read_text()
     assert [row.step for row in scores(tmp_path / "run")] == [6]
+
+
+@pytest.mark.parametrize("at", [4, 12])
+def test_a_signal_in_between_stops_and_the_score_is_made_up_for(
+    data: Path, questions: Path, tmp_path: Path, at: int
+) -> None:
+    """A finetuning that would take hours is stopped; the continued run has a shorter one."""
+    plain = jobs.small_config(data, tmp_path / "plain")
+    assert jobs.run(plain) == [EXIT_OK, EXIT_OK]
+    run_dir = tmp_path / "run"
+    long = {**settings(questions, at), "total_steps": 1_000_000}
+    workers = jobs.start(jobs.small_config(data, run_dir, finetune=long), 2)
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not (run_dir / "finetune" / f"step-{at:08}").is_dir():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    pid = workers[1].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGTERM)
+    assert jobs.wait(workers) == [EXIT_STOPPED, EXIT_STOPPED]
+    assert max(jobs.losses(run_dir)) == at and not scores(run_dir)
+    config = jobs.small_config(data, run_dir, finetune=settings(questions, at))
+    assert jobs.run(config) == [EXIT_OK, EXIT_OK], (run_dir / "worker-0.log").read_text()
+    assert [row.step for row in scores(run_dir)] == [at]
+    assert jobs.losses(run_dir) == jobs.losses(tmp_path / "plain")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from shoal.env import WorkerEnv
 from shoal.errors import EXIT_STOPPED, UsageError
 from shoal.models.text_config import BertModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import masked_lm, run_script, squad
+from shoal.recipes import load, masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
 from shoal.recipes.prepared_text import load_weights
 from shoal.train.config import check_warmup, require_positive, required, schedule_of
@@ -186,7 +186,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
 
             # ------------------------------------------------------------------------------------- loop
             for step in steps:
-                if run.step in config.finetune.at and not squad.score_pretraining(config, model, run):
+                if run.step in config.finetune.at and not load("squad").score_pretraining(config, model, run):
                     continue  # a signal came: the run stops before this step
                 with step:
                     set_learning_rate(optimizer, learning_rate(schedule, step.number - begin - 1))
@@ -210,7 +210,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
                     scores, num_samples = evaluate(ddp, batches, run.world.device, run.sum, "nsp")
                     run.evaluation("validation", scores, num_samples=num_samples)
 
-        if run.step in config.finetune.at and not squad.score_pretraining(config, model, run):
+        if run.step in config.finetune.at and not load("squad").score_pretraining(config, model, run):
             run.save(wait=True)
             return EXIT_STOPPED
 

@@ -75,6 +75,19 @@ def test_dry_run_says_what_the_settings_come_to(
     assert "labels       other, same" in capsys.readouterr().out
 
 
+def test_a_dry_run_of_t5_shows_the_wording(
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    t5 = made.write_t5(tmp_path / "t5")
+    files = ("--model", t5, "--data.path", pairs, "--eval", pairs)
+    assert shoal("finetune", "t5", *files, "--preset", "tiny", "--task", "qqp", "--dry-run") == 0
+    said = capsys.readouterr().out
+    resolved = tomllib.loads(said.partition("\nbatch ")[0])
+    assert resolved["run"]["name"] == "t5-qqp-tiny" and resolved["optim"]["optimizer"] == "adafactor"
+    assert resolved["train"]["epochs"] == 20.0  # the preset's
+    assert "worded as    qqp question1: {first} question2: {second}" in said
+
+
 def test_a_configuration_reads_back(
     model: Path, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
