@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -50,17 +51,10 @@ def write_atomically(path: Path, data: bytes) -> None:
     Raises:
         ShoalError: the disk is full or the folder cannot be written.
     """
-    partial = path.with_name(path.name + PARTIAL)
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        publish(partial, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise write_error(path, error) from error
+    with AtomicFile(path) as file:
+        file.write(data)
+        file.close()
+        file.publish()
 
 
 def read_whole(path: Path) -> bytes:
@@ -114,11 +108,8 @@ class AtomicFile:
         Raises:
             ShoalError: the disk is full; the temporary file is removed.
         """
-        try:
+        with self._removed_on_error():
             self._file.write(data)
-        except OSError as error:
-            self.discard()
-            raise write_error(self.path, error) from error
         self._hash.update(data)
         self.num_bytes += len(data)
 
@@ -128,13 +119,10 @@ class AtomicFile:
         Raises:
             ShoalError: the disk is full; the temporary file is removed.
         """
-        try:
+        with self._removed_on_error():
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-        except OSError as error:
-            self.discard()
-            raise write_error(self.path, error) from error
         return {"bytes": self.num_bytes, "sha256": self._hash.hexdigest()}
 
     def publish(self) -> None:
@@ -143,11 +131,8 @@ class AtomicFile:
         Raises:
             ShoalError: the folder cannot be written; the temporary file is removed.
         """
-        try:
+        with self._removed_on_error():
             publish(self._partial, self.path)
-        except OSError as error:
-            self.discard()
-            raise write_error(self.path, error) from error
 
     def discard(self) -> None:
         """Remove the temporary file; does nothing after ``publish``."""
@@ -155,6 +140,14 @@ class AtomicFile:
             self._file.close()
         with contextlib.suppress(OSError):
             self._partial.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _removed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.discard()
+            raise write_error(self.path, error) from error
 
     def __enter__(self) -> Self:
         return self

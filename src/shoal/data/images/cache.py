@@ -186,7 +186,7 @@ class ShardCache:
         for _, size, path in copies:
             if used + num_bytes <= limit:
                 return None
-            with _locked_if_free(_lock_of(path)) as is_free:  # if not, it is being opened
+            with _locked(_lock_of(path), wait=False) as is_free:  # if not, it is being opened
                 if is_free:
                     path.unlink(missing_ok=True)
                     self._evicted(path)
@@ -291,7 +291,7 @@ def _remove_abandoned(directory: Path) -> int:
     """Remove temporary files of killed processes; return the bytes of the others."""
     used = 0
     for _, size, path in list(_entries(directory, PARTIAL)):
-        with _locked_if_free(_lock_of(path)) as is_free:
+        with _locked(_lock_of(path), wait=False) as is_free:
             if is_free:
                 path.unlink(missing_ok=True)
             else:
@@ -300,26 +300,18 @@ def _remove_abandoned(directory: Path) -> int:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock among threads and processes; the system releases it when the process ends."""
+def _locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold a lock among threads and processes; the system releases it when the process ends.
+
+    Yields whether it is held: without ``wait``, another process may hold it.
+    """
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(file)
-
-
-@contextlib.contextmanager
-def _locked_if_free(path: Path) -> Iterator[bool]:
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        yield False
-        return
-    try:
-        yield True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            is_held = True
+        except BlockingIOError:
+            is_held = False
+        yield is_held
     finally:
         os.close(file)

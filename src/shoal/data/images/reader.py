@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -67,13 +68,7 @@ class DecodeThreads:
             if self._pool is None or self._pid != os.getpid():  # a fork has none of its parent's threads
                 self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="shoal-decode")
                 self._pid = os.getpid()
-        futures = [self._pool.submit(make_all, part) for part in parts]
-        try:
-            for done in futures:
-                done.result()
-        finally:
-            for left in futures:
-                left.cancel()
+        deque(self._pool.map(make_all, parts), maxlen=0)
 
 
 _TRIES = 8

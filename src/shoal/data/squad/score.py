@@ -114,14 +114,38 @@ def score_squad(
             "predictions; their ids must be those of the data"
         )
     unknown = tuple(name for name in predictions if name not in known)
+    raw = {
+        question.id: _compare(data, question, predictions.get(question.id), version)
+        for question in data.questions
+    }
     if version == "1.1":
         if null_odds is not None:
             raise UsageError("null odds count by the rules of 2.0 only; leave them out")
-        part = _score_1_1(data, predictions)
-        return Scores(version=version, all=part, missing=missing, unknown=unknown)
-    if null_odds is not None and (absent := [n for n in known & predictions.keys() if n not in null_odds]):
-        raise UsageError(f"the null odds lack questions that have a prediction: {shorten(sorted(absent))}")
-    return _score_2_0(data.questions, predictions, null_odds, null_threshold, missing, unknown)
+        return Scores(version=version, all=_part(raw, list(raw)), missing=missing, unknown=unknown)
+    final = dict(raw)
+    best = None
+    if null_odds is not None:
+        if absent := [name for name in known & predictions.keys() if name not in null_odds]:
+            raise UsageError(
+                f"the null odds lack questions that have a prediction: {shorten(sorted(absent))}"
+            )
+        for question in data.questions:
+            if question.id in predictions and null_odds[question.id] > null_threshold:
+                final[question.id] = (float(not question.answers),) * 2
+        exact, exact_threshold = _best_threshold(data.questions, predictions, null_odds, raw, 0)
+        f1, f1_threshold = _best_threshold(data.questions, predictions, null_odds, raw, 1)
+        best = Best(exact=exact, exact_threshold=exact_threshold, f1=f1, f1_threshold=f1_threshold)
+    answerable = [question.id for question in data.questions if question.answers]
+    unanswerable = [question.id for question in data.questions if not question.answers]
+    return Scores(
+        version=version,
+        all=_part(final, list(final)),
+        answerable=_part(final, answerable) if answerable else None,
+        unanswerable=_part(final, unanswerable) if unanswerable else None,
+        best=best,
+        missing=missing,
+        unknown=unknown,
+    )
 
 
 def normalise_answer(text: str) -> str:
@@ -138,63 +162,25 @@ def token_f1(prediction: Sequence[str], gold: Sequence[str]) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def _score_1_1(data: SquadData, predictions: Mapping[str, str]) -> Part:
-    exact = f1 = 0.0
-    for question in data.questions:
-        if not question.answers:
-            raise UsageError(
-                f"{data.path}: question {question.id!r} has no answer, which the rules of 1.1 do not know; "
-                "score by those of 2.0"
-            )
-        if question.id in predictions:
-            prediction = normalise_answer(predictions[question.id])
-            golds = [normalise_answer(answer.text) for answer in question.answers]
-            exact += prediction in golds
-            f1 += max(token_f1(prediction.split(), gold.split()) for gold in golds)
-    total = len(data.questions)
-    return Part(exact=100.0 * exact / total, f1=100.0 * f1 / total, total=total)
-
-
-def _score_2_0(
-    questions: Sequence[Question],
-    predictions: Mapping[str, str],
-    null_odds: Mapping[str, float] | None,
-    null_threshold: float,
-    missing: tuple[str, ...],
-    unknown: tuple[str, ...],
-) -> Scores:
-    raw = {question.id: _compare(question, predictions.get(question.id)) for question in questions}
-    final = dict(raw)
-    if null_odds is not None:
-        for question in questions:
-            if question.id in predictions and null_odds[question.id] > null_threshold:
-                final[question.id] = (float(not question.answers),) * 2
-    answerable = [question.id for question in questions if question.answers]
-    unanswerable = [question.id for question in questions if not question.answers]
-    best = None
-    if null_odds is not None:
-        exact, exact_threshold = _best_threshold(questions, predictions, null_odds, raw, 0)
-        f1, f1_threshold = _best_threshold(questions, predictions, null_odds, raw, 1)
-        best = Best(exact=exact, exact_threshold=exact_threshold, f1=f1, f1_threshold=f1_threshold)
-    return Scores(
-        version="2.0",
-        all=_part(final, list(final)),
-        answerable=_part(final, answerable) if answerable else None,
-        unanswerable=_part(final, unanswerable) if unanswerable else None,
-        best=best,
-        missing=missing,
-        unknown=unknown,
-    )
-
-
-def _compare(question: Question, prediction: str | None) -> tuple[float, float]:
-    """Return exact match and F1 of one prediction by the rules of 2.0."""
+def _compare(
+    data: SquadData, question: Question, prediction: str | None, version: Version
+) -> tuple[float, float]:
+    """Return exact match and F1 of one prediction."""
+    golds = [normalise_answer(answer.text) for answer in question.answers]
+    if version == "2.0":
+        golds = [gold for gold in golds if gold] or [""]
+    if not golds:
+        raise UsageError(
+            f"{data.path}: question {question.id!r} has no answer, which the rules of 1.1 do not know; "
+            "score by those of 2.0"
+        )
     if prediction is None:
         return 0.0, 0.0
-    ours = normalise_answer(prediction)
-    golds = [gold for answer in question.answers if (gold := normalise_answer(answer.text))] or [""]
-    f1 = max(token_f1(ours.split(), gold.split()) if ours and gold else float(ours == gold) for gold in golds)
-    return float(ours in golds), f1
+    words = normalise_answer(prediction)
+    f1 = max(token_f1(words.split(), gold.split()) for gold in golds)
+    if version == "2.0" and not words:
+        f1 = float(words in golds)
+    return float(words in golds), f1
 
 
 def _part(scores: Mapping[str, tuple[float, float]], names: Sequence[str]) -> Part:
