@@ -1,6 +1,6 @@
-"""Models from and to transformers directories: ``config.json`` and safetensors, for four architectures.
+"""Reads and writes transformers directories: ``config.json``, safetensors and tokenizer files.
 
-Nothing is unpickled, and nothing is fetched unless a source is named ``hub:NAME``.
+Nothing is unpickled, and nothing is downloaded unless a source is named ``hub:NAME``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shoal.models.layers import MODEL_TYPES
 from shoal.models.tasks import QuestionAnswering, SequenceClassification
 
 HUB = "hub:"
-"""What a source begins with that shall be fetched from the model hub."""
+"""Prefix of sources that are downloaded from the model hub."""
 
 _CLASSES: dict[type, Any] = {
     QuestionAnswering: AutoModelForQuestionAnswering,
@@ -61,7 +61,7 @@ class HasWeights(Protocol):
 
 
 def resolve(source: str | Path) -> Path:
-    """Return the directory that ``source`` names; ``hub:NAME`` is fetched first (or taken from the cache).
+    """Return the directory of ``source``; ``hub:NAME`` is downloaded first, or taken from the cache.
 
     Raises:
         ShoalError: the hub cannot be reached, or has no such model.
@@ -80,10 +80,10 @@ def resolve(source: str | Path) -> Path:
 
 
 def model_type_of(directory: Path, known: Sequence[str] = MODEL_TYPES) -> str:
-    """Return which architecture a transformers directory holds, one of ``known``.
+    """Return the architecture of a transformers directory, one of ``known``.
 
     Raises:
-        UsageError: it is no such directory, or of another architecture.
+        UsageError: it is not a transformers directory, or of another architecture.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -112,15 +112,15 @@ def load_task_model(
 ) -> Task:
     """Return the model of ``source`` with the head of a task.
 
-    A head that is not there (the source was pretrained, or finetuned for something else) is new: drawn from
-    torch's generator, so seed that first. ``new_parts`` of the model names what is new.
+    A head that the source lacks (it was pretrained, or finetuned for another task) is drawn from torch's
+    generator, so seed that first. ``new_parts`` of the model has the names of new parameters.
 
     Args:
         kind: ``QuestionAnswering`` or ``SequenceClassification``.
         source: a transformers directory, or ``hub:NAME``.
-        labels: names of the labels to tell apart, in the order of the logits; default: as the source says.
+        labels: names of the labels, in the order of the logits; default: those of the source.
         from_scratch: take only the sizes; all weights are new.
-        dropout: of hidden states and of attention; default: as the source says.
+        dropout: of hidden states and of attention; default: that of the source.
         activation_checkpointing: recompute layers in the backward pass.
 
     Raises:
@@ -160,7 +160,7 @@ def _task_config(
 
 
 def _check_labels(directory: Path, config: PretrainedConfig, labels: Sequence[str]) -> None:
-    """Refuse a head whose logits have these labels in another order: it would be silently wrong."""
+    """Raise UsageError for a head whose logits have these labels in another order."""
     there = [config.id2label[number] for number in sorted(config.id2label)]
     theirs, asked = ([name.lower() for name in names] for names in (there, labels))
     if theirs != asked and sorted(theirs) == sorted(asked):
@@ -173,21 +173,14 @@ def _check_labels(directory: Path, config: PretrainedConfig, labels: Sequence[st
 def _read_weights(
     model_class: Any, directory: Path, config: PretrainedConfig
 ) -> tuple[PreTrainedModel, set[str]]:
-    """Return the model with the weights of ``directory``, and the names of those that are not there."""
-    refuse_pickles(directory)
-    try:
-        with quiet_transformers():
-            model, report = model_class.from_pretrained(
-                directory,
-                config=config,
-                dtype=torch.float32,
-                local_files_only=True,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # so that they are told apart below
-                output_loading_info=True,
-            )
-    except Exception as error:  # safetensors has an exception of its own that derives from Exception alone
-        raise ShoalError(f"{directory}: the weights cannot be read: {_one_line(error)}") from None
+    """Return the model with the weights of ``directory``, and the names of those that it lacks."""
+    model, report = load_weights(
+        model_class,
+        directory,
+        config=config,
+        ignore_mismatched_sizes=True,  # reported below
+        output_loading_info=True,
+    )
     for name, there, here in sorted(report["mismatched_keys"]):
         raise UsageError(
             f"{directory}: {name} has shape {tuple(there)} there and {tuple(here)} in the model; take the "
@@ -204,6 +197,22 @@ def _read_weights(
     return model, new
 
 
+def load_weights(model_class: Any, directory: Path, **options: Any) -> Any:
+    """Return what ``from_pretrained`` makes of the safetensors files of ``directory``, in fp32.
+
+    Raises:
+        UsageError: the weights are not there, or pickled.
+        ShoalError: the weights cannot be read.
+    """
+    refuse_pickles(directory)
+    options = {"dtype": torch.float32, "local_files_only": True, "use_safetensors": True, **options}
+    try:
+        with quiet_transformers():
+            return model_class.from_pretrained(directory, **options)
+    except Exception as error:  # that of safetensors derives from Exception alone
+        raise ShoalError(f"{directory}: the weights cannot be read: {_one_line(error)}") from None
+
+
 def copy_weights(model: HasWeights, directory: Path) -> None:
     """Copy the weights of a transformers directory (safetensors) into a model to pretrain.
 
@@ -215,11 +224,7 @@ def copy_weights(model: HasWeights, directory: Path) -> None:
     there = model_type_of(directory, known=(*MODEL_TYPES, wanted))
     if there != wanted:
         raise UsageError(f"model.checkpoint_path {directory} holds a model of type {there}, not {wanted}")
-    kind = type(model.weights)
-    try:
-        source = kind.from_pretrained(directory, local_files_only=True, use_safetensors=True)
-    except Exception as error:  # safetensors has an exception of its own that derives from Exception alone
-        raise ShoalError(f"{directory}: the weights cannot be read: {error}") from error
+    source = load_weights(type(model.weights), directory)
     theirs = {name: tensor.shape for name, tensor in source.state_dict().items()}
     for name, tensor in model.weights.state_dict().items():
         if theirs.get(name) != tensor.shape:
@@ -231,7 +236,7 @@ def copy_weights(model: HasWeights, directory: Path) -> None:
 
 
 def refuse_pickles(directory: Path) -> None:
-    """Raise a :class:`UsageError` where the weights of a directory are not there as safetensors."""
+    """Raise UsageError unless a directory holds weights as safetensors."""
     if any(directory.glob("*.safetensors")):
         return
     pickles = sorted(path.name for path in directory.glob("*.bin"))
@@ -253,12 +258,14 @@ def save(
     tokenizer: PreTrainedTokenizerFast | None = None,
     tokenizer_from: Path | None = None,
 ) -> None:
-    """Write a directory that transformers' Auto classes load, whole or not at all; an older one is replaced.
+    """Write a directory that transformers' Auto classes load.
+
+    It is written under a temporary name and then renamed; an older one is replaced.
 
     Args:
         model: the model with its weights.
-        directory: what to write.
-        tokenizer: what is written beside the weights.
+        directory: to write.
+        tokenizer: written beside the weights.
         tokenizer_from: a directory whose tokenizer files are copied beside the weights.
     """
     temporary = directory.with_name(f"{directory.name}.tmp")
@@ -277,7 +284,7 @@ def save(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep transformers from drawing bars and tables: what matters of them is said in one line here."""
+    """Suppress the progress bars and tables of transformers; errors here report in one line."""
     verbosity, bars = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
     their_logging.set_verbosity_error()
     their_logging.disable_progress_bar()

@@ -1,7 +1,7 @@
-"""ALBERT and BERT for pretraining: transformers' modules, computed where somebody looks.
+"""Computes the pretraining losses of ALBERT and BERT on packed batches.
 
 The modules and their names are those of ``AlbertForPreTraining`` and ``BertForPreTraining``, so that weights
-travel both ways. A step needs less than those classes compute: the encoder works on packed batches
+load in both directions. A step computes less than those classes do: the encoder works on packed batches
 (:mod:`shoal.models.encoder`), and the masked-LM head runs on the masked tokens only, ``[M, vocab]`` instead
 of ``[B, S, vocab]``.
 """
@@ -32,9 +32,9 @@ PRETRAINING_INPUTS = (*PACKED_INPUTS, "masked_rows", "masked_ids", "labels")
 
 
 class Pretraining(nn.Module):
-    """Masked-LM and sentence losses of a packed micro-batch: what ALBERT and BERT share.
+    """Masked-LM and sentence losses of a packed micro-batch, the base of ALBERT and BERT.
 
-    A subclass makes ``encoder`` and the two heads.
+    A subclass creates ``encoder`` and the two heads.
 
     Args:
         skip_mlm: leave the masked language model out.
@@ -229,7 +229,7 @@ def at_least_fp32(logits: Tensor) -> Tensor:
 
 
 def transformers_config(config: AlbertModelConfig | BertModelConfig) -> PretrainedConfig:
-    """Return the same sizes as transformers writes them."""
+    """Return the configuration of the transformers model."""
     sizes = {
         name: getattr(config, name)
         for name in (

@@ -1,7 +1,7 @@
-"""What a training step of a model is made of, without computing it: layers, FLOPs, operations, bytes.
+"""Counts layers, FLOPs, operations and saved bytes of a model's training step without computing it.
 
 The model and its inputs are on the meta device, so the largest ones take seconds and no memory. FLOPs come
-from torch's own formulas (``torch.utils.flop_counter``), one for each matrix product and convolution.
+from the formulas of ``torch.utils.flop_counter`` for matrix products and convolutions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 _FREE = frozenset(
     {"detach", "alias", "empty", "empty_like", "empty_strided", "lift_fresh", "_unsafe_view", "new_empty"}
 )
-"""Operations that start no kernel, besides views."""
+"""Operations without a kernel, besides views."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +28,12 @@ class StepProfile:
     """One forward and backward pass of ``num_samples`` samples."""
 
     layers: tuple[tuple[str, int, float], ...]
-    """(module with parameters of its own, their number, forward FLOPs) in the order of first use. A product
-    without parameters (attention) counts to the module before it, a shared parameter to its first user."""
+    """(module with own parameters, their number, forward FLOPs) in the order of first use. A product without
+    parameters (attention) counts for the module before it, a shared parameter for its first user."""
     num_operations: int
-    """That start a kernel; a convolution's backward starts two."""
+    """Kernels; a convolution's backward pass has two."""
     saved_bytes: int
-    """Of tensors kept for the backward pass, parameters not counted, at the elements' own sizes."""
+    """Of tensors saved for the backward pass, without parameters, at the elements' sizes."""
     num_trainable: int
     num_samples: int
 
@@ -42,7 +42,7 @@ def profile_step(model: nn.Module, loss: Callable[[], Tensor], *, num_samples: i
     """Run ``loss()`` and its backward pass on the meta device and count.
 
     Args:
-        model: whose modules are told apart.
+        model: its modules with parameters are the layers.
         loss: computes a scalar with ``model`` from meta tensors.
         num_samples: in the batch of ``loss``.
     """
@@ -73,7 +73,7 @@ def profile_step(model: nn.Module, loss: Callable[[], Tensor], *, num_samples: i
 
 
 def _first_users(model: nn.Module, order: list[str]) -> dict[str, int]:
-    """Return how many parameters each module of ``order`` brings that none before it has."""
+    """Return the number of parameters of each module of ``order`` that no module before it has."""
     modules = dict(model.named_modules())
     seen: set[int] = set()
     counts = {}
@@ -81,13 +81,13 @@ def _first_users(model: nn.Module, order: list[str]) -> dict[str, int]:
         own = [p for p in modules[name].parameters(recurse=False) if id(p) not in seen]
         seen.update(map(id, own))
         counts[name] = sum(p.numel() for p in own)
-    # Parameters that are used without their module being called (decoders by weight alone) count to the last.
+    # Parameters whose module is never called (decoders by weight alone) count for the last one.
     counts[order[-1]] += sum(p.numel() for p in model.parameters() if id(p) not in seen)
     return counts
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Computes attention in one kernel as accelerators do; the meta device would write its matrices out."""
+    """Computes attention as one kernel, as accelerators do; meta tensors would have its matrices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,10 +1,10 @@
-"""Residual networks for classification.
+"""Defines residual networks for classification.
 
-:class:`ResNet` is that of He et al. 2015 (arXiv 1512.03385) in its version 1.5: where a stage begins, the
-stride is in the block's 3×3 convolution and not in the 1×1 before it. Parameters and buffers have
-torchvision's names, so either side loads the other's weights. Weights begin as in Goyal et al. 2017
-(arXiv 1706.02677, section 5.1): convolutions by He's rule on what goes out of them, the scale of each
-residual branch's last norm 0, the classifier normal with a deviation of 0.01.
+:class:`ResNet` is that of He et al. 2015 (arXiv 1512.03385) in version 1.5: the first block of a stage has
+its stride in the 3×3 convolution, not in the 1×1 before. Parameters and buffers have torchvision's names, so
+either loads the other's weights. Weights are initialised as in Goyal et al. 2017 (arXiv 1706.02677, section
+5.1): convolutions by He's rule with fan-out, the last norm of each residual branch with scale 0, the
+classifier normal with standard deviation 0.01.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CLASSIFIER_STD = 0.01
 
 
 def new_resnet(config: ResNetConfig, num_classes: int) -> nn.Module:
-    """Return the network with new weights, drawn from torch's generator.
+    """Return the network with weights initialised from torch's generator.
 
     Its ``forward`` takes images ``[B, 3, H, W]`` and returns logits ``[B, num_classes]``.
     """
@@ -59,7 +59,7 @@ class ResNet(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual branch of two or three convolutions, added to what comes in or to its projection."""
+    """A residual branch of two or three convolutions, added to the input or its projection."""
 
     def __init__(self, channels: int, width: int, stride: int, config: ResNetConfig) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def _convolution(channels: int, out: int, kernel: int, stride: int) -> nn.Conv2d
 
 
 def _norm(channels: int, config: ResNetConfig, *, last: bool = False) -> nn.BatchNorm2d:
-    """Return a norm; ``last`` says that it ends a residual branch."""
+    """Return a norm; ``last`` marks the end of a residual branch."""
     norm = nn.BatchNorm2d(channels, eps=config.norm_eps, momentum=config.norm_momentum)
     if last and config.zero_gamma:
         nn.init.zeros_(norm.weight)

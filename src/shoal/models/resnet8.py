@@ -1,9 +1,8 @@
-"""A small residual network for images of 32 pixels: :class:`ResNet8`.
+"""Defines :class:`ResNet8`, a small residual network for images of 32 pixels.
 
-After the networks of David Page for DAWNBench and of Jordan 2024 ("94% on CIFAR-10 in 3.29 Seconds on a
-Single GPU", arXiv 2404.00498), which has no residual branches: a first convolution that does not learn but is
-computed from the images; three stages, with most channels where the image is small already; the largest value
-of each channel at the end.
+It follows the networks of David Page for DAWNBench and of Jordan 2024 ("94% on CIFAR-10 in 3.29 Seconds on a
+Single GPU", arXiv 2404.00498; without residual branches): a frozen first convolution computed from the
+images, three stages with most channels at low resolution, and global max pooling.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ _EPS = 5e-4
 
 
 class ResNet8(nn.Module):
-    """A fixed convolution of 2×2, six of 3×3 and a classifier; the image's side is halved three times.
+    """A frozen 2×2 convolution, six of 3×3 and a classifier; the image's side is halved three times.
 
-    Weights begin as PyTorch's layers do, and the norms' scales stay 1 (Jordan 2024, section 3): beginning by
-    He's rule, with weights some twice as large that a step turns less, and scales that learn, accuracy is 8
-    points behind after one epoch of CIFAR-10.
+    Layers have PyTorch's initialisation, and the norms' scales stay 1 (Jordan 2024, section 3). With He's
+    rule, whose weights are about twice as large, and trained scales, accuracy is 8 points lower after one
+    epoch of CIFAR-10.
 
-    :meth:`whiten` is to be called before training, with images of the kind to come.
+    Call :meth:`whiten` before training, with images of the training distribution.
     """
 
     def __init__(self, config: ResNetConfig, num_classes: int) -> None:
@@ -55,9 +54,9 @@ class ResNet8(nn.Module):
 
 
 class Patches(nn.Module):
-    """Each 2×2 pixels of an image as 24 channels: 12 filters, and the same with the other sign.
+    """Maps each 2×2 patch to 24 channels: 12 filters and their negatives.
 
-    The filters are a buffer and do not learn. At first each is one value of the patch.
+    The filters are a buffer. Initially each selects one value of the patch.
     """
 
     out_channels = 2 * _PIXELS
@@ -91,10 +90,10 @@ class Patches(nn.Module):
 
 
 class Stage(nn.Module):
-    """A convolution that halves the side, and one more as a residual branch.
+    """A convolution with max pooling that halves the side, and one more as a residual branch.
 
-    The first begins with the channels that come in, passed through. The largest of each 2×2 pixels are kept
-    before the norm, which then goes through a quarter of them: on processors norms wait for memory.
+    The first is initialised to pass its input channels through. Pooling comes before the norm, which then
+    reads a quarter of the pixels: on CPUs norms are bound by memory.
     """
 
     def __init__(self, channels: int, out: int, config: ResNetConfig) -> None:
@@ -110,7 +109,7 @@ class Stage(nn.Module):
 
 
 def _norm(channels: int, config: ResNetConfig) -> nn.BatchNorm2d:
-    """Return a norm whose scale does not learn."""
+    """Return a norm with a frozen scale."""
     norm = nn.BatchNorm2d(channels, eps=config.norm_eps, momentum=config.norm_momentum)
     norm.weight.requires_grad_(False)
     return norm

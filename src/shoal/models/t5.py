@@ -1,4 +1,4 @@
-"""T5: transformers' ``T5ForConditionalGeneration``, unmodified, with the loss that it is trained on."""
+"""Computes T5 and its training loss; the network is transformers' ``T5ForConditionalGeneration``."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
 from transformers.utils import ModelOutput
 
 from shoal.dropout import SampleDropout
-from shoal.errors import ShoalError, UsageError
-from shoal.models.directory import model_type_of, quiet_transformers, refuse_pickles
+from shoal.errors import ShoalError
+from shoal.models.directory import load_weights, model_type_of
 from shoal.models.pretraining import at_least_fp32
 from shoal.models.text_config import NUM_BUCKETS, T5ModelConfig
 
 IGNORED = -100
-"""A label where there is no target."""
+"""Label of positions without a target."""
 
 
 @dataclass
 class T5Output(ModelOutput):  # type: ignore[misc]  # transformers is not typed
-    """What the model says of a micro-batch."""
+    """Loss and figures of a micro-batch."""
 
     loss: Tensor | None = None
-    """Mean over its targets, float32, or float64 of a model in that."""
+    """Mean over its targets, float32 (float64 of a float64 model)."""
     num_correct: Tensor | None = None
-    """How many targets of each sequence were the likeliest token, int64 ``[B]``."""
+    """Targets of each sequence that were the likeliest token, int64 ``[B]``."""
 
 
 class T5(nn.Module):
-    """From inputs and targets to the loss.
+    """T5 with its loss.
 
     Args:
         weights: the transformers model; its modules hold all parameters, under their names there.
@@ -68,8 +68,8 @@ class T5(nn.Module):
 
         Args:
             input_ids: int64 ``[B, S]``.
-            labels: int64 ``[B, T]``, -100 where there is none.
-            attention_mask: int64 ``[B, S]``, 0 in the padding; none where nothing is padded.
+            labels: int64 ``[B, T]``, -100 in the padding.
+            attention_mask: int64 ``[B, S]``, 0 in the padding; none if nothing is padded.
             dropout_keys: int64 ``[B]``, keys of the samples (:mod:`shoal.dropout`), which training reads;
                 default: torch's own dropout.
         """
@@ -89,19 +89,19 @@ class T5(nn.Module):
 
 
 def shifted(labels: Tensor, start_id: int, pad_id: int) -> Tensor:
-    """Return what the decoder reads: the start token, then each label but the last; ``[B, T]`` both."""
+    """Return the decoder's input ``[B, T]``: the start token, then each label but the last."""
     before = torch.cat([torch.full_like(labels[:, :1], start_id), labels[:, :-1]], dim=1)
     return before.masked_fill(before == IGNORED, pad_id)
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, z_loss: float) -> Tensor:
-    """Return each target's cross-entropy + ``z_loss`` · log² Z, 0 where there is no target, ``[B, T]``.
+    """Return the cross-entropy + ``z_loss`` · log² Z of each target, 0 in the padding, ``[B, T]``.
 
     Z is the sum of exp(logits) (Shazeer et al., Mesh-TensorFlow's ``softmax_cross_entropy_with_logits``).
 
     Args:
         logits: ``[B, T, vocab_size]``.
-        labels: ``[B, T]``, -100 where there is none.
+        labels: ``[B, T]``, -100 in the padding.
     """
     logits = at_least_fp32(logits)
     is_target = labels != IGNORED
@@ -114,11 +114,11 @@ def token_losses(logits: Tensor, labels: Tensor, *, z_loss: float) -> Tensor:
 
 
 def new_t5(config: T5ModelConfig, *, pad_id: int, end_id: int) -> T5:
-    """Return a T5 with random weights, drawn from torch's generator, or on the meta device without any.
+    """Return a T5 with random weights from torch's generator, or without weights on the meta device.
 
     Args:
-        pad_id: the padding's token, with which the decoder starts, too.
-        end_id: the token at the end of inputs and targets.
+        pad_id: token id of padding and of the decoder's start.
+        end_id: token id at the end of inputs and targets.
     """
     sizes = T5Config(
         vocab_size=config.vocab_size,
@@ -148,33 +148,26 @@ def read_t5(
 
     Args:
         from_scratch: take only the sizes; all weights are drawn from torch's generator.
-        dropout: default: as the directory's config.json says.
+        dropout: default: that of the directory's config.json.
         activation_checkpointing: recompute layers in the backward pass.
 
     Raises:
-        UsageError: no transformers directory, not of T5, or pickled weights.
+        UsageError: not a transformers directory, not of T5, or pickled weights.
         ShoalError: files that cannot be read.
     """
     model_type_of(directory, known=("t5",))
     try:
         sizes = T5Config.from_pretrained(directory, local_files_only=True)
-        sizes.decoder_start_token_id = (
-            sizes.pad_token_id if sizes.decoder_start_token_id is None else sizes.decoder_start_token_id
-        )
-        if dropout is not None:
-            sizes.dropout_rate = dropout
-        if from_scratch:
-            weights = T5ForConditionalGeneration(sizes)
-        else:
-            refuse_pickles(directory)
-            with quiet_transformers():
-                weights = T5ForConditionalGeneration.from_pretrained(
-                    directory, config=sizes, dtype=torch.float32, local_files_only=True, use_safetensors=True
-                )
-    except (ShoalError, UsageError):
-        raise
-    except Exception as error:  # safetensors has an exception of its own that derives from Exception alone
+    except (OSError, ValueError, TypeError) as error:
         raise ShoalError(f"{directory}: the model cannot be read: {' '.join(str(error).split())}") from None
+    if sizes.decoder_start_token_id is None:
+        sizes.decoder_start_token_id = sizes.pad_token_id
+    if dropout is not None:
+        sizes.dropout_rate = dropout
+    if from_scratch:
+        weights = T5ForConditionalGeneration(sizes)
+    else:
+        weights = load_weights(T5ForConditionalGeneration, directory, config=sizes)
     model = T5(weights.train(), z_loss=z_loss)
     if activation_checkpointing:
         model.recompute_activations()
@@ -183,7 +176,7 @@ def read_t5(
 
 @torch.no_grad()
 def generate(model: T5, input_ids: Tensor, attention_mask: Tensor, *, num_tokens: int) -> Tensor:
-    """Return the likeliest continuation token by token (greedy), int64 ``[B, num_tokens]``, then padding."""
+    """Return the greedy continuation, int64 ``[B, num_tokens]``, padded behind its end token."""
     config = model.weights.config
     settings = GenerationConfig(
         max_new_tokens=num_tokens,

@@ -1,7 +1,7 @@
-"""Question answering and sequence classification over packed batches, for four architectures.
+"""Computes question answering and sequence classification on packed batches, for four architectures.
 
-The heads, their dropouts and poolers are those of transformers' ``*ForQuestionAnswering`` and
-``*ForSequenceClassification``, so that weights travel both ways; losses are functions beside the models.
+Heads, dropouts and poolers are those of transformers' ``*ForQuestionAnswering`` and
+``*ForSequenceClassification``, so that weights load in both directions. Losses are separate functions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TaskModel(nn.Module):
     Args:
         weights: the transformers model; its modules hold all parameters, under their names there.
         activation_checkpointing: recompute layers in the backward pass.
-        new_parts: parameters that no file has given values to.
+        new_parts: names of parameters that no file has values for.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from transformers import (
 
 from shoal.errors import ShoalError, UsageError
 from shoal.models.directory import load_task_model, model_type_of, save
-from shoal.models.layers import MODEL_TYPES
+from shoal.models.layers import MODEL_TYPES, embedding_dropout
 from shoal.models.tasks import QuestionAnswering, SequenceClassification
 
 architectures = pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -121,7 +121,7 @@ def test_dropout_by_choice(model_type: str, tmp_path: Path) -> None:
     assert {layer.attention_dropout for layer in model.encoder.layers} == {0.25}
     outputs = [(layer.dense_dropout, layer.output_dropout) for layer in model.encoder.layers]
     assert all(0.25 in pair for pair in outputs)
-    assert model.weights.base_model.embeddings.dropout.p == 0.25
+    assert embedding_dropout(model.weights.base_model) == 0.25
     assert {
         layer.attention_dropout
         for layer in load_task_model(QuestionAnswering, tmp_path / "base").encoder.layers

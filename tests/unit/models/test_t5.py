@@ -116,7 +116,7 @@ def test_directories_that_are_none(tmp_path: Path) -> None:
         read_t5(tmp_path)
     save(tiny(), tmp_path / "cut")
     (tmp_path / "cut" / "model.safetensors").write_bytes(b"no")
-    with pytest.raises(ShoalError, match="the model cannot be read"):
+    with pytest.raises(ShoalError, match="the weights cannot be read"):
         read_t5(tmp_path / "cut")
 
 
