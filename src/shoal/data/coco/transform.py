@@ -90,11 +90,7 @@ class DetectionTransform:
     """Decodes and augments an image with its objects by its key. Picklable; threads may share it."""
 
     def __init__(
-        self,
-        config: DetectionAugmentConfig,
-        *,
-        mean: Triple = IMAGENET_MEAN,
-        std: Triple = IMAGENET_STD,
+        self, config: DetectionAugmentConfig, *, mean: Triple = IMAGENET_MEAN, std: Triple = IMAGENET_STD
     ) -> None:
         """Augment as ``config`` describes; ``mean`` and ``std`` are of red, green, blue, for values from 0 to
         1.

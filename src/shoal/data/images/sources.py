@@ -127,10 +127,7 @@ def write_listing(images: Iterable[SourceImage], folder: Path, split: str, *, nu
     offsets, digests = array("q", [0]), array("Q")
     counts = [0] * num_classes
     num_bytes = 0
-    with (
-        AtomicFile(folder / f"{split}.images") as lines,
-        AtomicFile(folder / f"{split}.offsets") as index,
-    ):
+    with AtomicFile(folder / f"{split}.images") as lines, AtomicFile(folder / f"{split}.offsets") as index:
         for image in images:
             lines.write(json.dumps([image.key, str(image.path), *image[2:]]).encode() + b"\n")
             offsets.append(lines.num_bytes)

@@ -203,9 +203,7 @@ class ExampleReader(Reader):
         word_starts = layout.text & ~continues_word | layout.segment_starts
         ngrams = split_ngrams(streams[:, _NGRAMS], word_starts, layout.segment_starts, config.max_ngram)
         budgets = prediction_budgets(
-            layout.num_tokens,
-            mask_prob=config.mask_prob,
-            max_predictions=config.max_predictions_per_seq,
+            layout.num_tokens, mask_prob=config.mask_prob, max_predictions=config.max_predictions_per_seq
         )
         maskable = layout.text & ~self._is_special[ids]
         chosen = choose_tokens(streams[:, _CHOICE], ngrams, maskable, layout.text, budgets)

@@ -81,13 +81,7 @@ class TextToText:
 
 
 def make_text_to_text(
-    data: ClassifyData,
-    tokenizer: Tokenizer,
-    *,
-    template: str,
-    max_seq_length: int,
-    end_id: int,
-    pad_id: int,
+    data: ClassifyData, tokenizer: Tokenizer, *, template: str, max_seq_length: int, end_id: int, pad_id: int
 ) -> TextToText:
     """Fill the template with all examples and tokenise them; special tokens in a text are plain characters.
 
