@@ -11,10 +11,10 @@ from shoal.data.coco.augment import DetectionAugmentConfig
 from shoal.data.coco.synthetic import make_coco
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.recipes.images import ImageDataConfig
-from shoal.recipes.mask_rcnn.config import (
-    DetectorOptimConfig,
+from shoal.recipes.mask_rcnn import (
+    DetectionRunConfig,
     MaskRCNNTrainConfig,
-    StepRunConfig,
+    OptimConfig,
     TrainConfig,
     ValidationConfig,
 )
@@ -49,7 +49,7 @@ def small_config(scenes: Path, run_dir: Path, **changes: Any) -> MaskRCNNTrainCo
         data=ImageDataConfig(path=str(scenes), decode_threads=1),
         augment=DetectionAugmentConfig(shorter=(48, 64), longer=64),
         train=TrainConfig(total_steps=5, global_batch_size=4, micro_batch_size=2, precision="fp32"),
-        optim=DetectorOptimConfig(
+        optim=OptimConfig(
             optimizer="novograd",
             learning_rate=0.01,
             warmup_steps=1,
@@ -57,9 +57,14 @@ def small_config(scenes: Path, run_dir: Path, **changes: Any) -> MaskRCNNTrainCo
             bias_rate=2.0,
             max_grad_norm=5.0,
         ),
-        validation=ValidationConfig(every_steps=3, shorter=64, longer=64, batch_size=2),
-        run=StepRunConfig(
-            name="test", dir=run_dir, log_frequency=1, checkpoint_every_steps=3, keep_checkpoints=2
+        validation=ValidationConfig(shorter=64, longer=64, batch_size=2),
+        run=DetectionRunConfig(
+            name="test",
+            dir=run_dir,
+            log_frequency=1,
+            validation_frequency=3,
+            checkpoint_frequency=3,
+            keep_checkpoints=2,
         ),
     )
     return jobs.changed(config, changes)

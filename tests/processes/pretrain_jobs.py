@@ -22,7 +22,7 @@ from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5Model
 from shoal.recipes.albert import AlbertConfig, DataConfig
 from shoal.recipes.bert import BertConfig, PhaseConfig
 from shoal.recipes.bert import DataConfig as BertDataConfig
-from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig
+from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
 from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.resnet50_score import Scoring
 from shoal.recipes.t5 import DataConfig as T5DataConfig
@@ -254,7 +254,7 @@ def wait_for_checkpoint(run_dir: Path, step: int, processes: list[BaseProcess]) 
 def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
     from shoal.recipes.albert import main as pretrain_albert
     from shoal.recipes.bert import main as pretrain_bert
-    from shoal.recipes.mask_rcnn.train import train as train_mask_rcnn
+    from shoal.recipes.mask_rcnn import main as train_mask_rcnn
     from shoal.recipes.resnet50 import main as train_resnet
     from shoal.recipes.t5 import main as pretrain_t5
 
@@ -266,7 +266,7 @@ def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
     if isinstance(config, T5Config):
         run_worker(lambda: pretrain_t5(config, joined))
     elif isinstance(config, MaskRCNNTrainConfig):
-        run_worker(lambda: train_mask_rcnn(config, joined, ["test"]))
+        run_worker(lambda: train_mask_rcnn(config, joined))
     elif isinstance(config, ResNetTrainConfig):
         run_worker(lambda: train_resnet(config, joined))
     elif isinstance(config, BertConfig):

@@ -38,7 +38,7 @@ def predict_mask_rcnn(
     classes
         Categories to detect; default: all.
     """
-    from shoal.recipes.mask_rcnn.predict import Prediction, run
+    from shoal.recipes.mask_rcnn_predict import Prediction, run
 
     run(Prediction(images=images, model=model, out=out, min_score=min_score, classes=classes))
 

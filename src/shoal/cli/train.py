@@ -17,9 +17,7 @@ import cyclopts
 from cyclopts import App, Parameter
 
 from shoal.cli.settings import this_command
-from shoal.env import WorkerEnv
 from shoal.recipes import RECIPES, load
-from shoal.recipes.mask_rcnn import config as mask_rcnn
 from shoal.recipes.start import Launch, start
 from shoal.train.config import load_toml
 
@@ -29,7 +27,6 @@ finetune = App(name="finetune", default_parameter=_LISTS)
 
 everything = Parameter(name="*")
 """Options of the fields of a dataclass, without its own name before them."""
-_DEFAULT_PRESETS = {"mask_rcnn": "coco-1x"}
 
 _LAUNCHING = """Started alone, the command starts the workers; started by torchrun, mpirun or anything that
 sets RANK and WORLD_SIZE, it joins them. Run it again to continue after a stop or a crash."""
@@ -117,12 +114,9 @@ def fill_settings(app: App, commands: tuple[str, ...], arguments: cyclopts.Argum
     trees: list[tuple[str, dict[str, Any]]] = []
     if path := given.get("--config"):
         trees.append((path, load_toml(Path(path))))
-    name = _NAMES.get((commands[0], commands[-1]), commands[-1])
-    default = RECIPES[name].preset if name in RECIPES else _DEFAULT_PRESETS.get(name, "base")
-    preset = given.get("--preset", default)
-    folder = f"presets/{name}" if name in RECIPES else f"{name}/presets"
-    if folder:
-        file = resources.files("shoal.recipes") / folder / f"{preset}.toml"
+    if name := _NAMES.get((commands[0], commands[-1])):
+        preset = given.get("--preset", RECIPES[name].preset)
+        file = resources.files("shoal.recipes") / "presets" / name / f"{preset}.toml"
         if file.is_file():
             trees.append((f"preset {preset}", tomllib.loads(file.read_text(encoding="utf-8"))))
     for source, tree in trees:
@@ -138,35 +132,3 @@ for (_group, _command), _name in _NAMES.items():
     _app = {"train": train, "finetune": finetune}[_group]
     _texts = (RECIPES[_name].help, RECIPES[_name].details, _LAUNCHING)
     _app.command(f"{__name__}:{_name}", name=_command, help="\n\n".join(filter(None, _texts)))
-
-
-@train.command(name="mask_rcnn")
-def train_mask_rcnn(
-    *,
-    preset: Literal[mask_rcnn.PRESETS] = "coco-1x",  # type: ignore[valid-type]
-    config: Path | None = None,
-    settings: Annotated[mask_rcnn.MaskRCNNTrainConfig, everything] = mask_rcnn.MaskRCNNTrainConfig(),  # noqa: B008
-    how: Annotated[Launch, everything] = Launch(),  # noqa: B008
-) -> int:
-    """Train Mask R-CNN to find objects in images, each with its box and mask.
-
-    Held-out images are scored by COCO's rules, with all workers. Started alone, the command starts the
-    workers; started by torchrun, mpirun or anything that sets RANK and WORLD_SIZE, it joins them. Run it
-    again to continue after a stop or a crash.
-
-    Parameters
-    ----------
-    preset
-        Settings to start from.
-    config
-        TOML file with settings that go before the preset's; options go before both.
-    """
-    from shoal.recipes.mask_rcnn import images_start as start
-    from shoal.recipes.mask_rcnn.start import describe
-
-    def work(resolved: mask_rcnn.MaskRCNNTrainConfig, place: WorkerEnv, command: list[str]) -> int:
-        from shoal.recipes.mask_rcnn.train import train
-
-        return train(resolved, place, command)
-
-    return start.run(settings, how, work, describe, preset=preset, command=this_command())

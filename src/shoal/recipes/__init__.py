@@ -68,6 +68,11 @@ RECIPES = {
         preset="imagenet-16k",
         help="Train ResNet-50, or another residual network, to classify images; defined in epochs.",
     ),
+    "mask_rcnn": Recipe(
+        config="MaskRCNNTrainConfig",
+        preset="coco-1x",
+        help="Train Mask R-CNN to find objects in images, each with its box and mask.",
+    ),
     "squad": Recipe(
         config="SquadConfig",
         preset="bert",

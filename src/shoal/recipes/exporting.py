@@ -8,7 +8,7 @@ from pathlib import Path
 from shoal.record import Start, read_record
 from shoal.train.run_dir import run_dir_of
 
-_MODULES = {"mask_rcnn": "shoal.recipes.mask_rcnn.export", "resnet50": "shoal.recipes.resnet50_export"}
+_MODULES = {"mask_rcnn": "shoal.recipes.mask_rcnn_export", "resnet50": "shoal.recipes.resnet50_export"}
 """Recipes for images: modules with ``read_checkpoint`` and ``write_export``."""
 
 

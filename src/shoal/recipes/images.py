@@ -78,10 +78,8 @@ class ImageDataConfig:
 class ImageTrainConfig:
     """Sections that the recipes for images share; each recipe has its own form of some."""
 
-    recipe: ClassVar[str]
     prepare: ClassVar[str]
     """The command that prepares its images."""
-    fixed: ClassVar[tuple[str, ...]]
 
     data: ImageDataConfig = field(default_factory=ImageDataConfig)
     train: LoopConfig = field(default_factory=LoopConfig)

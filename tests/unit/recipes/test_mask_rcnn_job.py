@@ -8,14 +8,20 @@ import torch
 from shoal.data.coco.augment import DetectionAugmentConfig
 from shoal.data.coco.score import NAMES, CocoScore
 from shoal.data.coco.synthetic import make_coco
-from shoal.data.loader import LoaderConfig, streamed_steps
 from shoal.data.steps import DataShard
+from shoal.decide.bucketing import GroupedOrder
 from shoal.env import WorkerPlace
 from shoal.recipes.images import ImageDataConfig
-from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig, TrainConfig, ValidationConfig
-from shoal.recipes.mask_rcnn.evaluation import recorded
-from shoal.recipes.mask_rcnn.job import open_data, order_of
-from shoal.recipes.mask_rcnn.losses import LOSSES, mean_parts, sampling_keys
+from shoal.recipes.mask_rcnn import (
+    LOSSES,
+    MaskRCNNTrainConfig,
+    TrainConfig,
+    ValidationConfig,
+    mean_losses,
+    open_data,
+    sampling_keys,
+)
+from shoal.recipes.mask_rcnn_score import recorded
 from shoal.train.world import World
 
 
@@ -44,13 +50,12 @@ def world() -> World:
 
 
 def test_a_micro_batch_is_of_one_aspect(config: MaskRCNNTrainConfig, world: World) -> None:
-    reader, _ = open_data(config, world)
-    order = order_of(config, reader)
-    num_steps = order.samples_an_epoch // 4
+    source, _ = open_data(config, world)
+    assert isinstance(source.order, GroupedOrder)
+    num_steps = source.order.samples_an_epoch // 4
     share = DataShard(global_batch_size=4, micro_batch_size=2)
     seen: dict[int, set[bool]] = {}
-    steps = streamed_steps(reader, share, LoaderConfig(), num_steps=num_steps, order=order)
-    for step in steps:
+    for step in source.open(share, range(num_steps)):
         for batch in step:
             wide = (batch["sizes"][:, 1] > batch["sizes"][:, 0]).tolist()
             assert len(wide) == 2 and len(set(wide)) == 1
@@ -80,7 +85,7 @@ def test_an_image_counts_as_much_as_another() -> None:
     """The mean within an image, then over images; nothing sampled is a loss of 0."""
     found = {name: torch.tensor([6.0, 10.0, 0.0]) for name in LOSSES}
     found |= {name: torch.tensor([2, 10, 0]) for name in LOSSES.values()}
-    assert mean_parts(found).tolist() == [4.0] * 5
+    assert mean_losses(found).tolist() == [4.0] * 5
 
 
 def test_figures_without_an_object_to_find_are_not_recorded() -> None:

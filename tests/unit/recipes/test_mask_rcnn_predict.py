@@ -25,9 +25,17 @@ from shoal.data.images.transform import decode
 from shoal.errors import UsageError
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.models.detection.mask_rcnn import MaskRCNN
-from shoal.recipes.mask_rcnn.drawing import MASK_OPACITY, Drawn, colour_of, drawn, line_width
-from shoal.recipes.mask_rcnn.export import Exported, write_export
-from shoal.recipes.mask_rcnn.predict import Prediction, objects_in, run
+from shoal.recipes.mask_rcnn_export import Exported, write_export
+from shoal.recipes.mask_rcnn_predict import (
+    MASK_OPACITY,
+    Drawn,
+    Prediction,
+    colour_of,
+    drawn,
+    line_width,
+    objects_in,
+    run,
+)
 
 CPU = torch.device("cpu")
 SHORTER, LONGER = 60, 96

@@ -16,17 +16,21 @@ from shoal.data.coco.augment import DetectionAugmentConfig
 from shoal.data.coco.synthetic import make_coco
 from shoal.errors import UsageError
 from shoal.models.detection.config import MaskRCNNConfig
+from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.images import ImageDataConfig
-from shoal.recipes.mask_rcnn.config import (
+from shoal.recipes.mask_rcnn import (
     PRESETS,
-    DetectorOptimConfig,
+    DetectionRunConfig,
     MaskRCNNTrainConfig,
-    StepRunConfig,
+    OptimConfig,
+    Plan,
     TrainConfig,
     ValidationConfig,
+    check,
+    estimate,
+    largest_sides,
+    make_plan,
 )
-from shoal.recipes.mask_rcnn.plan import Plan, make_plan
-from shoal.recipes.mask_rcnn.start import describe, estimate, largest_sides
 
 COCO = 117_266  # images of train2017 with objects
 SECTIONS = {
@@ -34,14 +38,14 @@ SECTIONS = {
     "data": ImageDataConfig,
     "augment": DetectionAugmentConfig,
     "train": TrainConfig,
-    "optim": DetectorOptimConfig,
+    "optim": OptimConfig,
     "validation": ValidationConfig,
-    "run": StepRunConfig,
+    "run": DetectionRunConfig,
 }
 
 
 def preset(name: str) -> MaskRCNNTrainConfig:
-    file = resources.files("shoal.recipes.mask_rcnn") / "presets" / f"{name}.toml"
+    file = resources.files("shoal.recipes") / "presets" / "mask_rcnn" / f"{name}.toml"
     tree: dict[str, dict[str, Any]] = tomllib.loads(file.read_text())
     sections = {}
     for section, values in tree.items():
@@ -54,20 +58,25 @@ def plan(config: MaskRCNNTrainConfig, num_workers: int = 1) -> Plan:
     return make_plan(config, num_examples=COCO, num_workers=num_workers)
 
 
+def rate_at(found: Plan, step: int) -> float:
+    """Return the learning rate of ``step``, counted from 1."""
+    return learning_rate(found.schedule, step - 1)
+
+
 def test_presets_are_all_there() -> None:
-    files = (resources.files("shoal.recipes.mask_rcnn") / "presets").iterdir()
+    files = (resources.files("shoal.recipes") / "presets" / "mask_rcnn").iterdir()
     assert {file.name for file in files} == {f"{name}.toml" for name in PRESETS}
 
 
 def test_detectron2s_schedule() -> None:
     config = preset("coco-1x")
     found = plan(config, num_workers=8)
-    rates = [found.learning_rate(step) for step in (1, 501, 1_001, 60_000, 60_001, 80_000, 80_001, 90_000)]
+    rates = [rate_at(found, step) for step in (1, 501, 1_001, 60_000, 60_001, 80_000, 80_001, 90_000)]
     assert rates == pytest.approx([2e-5, 0.01001, 0.02, 0.02, 2e-3, 2e-3, 2e-4, 2e-4])
     assert (found.batch.micro_batch_size, found.batch.accumulation_steps) == (2, 1)
     assert config.optim.options() == {"momentum": 0.9, "nesterov": False}
     assert config.optim.weight_decay == 1e-4 and max(config.augment.shorter) == 800
-    assert "90,000 = 12.28 epochs of 117,266 images" in "\n".join(found.lines())
+    assert "90,000 = 12.28 epochs of 117,266 images" in "\n".join(found.lines)
 
 
 @pytest.mark.parametrize(
@@ -85,12 +94,12 @@ def test_novograd_by_batch(
     """The sets of the record runs; all with GIoU, smoothed labels, biases twice as fast, a cosine."""
     config = preset(f"coco-novograd-{batch}")
     found = plan(config, num_workers=8)
-    assert found.batch.global_batch_size == batch and found.total_steps == steps
+    assert found.batch.global_batch_size == batch and config.train.total_steps == steps
     assert warmup in (None, config.optim.warmup_steps)
-    assert found.learning_rate(config.optim.warmup_steps + 1) == rate
+    assert rate_at(found, config.optim.warmup_steps + 1) == rate
     half = (config.optim.warmup_steps + steps) // 2
-    assert found.learning_rate(half + 1) == pytest.approx(rate * (1 + 0.001) / 2, rel=1e-3)
-    assert found.learning_rate(steps + 1) == pytest.approx(0.001 * rate)
+    assert rate_at(found, half + 1) == pytest.approx(rate * (1 + 0.001) / 2, rel=1e-3)
+    assert rate_at(found, steps + 1) == pytest.approx(0.001 * rate)
     assert config.optim.options() == {
         "beta1": 0.9,
         "beta2": beta2,
@@ -121,7 +130,7 @@ def test_what_stays_follows_from_trained_weights() -> None:
         ("train", {"micro_batch_size": 0}, r"train\.micro_batch_size 0"),
         ("optim", {"end_factor": 2.0}, r"optim\.end_factor 2\.0 must be from 0 to 1"),
         ("optim", {"beta2": 0.3}, r"optim\.beta2 0\.3 is not an option of sgd.*novograd"),
-        ("validation", {"every_steps": -1}, r"validation\.every_steps -1"),
+        ("run", {"validation_frequency": -1}, r"run\.validation_frequency -1"),
         ("augment", {"flip": 1.5}, r"flip=1\.5"),
     ],
 )
@@ -149,14 +158,14 @@ def test_refusals_of_the_plan(changes: dict[str, dict[str, Any]], num_workers: i
 
 
 def test_images_and_weights_must_be_named_and_there(tmp_path: Path) -> None:
-    config = MaskRCNNTrainConfig(run=StepRunConfig(name="r", dir=tmp_path / "run"))
+    config = MaskRCNNTrainConfig(run=DetectionRunConfig(name="r", dir=tmp_path / "run"))
     with pytest.raises(UsageError, match=r"data\.path is not set.*shoal prepare coco"):
-        describe(config, 1, False)
+        check(config, 1, False)
     config = replace(config, data=ImageDataConfig(made_images=10))
-    assert describe(config, 1, False) == []
+    assert check(config, 1, False) == []
     config = replace(config, model=MaskRCNNConfig(weights=tmp_path / "none.safetensors"))
     with pytest.raises(UsageError, match=r"none\.safetensors does not exist"):
-        describe(config, 1, False)
+        check(config, 1, False)
 
 
 def test_images_to_validate_on_must_be_there(tmp_path: Path) -> None:
@@ -167,13 +176,13 @@ def test_images_to_validate_on_must_be_there(tmp_path: Path) -> None:
     manifest.write_text(json.dumps(tree))
     config = MaskRCNNTrainConfig(data=ImageDataConfig(path=str(tmp_path / "scenes")))
     with pytest.raises(UsageError, match=r"no images to validate on.*shoal prepare coco --help"):
-        describe(config, 1, False)
+        check(config, 1, False)
 
 
 def test_the_size_of_the_published_network() -> None:
     """torchvision's maskrcnn_resnet50_fpn has 44,401,393 weights; the stem and the first stage stay."""
     config = preset("coco-1x")
-    assert largest_sides(config) == (800, 1_344)
+    assert largest_sides(config.augment) == (800, 1_344)
     parameters, memory = estimate(config, 90)
     assert parameters == 44_401_393 + 53_120  # torchvision's norms are frozen, these learn
     from_trained = replace(config, model=replace(config.model, weights=Path("w.safetensors")))

@@ -1,15 +1,18 @@
-"""Objects found in pictures that a person names, as JSON and drawn: ``shoal predict mask_rcnn``."""
+"""Finds objects in pictures, lists them in JSON and draws them: ``shoal predict mask_rcnn``."""
 
 from __future__ import annotations
 
+import colorsys
 import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from shoal.data.atomic_io import write_atomically
@@ -20,12 +23,12 @@ from shoal.data.coco.results import KINDS
 from shoal.data.coco.transform import placed_pixels
 from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from shoal.data.images.pixels import Pixels, finish
+from shoal.data.images.reencode import check_pillow
 from shoal.data.images.transform import decode, normalisation
 from shoal.errors import ShoalError, UsageError, did_you_mean
 from shoal.recipes.images import CONFIG, EXPORT
-from shoal.recipes.mask_rcnn.drawing import Drawn, drawn, png
-from shoal.recipes.mask_rcnn.evaluation import Found, add_found
-from shoal.recipes.mask_rcnn.export import Exported, read_checkpoint, read_export
+from shoal.recipes.mask_rcnn_export import Exported, read_checkpoint, read_export
+from shoal.recipes.mask_rcnn_score import Found, add_found
 from shoal.train.config import DistributedConfig
 from shoal.train.run_dir import require_writable
 from shoal.train.world import choose_device
@@ -185,3 +188,84 @@ def _drawn_objects(
 def _told(objects: Sequence[dict[str, Any]]) -> str:
     counts = Counter(one["category"] for one in objects)
     return ", ".join(f"{count} {name}" for name, count in counts.most_common()) or "nothing found"
+
+
+# ------------------------------------------------------------------------------------------------- drawing
+
+Colour = tuple[int, int, int]
+
+MASK_OPACITY = 0.45
+_GOLDEN = 0.6180339887
+"""Steps of this part of the circle of hues keep any number of them apart."""
+_GREY = (0.299, 0.587, 0.114)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """An object as it is to be drawn."""
+
+    label: int
+    """Decides the colour, from 1."""
+    text: str
+    box: tuple[float, float, float, float]
+    """x1, y1, x2, y2 in pixels."""
+    mask: npt.NDArray[np.bool_]
+    """``[H, W]``, of the whole picture."""
+
+
+def colour_of(label: int) -> Colour:
+    """Return the red, green and blue of a label, the same in every picture."""
+    red, green, blue = colorsys.hsv_to_rgb(label * _GOLDEN % 1.0, 0.8, 1.0)
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+def line_width(height: int, width: int) -> int:
+    """Return how many pixels wide the lines of boxes are, inwards from their edge."""
+    return max(1, round(min(height, width) / 250))
+
+
+def drawn(pixels: Pixels, objects: Sequence[Drawn]) -> Pixels:
+    """Return a copy of a picture ``[H, W, 3]`` with ``objects``, later ones on earlier ones, texts on all.
+
+    Raises:
+        ShoalError: Pillow is not installed.
+    """
+    check_pillow()
+    from PIL import Image, ImageDraw, ImageFont
+
+    height, width, _ = pixels.shape
+    mixed = pixels.astype(np.float32)
+    for one in objects:
+        mixed[one.mask] += MASK_OPACITY * (np.array(colour_of(one.label), dtype=np.float32) - mixed[one.mask])
+    picture = Image.fromarray(np.rint(mixed).astype(np.uint8))
+    pen, line = ImageDraw.Draw(picture), line_width(height, width)
+    font = ImageFont.load_default(size=max(10, round(min(height, width) / 30)))
+    for one in objects:
+        pen.rectangle(_edges(one, height, width), outline=colour_of(one.label), width=line)
+    for one in objects:
+        left, top, _, _ = _edges(one, height, width)
+        x1, y1, x2, y2 = pen.textbbox((0, 0), one.text, font=font)
+        text_width, text_height = round(x2 - x1) + 2 * line, round(y2 - y1) + 2 * line
+        left = max(0, min(left, width - text_width))
+        top = top - text_height if top >= text_height else top  # above the box where there is room
+        pen.rectangle((left, top, left + text_width - 1, top + text_height - 1), fill=colour_of(one.label))
+        ink = "black" if np.dot(_GREY, colour_of(one.label)) > 128 else "white"
+        pen.text((left + line - x1, top + line - y1), one.text, fill=ink, font=font)
+    return np.array(picture)
+
+
+def png(pixels: Pixels) -> bytes:
+    """Return a picture as a PNG file."""
+    from PIL import Image
+
+    out = BytesIO()
+    Image.fromarray(pixels).save(out, format="PNG")
+    return out.getvalue()
+
+
+def _edges(one: Drawn, height: int, width: int) -> tuple[int, int, int, int]:
+    """Return the first and last column and row that a box covers at least half of, at least one of each."""
+    x1, y1, x2, y2 = one.box
+    left, top = min(max(round(x1), 0), width - 1), min(max(round(y1), 0), height - 1)
+    right, bottom = min(max(round(x2) - 1, left), width - 1), min(max(round(y2) - 1, top), height - 1)
+    return left, top, right, bottom

@@ -1,9 +1,8 @@
-"""Objects found in held-out images by all workers, scored by COCO's official rules."""
+"""Finds objects in held-out images with all workers and scores them by COCO's official rules."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,17 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal import record
 from shoal.data.coco.annotations import CocoAnnotations
 from shoal.data.coco.masks import areas, encoded
 from shoal.data.coco.prepared import prepared_truth
 from shoal.data.coco.reader import DetectionReader
 from shoal.data.coco.results import KINDS, Detection, Kind
 from shoal.data.coco.score import CocoScore
-from shoal.data.loader import Batch, held_out_batches
+from shoal.data.loader import Batch
 from shoal.json_text import parse_json
 from shoal.models.detection.mask_rcnn import Detections, MaskRCNN
-from shoal.recipes.mask_rcnn.losses import images_on
+from shoal.recipes.images import like_weights, shared_batches
 from shoal.train.coco_score import score_across_workers
 from shoal.train.gather import gather_flat
 from shoal.train.gradients import Precision
@@ -29,7 +27,6 @@ from shoal.train.world import World
 
 NAMES: dict[Kind, str] = {"bbox": "box", "segm": "mask"}
 _RECORDED = ("AP", "AP50", "AP75")
-_AHEAD = 2
 
 Found = dict[Kind, dict[int, list[Detection]]]
 """What was found, by kind and id of the image."""
@@ -44,7 +41,6 @@ class Scored:
     truth: CocoAnnotations | None = None
     scores: list[CocoScore] = field(default_factory=list)
     """Of boxes and of masks."""
-    row: record.Evaluation | None = None
 
 
 def evaluate(
@@ -54,8 +50,6 @@ def evaluate(
     precision: Precision,
     *,
     batch_size: int,
-    channels_last: bool,
-    step: int,
 ) -> Scored:
     """Find objects in all images of ``reader`` and score them; all workers call it.
 
@@ -67,25 +61,15 @@ def evaluate(
         UsageError: an object of the ground truth has no mask.
         ShoalError: an image or its annotations cannot be read.
     """
-    began = time.monotonic()
     found: Found = {kind: {} for kind in KINDS}
     numbers: list[int] = []
     was_training = model.training
     model.eval()
     width, height = reader.shards.sizes.T
-    batches = held_out_batches(
-        reader,
-        micro_batch_size=batch_size,
-        indices=np.argsort(width / height, kind="stable"),
-        rank=world.place.rank,
-        num_workers=world.num_workers,
-        dealt=True,
-        num_ahead=_AHEAD,
-        pin_memory=world.device.type == "cuda",
-    )
+    by_aspect = np.argsort(width / height, kind="stable")
     with torch.inference_mode():
-        for batch in batches:
-            images = images_on(world.device, batch["images"], channels_last=channels_last)
+        for batch in shared_batches(reader, world, batch_size, indices=by_aspect):
+            images = like_weights(batch["images"], model)
             with precision.autocast():
                 detections = model.detect(images, batch["sizes"].to(world.device, non_blocking=True))
             add_found(found, detections, batch, list(reader.categories))
@@ -96,16 +80,7 @@ def evaluate(
     )
     scores = [score_across_workers(world, truth, found[kind], kind) for kind in KINDS]
     there = [score for score in scores if score]
-    if not there:
-        return Scored(found=found)
-    row = record.Evaluation(
-        step=step,
-        split="validation",
-        num_samples=reader.num_examples,
-        metrics=recorded(there),
-        seconds=time.monotonic() - began,
-    )
-    return Scored(found=found, truth=truth, scores=there, row=row)
+    return Scored(found=found, truth=truth if there else None, scores=there)
 
 
 def recorded(scores: Sequence[CocoScore]) -> dict[str, float]:

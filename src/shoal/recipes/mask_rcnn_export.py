@@ -1,4 +1,4 @@
-"""A trained detector as a directory: ``model.safetensors`` and ``config.json``, and back.
+"""Reads and writes trained detectors: a directory of ``model.safetensors`` and ``config.json``.
 
 The weights have torchvision's names (``torchvision.models.detection.maskrcnn_resnet50_fpn``, with one class
 more than categories, takes those of the usual sizes); the configuration says which network it is, what its
@@ -12,14 +12,16 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from shoal.data.coco.source import read_categories
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError, did_you_mean
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.models.detection.mask_rcnn import MaskRCNN
 from shoal.recipes.images import MADE, WEIGHTS, read_tree, reading, write_directory
-from shoal.recipes.mask_rcnn.config import MaskRCNNTrainConfig
 from shoal.train.checkpoint import load_model
 from shoal.train.config import load_toml
 from shoal.train.run_dir import CONFIG_FILE, run_dir_of
@@ -38,17 +40,6 @@ class Exported:
     """Length of an image's shorter side, in pixels, unless the longer one would exceed its limit."""
     longer: int
     """That limit."""
-
-
-def exported(model: MaskRCNN, config: MaskRCNNTrainConfig, categories: Mapping[int, str]) -> Exported:
-    """Return a trained ``model`` with what its run's settings say about its use."""
-    validation = config.validation
-    return Exported(
-        model=model,
-        categories=dict(categories),
-        shorter=validation.shorter,
-        longer=validation.longer,
-    )
 
 
 def write_export(what: Exported, out: Path) -> None:
@@ -110,3 +101,61 @@ def _network(tree: Mapping[str, Any]) -> MaskRCNNConfig:
     weights = values.pop("weights", None)
     config = MaskRCNNConfig(**values, weights=Path(weights) if weights else None)
     return replace(config, weights=None, frozen_stages=config.stages_frozen, frozen_norms=config.norms_frozen)
+
+
+# ------------------------------------------------------------------------------------------ initial weights
+
+BACKBONE = "backbone.body."
+_COUNTER = "num_batches_tracked"
+_BY_CLASS = ("roi_heads.box_predictor.", "roi_heads.mask_predictor.mask_fcn_logits.")
+"""Tensors whose first dimension follows from the number of categories."""
+
+
+@torch.no_grad()
+def load_weights(model: MaskRCNN, path: Path) -> str:
+    """Fill ``model`` with a file's weights; return in words which part they are.
+
+    Names are torchvision's. Those of a classifier (``conv1.weight``, …) fill the backbone; a detector's
+    fill everything, except what depends on categories where the file has another number of them.
+
+    Raises:
+        UsageError: the file is not there, lacks a tensor, or has one of another shape.
+        ShoalError: it is damaged.
+    """
+    found = _read(path)
+    is_detector = any(name.startswith(BACKBONE) for name in found)
+    prefix = "" if is_detector else BACKBONE
+    state = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in model.state_dict().items()
+        if name.startswith(prefix) and not name.endswith(_COUNTER)
+    }
+    num_new = 0
+    for name, tensor in state.items():
+        if name not in found:
+            raise UsageError(
+                f"model.weights {path} does not hold {name} of a {model.config.backbone}"
+                f"{' detector' if is_detector else ''}.{did_you_mean(name, found)}"
+            )
+        if found[name].shape == tensor.shape:
+            continue
+        if not name.startswith(_BY_CLASS) or found[name].shape[1:] != tensor.shape[1:]:
+            raise UsageError(
+                f"model.weights {path}: {name} has shape {tuple(found[name].shape)}, the model's has "
+                f"{tuple(tensor.shape)}; is model.backbone {model.config.backbone} the network of the file?"
+            )
+        num_new += 1
+    for name, tensor in state.items():
+        if found[name].shape == tensor.shape:
+            tensor.copy_(found[name])
+    part = "the detector" if is_detector else "the backbone"
+    return f"{part} from {path}" + (", but new predictors for other categories" if num_new else "")
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise UsageError(f"model.weights {path} does not exist") from None
+    except (SafetensorError, OSError) as error:
+        raise ShoalError(f"model.weights {path} cannot be read as safetensors: {error}") from None

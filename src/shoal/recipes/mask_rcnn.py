@@ -1,0 +1,515 @@
+"""Trains Mask R-CNN (He et al. 2017, arXiv 1703.06870): objects in images, with their boxes and masks.
+
+    python -m shoal.recipes.mask_rcnn --preset tiny
+    torchrun --nproc-per-node 8 -m shoal.recipes.mask_rcnn --preset coco-1x --data.path /data/coco
+    shoal train mask_rcnn --preset tiny --workers 2
+
+One optimizer step: each worker takes its part of the global batch as micro-batches of images of one aspect,
+which threads have decoded and augmented ahead with their boxes and masks; an image's loss is a mean over what
+was sampled of it, and the loss of the step is the mean over the images of the whole global batch; the last
+backward averages the gradients over the workers; leaving the step updates the weights. Held-out images are
+scored by COCO's rules, by all workers.
+"""
+
+# Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from shoal.data.coco.augment import DetectionAugmentConfig
+from shoal.decide.batch import BatchPlan, plan_batch
+from shoal.decide.bucketing import GroupedOrder, aspect_groups
+from shoal.decide.memory_estimate import MemoryEstimate
+from shoal.env import WorkerEnv
+from shoal.errors import UsageError
+from shoal.models.detection.config import MaskRCNNConfig
+from shoal.optim.lr_schedules import AnySchedule, Cosine, Schedule, Steps, learning_rate, set_learning_rate
+from shoal.recipes import images, run_script
+from shoal.recipes.images import ImageTrainConfig
+from shoal.train.config import (
+    LoopConfig,
+    RunOutputConfig,
+    VisionOptimizerConfig,
+    require_positive,
+    required,
+    settings_lines,
+)
+from shoal.train.run_dir import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.data.coco.reader import DetectionReader
+    from shoal.data.loader import Batch
+    from shoal.data.sources import StreamedSource
+    from shoal.train.world import World
+
+# ------------------------------------------------------------------------------------------------- config
+
+PRESETS = (
+    "coco-1x",
+    "coco-novograd-32",
+    "coco-novograd-64",
+    "coco-novograd-256",
+    "coco-novograd-512",
+    "tiny",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(LoopConfig):
+    """The loop: how long, how large a batch, in what form."""
+
+    total_steps: int = 90_000
+    """Optimizer steps of the whole run."""
+    global_batch_size: int = 16
+    """Images in one optimizer step, over all workers."""
+    micro_batch_size: int = 2
+    """Images a worker computes at once; they are all wide or all tall, and norms that learn average over
+    them."""
+    compile: bool | None = None
+    """torch.compile the backbone; default: no, since most batches have another size."""
+    channels_last: bool = True
+    """Keep the channels of a pixel together in memory, as matrix units want them."""
+
+    def __post_init__(self) -> None:
+        require_positive("train", self, "total_steps", "global_batch_size", "micro_batch_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(VisionOptimizerConfig):
+    """The optimizer and its schedule, in optimizer steps."""
+
+    learning_rate: float = 0.02
+    """Learning rate at the end of the warm-up."""
+    warmup_steps: int = 1_000
+    """Steps of linear warm-up."""
+    warmup_factor: float = 0.001
+    """The first rate of the warm-up, as a part of the learning rate."""
+    decay: Literal["steps", "cosine", "polynomial"] = "steps"
+    """After the warm-up: down at milestones; along half a cosine; or a polynomial, by power."""
+    milestones: tuple[int, ...] = (60_000, 80_000)
+    """With steps: after so many optimizer steps the rate is multiplied."""
+    milestone_factor: float = 0.1
+    """With steps: by this."""
+    end_factor: float = 0.0
+    """With cosine and polynomial: the last rate, as a part of the learning rate."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("warmup_factor", "milestone_factor", "end_factor"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UsageError(f"optim.{name} {getattr(self, name)} must be from 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """How held-out images are seen."""
+
+    shorter: int = 800
+    """Length of an image's shorter side, in pixels, unless the longer one would exceed its limit."""
+    longer: int = 1_333
+    """The longer side has at most so many pixels."""
+    batch_size: int = 1
+    """Images a worker evaluates at once. It does not follow the number of workers, so scores do not; more
+    than one changes scores a little, since images of a batch are padded to one size."""
+
+    def __post_init__(self) -> None:
+        require_positive("validation", self, "shorter", "longer", "batch_size")
+
+    @property
+    def view(self) -> DetectionAugmentConfig:
+        """The form in which an image is scored."""
+        return DetectionAugmentConfig(shorter=(self.shorter,), longer=self.longer, flip=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectionRunConfig(RunOutputConfig):
+    """Where the run lives and what it writes when."""
+
+    log_frequency: int = 20
+    """Steps between lines of the record."""
+    validation_frequency: int = 5_000
+    """Steps between evaluations on held-out images; 0: only at the end."""
+    checkpoint_frequency: int = 1_000
+    """Steps between checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskRCNNTrainConfig(ImageTrainConfig):
+    """All settings of training Mask R-CNN; presets are TOML files in ``presets/mask_rcnn``."""
+
+    prepare: ClassVar[str] = "shoal prepare coco"
+
+    model: MaskRCNNConfig = field(default_factory=MaskRCNNConfig)
+    augment: DetectionAugmentConfig = field(default_factory=DetectionAugmentConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    run: DetectionRunConfig = field(default_factory=DetectionRunConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.run.validation_frequency < 0:
+            raise UsageError(f"run.validation_frequency {self.run.validation_frequency} must be at least 0")
+
+
+IMMUTABLE = (
+    "model",
+    "augment",
+    "data.made_images",
+    "data.made_size",
+    "train.seed",
+    "train.global_batch_size",
+    "train.micro_batch_size",
+    "optim.optimizer",
+)
+"""Settings that must stay when a run continues: weights, optimizer state or data order depend on them."""
+
+
+def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
+    """Train until the last step, a signal, or a loss that stays not finite; return the exit code.
+
+    Raises:
+        UsageError: settings that do not go together, or with the images or the run that is there.
+        ShoalError: damaged images or checkpoints, a lost worker, no memory, a loss that is not finite.
+    """
+    import torch
+
+    from shoal.data.atomic_io import write_atomically
+    from shoal.data.coco import score as coco
+    from shoal.data.coco.results import write_results
+    from shoal.models.detection.mask_rcnn import MaskRCNN
+    from shoal.models.resnet import norms_of, running_statistics
+    from shoal.recipes.mask_rcnn_export import Exported, load_weights, write_export
+    from shoal.recipes.mask_rcnn_score import Scored, evaluate, gather_results, recorded
+    from shoal.train.exchange import together
+    from shoal.train.optimizers import build_optimizer
+    from shoal.train.run import Run
+
+    with Run.open(
+        required(config.run.dir),
+        config=config,
+        recipe="mask_rcnn",
+        unit="images",
+        settings=config.run,
+        loop=config.train,
+        distributed=config.distributed,
+        immutable=IMMUTABLE,
+        memory_remedy="--train.precision bf16",
+        longer="--train.total-steps",
+        worker=worker,
+    ) as run:
+        device, directory = run.world.device, required(config.run.dir)
+
+        # ----------------------------------------------------------------------------------------- data
+        together(run.world.control, lambda: make_images(config) if run.world.is_main else None)
+        source, held_out = open_data(config, run.world)
+        categories, num_images = held_out.categories, source.reader.num_examples
+        plan = make_plan(config, num_examples=num_images, num_workers=run.world.num_workers)
+
+        # ----------------------------------------------------------------------------------------- model
+        torch.manual_seed(run.seed)
+        model = MaskRCNN(config.model, len(categories)).to(device)
+        if config.train.channels_last:
+            model.to(memory_format=torch.channels_last)
+        ddp = run.data_parallel(model, average=config.optim.clip == "global")
+        if config.train.compile:
+            model.backbone.compile()
+        optimizer = build_optimizer(model.named_parameters(), config.optim)
+        run.keep(model=model, optimizer=optimizer)
+        weights = "the checkpoint" if run.step else "random"
+        if (path := config.model.weights) is not None and not run.step:
+            weights = together(run.world.control, lambda: load_weights(model, path))[0]
+
+        # ----------------------------------------------------------------------------------------- evaluation
+        def score() -> Scored:
+            """Find objects in the held-out images and write COCO's figures to the record."""
+            batch_size = config.validation.batch_size
+            scored = evaluate(model, held_out, run.world, run.precision, batch_size=batch_size)
+            run.evaluation("validation", recorded(scored.scores), num_samples=held_out.num_examples)
+            return scored
+
+        # ----------------------------------------------------------------------------------------- loop
+        statistics = running_statistics(norms_of(model))
+        scored: Scored | None = None
+        steps = run.steps(
+            source,
+            plan.batch,
+            until=config.train.total_steps,
+            on_host=True,
+            notes=[
+                *plan.lines,
+                f"weights      {weights}; {learning(config.model)}",
+                f"held out     {held_out.num_examples:,} images of {len(categories)} categories",
+            ],
+        )
+        for step in steps:
+            with step:
+                set_learning_rate(optimizer, learning_rate(plan.schedule, step.number - 1))
+                for batch in step:
+                    targets = {name: batch[name].to(device, non_blocking=True) for name in TARGETS}
+                    keys = sampling_keys(run.seed, batch).to(device, non_blocking=True)
+                    losses = mean_losses(ddp(images.like_weights(batch["images"], model), targets, keys))
+                    step.backward(losses.sum() / step.num_samples)
+                    step.add(step.num_samples, **dict(zip(LOSSES, losses, strict=True)))
+                images.average_over_workers(statistics)
+                run.timer.lap("gradient_wait")
+                step.update(optimizer, max_norm=config.optim.max_grad_norm)
+            if step.is_done and run.due(config.run.validation_frequency):
+                scored = score()
+        results = None
+        if not run.stopped and not run.is_over:
+            scored = scored or score()  # a kill came before the end
+            results = gather_results(run.world, scored.found)
+
+        # ----------------------------------------------------------------------------------------- export
+        def export(_: Path) -> None:
+            found, validation = required(scored), config.validation
+            write_results(directory / RESULTS, required(results))
+            figures = coco.as_tree(required(found.truth), found.scores)
+            write_atomically(directory / SCORES, json.dumps(figures, indent=2).encode() + b"\n")
+            detector = Exported(
+                model=model, categories=categories, shorter=validation.shorter, longer=validation.longer
+            )
+            write_export(detector, directory / images.EXPORT)
+
+        return run.finish(
+            export,
+            lambda _: (
+                f"{len(required(results)):,} objects in {directory / RESULTS}, all figures in "
+                f"{directory / SCORES}, the model in {directory / images.EXPORT}"
+            ),
+        )
+
+
+RESULTS, SCORES = "results.json", "scores.json"
+"""Files of the run directory: what was found at the end, in COCO's form, and all figures."""
+
+# ------------------------------------------------------------------------------------------------- loss
+
+LOSSES = {
+    "loss_objectness": "count_proposal",
+    "loss_rpn_box_reg": "count_proposal",
+    "loss_classifier": "count_region",
+    "loss_box_reg": "count_region",
+    "loss_mask": "count_mask",
+}
+"""The parts of the loss by torchvision's names, and the counts that they are divided by in every image."""
+
+TARGETS = ("sizes", "boxes", "labels", "num_objects", "masks", "mask_places")
+"""Tensors of a batch that the model learns from."""
+
+
+def mean_losses(found: "Mapping[str, Tensor]") -> "Tensor":
+    """Return the parts of the loss, each the sum over images of the mean within one, ``[5]``.
+
+    With a mean per image neither the number of workers nor the micro-batch changes the gradient (except by
+    norms that learn).
+    """
+    import torch
+
+    return torch.stack([(found[name] / found[count].clamp(min=1)).sum() for name, count in LOSSES.items()])
+
+
+def sampling_keys(seed: int, batch: "Batch") -> "Tensor":
+    """Return the keys int64 ``[B]`` that decide what is sampled of each image."""
+    import numpy as np
+    import torch
+
+    from shoal.decide.rng import Stream, random_keys
+
+    keys = random_keys(seed, Stream.ROI_SAMPLING, batch["epoch"].numpy(), batch["index"].numpy())
+    return torch.from_numpy(keys.view(np.int64))
+
+
+# ------------------------------------------------------------------------------------------------- data
+
+
+def make_images(config: MaskRCNNTrainConfig) -> None:
+    """Make the run's own images, where none are named and they are not there yet."""
+    from shoal.data.coco.source import CATEGORIES
+    from shoal.data.coco.synthetic import make_coco
+
+    if images.must_make_images(config, CATEGORIES):
+        make_coco(
+            required(config.run.dir) / images.MADE,
+            num_train=config.data.made_images,
+            num_validation=config.data.num_made_held_out,
+            size=config.data.made_size,
+            seed=config.train.seed,
+        )
+
+
+def open_data(config: MaskRCNNTrainConfig, world: "World") -> "tuple[StreamedSource, DetectionReader]":
+    """Return the training batches, each micro-batch of one aspect, and a reader of the held-out images."""
+    from shoal.data.coco.reader import DetectionReader
+    from shoal.data.coco.source import read_categories
+    from shoal.data.coco.transform import DetectionTransform
+    from shoal.data.loader import LoaderConfig
+    from shoal.data.sources import StreamedSource
+
+    train, held_out = images.open_shards(config, world)
+    make_reader = partial(
+        DetectionReader,
+        categories=read_categories(images.location_of(config)),
+        seed=config.train.seed,
+        threads=images.decode_threads(config.data, world),
+    )
+    source = StreamedSource(
+        reader=make_reader(train, DetectionTransform(config.augment)),
+        order=GroupedOrder(
+            aspect_groups(train.sizes), run_size=config.train.micro_batch_size, seed=config.train.seed
+        ),
+        config=LoaderConfig(num_loader_processes=config.data.loader_processes),
+    )
+    return source, make_reader(held_out, DetectionTransform(config.validation.view))
+
+
+# ------------------------------------------------------------------------------------------------- dry run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The arithmetic of a run."""
+
+    batch: BatchPlan
+    schedule: AnySchedule
+    lines: tuple[str, ...]
+    """Epochs and learning rates in words."""
+
+
+def make_plan(config: MaskRCNNTrainConfig, *, num_examples: int, num_workers: int) -> Plan:
+    """Return what the settings mean for so many training images.
+
+    Raises:
+        UsageError: the sizes do not divide, or the schedule does not fit the run.
+    """
+    train = config.train
+    batch = plan_batch(
+        global_batch_size=train.global_batch_size,
+        num_workers=num_workers,
+        micro_batch_size=train.micro_batch_size,
+        unit="images",
+    )
+    schedule, decay = make_schedule(config.optim, train.total_steps)
+    epochs = train.total_steps * train.global_batch_size / num_examples
+    lines = (
+        f"steps        {train.total_steps:,} = {epochs:,.2f} epochs of {num_examples:,} images",
+        f"rate         {schedule.warmup_from:g} to {schedule.base:g} in {schedule.warmup_steps:,} steps, "
+        f"then {decay}",
+    )
+    return Plan(batch=batch, schedule=schedule, lines=lines)
+
+
+def make_schedule(optim: OptimConfig, total_steps: int) -> tuple[Schedule | Cosine | Steps, str]:
+    """Return the schedule that the settings name, and what follows its warm-up in words.
+
+    Raises:
+        UsageError: warm-up or milestones do not fit into the run.
+    """
+    if not 0 <= optim.warmup_steps <= total_steps:
+        raise UsageError(
+            f"optim.warmup_steps {optim.warmup_steps} must lie between 0 and train.total_steps {total_steps}"
+        )
+    base, end = optim.learning_rate, optim.end_factor * optim.learning_rate
+    warmed = {
+        "base": base,
+        "warmup_steps": optim.warmup_steps,
+        "warmup_from": optim.warmup_factor * base,
+    }
+    if optim.decay == "cosine":
+        return Cosine(**warmed, total_steps=total_steps, end=end), f"to {end:g} along a cosine"  # type: ignore[arg-type]
+    if optim.decay == "polynomial":
+        schedule = Schedule(
+            **warmed,  # type: ignore[arg-type]
+            total_steps=total_steps,
+            end=end,
+            power=optim.power,
+            decay_from=optim.decay_from,
+        )
+        return schedule, f"to {end:g} with power {optim.power:g}"
+    if optim.milestones and optim.milestones[-1] >= total_steps:
+        raise UsageError(
+            f"optim.milestones {optim.milestones} must lie within train.total_steps {total_steps}: lower "
+            "them, or choose --optim.decay cosine"
+        )
+    words = ", ".join(f"{step:,}" for step in optim.milestones)
+    steps = Steps(**warmed, milestones=optim.milestones, factor=optim.milestone_factor)  # type: ignore[arg-type]
+    return steps, f"times {optim.milestone_factor:g} after {words or 'no step'}"
+
+
+def learning(model: MaskRCNNConfig) -> str:
+    """Return in words the parts of the backbone that learn."""
+    stages = f"{model.stages_frozen} of 5 stages stay" if model.stages_frozen else "all stages learn"
+    return f"{stages}, norms {'stay' if model.norms_frozen else 'learn'}"
+
+
+def check(config: MaskRCNNTrainConfig, num_workers: int, dry_run: bool) -> list[str]:
+    """Check the settings for a number of workers before any starts; return the lines of a dry run.
+
+    Raises:
+        UsageError: sizes that do not divide, no images, or no weights where they are named.
+    """
+    from shoal.data.coco.source import read_categories
+    from shoal.data.coco.synthetic import NUM_CATEGORIES
+
+    data = config.data
+    num_train, num_held_out, num_categories = data.made_images, data.num_made_held_out, NUM_CATEGORIES
+    if data.path is not None or not data.made_images:
+        train, held_out = images.open_shards(config)
+        num_train, num_held_out = len(train), len(held_out)
+        num_categories = len(read_categories(images.location_of(config)))
+    plan = make_plan(config, num_examples=num_train, num_workers=num_workers)
+    weights, begun = config.model.weights, (required(config.run.dir) / CONFIG_FILE).is_file()
+    if weights is not None and not begun and not weights.is_file():
+        raise UsageError(f"model.weights {weights} does not exist")
+    if not dry_run:
+        return []
+    num_parameters, memory = estimate(config, num_categories)
+    return [
+        *settings_lines(config),
+        f"batch        {plan.batch}",
+        *plan.lines,
+        f"weights      {weights or 'random'}",
+        f"held out     {num_held_out:,} images of {num_categories:,} categories",
+        f"parameters   {num_parameters:,} that learn",
+        f"memory       {memory}",
+    ]
+
+
+def largest_sides(augment: DetectionAugmentConfig) -> tuple[int, int]:
+    """Return height and width of the largest batch to train on, in pixels."""
+    from shoal.data.coco.reader import SIZE_STEP
+
+    sides = (min(max(augment.shorter), augment.longer), augment.longer)
+    if augment.scales is not None:
+        sides = (augment.canvas, augment.canvas)
+    height, width = (-(-side // SIZE_STEP) * SIZE_STEP for side in sides)
+    return height, width
+
+
+def estimate(config: MaskRCNNTrainConfig, num_categories: int) -> tuple[int, MemoryEstimate]:
+    """Return the number of parameters that learn, and a worker's memory at the largest images.
+
+    Activations are counted on a model without data whose heads see as many regions as they may.
+    """
+    import torch
+
+    from shoal.models.detection.mask_rcnn import MaskRCNN, largest_step
+    from shoal.models.profile import profile_step
+
+    num_images = config.train.micro_batch_size
+    with torch.device("meta"):
+        model = MaskRCNN(config.model, num_categories)
+        inputs = torch.empty(num_images, 3, *largest_sides(config.augment))
+    profile = profile_step(model, lambda: largest_step(model, inputs), num_samples=num_images)
+    return profile.num_trainable, images.memory_of(profile, config)
+
+
+if __name__ == "__main__":
+    run_script("mask_rcnn")
