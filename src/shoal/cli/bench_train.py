@@ -1,4 +1,4 @@
-"""``shoal bench train …``: a few steps of a recipe, timed."""
+"""Defines ``shoal bench train``, which times a few steps of a recipe."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def bench_bert(
     preset
         Settings to start from.
     phase
-        Which phase: of short sequences or of long ones.
+        1: short sequences; 2: long ones.
     """
     chosen = settings.phase1 if phase == 1 else settings.phase2
     alone = replace(settings, phase1=chosen, phase2=replace(chosen, total_steps=0))

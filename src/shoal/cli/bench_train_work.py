@@ -1,4 +1,4 @@
-"""Measures recipes for ``shoal bench train``: runs the script on made data and reads its record."""
+"""Measures recipes for ``shoal bench train``: runs the script on synthetic data and reads its record."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ TextConfig = AlbertConfig | BertConfig | T5Config
 Config = TextConfig | ResNetTrainConfig
 _NUM_DOCUMENTS = 200
 _SENTENCES, _TOKENS = 60, 20
-"""Of a document: 1,200 tokens, so that sequences are whole."""
+"""Per document: 1,200 tokens, so that all sequences have full length."""
 _SPECIAL_IDS = 5
 
 _MICRO_BATCH = 64
-"""Images where neither the command nor the preset says how many a worker computes at once."""
+"""Images per worker and micro-batch if neither the command nor the preset sets them."""
 _NUM_CLASSES = 1000
-"""ImageNet's, so that the last layer has its size."""
+"""ImageNet's, which determines the size of the last layer."""
 _NUM_IMAGES = 64
-"""At least so many are made; a step that needs more sees them again, augmented in another way."""
+"""Minimum number of synthetic images."""
 _LARGER = 8 / 7
-"""Of a made image's side over that of what the model sees: 256 over 224."""
+"""Ratio of the sides of an image and of its crop: 256 to 224."""
 
 _MATMUL_SIDE = {"cpu": 1024, "cuda": 8192}
 _MATMUL_S = 0.3
 
 
 def measure(config: Config, worker: WorkerEnv, what: TrainBench, *, name: str) -> int:
-    """Run the recipe's script on made data; the main worker prints and writes what the record has."""
+    """Run the recipe's script on synthetic data; the main worker prints and writes the result."""
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as made:
         script = make_script(config, Path(made), what, num_workers=worker.place.num_workers)
         script.main(script.config, worker)
@@ -59,7 +59,7 @@ def measure(config: Config, worker: WorkerEnv, what: TrainBench, *, name: str) -
 
 
 def prepared(config: TextConfig, folder: Path, what: TrainBench, *, num_workers: int) -> TextConfig:
-    """Return the settings of a run over made text in which every sequence is whole."""
+    """Return the settings of a run over synthetic text with sequences of full length."""
     data: Any = replace(config.data, path=folder)
     if not isinstance(config, T5Config):
         data = replace(data, short_seq_prob=0.0)
@@ -80,14 +80,14 @@ def prepared(config: TextConfig, folder: Path, what: TrainBench, *, num_workers:
 
 
 def _sizes(config: TextConfig) -> tuple[str, Any]:
-    """Return name and settings of the section that has the batch; of BERT the one phase that runs."""
+    """Return name and settings of the section with the batch; of BERT the phase that runs."""
     if isinstance(config, BertConfig):
         return "phase1", config.phase1
     return "train", config.train
 
 
 def write_text(folder: Path, vocab_size: int) -> None:
-    """Write documents of random tokens, as ``shoal prepare text`` would write prepared ones."""
+    """Write shards of random tokens, in the format of ``shoal prepare text``."""
     from shoal.data.atomic_io import sha256_of
     from shoal.data.manifest import Manifest, ShardInfo, TokenizerInfo
     from shoal.data.text.shards import ShardWriter
@@ -119,7 +119,7 @@ def write_text(folder: Path, vocab_size: int) -> None:
 def prepared_images(
     config: ResNetTrainConfig, folder: Path, what: TrainBench, *, num_workers: int
 ) -> ResNetTrainConfig:
-    """Return the settings of a run over made images: the steps to time, then a small evaluation."""
+    """Return the settings of a run over synthetic images: the timed steps, then a small evaluation."""
     micro = what.batch or config.train.micro_batch_size or _MICRO_BATCH
     batch = micro * what.accumulate * num_workers
     num_images = max(_NUM_IMAGES, batch)
@@ -153,11 +153,11 @@ class Script:
     batch: Callable[[], dict[str, Any]]
     """Returns the model's inputs."""
     loss: Callable[[Any], Any]
-    """Takes what the model returns."""
+    """Maps the model's output to a scalar."""
 
 
 def make_script(config: Config, folder: Path, what: TrainBench, *, num_workers: int) -> Script:
-    """Return the script that trains on data in ``folder``; the images it makes itself."""
+    """Return the script that trains on synthetic data in ``folder``."""
     import torch
 
     from shoal.data.loader import held_out_batches
@@ -259,7 +259,7 @@ def count_flops(script: Script) -> float:
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of one large square product: the best of some tenths of a second."""
+    """Return the FLOP/s of the fastest large square product within some tenths of a second."""
     import torch
 
     side = _MATMUL_SIDE[device.type]
