@@ -17,7 +17,7 @@ from pathlib import Path
 from shoal.env import worker_env
 from shoal.errors import EXIT_STOPPED, ShoalError, UsageError
 from shoal.launch.worker import run_worker
-from shoal.train.signals import StopRequest
+from shoal.train.stopping import StopRequest
 
 
 def work(folder: Path, orders: str, backend: str) -> int:

@@ -23,7 +23,8 @@ from forked import fork_process, wait_for
 from shoal.env import WorkerPlace
 from shoal.errors import ShoalError, UsageError
 from shoal.record import Stop, read_record
-from shoal.train import checkpoint_plan, owner
+from shoal.train import checkpoint_plan
+from shoal.train import run_dir as owner
 from shoal.train.checkpoint import Checkpointer, load_model
 from shoal.train.checkpoint_files import find_damage, list_checkpoints
 from shoal.train.reporting import Progress, RunLog

@@ -24,7 +24,7 @@ from shoal.errors import ShoalError
 from shoal.train import checkpoint_plan
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.checkpoint_files import CONTENTS, find_damage, list_checkpoints
-from shoal.train.exchange import together
+from shoal.train.world import run_on_all
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs forked workers and resource limits")
 
@@ -267,13 +267,13 @@ def fail_with_a_defect(rank: int) -> None:
     group = dist.group.WORLD
     for kind, told in DEFECTS:
         with pytest.raises(ShoalError if rank == 0 else kind) as caught:
-            together(group, lambda kind=kind: defect(kind) if rank == 1 else "well")  # type: ignore[misc]
+            run_on_all(group, lambda kind=kind: defect(kind) if rank == 1 else "well")  # type: ignore[misc]
         if rank == 0:
             assert str(caught.value) == told
         else:
             assert type(caught.value) is kind
             assert kind is TypeError or caught.traceback[-1].name == "defect"
-        assert together(group, lambda: rank) == [0, 1]
+        assert run_on_all(group, lambda: rank) == [0, 1]
 
 
 def test_a_defect_of_one_worker_is_everyones_error_at_once(tmp_path: Path) -> None:

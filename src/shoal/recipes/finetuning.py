@@ -180,14 +180,14 @@ def require_paths(config: FinetuneConfig, data: Path | None, held_out: object, w
 def open_source(config: SourceConfig, run: "Run") -> Path:
     """Return the transformers directory to start from; the first worker exports a pretraining run."""
     from shoal.models.directory import resolve
-    from shoal.train.exchange import together
+    from shoal.train.world import run_on_all
 
     path, world = required(config.path), run.world
     if kind_of_source(path) == "hub":  # each host has a cache of its own
-        return Path(together(world.control, lambda: str(resolve(path)))[world.place.rank])
+        return Path(run_on_all(world.control, lambda: str(resolve(path)))[world.place.rank])
     folder = required(run.directory)
     return Path(
-        together(world.control, lambda: str(prepare_source(path, folder)) if world.is_main else "")[0]
+        run_on_all(world.control, lambda: str(prepare_source(path, folder)) if world.is_main else "")[0]
     )
 
 

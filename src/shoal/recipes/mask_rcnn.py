@@ -187,7 +187,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.models.resnet import norms_of, running_statistics
     from shoal.recipes.mask_rcnn_export import Exported, load_weights, write_export
     from shoal.recipes.mask_rcnn_score import Scored, evaluate, gather_results, recorded
-    from shoal.train.exchange import together
+    from shoal.train.world import run_on_all
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 
@@ -207,7 +207,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
         device, directory = run.world.device, required(config.run.dir)
 
         # ----------------------------------------------------------------------------------------- data
-        together(run.world.control, lambda: make_images(config) if run.world.is_main else None)
+        run_on_all(run.world.control, lambda: make_images(config) if run.world.is_main else None)
         source, held_out = open_data(config, run.world)
         categories, num_images = held_out.categories, source.reader.num_examples
         plan = make_plan(config, num_examples=num_images, num_workers=run.world.num_workers)
@@ -224,7 +224,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
         run.keep(model=model, optimizer=optimizer)
         weights = "the checkpoint" if run.step else "random"
         if (path := config.model.weights) is not None and not run.step:
-            weights = together(run.world.control, lambda: load_weights(model, path))[0]
+            weights = run_on_all(run.world.control, lambda: load_weights(model, path))[0]
 
         # ----------------------------------------------------------------------------------------- evaluation
         def score() -> Scored:

@@ -228,9 +228,9 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.recipes.resnet50_export import Exported, write_export
     from shoal.recipes.resnet50_score import TOP1, estimate_norms, evaluate
     from shoal.train.ema import WeightAverage
-    from shoal.train.exchange import together
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
+    from shoal.train.world import run_on_all
 
     with Run.open(
         required(config.run.dir),
@@ -247,7 +247,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
     ) as run:
         # ----------------------------------------------------------------------------------------- data
         data, augment, validation = config.data, config.augment, config.validation
-        together(run.world.control, lambda: make_images(config) if run.world.is_main else None)
+        run_on_all(run.world.control, lambda: make_images(config) if run.world.is_main else None)
         train, held_out = images.open_shards(config, run.world, evict=data.block_size > 0)
         num_classes = count_classes(config, len(train.manifest.classes))
         plan = make_plan(config, num_examples=len(train), num_workers=run.world.num_workers)

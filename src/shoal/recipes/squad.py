@@ -209,7 +209,7 @@ def evaluate(
     import torch
 
     from shoal.models.encoder import packed_inputs
-    from shoal.train.exchange import exchange
+    from shoal.train.world import all_gather_json
 
     logits = finetuning.outputs_of(
         model,
@@ -225,7 +225,7 @@ def evaluate(
         if run.directory is not None:
             write_answers(run.directory, answers, found)
         metrics = {k: float(v) for k, v in found.official().items() if not k.endswith("total")}
-    metrics = exchange(run.world.control, metrics)[0]
+    metrics = all_gather_json(run.world.control, metrics)[0]
     data = features.data
     run.evaluation(data.path.stem, metrics, num_samples=len(data.questions))
     return metrics
@@ -306,7 +306,7 @@ def score_pretraining(config: MaskedLMConfig, model: "Pretraining", run: "Run") 
         UsageError: the questions are not there, or do not go with the model.
     """
     from shoal.data.squad.dataset import read_squad
-    from shoal.train.exchange import together
+    from shoal.train.world import run_on_all
     from shoal.train.reporting import is_scored
 
     if run.stopped or run.is_over:
@@ -321,7 +321,7 @@ def score_pretraining(config: MaskedLMConfig, model: "Pretraining", run: "Run") 
             directory.parent.mkdir(exist_ok=True)
             masked_lm.write_export(model, required(config.data.path), directory)
 
-    together(run.world.control, export)
+    run_on_all(run.world.control, export)
     scores = finetune_copy(directory, short_config(config), run)
     run.world.barrier()
     if run.world.is_main:

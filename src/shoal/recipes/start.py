@@ -12,8 +12,7 @@ from shoal.errors import EXIT_OK, UsageError
 from shoal.launch.emulated_job import Hosts, launch_emulated
 from shoal.launch.local import launch
 from shoal.train.config import RunPlaceConfig
-from shoal.train.owner import require_free
-from shoal.train.run_dir import require_writable
+from shoal.train.run_dir import require_free, require_writable
 
 Place = TypeVar("Place", bound=RunPlaceConfig)
 

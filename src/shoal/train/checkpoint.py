@@ -34,8 +34,8 @@ from shoal.errors import ShoalError, UsageError
 from shoal.train import checkpoint_files as files
 from shoal.train.checkpoint_plan import Layout, SavePart, layout_of, read_tensors, saved_tensors
 from shoal.train.checkpoint_state import FlatState, Held, flatten, held, restore
-from shoal.train.exchange import exchange, together
-from shoal.train.owner import Ownership, own
+from shoal.train.run_dir import Ownership, own
+from shoal.train.world import all_gather_json, run_on_all
 
 _DEADLINE_S = 1800.0
 
@@ -126,7 +126,7 @@ class Checkpointer:
         self._completed: list[CompletedCheckpoint] = []
         self._good_step: int | None = None
         self._damaged_steps: set[int] = set()
-        together(self._group, self._own_folder)
+        run_on_all(self._group, self._own_folder)
         self._recover()
 
     def save(self, step: int, state: Mapping[str, Any], *, wait: bool = False) -> None:
@@ -191,7 +191,7 @@ class Checkpointer:
             ShoalError: there are checkpoints and all are damaged.
             UsageError: the model or the optimizer is not the one that was saved; nothing was changed.
         """
-        listed = together(self._group, lambda: [str(p) for p in files.list_checkpoints(self._run_dir)])[0]
+        listed = run_on_all(self._group, lambda: [str(p) for p in files.list_checkpoints(self._run_dir)])[0]
         damaged: list[str] = []
         for path in map(Path, reversed(listed)):
             if (damage := self._find_damage(path)) is None:
@@ -216,52 +216,54 @@ class Checkpointer:
     def _recover(self) -> None:
         """Name what is whole and has no name, and delete what else kills have left."""
         run_dir, is_first = self._run_dir, self._rank == 0
-        listed = together(
+        listed = run_on_all(
             self._group, lambda: [str(p) for p in files.list_unnamed(run_dir)] if is_first else []
         )
         whole: dict[int, Path] = {}
         for path in map(Path, listed[0]):
             if files.step_of(path) not in whole and self._find_damage(path) is None:
                 whole[files.step_of(path)] = path
-        together(self._group, lambda: files.tidy(run_dir, whole.values()) if is_first else None)
+        run_on_all(self._group, lambda: files.tidy(run_dir, whole.values()) if is_first else None)
 
     def _require_owner(self) -> None:
         if self._owner is not None:
             self._owner.require()
 
     def _find_damage(self, path: Path) -> str | None:
-        found = together(
+        found = run_on_all(
             self._group,
             lambda: files.find_damage(path, part=self._rank, num_parts=self._num_workers),
         )
         return next((damage for damage in found if damage), None)
 
     def _load(self, path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-        workers = together(self._group, lambda: held(state))
-        return together(self._group, lambda: _load(path, state, workers))[self._rank]
+        workers = run_on_all(self._group, lambda: held(state))
+        return run_on_all(self._group, lambda: _load(path, state, workers))[self._rank]
 
     def _must_plan(self, part: SavePart, layout: Layout) -> bool:
         """Whether the workers must share out the state anew, which all do together."""
         changed = part.layout != layout
         if part.differs:  # one stage's state may grow and another's not
-            return any(exchange(self._group, changed))
+            return any(all_gather_json(self._group, changed))
         return changed
 
     def _write(self, pending: _Pending, part: SavePart, flat: FlatState) -> None:
         """Write this worker's file and, on the first worker, complete the checkpoint. Runs in a thread."""
         try:
             pending.path = files.checkpoint_path(self._run_dir, pending.step)
-            name = together(self._group, lambda: self._temporary_name(pending.path))[0]
+            name = run_on_all(self._group, lambda: self._temporary_name(pending.path))[0]
             temporary = pending.path.with_name(name)
             try:
-                workers = exchange(self._group, [flat.values, flat.optimizers]) if part.differs else None
-                written = together(
+                workers = (
+                    all_gather_json(self._group, [flat.values, flat.optimizers]) if part.differs else None
+                )
+                written = run_on_all(
                     self._group, lambda: self._write_part(temporary, part, flat.all_values(workers))
                 )
-                sizes = together(self._group, lambda: self._complete(pending.step, temporary, written))
+                sizes = run_on_all(self._group, lambda: self._complete(pending.step, temporary, written))
             except Exception:
                 with contextlib.suppress(Exception):  # gives the space of a full disk back
-                    together(self._group, lambda: self._give_up(temporary))
+                    run_on_all(self._group, lambda: self._give_up(temporary))
                 raise
             pending.num_bytes = sizes[0]
             pending.written_s = time.monotonic() - pending.requested

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWrite
 from shoal.errors import ShoalError
 from shoal.train.checkpoint_files import Chunk, StoredTensor, WrittenFile, write_file
 from shoal.train.checkpoint_state import SavedTensor
-from shoal.train.exchange import exchange
+from shoal.train.world import all_gather_json
 
 # The element types of safetensors 0.5 and newer
 _DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -101,7 +101,7 @@ class SavePart:
         self.layout = layout
         self.file = f"worker-{rank:05}.safetensors"
         planner = _save_planner(tensors)
-        layouts = exchange(group, layout)
+        layouts = all_gather_json(group, layout)
         self.differs = len({frozenset(entry["name"] for entry in other) for other in layouts}) > 1
         plans = [SavePlan([_write_item(entry) for entry in other]) for other in _without_overlaps(layouts)]
         plans, _ = planner.create_global_plan(plans)

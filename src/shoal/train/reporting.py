@@ -46,7 +46,7 @@ from shoal.record import (
     read_record,
 )
 from shoal.train.checkpoint import CompletedCheckpoint
-from shoal.train.owner import own
+from shoal.train.run_dir import own
 from shoal.train.world import World
 
 # ---- measuring a step ----------------------------------------------------------------------------------

@@ -52,10 +52,7 @@ from shoal.env import WorkerEnv, alone, worker_env
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, as_tree
-from shoal.train.exchange import together
 from shoal.train.gradients import DataParallel, LocalUpdate, LossScale, Update, choose_precision, wrap_model
-from shoal.train.health import is_out_of_memory, not_finite, out_of_memory
-from shoal.train.owner import owned
 from shoal.train.reporting import (
     Progress,
     RunLog,
@@ -67,10 +64,10 @@ from shoal.train.reporting import (
     speed_line,
     versions,
 )
-from shoal.train.run_dir import open_run_dir
+from shoal.train.run_dir import open_run_dir, owned
 from shoal.train.run_step import Step, Training
-from shoal.train.signals import StopRequest
-from shoal.train.world import World, join_world
+from shoal.train.stopping import StopRequest, is_out_of_memory, not_finite, out_of_memory
+from shoal.train.world import World, join_world, run_on_all
 
 Batch = Any
 M = TypeVar("M", bound=nn.Module)
@@ -221,7 +218,7 @@ class Run:
             worker = worker or worker_env() or alone(Path(stack.enter_context(TemporaryDirectory())))
             world = stack.enter_context(join_world(worker, distributed))
             stack.enter_context(owned(directory, world))
-            together(
+            run_on_all(
                 world.control, lambda: open_run_dir(directory, tree, immutable) if world.is_main else None
             )
             run = cls(

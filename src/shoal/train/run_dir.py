@@ -1,16 +1,406 @@
-"""The directory of a run: its resolved configuration, and whether the same command may go on in it."""
+"""Opens a run directory: its settings, and one job at a time on any file system that all hosts share.
+
+``owner/N.json`` in the run directory names a job and its first worker's process; the highest N is the owner.
+
+1. A process becomes the owner by creating the file with the next number, exclusively: of several, one does.
+   It then deletes the lower ones.
+2. Nobody writes a file but the process that created it, and the highest is never deleted, so no number is
+   given out twice. A process that was suspended meanwhile and creates a lower one finds the higher, and
+   withdraws.
+3. The owner sets the file's modification time every :data:`BEAT_S` seconds. An owner whose process is seen to
+   have ended has no claim. One that cannot be seen from here (on another host, in another container) loses
+   it when the time stands still for :data:`PATIENCE_S`, by the watching host's clock.
+4. An owner that was suspended for longer finds its file deleted, and stops before it writes a checkpoint.
+
+``flock`` is not used: NFSv3 and Lustre as they are often mounted keep such locks on one host only. Exclusive
+creation, reading after opening, and deletion reach the server on both.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+import socket
+import sys
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.errors import UsageError
+from shoal import env
+from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
 from shoal.train.config import load_toml, to_toml
 
+if TYPE_CHECKING:
+    from shoal.train.world import World
+
 CONFIG_FILE = "config.toml"
+FOLDER = "owner"
+BEAT_S = 5.0
+"""Time between an owner's heartbeats."""
+PATIENCE_S = 60.0
+"""Time without a heartbeat after which an owner that cannot be seen has no claim."""
+SAME_JOB_PATIENCE_S = 15.0
+"""The same for an owner of this very job, which the scheduler has started again."""
+
+_POLL_S = 0.2
+_NAME = re.compile(r"[1-9]\d{0,8}\.json")
+_MOST_BYTES = 1 << 16
+
+
+class Ownership:
+    """This process's claim to a run directory, from :func:`own` until it is released or no longer used.
+
+    ``is_lost`` is set by the heartbeat that finds another owner, and by :meth:`release`.
+    """
+
+    def __init__(self, run_dir: Path, file: Path, content: bytes) -> None:
+        self._run_dir, self._file, self._content = run_dir, file, content
+        self.is_lost, ended = threading.Event(), threading.Event()
+        threading.Thread(
+            target=_beat, args=(file, content, self.is_lost, ended), name="owner", daemon=True
+        ).start()
+        self._end = weakref.finalize(self, _release, os.getpid(), file, content, ended)
+
+    @property
+    def number(self) -> int:
+        """A number that no other owner of this run directory has or will have."""
+        return int(self._file.stem)
+
+    @property
+    def is_held(self) -> bool:
+        return self._end.alive
+
+    def require(self) -> None:
+        """Raise if the run directory is no longer this process's.
+
+        Raises:
+            ShoalError: another job has taken it over, or it was released.
+            OSError: the file system does not answer.
+        """
+        if not _is_mine(self._file, self._content):
+            self.is_lost.set()
+        if self.is_lost.is_set() or not self._end.alive:
+            raise ShoalError(
+                f"{self._run_dir} no longer belongs to this process: {_successor(self._file.parent)}. "
+                "Nothing more is written there; start the same command again when no other job uses it"
+            )
+
+    def release(self) -> None:
+        """Let other jobs have the run directory at once."""
+        self.is_lost.set()
+        self._end()
+
+
+_held: weakref.WeakValueDictionary[Path, Ownership] = weakref.WeakValueDictionary()
+
+
+def own(run_dir: Path) -> Ownership:
+    """Make this process the owner of ``run_dir``; what it owns already is shared.
+
+    Raises:
+        UsageError: a job that still runs owns it; the message names the job and what to do.
+        ShoalError: it was this process's, and another job has taken it over.
+        OSError: the owner's file cannot be written.
+    """
+    key = run_dir.resolve()
+    held = _held.get(key)
+    if held is not None and held.is_held:
+        held.require()
+        return held
+    _held[key] = taken = Ownership(run_dir, *_claim(run_dir))
+    return taken
+
+
+@contextmanager
+def owned(run_dir: Path, world: World) -> Iterator[None]:
+    """Own ``run_dir`` in this block, on the main worker; all workers call it, and all raise its error.
+
+    Raises:
+        UsageError: as :func:`own`, or the directory cannot be made or written.
+        ShoalError: as :func:`own`.
+    """
+    from shoal.train.world import run_on_all  # imports torch, which the launcher does without
+
+    mine: list[Ownership] = []
+
+    def take() -> None:
+        if world.is_main:
+            require_writable(run_dir)
+            mine.append(own(run_dir))
+
+    run_on_all(world.control, take)
+    try:
+        yield
+    finally:
+        for ownership in mine:
+            ownership.release()
+
+
+def require_free(run_dir: Path) -> None:
+    """Raise if a process that is seen to run owns ``run_dir``. Only looks, and waits for nobody.
+
+    Raises:
+        UsageError: the message names the job and what to do.
+    """
+    folder = run_dir / FOLDER
+    with contextlib.suppress(OSError):  # the worker that has to own the directory will say it
+        if seen := _look(_file(folder, _newest(folder))):
+            _judge(run_dir, seen)
+
+
+# ------------------------------------------------------------------------------------- what the files say
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Owner:
+    """A process as the other processes of any host can tell it, and what a person is told of it."""
+
+    job: str
+    host: str
+    pid: int
+    since: str
+    place: str
+    """The boot of a kernel and the PID namespace, in which processes see each other; empty: unknown."""
+    started: int
+    """Ticks from the boot to the start of the process; a later process of the same id differs."""
+    token: str
+    released: bool = False
+
+    def __str__(self) -> str:
+        return f"job {self.job} (process {self.pid} on host {self.host}, since {self.since})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """An owner's file as it was at one moment; ``owner`` is ``None`` if it does not hold what it should."""
+
+    owner: _Owner | None
+    content: bytes
+    changed_ns: int
+
+
+def _look(file: Path) -> _Seen | None:
+    """Read an owner's file; opening it makes NFS ask the server. ``None``: it is gone."""
+    try:
+        with file.open("rb") as opened:
+            changed_ns = os.fstat(opened.fileno()).st_mtime_ns
+            content = opened.read(_MOST_BYTES)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            return None
+        raise
+    return _Seen(owner=_parsed(content), content=content, changed_ns=changed_ns)
+
+
+def _parsed(content: bytes) -> _Owner | None:
+    try:
+        owner = _Owner(**parse_json(content, "an owner's file"))
+    except (ShoalError, TypeError):
+        return None
+    texts = (owner.job, owner.host, owner.since, owner.place, owner.token)
+    if not all(isinstance(text, str) and text.isprintable() for text in texts):
+        return None
+    numbers = (owner.pid, owner.started)
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+        return None
+    return owner
+
+
+def _file(folder: Path, number: int) -> Path:
+    return folder / f"{number}.json"
+
+
+def _numbers(folder: Path) -> list[int]:
+    try:
+        return sorted(int(path.stem) for path in folder.iterdir() if _NAME.fullmatch(path.name))
+    except FileNotFoundError:
+        return []
+
+
+def _newest(folder: Path) -> int:
+    return max(_numbers(folder), default=0)
+
+
+def _is_mine(file: Path, content: bytes) -> bool:
+    seen = _look(file)
+    return seen is not None and seen.content == content
+
+
+def _successor(folder: Path) -> str:
+    seen = _look(_file(folder, _newest(folder)))
+    if seen is None or seen.owner is None:
+        return "it was taken over by another job, released, or removed by hand"
+    return f"it was taken over by {seen.owner} while this process was suspended or cut off"
+
+
+# ------------------------------------------------------------------------------------------ this process
+
+
+def _this_process() -> _Owner:
+    token = uuid.uuid4().hex
+    return _Owner(
+        job=env.job_id() or token[:12],
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        since=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+        place=_place(),
+        started=_status_of(os.getpid())[1],
+        token=token,
+    )
+
+
+def _place() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return " ".join([boot, str(Path("/proc/self/ns/pid").readlink()), env.host_id() or ""])
+    except OSError:  # not Linux
+        return ""
+
+
+def _status_of(pid: int) -> tuple[str, int]:
+    """Return the state of a process (``Z``: it has ended) and when it was started; empty and 0: unknown."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "", 0
+    after_name = fields.rpartition(")")[2].split()
+    return after_name[0], int(after_name[19])
+
+
+def _has_ended(owner: _Owner) -> bool:
+    """Return whether a process of this place has ended; another user's may be hidden in ``/proc``."""
+    try:
+        os.kill(owner.pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        pass
+    state, started = _status_of(owner.pid)
+    return state in ("Z", "X") or (bool(state) and started != owner.started)
+
+
+# ---------------------------------------------------------------------------------------- taking and keeping
+
+
+def _claim(run_dir: Path) -> tuple[Path, bytes]:
+    """Become the owner; return the file and what it holds."""
+    folder = run_dir / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(asdict(_this_process())).encode()
+    while True:
+        number = _newest(folder)
+        if number and not _may_follow(run_dir, _file(folder, number)):
+            time.sleep(_POLL_S)
+            continue
+        mine = _file(folder, number + 1)
+        try:
+            with mine.open("xb") as opened:
+                opened.write(content)
+        except FileExistsError:
+            continue
+        if _newest(folder) > number + 1:  # this process was suspended while others came and went
+            mine.unlink(missing_ok=True)
+            continue
+        for older in _numbers(folder)[:-1]:
+            _file(folder, older).unlink(missing_ok=True)  # tells an owner that was suspended
+        return mine, content
+
+
+def _may_follow(run_dir: Path, file: Path) -> bool:
+    """Return whether the owner in ``file``, the newest, has no claim any more; ``False``: look again.
+
+    Raises:
+        UsageError: it has.
+    """
+    seen = _look(file)
+    if seen is None:
+        return False
+    if _judge(run_dir, seen):
+        return True
+    patience_s = PATIENCE_S
+    if seen.owner is not None and seen.owner.job == env.job_id():
+        patience_s = SAME_JOB_PATIENCE_S
+    end, told = time.monotonic() + patience_s, False
+    while time.monotonic() < end:
+        time.sleep(_POLL_S)
+        now = _look(file)
+        if now is None or now.content != seen.content:
+            return False
+        if now.changed_ns != seen.changed_ns:
+            raise _in_use(run_dir, seen)
+        if not told:
+            print(
+                f"shoal: {run_dir} belongs to {_told(seen)}, which cannot be seen from here; waiting up to "
+                f"{patience_s:.0f} s for a sign that it runs",
+                file=sys.stderr,
+                flush=True,
+            )
+            told = True
+    return True
+
+
+def _judge(run_dir: Path, seen: _Seen) -> bool:
+    """Return whether the owner is seen to have no claim any more; ``False``: only time can tell.
+
+    Raises:
+        UsageError: it is seen to run.
+    """
+    owner = seen.owner
+    if owner is None:
+        return False
+    if owner.released:
+        return True
+    if not owner.place or owner.place != _place():
+        return False
+    if owner.pid == os.getpid() or _has_ended(owner):
+        return True
+    raise _in_use(run_dir, seen)
+
+
+def _told(seen: _Seen) -> str:
+    return str(seen.owner) if seen.owner else "another job (its owner file cannot be read)"
+
+
+def _in_use(run_dir: Path, seen: _Seen) -> UsageError:
+    return UsageError(
+        f"{run_dir} is in use by {_told(seen)}, and only one job may write into a run directory: wait until "
+        "that job has ended or stop it, or name another --run.dir"
+    )
+
+
+def _beat(file: Path, content: bytes, lost: threading.Event, ended: threading.Event) -> None:
+    while not ended.wait(BEAT_S):
+        with contextlib.suppress(OSError):  # a server that is away for a while may come back
+            if not _is_mine(file, content):
+                lost.set()
+                return
+            os.utime(file)
+
+
+def _release(pid: int, file: Path, content: bytes, ended: threading.Event) -> None:
+    """Mark the owner's file as released. It stays, so that its number is never given out again."""
+    ended.set()
+    if os.getpid() != pid:  # a forked child drops what its parent owns
+        return
+    temporary = file.with_suffix(".tmp")
+    with contextlib.suppress(OSError):  # another job then sees that this process has ended
+        if _is_mine(file, content):
+            temporary.write_bytes(json.dumps(parse_json(content, str(file)) | {"released": True}).encode())
+            temporary.replace(file)
+
+
+# ---- the settings in it ----------------------------------------------------------------------------------
 
 
 def open_run_dir(path: Path, config: Mapping[str, Any], fixed: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.train.checkpoint import Checkpointer
 from shoal.train.gradients import Precision
 from shoal.train.reporting import RunLog, device_name, versions
-from shoal.train.signals import StopRequest
+from shoal.train.stopping import StopRequest
 from shoal.train.world import World
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.train.config import LoopConfig
-from shoal.train.health import NonFiniteWatch
+from shoal.train.stopping import NonFiniteWatch
 
 
 class StepWindow:

@@ -23,9 +23,9 @@ from shoal.record import PARTS, Step
 from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig, TrainConfig, as_tree, check_wire, load_toml, to_toml
 from shoal.train.gradients import LossScale, choose_precision, has_native_bf16
-from shoal.train.health import NonFiniteWatch, memory_advice
 from shoal.train.reporting import Progress, duration
 from shoal.train.run_dir import open_run_dir
+from shoal.train.stopping import NonFiniteWatch, memory_advice
 from shoal.train.window import StepWindow, peak_memory_bytes
 from shoal.train.world import choose_backend, choose_device
 

@@ -10,7 +10,7 @@ import pytest
 
 CODE = """
 import os, signal, sys
-from shoal.train.signals import StopRequest
+from shoal.train.stopping import StopRequest
 stop = StopRequest()
 assert stop.requested is None
 for number in (signal.{first}, signal.{second}, signal.{first}):

@@ -1,14 +1,44 @@
-"""Stops a run whose loss stays not finite, and turns a lack of memory into advice."""
+"""Stops runs: on signals, on losses that stay not finite, for lack of memory."""
 
 from __future__ import annotations
 
+import atexit
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 
 import torch
 
 from shoal.decide.batch import BatchPlan
 from shoal.errors import ShoalError
+
+_ASK_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Records the first signal that asks this process to stop; the loop reads it between steps.
+
+    It handles SIGTERM (schedulers, the launcher) and SIGUSR1 (Slurm's ``--signal=USR1@60``). From the
+    interpreter's exit on both are ignored: Python restores the default actions while it shuts down, and a
+    second SIGTERM would turn the exit code of a saved run into death by signal. Construct it in the main
+    thread.
+    """
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        """The name of the first signal that came, such as ``"SIGTERM"``."""
+        for number in _ASK_TO_STOP:
+            signal.signal(number, self._note)
+        atexit.register(_ignore)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = self.requested or signal.Signals(number).name
+
+
+def _ignore() -> None:
+    for number in _ASK_TO_STOP:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class NonFiniteWatch:
