@@ -306,8 +306,8 @@ def score_pretraining(config: MaskedLMConfig, model: "Pretraining", run: "Run") 
         UsageError: the questions are not there, or do not go with the model.
     """
     from shoal.data.squad.dataset import read_squad
-    from shoal.train.world import run_on_all
     from shoal.train.reporting import is_scored
+    from shoal.train.world import run_on_all
 
     if run.stopped or run.is_over:
         return True
