@@ -187,9 +187,9 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.models.resnet import norms_of, running_statistics
     from shoal.recipes.mask_rcnn_export import Exported, load_weights, write_export
     from shoal.recipes.mask_rcnn_score import Scored, evaluate, gather_results, recorded
-    from shoal.train.world import run_on_all
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
+    from shoal.train.world import run_on_all
 
     with Run.open(
         required(config.run.dir),
