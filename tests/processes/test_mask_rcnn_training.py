@@ -18,7 +18,7 @@ from shoal.data.coco.score import score_results
 from shoal.data.coco.source import read_categories
 from shoal.data.images.shards import ImageShards
 from shoal.errors import EXIT_OK, EXIT_USAGE
-from shoal.recipes.exporting import export_any
+from shoal.recipes.export import export_any
 from shoal.recipes.mask_rcnn_export import read_export
 from shoal.record import read_record
 

@@ -19,7 +19,7 @@ from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import CentreTransform
 from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE, UsageError
 from shoal.models.resnet8 import Patches
-from shoal.recipes.exporting import export_any
+from shoal.recipes.export import export_any
 from shoal.recipes.resnet50_export import read_checkpoint, read_export
 from shoal.record import read_record
 

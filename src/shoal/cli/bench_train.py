@@ -14,7 +14,7 @@ from shoal.bench.step_timing import TrainBench
 from shoal.cli.settings import settings_from
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError
-from shoal.recipes import albert, bert, resnet50, t5
+from shoal.recipes import RECIPES, albert, bert, resnet50, t5
 from shoal.recipes.start import Launch, start
 
 bench_train = App(
@@ -24,7 +24,7 @@ bench_train = App(
 bench_train.config = (
     settings_from(
         lambda command: f"presets/{command}",
-        lambda command: "imagenet-16k" if command == "resnet50" else "base",
+        lambda command: RECIPES[command].preset,
     ),
 )
 

@@ -56,7 +56,7 @@ def export(source: Path, *, out: Path | None = None) -> None:
     out
         Output directory; default: transformers-STEP or model-STEP in the run directory.
     """
-    from shoal.recipes.exporting import export_any
+    from shoal.recipes.export import export_any
 
     print(export_any(source, out))
 

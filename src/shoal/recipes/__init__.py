@@ -66,12 +66,14 @@ RECIPES = {
     "resnet50": Recipe(
         config="ResNetTrainConfig",
         preset="imagenet-16k",
-        help="Train ResNet-50, or another residual network, to classify images; defined in epochs.",
+        help="Train ResNet-50, or another residual network, to classify images.",
+        details="The run is defined in epochs; its optimizer steps follow from the batch and are printed.",
     ),
     "mask_rcnn": Recipe(
         config="MaskRCNNTrainConfig",
         preset="coco-1x",
         help="Train Mask R-CNN to find objects in images, each with its box and mask.",
+        details="All workers score held-out images by COCO's rules.",
     ),
     "squad": Recipe(
         config="SquadConfig",

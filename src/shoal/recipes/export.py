@@ -1,9 +1,10 @@
-"""From a pretraining run's checkpoint to a transformers directory."""
+"""Writes the model of a run's checkpoint as a directory that others load: ``shoal export``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,29 @@ _RECIPES = {
     ),
 }
 _PATHS = ("checkpoint_path",)
+_IMAGES = {"mask_rcnn": "shoal.recipes.mask_rcnn_export", "resnet50": "shoal.recipes.resnet50_export"}
+"""Recipes for images: modules with ``read_checkpoint`` and ``write_export``."""
+
+
+def export_any(source: Path, out: Path | None = None) -> Path:
+    """Write the model of ``source`` and return the directory.
+
+    Args:
+        source: a run directory, whose newest checkpoint is taken, or one of its checkpoints.
+        out: what to write; default: a folder of the run directory named after the step.
+
+    Raises:
+        UsageError: ``source`` belongs to no run whose model can be exported.
+        ShoalError: there is no checkpoint, or it is damaged.
+    """
+    recipe = next((row.recipe for row in read_record(run_dir_of(source)) if isinstance(row, Start)), "")
+    if recipe not in _IMAGES:
+        return export_run(source, out)
+    module = import_module(_IMAGES[recipe])
+    found, step = module.read_checkpoint(source)
+    out = out or run_dir_of(source) / f"model-{step}"
+    module.write_export(found, out)
+    return out
 
 
 def export_run(source: Path, out: Path | None = None) -> Path:

@@ -297,8 +297,9 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
         # ----------------------------------------------------------------------------------------- evaluation
         def score() -> nn.Module:
             """Evaluate the weights, or their average, and return the model that was evaluated."""
-            scored = copy.deepcopy(average.model if average else model)
+            scored = average.model if average else model
             if config.train.norm_images:  # the running statistics are of other weights, or of smaller images
+                scored = copy.deepcopy(scored)
                 full_size = TrainTransform(replace(augment, first_size=None))
                 reader = make_reader(train, full_size, on_bad=data.on_bad)
                 estimate_norms(

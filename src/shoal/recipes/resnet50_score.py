@@ -45,13 +45,13 @@ def evaluate(
     Each image counts once, and the counts are the same on any number of workers.
 
     Args:
-        model: put into evaluation mode.
         batch_size: images that a worker computes at once.
         mirror: average the logits of an image and its mirror image.
     """
     import torch
     import torch.nn.functional as F
 
+    was_training = model.training
     model.eval()
     num_right = torch.zeros(2, dtype=torch.int64, device=world.device)
     loss = torch.zeros(1, dtype=torch.float64, device=world.device)
@@ -68,6 +68,7 @@ def evaluate(
             likeliest = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
             num_right += torch.stack([likeliest[:, 0].sum(), likeliest.sum()])
             num_images += len(labels)
+    model.train(was_training)
     num_images, top1, top5 = world.sum_counts(num_images, *num_right.tolist())
     total = float(world.sum_values(loss.cpu()))
     return {LOSS: total / num_images, TOP1: top1 / num_images, TOP5: top5 / num_images}, num_images
