@@ -219,13 +219,17 @@ def run(config: AnyConfig, num_workers: int = 2) -> list[int | None]:
     return wait(start(config, num_workers))
 
 
-def copy_without_end(run_dir: Path, out: Path) -> Path:
-    """Copy a finished run as a kill between its last checkpoint and its end would have left it."""
+def copy_without_end(run_dir: Path, out: Path, *, scores: bool = True) -> Path:
+    """Copy a finished run as a kill between its last checkpoint and its end would have left it.
+
+    Without ``scores``: as one that a signal stopped at its last step, when it had more steps to do.
+    """
     made_at_the_end = ("transformers", "model", "results.json", "scores.json")
     shutil.copytree(run_dir, out, ignore=shutil.ignore_patterns(*made_at_the_end))
     path = out / "record.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if '"kind": "end"' not in line))
+    kinds = ["end"] if scores else ["end", "evaluation"]
+    path.write_text("".join(line for line in lines if not any(f'"kind": "{kind}"' in line for kind in kinds)))
     return out
 
 

@@ -99,10 +99,11 @@ def test_a_finished_run_says_so(whole_run: Path, data: Path) -> None:
     assert (whole_run / "record.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("scores", [True, False])
 def test_a_run_killed_before_its_end_is_scored_and_exported(
-    data: Path, whole_run: Path, tmp_path: Path
+    data: Path, whole_run: Path, tmp_path: Path, scores: bool
 ) -> None:
-    run_dir = jobs.copy_without_end(whole_run, tmp_path / "run")
+    run_dir = jobs.copy_without_end(whole_run, tmp_path / "run", scores=scores)
     assert jobs.run(jobs.small_config(data, run_dir)) == [EXIT_OK, EXIT_OK]
     found, wanted = (read_record(run)[-1] for run in (run_dir, whole_run))
     assert isinstance(found, record.End) and isinstance(wanted, record.End)

@@ -114,6 +114,14 @@ def test_another_layout_goes_on_from_a_checkpoint_as_the_same_run(
     assert (run_dir / "transformers" / "config.json").is_file()
 
 
+def test_a_run_without_scores_of_its_last_step_is_scored(data: Path, whole_run: Path, tmp_path: Path) -> None:
+    run_dir = jobs.copy_without_end(whole_run, tmp_path / "run", scores=False)
+    assert jobs.run(jobs.small_t5_config(data, run_dir), 1) == [EXIT_OK]
+    found, wanted = (read_record(run)[-1] for run in (run_dir, whole_run))
+    assert isinstance(found, record.End) and isinstance(wanted, record.End)
+    assert (found.step, found.metrics) == (wanted.step, wanted.metrics)
+
+
 def test_a_stopped_run_goes_on_to_the_bit(data: Path, whole_run: Path, tmp_path: Path) -> None:
     config = jobs.small_t5_config(data, tmp_path / "run")
     processes = jobs.start(config, 1)

@@ -64,7 +64,7 @@ def test_sigterm_to_the_launcher_saves_and_the_same_command_continues(data: Path
 
     again = shoal(*shorter)
     assert again.returncode == EXIT_OK
-    assert "is finished" in again.stdout and "to begin anew, name another --run.dir" in again.stdout
+    assert "is finished" in again.stdout and "to begin again, name another --run.dir" in again.stdout
 
 
 def test_under_torchrun_the_same_command_joins(data: Path, tmp_path: Path) -> None:

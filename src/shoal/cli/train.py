@@ -126,9 +126,9 @@ def fill_settings(app: App, commands: tuple[str, ...], arguments: cyclopts.Argum
 
 
 _NAMES = {(recipe.group, recipe.command or name): name for name, recipe in RECIPES.items()}
-for _app in (train, finetune):
-    _app.config = (fill_settings,)
+train.config = finetune.config = (fill_settings,)
 for (_group, _command), _name in _NAMES.items():
-    _app = {"train": train, "finetune": finetune}[_group]
     _texts = (RECIPES[_name].help, RECIPES[_name].details, _LAUNCHING)
-    _app.command(f"{__name__}:{_name}", name=_command, help="\n\n".join(filter(None, _texts)))
+    {"train": train, "finetune": finetune}[_group].command(
+        f"{__name__}:{_name}", name=_command, help="\n\n".join(filter(None, _texts))
+    )

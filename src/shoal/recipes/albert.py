@@ -88,7 +88,7 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.sources import ReaderSource
     from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, evaluate
     from shoal.train.optimizers import build_optimizer
-    from shoal.train.run import Run
+    from shoal.train.run import Run, lacks_scores
 
     with Run.open(
         required(config.run.dir),
@@ -125,6 +125,18 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
         schedule = schedule_of(config.optim, config.optim, config.train.total_steps)
         run.keep(model=model, optimizer=optimizer)
 
+        # ----------------------------------------------------------------------------------------- evaluation
+        def score() -> None:
+            batches = held_out_batches(
+                held_out,
+                micro_batch_size=run.batch.micro_batch_size,
+                limit=config.run.validation_samples,
+                rank=run.world.place.rank,
+                num_workers=run.world.num_workers,
+            )
+            scores, num_samples = evaluate(ddp, batches, run.world.device, run.sum, "sop")
+            run.evaluation("validation", scores, num_samples=num_samples)
+
         # ----------------------------------------------------------------------------------------- loop
         steps = run.steps(
             ReaderSource(reader=train, config=loader),
@@ -146,18 +158,10 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
                     step.add(step.num_targets, mlm_loss=mlm_loss, mlm_accuracy=mlm_correct)
                     step.add(step.num_samples, sop_loss=sop_loss, sop_accuracy=sop_correct)
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
-
-            # ------------------------------------------------------------------------------------- evaluation
             if run.due(config.run.validation_frequency):
-                batches = held_out_batches(
-                    held_out,
-                    micro_batch_size=run.batch.micro_batch_size,
-                    limit=config.run.validation_samples,
-                    rank=run.world.place.rank,
-                    num_workers=run.world.num_workers,
-                )
-                scores, num_samples = evaluate(ddp, batches, run.world.device, run.sum, "sop")
-                run.evaluation("validation", scores, num_samples=num_samples)
+                score()
+        if lacks_scores(run, "validation"):
+            score()
 
         if run.step in config.finetune.at and not load("squad").score_pretraining(config, model, run):
             run.save(wait=True)

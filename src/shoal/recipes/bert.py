@@ -123,9 +123,10 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
 
     from shoal.data.loader import LoaderConfig, held_out_batches
     from shoal.data.sources import ReaderSource
+    from shoal.data.text.examples import ExampleReader
     from shoal.models.pretraining import PRETRAINING_INPUTS, BertPretraining, evaluate
     from shoal.train.optimizers import build_optimizer
-    from shoal.train.run import Run
+    from shoal.train.run import Run, lacks_scores
 
     with Run.open(
         required(config.run.dir),
@@ -149,6 +150,18 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
             model.compile(dynamic=True)  # packed: no two micro-batches have the same shape
         optimizer = build_optimizer(model.named_parameters(), config.optim)
         run.keep(model=model, optimizer=optimizer)
+
+        # ----------------------------------------------------------------------------------------- evaluation
+        def score(held_out: ExampleReader) -> None:
+            batches = held_out_batches(
+                held_out,
+                micro_batch_size=run.batch.micro_batch_size,
+                limit=config.run.validation_samples,
+                rank=run.world.place.rank,
+                num_workers=run.world.num_workers,
+            )
+            scores, num_samples = evaluate(ddp, batches, run.world.device, run.sum, "nsp")
+            run.evaluation("validation", scores, num_samples=num_samples)
 
         ends = list(accumulate(phase.total_steps for _, phase in config.phases))
         for (section, phase), end in zip(config.phases, ends, strict=True):
@@ -197,18 +210,10 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
                         step.add(step.num_targets, mlm_loss=mlm_loss, mlm_accuracy=mlm_correct)
                         step.add(step.num_samples, nsp_loss=nsp_loss, nsp_accuracy=nsp_correct)
                     step.update(optimizer, max_norm=config.optim.max_grad_norm)
-
-                # --------------------------------------------------------------------------------- evaluation
                 if run.due(config.run.validation_frequency):
-                    batches = held_out_batches(
-                        held_out,
-                        micro_batch_size=run.batch.micro_batch_size,
-                        limit=config.run.validation_samples,
-                        rank=run.world.place.rank,
-                        num_workers=run.world.num_workers,
-                    )
-                    scores, num_samples = evaluate(ddp, batches, run.world.device, run.sum, "nsp")
-                    run.evaluation("validation", scores, num_samples=num_samples)
+                    score(held_out)
+            if lacks_scores(run, "validation"):
+                score(held_out)
 
         if run.step in config.finetune.at and not load("squad").score_pretraining(config, model, run):
             run.save(wait=True)

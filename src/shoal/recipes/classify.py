@@ -82,7 +82,7 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.models.encoder import packed_inputs
     from shoal.models.tasks import SequenceClassification, label_loss
     from shoal.train.optimizers import build_optimizer
-    from shoal.train.run import Run
+    from shoal.train.run import Run, lacks_scores
 
     check_paths(config, config.data)
     with Run.open(
@@ -135,7 +135,7 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if run.due(config.run.validation_frequency):
                 evaluate(model, held_out, config, run)
-        if finetuning.lacks_scores(run):
+        if lacks_scores(run):
             evaluate(model, held_out, config, run)
 
         # ----------------------------------------------------------------------------------------- export

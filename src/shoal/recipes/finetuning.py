@@ -410,18 +410,6 @@ def outputs_of(
     return gather_rows(run.world, torch.cat(own) if own else torch.empty(0, 1), rows)
 
 
-def lacks_scores(run: "Run") -> bool:
-    """Return whether the last step, done by an earlier process, was not evaluated. All workers call it.
-
-    It was not the last one then: the run was stopped there, and made shorter.
-    """
-    from shoal.train.reporting import is_scored
-
-    if run.directory is None or run.stopped or run.is_over:
-        return False
-    return not is_scored(run.directory, run.step, run.world)
-
-
 # ------------------------------------------------------------------------------------------------- dry run
 
 

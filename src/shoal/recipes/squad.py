@@ -112,6 +112,7 @@ def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswe
     from shoal.models.encoder import packed_inputs
     from shoal.models.tasks import QuestionAnswering, span_loss
     from shoal.train.optimizers import build_optimizer
+    from shoal.train.run import lacks_scores
 
     # --------------------------------------------------------------------------------------------- data
     finetuning.check_length(source, "window.max_seq_length", config.window.max_seq_length)
@@ -155,7 +156,7 @@ def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswe
             step.update(optimizer, max_norm=config.optim.max_grad_norm)
         if run.due(config.run.validation_frequency):
             scores = evaluate(model, held_out, config, run)
-    if finetuning.lacks_scores(run):
+    if lacks_scores(run):
         scores = evaluate(model, held_out, config, run)
     return model, scores
 

@@ -170,7 +170,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
     from shoal.train.checkpoint import load_model
     from shoal.train.gradients import PipelineUpdate
     from shoal.train.optimizers import build_optimizer
-    from shoal.train.run import Run
+    from shoal.train.run import Run, lacks_scores
 
     worker = worker or worker_env()
     if config.parallel.layout == "auto":
@@ -227,6 +227,13 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
         run.keep(model=stage.module, optimizer=optimizer)
         stage.step_number = run.step  # dropout depends on it
 
+        # ----------------------------------------------------------------------------------------- evaluation
+        def score() -> None:
+            scores, num_samples = evaluate(
+                stage, held_out, run, parallel.pipeline, limit=config.run.validation_samples
+            )
+            run.evaluation("validation", scores, num_samples=num_samples)
+
         # ----------------------------------------------------------------------------------------- loop
         steps = run.steps(
             ReaderSource(reader=train, config=loader, whole=True),
@@ -252,13 +259,10 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if step.number == traced and run.log:
                 run.log.pipeline_step(stage.recorded(step.number))
-
-            # ------------------------------------------------------------------------------------- evaluation
             if run.due(config.run.validation_frequency):
-                scores, num_samples = evaluate(
-                    stage, held_out, run, parallel.pipeline, limit=config.run.validation_samples
-                )
-                run.evaluation("validation", scores, num_samples=num_samples)
+                score()
+        if lacks_scores(run, "validation"):
+            score()
 
         # ----------------------------------------------------------------------------------------- export
         def export(directory: Path) -> None:

@@ -100,7 +100,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.models.directory import save
     from shoal.models.t5 import IGNORED, read_t5
     from shoal.train.optimizers import build_optimizer
-    from shoal.train.run import Run
+    from shoal.train.run import Run, lacks_scores
 
     classify.check_paths(config, config.data)
     with Run.open(
@@ -163,7 +163,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if run.due(config.run.validation_frequency):
                 evaluate(model, held_out, config, run)
-        if finetuning.lacks_scores(run):
+        if lacks_scores(run):
             evaluate(model, held_out, config, run)
 
         # ----------------------------------------------------------------------------------------- export

@@ -60,6 +60,7 @@ from shoal.train.reporting import (
     StepTimer,
     device_name,
     has_ended,
+    is_scored,
     peak_memory_bytes,
     speed_line,
     versions,
@@ -633,3 +634,16 @@ class Run:
         self.writes_line = False
         self._metrics.reset()
         self.timer.reset()
+
+
+def lacks_scores(run: Run, split: str | None = None) -> bool:
+    """Return whether the last step has no scores after the loop; all workers call it.
+
+    An earlier process did that step, was stopped there, and the run was made shorter since.
+
+    Args:
+        split: which scores; default: any.
+    """
+    if run.directory is None or run.stopped or run.is_over:
+        return False
+    return not is_scored(run.directory, run.step, run.world, split)
