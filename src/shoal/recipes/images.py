@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDataConfig:
-    """Which images, and how they are read."""
+    """Images, and how to read them."""
 
     path: str | None = None
     """Directory that `shoal prepare` wrote, or s3://BUCKET/PREFIX of one."""
@@ -59,7 +59,7 @@ class ImageDataConfig:
     cache: Path | None = None
     """Folder on a fast local disk, or in memory, into which shards are copied as they are needed."""
     cache_bytes: str = "64GB"
-    """How large it may become. Shards beyond that are read where they are."""
+    """Size of that folder at most. Shards beyond that are read from their place."""
 
     def __post_init__(self) -> None:
         require_positive("data", self, "decode_threads", "made_size")
@@ -76,10 +76,10 @@ class ImageDataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTrainConfig:
-    """Sections that the recipes for images share; each recipe has its own form of some."""
+    """Sections of settings that the recipes for images share; each recipe extends some."""
 
     prepare: ClassVar[str]
-    """The command that prepares its images."""
+    """Command that prepares the images of the recipe."""
 
     data: ImageDataConfig = field(default_factory=ImageDataConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
@@ -114,7 +114,7 @@ def location_of(config: ImageTrainConfig) -> Path | str:
 
 
 def must_make_images(config: ImageTrainConfig, last_file: str = MANIFEST) -> bool:
-    """Return whether the run makes its own images and has not: the file that is written last is missing.
+    """Return whether the run has to make its images: ``last_file``, written last, is missing.
 
     Raises:
         UsageError: no images are named, nor to be made.
@@ -243,10 +243,10 @@ def write_directory(out: Path, model: "nn.Module", tree: Mapping[str, Any]) -> N
 
 
 def read_tree(directory: Path, form: str) -> dict[str, Any]:
-    """Return the configuration of a network of the given ``format``; to be called within :func:`reading`.
+    """Return the configuration of a network of format ``form``; call it within :func:`reading`.
 
     Raises:
-        UsageError: it is that of something else.
+        UsageError: the directory has another format.
     """
     path = directory / CONFIG
     tree: dict[str, Any] = parse_json(path.read_bytes(), str(path))

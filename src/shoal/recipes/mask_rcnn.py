@@ -62,7 +62,7 @@ PRESETS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
-    """The loop: how long, how large a batch, in what form."""
+    """Length of the run, batch, and memory format."""
 
     total_steps: int = 90_000
     """Optimizer steps of the whole run."""
@@ -82,14 +82,14 @@ class TrainConfig(LoopConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(VisionOptimizerConfig):
-    """The optimizer and its schedule, in optimizer steps."""
+    """Optimizer and schedule, in optimizer steps."""
 
     learning_rate: float = 0.02
     """Learning rate at the end of the warm-up."""
     warmup_steps: int = 1_000
     """Steps of linear warm-up."""
     warmup_factor: float = 0.001
-    """The first rate of the warm-up, as a part of the learning rate."""
+    """First rate of the warm-up, as a part of the learning rate."""
     decay: Literal["steps", "cosine", "polynomial"] = "steps"
     """After the warm-up: down at milestones; along half a cosine; or a polynomial, by power."""
     milestones: tuple[int, ...] = (60_000, 80_000)
@@ -108,12 +108,12 @@ class OptimConfig(VisionOptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """How held-out images are seen."""
+    """Evaluation on held-out images."""
 
     shorter: int = 800
     """Length of an image's shorter side, in pixels, unless the longer one would exceed its limit."""
     longer: int = 1_333
-    """The longer side has at most so many pixels."""
+    """Limit of the longer side, in pixels."""
     batch_size: int = 1
     """Images a worker evaluates at once. It does not follow the number of workers, so scores do not; more
     than one changes scores a little, since images of a batch are padded to one size."""
@@ -123,13 +123,13 @@ class ValidationConfig:
 
     @property
     def view(self) -> DetectionAugmentConfig:
-        """The form in which an image is scored."""
+        """Size of images in the evaluation; nothing is drawn at random."""
         return DetectionAugmentConfig(shorter=(self.shorter,), longer=self.longer, flip=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DetectionRunConfig(RunOutputConfig):
-    """Where the run lives and what it writes when."""
+    """Place of the run, and when it writes lines, scores and checkpoints."""
 
     log_frequency: int = 20
     """Steps between lines of the record."""
@@ -299,7 +299,7 @@ LOSSES = {
     "loss_box_reg": "count_region",
     "loss_mask": "count_mask",
 }
-"""The parts of the loss by torchvision's names, and the counts that they are divided by in every image."""
+"""Parts of the loss by torchvision's names; in every image each is divided by this count."""
 
 TARGETS = ("sizes", "boxes", "labels", "num_objects", "masks", "mask_places")
 """Tensors of a batch that the model learns from."""
@@ -375,7 +375,7 @@ def open_data(config: MaskRCNNTrainConfig, world: "World") -> "tuple[StreamedSou
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The arithmetic of a run."""
+    """Arithmetic of a run."""
 
     batch: BatchPlan
     schedule: AnySchedule
@@ -384,7 +384,7 @@ class Plan:
 
 
 def make_plan(config: MaskRCNNTrainConfig, *, num_examples: int, num_workers: int) -> Plan:
-    """Return what the settings mean for so many training images.
+    """Return batch, schedule and epochs for so many training images.
 
     Raises:
         UsageError: the sizes do not divide, or the schedule does not fit the run.
@@ -407,7 +407,7 @@ def make_plan(config: MaskRCNNTrainConfig, *, num_examples: int, num_workers: in
 
 
 def make_schedule(optim: OptimConfig, total_steps: int) -> tuple[Schedule | Cosine | Steps, str]:
-    """Return the schedule that the settings name, and what follows its warm-up in words.
+    """Return the schedule that the settings name, and its decay in words.
 
     Raises:
         UsageError: warm-up or milestones do not fit into the run.

@@ -31,7 +31,7 @@ FORMAT = "shoal-mask-rcnn"
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """A detector and what it needs to be used; images are normalised as ImageNet's."""
+    """A detector, its categories, and the sizes of its inputs; images are normalised as ImageNet's."""
 
     model: MaskRCNN
     categories: dict[int, str]

@@ -39,11 +39,11 @@ _ENDING = ".objects"
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What to find where."""
+    """Pictures, a detector, and the objects to look for."""
 
     images: tuple[Path, ...]
     model: Path
-    """A run, a checkpoint of one, or an exported detector."""
+    """Run, checkpoint of a run, or exported detector."""
     out: Path
     """Folder for the pictures and the JSON files."""
     min_score: float
@@ -202,7 +202,7 @@ _GREY = (0.299, 0.587, 0.114)
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """An object as it is to be drawn."""
+    """Label, text, box and mask of an object to draw."""
 
     label: int
     """Decides the colour, from 1."""

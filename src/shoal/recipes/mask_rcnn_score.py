@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,11 @@ from shoal.data.coco.masks import areas, encoded
 from shoal.data.coco.prepared import prepared_truth
 from shoal.data.coco.reader import DetectionReader
 from shoal.data.coco.results import KINDS, Detection, Kind
-from shoal.data.coco.score import CocoScore
+from shoal.data.coco.score import CocoScore, Overlaps, overlaps_of, summarise
 from shoal.data.loader import Batch
 from shoal.json_text import parse_json
 from shoal.models.detection.mask_rcnn import Detections, MaskRCNN
 from shoal.recipes.images import like_weights, shared_batches
-from shoal.train.coco_score import score_across_workers
 from shoal.train.gather import gather_flat
 from shoal.train.gradients import Precision
 from shoal.train.world import World
@@ -29,12 +28,12 @@ NAMES: dict[Kind, str] = {"bbox": "box", "segm": "mask"}
 _RECORDED = ("AP", "AP50", "AP75")
 
 Found = dict[Kind, dict[int, list[Detection]]]
-"""What was found, by kind and id of the image."""
+"""Objects by kind and id of the image."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """An evaluation; its figures are on the main worker alone."""
+    """Objects that were found; on the main worker their scores, too."""
 
     found: Found
     """This worker's part."""
@@ -54,8 +53,8 @@ def evaluate(
     """Find objects in all images of ``reader`` and score them; all workers call it.
 
     The images are cut into the same batches however many workers share them, and an image belongs to one of
-    them, so the figures are the same to the last digit. Batches are of neighbours by aspect: what a network
-    sees of an image depends a little on the padding beside it, and images are learnt with little of it.
+    them, so the figures are the same to the last digit. A batch has images of similar aspect, with little
+    padding, as in training.
 
     Raises:
         UsageError: an object of the ground truth has no mask.
@@ -83,6 +82,31 @@ def evaluate(
     return Scored(found=found, truth=truth if there else None, scores=there)
 
 
+def score_across_workers(
+    world: World, annotations: CocoAnnotations, detections: Mapping[int, Sequence[Detection]], kind: Kind
+) -> CocoScore | None:
+    """Return the figures on the main worker, ``None`` on the others; to the last digit those of one worker.
+
+    Masks are not sent: each worker measures the overlaps of its own, and the main worker sums up scores,
+    areas and overlaps, some 50 bytes per detection.
+
+    Args:
+        detections: objects that this worker found, by id of the image. An image belongs to one worker.
+
+    Raises:
+        UsageError: two workers bring detections of the same image (on the main one); see
+            :func:`~shoal.data.coco.score.overlaps_of` too.
+    """
+    own = overlaps_of(annotations, detections, kind)
+    columns = {field.name: gather_flat(world, getattr(own, field.name)) for field in fields(Overlaps)}
+    parts = [
+        Overlaps(**{name: column[rank] for name, column in columns.items() if column is not None})
+        for rank in range(world.num_workers)
+        if world.is_main
+    ]
+    return summarise(annotations, parts, kind) if world.is_main else None
+
+
 def recorded(scores: Sequence[CocoScore]) -> dict[str, float]:
     """Return the figures for the record, without those that have no object to find."""
     figures = {f"{NAMES[one.kind]}_{name}": one.figures[name] for one in scores for name in _RECORDED}
@@ -90,7 +114,7 @@ def recorded(scores: Sequence[CocoScore]) -> dict[str, float]:
 
 
 def add_found(found: Found, detections: Detections, batch: Batch, categories: Sequence[int]) -> None:
-    """Add what was found in a batch, in the images' own sizes.
+    """Add the detections of a batch, in the images' own sizes.
 
     Args:
         found: by kind and id of the image; both kinds in the same order.

@@ -49,13 +49,13 @@ PRESETS = ("imagenet-16k", "imagenet-lars-32k", "imagenet-fast", "cifar10", "tin
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(ImageDataConfig):
-    """Which images, and how they are read."""
+    """Images, and how to read them."""
 
     decode: Literal["host", "device"] = "host"
-    """Where training images are decoded and augmented: in threads of the host, or on the worker's device
-    (nvJPEG on a GPU; without colour jitter and padded crops)."""
+    """Decode and augment training images in threads of the host, or on the worker's device (nvJPEG on a GPU;
+    without colour jitter and padded crops)."""
     on_bad: Literal["refuse", "skip"] = "refuse"
-    """What to do with a training image that cannot be decoded: end, naming it, or take another instead."""
+    """For a training image that cannot be decoded: end the run and name it, or train on another instead."""
     block_size: int = 0
     """For slow storage: shuffle within windows of blocks of so many consecutive images; 0: shuffle all. In a
     full cache the shards that were not needed for longest then make room."""
@@ -73,10 +73,10 @@ class DataConfig(ImageDataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
-    """The loop: how long, how large a batch, in what form."""
+    """Length of the run, batch, memory format, and regularization."""
 
     total_epochs: float = 90.0
-    """Times that the images are seen; the optimizer steps follow from it."""
+    """Passes over the images; the optimizer steps follow from it."""
     global_batch_size: int = 16_384
     """Images in one optimizer step, over all workers."""
     micro_batch_size: int | None = None
@@ -87,11 +87,11 @@ class TrainConfig(LoopConfig):
     label_smoothing: float = 0.0
     """Part of the target that is spread evenly over all classes."""
     mixup: float = 0.0
-    """Mix each image with its neighbour, a share drawn from Beta(this, this) for each step; 0: not."""
+    """Mix each image with its neighbour, by a share drawn from Beta(this, this) per step; 0: no mixup."""
     average_decay: float = 0.0
     """Evaluate and export an exponential average of the weights with this decay per step; 0: the weights."""
     norm_images: int = 0
-    """Estimate the norms' statistics from so many training images before each evaluation; 0: not."""
+    """Estimate the norms' statistics from so many training images before each evaluation; 0: keep them."""
     whiten_images: int = 0
     """Compute resnet8's first convolution from so many training images, so that its outputs are uncorrelated
     on them; 0: it passes the pixels on."""
@@ -112,7 +112,7 @@ class TrainConfig(LoopConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(VisionOptimizerConfig):
-    """The optimizer and its schedule, in epochs."""
+    """Optimizer and schedule, in epochs."""
 
     base_learning_rate: float = 0.1
     """Learning rate for a batch of 256; the run's is in proportion to its batch (linear scaling)."""
@@ -128,7 +128,7 @@ class OptimConfig(VisionOptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """How held-out images are seen."""
+    """Evaluation on held-out images."""
 
     every_epochs: int = 1
     """Epochs between evaluations; 0: only at the end."""
@@ -154,7 +154,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRunConfig(RunOutputConfig):
-    """Where the run lives and what it writes when; the end of an epoch has a line in the record too."""
+    """Place of the run, and when it writes lines and checkpoints; each epoch ends with a line."""
 
     checkpoint_every_epochs: int = 1
     """Epochs between checkpoints, besides those by steps."""
@@ -427,12 +427,12 @@ def count_classes(config: ResNetTrainConfig, found: int) -> int:
 # ------------------------------------------------------------------------------------------------- dry run
 
 BASE_BATCH = 256
-"""The batch that ``optim.base_learning_rate`` is for (Goyal et al. 2017, arXiv 1706.02677, section 2.1)."""
+"""Batch of ``optim.base_learning_rate`` (Goyal et al. 2017, arXiv 1706.02677, section 2.1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The arithmetic of a run: its batch, and its epochs and learning rates in optimizer steps."""
+    """Arithmetic of a run: its batch, and its epochs and learning rates in optimizer steps."""
 
     batch: BatchPlan
     epochs: Epochs

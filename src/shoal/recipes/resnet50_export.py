@@ -1,7 +1,7 @@
-"""A trained network as a directory: ``model.safetensors`` and ``config.json``, and back.
+"""Writes and reads trained networks: a directory of ``model.safetensors`` and ``config.json``.
 
 The weights have torchvision's names (``torchvision.models.resnet50(…).load_state_dict`` takes them); the
-configuration says which network it is, what its classes are called and how images are brought to its form.
+configuration has the form of the network, the names of its classes, and the sizes and mean of its images.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ _USE = ("size", "resize", "mirror", "mean", "std")
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """A network and what it needs to be used."""
+    """A network, its classes, and the form of its inputs."""
 
     model: nn.Module
     network: ResNetConfig
     classes: tuple[str, ...]
-    """Their names in the order of the labels."""
+    """Names in the order of the labels."""
     size: int
     """Side of the square in the middle of an image that the model sees, in pixels."""
     resize: int
     """Length of an image's shorter side before that."""
     mirror: bool
-    """Whether scores are those of the mean of an image's logits and its mirror image's."""
+    """Score the mean of the logits of an image and of its mirror image."""
     mean: tuple[float, float, float]
-    """What is subtracted from red, green, blue (values from 0 to 1), and what they are divided by."""
+    """Subtracted from red, green and blue, values from 0 to 1."""
     std: tuple[float, float, float]
+    """They are divided by it."""
 
 
 def write_export(what: Exported, out: Path) -> None:

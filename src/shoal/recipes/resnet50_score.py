@@ -93,18 +93,18 @@ def estimate_norms(
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """What to score on what."""
+    """A network to score, and the images."""
 
     source: Path
-    """An exported network, a run, or a checkpoint of one."""
+    """Exported network, run, or checkpoint of a run."""
     data: str
     split: str
     batch_size: int
     mirror: bool | None
-    """Whether the mirror images count, too; None: as in training."""
+    """Average the logits of mirror images; ``None``: as in training."""
     precision: Literal["auto", "fp32", "bf16", "fp16"]
     out: Path | None
-    """File for the figures as well."""
+    """File for the figures."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:

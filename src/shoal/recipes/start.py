@@ -1,25 +1,22 @@
-"""From a command to workers: joins them if this process is one, else starts them."""
+"""Joins the workers of a command if this process is one of them, else starts them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from shoal.env import WorkerEnv, worker_env
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch.emulated_job import Hosts, launch_emulated
 from shoal.launch.local import launch
-from shoal.train.config import RunPlaceConfig
 from shoal.train.run_dir import require_free, require_writable
-
-Place = TypeVar("Place", bound=RunPlaceConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What concerns starting workers, and nothing of what they do."""
+    """Options of starting workers."""
 
     workers: int | None = None
     """Workers on this host; default: one a GPU, or one."""
@@ -113,9 +110,3 @@ def default_num_workers() -> int:
     import torch
 
     return max(torch.cuda.device_count(), 1)
-
-
-def named(run: Place, default: str) -> Place:
-    """Fill in the name and the directory of a run."""
-    name = run.name or (run.dir.name if run.dir else default)
-    return replace(run, name=name, dir=run.dir or Path("runs") / name)
