@@ -14,19 +14,14 @@ from shoal.bench.step_timing import TrainBench
 from shoal.cli.settings import settings_from
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError
-from shoal.recipes import RECIPES, albert, bert, resnet50, t5
+from shoal.recipes import albert, bert, resnet50, t5
 from shoal.recipes.start import Launch, start
 
 bench_train = App(
     name="train",
     default_parameter=Parameter(consume_multiple=True),
 )
-bench_train.config = (
-    settings_from(
-        lambda command: f"presets/{command}",
-        lambda command: RECIPES[command].preset,
-    ),
-)
+bench_train.config = (settings_from(lambda command: command[-1]),)
 
 Settings = Parameter(name="*")
 Config = albert.AlbertConfig | bert.BertConfig | t5.T5Config | resnet50.ResNetTrainConfig

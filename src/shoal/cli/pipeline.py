@@ -21,7 +21,7 @@ show = App(
     shoal pipeline show t5 --preset 3b --devices 2048 --memory 40GB --svg step.svg
     """,
 )
-show.config = (settings_from(lambda command: f"presets/{command}", lambda command: "base"),)
+show.config = (settings_from(lambda command: command[-1]),)
 pipeline.command(show)
 
 

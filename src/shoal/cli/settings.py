@@ -1,4 +1,4 @@
-"""Settings that the command line left open: from ``--config``, then from ``--preset``."""
+"""Fills in settings that the command line left open: from ``--config``, then from ``--preset``."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ from typing import Any
 import cyclopts
 from cyclopts import App
 
+from shoal.recipes import RECIPES
 from shoal.train.config import load_toml
 
+Fill = Callable[[App, tuple[str, ...], cyclopts.ArgumentCollection], None]
 
-def settings_from(
-    folder_of: Callable[[str], str], default_of: Callable[[str], str]
-) -> Callable[[App, tuple[str, ...], Any], None]:
-    """Return what cyclopts calls to fill in settings.
 
-    Keys are checked like options, so that a misspelt one in a file fails with a suggestion too.
+def settings_from(recipe_of: Callable[[tuple[str, ...]], str]) -> Fill:
+    """Return a function for cyclopts that fills in settings of the recipe ``recipe_of(command)``.
 
-    Args:
-        folder_of: from a command's name to its folder of presets in ``shoal.recipes``.
-        default_of: from a command's name to its preset where none is named.
+    Keys are checked like options, so that a misspelt one in a file fails with a suggestion too. A command
+    whose recipe is unknown has no presets.
     """
 
-    def fill_in(app: App, commands: tuple[str, ...], arguments: Any) -> None:
+    def fill_in(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
         given = {argument.name: argument.tokens[0].value for argument in arguments if argument.tokens}
         trees: list[tuple[str, dict[str, Any]]] = []
         if path := given.get("--config"):
             trees.append((path, load_toml(Path(path))))
-        preset = given.get("--preset", default_of(commands[-1]))
-        file = resources.files("shoal.recipes") / folder_of(commands[-1]) / f"{preset}.toml"
-        if file.is_file():
-            trees.append((f"preset {preset}", tomllib.loads(file.read_text(encoding="utf-8"))))
+        if recipe := RECIPES.get(name := recipe_of(commands)):
+            preset = given.get("--preset", recipe.preset)
+            file = resources.files("shoal.recipes") / "presets" / name / f"{preset}.toml"
+            if file.is_file():
+                trees.append((f"preset {preset}", tomllib.loads(file.read_text(encoding="utf-8"))))
         for source, tree in trees:
             for command in reversed(commands):
                 tree = {command: tree}

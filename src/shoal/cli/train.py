@@ -6,20 +6,16 @@ Settings come from options, then from a file, then from a preset.
 # Annotations are objects here, not texts: cyclopts reads those of the generated commands.
 
 import inspect
-import tomllib
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-import cyclopts
 from cyclopts import App, Parameter
 
-from shoal.cli.settings import this_command
+from shoal.cli.settings import settings_from, this_command
 from shoal.recipes import RECIPES, load
 from shoal.recipes.start import Launch, start
-from shoal.train.config import load_toml
 
 _LISTS = Parameter(consume_multiple=True)  # --finetune.at 5000 10000
 train = App(name="train", default_parameter=_LISTS)
@@ -105,28 +101,9 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
     )
 
 
-def fill_settings(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
-    """Fill in settings that the command line left open: from ``--config``, then from ``--preset``.
-
-    Keys are checked like options, so that a misspelt one in a file fails with a suggestion too.
-    """
-    given = {argument.name: argument.tokens[0].value for argument in arguments if argument.tokens}
-    trees: list[tuple[str, dict[str, Any]]] = []
-    if path := given.get("--config"):
-        trees.append((path, load_toml(Path(path))))
-    if name := _NAMES.get((commands[0], commands[-1])):
-        preset = given.get("--preset", RECIPES[name].preset)
-        file = resources.files("shoal.recipes") / "presets" / name / f"{preset}.toml"
-        if file.is_file():
-            trees.append((f"preset {preset}", tomllib.loads(file.read_text(encoding="utf-8"))))
-    for source, tree in trees:
-        for command in reversed(commands):
-            tree = {command: tree}
-        cyclopts.config.Dict(tree, source=source)(app, commands, arguments)
-
-
 _NAMES = {(recipe.group, recipe.command or name): name for name, recipe in RECIPES.items()}
-train.config = finetune.config = (fill_settings,)
+_fill = settings_from(lambda command: _NAMES.get((command[0], command[-1]), ""))
+train.config = finetune.config = (_fill,)
 for (_group, _command), _name in _NAMES.items():
     _texts = (RECIPES[_name].help, RECIPES[_name].details, _LAUNCHING)
     {"train": train, "finetune": finetune}[_group].command(

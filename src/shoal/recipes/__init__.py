@@ -61,7 +61,11 @@ RECIPES = {
         config="BertConfig", preset="base", help="Pretrain BERT: masked LM and next sentence, in two phases."
     ),
     "t5": Recipe(
-        config="T5Config", preset="base", help="Pretrain T5: span corruption, whole or in pipeline stages."
+        config="T5Config",
+        preset="base",
+        help="Pretrain T5: span corruption, on one device per replica or on a pipeline of several.",
+        details="Workers = --parallel.pipeline × --parallel.data; a run may continue in another layout.",
+        shortcuts={"devices": "parallel.devices", "memory": "parallel.memory"},
     ),
     "resnet50": Recipe(
         config="ResNetTrainConfig",

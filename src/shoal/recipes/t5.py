@@ -433,7 +433,7 @@ def check(config: T5Config, num_workers: int, dry_run: bool) -> list[str]:
     devices = parallel.devices or num_workers
     if devices != num_workers and not dry_run:
         raise UsageError(
-            f"--parallel.devices {devices} plans for other devices than the {num_workers} workers here: add "
+            f"--devices {devices} plans for other devices than the {num_workers} workers here: add "
             "--dry-run, or leave it out"
         )
     predicted = []

@@ -82,7 +82,7 @@ def search_layouts(
     """
     device = DEVICES[parallel.device]
     if parallel.memory is None:
-        raise UsageError("parallel.layout auto needs the memory of a device, such as --parallel.memory 40GB")
+        raise UsageError("parallel.layout auto needs the memory of a device, such as --memory 40GB")
     sizes = (micro_batch_size,) if micro_batch_size else MICRO_BATCH_SIZES
     base = sizes[len(sizes) // 2]  # launches count for less in larger ones: measure one in the middle
     with torch.device("meta"):
