@@ -28,13 +28,14 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from benchmarks.bert_step import CASES
 from benchmarks.bert_step_cases import MAKERS, SEED, Arrays, Batch, Sides
 from shoal.data.loader import as_tensors, to_device
+from shoal.decide.batch import plan_batch
 from shoal.env import WorkerEnv, WorkerPlace
 from shoal.models.text_config import BertModelConfig
-from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig, OptimConfig
-from shoal.train.gradients import LossScale, Precision, choose_precision, data_parallel
+from shoal.train.gradients import LocalUpdate, LossScale, Precision, choose_precision, wrap_model
 from shoal.train.optimizers import build_optimizer
-from shoal.train.step import Trained, take_step
+from shoal.train.reporting import StepTimer
+from shoal.train.step import Step, Training
 from shoal.train.world import World, join_world
 
 WARM_UP_STEPS = 2
@@ -83,38 +84,39 @@ class OurStep:
     """A recipe's step on one worker."""
 
     def __init__(self, sides: Sides, world: World, precision: Precision) -> None:
-        self._sides, self._precision = sides, precision
+        self._sides = sides
         self._optim = OptimConfig(optimizer="adamw", learning_rate=LEARNING_RATE)
         model = sides.ours.to(world.device)
-        clock = StepClock(world.device)
-        self._trained = Trained(
+        timer = StepTimer(world.device)
+        self._ddp = wrap_model(model, world, DistributedConfig(), precision, timer.lap)
+        self._optimizer = build_optimizer(model.named_parameters(), self._optim, LEARNING_RATE)
+        self._training = Training(
             world=world,
-            ddp=data_parallel(model, world, DistributedConfig(), clock),
-            optimizer=build_optimizer(model.named_parameters(), self._optim),
+            timer=timer,
             scale=LossScale(enabled=False),
-            clock=clock,
+            update=LocalUpdate(world),
+            seed_key=SEED,
+            models=[self._ddp],
         )
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the mean loss of a batch."""
-        with self._precision.autocast():
-            return self._sides.loss(self._trained.ddp, batch)
+        return self._sides.loss(self._ddp, batch)
 
     def read(self, step: int) -> Batch:
         """Return the packed batch of a step."""
-        return to_device(as_tensors(self._sides.read(step), pin_memory=False), self._trained.world.device)
+        return to_device(as_tensors(self._sides.read(step), pin_memory=False), self._training.world.device)
 
     def take(self, step: int) -> None:
         """Do one optimizer step, from reading to the new weights."""
-        take_step(
-            self._trained,
-            [self.read(step)],
-            self.loss,
-            self._optim,
-            learning_rate=LEARNING_RATE,
-            dropout_seed=SEED + step,
-        )
-        self._trained.clock.reset()
+        plan = plan_batch(global_batch_size=1, num_workers=1, micro_batch_size=1)
+        with Step(self._training, step, [self.read(step)], plan, num_targets=1, commit=self._end) as current:
+            for batch in current:
+                current.backward(self.loss(batch))
+            current.update(self._optimizer, max_norm=self._optim.max_grad_norm)
+
+    def _end(self, step: Step) -> None:
+        self._training.timer.reset()
 
 
 class ByTurns(TrainerCallback):

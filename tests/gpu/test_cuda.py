@@ -18,7 +18,7 @@ from shoal.errors import EXIT_OK
 from shoal.optim.lamb import Lamb
 from shoal.optim.lars import Lars
 from shoal.optim.novograd import Novograd
-from shoal.train.clock import StepClock
+from shoal.train.reporting import StepTimer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,13 +53,13 @@ def test_optimizers_take_the_same_steps_as_on_the_cpu(name: str) -> None:
         torch.testing.assert_close(cpu, cuda, rtol=2e-6, atol=1e-7)
 
 
-def test_the_clock_reads_events() -> None:
-    clock = StepClock(torch.device("cuda"))
+def test_the_timer_reads_events() -> None:
+    clock = StepTimer(torch.device("cuda"))
     x = torch.randn(2_048, 2_048, device="cuda")
     for _ in range(20):
         x = torch.nn.functional.normalize(x @ x)
-    clock.mark("forward")
-    clock.mark("backward")
+    clock.lap("forward")
+    clock.lap("backward")
     torch.cuda.synchronize()
     clock.end_step()
     parts = clock.parts_s()

@@ -19,8 +19,8 @@ from shoal.optim.adafactor import Adafactor
 from shoal.optim.lamb import Lamb
 from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
+from shoal.optim.moments import local_box
 from shoal.optim.novograd import Novograd
-from shoal.optim.sharded import local_box
 from shoal.train.config import VisionOptimizerConfig
 from shoal.train.optimizers import build_optimizer
 

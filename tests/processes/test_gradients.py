@@ -17,13 +17,15 @@ from torch import Tensor
 
 from shoal.data.loader import Batch, as_tensors
 from shoal.data.text.examples import packed
+from shoal.decide.batch import plan_batch
 from shoal.decide.rng import dropout_keys
 from shoal.env import WorkerPlace
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
 from shoal.models.text_config import AlbertModelConfig
-from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig
-from shoal.train.gradients import accumulate, average_and_clip, data_parallel, loss_weight
+from shoal.train.gradients import LocalUpdate, LossScale, choose_precision, wrap_model
+from shoal.train.reporting import StepTimer
+from shoal.train.step import Step, Training
 from shoal.train.world import World
 
 CONFIG = AlbertModelConfig(
@@ -86,23 +88,32 @@ def compute(
 ) -> None:
     """Compute this worker's part of the global batch in ``num_steps`` micro-batches; rank 0 saves."""
     world = a_world(rank, num_workers)
-    clock = StepClock(world.device)
+    timer = StepTimer(world.device)
     module = model(dtype)
-    ddp = data_parallel(module, world, DistributedConfig(bucket_mb=0.01), clock)
+    precision = choose_precision("fp32", world.device)
+    ddp = wrap_model(module, world, DistributedConfig(bucket_mb=0.01), precision, timer.lap)
+    ddp.average = not settings["per_worker"]
     rows = torch.arange(GLOBAL_BATCH).chunk(num_workers)[rank].chunk(num_steps)
     batches = [micro_batch(part) for part in rows]
     (num_masked,) = world.sum_counts(sum(len(batch["masked_ids"]) for batch in batches))
-
-    def loss_of(batch: Batch) -> Tensor:
-        mlm_loss, _, sop_loss, _ = ddp(**batch)
-        loss = mlm_loss * loss_weight(world, num_masked) + sop_loss * loss_weight(world, GLOBAL_BATCH)
-        return loss * settings["loss_scale"]
-
-    accumulate(ddp, batches, loss_of, clock, average=not settings["per_worker"])
-    norm = average_and_clip(module.parameters(), world, clock=clock, **settings)
-    if rank == 0:
-        grads = {name: p.grad.numpy() for name, p in module.named_parameters()}
-        np.savez(out, norm=norm, **grads)
+    training = Training(
+        world=world,
+        timer=timer,
+        scale=LossScale(enabled=True, static=settings["loss_scale"]),
+        update=LocalUpdate(world),
+        seed_key=1,
+        models=[ddp],
+    )
+    plan = plan_batch(global_batch_size=GLOBAL_BATCH, num_workers=num_workers, micro_batch_size=len(rows[0]))
+    step = Step(training, 1, batches, plan, num_targets=num_masked, commit=lambda step: None)
+    with step:
+        for batch in step:
+            mlm_loss, _, sop_loss, _ = ddp(**batch)
+            step.backward(mlm_loss / step.num_targets + sop_loss / step.num_samples)
+        step.update(torch.optim.SGD(module.parameters(), lr=0.0), max_norm=settings["max_norm"])
+        if rank == 0:
+            grads = {name: p.grad.numpy() for name, p in module.named_parameters()}
+            np.savez(out, norm=step.grad_norm, **grads)
 
 
 def expected(dtype: torch.dtype) -> dict[str, Tensor]:

@@ -28,10 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoal.optim.lamb import parameter_groups
-from shoal.optim.sharded import model_norm
+from shoal.optim.moments import model_norm
 from shoal.pipelining.runtime import Pipeline
 from shoal.pipelining.state_dict import ModelPart
-from shoal.train.gradients import LossScale, PipelineUpdate
+from shoal.train.gradients import LossScale
+from shoal.train.pipeline_update import PipelineUpdate
 
 STAGES = [
     ("shared.weight", "first.weight", "first.bias"),

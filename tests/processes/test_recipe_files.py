@@ -61,7 +61,7 @@ def test_few_files_tell_how_albert_trains(tmp_path: Path) -> None:
     assert len(own) <= 8, own
 
 
-def _test_few_modules_are_behind_albert() -> None:
+def test_few_modules_are_behind_albert() -> None:
     """Static imports, those inside functions too."""
 
     def imports(path: Path) -> set[Path]:

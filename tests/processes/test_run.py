@@ -65,9 +65,11 @@ def script(
     signal_at: int = 0,
     precision: str = "fp32",
     error: type[Exception] = RetryStep,
+    nan_at: tuple[int, ...] = (),
+    too_large: int = 0,
 ) -> int:
     settings = RunConfig(name="test", log_frequency=1, checkpoint_frequency=3)
-    loop = LoopConfig(seed=5, precision=precision)  # type: ignore[arg-type]
+    loop = LoopConfig(seed=5, precision=precision, max_nonfinite_steps=2)  # type: ignore[arg-type]
     with Run.open(directory, settings=settings, loop=loop, worker=worker) as run:
         module = net(norm)
         model = run.data_parallel(module)
@@ -78,7 +80,8 @@ def script(
             with step:
                 for points, inside in step:
                     loss = F.cross_entropy(model(points).float(), inside, reduction="sum")
-                    step.backward(loss / step.num_samples)
+                    torch.empty(too_large)
+                    step.backward(loss * (math.nan if step.number in nan_at else 1.0) / step.num_samples)
                     step.add(step.num_samples, error=loss)
                 if step.number in failures:
                     failures.remove(step.number)
@@ -171,6 +174,19 @@ def test_a_signal_saves_and_the_same_command_continues(whole: Path, tmp_path: Pa
     assert max(losses(tmp_path / "run")) == 5
     assert train(tmp_path / "run") == [EXIT_OK, EXIT_OK]
     assert same(tmp_path / "run", whole)
+
+
+def test_only_steps_in_a_row_count_as_not_finite(tmp_path: Path) -> None:
+    assert train(tmp_path / "spread", nan_at=(2, 4, 6)) == [EXIT_OK, EXIT_OK]
+    assert train(tmp_path / "row", nan_at=(2, 4, 5)) == [EXIT_FAILURE, EXIT_FAILURE]
+    message = (tmp_path / "row" / "worker-0.log").read_text()
+    assert "not finite for 2 steps in a row, up to step 5; samples of that step: 0:" in message
+
+
+def test_a_real_lack_of_memory_becomes_advice(tmp_path: Path) -> None:
+    assert train(tmp_path / "run", too_large=1 << 53) == [EXIT_FAILURE, EXIT_FAILURE]
+    message = (tmp_path / "run" / "worker-0.log").read_text()
+    assert "out of memory with a micro-batch of 6 samples: use --train.micro-batch-size 3 or" in message
 
 
 def loader(worker: WorkerEnv) -> DataLoader[Any]:

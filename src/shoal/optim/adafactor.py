@@ -34,8 +34,18 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shoal.errors import UsageError
-from shoal.optim.moments import Group, MomentsOptimizer, Params, Scale, Squares, States
-from shoal.optim.sharded import local_box, local_part, sum_shards, whole_squares
+from shoal.optim.moments import (
+    Group,
+    MomentsOptimizer,
+    Params,
+    Scale,
+    Squares,
+    States,
+    local_box,
+    local_part,
+    sum_shards,
+    whole_squares,
+)
 
 
 class Adafactor(MomentsOptimizer):

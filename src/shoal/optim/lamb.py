@@ -32,12 +32,15 @@ from shoal.optim.moments import (
     Squares,
     States,
     adam_state,
+    local_part,
     loss_of,
     native_entries,
     native_grads,
     root_of_sum,
+    trust_ratios,
+    update_moments,
+    whole_squares,
 )
-from shoal.optim.sharded import local_part, trust_ratios, update_moments, whole_squares
 
 
 def parameter_groups(

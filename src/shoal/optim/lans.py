@@ -23,8 +23,19 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shoal.errors import UsageError
-from shoal.optim.moments import Group, MomentsOptimizer, Params, Scale, Squares, States, adam_state
-from shoal.optim.sharded import local_part, trust_ratios, update_moments, whole_squares
+from shoal.optim.moments import (
+    Group,
+    MomentsOptimizer,
+    Params,
+    Scale,
+    Squares,
+    States,
+    adam_state,
+    local_part,
+    trust_ratios,
+    update_moments,
+    whole_squares,
+)
 
 
 class Lans(MomentsOptimizer):

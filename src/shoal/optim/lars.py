@@ -39,10 +39,11 @@ from shoal.optim.moments import (
     Scale,
     Squares,
     States,
+    local_part,
     native_entries,
     native_grads,
+    whole_squares,
 )
-from shoal.optim.sharded import local_part, whole_squares
 
 Form = Literal["lars", "larc"]
 

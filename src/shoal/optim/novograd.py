@@ -35,10 +35,11 @@ from shoal.optim.moments import (
     Scale,
     Squares,
     States,
+    local_part,
     native_entries,
     native_grads,
+    whole_squares,
 )
-from shoal.optim.sharded import local_part, whole_squares
 
 _VARIANTS = ("bias_correction", "grad_averaging", "init_zero", "reg_inside_moment")
 

@@ -15,7 +15,7 @@ from shoal.data.images.reader import default_decode_threads
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.sources import TRAIN, VALIDATION
 from shoal.data.manifest import MANIFEST
-from shoal.decide.memory_estimate import MemoryEstimate
+from shoal.decide.batch import MemoryEstimate
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.train.config import (

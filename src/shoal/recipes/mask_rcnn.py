@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.data.coco.augment import DetectionAugmentConfig
-from shoal.decide.batch import BatchPlan, plan_batch
+from shoal.decide.batch import BatchPlan, MemoryEstimate, plan_batch
 from shoal.decide.bucketing import GroupedOrder, aspect_groups
-from shoal.decide.memory_estimate import MemoryEstimate
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError
 from shoal.models.detection.config import MaskRCNNConfig

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shoal.errors import UsageError
 from shoal.models.text_config import EncoderConfig
+from shoal.recipes import load
 from shoal.recipes.prepared_text import PreparedTextConfig, open_shards, read_manifest
 from shoal.train.config import (
     DistributedConfig,
@@ -231,9 +232,7 @@ def describe(
     Raises:
         UsageError: sizes that do not divide, or no data that fits.
     """
-    from shoal.data.squad.dataset import read_squad
-    from shoal.decide.batch import plan_batch
-    from shoal.decide.memory_estimate import estimate_memory
+    from shoal.decide.batch import estimate_memory, plan_batch
 
     manifest = read_manifest(config.data)
     manifest.check_vocabulary(config.model.vocab_size)
@@ -275,8 +274,7 @@ def describe(
             micro_batch_size=short.micro_batch_size,
             section="finetune",
         )
-        for path in (required(short.data), required(short.eval)):
-            read_squad(path, misplaced="skip")
+        load("squad").check_questions(required(short.data), required(short.eval))
     memory = max(memories, key=lambda estimate: estimate.total_bytes)
     parameters = f"parameters   {num_parameters:,}"
     return [*settings_lines(config), *lines, parameters, f"memory       {memory}"]

@@ -12,7 +12,6 @@ from shoal.train.config import required
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedTokenizerFast
 
     from shoal.data.manifest import Manifest
     from shoal.data.text.shards import TextShards
@@ -69,29 +68,3 @@ def load_weights(model: "nn.Module", config: EncoderConfig | T5ModelConfig) -> N
         copy_weights(model, required(config.checkpoint_path))
     elif config.load_from == "checkpoint":
         load_model(required(config.checkpoint_path), model)
-
-
-def text_to_text_tokenizer(data: Path) -> "PreTrainedTokenizerFast":
-    """Return the tokenizer of prepared text as T5 uses it: with an end token and the sentinels."""
-    from tokenizers import AddedToken, Tokenizer, processors
-    from transformers import PreTrainedTokenizerFast
-
-    from shoal.data.manifest import Manifest
-    from shoal.data.text.span_config import MAX_SENTINELS, sentinel_id
-
-    manifest = Manifest.load(data)
-    tokenizer = Tokenizer.from_file(str(data / manifest.tokenizer.file))
-    end = tokenizer.id_to_token(manifest.sep_id)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, manifest.sep_id)]
-    )
-    if tokenizer.get_vocab_size(with_added_tokens=True) == manifest.vocab_size:  # else ids would not be those
-        names = [f"<extra_id_{number}>" for number in reversed(range(MAX_SENTINELS))]
-        tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-        assert tokenizer.token_to_id("<extra_id_0>") == sentinel_id(manifest.vocab_size, 0)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=end,
-        pad_token=tokenizer.id_to_token(manifest.pad_id),
-        unk_token=tokenizer.id_to_token(manifest.unk_id),
-    )

@@ -273,6 +273,18 @@ def write_answers(out: Path, answers: "Answers", scores: "Scores") -> None:
 # ------------------------------------------------------------------------------------------------ pretraining
 
 
+def check_questions(*paths: Path) -> None:
+    """Read SQuAD files and drop them.
+
+    Raises:
+        UsageError: one is not there, or is not SQuAD.
+    """
+    from shoal.data.squad.dataset import read_squad
+
+    for path in paths:
+        read_squad(path, misplaced="skip")
+
+
 def finetune_copy(source: Path, config: SquadConfig, run: "Run") -> dict[str, float] | None:
     """Finetune the model in ``source`` on the workers of ``run``, for a score in the middle of a pretraining.
 

@@ -29,7 +29,6 @@ from shoal.recipes.prepared_text import (
     load_weights,
     open_shards,
     read_manifest,
-    text_to_text_tokenizer,
 )
 from shoal.train.config import (
     DistributedConfig,
@@ -45,8 +44,8 @@ from shoal.train.parallel_config import ParallelConfig
 if TYPE_CHECKING:
     from shoal.data.manifest import Manifest
     from shoal.data.text.span_corruption import SpanReader
+    from shoal.decide.batch import MemoryEstimate
     from shoal.decide.layout_search import Layout
-    from shoal.decide.memory_estimate import MemoryEstimate
     from shoal.models.t5 import T5
     from shoal.pipelining.runtime import Pipeline
     from shoal.record import Evaluation
@@ -168,8 +167,8 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
     from shoal.data.sources import ReaderSource
     from shoal.pipelining.api import make_mesh, pipeline
     from shoal.train.checkpoint import load_model
-    from shoal.train.gradients import PipelineUpdate
     from shoal.train.optimizers import build_optimizer
+    from shoal.train.pipeline_update import PipelineUpdate
     from shoal.train.run import Run, lacks_scores
 
     worker = worker or worker_env()
@@ -415,6 +414,7 @@ def write_export(model: "T5", data: Path, out: Path) -> None:
 
     An older export in ``out`` is replaced.
     """
+    from shoal.data.text.text_to_text import text_to_text_tokenizer
     from shoal.models.directory import save
 
     save(model, out, tokenizer=text_to_text_tokenizer(data))
@@ -466,7 +466,7 @@ def check(config: T5Config, num_workers: int, dry_run: bool) -> list[str]:
 
 def _estimate_memory(config: T5Config, batch: BatchPlan) -> "MemoryEstimate":
     """Estimate a worker's memory with equal stages that keep as many micro-batches as there are stages."""
-    from shoal.decide.memory_estimate import estimate_memory
+    from shoal.decide.batch import estimate_memory
 
     model, spans, stages = config.model, config.spans(), config.parallel.pipeline
     whole = estimate_memory(

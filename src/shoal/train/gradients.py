@@ -1,19 +1,19 @@
-"""One global batch's gradient: accumulation, averaging over workers, norm and clipping.
+"""Averages gradients over workers, clips them and updates weights; mixed precision.
 
 Every loss is a sum over a micro-batch divided by counts over the *global* batch, so that the gradient is that
-of the one big batch however it is divided. DistributedDataParallel averages over workers, hence the factor
-``num_workers`` that :func:`loss_weight` puts in.
+of the one big batch however it is divided.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from importlib import import_module
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,18 +22,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoal.comm.hooks import EightBitWire, bf16_wire
 from shoal.decide.server_assignment import MIB, recommended_bucket_bytes
 from shoal.errors import UsageError
-from shoal.optim.sharded import model_norm
-from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig
 from shoal.train.world import World
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shoal.pipelining.runtime import Pipeline
 
 # torch renamed it in 2.15 and warns about the old name
 _SYNC_BUFFERS = (
@@ -42,15 +34,10 @@ _SYNC_BUFFERS = (
     else "broadcast_buffers"
 )
 
+_WIRES = "shoal.comm.hooks"
+"""Module of the hooks for fewer bytes on the network; imported when one is used."""
+
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class MicroBatches(Protocol):
-    """A worker's part of a global batch, cut up: a list, or what makes them as they are asked for."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
 
 
 class DataParallel(DistributedDataParallel):
@@ -62,7 +49,7 @@ class DataParallel(DistributedDataParallel):
         precision: autocast type of the forward pass.
     """
 
-    wire: EightBitWire | None = None
+    wire: Any = None
     average = True
     precision: Precision | None = None
 
@@ -104,7 +91,10 @@ class DataParallel(DistributedDataParallel):
 
     def rehearsal(self) -> AbstractContextManager[None]:
         """Return a context for backward passes whose gradients are not used: they leave no residual."""
-        return nullcontext() if self.wire is None else self.wire.no_error_feedback()
+        if self.wire is None:
+            return nullcontext()
+        context: AbstractContextManager[None] = self.wire.no_error_feedback()
+        return context
 
     def wire_state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it."""
@@ -153,13 +143,16 @@ def wrap_model(
         **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
     )
     ddp.precision = precision
-    hook: Callable[..., Any] = bf16_wire if config.wire == "bf16" else default_hooks.allreduce_hook
-    if config.wire == "int8":
+    hook: Callable[..., Any] = default_hooks.allreduce_hook
+    if config.wire == "bf16":
+        hook = import_module(_WIRES).bf16_wire
+    elif config.wire == "int8":
         if world.device.type != "cpu":
             raise UsageError(
                 "distributed.wire int8 takes CPU tensors, and this run computes on GPUs: use bf16 or fp32"
             )
-        ddp.wire = hook = EightBitWire(model.named_parameters(), timeout=timedelta(seconds=config.timeout_s))
+        timeout = timedelta(seconds=config.timeout_s)
+        ddp.wire = hook = import_module(_WIRES).EightBitWire(model.named_parameters(), timeout=timeout)
 
     def average(group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
         if bucket.is_last():
@@ -201,7 +194,7 @@ class LocalUpdate:
         gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         norm = norm_of(gradients) / loss_scale
         if per_worker or math.isfinite(norm):
-            _scale(gradients, _clip_factor(norm, max_norm) / loss_scale)
+            scale_all(gradients, clip_factor(norm, max_norm) / loss_scale)
         if not per_worker:
             return norm
         _average(gradients, self._world)
@@ -214,140 +207,9 @@ class LocalUpdate:
         return norm_of(p.detach() for p in parameters_of(optimizer))
 
 
-class PipelineUpdate:
-    """The update of a model in pipeline stages: norms go over all stages, each worker updates its own.
-
-    Args:
-        stage: this worker's part; its backward pass has averaged the gradients over the replicas.
-        ranks: the ranks of the pipeline, one dimension of the mesh.
-    """
-
-    def __init__(self, stage: Pipeline, ranks: DeviceMesh) -> None:
-        self._module = stage.module
-        self._counted = [p for name, p in stage.module.named_parameters() if stage.owned(name)]
-        self._group = ranks.get_group() if ranks.size() > 1 else None
-        self._device = stage.device
-
-    def finish_gradients(
-        self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float
-    ) -> float:
-        assert not per_worker, "replicas of a pipeline are averaged in the backward pass"
-        counted = [p for p in self._counted if p.grad is not None]
-        norm = self._norm(counted, [p.grad for p in counted]) / loss_scale
-        if math.isfinite(norm):
-            gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
-            _scale(gradients, _clip_factor(norm, max_norm) / loss_scale)
-        return norm
-
-    def apply(self, optimizer: Optimizer) -> None:
-        optimizer.step()
-
-    def weight_norm(self, optimizer: Optimizer) -> float:
-        return self._norm(self._counted, [p.detach() for p in self._counted])
-
-    def _norm(self, parameters: list[nn.Parameter], tensors: Sequence[Tensor | None]) -> float:
-        return model_norm(parameters, tensors, group=self._group, device=self._device)
-
-
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def data_parallel(
-    model: nn.Module, world: World, config: DistributedConfig, clock: StepClock
-) -> DataParallel:
-    """Wrap ``model`` so that backward averages its gradients over all workers.
-
-    The communication hook tells ``clock`` when the last gradient of the backward pass is ready: what backward
-    takes from there on is waiting for other workers.
-
-    Raises:
-        UsageError: 8-bit gradients on a GPU.
-    """
-    recommended = recommended_bucket_bytes(
-        world.num_hosts,
-        ranks_per_host=world.place.num_local_workers,
-        gradient_bytes=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
-    )
-    ddp = DataParallel(
-        model,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        bucket_cap_mb=config.bucket_mb or recommended / MIB,
-        gradient_as_bucket_view=True,
-        **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
-    )
-
-    hook: Callable[..., Any] = bf16_wire if config.wire == "bf16" else default_hooks.allreduce_hook
-    if config.wire == "int8":
-        if world.device.type != "cpu":
-            raise UsageError(
-                "distributed.wire int8 takes CPU tensors, and this run computes on GPUs: use bf16 or fp32"
-            )
-        ddp.wire = hook = EightBitWire(model.named_parameters(), timeout=timedelta(seconds=config.timeout_s))
-
-    def average(group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
-        if bucket.is_last():
-            clock.mark("backward")
-        return hook(group, bucket)
-
-    ddp.register_comm_hook(dist.group.WORLD, average)
-    return ddp
-
-
-def loss_weight(world: World, count: int) -> float:
-    """Return the factor that turns a sum over a micro-batch into its part of the mean over ``count``."""
-    return world.num_workers / count if count else 0.0
-
-
-def accumulate(
-    ddp: DistributedDataParallel,
-    micro_batches: MicroBatches,
-    compute_loss: Callable[[Any], Tensor],
-    clock: StepClock,
-    *,
-    average: bool = True,
-) -> None:
-    """Run forward and backward over ``micro_batches``; average with the last one if ``average``.
-
-    Args:
-        compute_loss: runs ``ddp`` on a micro-batch and returns its (scaled) part of the loss.
-    """
-    for number, batch in enumerate(micro_batches, start=1):
-        averages = average and number == len(micro_batches)
-        with nullcontext() if averages else ddp.no_sync():
-            loss = compute_loss(batch)
-            clock.mark("forward")
-            loss.backward()  # type: ignore[no-untyped-call]
-        clock.mark("gradient_wait" if averages else "backward")
-
-
-def average_and_clip(
-    parameters: Iterable[nn.Parameter],
-    world: World,
-    *,
-    max_norm: float | None,
-    per_worker: bool,
-    loss_scale: float,
-    clock: StepClock,
-) -> float:
-    """Finish the gradients for the optimizer: unscaled, averaged, clipped. Return their norm before clipping.
-
-    With ``per_worker``, gradients come in not averaged; each worker clips its own first (as the TensorFlow
-    original of the ALBERT recipe did) and then they are averaged. A norm that is not finite, the same on all
-    workers, says that the step must be skipped; the gradients are then of no use.
-    """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if per_worker:
-        norm = norm_of(gradients) / loss_scale
-        _scale(gradients, _clip_factor(norm, max_norm) / loss_scale)
-        _average(gradients, world)
-        clock.mark("gradient_wait")
-        return norm_of(gradients)
-    norm = norm_of(gradients) / loss_scale
-    if math.isfinite(norm):
-        _scale(gradients, _clip_factor(norm, max_norm) / loss_scale)
-    return norm
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
@@ -355,12 +217,14 @@ def norm_of(tensors: Iterable[Tensor]) -> float:
     return float(torch.nn.utils.get_total_norm(list(tensors)))
 
 
-def _scale(tensors: list[Tensor], factor: float) -> None:
+def scale_all(tensors: list[Tensor], factor: float) -> None:
+    """Multiply all ``tensors`` in place."""
     if factor != 1.0:
         torch._foreach_mul_(tensors, factor)
 
 
-def _clip_factor(norm: float, max_norm: float | None) -> float:
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """Return the factor that brings a gradient of this norm down to ``max_norm``."""
     return 1.0 if max_norm is None or norm <= max_norm else max_norm / norm
 
 

@@ -66,7 +66,7 @@ from shoal.train.reporting import (
     versions,
 )
 from shoal.train.run_dir import open_run_dir, owned
-from shoal.train.run_step import Step, Training
+from shoal.train.step import Step, Training
 from shoal.train.stopping import StopRequest, is_out_of_memory, not_finite, out_of_memory
 from shoal.train.world import World, join_world, run_on_all
 

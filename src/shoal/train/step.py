@@ -1,112 +1,165 @@
-"""One optimizer step of a data-parallel model, and the line about it in the record."""
+"""One optimizer step of a :class:`shoal.train.run.Run`: its micro-batches, and a transaction."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.decide.order import BlockShuffle, samples
-from shoal.decide.rng import Stream, random_keys
-from shoal.optim.lr_schedules import set_learning_rate
-from shoal.record import Step
-from shoal.train.clock import StepClock
-from shoal.train.config import OptimizerConfig
-from shoal.train.gradients import DataParallel, LossScale, MicroBatches, accumulate, average_and_clip, norm_of
-from shoal.train.window import StepWindow, peak_memory_bytes
+from shoal.data.loader import to_device
+from shoal.decide.batch import BatchPlan
+from shoal.errors import RetryStep
+from shoal.train.gradients import DataParallel, LossScale, Update
+from shoal.train.reporting import StepTimer
 from shoal.train.world import World
 
+_ODD = 0x9E3779B97F4A7C15  # spreads consecutive steps over all seeds
+_MASK = (1 << 63) - 1
 
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """What a step changes and what it goes through."""
+
+@dataclass(kw_only=True)
+class Training:
+    """State that the steps of a run share."""
 
     world: World
-    ddp: DataParallel
-    optimizer: Optimizer
+    timer: StepTimer
     scale: LossScale
-    clock: StepClock
+    update: Update
+    seed_key: int
+    """Seeds torch's generators in each step, so that no generator's state need be saved."""
+    models: list[DataParallel] = field(default_factory=list)
 
 
-def take_step(
-    trained: Trained,
-    micro_batches: MicroBatches,
-    compute_loss: Callable[[Any], Tensor],
-    optim: OptimizerConfig,
-    *,
-    learning_rate: float,
-    dropout_seed: int,
-) -> float:
-    """Do one optimizer step; return the norm of its gradient, not finite if it was skipped.
+class Step:
+    """One optimizer step: an iterable over this worker's micro-batches, and a transaction as a context.
 
-    Args:
-        micro_batches: this worker's part of the global batch.
-        compute_loss: runs the model on one and returns its part of the loss, times the loss scale.
-        optim: how to clip.
-        dropout_seed: seed of torch's random draws in this step, so that no generator's state need be saved.
+    Attributes:
+        number: counted over the whole run from 1.
+        num_samples: samples of the global batch.
+        num_targets: targets of the global batch, at least 1; see ``targets`` of :meth:`Run.steps`.
+        is_done: whether the step was committed.
     """
-    torch.manual_seed(dropout_seed)
-    set_learning_rate(trained.optimizer, learning_rate)
-    accumulate(trained.ddp, micro_batches, compute_loss, trained.clock, average=optim.clip == "global")
-    grad_norm = average_and_clip(
-        trained.ddp.parameters(),
-        trained.world,
-        max_norm=optim.max_grad_norm,
-        per_worker=optim.clip == "worker",
-        loss_scale=trained.scale.value,
-        clock=trained.clock,
-    )
-    if math.isfinite(grad_norm):
-        trained.optimizer.step()
-    trained.scale.update(finite=math.isfinite(grad_norm))
-    trained.optimizer.zero_grad()
-    trained.clock.mark("optimizer")
-    return grad_norm
 
+    def __init__(
+        self,
+        training: Training,
+        number: int,
+        micro_batches: Any,
+        batch: BatchPlan,
+        *,
+        num_targets: int,
+        commit: Callable[[Step], None],
+        on_host: bool = False,
+    ) -> None:
+        self._training, self._micro_batches, self._commit = training, micro_batches, commit
+        self._count, self._on_host = batch.accumulation_steps, on_host
+        self.number = number
+        self.num_samples = batch.global_batch_size
+        self.num_targets = num_targets
+        self.is_done = False
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = {}
+        self.grad_norm = math.nan
+        self.learning_rate = math.nan
+        self.loss = math.nan
+        self._loss = torch.zeros((), dtype=torch.float64, device=training.world.device)
+        self._optimizer: Optimizer | None = None
+        self._averages = False
+        self._before: list[dict[str, Tensor]] = []
 
-def dropout_seed(seed: int, step: int, rank: int) -> int:
-    """Return the seed of a worker's random draws in a step."""
-    return int(random_keys(seed, Stream.DROPOUT, step, rank).item())
+    @property
+    def optimizer(self) -> Optimizer:
+        assert self._optimizer is not None, "step.update(optimizer) was not called"
+        return self._optimizer
 
+    def __enter__(self) -> Step:
+        training = self._training
+        torch.manual_seed((training.seed_key + self.number * _ODD) & _MASK)
+        self._before = [ddp.volatile_state() for ddp in training.models]
+        return self
 
-def sample_names(
-    first: int, count: int, num_examples: int, seed: int, blocks: BlockShuffle | None = None
-) -> list[str]:
-    """Return which examples ``count`` samples from ``first`` on are, as epoch:index."""
-    epochs, indices = samples(first, count, num_examples, seed, blocks)
-    return [f"{epoch}:{index}" for epoch, index in zip(epochs, indices, strict=True)]
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this worker's micro-batches. Backward of the last one averages gradients over workers."""
+        training = self._training
+        for number, batch in enumerate(self._micro_batches, start=1):
+            training.timer.lap("data")
+            with ExitStack() as stack:
+                self._averages = number == self._count
+                for ddp in training.models:
+                    if not (self._averages and ddp.average):
+                        stack.enter_context(ddp.no_sync())
+                yield batch if self._on_host else to_device(batch, training.world.device)
 
+    def backward(self, loss: Tensor) -> None:
+        """Run backward.
 
-def step_row(
-    trained: Trained,
-    window: StepWindow,
-    *,
-    step: int,
-    samples: int,
-    global_batch_size: int,
-    learning_rate: float,
-    loss: float,
-    metrics: dict[str, float],
-) -> Step:
-    """Return the line of the record about the steps in ``window``, the last of which is ``step``."""
-    clock = trained.clock
-    return Step(
-        step=step,
-        samples=samples,
-        loss=loss,
-        metrics=metrics,
-        learning_rate=learning_rate,
-        loss_scale=trained.scale.value,
-        grad_norm=window.mean_grad_norm(),
-        weight_norm=norm_of(p.detach() for p in trained.ddp.parameters()),
-        samples_per_s=global_batch_size / clock.step_s(),
-        step_s=clock.step_s(),
-        parts_s=clock.parts_s(),
-        num_skipped=window.num_skipped(),
-        peak_memory_bytes=peak_memory_bytes(trained.world.device),
-    )
+        Args:
+            loss: this micro-batch's part of the mean loss over the global batch: a sum over the micro-batch
+                divided by :attr:`num_samples` or :attr:`num_targets`.
+        """
+        training = self._training
+        training.timer.lap("forward")
+        self._loss += loss.detach()
+        (loss * (training.world.num_workers * training.scale.value)).backward()  # type: ignore[no-untyped-call]  # DDP averages over workers
+        training.timer.lap("gradient_wait" if self._averages else "backward")
+
+    def observe(self, loss: float | Tensor, part: str) -> None:
+        """Take note of a loss whose backward pass has been run elsewhere, the same on all workers.
+
+        ``part`` is what the time since the last lap counts as.
+        """
+        self._training.timer.lap(part)
+        self._loss += loss / self._training.world.num_workers
+
+    def add(self, count: int, **sums: Tensor | float) -> None:
+        """Add to figures that the next line of the record shows as means.
+
+        Args:
+            count: over how many items of the global batch each is a mean, such as :attr:`num_targets`; 0: the
+                line shows the sum itself.
+            sums: this micro-batch's part of each sum, scalars.
+        """
+        for name, value in sums.items():
+            value = torch.as_tensor(value, device=self._loss.device).detach().double()
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+            self.counts[name] = count
+
+    def update(self, optimizer: Optimizer, *, max_norm: float | None = None) -> None:
+        """Measure and clip the gradients; leaving the step then applies ``optimizer``.
+
+        A gradient norm that is not finite, the same on all workers, skips the update.
+
+        Args:
+            max_norm: clip the norm over the whole model to it.
+        """
+        training = self._training
+        self._optimizer = optimizer
+        self.learning_rate = optimizer.param_groups[0]["lr"]
+        per_worker = any(not ddp.average for ddp in training.models)
+        self.grad_norm = training.update.finish_gradients(
+            optimizer, max_norm=max_norm, per_worker=per_worker, loss_scale=training.scale.value
+        )
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        training = self._training
+        if error is not None:
+            for ddp, before in zip(training.models, self._before, strict=True):
+                ddp.zero_grad()
+                ddp.restore_volatile(before)
+            return isinstance(error, RetryStep)
+        finite = math.isfinite(self.grad_norm)
+        if finite:
+            training.update.apply(self.optimizer)
+        training.scale.update(finite=finite)
+        self.optimizer.zero_grad()
+        training.timer.lap("optimizer")
+        self.is_done = True
+        self.loss = float(self._loss)
+        self._commit(self)
+        return False

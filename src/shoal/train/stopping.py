@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import atexit
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import FrameType
 
 import torch
@@ -41,35 +40,6 @@ def _ignore() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-class NonFiniteWatch:
-    """Counts steps in a row whose loss was not finite on some worker.
-
-    Args:
-        most: how many are too many.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._in_a_row = 0
-
-    def note(self, *, bad: bool) -> bool:
-        """Take note of a step; return whether it was one too many."""
-        self._in_a_row = self._in_a_row + 1 if bad else 0
-        return self._in_a_row >= self._most
-
-    def error(self, step: int, sample_ids: Sequence[str], *, section: str = "optim") -> ShoalError:
-        """Return the error that stops the run after ``step``, the last of the bad ones.
-
-        ``section`` is where the schedule stands in the settings.
-        """
-        shown = ", ".join(sample_ids[:8]) + (" …" if len(sample_ids) > 8 else "")
-        return ShoalError(
-            f"the loss was not finite for {self._in_a_row} steps in a row, up to step {step:,}; samples of "
-            f"that step: {shown}. Lower --{section}.learning-rate or lengthen --{section}.warmup-steps; the "
-            "same command continues from the last checkpoint"
-        )
-
-
 def not_finite(count: int, step: int, sample_ids: Sequence[str], *, section: str) -> ShoalError:
     """Return the error that stops a run after ``step``, the last of ``count`` with a loss that is not finite.
 
@@ -101,28 +71,3 @@ def out_of_memory(
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether ``error`` says that the device or the host has no memory left."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
-@contextmanager
-def memory_advice(
-    micro_batch_size: int,
-    *,
-    section: str = "train",
-    unit: str = "sequences",
-    remedy: str = "--model.activation-checkpointing",
-) -> Iterator[None]:
-    """Turn running out of memory into an error that names the settings to change.
-
-    ``section`` is where the batch stands in the settings, ``unit`` what samples are called, ``remedy`` what
-    else helps.
-    """
-    try:
-        yield
-    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        smaller = f"--{section}.micro-batch-size {micro_batch_size // 2} or " if micro_batch_size > 1 else ""
-        raise ShoalError(
-            f"out of memory with a micro-batch of {micro_batch_size} {unit}: use {smaller}"
-            f"{remedy}; the global batch stays the same ({error})"
-        ) from error

@@ -8,7 +8,7 @@ import torch
 
 from shoal.data.loader import as_tensors
 from shoal.data.packing import pack
-from shoal.decide.memory_estimate import estimate_memory
+from shoal.decide.batch import estimate_memory
 from shoal.models.pretraining import AlbertPretraining
 from shoal.models.text_config import AlbertModelConfig
 

@@ -1,4 +1,4 @@
-"""The small pieces of the loop: precision, loss scale, health, clock, window, progress, configuration."""
+"""The small pieces of a run: precision, loss scale, timer, running means, progress, configuration."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import UsageError
 from shoal.recipes.albert import IMMUTABLE, AlbertConfig
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneTrainConfig
 from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.resnet50 import TrainConfig as ImageTrainConfig
 from shoal.recipes.t5 import T5Config
 from shoal.record import PARTS, Step
-from shoal.train.clock import StepClock
 from shoal.train.config import DistributedConfig, TrainConfig, as_tree, check_wire, load_toml, to_toml
 from shoal.train.gradients import LossScale, choose_precision, has_native_bf16
-from shoal.train.reporting import Progress, duration
+from shoal.train.reporting import Progress, RunningMetrics, StepTimer, duration, peak_memory_bytes
 from shoal.train.run_dir import open_run_dir
-from shoal.train.stopping import NonFiniteWatch, memory_advice
-from shoal.train.window import StepWindow, peak_memory_bytes
 from shoal.train.world import choose_backend, choose_device
 
 CPU = torch.device("cpu")
@@ -69,51 +66,32 @@ def test_a_static_scale_stays_and_without_fp16_there_is_none() -> None:
         LossScale(enabled=True, static=-1)
 
 
-def test_only_steps_in_a_row_count_as_not_finite() -> None:
-    watch = NonFiniteWatch(2)
-    assert [watch.note(bad=bad) for bad in (True, False, True, True)] == [False, False, False, True]
-    assert "not finite for 2 steps in a row, up to step 9; samples of that step: 0:3, 0:5." in str(
-        watch.error(9, ["0:3", "0:5"])
-    )
-
-
-def test_a_real_lack_of_memory_becomes_advice() -> None:
-    with pytest.raises(
-        ShoalError, match=r"--train\.micro-batch-size 16 or --model\.activation-checkpointing"
-    ):
-        with memory_advice(32):
-            torch.empty(1 << 55)
-    with pytest.raises(RuntimeError, match="other"):
-        with memory_advice(32):
-            raise RuntimeError("other")
-
-
-def test_the_parts_of_the_clock_sum_up_to_the_step() -> None:
-    clock = StepClock(CPU)
+def test_the_parts_of_the_timer_sum_up_to_the_step() -> None:
+    timer = StepTimer(CPU)
     for _ in range(2):
-        clock.begin_step()
+        timer.begin_step()
         time.sleep(0.02)
-        clock.mark("forward")
-        clock.mark("backward")
+        timer.lap("forward")
+        timer.lap("backward")
         time.sleep(0.01)
-        clock.end_step()
-    parts = clock.parts_s()
+        timer.end_step()
+    parts = timer.parts_s()
     assert tuple(parts) == PARTS
-    assert sum(parts.values()) == pytest.approx(clock.step_s())
+    assert sum(parts.values()) == pytest.approx(timer.step_s())
     assert parts["forward"] >= 0.02 and parts["other"] >= 0.01
     assert parts["backward"] < parts["forward"]
-    clock.reset()
-    assert clock.num_steps == 0
+    timer.reset()
+    assert timer.num_steps == 0
 
 
-def test_the_window_leaves_skipped_steps_out_of_the_norm() -> None:
-    window = StepWindow(2)
+def test_running_means_leave_skipped_steps_out_of_the_norm() -> None:
+    metrics = RunningMetrics(lambda sums: [2 * value for value in sums.tolist()])  # two equal workers
     for norm in (1.0, math.inf, 3.0):
-        window.add(torch.tensor([1.0, 2.0]), 5, norm)
-    assert window.sums.tolist() == [3.0, 6.0]
-    assert (window.count, window.num_skipped(), window.mean_grad_norm()) == (15, 1, 2.0)
-    window.reset()
-    assert window.count == 0 and math.isnan(window.mean_grad_norm())
+        metrics.add_step(0.25, {"error": torch.tensor(10.0).double()}, {"error": 5}, norm)
+    assert (metrics.num_skipped(), metrics.mean_grad_norm()) == (1, 2.0)
+    assert metrics.means() == (0.5, {"error": 4.0})
+    metrics.reset()
+    assert metrics.num_skipped() == 0 and math.isnan(metrics.mean_grad_norm())
 
 
 def test_peak_memory_is_that_of_a_real_process() -> None:

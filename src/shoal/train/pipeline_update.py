@@ -1,0 +1,49 @@
+"""Clips and updates a model whose stages different workers hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from shoal.optim.moments import model_norm
+from shoal.pipelining.runtime import Pipeline
+from shoal.train.gradients import clip_factor, scale_all
+
+
+class PipelineUpdate:
+    """The update of a model in pipeline stages: norms go over all stages, each worker updates its own.
+
+    Args:
+        stage: this worker's part; its backward pass has averaged the gradients over the replicas.
+        ranks: the ranks of the pipeline, one dimension of the mesh.
+    """
+
+    def __init__(self, stage: Pipeline, ranks: DeviceMesh) -> None:
+        self._module = stage.module
+        self._counted = [p for name, p in stage.module.named_parameters() if stage.owned(name)]
+        self._group = ranks.get_group() if ranks.size() > 1 else None
+        self._device = stage.device
+
+    def finish_gradients(
+        self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float
+    ) -> float:
+        assert not per_worker, "replicas of a pipeline are averaged in the backward pass"
+        counted = [p for p in self._counted if p.grad is not None]
+        norm = self._norm(counted, [p.grad for p in counted]) / loss_scale
+        if math.isfinite(norm):
+            gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
+            scale_all(gradients, clip_factor(norm, max_norm) / loss_scale)
+        return norm
+
+    def apply(self, optimizer: Optimizer) -> None:
+        optimizer.step()
+
+    def weight_norm(self, optimizer: Optimizer) -> float:
+        return self._norm(self._counted, [p.detach() for p in self._counted])
+
+    def _norm(self, parameters: list[nn.Parameter], tensors: Sequence[Tensor | None]) -> float:
+        return model_norm(parameters, tensors, group=self._group, device=self._device)
