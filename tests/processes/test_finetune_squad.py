@@ -135,6 +135,22 @@ def test_stopped_and_continued_with_another_number_of_workers(
     assert (run_dir / "record.jsonl").read_bytes() == before
 
 
+def test_a_killed_run_continues_bitwise(
+    model: Path, questions: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    config = made.squad_config(model, questions, run_dir)
+    workers = jobs.start(config, 1)
+    pretrain_jobs.wait_for_checkpoint(run_dir, 10, workers)
+    pretrain_jobs.kill(workers)
+    assert jobs.run(config) == [EXIT_OK]
+    (resume,) = [row for row in read_record(run_dir) if isinstance(row, record.Resume)]
+    assert 10 <= resume.step < made.STEPS
+    assert losses(run_dir) == losses(whole_run)
+    for name in ("predictions.json", "nbest.json", "null_odds.json", "scores.json"):
+        assert (run_dir / name).read_bytes() == (whole_run / name).read_bytes()
+
+
 def test_a_run_killed_before_its_end_ends(
     model: Path, questions: Path, whole_run: Path, tmp_path: Path
 ) -> None:
