@@ -101,6 +101,20 @@ class DataParallel(DistributedDataParallel):
         return {} if self.wire is None else {"wire": self.wire}
 
 
+class _Touch(torch.autograd.Function):
+    """Return 0. The gradient is 0 with the strides of the parameter: DDP warns about other ones."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.save_for_backward(parameter)
+        return parameter.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Tensor:
+        (parameter,) = ctx.saved_tensors
+        return torch.zeros_like(parameter)
+
+
 class _TouchAll(nn.Module):
     """A model whose gradient is zero for each of ``parameters``, the last one's first."""
 
@@ -111,7 +125,7 @@ class _TouchAll(nn.Module):
     def forward(self) -> Tensor:
         total = torch.zeros(())
         for parameter in self.touched:
-            total = total.to(parameter.device) + parameter.flatten()[0] * 0.0
+            total = total.to(parameter.device) + _Touch.apply(parameter)
         return total
 
 
