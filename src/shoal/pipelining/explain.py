@@ -58,8 +58,8 @@ def _head(plan: Plan, predicted: Timeline, title: str, num_replicas: int) -> str
     schedule = plan.schedule
     replicas = f", {num_replicas} replicas" if num_replicas > 1 else ""
     return (
-        f"{title}: {schedule.num_stages} stages on {schedule.num_ranks} ranks{replicas}, "
-        f"{schedule.num_micro_batches} micro-batches, schedule {schedule.name}\n"
+        f"{title}: {_counted(schedule.num_stages, 'stage')} on {_counted(schedule.num_ranks, 'rank')}"
+        f"{replicas}, {schedule.num_micro_batches} micro-batches, schedule {schedule.name}\n"
         f"predicted step {_ms(predicted.makespan_s)}, bubble {predicted.bubble:.1%} (costs {plan.source})"
     )
 
@@ -138,6 +138,10 @@ def _table(rows: Sequence[Sequence[str]], left: set[int]) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number > 1)}"
 
 
 def _ms(seconds: float) -> str:

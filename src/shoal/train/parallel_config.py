@@ -1,4 +1,4 @@
-"""How a model and its batches are shared out over workers, as a person asks for it. Standard library only."""
+"""Settings of pipeline and data parallelism. Standard library only, so that ``--help`` is quick."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the model and the batch are shared out over the workers: workers = pipeline × data."""
+    """Division of the model and the batch over the workers: workers = pipeline × data."""
 
     layout: Literal["given", "auto"] = "given"
-    """given: as the settings below say; auto: the fastest that fits the memory, found on a cost model."""
+    """given: the settings below; auto: the fastest layout that fits the memory, by a cost model."""
     pipeline: int = 1
     """Workers that hold a part of the model each; neighbours by rank."""
     data: int | None = None
     """Replicas of the pipeline; default: workers / pipeline."""
     virtual_stages: int | None = None
-    """Stages of each worker; more of them make a shorter bubble and more messages; default: the fastest."""
+    """Stages per worker; more of them shorten the bubble and add messages; default: the fastest."""
     micro_batches: int | None = None
-    """Micro-batches of a replica's step; default: up to 4 for each worker of the pipeline."""
+    """Micro-batches per replica and step; default: up to 4 per worker of the pipeline."""
     schedule: ScheduleName = "auto"
     """Order of forward and backward; auto: the fastest, by simulation with measured costs."""
     optimize: Literal["speed", "memory"] = "speed"
-    """What the cut into stages aims at."""
+    """Objective of the cut into stages."""
     shard: bool = False
     """Divide parameters, gradients and optimizer state over the replicas (FSDP2)."""
     devices: int | None = None
-    """For layout auto: how many devices to plan for; default: the workers."""
+    """Devices to plan for, with layout auto or in a dry run; default: the workers."""
     memory: str | None = None
-    """For layout auto: memory of a device, such as 40GB."""
+    """Memory of a device, such as 40GB, for layout auto and for predictions in a dry run."""
     device: Literal["v100", "a100", "h100"] = "a100"
-    """For layout auto: what the cost model reckons with."""
+    """Device whose rates the cost model takes."""
 
     def __post_init__(self) -> None:
         require_positive("parallel", self, "pipeline", "data", "virtual_stages", "micro_batches", "devices")
