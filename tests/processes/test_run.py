@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from forked import fork_process, free_port, wait_for
 from shoal.env import WorkerEnv, WorkerPlace
-from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, RetryStep, UsageError
+from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, RetryStep, UsageError
 from shoal.launch.worker import run_worker
 from shoal.record import Evaluation, Step, read_record
 from shoal.train.config import LoopConfig, RunConfig
@@ -67,6 +67,7 @@ def script(
     error: type[Exception] = RetryStep,
     nan_at: tuple[int, ...] = (),
     too_large: int = 0,
+    updates: bool = True,
 ) -> int:
     settings = RunConfig(name="test", log_frequency=1, checkpoint_frequency=3)
     loop = LoopConfig(seed=5, precision=precision, max_nonfinite_steps=2)  # type: ignore[arg-type]
@@ -86,7 +87,8 @@ def script(
                 if step.number in failures:
                     failures.remove(step.number)
                     raise error(f"step {step.number} fails")
-                step.update(optimizer, max_norm=1.0)
+                if updates:
+                    step.update(optimizer, max_norm=1.0)
             if step.is_done and step.number == signal_at:
                 os.kill(os.getpid(), signal.SIGTERM)
             if run.due(4):
@@ -187,6 +189,12 @@ def test_a_real_lack_of_memory_becomes_advice(tmp_path: Path) -> None:
     assert train(tmp_path / "run", too_large=1 << 53) == [EXIT_FAILURE, EXIT_FAILURE]
     message = (tmp_path / "run" / "worker-0.log").read_text()
     assert "out of memory with a micro-batch of 6 samples: use --train.micro-batch-size 3 or" in message
+
+
+def test_a_step_without_an_update_is_refused(tmp_path: Path) -> None:
+    assert train(tmp_path / "run", updates=False) == [EXIT_USAGE, EXIT_USAGE]
+    message = (tmp_path / "run" / "worker-0.log").read_text()
+    assert "step 1 has no update: call step.update(optimizer) once" in message
 
 
 def loader(worker: WorkerEnv) -> DataLoader[Any]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shoal.data.loader import to_device
 from shoal.decide.batch import BatchPlan
-from shoal.errors import RetryStep
+from shoal.errors import RetryStep, UsageError
 from shoal.train.gradients import DataParallel, LossScale, Update
 from shoal.train.reporting import StepTimer
 from shoal.train.world import World
@@ -75,7 +75,12 @@ class Step:
 
     @property
     def optimizer(self) -> Optimizer:
-        assert self._optimizer is not None, "step.update(optimizer) was not called"
+        """The optimizer that :meth:`update` was given."""
+        if self._optimizer is None:
+            raise UsageError(
+                f"step {self.number} has no update: call step.update(optimizer) once at the end of "
+                "`with step`, after the last micro-batch"
+            )
         return self._optimizer
 
     def __enter__(self) -> Step:
@@ -106,13 +111,15 @@ class Step:
         training = self._training
         training.timer.lap("forward")
         self._loss += loss.detach()
-        (loss * (training.world.num_workers * training.scale.value)).backward()  # type: ignore[no-untyped-call]  # DDP averages over workers
+        weight = training.world.num_workers * training.scale.value  # DDP averages over workers
+        (loss * weight).backward()  # type: ignore[no-untyped-call]
         training.timer.lap("gradient_wait" if self._averages else "backward")
 
     def observe(self, loss: float | Tensor, part: str) -> None:
-        """Take note of a loss whose backward pass has been run elsewhere, the same on all workers.
+        """Record a loss whose backward pass ran elsewhere, such as in a pipeline; the same on all workers.
 
-        ``part`` is what the time since the last lap counts as.
+        Args:
+            part: the part of the step that the time since the last lap belongs to.
         """
         self._training.timer.lap(part)
         self._loss += loss / self._training.world.num_workers
@@ -153,11 +160,11 @@ class Step:
                 ddp.zero_grad()
                 ddp.restore_volatile(before)
             return isinstance(error, RetryStep)
-        finite = math.isfinite(self.grad_norm)
+        optimizer, finite = self.optimizer, math.isfinite(self.grad_norm)
         if finite:
-            training.update.apply(self.optimizer)
+            training.update.apply(optimizer)
         training.scale.update(finite=finite)
-        self.optimizer.zero_grad()
+        optimizer.zero_grad()
         training.timer.lap("optimizer")
         self.is_done = True
         self.loss = float(self._loss)
