@@ -159,8 +159,10 @@ def test_any_division_of_the_batch_trains_the_same(
 def test_a_step_that_is_repeated_leaves_no_trace(tmp_path: Path, options: dict[str, Any]) -> None:
     """Weights, momentum, running statistics, loss scale and counters are those of the uninterrupted run."""
     assert train(tmp_path / "whole", **options) == [EXIT_OK, EXIT_OK]
-    assert train(tmp_path / "run", fail_at=(1, 4, 4, 8), **options) == [EXIT_OK, EXIT_OK]
+    assert train(tmp_path / "run", fail_at=(1, 5, 5, 8), **options) == [EXIT_OK, EXIT_OK]
     assert same(tmp_path / "run", tmp_path / "whole")
+    rows = read_record(tmp_path / "run")
+    assert [row.step for row in rows if isinstance(row, Evaluation)] == [4, 8]
 
 
 def test_another_error_ends_the_run_and_the_same_command_continues(whole: Path, tmp_path: Path) -> None:

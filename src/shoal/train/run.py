@@ -172,6 +172,7 @@ class Run:
         self._section = "train"
         self.num_parameters, self.epoch_samples = 0, 0
         self._last_loss = 0.0
+        self._current: Step | None = None
         self._stack = ExitStack()
         self._began = self._last_end = time.monotonic()
 
@@ -404,7 +405,7 @@ class Run:
                 if num_stops:
                     self._leave()
                     return
-                step = Step(
+                step = self._current = Step(
                     self._training,
                     self.step + 1,
                     micro_batches,
@@ -424,8 +425,11 @@ class Run:
     def due(self, every: int | Sequence[int] | None) -> bool:
         """Return whether the step just done is a multiple of ``every`` or one of them.
 
-        For a number, and for ``None``, the last step of the loop counts too.
+        For a number, and for ``None``, the last step of the loop counts too. After a step that will be
+        repeated nothing is due.
         """
+        if self._current is not None and not self._current.is_done:
+            return False
         if isinstance(every, Sequence):
             return self.step in every
         return self.step == self._until or bool(every and self.step % every == 0)
