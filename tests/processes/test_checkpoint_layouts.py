@@ -193,7 +193,7 @@ def refuse_another_division(rank: int, run_dir: Path) -> None:
     if rank == 0:
         groups = everywhere["optimizer"].param_groups
         groups[0]["params"].append(groups[1]["params"].pop())
-    with pytest.raises(UsageError, match="parameter groups of optimizer are other ones"):
+    with pytest.raises(UsageError, match="parameter groups of optimizer differ from"):
         checkpointer.restore(everywhere)
 
 

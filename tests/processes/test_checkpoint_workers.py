@@ -84,7 +84,7 @@ def save_three_steps(rank: int, run_dir: Path, kind: str) -> None:
     checkpointer.finish()
     (completed,) = checkpointer.poll()
     assert completed.step == 3
-    assert completed.num_bytes == sum(file.stat().st_size for file in completed.path.iterdir())
+    assert completed.num_bytes == sum(file.stat().st_size for file in Path(completed.path).iterdir())
     whole = everything(model, optimizer)  # collective for DTensors
     if rank == 0:
         torch.save(whole, run_dir / "expected.pt")

@@ -124,7 +124,7 @@ def test_every_reader_names_the_place(tmp_path: Path, reader: str, name: str) ->
 def test_a_checkpoint_with_such_a_mark_is_damaged(tmp_path: Path, name: str) -> None:
     (tmp_path / "step-7").mkdir()
     (tmp_path / "step-7" / "complete.json").write_bytes(WRONG[name])
-    assert find_damage(tmp_path / "step-7") == "complete.json is not what a checkpoint holds"
+    assert find_damage(tmp_path / "step-7") == "complete.json is malformed"
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -1,19 +1,19 @@
-"""Checkpoints that training hardly waits for, and that are whole or not there.
+"""Saves checkpoints asynchronously and atomically, and restores them at any number of workers.
 
-1. :meth:`Checkpointer.save` copies this worker's part of the state into memory that is kept for it. Training
-   goes on as soon as that is done. (``torch.distributed.checkpoint.async_save`` may hand the very tensors of
-   a CPU model to its thread, which then race with the optimizer: pytorch issue 144657.)
-2. A thread writes the part to ``step-00000100.7.tmp`` and waits on a process group of its own, never the
-   training's, until all workers have written theirs.
-3. The first worker adds checksums, renames the folder to ``step-00000100`` and only then deletes older ones.
-   It owns the run directory (``owner``), so no other job writes or deletes there meanwhile.
-4. :meth:`Checkpointer.restore` takes the newest checkpoint whose checksums hold, with any number of workers.
+1. :meth:`Checkpointer.save` copies this worker's part of the state into a staging buffer that is allocated
+   once. Training continues after the copy. (``torch.distributed.checkpoint.async_save`` may pass the live
+   tensors of a CPU model to its thread, which then race with the optimizer: pytorch issue 144657.)
+2. A thread writes the part to ``step-00000100.7.tmp`` and waits until all workers have written theirs. It
+   uses its own process group, never that of training.
+3. The first worker writes the checksums, renames the folder to ``step-00000100`` and then deletes older
+   checkpoints. It owns the run directory (``run_dir``), so no other job writes there meanwhile.
+4. :meth:`Checkpointer.restore` loads the newest checkpoint whose checksums match.
 
-The workers may hold the same model, shards of it (FSDP2) or its stages, each under the whole model's names:
-what any number of them saved, any other division of the model reads.
+Workers may hold replicas of a model, shards of it (FSDP2) or pipeline stages, each under the names of the
+whole model. A checkpoint of any such division can be restored into any other.
 
-``checkpoint_state`` names the tensors, ``checkpoint_plan`` shares them out,
-``checkpoint_files`` stores them.
+``checkpoint_state`` names the tensors, ``checkpoint_plan`` assigns them to workers, ``checkpoint_files``
+stores them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ import contextlib
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch.distributed as dist
 from torch import nn
 
+from shoal import record
 from shoal.errors import ShoalError, UsageError
 from shoal.train import checkpoint_files as files
-from shoal.train.checkpoint_plan import Layout, SavePart, layout_of, read_tensors, saved_tensors
-from shoal.train.checkpoint_state import FlatState, Held, flatten, held, restore
+from shoal.train.checkpoint_plan import Layout, SavePart, layout_of, read_tensors
+from shoal.train.checkpoint_state import FlatState, LocalState, flatten, local_state, restore
 from shoal.train.run_dir import Ownership, own
 from shoal.train.world import all_gather_json, run_on_all
 
@@ -41,19 +43,8 @@ _DEADLINE_S = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompletedCheckpoint:
-    """A checkpoint that is complete on disk, for the record (fields as in ``record.Checkpoint``)."""
-
-    step: int
-    path: Path
-    num_bytes: int
-    blocked_s: float
-    written_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What was loaded: the step, the plain values of the state, and the newer checkpoints passed over."""
+    """A checkpoint that was loaded: its step and plain values, and the newer damaged ones skipped."""
 
     step: int
     path: Path
@@ -63,11 +54,11 @@ class Restored:
 
 @dataclass(kw_only=True)
 class _Pending:
-    """A save that a thread carries out; once the thread has ended, ``num_bytes`` or ``error`` is final."""
+    """A save in progress; once the thread has ended, ``num_bytes`` or ``error`` is final."""
 
     step: int
-    requested: float
-    path: Path = Path()
+    path: Path
+    requested: float = field(default_factory=time.monotonic)
     thread: threading.Thread | None = None
     blocked_s: float = 0.0
     written_s: float = 0.0
@@ -76,20 +67,20 @@ class _Pending:
 
 
 class Checkpointer:
-    """Saves and restores the state of one run. All workers make one, at the same place in the program.
+    """Saves and restores the state of a run. A collective: all workers construct one together.
 
-    The first worker owns the run directory while there is one: no other job can have it. At the start it
-    names checkpoints that were complete when a kill came, and deletes what is incomplete.
+    The first worker owns the run directory for the lifetime of the object, which excludes other jobs. At the
+    start it renames complete checkpoints that a killed process left unnamed, and deletes incomplete ones.
 
     Args:
-        run_dir: the run's directory, which is there; on a file system that all hosts share.
-        keep: how many of the last checkpoints stay.
-        keep_every: those at multiples of so many steps stay too; 0: none.
-        deadline_s: how long a worker waits for the others' disks.
+        run_dir: an existing directory on a file system that all hosts share.
+        keep: number of most recent checkpoints to keep.
+        keep_every: keep checkpoints at multiples of this number of steps too; 0: none.
+        deadline_s: seconds that a worker waits for the others to write.
 
     Raises:
-        UsageError: ``keep`` is below 1 or ``keep_every`` below 0, or another job uses the run directory.
-        ShoalError: the folder for the checkpoints cannot be made.
+        UsageError: ``keep`` is below 1, ``keep_every`` is below 0, or another job uses the run directory.
+        ShoalError: the checkpoint folder cannot be created, or holds a checkpoint of another format.
 
     Example:
 
@@ -123,26 +114,31 @@ class Checkpointer:
         self._owner: Ownership | None = None
         self._part: SavePart | None = None
         self._pending: _Pending | None = None
-        self._completed: list[CompletedCheckpoint] = []
+        self._completed: list[record.Checkpoint] = []
         self._good_step: int | None = None
         self._damaged_steps: set[int] = set()
         run_on_all(self._group, self._own_folder)
         self._recover()
 
     def save(self, step: int, state: Mapping[str, Any], *, wait: bool = False) -> None:
-        """Begin to save ``state``; on return it may change. With ``wait``, return when it is on disk.
+        """Start to save ``state``, which may change after the call.
 
-        ``state`` maps names to models, optimizers, tensors that are alike on all workers, state of which each
-        worker has its own (``checkpoint_state.OwnState``), and plain values that JSON can hold (those of the
-        first worker are stored; of optimizers over the stages of a model, all workers' together). A step that
-        is saved already is not saved again. Only one save is in flight: this one waits for the one before.
+        A step that was saved before is not saved again. At most one save is in progress: a second one waits
+        for it.
+
+        Args:
+            step: number of optimizer steps done.
+            state: by name: models; optimizers; tensors that are equal on all workers; state that differs per
+                worker (:class:`~shoal.train.checkpoint_state.OwnState`); JSON values, of which those of the
+                first worker are stored.
+            wait: return when the checkpoint is complete on disk.
 
         Raises:
-            ShoalError: this save failed, or the one before, or the run directory was taken over by another
-                job. Older checkpoints are untouched, and ``save`` can be called again. With ``wait``, an
-                earlier failure is forgotten when this save succeeds.
+            ShoalError: this save or the previous one failed, or another job took over the run directory.
+                Older checkpoints are untouched, and ``save`` can be called again. With ``wait``, a failure of
+                the previous save is dropped if this one succeeds.
         """
-        started = time.monotonic()
+        pending = _Pending(step=step, path=files.checkpoint_path(self._run_dir, step))
         earlier = self._settle()
         if earlier is not None and not wait:
             _surface(earlier)
@@ -151,22 +147,22 @@ class Checkpointer:
         flat = flatten(state)
         layout = layout_of(flat.tensors)
         if self._part is None or self._must_plan(self._part, layout):
-            self._part = None  # frees the old memory first
+            self._part = None  # frees the old buffer first
             self._part = SavePart(flat.tensors, layout, self._group, self._rank)
         self._part.stage(flat.tensors)
-        self._pending = pending = _Pending(step=step, requested=started)
+        self._pending = pending
         pending.thread = threading.Thread(
             target=self._write, args=(pending, self._part, flat), name="checkpoint", daemon=True
         )
         pending.thread.start()
         if wait:
             pending.thread.join()
-        pending.blocked_s = time.monotonic() - started
+        pending.blocked_s = time.monotonic() - pending.requested
         if wait:
             self.finish()
 
-    def poll(self) -> list[CompletedCheckpoint]:
-        """Return the checkpoints completed since the last call. Never waits and never raises."""
+    def poll(self) -> list[record.Checkpoint]:
+        """Return the checkpoints completed since the last call. Never blocks and never raises."""
         pending = self._pending
         if pending and pending.thread and not pending.thread.is_alive() and not pending.error:
             self._settle()
@@ -174,7 +170,7 @@ class Checkpointer:
         return completed
 
     def finish(self) -> None:
-        """Wait until the save that was begun is on disk. To be called before the process leaves.
+        """Wait for the save in progress. Call it before the process exits.
 
         Raises:
             ShoalError: the save failed.
@@ -183,19 +179,25 @@ class Checkpointer:
             _surface(error)
 
     def restore(self, state: Mapping[str, Any]) -> Restored | None:
-        """Load the newest good checkpoint of the run into the models and optimizers of ``state``.
+        """Load the newest undamaged checkpoint into ``state``, the same one on all workers.
 
-        Returns ``None`` when the run has no checkpoint. All workers take the same one.
+        Args:
+            state: as for :meth:`save`; models, optimizers, tensors and own state are filled in place.
+
+        Returns:
+            ``None`` if the run has no checkpoint.
 
         Raises:
-            ShoalError: there are checkpoints and all are damaged.
-            UsageError: the model or the optimizer is not the one that was saved; nothing was changed.
+            ShoalError: all checkpoints are damaged, or one is of another format.
+            UsageError: the model or the optimizer differs from the saved one; ``state`` is unchanged.
         """
         listed = run_on_all(self._group, lambda: [str(p) for p in files.list_checkpoints(self._run_dir)])[0]
         damaged: list[str] = []
         for path in map(Path, reversed(listed)):
             if (damage := self._find_damage(path)) is None:
-                values = self._load(path, state)
+                workers = run_on_all(self._group, lambda: local_state(state))
+                load = partial(_load, path, state, workers)
+                values = run_on_all(self._group, load)[self._rank]
                 self._good_step = files.step_of(path)
                 return Restored(step=self._good_step, path=path, values=values, damaged=damaged)
             damaged.append(f"{path}: {damage}")
@@ -204,7 +206,7 @@ class Checkpointer:
             listing = "\n  ".join(damaged)
             raise ShoalError(
                 f"every checkpoint of the run is damaged:\n  {listing}\n"
-                "Put a good copy back, or begin anew in another run directory."
+                "Restore an intact copy, or start again in another run directory."
             )
         return None
 
@@ -214,7 +216,7 @@ class Checkpointer:
             (self._run_dir / files.FOLDER).mkdir(exist_ok=True)
 
     def _recover(self) -> None:
-        """Name what is whole and has no name, and delete what else kills have left."""
+        """Rename complete checkpoints that a killed process left unnamed, and delete its other files."""
         run_dir, is_first = self._run_dir, self._rank == 0
         listed = run_on_all(
             self._group, lambda: [str(p) for p in files.list_unnamed(run_dir)] if is_first else []
@@ -225,10 +227,6 @@ class Checkpointer:
                 whole[files.step_of(path)] = path
         run_on_all(self._group, lambda: files.tidy(run_dir, whole.values()) if is_first else None)
 
-    def _require_owner(self) -> None:
-        if self._owner is not None:
-            self._owner.require()
-
     def _find_damage(self, path: Path) -> str | None:
         found = run_on_all(
             self._group,
@@ -236,21 +234,16 @@ class Checkpointer:
         )
         return next((damage for damage in found if damage), None)
 
-    def _load(self, path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-        workers = run_on_all(self._group, lambda: held(state))
-        return run_on_all(self._group, lambda: _load(path, state, workers))[self._rank]
-
     def _must_plan(self, part: SavePart, layout: Layout) -> bool:
-        """Whether the workers must share out the state anew, which all do together."""
+        """Return whether the save plan is outdated; the same on all workers, since planning is collective."""
         changed = part.layout != layout
-        if part.differs:  # one stage's state may grow and another's not
+        if part.differs:  # the state of one stage may have grown and that of another not
             return any(all_gather_json(self._group, changed))
         return changed
 
     def _write(self, pending: _Pending, part: SavePart, flat: FlatState) -> None:
         """Write this worker's file and, on the first worker, complete the checkpoint. Runs in a thread."""
         try:
-            pending.path = files.checkpoint_path(self._run_dir, pending.step)
             name = run_on_all(self._group, lambda: self._temporary_name(pending.path))[0]
             temporary = pending.path.with_name(name)
             try:
@@ -262,12 +255,14 @@ class Checkpointer:
                 )
                 sizes = run_on_all(self._group, lambda: self._complete(pending.step, temporary, written))
             except Exception:
-                with contextlib.suppress(Exception):  # gives the space of a full disk back
-                    run_on_all(self._group, lambda: self._give_up(temporary))
+                with contextlib.suppress(Exception):  # frees the space on a full disk
+                    run_on_all(
+                        self._group, lambda: files.remove_folder(temporary) if self._rank == 0 else None
+                    )
                 raise
             pending.num_bytes = sizes[0]
             pending.written_s = time.monotonic() - pending.requested
-        except Exception as error:  # it surfaces on the training's thread, at the next call
+        except Exception as error:  # raised in the training thread, at the next call
             pending.error = error
 
     def _temporary_name(self, path: Path) -> str:
@@ -281,16 +276,16 @@ class Checkpointer:
             temporary.mkdir(parents=True, exist_ok=True)
             written = [part.buffer.write(temporary / part.file)]
             if self._rank == 0:
-                contents = files.Contents(tensors=part.tensors, values=values)
-                written.append(files.write_contents(temporary, contents))
+                written.append(files.write_contents(temporary, part.tensors, values))
             return [asdict(file) for file in written]
-        finally:  # a new owner deletes this folder: that is then the error, not a file that is not there
-            self._require_owner()
+        finally:  # if a new owner deleted the folder, report that instead of a missing file
+            if self._owner is not None:
+                self._owner.require()
 
     def _complete(self, step: int, temporary: Path, written: list[list[dict[str, Any]]]) -> int:
-        if self._rank != 0:
+        if self._owner is None:
             return 0
-        self._require_owner()
+        self._owner.require()
         num_bytes = files.complete(
             temporary, step, [files.WrittenFile(**file) for part in written for file in part]
         )
@@ -299,12 +294,8 @@ class Checkpointer:
             files.remove_checkpoint(files.checkpoint_path(self._run_dir, old))
         return num_bytes
 
-    def _give_up(self, temporary: Path) -> None:
-        if self._rank == 0:
-            files.remove_folder(temporary)
-
     def _settle(self) -> Exception | None:
-        """Wait for the save in flight, take note of it, and return its error if it failed."""
+        """Wait for the save in progress, count it as completed or return its error."""
         pending, self._pending = self._pending, None
         if pending is None or pending.thread is None:
             return None
@@ -313,9 +304,9 @@ class Checkpointer:
             return pending.error
         self._good_step = pending.step
         self._completed.append(
-            CompletedCheckpoint(
+            record.Checkpoint(
                 step=pending.step,
-                path=pending.path,
+                path=str(pending.path),
                 num_bytes=pending.num_bytes,
                 blocked_s=pending.blocked_s,
                 written_s=pending.written_s,
@@ -325,23 +316,25 @@ class Checkpointer:
 
 
 def _surface(error: Exception) -> NoReturn:
-    """Raise the error of a writing thread on the training's thread; a defect as it is, with its traceback."""
+    """Raise the error of the writing thread in the training thread; defects keep class and traceback."""
     if isinstance(error, ShoalError):
         raise ShoalError(str(error)) from error
     raise error
 
 
 def load_model(path: Path, model: nn.Module, *, key: str = "model") -> int:
-    """Load only the model of a checkpoint, and return its step: for evaluation, export or a new run.
+    """Load only the model of a checkpoint, for evaluation, export or a new run. Not a collective.
 
     Args:
-        path: a checkpoint, or a run directory, whose newest checkpoint is taken.
-        key: the model's name in the state that was saved.
+        path: a checkpoint, or a run directory, whose newest checkpoint is loaded.
+        model: filled in place.
+        key: name of the model in the saved state.
 
-    Each worker reads for itself.
+    Returns:
+        The step of the checkpoint.
 
     Raises:
-        ShoalError: there is no checkpoint, or it is damaged.
+        ShoalError: there is no checkpoint, it is damaged, or it is of another format.
         UsageError: it is of another model.
     """
     if not files.is_checkpoint(path):
@@ -350,17 +343,11 @@ def load_model(path: Path, model: nn.Module, *, key: str = "model") -> int:
             raise ShoalError(f"{path} is neither a checkpoint nor the directory of a run that has one")
         path = found[-1]
     if damage := files.find_damage(path):
-        raise ShoalError(f"the checkpoint {path} is damaged: {damage}; name an older one of the run instead")
-    _load(path, {key: model}, [held({key: model})])
+        raise ShoalError(f"the checkpoint {path} is damaged: {damage}; use an older one of the run instead")
+    _load(path, {key: model}, [local_state({key: model})])
     return files.step_of(path)
 
 
-def _load(path: Path, state: Mapping[str, Any], workers: list[Held]) -> dict[str, Any]:
-    contents = files.read_contents(path)
-    return restore(
-        state,
-        saved_tensors(contents.tensors),
-        contents.values,
-        lambda targets: read_tensors(path, contents.tensors, targets),
-        workers,
-    )
+def _load(path: Path, state: Mapping[str, Any], workers: list[LocalState]) -> dict[str, Any]:
+    tensors, values = files.read_contents(path)
+    return restore(state, tensors, values, lambda targets: read_tensors(path, tensors, targets), workers)

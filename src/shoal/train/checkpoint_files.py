@@ -1,18 +1,19 @@
-"""The files of a checkpoint, without any process group: written so that a kill leaves the old or the new one.
+"""Reads and writes the files of a checkpoint, without process groups.
 
 A checkpoint is the folder ``checkpoints/step-00000100`` of a run directory:
 
-- ``worker-00000.safetensors``, … – what each worker wrote; the safetensors format, so any tool reads them;
-- ``contents.json`` – where each tensor's chunks lie, and the plain values of the state;
-- ``complete.json`` – sizes and CRC-32 of the others and of itself; without it nothing counts.
+- ``worker-00000.safetensors``, …: the tensors that each worker wrote, in the safetensors format;
+- ``contents.json``: the file and offsets of each tensor's chunks, and the plain values of the state;
+- ``complete.json``: format number, and sizes and CRC-32 of the other files and of itself, written last.
 
-It is written as ``step-00000100.7.tmp`` by the run directory's owner of number 7. Where the step was saved
-before, that one becomes ``step-00000100.old`` until the new one has its name, so at least one is whole at any
-moment; what a kill leaves unnamed is found at the next start. ``step-00000100.gone`` is being deleted.
+The owner of number 7 of the run directory writes it as ``step-00000100.7.tmp``. If the step was saved before,
+the older folder is renamed to ``step-00000100.old`` until the new one has its name, so that one of the two is
+complete at any moment. The next start finds a complete one that a killed process left unnamed.
+``step-00000100.gone`` is being deleted.
 
-CRC-32 is for accidents, not for attacks; it runs at 3.9 GiB/s on one core where SHA-256 takes 1.7. There is
-no pickle: ``torch.distributed.checkpoint`` stores its ``.metadata`` as one and unpickles what is not a tensor
-without a restriction, and its safetensors storage holds no values and does not know the sizes of shards.
+CRC-32 detects accidents, not attacks; it runs at 3.9 GiB/s on one core, SHA-256 at 1.7. Nothing is pickled:
+``torch.distributed.checkpoint`` pickles its ``.metadata`` and unpickles non-tensors without restriction, and
+its safetensors storage holds no plain values and no sizes of shards.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from shoal.errors import ShoalError
 from shoal.json_text import parse_json
@@ -35,15 +38,34 @@ from shoal.json_text import parse_json
 FOLDER = "checkpoints"
 CONTENTS = "contents.json"
 COMPLETE = "complete.json"
-_FORMAT = 1
+FORMAT = 2
+"""Number of the format, the names and meaning of the values that a run saves included."""
 _TEMPORARY, _REPLACED, _DELETED = ".tmp", ".old", ".gone"
 _NAME = re.compile(r"step-(\d{8,})")
 _UNNAMED = re.compile(r"step-(\d{8,})\.(?:(\d+)\.)?\w+")
 _CHUNK_BYTES = 8 << 20
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Element types of safetensors 0.5 and newer."""
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenFile:
+    """A file with its size and checksum."""
+
     name: str
     num_bytes: int
     crc32: str
@@ -51,7 +73,7 @@ class WrittenFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A box of a tensor (``offsets``, ``sizes`` per dim) and where it is stored."""
+    """A box of a tensor (``offsets`` and ``sizes`` per dimension), and the file and key that hold it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -61,30 +83,29 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A tensor of global shape ``size`` in its chunks."""
+    """A tensor of global shape ``size``; ``dtype`` is the name of its element type in safetensors."""
 
     dtype: str
     size: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    tensors: dict[str, StoredTensor]
-    values: dict[str, Any]
-
-
 def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of ``step``."""
     return run_dir / FOLDER / f"step-{step:08}"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether ``path`` is a folder with a checkpoint's name, whole or not."""
+    """Return whether ``path`` is a folder with the name of a checkpoint, complete or not."""
     return path.is_dir() and _NAME.fullmatch(path.name) is not None
 
 
 def step_of(path: Path) -> int:
-    """Return the step of a checkpoint, or of one that has not got its name."""
+    """Return the step in the name of a checkpoint's folder, temporary or final.
+
+    Raises:
+        ShoalError: it has another name.
+    """
     match = _NAME.fullmatch(path.name) or _UNNAMED.fullmatch(path.name)
     if match is None:
         raise ShoalError(f"{path} is not named like a checkpoint (step-00000100)")
@@ -92,26 +113,22 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the folders of the run's checkpoints, oldest first. Their files have not been looked at."""
-    folder = run_dir / FOLDER
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if is_checkpoint(path)]
-    return sorted(found, key=step_of)
+    """Return the checkpoints of the run, the oldest first. Their files are not checked."""
+    return sorted(filter(is_checkpoint, _entries(run_dir)), key=step_of)
 
 
 def temporary_path(path: Path, owner: int) -> Path:
-    """Return where the run directory's owner of this number writes a checkpoint before it takes its name.
+    """Return the folder in which the run directory's owner of this number writes a checkpoint.
 
-    No two owners write to one folder, not even if one of them does not know yet that it is the owner no more.
+    Two owners never write to one folder, even if one of them has not noticed yet that it lost the directory.
     """
     return path.with_name(f"{path.name}.{owner}{_TEMPORARY}")
 
 
 def list_unnamed(run_dir: Path) -> list[Path]:
-    """Return what may be the only copy of a step because a kill came before it had its name again.
+    """Return folders that may hold the only copy of a step because a process was killed before the rename.
 
-    The newest of each step is first. Their files have not been looked at, but for ``complete.json``.
+    The newest of each step comes first. Each has ``complete.json``; the files are not checked.
     """
     found = [
         path
@@ -124,15 +141,15 @@ def list_unnamed(run_dir: Path) -> list[Path]:
 
 
 def tidy(run_dir: Path, whole: Iterable[Path]) -> None:
-    """Give the ``whole`` ones of :func:`list_unnamed` their names, and delete what else kills have left."""
+    """Rename the complete folders ``whole`` of :func:`list_unnamed`, and delete all other leftovers."""
     for path in whole:
         path.rename(checkpoint_path(run_dir, step_of(path)))
     for path in _leftovers(run_dir):
-        shutil.rmtree(path, ignore_errors=True)
+        remove_folder(path)
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint; a kill in between leaves no half checkpoint under its name."""
+    """Delete a checkpoint; a process killed meanwhile leaves no partial checkpoint under its name."""
     doomed = path.with_name(path.name + _DELETED)
     with contextlib.suppress(FileNotFoundError):
         path.rename(doomed)
@@ -140,15 +157,15 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder as far as that is possible."""
+    """Delete a folder; errors are ignored."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> WrittenFile:
-    """Write ``pieces`` to the disk at ``path``, the checksum in the same pass.
+    """Write ``pieces`` to ``path``, computing the checksum in the same pass, and flush it to disk.
 
     Raises:
-        ShoalError: it cannot be written: a full disk, a limit, a lost mount.
+        ShoalError: the file cannot be written: full disk, quota, lost mount.
     """
     checksum = num_bytes = 0
     try:
@@ -166,15 +183,21 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> WrittenFile:
     return WrittenFile(name=path.name, num_bytes=num_bytes, crc32=f"{checksum:08x}")
 
 
-def write_contents(path: Path, contents: Contents) -> WrittenFile:
-    return write_file(path / CONTENTS, [json.dumps(asdict(contents)).encode()])
+def write_contents(path: Path, tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]) -> WrittenFile:
+    """Write ``contents.json`` into the folder ``path``.
+
+    Raises:
+        ShoalError: the file cannot be written.
+    """
+    table = {"tensors": {name: asdict(tensor) for name, tensor in tensors.items()}, "values": values}
+    return write_file(path / CONTENTS, [json.dumps(table).encode()])
 
 
 def complete(path: Path, step: int, files: Iterable[WrittenFile]) -> int:
-    """Write ``complete.json`` into ``path``, give the checkpoint its name and return its size in bytes.
+    """Write ``complete.json`` into ``path``, rename the folder and return its size in bytes.
 
     Raises:
-        ShoalError: a worker's file is not there, or the folder cannot be written.
+        ShoalError: a file of another worker is missing, or the folder cannot be written.
     """
     files = sorted(files, key=lambda file: file.name)
     for file in files:
@@ -183,7 +206,7 @@ def complete(path: Path, step: int, files: Iterable[WrittenFile]) -> int:
                 f"{path / file.name} was written by another worker and is not there on the first worker's "
                 "host: the run directory must be on a file system that all hosts share"
             )
-    record = {"format": _FORMAT, "step": step, "files": [asdict(file) for file in files]}
+    record = {"format": FORMAT, "step": step, "files": [asdict(file) for file in files]}
     mark = write_file(path / COMPLETE, [json.dumps(record | {"crc32": _crc32_of(record)}, indent=1).encode()])
     final = path.with_name(f"step-{step:08}")
     replaced = path.with_name(final.name + _REPLACED)
@@ -201,10 +224,13 @@ def complete(path: Path, step: int, files: Iterable[WrittenFile]) -> int:
 
 
 def find_damage(path: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
-    """Return what is wrong with a checkpoint, or ``None``.
+    """Return a description of the damage of a checkpoint, or ``None``.
 
-    ``complete.json`` is always checked; of the other files only each ``num_parts``-th from ``part`` on, so
-    that the workers can share the reading.
+    ``complete.json`` is always checked. Of the other files only every ``num_parts``-th from ``part`` on is
+    read, so that workers can share the work.
+
+    Raises:
+        ShoalError: the checkpoint is of another format, so it is not damaged and must not be skipped.
     """
     try:
         record = parse_json((path / COMPLETE).read_bytes(), COMPLETE)
@@ -212,24 +238,29 @@ def find_damage(path: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
         files = [WrittenFile(**file) for file in record["files"]]
         if stored != _crc32_of(record):
             return f"{COMPLETE} has the checksum {_crc32_of(record)} instead of {stored}"
-        if record["format"] != _FORMAT:
-            return f"{COMPLETE} has the format {record['format']}, and this shoal reads {_FORMAT}"
         if record["step"] != step_of(path):
             return f"{COMPLETE} is of step {record['step']}"
+        found = int(record["format"])
     except FileNotFoundError:
         return f"{COMPLETE} is missing"
     except OSError as error:
         return f"{COMPLETE} cannot be read: {error.strerror}"
     except (ShoalError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{COMPLETE} is not what a checkpoint holds"
+        return f"{COMPLETE} is malformed"
+    if found != FORMAT:
+        raise ShoalError(
+            f"the checkpoint {path} has format {found}, of {'an older' if found < FORMAT else 'a newer'} "
+            f"shoal, and this one reads {FORMAT}: continue the run with that version, or start it again with "
+            "another --run.dir"
+        )
     return next((damage for file in files[part::num_parts] if (damage := _file_damage(path, file))), None)
 
 
-def read_contents(path: Path) -> Contents:
-    """Return the table of a checkpoint that :func:`find_damage` has found good.
+def read_contents(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    """Return the tensors and the plain values of an undamaged checkpoint.
 
     Raises:
-        ShoalError: it cannot be read.
+        ShoalError: ``contents.json`` cannot be read.
     """
     try:
         table = parse_json((path / CONTENTS).read_bytes(), str(path / CONTENTS))
@@ -249,13 +280,13 @@ def read_contents(path: Path) -> Contents:
             )
             for name, tensor in table["tensors"].items()
         }
-        return Contents(tensors=tensors, values=table["values"])
+        return tensors, table["values"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ShoalError(f"{path / CONTENTS} cannot be read: {error!r}") from error
 
 
 def _name_in_folder(name: str) -> str:
-    """Return the name, which must not lead out of the checkpoint's folder."""
+    """Return ``name`` if it is one of a file in the checkpoint's folder; raise a ValueError otherwise."""
     if not name or Path(name).name != name:
         raise ValueError(f"{name!r} is not the name of a file in the checkpoint's folder")
     return name
@@ -264,10 +295,10 @@ def _name_in_folder(name: str) -> str:
 def superseded(
     steps: Iterable[int], *, newest: int, keep: int, keep_every: int = 0, damaged: Iterable[int] = ()
 ) -> list[int]:
-    """Return the steps whose checkpoints may go, now that the one of step ``newest`` is complete.
+    """Return the steps whose checkpoints can be deleted once that of step ``newest`` is complete.
 
-    Kept are the last ``keep`` up to ``newest``, every multiple of ``keep_every``, and all beyond ``newest``:
-    they come from an attempt that this one has not overtaken yet. ``damaged`` ones never count as kept.
+    The last ``keep`` up to ``newest``, multiples of ``keep_every``, and all after ``newest`` are kept: the
+    latter belong to an earlier attempt that got further. ``damaged`` ones do not count towards ``keep``.
     """
     past = {step for step in steps if step <= newest}
     good = sorted(past - (set(damaged) - {newest}))
@@ -276,8 +307,12 @@ def superseded(
 
 
 def _leftovers(run_dir: Path) -> list[Path]:
+    return [path for path in _entries(run_dir) if _UNNAMED.fullmatch(path.name)]
+
+
+def _entries(run_dir: Path) -> list[Path]:
     folder = run_dir / FOLDER
-    return [path for path in folder.iterdir() if _UNNAMED.fullmatch(path.name)] if folder.is_dir() else []
+    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def _owner_of(path: Path) -> int:

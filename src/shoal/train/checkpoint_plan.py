@@ -1,8 +1,8 @@
-"""Which worker stores which part of which tensor, and who reads what back.
+"""Assigns the tensors of a checkpoint to workers for saving, and their chunks to readers for loading.
 
-The planners of ``torch.distributed.checkpoint`` (DCP) decide: replicated tensors are shared out among the
-workers by size, each shard of a DTensor is stored by one worker, and a reader with another number of workers,
-or another sharding, gets the boxes that overlap its own. Only DCP's transport is not used: it pickles.
+The planners of ``torch.distributed.checkpoint`` (DCP) do it: replicated tensors are distributed over the
+workers by size, each shard of a DTensor is stored by one worker, and a reader with another number of workers
+or another sharding reads the boxes that overlap its own. DCP's storage is not used, because it pickles.
 """
 
 from __future__ import annotations
@@ -27,72 +27,50 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from shoal.errors import ShoalError
-from shoal.train.checkpoint_files import Chunk, StoredTensor, WrittenFile, write_file
-from shoal.train.checkpoint_state import SavedTensor
+from shoal.train.checkpoint_files import DTYPE_NAMES, DTYPES, Chunk, StoredTensor, WrittenFile, write_file
 from shoal.train.world import all_gather_json
 
-# The element types of safetensors 0.5 and newer
-_DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-
 Layout = list[dict[str, Any]]
-"""One entry for each piece that a worker holds; values that JSON can hold."""
+"""The tensors and shards that a worker holds, one entry each, in JSON values."""
 
 
 class StagingBuffer:
-    """Memory laid out as the data part of one safetensors file, with a view for every tensor in it.
+    """Memory with the layout of a safetensors file's data, and a view per tensor.
 
-    Wide types come first, so that each view is aligned. A device copies into ``pinned`` memory directly.
+    Wide types come first, which aligns the views. GPUs copy into ``pinned`` memory asynchronously.
     """
 
-    def __init__(self, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]], *, pinned: bool) -> None:
-        ordered = sorted(shapes, key=lambda key: (-shapes[key][0].itemsize, key))
-        offsets: dict[str, tuple[int, int]] = {}
+    def __init__(self, shapes: dict[str, tuple[torch.dtype, torch.Size]], *, pinned: bool) -> None:
+        num_bytes = {key: dtype.itemsize * shape.numel() for key, (dtype, shape) in shapes.items()}
+        self._data = torch.empty(sum(num_bytes.values()), dtype=torch.uint8, pin_memory=pinned)
+        self.views: dict[str, Tensor] = {}
+        table: dict[str, dict[str, Any]] = {}
         end = 0
-        for key in ordered:
-            dtype, shape = shapes[key]
-            begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
-            offsets[key] = (begin, end)
-        self._data = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
-        self.views: dict[str, Tensor] = {
-            key: self._data[begin:end].view(shapes[key][0]).view(shapes[key][1])
-            for key, (begin, end) in offsets.items()
-        }
-        header = json.dumps(
-            {
-                key: {"dtype": _DTYPE_NAMES[shapes[key][0]], "shape": shapes[key][1], "data_offsets": span}
-                for key, span in offsets.items()
-            }
-        ).encode()
+        for key, (dtype, shape) in sorted(shapes.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
+            begin, end = end, end + num_bytes[key]
+            self.views[key] = self._data[begin:end].view(dtype).view(shape)
+            table[key] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (begin, end)}
+        header = json.dumps(table).encode()
         header = header.ljust(-(-len(header) // 8) * 8)
         self._header = len(header).to_bytes(8, "little") + header
 
     def write(self, path: Path) -> WrittenFile:
-        """Write the file at ``path`` to the disk.
+        """Write the buffer as a safetensors file.
 
         Raises:
-            ShoalError: it cannot be written.
+            ShoalError: the file cannot be written.
         """
         return write_file(path, [self._header, self._data.numpy().data])
 
 
 class SavePart:
-    """This worker's part of every save of one layout, with the memory to stage it in.
+    """The save plan of this worker with its staging buffer, reused while the layout of the state is the same.
 
-    ``differs`` says, alike on all workers, whether they hold tensors of different names: stages of a model.
+    A collective: all workers construct one together.
+
+    Attributes:
+        tensors: the stored tensors of all workers.
+        differs: whether workers hold tensors of different names, such as stages of a model; the same on all.
     """
 
     def __init__(
@@ -109,15 +87,13 @@ class SavePart:
         self._items = {_key(item): item.index for item in plans[rank].items}
         self._on_device = any(tensor.device.type != "cpu" for tensor in tensors.values())
         shapes = {
-            _key(item): (data.properties.dtype, tuple(data.chunk.sizes))
-            for item in plans[rank].items
-            if (data := item.tensor_data) is not None
+            _key(item): (data.properties.dtype, data.chunk.sizes) for item, data in _tensor_items(plans[rank])
         }
         self.buffer = StagingBuffer(shapes, pinned=self._on_device)
 
     @torch.no_grad()
     def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy this worker's part into its buffer; on return the tensors may change."""
+        """Copy this worker's part into the buffer, after which the tensors may change."""
         planner = _save_planner(tensors)
         for key, index in self._items.items():
             self.buffer.views[key].copy_(planner.lookup_object(index), non_blocking=True)
@@ -126,36 +102,36 @@ class SavePart:
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
-    """Return what this worker holds: every replicated tensor, and its own shards of the others.
+    """Return the layout of this worker's tensors: the replicated ones, and its shards of the others.
 
     Raises:
         ShoalError: a tensor has an element type that safetensors cannot store.
     """
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPE_NAMES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise ShoalError(f"{name} is of type {tensor.dtype}, which a checkpoint cannot store")
     return [
         {
             "name": item.index.fqn,
             "kind": item.type.name,
-            "dtype": _DTYPE_NAMES[data.properties.dtype],
+            "dtype": DTYPE_NAMES[data.properties.dtype],
             "size": list(data.size),
             "offsets": list(data.chunk.offsets),
             "sizes": list(data.chunk.sizes),
         }
-        for item in _save_planner(tensors).create_local_plan().items
-        if (data := item.tensor_data) is not None
+        for item, data in _tensor_items(_save_planner(tensors).create_local_plan())
     ]
 
 
 def read_tensors(path: Path, stored: Mapping[str, StoredTensor], targets: dict[str, Tensor]) -> None:
-    """Fill ``targets`` (plain tensors or DTensors) from the files of the checkpoint at ``path``.
+    """Fill ``targets`` (tensors or DTensors) from the files of the checkpoint at ``path``.
 
     Raises:
         ShoalError: a file cannot be read.
     """
+    metadata = Metadata({name: _tensor_metadata(tensor) for name, tensor in stored.items()})
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(targets), _metadata(stored), is_coordinator=True)
+    planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
     chunk_at = {
         MetadataIndex(name, chunk.offsets): chunk
         for name, tensor in stored.items()
@@ -174,14 +150,14 @@ def read_tensors(path: Path, stored: Mapping[str, StoredTensor], targets: dict[s
             raise ShoalError(f"cannot read {path / name}: {error}") from error
 
 
-def saved_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, SavedTensor]:
-    return {name: SavedTensor(size=t.size, dtype=_DTYPES[t.dtype]) for name, t in stored.items()}
-
-
 def _save_planner(tensors: Mapping[str, Tensor]) -> DefaultSavePlanner:
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), is_coordinator=True)
     return planner
+
+
+def _tensor_items(plan: SavePlan) -> list[tuple[WriteItem, TensorWriteData]]:
+    return [(item, item.tensor_data) for item in plan.items if item.tensor_data is not None]
 
 
 def _key(item: WriteItem) -> str:
@@ -191,8 +167,10 @@ def _key(item: WriteItem) -> str:
 
 
 def _without_overlaps(layouts: list[Layout]) -> list[Layout]:
-    """Leave out the shards of tensors that some worker holds whole: a tied weight that one worker's stages
-    share is not sharded there, and may be where a single stage has it."""
+    """Drop the shards of tensors that some worker holds unsharded.
+
+    A tied weight is not sharded on a worker whose stages share it, but may be where one stage has it.
+    """
     whole = {entry["name"] for layout in layouts for entry in layout if entry["sizes"] == entry["size"]}
     return [
         [entry for entry in layout if entry["name"] not in whole or entry["sizes"] == entry["size"]]
@@ -207,47 +185,39 @@ def _write_item(entry: Mapping[str, Any]) -> WriteItem:
         type=WriteItemType[entry["kind"]],
         tensor_data=TensorWriteData(
             chunk=chunk,
-            properties=TensorProperties(dtype=_DTYPES[entry["dtype"]]),
+            properties=TensorProperties(dtype=DTYPES[entry["dtype"]]),
             size=torch.Size(entry["size"]),
         ),
     )
 
 
 def _stored_tensors(plans: list[SavePlan]) -> dict[str, StoredTensor]:
-    chunks: dict[str, list[Chunk]] = {}
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    stored: dict[str, StoredTensor] = {}
     for rank, plan in enumerate(plans):
-        for item in plan.items:
-            if (data := item.tensor_data) is None:
-                continue
-            name = item.index.fqn
-            shapes[name] = (_DTYPE_NAMES[data.properties.dtype], tuple(data.size))
+        for item, data in _tensor_items(plan):
             chunk = Chunk(
                 offsets=tuple(data.chunk.offsets),
                 sizes=tuple(data.chunk.sizes),
                 file=f"worker-{rank:05}.safetensors",
                 key=_key(item),
             )
-            chunks.setdefault(name, []).append(chunk)
-    return {
-        name: StoredTensor(dtype=dtype, size=size, chunks=tuple(chunks[name]))
-        for name, (dtype, size) in shapes.items()
-    }
-
-
-def _metadata(stored: Mapping[str, StoredTensor]) -> Metadata:
-    return Metadata(
-        {
-            name: TensorStorageMetadata(
-                properties=TensorProperties(dtype=_DTYPES[tensor.dtype]),
-                size=torch.Size(tensor.size),
-                chunks=[
-                    ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
-                    for chunk in tensor.chunks
-                ],
+            before = stored.get(item.index.fqn)
+            stored[item.index.fqn] = StoredTensor(
+                dtype=DTYPE_NAMES[data.properties.dtype],
+                size=tuple(data.size),
+                chunks=(*before.chunks, chunk) if before else (chunk,),
             )
-            for name, tensor in stored.items()
-        }
+    return stored
+
+
+def _tensor_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
+        size=torch.Size(tensor.size),
+        chunks=[
+            ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
+            for chunk in tensor.chunks
+        ],
     )
 
 

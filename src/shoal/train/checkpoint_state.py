@@ -1,9 +1,9 @@
-"""A training state as a flat table of named tensors and a tree of plain values, and back.
+"""Converts a training state into named tensors and plain values, and back.
 
-Models are stored under the names that the unwrapped model gives its parameters and persistent buffers, and
-optimizers under the names of the parameters that they update, so that a checkpoint knows neither
-DistributedDataParallel, ``torch.compile``, activation checkpointing, the stages of a pipeline nor how many
-workers there were. A tied parameter is stored once, and its other names beside it.
+Model tensors have the names of the unwrapped model's parameters and persistent buffers, and optimizer state
+those of the parameters. A checkpoint is therefore independent of DistributedDataParallel, ``torch.compile``,
+activation checkpointing, pipeline stages and the number of workers. A tied parameter is stored once, with
+its other names.
 """
 
 from __future__ import annotations
@@ -20,65 +20,58 @@ from torch.optim import Optimizer
 
 from shoal.errors import ShoalError, UsageError, did_you_mean
 from shoal.json_text import parse_json
+from shoal.train.checkpoint_files import DTYPES, StoredTensor
 
 _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _MOST_NAMES_SHOWN = 5
 
-Held = dict[str, Any]
-"""What a worker's models and optimizers consist of, by the keys of its state; values that JSON can hold."""
+LocalState = dict[str, Any]
+"""Tensor names of a worker's models and values of its optimizers, by the keys of the state; JSON values."""
 
 Names = Mapping[nn.Parameter, str]
 """The names of a state's parameters."""
 
 Values = dict[str, Any]
-"""What an optimizer has besides tensors: its class, its groups with their parameters' names, plain state."""
+"""State of an optimizer besides tensors: class, groups with the names of their parameters, plain entries."""
 
 
 @runtime_checkable
 class OwnState(Protocol):
-    """State of which every worker has its own part, under names that no other worker uses.
+    """State that differs per worker, under names that no other worker uses.
 
-    Any number of workers read back what any number have saved; a checkpoint may also hold nothing of it.
+    The number of workers that read it may differ from the number that saved it, and a checkpoint may hold
+    none of it.
     """
 
     def own_tensors(self) -> dict[str, Tensor]:
         """Return this worker's tensors, for a checkpoint."""
 
     def tensors_to_read(self, saved: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors to fill, by those of all workers' ``saved`` names that this worker takes over."""
+        """Return tensors to fill, by those of all workers' ``saved`` names that this one restores."""
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what the tensors have been filled with."""
+        """Restore the state from the filled tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatState:
-    """``tensors`` alias the live state; ``optimizers`` and ``values`` hold all else, by the state's keys."""
+    """``tensors`` alias the live state; ``optimizers`` and ``values`` hold the rest, by the state's keys."""
 
     tensors: dict[str, Tensor]
     optimizers: dict[str, Values]
     values: dict[str, Any]
 
     def all_values(self, workers: Sequence[Any] | None = None) -> dict[str, Any]:
-        """Return what to store beside the tensors: the values, and of the optimizers what all workers have.
+        """Return the values to store: those of the first worker, and the merged ones of all optimizers.
 
         Args:
-            workers: every worker's ``[values, optimizers]``, where their optimizers differ; the first
-                worker's other values are taken.
+            workers: ``[values, optimizers]`` of every worker, if optimizers differ between workers.
         """
         if workers is None:
             return self.values | self.optimizers
         keys = dict.fromkeys(key for _, optimizers in workers for key in optimizers)
         together = {key: merged([parts[key] for _, parts in workers if key in parts]) for key in keys}
         return {**workers[0][0], **together}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedTensor:
-    """What a checkpoint holds under one name: the global shape and the element type."""
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -102,13 +95,13 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
-    """Return the other names of the model's tied parameters, each with the one that they are stored under.
+    """Return the further names of tied parameters, each with the name under which the tensor is stored.
 
-    A :class:`shoal.pipelining.state_dict.ModelPart` says those of the whole model.
+    The aliases of a :class:`shoal.pipelining.state_dict.ModelPart` are those of the whole model.
     """
     inner = _unwrap(model)
-    if isinstance(told := getattr(inner, "aliases", None), dict):
-        return told
+    if isinstance(given := getattr(inner, "aliases", None), dict):
+        return given
     first: dict[nn.Parameter, str] = {}
     names = [(name, first.setdefault(p, name)) for name, p in inner.named_parameters(remove_duplicate=False)]
     return {_plain_name(name): _plain_name(stored) for name, stored in names if name != stored}
@@ -117,7 +110,8 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 def flatten(state: Mapping[str, Any]) -> FlatState:
     """Return the tensors of ``state`` under flat names, and its plain values.
 
-    ``state`` maps names to models, optimizers, tensors, workers' own state, and values that JSON can hold.
+    Args:
+        state: models, optimizers, tensors, :class:`OwnState` and JSON values by name.
 
     Raises:
         ShoalError: a value is none of these, or an optimizer updates a parameter of no model in ``state``.
@@ -143,8 +137,8 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
     return FlatState(tensors=tensors, optimizers=optimizers, values=values)
 
 
-def held(state: Mapping[str, Any]) -> Held:
-    """Return what this worker's part of the state consists of, to be told to the others.
+def local_state(state: Mapping[str, Any]) -> LocalState:
+    """Return a description of this worker's part of the state, to exchange with other workers.
 
     Raises:
         ShoalError: as :func:`flatten`.
@@ -159,21 +153,24 @@ def held(state: Mapping[str, Any]) -> Held:
 
 def restore(
     state: Mapping[str, Any],
-    saved: Mapping[str, SavedTensor],
+    saved: Mapping[str, StoredTensor],
     values: Mapping[str, Any],
     read: Callable[[dict[str, Tensor]], None],
-    workers: Sequence[Held],
+    workers: Sequence[LocalState],
 ) -> dict[str, Any]:
-    """Fill the models, optimizers and tensors of ``state`` and return the plain values stored beside them.
+    """Fill the models, optimizers and tensors of ``state`` and return the other stored values.
 
-    ``read`` fills the tensors that it is given, by their flat names. Nothing is changed before every name
-    and shape has been compared.
+    All names and shapes are compared before anything is changed.
 
     Args:
-        workers: what each worker's part of the state consists of (:func:`held`), this one's among them.
+        state: as for :func:`flatten`.
+        saved: the stored tensors by flat name.
+        values: the stored values.
+        read: fills tensors, given by flat name, from the checkpoint.
+        workers: :func:`local_state` of all workers, including this one.
 
     Raises:
-        UsageError: the stored model, optimizer or its parameter groups are other ones.
+        UsageError: the stored model, optimizer or parameter groups differ from those of ``state``.
     """
     targets: dict[str, Tensor] = {}
     fresh: dict[str, dict[str, dict[str, Tensor]]] = {}
@@ -200,8 +197,8 @@ def restore(
     for key in optimizers:
         parts = [_renamed(w["optimizers"][key], renamed) for w in workers if key in w["optimizers"]]
         check_optimizer(key, parts, values.get(key))
-        entries = {name: (t.size, t.dtype) for name, t in _below(saved, f"{key}.state").items()}
-        fresh[key] = empty_state({name: parameter for parameter, name in names.items()}, entries)
+        parameters = {name: parameter for parameter, name in names.items()}
+        fresh[key] = empty_state(parameters, _below(saved, f"{key}.state"))
         for name, tensors in fresh[key].items():
             targets |= {f"{key}.state.{name}.{entry}": tensor for entry, tensor in tensors.items()}
     read(targets)
@@ -228,7 +225,7 @@ def _plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
 
 
-def _below(saved: Mapping[str, SavedTensor], key: str) -> dict[str, SavedTensor]:
+def _below(saved: Mapping[str, StoredTensor], key: str) -> dict[str, StoredTensor]:
     prefix = f"{key}."
     return {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
 
@@ -244,11 +241,11 @@ def _names_of_parameters(state: Mapping[str, Any]) -> dict[nn.Parameter, str]:
 
 def _stored_names(
     everywhere: set[str],
-    saved: Mapping[str, SavedTensor],
+    saved: Mapping[str, StoredTensor],
     saved_aliases: Mapping[str, str],
     model: nn.Module,
 ) -> dict[str, str]:
-    """Return the names of tied parameters that were stored under another of their names, with that name."""
+    """Return the stored name of each tied parameter that was stored under another one of its names."""
     others: dict[str, list[str]] = {}
     for alias, stored in [*saved_aliases.items(), *((a, b) for b, a in aliases_of(model).items())]:
         others.setdefault(alias, []).append(stored)
@@ -270,14 +267,14 @@ def _renamed(values: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]
 
 
 def _check_model(
-    key: str, current: Mapping[str, Tensor], saved: Mapping[str, SavedTensor], everywhere: set[str]
+    key: str, current: Mapping[str, Tensor], saved: Mapping[str, StoredTensor], everywhere: set[str]
 ) -> None:
-    """Compare this worker's tensors with the stored ones; ``everywhere`` are the names of all workers."""
+    """Raise if this worker's tensors differ from the stored ones; ``everywhere``: names of all workers."""
     for name, tensor in current.items():
         if name in saved and saved[name].size != tuple(tensor.shape):
             raise UsageError(
                 f"{_dotted(key, name)} has shape {tuple(tensor.shape)}, but {saved[name].size} in the "
-                "checkpoint: the model's size was changed; give the size it had, or begin a new run"
+                "checkpoint: the model's size was changed; set the former size, or start a new run"
             )
     if missing := [name for name in current if name not in saved]:
         near = did_you_mean(missing[0], saved)
@@ -300,17 +297,17 @@ def _shown(key: str, names: list[str]) -> str:
 
 # ---- optimizers ------------------------------------------------------------------------------------------
 #
-# Where each worker holds a part of the model (a pipeline's stages), each has an optimizer over its own
-# parameters. Together they are the one optimizer of the whole model: groups of equal options are one group.
-# That is stored, so that any other division of the model takes its share of it.
+# Workers with different stages of a model have optimizers over different parameters. These are stored as one
+# optimizer of the whole model, in which groups of equal options are merged, so that any other division of
+# the model can restore its share.
 #
-# ``torch.distributed.checkpoint.state_dict`` gives such names too, but it fills an optimizer without state by
-# taking a step with gradients of zero. That would count as a step in the moments' bias correction of a run
-# whose first steps all overflowed; here an optimizer is only read, and is rebuilt from what was stored.
+# ``torch.distributed.checkpoint.state_dict`` gives such names too, but initializes an optimizer without state
+# by a step with zero gradients. In a run whose first steps all overflowed that would count in the bias
+# correction of the moments. Here saving only reads an optimizer, and loading rebuilds it from stored values.
 
 
 def tensors_of(optimizer: Optimizer, names: Names, key: str) -> dict[str, Tensor]:
-    """Return the tensors of the state by ``name.entry``; ``key`` names the optimizer in errors."""
+    """Return the state's tensors by ``name.entry``; ``key`` is the optimizer's name in errors."""
     return {
         f"{name}.{entry}": value.detach()
         for name, entry, value in _entries(optimizer, names, key)
@@ -319,10 +316,10 @@ def tensors_of(optimizer: Optimizer, names: Names, key: str) -> dict[str, Tensor
 
 
 def values_of(optimizer: Optimizer, names: Names, key: str) -> Values:
-    """Return what is not a tensor.
+    """Return the class, groups and entries that are not tensors.
 
     Raises:
-        ShoalError: a value is nothing that JSON can hold, or a parameter has no name.
+        ShoalError: JSON cannot represent a value, or a parameter has no name.
     """
     state: dict[str, dict[str, Any]] = {}
     for name, entry, value in _entries(optimizer, names, key):
@@ -342,10 +339,10 @@ def values_of(optimizer: Optimizer, names: Names, key: str) -> Values:
 
 
 def merged(parts: Sequence[Values]) -> Values:
-    """Return the values of the optimizer of which each worker has one of ``parts``.
+    """Return the values of the whole model's optimizer, given those of each worker's.
 
-    Where these differ, groups of equal options become one, a parameter that several workers hold counts once,
-    and ``"parts"`` says how many different ones there were.
+    If these differ, groups of equal options are merged, a parameter on several workers occurs once, and
+    ``"parts"`` is the number of different ones.
     """
     parts = list({json.dumps(part, sort_keys=True): part for part in parts}.values())
     if len(parts) == 1:
@@ -358,48 +355,44 @@ def merged(parts: Sequence[Values]) -> Values:
 
 
 def check_optimizer(key: str, parts: Sequence[Values], stored: Values | None) -> None:
-    """Check that the optimizer of which the workers have ``parts`` is the one that was stored.
-
-    Raises:
-        UsageError: it is of another class, or it has other groups.
-    """
+    """Raise a :class:`UsageError` if the optimizers differ in class or groups from the stored one."""
     if stored is None:
         raise UsageError(
             f"the checkpoint holds no {key}: it cannot be continued, only its model can be loaded"
         )
     if other := next((part["class"] for part in parts if part["class"] != stored["class"]), None):
         raise UsageError(
-            f"the checkpoint was written with {stored['class']}, and {key} is {other} now; give the former, "
-            "or begin a new run from the checkpoint's model"
+            f"the checkpoint was written with {stored['class']}, and {key} is {other} now; use the former, "
+            "or start a new run from the checkpoint's model"
         )
     ours = merged(parts)
     groups = [ours["param_groups"], stored["param_groups"]]
-    if "parts" in ours or "parts" in stored:  # one side had to unite groups of equal options
+    if "parts" in ours or "parts" in stored:  # groups of equal options are merged on one side
         groups = [_united(one) for one in groups]
     if _divisions(groups[0]) != _divisions(groups[1]):
         raise UsageError(
-            f"the parameter groups of {key} are other ones than in the checkpoint; begin a new run"
+            f"the parameter groups of {key} differ from those of the checkpoint; start a new run"
         )
 
 
 def empty_state(
-    parameters: Mapping[str, nn.Parameter], stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    parameters: Mapping[str, nn.Parameter], stored: Mapping[str, StoredTensor]
 ) -> dict[str, dict[str, Tensor]]:
-    """Return tensors to be filled: like the parameter where the shape is its own, else plain on the CPU.
+    """Return tensors to fill: like the parameter if they have its shape, otherwise plain ones on the CPU.
 
     Args:
-        parameters: those that this worker has, by their stored names.
-        stored: shape and type of each entry of the state, by ``name.entry``.
+        parameters: this worker's parameters by stored name.
+        stored: the stored entries of the state by ``name.entry``.
     """
     empty: dict[str, dict[str, Tensor]] = {}
-    for flat_name, (size, dtype) in stored.items():
+    for flat_name, tensor in stored.items():
         name, _, entry = flat_name.rpartition(".")
-        parameter = parameters.get(name)
-        if parameter is not None:
+        if name in parameters:
+            parameter, dtype = parameters[name], DTYPES[tensor.dtype]
             empty.setdefault(name, {})[entry] = (
                 torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-                if tuple(parameter.shape) == size
-                else torch.empty(size, dtype=dtype)
+                if tuple(parameter.shape) == tensor.size
+                else torch.empty(tensor.size, dtype=dtype)
             )
     return empty
 
@@ -407,7 +400,7 @@ def empty_state(
 def load_optimizer(
     optimizer: Optimizer, names: Names, tensors: Mapping[str, dict[str, Tensor]], stored: Values
 ) -> None:
-    """Rebuild the state from ``tensors``, by stored name and entry, and the stored values."""
+    """Load the optimizer's state from ``tensors``, by stored name and entry, and the stored values."""
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
         index: {**stored["state"][name], **tensors.get(name, {})}
@@ -423,7 +416,7 @@ def load_optimizer(
         groups.append(restored | {"params": list(range(first, first + count))})
         first += count
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    for index, entries in state.items():  # load_state_dict casts to the parameter's type: put back the exact
+    for index, entries in state.items():  # load_state_dict casts to the parameter's type: restore the stored
         for entry, value in entries.items():
             loaded = optimizer.state[ordered[index]].get(entry)
             if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
@@ -431,25 +424,15 @@ def load_optimizer(
 
 
 def checked_json(name: str, value: Any) -> Any:
-    """Return a copy of ``value`` as JSON would give it back: lists for tuples, texts for keys.
+    """Return a copy of ``value`` as read back from JSON: tuples become lists, keys become strings.
 
     Raises:
-        ShoalError: JSON cannot hold it.
+        ShoalError: JSON cannot represent it.
     """
     try:
-        return _plain_copy(value)
-    except (TypeError, RecursionError) as error:
+        return parse_json(json.dumps(value), name)
+    except (TypeError, ValueError, RecursionError) as error:
         raise ShoalError(f"the state's {name!r} cannot be stored as JSON: {error}") from None
-
-
-def _plain_copy(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return [_plain_copy(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _plain_copy(item) for key, item in value.items()}
-    raise TypeError(f"an object of type {type(value).__name__} is not serializable")
 
 
 def _entries(optimizer: Optimizer, names: Names, key: str) -> Iterator[tuple[str, str, Any]]:
@@ -467,7 +450,7 @@ def _name_of(parameter: Any, names: Names, key: str) -> str:
 
 
 def _united(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups with those of equal options made one, each parameter once."""
+    """Return the groups, those of equal options merged, with each parameter once."""
     params: dict[str, dict[str, None]] = {}
     for group in groups:
         options = json.dumps({field: group[field] for field in group if field != "params"})
@@ -483,7 +466,7 @@ def _divisions(groups: Sequence[dict[str, Any]]) -> set[frozenset[str]]:
 
 
 def _as_before(current: Any, value: Any) -> Any:
-    """Return ``value`` as a tuple or a tensor where it was one: JSON does not tell."""
+    """Return ``value`` as a tuple or tensor if ``current`` is one; JSON does not distinguish them."""
     if isinstance(current, tuple):
         return tuple(value)
     if isinstance(current, Tensor):

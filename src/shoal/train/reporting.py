@@ -45,7 +45,6 @@ from shoal.record import (
     check_format,
     read_record,
 )
-from shoal.train.checkpoint import CompletedCheckpoint
 from shoal.train.run_dir import own
 from shoal.train.world import World
 
@@ -281,24 +280,13 @@ class RunLog:
             f"step {row.step:,} {row.split}: {format_metrics(row.metrics)} ({row.seconds:.1f} s)"
         )
 
-    def checkpoint(self, row: Checkpoint) -> None:
-        self._write(row)
-        self._progress.say(
-            f"step {row.step:,} checkpoint: {row.path} ({row.num_bytes / 2**20:.1f} MiB, "
-            f"training stood still {1_000 * row.blocked_s:.0f} ms)"
-        )
-
-    def checkpoints(self, completed: Iterable[CompletedCheckpoint]) -> None:
-        """Write a line for each checkpoint that became complete."""
-        for done in completed:
-            self.checkpoint(
-                Checkpoint(
-                    step=done.step,
-                    path=str(done.path),
-                    num_bytes=done.num_bytes,
-                    blocked_s=done.blocked_s,
-                    written_s=done.written_s,
-                )
+    def checkpoints(self, completed: Iterable[Checkpoint]) -> None:
+        """Write checkpoints that are complete on disk."""
+        for row in completed:
+            self._write(row)
+            self._progress.say(
+                f"step {row.step:,} checkpoint: {row.path} ({row.num_bytes / 2**20:.1f} MiB, "
+                f"training was blocked for {1_000 * row.blocked_s:.0f} ms)"
             )
 
     def phase(self, row: Phase) -> None:

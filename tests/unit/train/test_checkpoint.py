@@ -197,12 +197,12 @@ def lose_the_mark(path: Path) -> str:
 
 def garble_the_mark(path: Path) -> str:
     (path / COMPLETE).write_bytes(b"\x00\xff not json")
-    return "complete.json is not what a checkpoint holds"
+    return "complete.json is malformed"
 
 
 def other_json(path: Path) -> str:
     (path / COMPLETE).write_text('["step"]')
-    return "complete.json is not what a checkpoint holds"
+    return "complete.json is malformed"
 
 
 def change_the_mark(path: Path) -> str:
@@ -257,6 +257,27 @@ def test_a_run_with_only_damaged_checkpoints_lists_them(tmp_path: Path) -> None:
         lose_a_file(path)
     with pytest.raises(ShoalError, match=r"(?s)every checkpoint.*step-00000002: .*step-00000001: .*another"):
         Checkpointer(tmp_path).restore({"model": Tied()})
+
+
+@pytest.mark.parametrize(("number", "writer"), [(1, "an older"), (9, "a newer")])
+@pytest.mark.parametrize("name", ["step-00000002", "step-00000002.7.tmp"])
+def test_another_format_is_refused_and_nothing_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, writer: str, name: str
+) -> None:
+    saved_run(tmp_path, (1,))
+    with monkeypatch.context() as other:
+        other.setattr(checkpoint_files, "FORMAT", number)
+        saved_run(tmp_path, (2,))
+    folder = tmp_path / "checkpoints"
+    (folder / "step-00000002").rename(folder / name)
+    before = sorted(path.name for path in folder.rglob("*"))
+    message = rf"{name} has format {number}, of {writer} shoal, and this one reads 2: .* another --run\.dir"
+    with pytest.raises(ShoalError, match=message):
+        Checkpointer(tmp_path).restore({"model": Tied()})
+    if name == "step-00000002":
+        with pytest.raises(ShoalError, match=message):
+            load_model(tmp_path, Tied())
+    assert sorted(path.name for path in folder.rglob("*")) == before
 
 
 def test_a_run_without_checkpoints_starts_anew(tmp_path: Path) -> None:
@@ -317,7 +338,7 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="written with AdamW, and optimizer is SGD now"):
         Checkpointer(tmp_path).restore({"model": model, "optimizer": torch.optim.SGD(model.parameters())})
     groups = [{"params": [parameter]} for parameter in model.parameters()]
-    with pytest.raises(UsageError, match="parameter groups of optimizer are other ones"):
+    with pytest.raises(UsageError, match="parameter groups of optimizer differ from"):
         Checkpointer(tmp_path).restore({"model": model, "optimizer": torch.optim.AdamW(groups)})
     with pytest.raises(UsageError, match="holds no opt:"):
         Checkpointer(tmp_path).restore({"model": model, "opt": optimizer})
