@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/own_recipe.py     # the same batches, the same losses
     shoal report runs/digits
 
-Stop it with SIGTERM or kill it: the same command continues with the bits of an undisturbed run.
+Stop it with SIGTERM or kill it: the same command continues with the bits of an undisturbed run (docs/run.md).
 """
 
 from __future__ import annotations
