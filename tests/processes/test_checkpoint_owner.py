@@ -100,7 +100,7 @@ def refused(rank: int, run_dir: Path) -> None:
     place = WorkerPlace(rank=rank, num_workers=2, local_rank=rank, num_local_workers=2)
     control = dist.group.WORLD
     assert control is not None
-    world = World(place=place, device=torch.device("cpu"), backend="gloo", control=control, launcher="test")
+    world = World(place=place, device=torch.device("cpu"), backend="gloo", control=control)
     with pytest.raises(UsageError, match=told), owner.owned(run_dir, world):
         raise AssertionError("it must not be entered")
     (run_dir / f"told-{rank}").write_text(str(caught.value))

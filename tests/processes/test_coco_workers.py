@@ -29,7 +29,7 @@ def evaluate(rank: int, num_workers: int, out: Path) -> None:
     else:
         control = None  # type: ignore[assignment]
     place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
-    world = World(place=place, device=torch.device("cpu"), backend="gloo", control=control, launcher="test")
+    world = World(place=place, device=torch.device("cpu"), backend="gloo", control=control)
     truth = read_annotations(FILES / "instances_val2014_100.json")
     figures = {}
     for kind in KINDS:

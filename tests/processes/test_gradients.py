@@ -80,7 +80,7 @@ def a_world(rank: int, num_workers: int) -> World:
     control = dist.new_group(backend="gloo")
     assert isinstance(control, dist.ProcessGroup)
     place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
-    return World(place=place, device=torch.device("cpu"), backend="gloo", control=control, launcher="test")
+    return World(place=place, device=torch.device("cpu"), backend="gloo", control=control)
 
 
 def compute(

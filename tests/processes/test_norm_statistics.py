@@ -11,7 +11,7 @@ from forked_workers import run_workers
 from torch import Tensor, nn
 
 from shoal.errors import UsageError
-from shoal.train.norm_statistics import reestimate_norms
+from shoal.train.weight_averaging import reestimate_norms
 
 
 class Model(nn.Module):

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from shoal.decide.batch import BatchPlan
     from shoal.models.tasks import TaskModel
     from shoal.optim.lr_schedules import Schedule
-    from shoal.train.gather import Float32Array
     from shoal.train.run import Run
+    from shoal.train.world import Float32Array
 
 START = "start"
 """Folder of the run directory with the weights of a pretraining run, exported once."""
@@ -390,7 +390,7 @@ def outputs_of(
     from shoal.data.loader import to_device
     from shoal.data.text.special_tokens import Int64Array, ranges
     from shoal.data.text.task_batches import evaluation_batches, evaluation_parts
-    from shoal.train.gather import gather_rows
+    from shoal.train.world import gather_rows
 
     def rows_of(rank: int) -> Int64Array:
         parts = evaluation_parts(data, batch_size=batch_size, rank=rank, num_workers=num_workers)

@@ -20,9 +20,8 @@ from shoal.data.loader import Batch
 from shoal.json_text import parse_json
 from shoal.models.detection.mask_rcnn import Detections, MaskRCNN
 from shoal.recipes.images import like_weights, shared_batches
-from shoal.train.gather import gather_flat
 from shoal.train.gradients import Precision
-from shoal.train.world import World
+from shoal.train.world import World, gather_arrays
 
 NAMES: dict[Kind, str] = {"bbox": "box", "segm": "mask"}
 _RECORDED = ("AP", "AP50", "AP75")
@@ -98,7 +97,7 @@ def score_across_workers(
             :func:`~shoal.data.coco.score.overlaps_of` too.
     """
     own = overlaps_of(annotations, detections, kind)
-    columns = {field.name: gather_flat(world, getattr(own, field.name)) for field in fields(Overlaps)}
+    columns = {field.name: gather_arrays(world, getattr(own, field.name)) for field in fields(Overlaps)}
     parts = [
         Overlaps(**{name: column[rank] for name, column in columns.items() if column is not None})
         for rank in range(world.num_workers)
@@ -156,7 +155,7 @@ def gather_results(world: World, found: Mapping[Kind, Mapping[int, Sequence[Dete
         for image, boxes in found["bbox"].items()
         for box, mask in zip(boxes, found["segm"][image], strict=True)
     ]
-    parts = gather_flat(world, np.frombuffer(json.dumps(own).encode(), dtype=np.uint8).copy())
+    parts = gather_arrays(world, np.frombuffer(json.dumps(own).encode(), dtype=np.uint8).copy())
     if not world.is_main or parts is None:
         return None
     entries = [

@@ -227,9 +227,9 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.models.resnet8 import ResNet8
     from shoal.recipes.resnet50_export import Exported, write_export
     from shoal.recipes.resnet50_score import TOP1, estimate_norms, evaluate
-    from shoal.train.ema import WeightAverage
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
+    from shoal.train.weight_averaging import WeightAverage
     from shoal.train.world import run_on_all
 
     with Run.open(

@@ -78,7 +78,7 @@ def estimate_norms(
     model: nn.Module, reader: ImageReader, run: Run, batch_size: int, *, num_images: int
 ) -> None:
     """Set the statistics of the norms to those of ``num_images`` images, always the same."""
-    from shoal.train.norm_statistics import reestimate_norms
+    from shoal.train.weight_averaging import reestimate_norms
 
     def forward(batch: Batch) -> None:
         with run.precision.autocast():

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from shoal.data.text.task_batches import TaskData
     from shoal.models.pretraining import Pretraining
     from shoal.models.tasks import QuestionAnswering
-    from shoal.train.gather import Float32Array
     from shoal.train.run import Run
+    from shoal.train.world import Float32Array
 
 PREDICTIONS, NBEST, NULL_ODDS, SCORES = "predictions.json", "nbest.json", "null_odds.json", "scores.json"
 """Files of the run directory with the answers of the last evaluation, and their scores."""

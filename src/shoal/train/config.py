@@ -1,9 +1,9 @@
-"""The settings that every recipe shares. No torch.
+"""Defines the settings that recipes share. Does not import torch.
 
-Defaults live here, presets in the recipe's TOML files; options are named ``--section.field``.
+Defaults are here, presets in the TOML files of a recipe. Command-line options are named ``--section.field``.
 """
 
-# Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
+# No postponed annotations: the command line would resolve them in the module of the subclass.
 
 import json
 import math
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """The loop, whatever it trains on for how long."""
+    """Settings of the training loop that do not depend on the data."""
 
     seed: int = 42
     """Seed of the initial weights, the data order, masking and dropout."""
@@ -32,7 +32,7 @@ class LoopConfig:
     compile: bool | None = None
     """torch.compile the model; default: on GPUs."""
     max_nonfinite_steps: int = 5
-    """Stop after so many steps in a row whose loss is not finite."""
+    """Stop after this many consecutive steps whose loss is not finite."""
 
     def compiles(self, device_type: str) -> bool:
         """Return whether to compile the model for a device of this type."""
@@ -41,14 +41,14 @@ class LoopConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
-    """The loop of a run with one batch and one schedule: how long, how large a batch, in what precision."""
+    """Settings of a loop with one batch size and one schedule."""
 
     total_steps: int = 125_000
     """Optimizer steps of the whole run."""
     global_batch_size: int = 4_096
     """Sequences in one optimizer step, over all workers."""
     micro_batch_size: int | None = None
-    """Sequences a worker computes at once; default: the largest divisor of its share up to 64."""
+    """Sequences per forward pass of a worker; default: the largest divisor of its share up to 64."""
 
 
 OPTIMIZER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -73,12 +73,12 @@ OPTIMIZER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer, and the form of its schedule.
+    """The optimizer and the form of its schedule.
 
-    Options that only some optimizers have are ``None`` until they are given; :meth:`options` has the values.
+    Options that only some optimizers have are ``None`` by default; :meth:`options` resolves them.
 
     Raises:
-        UsageError: an option is given that the optimizer does not have.
+        UsageError: an option is set that the optimizer does not have.
     """
 
     optimizer: Literal["lamb", "lans", "adamw", "adafactor"] = "lamb"
@@ -87,9 +87,9 @@ class OptimizerConfig:
     """Power of the polynomial decay."""
     decay_from: Literal["warmup", "start"] = "warmup"
     """Count the decay from the end of warm-up and constant rate, or from step 0 (Google's ALBERT, NVIDIA's
-    BERT; a jump after warm-up)."""
+    BERT; the rate drops after warm-up)."""
     weight_decay: float = 0.01
-    """Decay of weights, not of biases and norms."""
+    """Weight decay; biases and norms have none."""
     beta1: float | None = None
     """Decay of the first moment; default: 0.9; not of Adafactor."""
     beta2: float | None = None
@@ -97,10 +97,9 @@ class OptimizerConfig:
     eps: float | None = None
     """Added to the root of the second moment; default: 1e-6; not of Adafactor."""
     bias_correction: bool | None = None
-    """LAMB corrects the moments for their start at 0 (paper, apex), the default; the original ALBERT does
-    not."""
+    """Bias correction of LAMB's moments (paper, apex); default: yes. The original ALBERT has none."""
     max_grad_norm: float | None = 1.0
-    """Clip gradients to this norm; none with --optim.max-grad-norm none."""
+    """Clip gradients to this norm; --optim.max-grad-norm none: do not clip."""
     clip: Literal["global", "worker"] = "global"
     """Clip the averaged gradient, or each worker's own before averaging."""
 
@@ -117,7 +116,7 @@ class OptimizerConfig:
                 )
 
     def options(self) -> dict[str, Any]:
-        """Return the values of the chosen optimizer's own options, as given or by default."""
+        """Return the options that are specific to the chosen optimizer, with defaults filled in."""
         defaults = OPTIMIZER_OPTIONS[self.optimizer]
         given = {name: getattr(self, name, None) for name in defaults}
         return {name: value if given[name] is None else given[name] for name, value in defaults.items()}
@@ -125,25 +124,25 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionOptimizerConfig(OptimizerConfig):
-    """The optimizer of a recipe for images: SGD, LARS and NovoGrad too."""
+    """The optimizer of an image recipe, with SGD, LARS and NovoGrad."""
 
     optimizer: Literal["sgd", "lars", "novograd", "lamb", "adamw"] = "sgd"  # type: ignore[assignment]
     """torch's SGD with momentum; LARS, NovoGrad or LAMB for large batches; torch's AdamW."""
     power: float = 2.0
     """Power of the polynomial decay."""
     weight_decay: float = 1e-4
-    """Decay of weights, not of biases and norms."""
+    """Weight decay; biases and norms have none."""
     bias_rate: float = 1.0
-    """Learning rate of biases as a multiple of the others' (2 in Mask R-CNN)."""
+    """Learning rate of biases as a multiple of that of other parameters (2 in Mask R-CNN)."""
     momentum: float | None = None
     """Decay of the momentum (sgd, lars); default: 0.9."""
     nesterov: bool | None = None
     """Nesterov's momentum; default: with sgd, not with lars."""
     trust_coefficient: float | None = None
-    """LARS's step relative to the norm of a weight; default: 0.001 (0.013 in AWS's clip form)."""
+    """LARS: norm of an update relative to that of the weight; default: 0.001 (0.013 in AWS's clip form)."""
     lars_form: Literal["mlperf", "paper", "larc"] | None = None
-    """mlperf (default): biases and norms have plain momentum; paper: they have ratio and decay too; larc: as
-    mlperf, but the ratio only ever makes a rate smaller."""
+    """mlperf (default): plain momentum for biases and norms; paper: trust ratio and decay for them too; larc:
+    as mlperf, with the trust ratio clipped to at most 1."""
     beta1: float | None = None
     """Decay of the first moment (novograd, lamb, adamw); default: 0.9."""
     beta2: float | None = None
@@ -151,13 +150,13 @@ class VisionOptimizerConfig(OptimizerConfig):
     eps: float | None = None
     """Added to the root of the second moment; default: 1e-7 (novograd) or 1e-6 (lamb, adamw)."""
     bias_correction: bool | None = None
-    """Correct the moments for their start (novograd, lamb), the default; NovoGrad's paper does not."""
+    """Bias correction of the moments (novograd, lamb); default: yes. NovoGrad's paper has none."""
     reg_inside_moment: bool | None = None
-    """NovoGrad divides by the norm and decays inside the momentum, the default, or outside of it."""
+    """NovoGrad: normalize and decay the gradient before the momentum, not after it; default: yes."""
     grad_averaging: bool | None = None
-    """NovoGrad takes gradients into the momentum times 1 - beta1; default: no."""
+    """NovoGrad: multiply gradients by 1 - beta1 in the momentum; default: no."""
     init_zero: bool | None = None
-    """NovoGrad's squared norms begin at 0 instead of at the first ones; default: no."""
+    """NovoGrad: initialize squared norms to 0 instead of those of the first step; default: no."""
     max_grad_norm: float | None = None
     """Clip gradients to this norm; default: no."""
 
@@ -182,77 +181,70 @@ class OptimConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunPlaceConfig:
-    """Where a run lives."""
+class RunOutputConfig:
+    """Run directory, and frequencies of lines and checkpoints."""
 
     name: str | None = None
     """Name in reports; default: recipe and preset."""
     dir: Path | None = None
     """Run directory; default: runs/NAME. The same directory continues the run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOutputConfig(RunPlaceConfig):
-    """Where the run lives, and when it writes lines and checkpoints."""
-
     log_frequency: int = 50
     """Steps between lines of the record."""
     checkpoint_frequency: int = 5_000
     """Steps between checkpoints."""
     keep_checkpoints: int = 3
-    """How many checkpoints stay on disk."""
+    """Number of most recent checkpoints to keep."""
     save: bool = True
-    """Write checkpoints, and the trained model at the end; without, the run cannot be continued."""
+    """Write checkpoints, and the trained model at the end; otherwise the run cannot be continued."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(RunOutputConfig):
-    """Where the run lives and what it writes when."""
+    """Run directory and frequencies, with evaluation by steps."""
 
     validation_frequency: int = 2_000
     """Steps between evaluations on held-out data."""
     validation_samples: int = 2_048
-    """Held-out sequences an evaluation reads at most."""
+    """Maximum number of held-out sequences per evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """How workers talk and what they run on."""
+    """Devices of workers and communication between them."""
 
     backend: str | None = None
     """torch.distributed backend; default: nccl on GPUs, shoal where there are helper hosts, else gloo."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto: a GPU a worker if there are enough, else the CPU."""
+    """Device; auto: one GPU per worker if there are enough, else the CPU."""
     timeout_s: float = 600.0
-    """Deadline of every collective."""
+    """Timeout of collectives in seconds."""
     wire: Literal["fp32", "bf16", "int8"] = "fp32"
-    """What fp32 gradients travel as: bf16 halves the bytes, int8 (blocks with error feedback, CPU only) takes
-    a quarter."""
+    """Format in which fp32 gradients are sent: bf16 halves the bytes, int8 (blocks with error feedback, CPU
+    only) takes a quarter."""
     bucket_mb: float | None = None
     """Size of DistributedDataParallel's buckets in MiB; default: 25, more from about 100 workers on."""
 
 
 def check_wire(distributed: DistributedConfig, *, precision: str, clip: str) -> None:
-    """Check that gradients can travel as the settings ask.
+    """Check that the wire format works with the precision and the clipping.
 
     Raises:
-        UsageError: residuals would change their meaning with the loss scale, or no average passes the wire.
+        UsageError: int8 with fp16, or a format other than fp32 with clipping per worker.
     """
     if distributed.wire == "int8" and precision == "fp16":
         raise UsageError(
-            "distributed.wire int8 with train.precision fp16: what one step leaves over for the next would "
-            "be in the units of a loss scale that changes; use --train.precision bf16 or "
-            "--distributed.wire bf16"
+            "distributed.wire int8 with train.precision fp16: the residuals of error feedback would be in "
+            "units of a loss scale that changes; use --train.precision bf16 or --distributed.wire bf16"
         )
     if distributed.wire != "fp32" and clip == "worker":
         raise UsageError(
-            f"distributed.wire {distributed.wire} with optim.clip worker: each worker's clipped gradient is "
+            f"distributed.wire {distributed.wire} with optim.clip worker: gradients clipped per worker are "
             "averaged in fp32; use --optim.clip global or --distributed.wire fp32"
         )
 
 
 class Rates(Protocol):
-    """Learning rates of a stretch of training, in optimizer steps."""
+    """Learning rates of a run or of a phase; durations in optimizer steps."""
 
     @property
     def learning_rate(self) -> float: ...
@@ -265,7 +257,7 @@ class Rates(Protocol):
 
 
 def schedule_of(rates: Rates, optim: OptimizerConfig, total_steps: int) -> Schedule:
-    """Return the schedule that the settings describe."""
+    """Return the learning-rate schedule of the settings."""
     return Schedule(
         base=rates.learning_rate,
         end=rates.end_learning_rate,
@@ -278,7 +270,7 @@ def schedule_of(rates: Rates, optim: OptimizerConfig, total_steps: int) -> Sched
 
 
 def check_warmup(section: str, warmup_steps: int, steps_section: str, total_steps: int) -> None:
-    """Raise a :class:`UsageError` for a warm-up that is longer than the training."""
+    """Raise a :class:`UsageError` if the warm-up is negative or longer than the training."""
     if not 0 <= warmup_steps <= total_steps:
         raise UsageError(
             f"{section}.warmup_steps {warmup_steps} must lie between 0 and {steps_section}.total_steps "
@@ -292,13 +284,13 @@ def settings_lines(config: object) -> list[str]:
 
 
 def required(value: T | None) -> T:
-    """Return a setting that the command line has made sure of."""
+    """Return a setting that the command line has filled in."""
     assert value is not None, "the command line must fill this setting in"
     return value
 
 
 def require_positive(section: str, config: object, *names: str) -> None:
-    """Raise a :class:`UsageError` for the first of the named settings that is below 1."""
+    """Raise a :class:`UsageError` if one of the named settings is below 1."""
     for name in names:
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -306,10 +298,10 @@ def require_positive(section: str, config: object, *names: str) -> None:
 
 
 def as_tree(config: object) -> dict[str, Any]:
-    """Return a dataclass as nested dictionaries of JSON values; unset settings are left out.
+    """Return a dataclass as nested dictionaries of JSON values, without unset settings.
 
-    A setting that was set to none although it has a default is ``"none"``, so that reading it back does not
-    bring the default back.
+    ``None`` for a setting with another default becomes ``"none"``, so that reading it back does not restore
+    the default.
     """
     tree: dict[str, Any] = {}
     for field in fields(config):  # type: ignore[arg-type]
@@ -333,7 +325,7 @@ def to_toml(tree: Mapping[str, Any]) -> str:
     """Return a two-level tree of strings, numbers, booleans and lists of these as TOML.
 
     Raises:
-        UsageError: a string has bytes of the command line that are not UTF-8, which TOML cannot hold.
+        UsageError: a string has bytes that are not UTF-8, which TOML cannot represent.
     """
     lines: list[str] = []
     for section, values in tree.items():
@@ -355,7 +347,7 @@ def _toml_value(name: str, value: Any) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise UsageError(f"{name} {text!r} is not UTF-8, as config.toml is; choose a name that is") from None
-    # A string of JSON is one of TOML, which also wants U+007F escaped.
+    # JSON strings are TOML strings, except that TOML requires U+007F to be escaped.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

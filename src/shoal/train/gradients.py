@@ -1,7 +1,7 @@
-"""Averages gradients over workers, clips them and updates weights; mixed precision.
+"""Averages gradients over workers, clips them, updates weights; mixed precision.
 
-Every loss is a sum over a micro-batch divided by counts over the *global* batch, so that the gradient is that
-of the one big batch however it is divided.
+A loss is a sum over a micro-batch divided by a count over the *global* batch, so that the gradient does not
+depend on how the global batch is divided.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.errors import UsageError
 from shoal.train.config import DistributedConfig
 from shoal.train.world import World
 
-# torch renamed it in 2.15 and warns about the old name
+# renamed in torch 2.15, which warns about the old name
 _SYNC_BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -35,7 +35,7 @@ _SYNC_BUFFERS = (
 )
 
 _WIRES = "shoal.comm.hooks"
-"""Module of the hooks for fewer bytes on the network; imported when one is used."""
+"""Module of the wire formats; imported when one is used."""
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,8 +44,8 @@ class DataParallel(DistributedDataParallel):
     """A model whose gradients are averaged over all workers.
 
     Attributes:
-        wire: the state of 8-bit gradients, if they travel so.
-        average: whether backward averages; otherwise each worker's gradient is clipped first.
+        wire: communication hook of 8-bit gradients, which has residuals; ``None`` for other formats.
+        average: whether backward averages; otherwise the update does, after clipping per worker.
         precision: autocast type of the forward pass.
     """
 
@@ -60,13 +60,13 @@ class DataParallel(DistributedDataParallel):
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def settle_buckets(self) -> None:
-        """Let DDP arrange its buckets now, by a backward pass with zero gradients.
+        """Make DDP rebuild its buckets now, by a backward pass with zero gradients.
 
-        DDP arranges them after its first backward pass. Without this, the first step of a resumed run would
-        add in another order than the same step of a run that was never interrupted.
+        DDP rebuilds them after its first backward pass. Otherwise the first step of a resumed run would sum
+        in another order than the same step of an uninterrupted run.
         """
         model = self.module
-        with self.rehearsal():
+        with nullcontext() if self.wire is None else self.wire.no_error_feedback():
             self.module = _TouchAll([p for p in model.parameters() if p.requires_grad])
             try:
                 super().forward().backward()  # type: ignore[no-untyped-call]
@@ -75,34 +75,27 @@ class DataParallel(DistributedDataParallel):
         self.zero_grad()
 
     def volatile_state(self) -> dict[str, Tensor]:
-        """Return copies of what forward and backward change besides gradients: buffers, residuals."""
+        """Return copies of the tensors besides gradients that forward and backward change."""
         state = {f"buffer.{name}": value for name, value in self.module.named_buffers()}
         if self.wire is not None:
             state |= {f"wire.{name}": value for name, value in self.wire.residuals().items()}
         return {name: value.clone() for name, value in state.items()}
 
     def restore_volatile(self, before: dict[str, Tensor]) -> None:
-        """Put back what :meth:`volatile_state` returned."""
+        """Restore the tensors of :meth:`volatile_state`."""
         for name, value in self.module.named_buffers():
             value.copy_(before[f"buffer.{name}"])
         if self.wire is not None:
             for name, value in self.wire.residuals().items():
                 value.copy_(before.get(f"wire.{name}", torch.zeros_like(value)))
 
-    def rehearsal(self) -> AbstractContextManager[None]:
-        """Return a context for backward passes whose gradients are not used: they leave no residual."""
-        if self.wire is None:
-            return nullcontext()
-        context: AbstractContextManager[None] = self.wire.no_error_feedback()
-        return context
-
     def wire_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
+        """Return the state of the wire format for checkpoints, by name."""
         return {} if self.wire is None else {"wire": self.wire}
 
 
 class _Touch(torch.autograd.Function):
-    """Return 0. The gradient is 0 with the strides of the parameter: DDP warns about other ones."""
+    """Returns 0. The gradient is 0 with the strides of the parameter; DDP warns about others."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
@@ -116,7 +109,7 @@ class _Touch(torch.autograd.Function):
 
 
 class _TouchAll(nn.Module):
-    """A model whose gradient is zero for each of ``parameters``, the last one's first."""
+    """A model whose gradient is zero for each of ``parameters``, computed from last to first."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
@@ -138,8 +131,12 @@ def wrap_model(
 ) -> DataParallel:
     """Wrap ``model`` so that backward averages its gradients over all workers.
 
-    The communication hook calls ``lap("backward")`` when the last gradient of the backward pass is ready: the
-    rest of the backward pass waits for other workers.
+    Args:
+        model: on the device of the worker.
+        world: the workers.
+        config: bucket size and wire format.
+        precision: autocast type of the forward pass.
+        lap: called with ``"backward"`` when the last gradient is ready; the rest of backward is waiting.
 
     Raises:
         UsageError: 8-bit gradients on a GPU.
@@ -163,7 +160,7 @@ def wrap_model(
     elif config.wire == "int8":
         if world.device.type != "cpu":
             raise UsageError(
-                "distributed.wire int8 takes CPU tensors, and this run computes on GPUs: use bf16 or fp32"
+                "distributed.wire int8 supports CPU tensors only, and this run uses GPUs: use bf16 or fp32"
             )
         timeout = timedelta(seconds=config.timeout_s)
         ddp.wire = hook = import_module(_WIRES).EightBitWire(model.named_parameters(), timeout=timeout)
@@ -178,7 +175,7 @@ def wrap_model(
 
 
 class Update(Protocol):
-    """Measures gradients and turns them into new weights; replaced by :meth:`shoal.train.run.Run.use`."""
+    """Clips gradients and updates weights; set by :meth:`shoal.train.run.Run.use`."""
 
     def finish_gradients(
         self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float
@@ -186,18 +183,18 @@ class Update(Protocol):
         """Divide by the loss scale, average if ``per_worker``, and clip to ``max_norm``.
 
         Returns:
-            The norm before clipping, the same on all workers; one that is not finite skips the step.
+            The norm before clipping, the same on all workers. A non-finite norm skips the update.
         """
 
     def apply(self, optimizer: Optimizer) -> None:
-        """Update the weights. It must not fail half-way: nothing is rolled back from here."""
+        """Update the weights. It must not fail midway, since weights are not rolled back."""
 
     def weight_norm(self, optimizer: Optimizer) -> float:
         """Return the norm of all weights. All workers call it."""
 
 
 class LocalUpdate:
-    """The update that each worker applies to its own copy of the model."""
+    """The update of replicated models: each worker applies it to its own replica."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -227,18 +224,18 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
-    """Return the Euclidean norm over all ``tensors``; on a GPU this waits for the device."""
+    """Return the Euclidean norm of all ``tensors`` together; synchronizes with a GPU."""
     return float(torch.nn.utils.get_total_norm(list(tensors)))
 
 
 def scale_all(tensors: list[Tensor], factor: float) -> None:
-    """Multiply all ``tensors`` in place."""
+    """Multiply ``tensors`` by ``factor`` in place."""
     if factor != 1.0:
         torch._foreach_mul_(tensors, factor)
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """Return the factor that brings a gradient of this norm down to ``max_norm``."""
+    """Return the factor that clips a gradient of norm ``norm`` to ``max_norm``."""
     return 1.0 if max_norm is None or norm <= max_norm else max_norm / norm
 
 
@@ -254,30 +251,30 @@ def _average(tensors: list[Tensor], world: World) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The autocast type of a device; ``dtype`` is ``None`` for plain fp32."""
+    """The autocast type of a device; ``dtype`` is ``None`` for fp32, without autocast."""
 
     name: str
     device_type: str
     dtype: torch.dtype | None
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context in which to run the forward pass."""
+        """Return the context of the forward pass."""
         if self.dtype is None:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype)
 
 
 def has_native_bf16(device: torch.device) -> bool:
-    """Whether ``device`` has units that multiply bf16 matrices."""
+    """Return whether ``device`` has matrix units for bf16."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    # AMX tiles multiply bf16. Processors that only have AVX-512 BF16's dot products stay with fp32: what
-    # those gain was not measured; --train.precision bf16 uses them.
+    # AMX has bf16 tiles. CPUs with only the dot products of AVX-512 BF16 use fp32, since the gain was not
+    # measured; --train.precision bf16 uses them.
     return bool(torch.cpu._is_amx_tile_supported())
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:
-    """Resolve ``auto``.
+    """Return the precision of this name; ``auto`` is bf16 if :func:`has_native_bf16`, else fp32.
 
     Raises:
         UsageError: ``name`` is not one of auto, fp32, bf16, fp16.
@@ -295,8 +292,12 @@ class LossScale:
     The dynamic scale doubles after ``growth_interval`` finite steps in a row and halves at each overflow.
 
     Args:
-        enabled: off for fp32 and bf16, whose range needs none; the scale is then 1.
-        static: the fixed scale, or ``None`` for a dynamic one.
+        enabled: ``False`` for fp32 and bf16, which have enough range; the scale is then 1.
+        static: a fixed scale; ``None`` for a dynamic one.
+        growth_interval: finite steps before the scale doubles.
+
+    Raises:
+        UsageError: ``static`` is not above 0.
     """
 
     def __init__(self, *, enabled: bool, static: float | None = None, growth_interval: int = 2_000) -> None:
@@ -308,7 +309,7 @@ class LossScale:
         self.num_finite = 0
 
     def update(self, *, finite: bool) -> None:
-        """Take note of whether the step's gradients were finite."""
+        """Adjust the scale after a step whose gradients were ``finite`` or not."""
         if not self.dynamic:
             return
         if not finite:

@@ -1,7 +1,7 @@
-"""Searches the fastest layout of a pipeline that fits the memory, by a cost model, before workers start.
+"""Searches the fastest pipeline layout that fits the memory, with a cost model.
 
-Nothing is measured, so all workers and a laptop find the same layout. Costs count in fp32, in which weights
-and gradients are kept; bf16 activations need less memory than is counted.
+The result does not depend on the machine, since nothing is measured. Tensors are counted in fp32, the type of
+weights and gradients; bf16 activations need less memory than that.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from shoal.pipelining.roofline import Rates, estimate_cost
 from shoal.train.parallel_config import ParallelConfig, ScheduleName, parse_bytes
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
-"""Samples of a micro-batch that are tried where the settings name none."""
+"""Sizes of a micro-batch, in samples, that are tried if the settings have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Rates of a device and its links: about half of a data sheet's arithmetic, 80 % of its bandwidth."""
+    """Rates of a device and its links: about half the FLOP/s and 80 % of the bandwidth of its data sheet."""
 
     rates: Rates
     near: Link
-    """To a device of the same host, which the next stage is on."""
+    """Link to a device of the same host, between neighbouring stages."""
     far: Link
-    """To another host: a device's share of the host's network, over which replicas average."""
+    """A device's share of the host's network, over which replicas average gradients."""
 
 
 DEVICES = {
@@ -54,8 +54,8 @@ DEVICES = {
         far=Link(bytes_per_s=45e9, latency_s=3e-5),
     ),
 }
-"""Of p3dn.24xlarge, p4d.24xlarge and p5.48xlarge. Data sheets: V100 125 TFLOP/s and 0.9 TB/s, A100 312 and
-1.56, H100 990 and 3.35."""
+"""Devices of p3dn.24xlarge, p4d.24xlarge and p5.48xlarge. Data sheets: V100 125 TFLOP/s and 0.9 TB/s, A100
+312 and 1.56, H100 990 and 3.35."""
 
 
 def search_layouts(
@@ -68,23 +68,25 @@ def search_layouts(
     micro_batch_size: int | None,
     optimizer_ratio: float,
 ) -> list[Layout]:
-    """Return the layouts that fit, the fastest first. Nothing is allocated.
+    """Return the layouts that fit into memory, the fastest first. Allocates no tensors.
 
     Args:
-        make_model: makes the model; called on the meta device, as ``make_batch`` is.
-        make_batch: makes a batch of a number of samples, by the names of the model's arguments.
-        parallel: what is fixed; ``pipeline`` is, unless ``layout`` is ``auto``.
-        micro_batch_size: samples of a micro-batch; ``None`` tries :data:`MICRO_BATCH_SIZES`.
+        make_model: returns the model; called on the meta device, as ``make_batch``.
+        make_batch: returns a batch of a given number of samples, by names of the model's arguments.
+        parallel: the fixed settings; ``pipeline`` is fixed unless ``layout`` is ``auto``.
+        num_devices: number of devices to use.
+        global_batch_size: samples per optimizer step.
+        micro_batch_size: samples per micro-batch; ``None`` tries :data:`MICRO_BATCH_SIZES`.
         optimizer_ratio: bytes of optimizer state per byte of parameters.
 
     Raises:
-        UsageError: there is no memory to fit into, or no layout does; the message says how much is missing.
+        UsageError: ``parallel.memory`` is not set, or no layout fits; the message has the missing amount.
     """
     device = DEVICES[parallel.device]
     if parallel.memory is None:
         raise UsageError("parallel.layout auto needs the memory of a device, such as --memory 40GB")
     sizes = (micro_batch_size,) if micro_batch_size else MICRO_BATCH_SIZES
-    base = sizes[len(sizes) // 2]  # launches count for less in larger ones: measure one in the middle
+    base = sizes[len(sizes) // 2]  # costs per launch depend on the size
     with torch.device("meta"):
         graph = export_model(make_model(), make_batch(base), training=True)
     return choose_layout(
@@ -107,7 +109,7 @@ def search_layouts(
 
 
 def with_layout(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
-    """Return the settings that mean ``layout``; its micro-batches replace ``train.micro_batch_size``."""
+    """Return the settings of ``layout``; its micro-batches replace ``train.micro_batch_size``."""
     return replace(
         parallel,
         pipeline=layout.pipeline,

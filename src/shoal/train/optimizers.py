@@ -21,15 +21,18 @@ def build_optimizer(
     config: OptimizerConfig,
     learning_rate: float = 0.0,
 ) -> Optimizer:
-    """Return the optimizer over the parameters that are trained; biases and norms do not decay.
+    """Return an optimizer over the parameters that require a gradient.
 
-    With LAMB and LARS they have no trust ratio either, except in LARS's form of the paper, in which all
-    parameters are alike. Clipping is the loop's, since it clips whatever the optimizer is.
+    Biases and norms have no weight decay and, with LAMB and LARS, no trust ratio. ``lars_form`` ``paper``
+    treats all parameters the same. Clipping is not part of the optimizer.
 
     Args:
-        named_parameters: as ``model.named_parameters()`` gives them.
-        config: which optimizer with which options.
-        learning_rate: holds until the loop sets that of a step (:func:`set_learning_rate`).
+        named_parameters: those of ``model.named_parameters()``.
+        config: name and options of the optimizer.
+        learning_rate: the initial one; the loop sets that of each step (:func:`set_learning_rate`).
+
+    Raises:
+        UsageError: an option is out of range.
     """
     options = config.options()
     check_options({**options, "weight_decay": config.weight_decay})  # torch's raise ValueError
@@ -50,7 +53,7 @@ def build_optimizer(
 def _with_rate_of(
     biases: set[nn.Parameter], rate: float, groups: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the groups, each divided into what is not among ``biases`` and what is and has the rate."""
+    """Split each group into ``biases``, with the relative learning rate ``rate``, and other parameters."""
     divided = []
     for group in groups:
         for inside, extra in ((False, {}), (True, {RATE_KEY: rate})):
@@ -68,11 +71,11 @@ _CLASSES = {
     "novograd": "shoal.optim.novograd:Novograd",
     "sgd": "torch.optim:SGD",
 }
-"""Where the optimizers are found; only the chosen one is imported."""
+"""Module and class of each optimizer; only the chosen one is imported."""
 
 
 def _made(name: str, groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimizer:
-    """Return the optimizer with these options of :class:`OptimizerConfig` and a rate of 0."""
+    """Return the optimizer with these options of :class:`OptimizerConfig` and a learning rate of 0."""
     module, _, kind = _CLASSES[name].partition(":")
     make: Callable[..., Optimizer] = getattr(import_module(module), kind)
     if "beta1" in options:
@@ -80,9 +83,9 @@ def _made(name: str, groups: list[dict[str, Any]], options: dict[str, Any]) -> O
     if name == "adamw":
         options["fused"] = True
     elif name == "sgd":
-        options["nesterov"] &= options["momentum"] > 0  # without momentum the same, which torch refuses
+        options["nesterov"] &= options["momentum"] > 0  # torch refuses it without momentum
         whole = not any(isinstance(p, DTensor) for group in groups for p in group["params"])
-        options["fused"] = whole  # torch fuses no shards
+        options["fused"] = whole  # torch's fused SGD does not take shards
     elif name == "lars":
         options["eta"] = options.pop("trust_coefficient")
         options["form"] = "larc" if options.pop("lars_form") == "larc" else "lars"

@@ -52,10 +52,10 @@ class ParallelConfig:
             parse_bytes(self.memory)
 
     def replicas(self, num_workers: int) -> int:
-        """Return how many replicas ``num_workers`` make.
+        """Return the number of replicas of ``num_workers`` workers.
 
         Raises:
-            UsageError: they are not pipeline × data workers.
+            UsageError: ``num_workers`` is not pipeline × data.
         """
         if num_workers % self.pipeline:
             raise UsageError(
@@ -72,9 +72,10 @@ class ParallelConfig:
         return found
 
     def micro_batch_size(self, share: int, given: int | None) -> int | None:
-        """Return the sequences of a micro-batch of a replica's ``share``; ``None``: as without a pipeline.
+        """Return the sequences per micro-batch; ``None``: the default without a pipeline.
 
         Args:
+            share: sequences of a replica per step.
             given: ``train.micro_batch_size``.
 
         Raises:
@@ -99,10 +100,14 @@ class ParallelConfig:
 
 
 def parse_bytes(text: str, name: str = "parallel.memory") -> int:
-    """Return the bytes that a text such as ``40GB`` or ``16GiB`` means.
+    """Return the number of bytes of a text such as ``40GB`` or ``16GiB``.
+
+    Args:
+        text: a number with a unit.
+        name: the setting, for the error.
 
     Raises:
-        UsageError: it is none; ``name`` is the setting that holds it.
+        UsageError: the text is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS:

@@ -1,4 +1,4 @@
-"""Clips and updates a model whose stages different workers hold."""
+"""Clips gradients and updates weights of a model in pipeline stages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from shoal.train.gradients import clip_factor, scale_all
 
 
 class PipelineUpdate:
-    """The update of a model in pipeline stages: norms go over all stages, each worker updates its own.
+    """The :class:`~shoal.train.gradients.Update` of a pipeline: each worker updates its own stages.
+
+    Norms are over all stages.
 
     Args:
-        stage: this worker's part; its backward pass has averaged the gradients over the replicas.
-        ranks: the ranks of the pipeline, one dimension of the mesh.
+        stage: this worker's stages; their backward pass has averaged gradients over the replicas.
+        ranks: dimension of the mesh over which the stages are distributed.
     """
 
     def __init__(self, stage: Pipeline, ranks: DeviceMesh) -> None:

@@ -1,4 +1,4 @@
-"""Stops runs: on signals, on losses that stay not finite, for lack of memory."""
+"""Handles what stops a run: signals, non-finite losses, lack of memory."""
 
 from __future__ import annotations
 
@@ -12,38 +12,39 @@ import torch
 from shoal.decide.batch import BatchPlan
 from shoal.errors import ShoalError
 
-_ASK_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Records the first signal that asks this process to stop; the loop reads it between steps.
+    """Records the first signal that requests a stop; the loop checks it between steps.
 
-    It handles SIGTERM (schedulers, the launcher) and SIGUSR1 (Slurm's ``--signal=USR1@60``). From the
-    interpreter's exit on both are ignored: Python restores the default actions while it shuts down, and a
-    second SIGTERM would turn the exit code of a saved run into death by signal. Construct it in the main
-    thread.
+    Handles SIGTERM (schedulers, the launcher) and SIGUSR1 (Slurm's ``--signal=USR1@60``). Both are ignored
+    once the interpreter exits: Python then restores the default actions, and a second SIGTERM would replace
+    the exit code of a saved run. Construct it in the main thread.
     """
 
     def __init__(self) -> None:
         self.requested: str | None = None
-        """The name of the first signal that came, such as ``"SIGTERM"``."""
-        for number in _ASK_TO_STOP:
-            signal.signal(number, self._note)
+        """Name of the first signal received, such as ``"SIGTERM"``."""
+        for number in _STOP_SIGNALS:
+            signal.signal(number, self._record)
         atexit.register(_ignore)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self.requested = self.requested or signal.Signals(number).name
 
 
 def _ignore() -> None:
-    for number in _ASK_TO_STOP:
+    for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def not_finite(count: int, step: int, sample_ids: Sequence[str], *, section: str) -> ShoalError:
-    """Return the error that stops a run after ``step``, the last of ``count`` with a loss that is not finite.
+    """Return the error for ``count`` consecutive steps with a non-finite loss, up to ``step``.
 
-    ``section`` is where the schedule stands in the settings.
+    Args:
+        sample_ids: samples of the last step.
+        section: the section of the settings that has the schedule.
     """
     shown = ", ".join(sample_ids[:8]) + (" …" if len(sample_ids) > 8 else "")
     return ShoalError(
@@ -56,9 +57,12 @@ def not_finite(count: int, step: int, sample_ids: Sequence[str], *, section: str
 def out_of_memory(
     error: BaseException, batch: BatchPlan, remedy: str, *, section: str = "train"
 ) -> ShoalError:
-    """Return the error that names the settings to change when memory runs out.
+    """Return the error for lack of memory, which names the settings to change.
 
-    ``section`` is where the batch stands in the settings, ``remedy`` an option that helps besides.
+    Args:
+        batch: sizes of the batch.
+        remedy: a further option that reduces memory.
+        section: the section of the settings that has the batch size.
     """
     size = batch.micro_batch_size
     smaller = f"--{section}.micro-batch-size {size // 2} or " if size > 1 else ""
@@ -69,5 +73,5 @@ def out_of_memory(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` says that the device or the host has no memory left."""
+    """Return whether ``error`` was raised because the device or the host is out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

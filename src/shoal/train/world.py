@@ -1,19 +1,21 @@
-"""Joins the workers of a job: ranks, devices, two process groups, and values exchanged between workers.
+"""Joins the workers of a job, and exchanges values between them.
 
-``gradients`` is the backend that the user chose. Small facts that the host decides with (counts of target
-tokens, wishes to stop) go through ``control``, a gloo group of CPU tensors, so that no step waits for a GPU.
+The default process group has the backend that the user chose and carries gradients. Control values (counts of
+targets, stop requests) use a gloo group of CPU tensors, so that they never wait for a GPU.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -23,28 +25,33 @@ from shoal.json_text import parse_json
 from shoal.train.config import DistributedConfig
 
 T = TypeVar("T")
+Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This worker's place, its device, and the groups it talks through."""
+    """Rank, device and process groups of this worker."""
 
     place: WorkerPlace
     device: torch.device
     backend: str
+    """Backend of the default process group."""
     control: dist.ProcessGroup
-    launcher: str
+    """A gloo group of all workers."""
 
     @cached_property
     def num_workers(self) -> int:
+        """Number of workers on all hosts."""
         return self.place.num_workers
 
     @cached_property
     def is_main(self) -> bool:
+        """Whether this is the worker of rank 0."""
         return self.place.is_main
 
     @cached_property
     def num_hosts(self) -> int:
+        """Number of hosts."""
         return -(-self.place.num_workers // self.place.num_local_workers)
 
     def sum_counts(self, *counts: int) -> list[int]:
@@ -59,6 +66,7 @@ class World:
         return values
 
     def barrier(self) -> None:
+        """Wait until all workers have called this."""
         dist.barrier(group=self.control)
 
 
@@ -66,7 +74,7 @@ def choose_device(config: DistributedConfig, local_rank: int, num_local_workers:
     """Return the device of a worker.
 
     Raises:
-        UsageError: CUDA was asked for and there are fewer GPUs than workers on this host.
+        UsageError: ``device`` is ``cuda`` and there are fewer GPUs than workers on this host.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cuda" and num_gpus < num_local_workers:
@@ -80,10 +88,10 @@ def choose_device(config: DistributedConfig, local_rank: int, num_local_workers:
 
 
 def choose_backend(config: DistributedConfig, device: torch.device) -> str:
-    """Return the torch.distributed backend, or where none was chosen the default: helper hosts mean shoal.
+    """Return the torch.distributed backend; by default nccl on GPUs, shoal with helper hosts, else gloo.
 
     Raises:
-        UsageError: torch knows no backend of that name.
+        UsageError: torch has no backend of that name.
     """
     if config.backend is None:
         return "nccl" if device.type == "cuda" else "shoal" if helpers() else "gloo"
@@ -98,7 +106,15 @@ def choose_backend(config: DistributedConfig, device: torch.device) -> str:
 
 @contextmanager
 def join_world(joined: WorkerEnv, config: DistributedConfig) -> Iterator[World]:
-    """Meet the other workers; leave them at the end."""
+    """Initialize the process groups in this block.
+
+    Args:
+        joined: rank and address from the launcher.
+        config: backend, device and timeout.
+
+    Raises:
+        UsageError: see :func:`choose_device` and :func:`choose_backend`.
+    """
     place = joined.place
     device = choose_device(config, place.local_rank, place.num_local_workers)
     backend = choose_backend(config, device)
@@ -115,37 +131,45 @@ def join_world(joined: WorkerEnv, config: DistributedConfig) -> Iterator[World]:
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(control, dist.ProcessGroup)
-        yield World(place=place, device=device, backend=backend, control=control, launcher=joined.launcher)
+        yield World(place=place, device=device, backend=backend, control=control)
     finally:
         dist.destroy_process_group()
 
 
-# ---- values of every worker ------------------------------------------------------------------------------
+# ---- exchange of values ----------------------------------------------------------------------------------
 #
-# ``torch.distributed``'s own object collectives pickle their values; a peer's bytes are never unpickled here.
+# The object collectives of ``torch.distributed`` pickle. Bytes from a peer are never unpickled here.
 
 
 def all_gather_json(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
-    """Return every worker's ``value``, in rank order. ``group`` is ``None`` for a single worker.
+    """Return the ``value`` of every worker by rank.
+
+    Args:
+        group: of all workers; ``None``: there is one.
+        value: a JSON value.
 
     Raises:
-        ShoalError: a worker was lost, or did not take part before the group's deadline.
+        ShoalError: a worker was lost, or did not answer before the group's timeout.
     """
     return run_on_all(group, lambda: value)
 
 
 def run_on_all(group: dist.ProcessGroup | None, action: Callable[[], T]) -> list[T]:
-    """Run ``action`` on every worker and return all its results (values that JSON can hold).
+    """Run ``action`` on every worker and return all results (JSON values) by rank.
+
+    Args:
+        group: of all workers; ``None``: there is one.
+        action: what to run; may differ per worker.
 
     Raises:
-        ShoalError: it failed on some worker, in any way, or a worker was lost; all raise the error of the
-            lowest rank, as the class it was. Only a worker with a defect (an exception that is neither a
-            :class:`ShoalError` nor an :class:`OSError`) raises its own, which has the traceback.
+        ShoalError: the action failed on some worker, or a worker was lost. All workers raise the error of the
+            lowest failed rank, a UsageError as such. A worker with a defect (an exception that is neither a
+            :class:`ShoalError` nor an :class:`OSError`) raises its own, with the traceback.
     """
     cause: Exception | None = None
     try:
         report = json.dumps({"result": action()})
-    except Exception as error:  # unreported, it would leave the others waiting until the group's deadline
+    except Exception as error:  # otherwise the other workers would wait until the group's timeout
         cause = error
         text = f"{type(error).__name__}: {error}" if _is_defect(error) else str(error)
         report = json.dumps({"error": text, "usage": isinstance(error, UsageError)})
@@ -179,3 +203,49 @@ def _gathered(group: dist.ProcessGroup | None, data: bytes) -> list[bytes]:
     except RuntimeError as error:
         raise ShoalError(f"another worker was lost while the workers agreed: {error}") from error
     return [buffer.numpy().tobytes() for buffer in all_data]
+
+
+def gather_arrays(world: World, own: npt.NDArray[Any]) -> list[npt.NDArray[Any]] | None:
+    """Return the arrays of all workers by rank on the main worker, ``None`` on the others.
+
+    Args:
+        own: ``[n]``; the type is the same on all workers, the length may differ.
+    """
+    if world.num_workers == 1:
+        return [own]
+    sizes = torch.zeros(world.num_workers, dtype=torch.int64)
+    sizes[world.place.rank] = len(own)
+    dist.all_reduce(sizes, group=world.control)
+    tensor = torch.from_numpy(np.ascontiguousarray(own))
+    if not world.is_main:
+        if len(own):
+            dist.send(tensor, dst=0, group=world.control)
+        return None
+    parts = []
+    for rank, size in enumerate(sizes.tolist()):
+        part = tensor
+        if rank != world.place.rank:
+            part = torch.empty(size, dtype=tensor.dtype)
+            if size:
+                dist.recv(part, src=rank, group=world.control)
+        parts.append(part.numpy())
+    return parts
+
+
+def gather_rows(
+    world: World, own: torch.Tensor, rows_of: Sequence[npt.NDArray[np.int64]]
+) -> Float32Array | None:
+    """Return the rows of all workers ``[num_rows, columns]`` on the main worker, ``None`` on the others.
+
+    Args:
+        own: this worker's rows ``[n, columns]``, float32 on the CPU, in the order of ``rows_of[rank]``.
+        rows_of: row numbers of each worker; together each row once.
+    """
+    parts = gather_arrays(world, own.flatten().numpy())
+    if parts is None:
+        return None
+    num_rows = sum(map(len, rows_of))
+    out = np.empty((num_rows, sum(map(len, parts)) // max(num_rows, 1)), dtype=np.float32)
+    for rows, part in zip(rows_of, parts, strict=True):
+        out[rows] = part.reshape(len(rows), out.shape[1])
+    return out

@@ -45,7 +45,6 @@ def world() -> World:
         device=torch.device("cpu"),
         backend="gloo",
         control=None,
-        launcher="test",  # type: ignore[arg-type]
     )
 
 

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shoal.errors import UsageError
 from shoal.train.checkpoint import Checkpointer
-from shoal.train.ema import WeightAverage, decay_after
+from shoal.train.weight_averaging import WeightAverage, decay_after
 
 
 def small_model() -> nn.Module:
