@@ -328,5 +328,5 @@ def test_settings_that_the_state_depends_on_must_stay(data: Path, whole_run: Pat
     config = jobs.small_config(data, whole_run, train={"seed": 43, "total_steps": 14})
     assert jobs.run(config, 1) == [2]
     message = (whole_run / "worker-0.log").read_text()
-    assert "holds a run with train.seed = 42, and this command says 43" in message
+    assert "has a run with train.seed = 42, and this command sets 43" in message
     assert "Traceback" not in message

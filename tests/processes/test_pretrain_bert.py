@@ -218,4 +218,4 @@ def test_the_border_must_stay(data: Path, whole_run: Path) -> None:
     config = jobs.small_bert_config(data, whole_run, phase1={"total_steps": 9})
     assert jobs.run(config, 1) == [2]
     message = (whole_run / "worker-0.log").read_text()
-    assert "holds a run with phase1.total_steps = 8, and this command says 9" in message
+    assert "has a run with phase1.total_steps = 8, and this command sets 9" in message

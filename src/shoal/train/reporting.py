@@ -16,7 +16,6 @@ from importlib.metadata import PackageNotFoundError, version
 from io import RawIOBase
 from os import SEEK_END
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -54,9 +53,12 @@ from shoal.train.world import World
 class StepTimer:
     """Adds up the time between laps, each under the name of the lap that ends it.
 
-    On a GPU laps are CUDA events on the current stream; :meth:`end_step` reads them after the loop has waited
-    for the device. Names are those of :data:`shoal.record.PARTS` or a recipe's own (``pipeline``: forward,
-    backward and messages of all micro-batches). Time outside of any lap is ``other``.
+    On a GPU a lap is a CUDA event on the current stream, and :meth:`end_step` waits for it. Names are those
+    of :data:`shoal.record.PARTS` or specific to a recipe (``pipeline``: forward, backward and messages of all
+    micro-batches). Time outside of laps is ``other``.
+
+    Args:
+        device: of the model.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,14 +68,14 @@ class StepTimer:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all steps and begin a new one."""
+        """Discard all steps and begin a new one."""
         self.num_steps = 0
         self.total_s = 0.0
         self._seconds: dict[str, float] = defaultdict(float)
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Begin a step; time since the last one is not counted."""
+        """Begin a step; the time since the last one is not counted."""
         self._step_begin = time.perf_counter()
         self._laps = [("", self._now())]
 
@@ -90,7 +92,7 @@ class StepTimer:
         self.begin_step()
 
     def parts_s(self) -> dict[str, float]:
-        """Return the mean seconds per step of each part; they sum to the mean step."""
+        """Return the mean seconds per step of each part; their sum is :meth:`step_s`."""
         steps = max(self.num_steps, 1)
         names = [*PARTS, *sorted(set(self._seconds) - set(PARTS))]
         parts = {part: self._seconds.get(part, 0.0) / steps for part in names if part != "other"}
@@ -110,12 +112,12 @@ class StepTimer:
 
 
 class RunningMetrics:
-    """Averages over the steps since the last line of the record.
+    """Averages losses and metrics over the steps since the last line of the record.
 
-    Sums stay on the device, float64, until :meth:`means` adds them up over all workers.
+    Sums stay on the device in float64 until :meth:`means` sums them over all workers.
 
     Args:
-        sum_over_workers: returns a CPU tensor ``[n]`` summed over all workers.
+        sum_over_workers: sums a CPU tensor ``[n]`` over all workers.
     """
 
     def __init__(self, sum_over_workers: Callable[[Tensor], list[float]]) -> None:
@@ -123,7 +125,7 @@ class RunningMetrics:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all steps."""
+        """Discard all steps."""
         self.grad_norms: list[float] = []
         self._loss = 0.0
         self._sums: dict[str, Tensor] = {}
@@ -136,9 +138,9 @@ class RunningMetrics:
 
         Args:
             loss: this worker's part of the mean loss over the global batch.
-            sums: this worker's part of each figure, float64 scalars.
-            counts: over how many items of the global batch each figure is a mean.
-            grad_norm: not finite if the step was skipped.
+            sums: this worker's part of the sum of each metric, float64 scalars.
+            counts: number of items of the global batch over which each metric is a mean.
+            grad_norm: not finite if the update was skipped.
         """
         self._loss += loss
         self.grad_norms.append(grad_norm)
@@ -147,26 +149,26 @@ class RunningMetrics:
             self._counts[name] += counts[name]
 
     def means(self) -> tuple[float, dict[str, float]]:
-        """Return the mean loss and the mean figures over all workers. All workers call it."""
+        """Return the mean loss and the mean metrics over all workers. A collective."""
         values = [torch.tensor(self._loss, dtype=torch.float64), *(s.cpu() for s in self._sums.values())]
         loss, *sums = self._sum_over_workers(torch.stack(values))
-        figures = {
+        metrics = {
             name: value / max(self._counts[name], 1) for name, value in zip(self._sums, sums, strict=True)
         }
-        return loss / max(len(self.grad_norms), 1), figures
+        return loss / max(len(self.grad_norms), 1), metrics
 
     def num_skipped(self) -> int:
-        """Return how many steps were skipped because their gradient was not finite."""
+        """Return the number of steps whose update was skipped because the gradient was not finite."""
         return sum(not math.isfinite(norm) for norm in self.grad_norms)
 
     def mean_grad_norm(self) -> float:
-        """Return the mean over the steps that were not skipped."""
+        """Return the mean gradient norm over the steps that were not skipped."""
         finite = [norm for norm in self.grad_norms if math.isfinite(norm)]
         return sum(finite) / len(finite) if finite else math.nan
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory in use so far: on a GPU torch's, else the process's."""
+    """Return the peak memory in bytes: allocated by torch on a GPU, of the process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1_024
@@ -185,28 +187,33 @@ def _seconds_between(before: float | torch.cuda.Event, after: float | torch.cuda
 
 
 class RecordWriter:
-    """Appends rows to a run's record; each line reaches the operating system before the call returns.
+    """Appends rows to the record of a run, unbuffered.
 
     Raises:
-        ShoalError: the file cannot be opened or written (permissions, a full disk), or is of another format;
-            its content stays.
+        ShoalError: the file cannot be opened or written (permissions, a full disk), or has another format.
+            Existing rows are unchanged.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE_NAME
-        if self._path.is_file():  # refuse to continue a record of another format
+        if self._path.is_file():
             check_format(self._path)
         try:
             self._file: RawIOBase = self._path.open("a+b", buffering=0)
             size = self._file.seek(0, SEEK_END)
             if size:
                 self._file.seek(size - 1)
-                if self._file.read(1) != b"\n":  # ends the incomplete line of a killed run
+                if self._file.read(1) != b"\n":  # end the partial line of a killed run
                     self._file.write(b"\n")
         except OSError as error:
             raise ShoalError(f"{self._path} cannot be written: {error.strerror}") from None
 
     def write(self, row: Row) -> None:
+        """Write a row.
+
+        Raises:
+            ShoalError: the file cannot be written, or the disk is full.
+        """
         line = (json.dumps({"kind": row.kind, **asdict(row)}) + "\n").encode()
         try:
             num_written = self._file.write(line)
@@ -216,13 +223,18 @@ class RecordWriter:
             raise ShoalError(f"{self._path} was cut at {num_written} of {len(line)} bytes: the disk is full")
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
 class RunLog:
-    """Writes every row to ``record.jsonl`` and what belongs there to TensorBoard and the terminal.
+    """Writes rows to ``record.jsonl``, scalars to TensorBoard and lines to the terminal.
 
-    Every method that writes raises a ShoalError when another job has taken the run directory over.
+    Methods that write a row raise a ShoalError if another job has taken over the run directory.
+
+    Args:
+        run_dir: an existing run directory; this process becomes its owner.
+        progress: the progress bar, closed with the log.
     """
 
     def __init__(self, run_dir: Path, progress: Progress) -> None:
@@ -236,14 +248,13 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.close()
         self._events.close()
         self._record.close()
 
     def start(self, row: Start) -> None:
+        """Write the start of a process group, and the settings as hyperparameters."""
         self._write(row)
         self.references = row.references
         self._progress.say(
@@ -258,6 +269,7 @@ class RunLog:
         }
 
     def step(self, row: Step) -> None:
+        """Write the means over the steps since the last line."""
         self._write(row)
         scalars = {
             "train/loss": row.loss,
@@ -273,7 +285,7 @@ class RunLog:
         self._progress.step(row)
 
     def evaluation(self, row: Evaluation) -> None:
-        """Write scores."""
+        """Write scores of an evaluation."""
         self._write(row)
         self._scalars({f"{row.split}/{name}": value for name, value in row.metrics.items()}, row.step)
         self._progress.say(
@@ -290,25 +302,31 @@ class RunLog:
             )
 
     def phase(self, row: Phase) -> None:
+        """Write the start of a phase."""
         self._write(row)
         self._progress.say(
-            f"{row.name}: steps {row.step:,} to {row.last_step:,}, {row.sequence_length:,} tokens a sequence"
+            f"{row.name}: steps {row.step:,} to {row.last_step:,}, "
+            f"{row.sequence_length:,} tokens per sequence"
         )
 
     def pipeline_step(self, row: PipelineStep) -> None:
+        """Write a measured step of a pipeline."""
         self._write(row)
 
     def resume(self, row: Resume) -> None:
+        """Write from which checkpoint the run continues, and which damaged ones were skipped."""
         self._write(row)
         for damaged in row.damaged:
-            self._progress.say(f"passed over: {damaged}")
+            self._progress.say(f"skipped a damaged checkpoint: {damaged}")
         self._progress.say(f"continuing from {row.path} (step {row.step:,})")
 
     def stop(self, row: Stop) -> None:
+        """Write that the run was stopped."""
         self._write(row)
         self._progress.say(f"stopped at step {row.step:,}: {row.reason}")
 
     def end(self, row: End) -> None:
+        """Write the final metrics."""
         self._write(row)
         metrics = {name: value for name, value in row.metrics.items() if math.isfinite(value)}
         scalar_types = (bool, int, float, str)
@@ -338,16 +356,16 @@ class RunLog:
 
 
 def has_ended(run_dir: Path, step: int, world: World) -> bool:
-    """Whether the run was scored and its model written after ``step``, its last; all workers call it.
+    """Return whether the run ended after ``step``, with scores and the exported model. A collective.
 
-    If not, a kill came between the last checkpoint and the end, and both have still to be done.
+    Otherwise the process was killed between the last checkpoint and the end.
     """
     ended = world.is_main and any(isinstance(row, End) and row.step == step for row in read_record(run_dir))
     return world.sum_counts(ended) == [1]
 
 
 def is_scored(run_dir: Path, step: int, world: World, split: str | None = None) -> bool:
-    """Return whether the record has scores after ``step``, of ``split`` if given; all workers call it."""
+    """Return whether the record has scores of ``step``, of ``split`` if given. A collective."""
     scored = world.is_main and any(
         isinstance(row, Evaluation) and row.step == step and split in (None, row.split)
         for row in read_record(run_dir)
@@ -356,35 +374,35 @@ def is_scored(run_dir: Path, step: int, world: World, split: str | None = None) 
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a run's figures depend on."""
+    """Return the versions of the packages that results depend on."""
     found = {"shoal": shoal.__version__, "torch": torch.__version__}
-    for package in ("transformers", "torchvision"):  # either may be missing where the other is needed
+    for package in ("transformers", "torchvision"):  # each recipe needs at most one of them
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return {**found, "python": platform.python_version()}
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a person calls the device."""
+    """Return a readable name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {counted(torch.get_num_threads(), 'thread')} a worker"
+    return f"CPU, {counted(torch.get_num_threads(), 'thread')} per worker"
 
 
 def counted(number: int, noun: str) -> str:
-    """Return ``1 host``, ``2 hosts``."""
+    """Format a number with its noun: ``1 host``, ``2 hosts``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def format_metrics(metrics: dict[str, float]) -> str:
-    """Return ``name value`` pairs for a line of text."""
+    """Format metrics as ``name value`` pairs in one line."""
     return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items())
 
 
 def speed_line(run_dir: Path, world: World, unit: str) -> str:
-    """Return how fast the steps since the last start were, and which part was not waiting for other workers.
+    """Return the throughput since the last start, and the share of time not spent waiting for gradients.
 
-    That part is what scaling costs nothing of: one worker alone has no other to wait for.
+    That share estimates the scaling efficiency, since a single worker does not wait.
     """
     seconds = waited = samples = 0.0
     before = 0
@@ -403,7 +421,7 @@ def speed_line(run_dir: Path, world: World, unit: str) -> str:
     if not seconds:
         return "no step was done"
     return (
-        f"{rate(samples / seconds)} {unit}/s, {rate(samples / seconds / world.num_workers)} a worker; "
+        f"{rate(samples / seconds)} {unit}/s, {rate(samples / seconds / world.num_workers)} per worker; "
         f"{100 * (1 - waited / seconds):.1f} % of the time was not spent waiting for other workers"
     )
 
@@ -414,12 +432,12 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 class Progress:
-    """Shows how far a run is, on the standard error.
+    """Shows the progress of a run on the standard error: a bar on a terminal, otherwise lines.
 
     Args:
         total_steps: steps of the whole run.
-        first_step: the step that the run goes on from.
-        unit: what samples are called.
+        first_step: the step from which the run continues.
+        unit: name of samples, such as ``images``.
     """
 
     def __init__(self, total_steps: int, first_step: int = 0, *, unit: str = "sequences") -> None:
@@ -441,12 +459,12 @@ class Progress:
             self._bar.start()
 
     def advance(self, step: int) -> None:
-        """Move the bar; cheap enough for every step."""
+        """Advance the bar to ``step``."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def step(self, row: Step) -> None:
-        """Show the figures of a line of the record."""
+        """Show the loss, accuracies and speed of a line of the record."""
         accuracies = {name: value for name, value in row.metrics.items() if name.endswith("accuracy")}
         figures = f"loss {row.loss:.3f}" + "".join(
             f"  {name.removesuffix('_accuracy')} {100 * value:.1f} %" for name, value in accuracies.items()
@@ -470,17 +488,18 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
 
 
 def rate(per_s: float) -> str:
-    """Return samples a second: whole numbers, below 10 with two digits."""
+    """Format samples per second: whole numbers, or two digits below 10."""
     return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"
 
 
 def duration(seconds: float) -> str:
-    """Return ``h:mm:ss`` or ``m:ss``."""
+    """Format a duration as ``h:mm:ss`` or ``m:ss``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

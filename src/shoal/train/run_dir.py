@@ -1,19 +1,19 @@
-"""Opens a run directory: its settings, and one job at a time on any file system that all hosts share.
+"""Opens run directories: writes their settings, and locks them for one job on any shared file system.
 
-``owner/N.json`` in the run directory names a job and its first worker's process; the highest N is the owner.
+``owner/N.json`` in the run directory names a job and the process of its first worker; the highest N owns the
+directory.
 
-1. A process becomes the owner by creating the file with the next number, exclusively: of several, one does.
-   It then deletes the lower ones.
-2. Nobody writes a file but the process that created it, and the highest is never deleted, so no number is
-   given out twice. A process that was suspended meanwhile and creates a lower one finds the higher, and
-   withdraws.
-3. The owner sets the file's modification time every :data:`BEAT_S` seconds. An owner whose process is seen to
-   have ended has no claim. One that cannot be seen from here (on another host, in another container) loses
-   it when the time stands still for :data:`PATIENCE_S`, by the watching host's clock.
+1. A process becomes the owner by exclusive creation of the file with the next number, which succeeds for one
+   process only. It then deletes the lower ones.
+2. Only the process that created a file writes it, and the highest is never deleted, so that numbers are not
+   reused. A process that was suspended and creates a lower number finds the higher one and gives up.
+3. The owner updates the modification time of its file every :data:`BEAT_S` seconds. It loses the directory
+   when its process has ended. If its process is not visible (another host or container), it loses the
+   directory when the time has not changed for :data:`PATIENCE_S`, by the clock of the watching host.
 4. An owner that was suspended for longer finds its file deleted, and stops before it writes a checkpoint.
 
-``flock`` is not used: NFSv3 and Lustre as they are often mounted keep such locks on one host only. Exclusive
-creation, reading after opening, and deletion reach the server on both.
+``flock`` is not used, because NFSv3 and Lustre are often mounted with locks that are local to a host.
+Exclusive creation, reading after opening, and deletion reach the server on both.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.toml"
 FOLDER = "owner"
 BEAT_S = 5.0
-"""Time between an owner's heartbeats."""
+"""Seconds between heartbeats of an owner."""
 PATIENCE_S = 60.0
-"""Time without a heartbeat after which an owner that cannot be seen has no claim."""
+"""Seconds without a heartbeat after which an owner whose process is not visible loses the directory."""
 SAME_JOB_PATIENCE_S = 15.0
-"""The same for an owner of this very job, which the scheduler has started again."""
+"""The same if the owner has the id of this job, which the scheduler has restarted."""
 
 _POLL_S = 0.2
 _NAME = re.compile(r"[1-9]\d{0,8}\.json")
@@ -59,9 +59,9 @@ _MOST_BYTES = 1 << 16
 
 
 class Ownership:
-    """This process's claim to a run directory, from :func:`own` until it is released or no longer used.
+    """Ownership of a run directory by this process, from :func:`own` until it is released or collected.
 
-    ``is_lost`` is set by the heartbeat that finds another owner, and by :meth:`release`.
+    ``is_lost`` is set by a heartbeat that finds another owner, and by :meth:`release`.
     """
 
     def __init__(self, run_dir: Path, file: Path, content: bytes) -> None:
@@ -74,19 +74,20 @@ class Ownership:
 
     @property
     def number(self) -> int:
-        """A number that no other owner of this run directory has or will have."""
+        """A number that is unique among all owners of this run directory."""
         return int(self._file.stem)
 
     @property
     def is_held(self) -> bool:
+        """Whether it has not been released."""
         return self._end.alive
 
     def require(self) -> None:
-        """Raise if the run directory is no longer this process's.
+        """Raise an error unless this process still owns the run directory.
 
         Raises:
             ShoalError: another job has taken it over, or it was released.
-            OSError: the file system does not answer.
+            OSError: the file system does not respond.
         """
         if not _is_mine(self._file, self._content):
             self.is_lost.set()
@@ -97,7 +98,7 @@ class Ownership:
             )
 
     def release(self) -> None:
-        """Let other jobs have the run directory at once."""
+        """Release the run directory, so that other jobs can own it at once."""
         self.is_lost.set()
         self._end()
 
@@ -106,12 +107,12 @@ _held: weakref.WeakValueDictionary[Path, Ownership] = weakref.WeakValueDictionar
 
 
 def own(run_dir: Path) -> Ownership:
-    """Make this process the owner of ``run_dir``; what it owns already is shared.
+    """Make this process the owner of ``run_dir``, or return the ownership that it has.
 
     Raises:
-        UsageError: a job that still runs owns it; the message names the job and what to do.
-        ShoalError: it was this process's, and another job has taken it over.
-        OSError: the owner's file cannot be written.
+        UsageError: a running job owns it; the message names the job and the remedy.
+        ShoalError: this process owned it, and another job has taken it over.
+        OSError: the owner file cannot be written.
     """
     key = run_dir.resolve()
     held = _held.get(key)
@@ -124,13 +125,13 @@ def own(run_dir: Path) -> Ownership:
 
 @contextmanager
 def owned(run_dir: Path, world: World) -> Iterator[None]:
-    """Own ``run_dir`` in this block, on the main worker; all workers call it, and all raise its error.
+    """Own ``run_dir`` in this block on the main worker. A collective: all workers raise its error.
 
     Raises:
-        UsageError: as :func:`own`, or the directory cannot be made or written.
+        UsageError: as :func:`own`, or the directory cannot be created or written.
         ShoalError: as :func:`own`.
     """
-    from shoal.train.world import run_on_all  # imports torch, which the launcher does without
+    from shoal.train.world import run_on_all  # imports torch, which the launcher does not need
 
     mine: list[Ownership] = []
 
@@ -148,32 +149,32 @@ def owned(run_dir: Path, world: World) -> Iterator[None]:
 
 
 def require_free(run_dir: Path) -> None:
-    """Raise if a process that is seen to run owns ``run_dir``. Only looks, and waits for nobody.
+    """Raise if a visible running process owns ``run_dir``. Does not wait, and changes nothing.
 
     Raises:
-        UsageError: the message names the job and what to do.
+        UsageError: the message names the job and the remedy.
     """
     folder = run_dir / FOLDER
-    with contextlib.suppress(OSError):  # the worker that has to own the directory will say it
+    with contextlib.suppress(OSError):  # the worker that becomes the owner reports it
         if seen := _look(_file(folder, _newest(folder))):
             _judge(run_dir, seen)
 
 
-# ------------------------------------------------------------------------------------- what the files say
+# ----------------------------------------------------------------------------------------- owner files
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Owner:
-    """A process as the other processes of any host can tell it, and what a person is told of it."""
+    """The content of an owner file: identity of a process among all hosts, and a description."""
 
     job: str
     host: str
     pid: int
     since: str
     place: str
-    """The boot of a kernel and the PID namespace, in which processes see each other; empty: unknown."""
+    """Boot id of the kernel and PID namespace, within which processes are visible; empty: unknown."""
     started: int
-    """Ticks from the boot to the start of the process; a later process of the same id differs."""
+    """Ticks from boot to the start of the process, which distinguish it from a later one of the same id."""
     token: str
     released: bool = False
 
@@ -183,7 +184,7 @@ class _Owner:
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """An owner's file as it was at one moment; ``owner`` is ``None`` if it does not hold what it should."""
+    """A snapshot of an owner file; ``owner`` is ``None`` if its content is malformed."""
 
     owner: _Owner | None
     content: bytes
@@ -191,7 +192,7 @@ class _Seen:
 
 
 def _look(file: Path) -> _Seen | None:
-    """Read an owner's file; opening it makes NFS ask the server. ``None``: it is gone."""
+    """Read an owner file; ``None`` if it was deleted. Opening it makes NFS ask the server."""
     try:
         with file.open("rb") as opened:
             changed_ns = os.fstat(opened.fileno()).st_mtime_ns
@@ -241,10 +242,10 @@ def _successor(folder: Path) -> str:
     seen = _look(_file(folder, _newest(folder)))
     if seen is None or seen.owner is None:
         return "it was taken over by another job, released, or removed by hand"
-    return f"it was taken over by {seen.owner} while this process was suspended or cut off"
+    return f"it was taken over by {seen.owner} while this process was suspended or disconnected"
 
 
-# ------------------------------------------------------------------------------------------ this process
+# -------------------------------------------------------------------------------------------- processes
 
 
 def _this_process() -> _Owner:
@@ -269,7 +270,7 @@ def _place() -> str:
 
 
 def _status_of(pid: int) -> tuple[str, int]:
-    """Return the state of a process (``Z``: it has ended) and when it was started; empty and 0: unknown."""
+    """Return state (``Z``: ended) and start time in ticks of a process; ``("", 0)`` if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -279,7 +280,7 @@ def _status_of(pid: int) -> tuple[str, int]:
 
 
 def _has_ended(owner: _Owner) -> bool:
-    """Return whether a process of this place has ended; another user's may be hidden in ``/proc``."""
+    """Return whether a process of this place has ended; ``/proc`` may hide those of other users."""
     try:
         os.kill(owner.pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -290,11 +291,11 @@ def _has_ended(owner: _Owner) -> bool:
     return state in ("Z", "X") or (bool(state) and started != owner.started)
 
 
-# ---------------------------------------------------------------------------------------- taking and keeping
+# ----------------------------------------------------------------------------------- acquire and release
 
 
 def _claim(run_dir: Path) -> tuple[Path, bytes]:
-    """Become the owner; return the file and what it holds."""
+    """Become the owner, and return the owner file and its content."""
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     content = json.dumps(asdict(_this_process())).encode()
@@ -309,19 +310,19 @@ def _claim(run_dir: Path) -> tuple[Path, bytes]:
                 opened.write(content)
         except FileExistsError:
             continue
-        if _newest(folder) > number + 1:  # this process was suspended while others came and went
+        if _newest(folder) > number + 1:  # this process was suspended while others were owners
             mine.unlink(missing_ok=True)
             continue
         for older in _numbers(folder)[:-1]:
-            _file(folder, older).unlink(missing_ok=True)  # tells an owner that was suspended
+            _file(folder, older).unlink(missing_ok=True)  # notifies a suspended owner
         return mine, content
 
 
 def _may_follow(run_dir: Path, file: Path) -> bool:
-    """Return whether the owner in ``file``, the newest, has no claim any more; ``False``: look again.
+    """Return whether the owner in the newest ``file`` has lost the directory; ``False``: check again.
 
     Raises:
-        UsageError: it has.
+        UsageError: it still owns the directory.
     """
     seen = _look(file)
     if seen is None:
@@ -331,7 +332,7 @@ def _may_follow(run_dir: Path, file: Path) -> bool:
     patience_s = PATIENCE_S
     if seen.owner is not None and seen.owner.job == env.job_id():
         patience_s = SAME_JOB_PATIENCE_S
-    end, told = time.monotonic() + patience_s, False
+    end, reported = time.monotonic() + patience_s, False
     while time.monotonic() < end:
         time.sleep(_POLL_S)
         now = _look(file)
@@ -339,22 +340,22 @@ def _may_follow(run_dir: Path, file: Path) -> bool:
             return False
         if now.changed_ns != seen.changed_ns:
             raise _in_use(run_dir, seen)
-        if not told:
+        if not reported:
             print(
-                f"shoal: {run_dir} belongs to {_told(seen)}, which cannot be seen from here; waiting up to "
-                f"{patience_s:.0f} s for a sign that it runs",
+                f"shoal: {run_dir} belongs to {_describe(seen)}, which cannot be seen from here; waiting up "
+                f"to {patience_s:.0f} s for a sign that it runs",
                 file=sys.stderr,
                 flush=True,
             )
-            told = True
+            reported = True
     return True
 
 
 def _judge(run_dir: Path, seen: _Seen) -> bool:
-    """Return whether the owner is seen to have no claim any more; ``False``: only time can tell.
+    """Return whether the owner has certainly lost the directory; ``False``: only heartbeats can show it.
 
     Raises:
-        UsageError: it is seen to run.
+        UsageError: its process is visible and runs.
     """
     owner = seen.owner
     if owner is None:
@@ -368,20 +369,20 @@ def _judge(run_dir: Path, seen: _Seen) -> bool:
     raise _in_use(run_dir, seen)
 
 
-def _told(seen: _Seen) -> str:
+def _describe(seen: _Seen) -> str:
     return str(seen.owner) if seen.owner else "another job (its owner file cannot be read)"
 
 
 def _in_use(run_dir: Path, seen: _Seen) -> UsageError:
     return UsageError(
-        f"{run_dir} is in use by {_told(seen)}, and only one job may write into a run directory: wait until "
-        "that job has ended or stop it, or name another --run.dir"
+        f"{run_dir} is in use by {_describe(seen)}, and only one job may write into a run directory: wait "
+        "until that job has ended or stop it, or name another --run.dir"
     )
 
 
 def _beat(file: Path, content: bytes, lost: threading.Event, ended: threading.Event) -> None:
     while not ended.wait(BEAT_S):
-        with contextlib.suppress(OSError):  # a server that is away for a while may come back
+        with contextlib.suppress(OSError):  # the server may be unavailable for a while
             if not _is_mine(file, content):
                 lost.set()
                 return
@@ -389,26 +390,27 @@ def _beat(file: Path, content: bytes, lost: threading.Event, ended: threading.Ev
 
 
 def _release(pid: int, file: Path, content: bytes, ended: threading.Event) -> None:
-    """Mark the owner's file as released. It stays, so that its number is never given out again."""
+    """Mark the owner file as released. It is not deleted, so that its number is never reused."""
     ended.set()
-    if os.getpid() != pid:  # a forked child drops what its parent owns
+    if os.getpid() != pid:  # a forked child does not own it
         return
     temporary = file.with_suffix(".tmp")
-    with contextlib.suppress(OSError):  # another job then sees that this process has ended
+    with contextlib.suppress(OSError):  # other jobs then detect the end of this process
         if _is_mine(file, content):
             temporary.write_bytes(json.dumps(parse_json(content, str(file)) | {"released": True}).encode())
             temporary.replace(file)
 
 
-# ---- the settings in it ----------------------------------------------------------------------------------
+# ---- settings --------------------------------------------------------------------------------------------
 
 
 def open_run_dir(path: Path, config: Mapping[str, Any], fixed: Sequence[str]) -> None:
-    """Make the run directory and write the resolved configuration into it.
+    """Create the run directory and write the resolved settings into it.
 
     Args:
-        config: the configuration as a tree of two levels.
-        fixed: dotted names that must not differ from those of a run already there.
+        path: the run directory.
+        config: the settings as a tree of two levels.
+        fixed: dotted names of settings that must be those of a run that exists in the directory.
 
     Raises:
         UsageError: the directory cannot be written, a fixed setting differs, or a setting is not UTF-8.
@@ -428,7 +430,7 @@ def open_run_dir(path: Path, config: Mapping[str, Any], fixed: Sequence[str]) ->
 
 
 def run_dir_of(source: Path) -> Path:
-    """Return the run directory that ``source`` is, or is a checkpoint of.
+    """Return the run directory of ``source``, which is a run directory or a checkpoint in one.
 
     Raises:
         UsageError: it is neither.
@@ -442,10 +444,10 @@ def run_dir_of(source: Path) -> Path:
 
 
 def require_writable(path: Path) -> None:
-    """Make the directory and try to write in it.
+    """Create the directory and a temporary file in it.
 
     Raises:
-        UsageError: it cannot be made or written.
+        UsageError: the directory cannot be created or written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -462,11 +464,11 @@ def require_writable(path: Path) -> None:
 def _require_same(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], fixed: Sequence[str]) -> None:
     before, after = _flat(old), _flat(new)
     for name in sorted(before.keys() | after.keys()):
-        held = any(name == rule or name.startswith(f"{rule}.") for rule in fixed)
-        if held and before.get(name) != after.get(name):
+        is_fixed = any(name == rule or name.startswith(f"{rule}.") for rule in fixed)
+        if is_fixed and before.get(name) != after.get(name):
             raise UsageError(
-                f"{path} holds a run with {name} = {before.get(name)!r}, and this command says "
-                f"{after.get(name)!r}: put the setting back to go on, or begin anew in another --run.dir"
+                f"{path} has a run with {name} = {before.get(name)!r}, and this command sets "
+                f"{after.get(name)!r}: restore the setting to continue, or start again in another --run.dir"
             )
 
 

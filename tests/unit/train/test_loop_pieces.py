@@ -175,7 +175,7 @@ def test_a_run_directory_holds_its_settings_and_refuses_others(tmp_path: Path) -
     open_run_dir(tmp_path / "run", longer, IMMUTABLE)
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text()) == longer
     other = {**tree, "model": {**tree["model"], "hidden_size": 64}}
-    with pytest.raises(UsageError, match=r"model\.hidden_size = 768, and this command says 64"):
+    with pytest.raises(UsageError, match=r"model\.hidden_size = 768, and this command sets 64"):
         open_run_dir(tmp_path / "run", other, IMMUTABLE)
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text()) == longer
     with pytest.raises(UsageError, match="cannot be written"):
