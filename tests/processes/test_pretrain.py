@@ -153,8 +153,8 @@ def test_kills_at_random_points_leave_no_trace_in_the_losses(
 def test_other_numbers_of_workers_continue_on_the_same_data(
     data: Path, whole_run: Path, tmp_path: Path
 ) -> None:
-    """Dropout off: its draws belong to a worker, all else does not depend on how many there are."""
-    model = {"classifier_dropout_prob": 0.0}
+    """Dropout is on: its masks belong to samples, and nothing depends on how many workers there are."""
+    model = {"classifier_dropout_prob": 0.1, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     whole = jobs.small_config(data, tmp_path / "whole", model=model)
     assert jobs.run(whole, 2) == [EXIT_OK] * 2
     for steps, num_workers in ((4, 3), (8, 1), (12, 2)):

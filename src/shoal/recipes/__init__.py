@@ -25,8 +25,6 @@ class Recipe:
     """Its default preset."""
     help: str
     """One sentence for ``shoal GROUP --help``."""
-    module: str = ""
-    """Default: its name."""
     group: str = "train"
     """Its command is ``shoal GROUP COMMAND``."""
     command: str = ""
@@ -110,7 +108,7 @@ RECIPES = {
 
 def load(name: str) -> Any:
     """Import and return the module of recipe ``name``."""
-    return import_module(f"{__name__}.{RECIPES[name].module or name}")
+    return import_module(f"{__name__}.{name}")
 
 
 def run_script(name: str) -> None:
