@@ -42,6 +42,7 @@ def about_first(**words: object) -> Frame:
 def both_errors(group: Group, since: float) -> list[str]:
     """Return the errors of rank 0, which waits for rank 1, and then of rank 1."""
     errors = group.errors([0], since)
+    sleep(ARRIVED_S)  # else rank 1 may end its operation before it learns of rank 0's error
     group.tell(1)
     return errors + group.errors([1], monotonic())
 
@@ -69,6 +70,7 @@ def test_a_helper_ends_the_group_of_a_member_that_lies_about_itself(lie: str) ->
             who = Who(group=group.identity, rank=1, size=2)
             with stranger.join(helper.address, helper.port, SECRET, who) as connection:
                 connection.sendall(frame.encode())
+                sleep(ARRIVED_S)
                 group.tell(1)
                 for text in group.errors(range(2), since):
                     assert (
@@ -136,6 +138,7 @@ def test_a_result_from_a_rank_that_does_not_serve_the_chunk_is_refused() -> None
         peer = group.peers[0]
         with stranger.join(peer.address, peer.port, SECRET, who) as connection:
             connection.sendall(about_first(type=RESULT, needed=3, host=2, payload=LIE).encode())
+            sleep(ARRIVED_S)
             for rank in (1, 2):
                 group.tell(rank)
             for text in group.errors(range(3), since):

@@ -1,6 +1,6 @@
 """The training session: everything around a loop that every recipe, or a user's own script, has in common.
 
-    with Run.open("runs/mine", seed=0) as run:
+    with Run.open("runs/mine") as run:
         model = run.data_parallel(Net())
         optimizer = Lamb(model.parameters(), lr=1e-3)
         run.keep(model=model.module, optimizer=optimizer)      # restores if there is a checkpoint
@@ -13,8 +13,8 @@
                 run.evaluation("validation", {"accuracy": accuracy(model)}, num_samples=10_000)
         sys.exit(run.finish())
 
-1. :meth:`Run.open` joins the workers that torchrun, mpirun, Slurm or ``shoal train`` have started (or is the
-   only one), takes the run directory and catches the signals that ask to stop.
+1. :meth:`Run.open` joins the workers that torchrun, mpirun or ``shoal train`` have started (or is the only
+   one), takes the run directory and catches the signals that ask to stop.
 2. :meth:`Run.keep` names the state that checkpoints hold and restores the newest good one.
 3. :meth:`Run.steps` yields a :class:`Step` per optimizer step. Before each, all workers agree in one small
    collective on stops, losses that are not finite, and the number of targets of the global batch.
