@@ -320,8 +320,10 @@ class LossScale:
                 self.value, self.num_finite = self.value * 2, 0
 
     def state_dict(self) -> dict[str, float]:
+        """Return the scale and the number of finite steps since it changed."""
         return {"value": self.value, "num_finite": self.num_finite}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore a dynamic scale; a static one is that of the settings."""
         if self.dynamic:
             self.value, self.num_finite = float(state["value"]), int(state["num_finite"])
