@@ -57,7 +57,7 @@ class _Pending:
     """A save in progress; once the thread has ended, ``num_bytes`` or ``error`` is final."""
 
     step: int
-    path: Path
+    path: Path = Path()
     requested: float = field(default_factory=time.monotonic)
     thread: threading.Thread | None = None
     blocked_s: float = 0.0
@@ -138,7 +138,7 @@ class Checkpointer:
                 Older checkpoints are untouched, and ``save`` can be called again. With ``wait``, a failure of
                 the previous save is dropped if this one succeeds.
         """
-        pending = _Pending(step=step, path=files.checkpoint_path(self._run_dir, step))
+        pending = _Pending(step=step)
         earlier = self._settle()
         if earlier is not None and not wait:
             _surface(earlier)
@@ -244,6 +244,7 @@ class Checkpointer:
     def _write(self, pending: _Pending, part: SavePart, flat: FlatState) -> None:
         """Write this worker's file and, on the first worker, complete the checkpoint. Runs in a thread."""
         try:
+            pending.path = files.checkpoint_path(self._run_dir, pending.step)
             name = run_on_all(self._group, lambda: self._temporary_name(pending.path))[0]
             temporary = pending.path.with_name(name)
             try:

@@ -235,6 +235,10 @@ class Run:
                 if run._batch is None or not is_out_of_memory(error):
                     raise
                 raise out_of_memory(error, run._batch, memory_remedy, section=run._section) from error
+            finally:  # what has threads of its own ends before the process groups do
+                run._kept.clear()
+                run._training.models.clear()
+                run._checkpointer = run._current = None
 
     def inner(self, *, loop: LoopConfig, distributed: DistributedConfig | None = None) -> Run:
         """Return a run on the same workers that writes nothing, for a short training inside this one."""
