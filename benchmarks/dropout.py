@@ -1,4 +1,4 @@
-"""What does dropout by the keys of samples cost against torch's, forward and backward?
+"""Compares dropout keyed by samples with torch's dropout, forward and backward.
 
 Both sides run the same operation or the same module; ours runs it inside ``SampleDropout``. The layer is
 transformers' of BERT-base over 32 sequences of 128 tokens, with dropout 0.1 on hidden states and on attention

@@ -1,4 +1,4 @@
-"""Which models train with every gradient equal to one process: through shoal.pipelining and torch's tracer.
+"""Counts models whose pipelined gradients equal one process's, by shoal.pipelining and by torch's tracer.
 
 The tracer is ``torch.distributed.pipelining.pipeline()``. It splits at modules that the user names; here
 they are the blocks nearest to half of the model, on two ranks under 1F1B, the schedule it supports best.

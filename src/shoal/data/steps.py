@@ -134,7 +134,7 @@ class StepReader:
 
     @property
     def steps_at_once(self) -> int:
-        """How many steps to ask ``read`` for at once, so that they fill a block."""
+        """The number of steps per call of ``read`` that fills a block."""
         return max(1, _BLOCK_TOKENS // (max(len(self._part), 1) * self.reader.example_tokens))
 
     @property

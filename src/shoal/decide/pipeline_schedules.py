@@ -196,7 +196,7 @@ def _by_turns(forward: list[Action], backward: list[Action], *, num_ahead: int) 
 # ---- greedy schedules: a backward pass whenever one is possible --------------------------------------------
 
 _PATIENCE = (0.0, 0.25)
-"""How long a rank waits for a backward pass while it could run a forward, in mean backward times. Longer
+"""Longest wait for a backward pass while a forward is ready, in mean backward times. Longer
 waits than a quarter were never better."""
 _MAX_ACTIONS = 20_000
 """Limit of all settings together; of a large schedule only the first settings are tried, mostly the best."""

@@ -34,7 +34,7 @@ class EncoderConfig:
     hidden_size: int = 768
     """Width of the layers."""
     num_hidden_layers: int = 12
-    """How many layers a token passes through; ALBERT applies one shared layer so often."""
+    """Layers that a token passes through; ALBERT applies one shared layer that many times."""
     num_attention_heads: int = 12
     """Attention heads; must divide the hidden size."""
     intermediate_size: int = 3_072

@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Where a recipe is found; nothing of it is imported before :meth:`load`."""
+    """Registers a recipe by names and texts; :func:`load` imports its module."""
 
     config: str
     """Class of its settings."""

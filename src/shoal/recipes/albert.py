@@ -37,7 +37,7 @@ PRESETS = ("tiny", "base", "large", "xlarge")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(TextConfig):
-    """Which text, and how examples are made of it."""
+    """Selects the text and sets how examples are made from it."""
 
     max_seq_length: int = 512
     """Tokens in an example, the special ones included."""

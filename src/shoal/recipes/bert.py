@@ -30,7 +30,7 @@ PRESETS = ("tiny", "base", "large", "large-lans")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(TextConfig):
-    """Which text, and how examples are made of it."""
+    """Selects the text and sets how examples are made from it."""
 
     max_ngram: int = 1
     """Longest run of words masked together; the paper hides single tokens."""

@@ -111,7 +111,7 @@ class PrepareConfig:
 
     @property
     def trains_tokenizer(self) -> bool:
-        """Whether the tokenizer is trained on the corpus."""
+        """True if the tokenizer is trained on the corpus."""
         return self.tokenizer in get_args(tokenizer.Kind)
 
 
