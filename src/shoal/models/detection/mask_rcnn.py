@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from shoal.dropout import fold_in
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.models.detection.masks import paste_bitmaps, project_masks
-from shoal.models.detection.proposals import Predicted, Proposals, predicted, proposal_losses, propose
+from shoal.models.detection.proposals import Predicted, predicted, proposal_losses, propose
 from shoal.models.detection.regions import (
-    Detected,
+    POSITIVE_FRACTION,
     Sampled,
     detect,
     pool,
@@ -30,7 +30,6 @@ from shoal.models.detection.regions import (
 
 _BOX_SIZE, _MASK_SIZE = 7, 14  # of what is pooled from the pyramid
 _ANCHOR_RATIOS = (0.5, 1.0, 2.0)
-_REGION_POSITIVES = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,33 +92,14 @@ class MaskRCNN(nn.Module):
             boxes = boxes.new_zeros(len(boxes), 1, 4)
             targets = {**targets, "labels": counts.new_zeros(len(boxes), 1)}
         pyramid, found = self._first_stage(images)
-        first = proposal_losses(
-            found,
-            boxes,
-            counts,
-            fold_in(keys, 0),
-            high=0.7,
-            low=0.3,
-            num_samples=config.proposal_samples,
-            positive_fraction=0.5,
+        first = proposal_losses(found, boxes, counts, fold_in(keys, 0), config.proposal_samples)
+        proposals = propose(
+            found, targets["sizes"], most_a_level=config.proposals_a_level, most=config.proposals
         )
         sampled = sample_regions(
-            self._propose(found, targets["sizes"], config.proposals_a_level, config.proposals),
-            boxes,
-            targets["labels"],
-            counts,
-            fold_in(keys, 1),
-            threshold=0.5,
-            num_samples=config.region_samples,
-            positive_fraction=_REGION_POSITIVES,
+            proposals, boxes, targets["labels"], counts, fold_in(keys, 1), config.region_samples
         )
-        second = region_losses(
-            *self._classify(pyramid, sampled.regions),
-            sampled,
-            boxes,
-            box_loss=config.box_loss,
-            label_smoothing=config.label_smoothing,
-        )
+        second = region_losses(*self._classify(pyramid, sampled.regions), sampled, boxes, config)
         mask_loss, num_pixels = self._mask_loss(pyramid, sampled, targets)
         return {**first, **second, "loss_mask": mask_loss, "count_mask": num_pixels}
 
@@ -128,17 +108,13 @@ class MaskRCNN(nn.Module):
         """Detect objects in ``images`` (as for ``forward``) of ``sizes [B, 2]``, height and width."""
         config = self.config
         pyramid, found = self._first_stage(images)
-        proposals = self._propose(found, sizes, config.proposals_used, config.proposals_used)
-        image = torch.arange(len(images), device=images.device)
-        detected = detect(
-            *self._classify(pyramid, _regions(image[:, None], proposals.boxes)),
-            proposals,
-            sizes,
-            least_score=config.least_score,
-            iou_threshold=0.5,
-            most=config.detections,
-        )
-        return self._with_masks(pyramid, detected)
+        proposals = propose(found, sizes, most_a_level=config.proposals_used, most=config.proposals_used)
+        row = torch.arange(len(images), device=images.device)[:, None]
+        classified = self._classify(pyramid, _regions(row, proposals.boxes))
+        image, boxes, scores, labels = detect(*classified, proposals, sizes, config)
+        masks = self._mask_logits(pyramid, _regions(image, boxes), labels).sigmoid()
+        counts = torch.bincount(image, minlength=len(images)).tolist()
+        return Detections(boxes=boxes, scores=scores, labels=labels, masks=masks, counts=counts)
 
     def _first_stage(self, images: Tensor) -> tuple[list[Tensor], Predicted]:
         """Return the levels of the pyramid that regions are pooled from, and the output per anchor."""
@@ -150,9 +126,6 @@ class MaskRCNN(nn.Module):
         strides = [(height // rows, width // columns) for rows, columns in shapes]
         anchors = torch.cat(generator.grid_anchors(shapes, strides))
         return levels[:-1], predicted(logits, deltas, anchors)
-
-    def _propose(self, found: Predicted, sizes: Tensor, most_a_level: int, most: int) -> Proposals:
-        return propose(found, sizes, most_a_level=most_a_level, most=most, iou_threshold=0.7)
 
     def _classify(self, pyramid: list[Tensor], regions: Tensor) -> tuple[Tensor, Tensor]:
         heads = self.roi_heads
@@ -186,17 +159,6 @@ class MaskRCNN(nn.Module):
         num_images = len(targets["sizes"])
         return sum_by_image(losses, image, num_images), sum_by_image(num_pixels, image, num_images)
 
-    def _with_masks(self, pyramid: list[Tensor], detected: Detected) -> Detections:
-        image, place = detected.there.nonzero(as_tuple=True)
-        boxes, labels = detected.boxes[image, place], detected.labels[image, place]
-        return Detections(
-            boxes=boxes,
-            scores=detected.scores[image, place],
-            labels=labels,
-            masks=self._mask_logits(pyramid, _regions(image, boxes), labels).sigmoid(),
-            counts=detected.there.sum(dim=1).tolist(),
-        )
-
 
 def largest_step(model: MaskRCNN, images: Tensor) -> Tensor:
     """Return a scalar that depends on every part of ``model``, with the most regions that the heads may get.
@@ -210,7 +172,7 @@ def largest_step(model: MaskRCNN, images: Tensor) -> Tensor:
     classes, boxes = heads.box_predictor(
         heads.box_head(images.new_empty(num_regions, channels, _BOX_SIZE, _BOX_SIZE))
     )
-    num_positives = int(num_regions * _REGION_POSITIVES)
+    num_positives = int(num_regions * POSITIVE_FRACTION)
     masks = heads.mask_predictor(
         heads.mask_head(images.new_empty(num_positives, channels, _MASK_SIZE, _MASK_SIZE))
     )

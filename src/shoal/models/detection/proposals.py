@@ -19,6 +19,9 @@ from shoal.models.detection.suppression import NO_BOX, suppress, top_places
 _WEIGHTS: Weights = (1.0, 1.0, 1.0, 1.0)
 _LEAST_SIDE = 1e-3
 _BETA = 1 / 9  # where the smooth L1 loss becomes linear
+_MOST_OVERLAP = 0.7  # boxes of one level that overlap a better one by more are suppressed
+_HIGH, _LOW = 0.7, 0.3
+_POSITIVE_FRACTION = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +62,7 @@ def predicted(logits: Sequence[Tensor], deltas: Sequence[Tensor], anchors: Tenso
 
 
 @torch.no_grad()
-def propose(
-    found: Predicted, sizes: Tensor, *, most_a_level: int, most: int, iou_threshold: float
-) -> Proposals:
+def propose(found: Predicted, sizes: Tensor, *, most_a_level: int, most: int) -> Proposals:
     """Return the best boxes of each image after non-maximum suppression per level.
 
     Args:
@@ -69,7 +70,6 @@ def propose(
         sizes: int64 ``[B, 2]``: height and width of each image.
         most_a_level: candidates per level before suppression.
         most: boxes per image after it.
-        iou_threshold: boxes of one level that overlap by more are suppressed.
     """
     places, levels, first = [], [], 0
     for level, count in enumerate(found.level_counts):
@@ -83,37 +83,29 @@ def propose(
     scores = found.logits.gather(1, place).float().sigmoid()
     too_small = ((boxes[..., 2:] - boxes[..., :2]) < _LEAST_SIDE).any(dim=-1)
     scores = scores.masked_fill(too_small, NO_BOX)
-    kept, there = top_places(scores, suppress(boxes, scores, iou_threshold, level_of), most)
+    kept, there = top_places(scores, suppress(boxes, scores, _MOST_OVERLAP, level_of), most)
     return Proposals(boxes=boxes.gather(1, kept[..., None].expand(-1, -1, 4)), there=there)
 
 
 def proposal_losses(
-    found: Predicted,
-    boxes: Tensor,
-    num_objects: Tensor,
-    keys: Tensor,
-    *,
-    high: float,
-    low: float,
-    num_samples: int,
-    positive_fraction: float,
+    found: Predicted, boxes: Tensor, num_objects: Tensor, keys: Tensor, num_samples: int
 ) -> dict[str, Tensor]:
     """Return the summed losses of each image's sampled anchors and their number, by torchvision's names.
+
+    Anchors that overlap an object by an IoU of at least .7 are positive, and so is its best one; those that
+    overlap all by less than .3 are negative.
 
     Args:
         found: by the network.
         boxes: of the objects, float32 ``[B, M, 4]``, padded.
         num_objects: int64 ``[B]``.
         keys: int64 ``[B]``, of the draws.
-        high: anchors that overlap an object by at least this IoU are positive, and so is its best one;
-        low: those that overlap all by less are negative.
-        num_samples: anchors of an image, of which
-        positive_fraction: are at most positive.
+        num_samples: anchors of an image, of which half are at most positive.
     """
-    matches = match_boxes(boxes, num_objects, found.anchors, high=high, low=low, allow_low_quality=True)
+    matches = match_boxes(boxes, num_objects, found.anchors, high=_HIGH, low=_LOW, allow_low_quality=True)
     labels = (matches >= 0).long().masked_fill(matches == BETWEEN, -1)
     positive, negative = sample_balanced(
-        labels, keys, num_samples=num_samples, positive_fraction=positive_fraction
+        labels, keys, num_samples=num_samples, positive_fraction=_POSITIVE_FRACTION
     )
     sampled = positive | negative
     objectness = F.binary_cross_entropy_with_logits(

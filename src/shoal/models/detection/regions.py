@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.models.detection.boxes import Weights, clipped, decode, encode, giou_loss
-from shoal.models.detection.config import BoxLoss
+from shoal.models.detection.config import MaskRCNNConfig
 from shoal.models.detection.matching import BELOW_LOW, match_boxes, sample_balanced
 from shoal.models.detection.proposals import Proposals
 from shoal.models.detection.suppression import NO_BOX, suppress, top_places
@@ -27,6 +27,8 @@ _SAMPLES = 2  # bilinear samples of a pooled value, along each axis
 _LEAST_SIDE = 1e-2
 _USUAL_SIDE, _USUAL_LEVEL = 224, 4  # a box as large as ImageNet's images belongs to the level of stride 16
 _FIRST_LEVEL = 2  # of stride 4
+_SAME_OBJECT = 0.5  # IoU from which on a region has the label of an object, or of a better detection
+POSITIVE_FRACTION = 0.25
 
 
 @cache
@@ -80,15 +82,7 @@ class Sampled:
 
 @torch.no_grad()
 def sample_regions(
-    proposals: Proposals,
-    boxes: Tensor,
-    labels: Tensor,
-    num_objects: Tensor,
-    keys: Tensor,
-    *,
-    threshold: float,
-    num_samples: int,
-    positive_fraction: float,
+    proposals: Proposals, boxes: Tensor, labels: Tensor, num_objects: Tensor, keys: Tensor, num_samples: int
 ) -> Sampled:
     """Sample regions from the proposals and the objects' own boxes, image by image.
 
@@ -96,19 +90,17 @@ def sample_regions(
         proposals: of each image.
         boxes: of the objects, float32 ``[B, M, 4]``, padded, with ``labels [B, M]`` and ``num_objects [B]``.
         keys: int64 ``[B]``, of the random choice.
-        threshold: IoU from which on a region has the label of an object.
-        num_samples: regions per image.
-        positive_fraction: largest share of them that hold an object.
+        num_samples: regions per image, of which a quarter hold an object at most.
     """
     candidates = torch.cat([proposals.boxes, boxes], dim=1)
     is_object = torch.arange(boxes.shape[1], device=boxes.device) < num_objects[:, None]
     there = torch.cat([proposals.there, is_object], dim=1)
-    matches = match_boxes(boxes, num_objects, candidates, high=threshold, low=threshold)
+    matches = match_boxes(boxes, num_objects, candidates, high=_SAME_OBJECT, low=_SAME_OBJECT)
     objects = matches.clamp(min=0)
     label = labels.gather(1, objects) if boxes.shape[1] else torch.zeros_like(matches)
     label = label.masked_fill(matches == BELOW_LOW, 0).masked_fill(~there, -1)
     positive, negative = sample_balanced(
-        label, keys, num_samples=num_samples, positive_fraction=positive_fraction
+        label, keys, num_samples=num_samples, positive_fraction=POSITIVE_FRACTION
     )
     image, place = (positive | negative).nonzero(as_tuple=True)
     regions = torch.cat([image[:, None].to(candidates.dtype), candidates[image, place]], dim=1)
@@ -116,13 +108,7 @@ def sample_regions(
 
 
 def region_losses(
-    logits: Tensor,
-    deltas: Tensor,
-    sampled: Sampled,
-    boxes: Tensor,
-    *,
-    box_loss: BoxLoss,
-    label_smoothing: float,
+    logits: Tensor, deltas: Tensor, sampled: Sampled, boxes: Tensor, config: MaskRCNNConfig
 ) -> dict[str, Tensor]:
     """Return the summed losses of each image and the number of its sampled regions, by torchvision's names.
 
@@ -133,17 +119,16 @@ def region_losses(
         deltas: ``[N, C·4]`` of boxes per class.
         sampled: the N regions.
         boxes: of the objects, ``[B, M, 4]``.
-        box_loss: ``giou`` compares the boxes themselves, ``smooth_l1`` their deltas.
-        label_smoothing: part of the label that is spread over all classes.
+        config: its ``box_loss`` ``giou`` compares the boxes themselves, ``smooth_l1`` their deltas.
     """
     classifier = F.cross_entropy(
-        logits.float(), sampled.labels, label_smoothing=label_smoothing, reduction="none"
+        logits.float(), sampled.labels, label_smoothing=config.label_smoothing, reduction="none"
     )
     rows = (sampled.labels > 0).nonzero()[:, 0]
     image = sampled.regions[:, 0].long()
     found = deltas.view(len(deltas), -1, 4)[rows, sampled.labels[rows]].float()
     regions, wanted = sampled.regions[rows], boxes[image[rows], sampled.objects[rows]]
-    if box_loss == "giou":
+    if config.box_loss == "giou":
         box = giou_loss(decode(found, regions[:, 1:], _WEIGHTS), wanted)
     else:
         targets = encode(wanted, regions[:, 1:], _WEIGHTS)
@@ -160,36 +145,19 @@ def sum_by_image(values: Tensor, image: Tensor, num_images: int) -> Tensor:
     return values.new_zeros(num_images).index_add(0, image, values)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Detected:
-    """Detected boxes of each image, the best first."""
-
-    boxes: Tensor
-    """float32 ``[B, D, 4]``."""
-    scores: Tensor
-    """float32 ``[B, D]``."""
-    labels: Tensor
-    """int64 ``[B, D]``."""
-    there: Tensor
-    """bool ``[B, D]``."""
-
-
 @torch.no_grad()
 def detect(
-    logits: Tensor,
-    deltas: Tensor,
-    proposals: Proposals,
-    sizes: Tensor,
-    *,
-    least_score: float,
-    iou_threshold: float,
-    most: int,
-) -> Detected:
-    """Return the best boxes, suppressed by class, from logits ``[B·P, C]`` and deltas ``[B·P, C·4]``."""
+    logits: Tensor, deltas: Tensor, proposals: Proposals, sizes: Tensor, config: MaskRCNNConfig
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the best boxes, suppressed by class, from logits ``[B·P, C]`` and deltas ``[B·P, C·4]``.
+
+    They are the index of the image, boxes ``[N, 4]``, scores and labels, those of the first image first, the
+    best of each first.
+    """
     num_images, num_boxes = proposals.there.shape
     scores = logits.float().softmax(dim=-1)[:, 1:].reshape(num_images, num_boxes, -1)
     scores = scores.masked_fill(~proposals.there[..., None], 0.0).flatten(1)
-    candidates = scores > least_score
+    candidates = scores > config.least_score
     count = int(candidates.sum(dim=1).amax())
     ranked = scores.masked_fill(~candidates, NO_BOX).sort(dim=1, descending=True, stable=True)
     scores, place = ranked.values[:, :count], ranked.indices[:, :count]
@@ -200,10 +168,7 @@ def detect(
     boxes = clipped(decode(chosen, proposals.boxes[image, box], _WEIGHTS), sizes)
     too_small = ((boxes[..., 2:] - boxes[..., :2]) < _LEAST_SIDE).any(dim=-1)
     scores = scores.masked_fill(too_small, NO_BOX)
-    kept, there = top_places(scores, suppress(boxes, scores, iou_threshold, label), most)
-    return Detected(
-        boxes=boxes.gather(1, kept[..., None].expand(-1, -1, 4)),
-        scores=scores.gather(1, kept),
-        labels=label.gather(1, kept),
-        there=there,
-    )
+    kept, there = top_places(scores, suppress(boxes, scores, _SAME_OBJECT, label), config.detections)
+    row, rank = there.nonzero(as_tuple=True)
+    at = row, kept[row, rank]
+    return row, boxes[at], scores[at], label[at]

@@ -265,7 +265,8 @@ def test_giou_and_smoothed_labels() -> None:
     regions = torch.cat([torch.zeros(4, 1), boxes[0, [0, 1, 1, 0]] + torch.randn(4, 4)], dim=1)
     sampled = Sampled(regions=regions, labels=torch.tensor([2, 3, 0, 1]), objects=torch.tensor([0, 1, 0, 0]))
     logits, deltas = torch.randn(4, 6), torch.randn(4, 24)
-    found = region_losses(logits, deltas, sampled, boxes, box_loss="giou", label_smoothing=0.1)
+    config = MaskRCNNConfig(box_loss="giou", label_smoothing=0.1)
+    found = region_losses(logits, deltas, sampled, boxes, config)
     spread = torch.full((4, 6), 0.1 / 6)
     spread[torch.arange(4), sampled.labels] += 0.9
     torch.testing.assert_close(found["loss_classifier"][0], -(spread * logits.log_softmax(1)).sum())
