@@ -22,7 +22,7 @@ from shoal.data.images.folder import unique_keys
 from shoal.data.images.manifest import ImageManifest
 from shoal.data.images.prepare import ImagePrepareConfig, prepare_images
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
-from shoal.data.images.storage import SCHEME, S3Files
+from shoal.data.images.storage import open_storage
 from shoal.data.manifest import check_version, prepare_command
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
@@ -165,8 +165,7 @@ def read_categories(location: Path | str) -> dict[int, str]:
     """
     path = f"{location}/{CATEGORIES}"
     try:
-        remote = str(location).startswith(SCHEME)
-        data = S3Files(str(location)).read(CATEGORIES) if remote else Path(path).read_bytes()
+        data = open_storage(location).whole(CATEGORIES)
     except OSError:
         raise UsageError(
             f"{path} is missing, so the directory was not prepared from COCO; "

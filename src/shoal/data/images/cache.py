@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.data.atomic_io import PARTIAL, publish
-from shoal.data.images.manifest import TAR, ImageShardInfo
-from shoal.errors import ShoalError, UsageError
+from shoal.data.images.manifest import TAR, ImageShardInfo, check_facts
+from shoal.errors import UsageError
 
 Parts = Callable[[], Iterable[bytes | memoryview]]
 """Starts reading the original of a shard, in order."""
@@ -251,7 +251,6 @@ def _mapped(path: Path, num_bytes: int) -> memoryview | None:
 
 
 def _fill(partial: Path, info: ImageShardInfo, parts: Parts) -> None:
-    expected = info.files[TAR]
     digest = hashlib.sha256()
     num_bytes = 0
     with partial.open("r+b") as file:
@@ -261,13 +260,7 @@ def _fill(partial: Path, info: ImageShardInfo, parts: Parts) -> None:
             num_bytes += len(part)
         file.flush()
         os.fsync(file.fileno())
-    if (num_bytes, digest.hexdigest()) != (expected["bytes"], expected["sha256"]):
-        raise ShoalError(
-            f"{info.name}.{TAR} has the wrong checksum: {num_bytes:,} bytes, SHA-256 "
-            f"{digest.hexdigest()[:16]}…, the manifest says {expected['bytes']:,} bytes, "
-            f"{expected['sha256'][:16]}…; it was changed, damaged or comes from another preparation: copy it "
-            "again or prepare the images again"
-        )
+    check_facts(f"{info.name}.{TAR}", num_bytes, digest.hexdigest(), info.files[TAR])
 
 
 def _file_name(info: ImageShardInfo) -> str:

@@ -7,6 +7,7 @@ that a shard that was truncated, replaced or copied from another preparation is 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,21 @@ class ImageShardInfo:
                 raise ShoalError(
                     f"{path}, which the manifest names, cannot be read: {error.strerror}"
                 ) from error
-            if (found_bytes, found) != (expected["bytes"], expected["sha256"]):
-                raise ShoalError(
-                    f"{path} has the wrong checksum: {found_bytes:,} bytes, SHA-256 {found[:16]}…, the "
-                    f"manifest says {expected['bytes']:,} bytes, {expected['sha256'][:16]}…; it was changed, "
-                    "damaged or comes from another preparation: copy it again or prepare the images again"
-                )
+            check_facts(path, found_bytes, found, expected)
+
+
+def check_facts(path: Path | str, num_bytes: int, sha256: str, expected: Mapping[str, Any]) -> None:
+    """Check the size and the SHA-256 of a file against its entry in the manifest.
+
+    Raises:
+        ShoalError: they differ.
+    """
+    if (num_bytes, sha256) != (expected["bytes"], expected["sha256"]):
+        raise ShoalError(
+            f"{path} has the wrong checksum: {num_bytes:,} bytes, SHA-256 {sha256[:16]}…, the manifest says "
+            f"{expected['bytes']:,} bytes, {expected['sha256'][:16]}…; it was changed, damaged or comes from "
+            "another preparation: copy it again or prepare the images again"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

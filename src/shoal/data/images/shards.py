@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from shoal.data.atomic_io import AtomicFile
 from shoal.data.images.cache import CacheConfig, CacheCounts, ShardCache
-from shoal.data.images.manifest import INDEX, TAR, ImageShardInfo
+from shoal.data.images.manifest import INDEX, TAR, ImageShardInfo, check_facts
 from shoal.data.images.storage import Bytes, LocalStorage, open_storage
 from shoal.errors import ShoalError, UsageError
 
@@ -77,9 +77,9 @@ class ImageShardWriter:
         key: str,
         jpeg: bytes,
         *,
-        label: int = -1,
         width: int,
         height: int,
+        label: int = -1,
         annotations: bytes | None = None,
     ) -> None:
         """Append an image.
@@ -87,8 +87,8 @@ class ImageShardWriter:
         Args:
             key: its name in the tar; without a dot after its last slash, where WebDataset's suffix begins.
             jpeg: the bytes of the file.
-            label: its class, or -1.
             width, height: in pixels.
+            label: its class, or -1.
             annotations: JSON to store as ``KEY.json``, or ``None``.
 
         Raises:
@@ -176,12 +176,17 @@ class ImageShards:
             _checked(data, info, len(self.manifest.classes), self._storage.path(info, INDEX))
             for info, data in zip(self.shards, self._storage.indexes(self.shards), strict=True)
         ]
-        for number, info in enumerate(self.shards):
-            self._storage.open(info)
-            if verify == "checksums":
-                self._check(info)
-            if isinstance(self._storage, LocalStorage):
+        if isinstance(self._storage, LocalStorage):
+            for number, info in enumerate(self.shards):
+                self._storage.open(info)
+                if verify == "checksums":
+                    info.check(self._storage.directory)
                 self._check_headers(number)
+        elif verify == "checksums":
+            raise UsageError(
+                f"verify='checksums' of {location} would fetch every shard; leave it out: shards are "
+                "compared with their checksums when they enter the cache"
+            )
         self._cache = ShardCache(cache) if cache else None
         counts = [info.num_images for info in self.shards]
         self.first_images: Int64Array = np.cumsum([0, *counts], dtype=np.int64)
@@ -208,10 +213,6 @@ class ImageShards:
     def num_image_bytes(self) -> int:
         """Bytes of all encoded images."""
         return int(self._column("size").sum(dtype=np.int64))
-
-    def label(self, number: int) -> int:
-        """Return the label of an image, or -1."""
-        return int(self._record(number)[1]["label"])
 
     def read(self, number: int) -> Bytes:
         """Return the encoded image: a view of the mapped shard, or fetched bytes.
@@ -267,14 +268,6 @@ class ImageShards:
                 return data[start : start + size]
         return self._storage.read(info, start, size)
 
-    def _check(self, info: ImageShardInfo) -> None:
-        if not isinstance(self._storage, LocalStorage):
-            raise UsageError(
-                f"verify='checksums' of {self.location} would fetch every shard; leave it out: shards are "
-                "compared with their checksums when they enter the cache"
-            )
-        info.check(self._storage.directory)
-
     def _check_headers(self, number: int) -> None:
         """Compare the first and the last image's header in the tar with the index."""
         info, records = self.shards[number], self._records[number]
@@ -296,14 +289,7 @@ def _checked(data: bytes, info: ImageShardInfo, num_classes: int, path: str) -> 
     Raises:
         ShoalError: the index is not the manifest's, or contradicts it.
     """
-    expected = info.files[INDEX]["sha256"]
-    found = hashlib.sha256(data).hexdigest()
-    if found != expected:
-        raise ShoalError(
-            f"{path} has the wrong checksum: SHA-256 {found[:16]}…, the manifest says {expected[:16]}…; it "
-            "was changed, damaged or comes from another preparation: copy it again or prepare the images "
-            "again"
-        )
+    check_facts(path, len(data), hashlib.sha256(data).hexdigest(), info.files[INDEX])
     if len(data) != info.num_images * RECORD.itemsize:
         raise _inconsistent(path, f"{len(data):,} bytes are not the records of {info.num_images:,} images")
     records = np.frombuffer(data, dtype=RECORD)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import mmap
 import random
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shoal.data.atomic_io import MAX_WHOLE_BYTES
 from shoal.data.images.manifest import INDEX, TAR, ImageManifest, ImageShardInfo
 from shoal.data.manifest import MANIFEST, map_file
 from shoal.errors import ShoalError, UsageError
 
-SCHEME = "s3://"
+_SCHEME = "s3://"
 _DEADLINE_S = 120.0
 _CONNECT_S, _READ_S = 10.0, 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
@@ -25,15 +24,59 @@ _NUM_CONNECTIONS = 64
 _NUM_AT_ONCE = 8
 """Concurrent requests of one download: one connection to S3 gives some 50 to 100 MB/s."""
 _PART_BYTES = 8 << 20
+_TRANSIENT_CODES = ("RequestTimeout", "Throttling", "ThrottlingException")
+"""Those that do not come with a status of the server's errors."""
 
-_TRANSIENT_CODES = frozenset(
-    {"InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException"}
-)
+Bytes = bytes | memoryview
 
 
-class S3Files:
-    """Reads the files below one prefix, with retries until a deadline. Threads may share it, processes may
-    not."""
+class LocalStorage:
+    """Reads a folder; tars are mapped into memory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def manifest(self) -> ImageManifest:
+        return ImageManifest.load(self.directory)
+
+    def whole(self, name: str) -> bytes:
+        return (self.directory / name).read_bytes()
+
+    def indexes(self, infos: Iterable[ImageShardInfo]) -> list[bytes]:
+        return [bytes(map_file(Path(self.path(i, INDEX)), i.files[INDEX], "images")) for i in infos]
+
+    def open(self, info: ImageShardInfo) -> None:
+        """Map a shard's tar for ``read``."""
+        data = map_file(Path(self.path(info, TAR)), info.files[TAR], "images")
+        if isinstance(data, mmap.mmap):  # else it is empty
+            self._maps[info.name] = data
+
+    def read(self, info: ImageShardInfo, start: int, size: int) -> memoryview:
+        return memoryview(self._maps[info.name])[start : start + size]
+
+    def will_need(self, info: ImageShardInfo, start: int, size: int) -> None:
+        """Prefetch a range (``MADV_WILLNEED``)."""
+        first = start - start % mmap.PAGESIZE
+        self._maps[info.name].madvise(mmap.MADV_WILLNEED, first, start + size - first)
+
+    def parts(self, info: ImageShardInfo) -> Iterator[bytes]:
+        with Path(self.path(info, TAR)).open("rb") as file:
+            while part := file.read(_PART_BYTES):
+                yield part
+
+    def path(self, info: ImageShardInfo, suffix: str) -> str:
+        return str(self.directory / f"{info.name}.{suffix}")
+
+
+class S3Storage:
+    """Reads a prefix of a bucket, with retries until a deadline; each image is a request.
+
+    Threads may share it, processes may not. What sends a request raises
+
+    - ``UsageError`` if credentials are missing or do not suffice, or there is no such bucket;
+    - ``ShoalError`` if there is no such file, it has another size, or the deadline has passed.
+    """
 
     def __init__(self, location: str, *, deadline_s: float = _DEADLINE_S) -> None:
         """Parse ``s3://bucket/prefix``; sends no request.
@@ -41,74 +84,60 @@ class S3Files:
         Raises:
             UsageError: no bucket is named, or boto3 is not installed.
         """
-        bucket, _, prefix = location.removeprefix(SCHEME).partition("/")
-        if not location.startswith(SCHEME) or not bucket:
+        # Path collapses the two slashes
+        self._bucket, _, prefix = location.removeprefix("s3:").lstrip("/").partition("/")
+        if not self._bucket:
             raise UsageError(f"{location!r} names no bucket; write s3://bucket/prefix")
-        self.bucket = bucket
-        self.prefix = prefix.strip("/")
-        self.deadline_s = deadline_s
-        self.num_requests = 0
-        """Requests sent so far, retries included."""
+        self._prefix = f"{prefix.strip('/')}/".lstrip("/")
+        self._deadline_s = deadline_s
         self._client = _client()
-        self._lock = threading.Lock()
 
-    def uri(self, name: str) -> str:
-        """Return the full name of a file, for messages."""
-        return f"{SCHEME}{self.bucket}/{self._key(name)}"
+    def manifest(self) -> ImageManifest:
+        return ImageManifest.parse(self.whole(MANIFEST), self._uri(MANIFEST))
 
-    def read(self, name: str, *, num_bytes: int | None = None) -> bytes:
-        """Return a whole file, which must have ``num_bytes`` if they are given, else be small.
-
-        Raises:
-            UsageError: credentials are missing or do not suffice, or there is no such bucket.
-            ShoalError: there is no such file, it has another size, or the deadline has passed.
-        """
+    def whole(self, name: str, num_bytes: int | None = None) -> bytes:
+        """Return a whole file, which must have ``num_bytes`` if they are given, else be small."""
         return self._retried(name, {}, num_bytes, num_bytes)
 
-    def read_range(self, name: str, start: int, size: int, *, num_bytes: int) -> bytes:
-        """Return ``size`` bytes from ``start`` of a file, which must have ``num_bytes`` in all.
+    def indexes(self, infos: Iterable[ImageShardInfo]) -> list[bytes]:
+        with ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
+            return list(pool.map(lambda i: self.whole(f"{i.name}.{INDEX}", i.files[INDEX]["bytes"]), infos))
 
-        Raises:
-            UsageError: and
-            ShoalError: as for ``read``.
-        """
+    def read(self, info: ImageShardInfo, start: int, size: int) -> bytes:
         if not size:
             return b""
         where = {"Range": f"bytes={start}-{start + size - 1}"}
-        return self._retried(name, where, size, num_bytes)
+        return self._retried(f"{info.name}.{TAR}", where, size, info.files[TAR]["bytes"])
 
-    def read_all(self, files: Iterable[tuple[str, int]]) -> list[bytes]:
-        """Return whole files, (name, bytes) each, several at a time. Raises what ``read`` raises."""
-        with ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
-            return list(pool.map(lambda file: self.read(file[0], num_bytes=file[1]), files))
-
-    def parts(self, name: str, num_bytes: int) -> Iterator[bytes]:
-        """Yield a file in parts, in order; 64 MB are in memory at a time. Raises what ``read`` raises."""
+    def parts(self, info: ImageShardInfo) -> Iterator[bytes]:
+        """Yield a shard's tar in order; 64 MB are in memory at a time."""
+        num_bytes = info.files[TAR]["bytes"]
         starts = range(0, num_bytes, _PART_BYTES)
 
         def part(start: int) -> bytes:
-            return self.read_range(name, start, min(_PART_BYTES, num_bytes - start), num_bytes=num_bytes)
+            return self.read(info, start, min(_PART_BYTES, num_bytes - start))
 
         with ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
             for first in range(0, len(starts), _NUM_AT_ONCE):
                 yield from pool.map(part, starts[first : first + _NUM_AT_ONCE])
 
-    def _key(self, name: str) -> str:
-        return f"{self.prefix}/{name}" if self.prefix else name
+    def path(self, info: ImageShardInfo, suffix: str) -> str:
+        return self._uri(f"{info.name}.{suffix}")
+
+    def _uri(self, name: str) -> str:
+        return f"{_SCHEME}{self._bucket}/{self._prefix}{name}"
 
     def _retried(self, name: str, where: dict[str, str], size: int | None, total: int | None) -> bytes:
-        begin = time.monotonic()
+        end = time.monotonic() + self._deadline_s
         pause = _FIRST_PAUSE_S
         while True:
-            with self._lock:
-                self.num_requests += 1
             try:
                 return self._once(name, where, size, total)
             except _Transient as error:
-                left = self.deadline_s - (time.monotonic() - begin)
+                left = end - time.monotonic()
                 if left <= 0:
                     raise ShoalError(
-                        f"{self.uri(name)} could not be read within {self.deadline_s:g} s (at last: "
+                        f"{self._uri(name)} could not be read within {self._deadline_s:g} s (at last: "
                         f"{error}); check the network and the endpoint (AWS_ENDPOINT_URL, the region), then "
                         "start the same command again"
                     ) from None
@@ -119,25 +148,29 @@ class S3Files:
     def _once(self, name: str, where: dict[str, str], size: int | None, total: int | None) -> bytes:
         from botocore import exceptions
 
+        uri = self._uri(name)
         try:
-            answer = self._client.get_object(Bucket=self.bucket, Key=self._key(name), **where)
+            answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name, **where)
             with closing(answer["Body"]) as body:
                 found = int(answer.get("ContentRange", "").rpartition("/")[2] or answer["ContentLength"])
                 if total is not None and found != total:
-                    raise self._wrong_size(name, found, total)
+                    raise ShoalError(
+                        f"{uri} has {found:,} bytes, the manifest says {total:,}; it was cut short or comes "
+                        "from another preparation: upload it again"
+                    )
                 if size is None and found > MAX_WHOLE_BYTES:
                     raise ShoalError(
-                        f"{self.uri(name)} has {found:,} bytes, more than the {MAX_WHOLE_BYTES:,} of such a "
-                        "file; check the prefix"
+                        f"{uri} has {found:,} bytes, more than the {MAX_WHOLE_BYTES:,} of such a file; check "
+                        "the prefix"
                     )
                 # a server without support for ranges sends the whole file
                 data: bytes = body.read(None if size is None else size + 1)
         except exceptions.ClientError as error:
-            raise self._refused(name, error.response, total) from None
+            raise self._refused(uri, error.response, total) from None
         except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
             raise UsageError(
-                f"{self.uri(name)}: {str(error).rstrip('.')}; name a profile (AWS_PROFILE), set "
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role"
+                f"{uri}: {str(error).rstrip('.')}; name a profile (AWS_PROFILE), set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, or give the machine a role"
             ) from None
         except (
             exceptions.ConnectionError,
@@ -146,38 +179,28 @@ class S3Files:
         ) as error:
             raise _Transient(" ".join(str(error).split())) from None
         except exceptions.BotoCoreError as error:
-            raise UsageError(f"{self.uri(name)}: {error}") from None
+            raise UsageError(f"{uri}: {error}") from None
         if size is not None and len(data) != size:
             raise _Transient(f"{len(data):,} of {size:,} bytes came")
         return data
 
-    def _refused(self, name: str, response: dict[str, Any], total: int | None) -> Exception:
+    def _refused(self, uri: str, response: dict[str, Any], total: int | None) -> Exception:
         """Return the error to raise for an error response."""
-        code = str(response.get("Error", {}).get("Code", ""))
+        problem = response.get("Error", {})
+        code, message = str(problem.get("Code", "")), str(problem.get("Message", "")).rstrip(".")
         status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         if status >= 500 or status == 429 or code in _TRANSIENT_CODES:
             return _Transient(f"{status} {code}")
         if code == "NoSuchBucket":
-            return UsageError(f"{self.uri(name)}: there is no bucket {self.bucket!r}; check its name")
+            return UsageError(f"{uri}: there is no bucket {self._bucket!r}; check its name")
         if status == 404:
-            return ShoalError(
-                f"{self.uri(name)} does not exist; check the prefix, or upload the folder again"
-            )
+            return ShoalError(f"{uri} does not exist; check the prefix, or upload the folder again")
         if code == "InvalidRange":
             return ShoalError(
-                f"{self.uri(name)} was cut short: it has less than the {total:,} bytes of the manifest; "
-                "upload it again"
+                f"{uri} was cut short: it has less than the {total:,} bytes of the manifest; upload it again"
             )
-        message = str(response.get("Error", {}).get("Message", "")).rstrip(".")
         return UsageError(
-            f"{self.uri(name)}: refused with {status} {code} ({message}); the credentials in use need "
-            "s3:GetObject for it"
-        )
-
-    def _wrong_size(self, name: str, found: int, total: int) -> ShoalError:
-        return ShoalError(
-            f"{self.uri(name)} has {found:,} bytes, the manifest says {total:,}; it was cut short or comes "
-            "from another preparation: upload it again"
+            f"{uri}: refused with {status} {code} ({message}); the credentials need s3:GetObject for it"
         )
 
 
@@ -204,31 +227,8 @@ def _client() -> Any:
     )
 
 
-Bytes = bytes | memoryview
-
-_COPY_BYTES = 8 << 20
-
-
-class Storage(Protocol):
-    """Reads the files of a prepared directory. Threads may share it; errors name the file."""
-
-    def manifest(self) -> ImageManifest:
-        """Return the manifest of the directory."""
-
-    def indexes(self, infos: Iterable[ImageShardInfo]) -> list[bytes]:
-        """Return the indexes of shards, whole."""
-
-    def open(self, info: ImageShardInfo) -> None:
-        """Make a shard's tar ready for ``read``."""
-
-    def read(self, info: ImageShardInfo, start: int, size: int) -> Bytes:
-        """Return ``size`` bytes from ``start`` of a shard's tar."""
-
-    def parts(self, info: ImageShardInfo) -> Iterator[Bytes]:
-        """Yield a shard's tar in order."""
-
-    def path(self, info: ImageShardInfo, suffix: str) -> str:
-        """Return the name of a file, for messages."""
+Storage = LocalStorage | S3Storage
+"""Reads the files of a prepared directory. Threads may share it; errors name the file."""
 
 
 def open_storage(location: Path | str) -> Storage:
@@ -238,66 +238,4 @@ def open_storage(location: Path | str) -> Storage:
         UsageError: no bucket is named, or boto3 is not installed.
     """
     text = str(location)
-    if text.startswith("s3:"):
-        return S3Storage(SCHEME + text.removeprefix("s3:").lstrip("/"))  # Path collapses the two slashes
-    return LocalStorage(Path(location))
-
-
-class LocalStorage:
-    """Reads a folder; tars are mapped into memory."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._maps: dict[str, mmap.mmap] = {}
-
-    def manifest(self) -> ImageManifest:
-        return ImageManifest.load(self.directory)
-
-    def indexes(self, infos: Iterable[ImageShardInfo]) -> list[bytes]:
-        return [bytes(map_file(Path(self.path(i, INDEX)), i.files[INDEX], "images")) for i in infos]
-
-    def open(self, info: ImageShardInfo) -> None:
-        data = map_file(Path(self.path(info, TAR)), info.files[TAR], "images")
-        if isinstance(data, mmap.mmap):  # else it is empty
-            self._maps[info.name] = data
-
-    def read(self, info: ImageShardInfo, start: int, size: int) -> memoryview:
-        return memoryview(self._maps[info.name])[start : start + size]
-
-    def will_need(self, info: ImageShardInfo, start: int, size: int) -> None:
-        """Prefetch a range (``MADV_WILLNEED``)."""
-        first = start - start % mmap.PAGESIZE
-        self._maps[info.name].madvise(mmap.MADV_WILLNEED, first, start + size - first)
-
-    def parts(self, info: ImageShardInfo) -> Iterator[bytes]:
-        with Path(self.path(info, TAR)).open("rb") as file:
-            while part := file.read(_COPY_BYTES):
-                yield part
-
-    def path(self, info: ImageShardInfo, suffix: str) -> str:
-        return str(self.directory / f"{info.name}.{suffix}")
-
-
-class S3Storage:
-    """Reads a prefix of a bucket; each image is a request."""
-
-    def __init__(self, location: str) -> None:
-        self._s3 = S3Files(location)
-
-    def manifest(self) -> ImageManifest:
-        return ImageManifest.parse(self._s3.read(MANIFEST), self._s3.uri(MANIFEST))
-
-    def indexes(self, infos: Iterable[ImageShardInfo]) -> list[bytes]:
-        return self._s3.read_all((f"{i.name}.{INDEX}", int(i.files[INDEX]["bytes"])) for i in infos)
-
-    def open(self, info: ImageShardInfo) -> None:
-        """Does nothing: sizes are checked at each request."""
-
-    def read(self, info: ImageShardInfo, start: int, size: int) -> bytes:
-        return self._s3.read_range(f"{info.name}.{TAR}", start, size, num_bytes=int(info.files[TAR]["bytes"]))
-
-    def parts(self, info: ImageShardInfo) -> Iterator[bytes]:
-        return self._s3.parts(f"{info.name}.{TAR}", int(info.files[TAR]["bytes"]))
-
-    def path(self, info: ImageShardInfo, suffix: str) -> str:
-        return self._s3.uri(f"{info.name}.{suffix}")
+    return S3Storage(text) if text.startswith("s3:") else LocalStorage(Path(location))

@@ -42,7 +42,7 @@ def test_every_image_is_what_the_tar_holds(tmp_path, num_shards, verify):
     assert len(shards) == len(IMAGES)
     assert [bytes(shards.read(i)) for i in range(23)] == [data for name, data in found[::2]] == IMAGES
     assert [bytes(shards.extra(i)) for i in range(23)] == [data for name, data in found[1::2]]
-    assert [shards.label(i) for i in range(23)] == shards.labels.tolist() == [i % 3 for i in range(23)]
+    assert shards.labels.tolist() == [i % 3 for i in range(23)]
     assert shards.sizes.tolist() == [[10 + i, 20] for i in range(23)]
     assert shards.name(22) == f"{tmp_path}/train-{num_shards - 1:05d}.tar: {key_of(22)}"
     assert shards.labels.dtype == shards.sizes.dtype == np.int64

@@ -9,8 +9,9 @@ from moto.server import ThreadedMotoServer
 
 from shoal.data.images import storage
 from shoal.data.images.cache import OWN_FOLDER, CacheConfig
+from shoal.data.images.manifest import ImageShardInfo
 from shoal.data.images.shards import ImageShards
-from shoal.data.images.storage import S3Files
+from shoal.data.images.storage import S3Storage
 from shoal.errors import ShoalError, UsageError
 from synthetic_images import key_of, random_images, write_images
 
@@ -69,11 +70,13 @@ def test_single_images_by_range(bucket, location):
 
 
 def test_a_read_fetches_its_range_and_nothing_more(bucket):
-    files = S3Files(LOCATION)
+    storage, asked = S3Storage(LOCATION), []
+    info = storage.manifest().shards("train")[0]
+    storage._client.meta.events.register("before-send.s3.GetObject", lambda **event: asked.append(event))
     data = bucket.Object(f"{PREFIX}/train-00000.tar").get()["Body"].read()
-    assert files.read_range("train-00000.tar", 513, 100, num_bytes=len(data)) == data[513:613]
-    assert files.read_range("train-00000.tar", 513, 0, num_bytes=len(data)) == b""
-    assert files.num_requests == 1
+    assert storage.read(info, 513, 100) == data[513:613]
+    assert storage.read(info, 513, 0) == b""
+    assert len(asked) == 1
 
 
 def test_whole_shards_go_into_the_cache(bucket, tmp_path, monkeypatch):
@@ -209,9 +212,9 @@ def test_what_passes_is_tried_again(answering):
         failed(400, "RequestTimeout"),
         GOOD,
     ]
-    files = S3Files(LOCATION)
-    assert files.read("manifest.json") == b"content"
-    assert files.num_requests == answering.num_asked == 5
+    files = S3Storage(LOCATION)
+    assert files.whole("manifest.json") == b"content"
+    assert answering.num_asked == 5
 
 
 @pytest.mark.parametrize(
@@ -224,37 +227,39 @@ def test_what_passes_is_tried_again(answering):
 )
 def test_what_does_not_pass_is_asked_once(answering, answer, words):
     answering.answers = [answer]
-    files = S3Files(LOCATION)
+    files = S3Storage(LOCATION)
     with pytest.raises(ShoalError, match=words):
-        files.read("manifest.json")
+        files.whole("manifest.json")
     assert answering.num_asked == 1
 
 
 def test_a_manifest_too_large_to_be_one(answering):
     answering.answers = [(200, bytes((64 << 20) + 1), 7)]
-    files = S3Files(LOCATION, deadline_s=0.3)
-    message = refusal(lambda: files.read("manifest.json"))
+    files = S3Storage(LOCATION, deadline_s=0.3)
+    message = refusal(lambda: files.whole("manifest.json"))
     assert "manifest.json has 67,108,865 bytes, more than the 67,108,864 of such a file; check" in message
     assert answering.num_asked == 1
 
 
 def test_a_server_without_ranges_does_not_send_a_shard_into_memory(answering):
     answering.answers = [(200, bytes(1 << 20), 1 << 20)]
-    files = S3Files(LOCATION, deadline_s=0.05)
-    message = refusal(lambda: files.read_range("train-00000.tar", 5, 100, num_bytes=1 << 20))
+    files = S3Storage(LOCATION, deadline_s=0.05)
+    facts = {"bytes": 1 << 20, "sha256": "0" * 64}
+    info = ImageShardInfo(name="train-00000", num_images=1, files={"tar": facts, "index": facts})
+    message = refusal(lambda: files.read(info, 5, 100))
     assert "(at last: 101 of 100 bytes came)" in message
 
 
 def test_the_deadline_ends_the_tries(answering):
     answering.answers = [failed(503, "SlowDown")]
-    files = S3Files(LOCATION, deadline_s=0.3)
-    message = refusal(lambda: files.read("manifest.json"))
+    files = S3Storage(LOCATION, deadline_s=0.3)
+    message = refusal(lambda: files.whole("manifest.json"))
     assert "could not be read within 0.3 s (at last: 503 SlowDown); check the network" in message
     assert answering.num_asked > 2
 
 
 def test_nobody_listens(chain):
     chain.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    files = S3Files(LOCATION, deadline_s=0.05)
-    message = refusal(lambda: files.read("manifest.json"))
+    files = S3Storage(LOCATION, deadline_s=0.05)
+    message = refusal(lambda: files.whole("manifest.json"))
     assert "could not be read within 0.05 s (at last: Could not connect to the endpoint URL" in message
