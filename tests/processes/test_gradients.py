@@ -26,7 +26,7 @@ from shoal.train.config import DistributedConfig
 from shoal.train.gradients import LocalUpdate, LossScale, choose_precision, wrap_model
 from shoal.train.reporting import StepTimer
 from shoal.train.step import Step, Training
-from shoal.train.world import World
+from shoal.train.world import World, all_gather_json
 
 CONFIG = AlbertModelConfig(
     vocab_size=61,
@@ -95,7 +95,7 @@ def compute(
     ddp.average = not settings["per_worker"]
     rows = torch.arange(GLOBAL_BATCH).chunk(num_workers)[rank].chunk(num_steps)
     batches = [micro_batch(part) for part in rows]
-    (num_masked,) = world.sum_counts(sum(len(batch["masked_ids"]) for batch in batches))
+    num_masked = sum(all_gather_json(world.control, sum(len(batch["masked_ids"]) for batch in batches)))
     training = Training(
         world=world,
         timer=timer,

@@ -88,16 +88,13 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.sources import ReaderSource
     from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, evaluate
     from shoal.train.optimizers import build_optimizer
-    from shoal.train.run import Run, lacks_scores
+    from shoal.train.run import Run
 
     with Run.open(
         required(config.run.dir),
         config=config,
         recipe="albert",
         unit="sequences",
-        settings=config.run,
-        loop=config.train,
-        distributed=config.distributed,
         immutable=IMMUTABLE,
         memory_remedy="--model.activation-checkpointing",
         longer="--train.total-steps",
@@ -160,7 +157,7 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if run.due(config.run.validation_frequency):
                 score()
-        if lacks_scores(run, "validation"):
+        if run.lacks_scores("validation"):
             score()
 
         if run.step in config.finetune.at and not load("squad").score_pretraining(config, model, run):

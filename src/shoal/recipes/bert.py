@@ -126,16 +126,13 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.text.examples import ExampleReader
     from shoal.models.pretraining import PRETRAINING_INPUTS, BertPretraining, evaluate
     from shoal.train.optimizers import build_optimizer
-    from shoal.train.run import Run, lacks_scores
+    from shoal.train.run import Run
 
     with Run.open(
         required(config.run.dir),
         config=config,
         recipe="bert",
         unit="sequences",
-        settings=config.run,
-        loop=config.train,
-        distributed=config.distributed,
         immutable=IMMUTABLE,
         memory_remedy="--model.activation-checkpointing",
         longer=f"--{config.phases[-1][0]}.total-steps",
@@ -212,7 +209,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
                     step.update(optimizer, max_norm=config.optim.max_grad_norm)
                 if run.due(config.run.validation_frequency):
                     score(held_out)
-            if lacks_scores(run, "validation"):
+            if run.lacks_scores("validation"):
                 score(held_out)
 
         if run.step in config.finetune.at and not load("squad").score_pretraining(config, model, run):

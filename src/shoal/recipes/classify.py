@@ -82,7 +82,7 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.models.encoder import packed_inputs
     from shoal.models.tasks import SequenceClassification, label_loss
     from shoal.train.optimizers import build_optimizer
-    from shoal.train.run import Run, lacks_scores
+    from shoal.train.run import Run
 
     check_paths(config, config.data)
     with Run.open(
@@ -90,9 +90,6 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
         config=config,
         recipe="classify",
         unit="sequences",
-        settings=config.run,
-        loop=config.train,
-        distributed=config.distributed,
         immutable=IMMUTABLE,
         memory_remedy="--model.activation-checkpointing",
         longer="--train.epochs",
@@ -135,7 +132,7 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if run.due(config.run.validation_frequency):
                 evaluate(model, held_out, config, run)
-        if lacks_scores(run):
+        if run.lacks_scores():
             evaluate(model, held_out, config, run)
 
         # ----------------------------------------------------------------------------------------- export

@@ -49,6 +49,7 @@ def evaluate(
         mirror: average the logits of an image and its mirror image.
     """
     import torch
+    import torch.distributed as dist
     import torch.nn.functional as F
 
     was_training = model.training
@@ -69,9 +70,10 @@ def evaluate(
             num_right += torch.stack([likeliest[:, 0].sum(), likeliest.sum()])
             num_images += len(labels)
     model.train(was_training)
-    num_images, top1, top5 = world.sum_counts(num_images, *num_right.tolist())
-    total = float(world.sum_values(loss.cpu()))
-    return {LOSS: total / num_images, TOP1: top1 / num_images, TOP5: top5 / num_images}, num_images
+    sums = torch.tensor([num_images, *num_right.tolist(), float(loss)], dtype=torch.float64)
+    dist.all_reduce(sums, group=world.control)
+    top1, top5, mean_loss = (sums[1:] / sums[0]).tolist()
+    return {LOSS: mean_loss, TOP1: top1, TOP5: top5}, int(sums[0])
 
 
 def estimate_norms(

@@ -85,9 +85,6 @@ def main(config: SquadConfig, worker: WorkerEnv | None = None) -> int:
         config=config,
         recipe="squad",
         unit="sequences",
-        settings=config.run,
-        loop=config.train,
-        distributed=config.distributed,
         immutable=IMMUTABLE,
         memory_remedy="--model.activation-checkpointing",
         longer="--train.epochs",
@@ -112,7 +109,6 @@ def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswe
     from shoal.models.encoder import packed_inputs
     from shoal.models.tasks import QuestionAnswering, span_loss
     from shoal.train.optimizers import build_optimizer
-    from shoal.train.run import lacks_scores
 
     # --------------------------------------------------------------------------------------------- data
     finetuning.check_length(source, "window.max_seq_length", config.window.max_seq_length)
@@ -156,7 +152,7 @@ def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswe
             step.update(optimizer, max_norm=config.optim.max_grad_norm)
         if run.due(config.run.validation_frequency):
             scores = evaluate(model, held_out, config, run)
-    if lacks_scores(run):
+    if run.lacks_scores():
         scores = evaluate(model, held_out, config, run)
     return model, scores
 
@@ -319,15 +315,11 @@ def score_pretraining(config: MaskedLMConfig, model: "Pretraining", run: "Run") 
         UsageError: the questions are not there, or do not go with the model.
     """
     from shoal.data.squad.dataset import read_squad
-    from shoal.train.reporting import is_scored
     from shoal.train.world import run_on_all
 
-    if run.stopped or run.is_over:
+    if not run.lacks_scores("squad"):
         return True
-    run_dir = required(run.directory)
-    if is_scored(run_dir, run.step, run.world, split="squad"):
-        return True
-    directory = run_dir / "finetune" / f"step-{run.step:08}"
+    directory = required(run.directory) / "finetune" / f"step-{run.step:08}"
 
     def export() -> None:
         if run.world.is_main:

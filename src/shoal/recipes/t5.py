@@ -169,7 +169,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
     from shoal.train.checkpoint import load_model
     from shoal.train.optimizers import build_optimizer
     from shoal.train.pipeline_update import PipelineUpdate
-    from shoal.train.run import Run, lacks_scores
+    from shoal.train.run import Run
 
     worker = worker or worker_env()
     if config.parallel.layout == "auto":
@@ -182,9 +182,6 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
             config=config,
             recipe="t5",
             unit="sequences",
-            settings=config.run,
-            loop=config.train,
-            distributed=config.distributed,
             immutable=IMMUTABLE,
             memory_remedy="a longer --parallel.pipeline",
             longer="--train.total-steps",
@@ -260,7 +257,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
                 run.log.pipeline_step(stage.recorded(step.number))
             if run.due(config.run.validation_frequency):
                 score()
-        if lacks_scores(run, "validation"):
+        if run.lacks_scores("validation"):
             score()
 
         # ----------------------------------------------------------------------------------------- export

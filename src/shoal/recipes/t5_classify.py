@@ -100,7 +100,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.models.directory import save
     from shoal.models.t5 import IGNORED, read_t5
     from shoal.train.optimizers import build_optimizer
-    from shoal.train.run import Run, lacks_scores
+    from shoal.train.run import Run
 
     classify.check_paths(config, config.data)
     with Run.open(
@@ -108,9 +108,6 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
         config=config,
         recipe="t5_classify",
         unit="sequences",
-        settings=config.run,
-        loop=config.train,
-        distributed=config.distributed,
         immutable=IMMUTABLE,
         memory_remedy="--model.activation-checkpointing",
         longer="--train.epochs",
@@ -163,7 +160,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if run.due(config.run.validation_frequency):
                 evaluate(model, held_out, config, run)
-        if lacks_scores(run):
+        if run.lacks_scores():
             evaluate(model, held_out, config, run)
 
         # ----------------------------------------------------------------------------------------- export

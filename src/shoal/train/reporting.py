@@ -355,24 +355,6 @@ class RunLog:
             self._events.add_scalar(name, value, step)
 
 
-def has_ended(run_dir: Path, step: int, world: World) -> bool:
-    """Return whether the run ended after ``step``, with scores and the exported model. A collective.
-
-    Otherwise the process was killed between the last checkpoint and the end.
-    """
-    ended = world.is_main and any(isinstance(row, End) and row.step == step for row in read_record(run_dir))
-    return world.sum_counts(ended) == [1]
-
-
-def is_scored(run_dir: Path, step: int, world: World, split: str | None = None) -> bool:
-    """Return whether the record has scores of ``step``, of ``split`` if given. A collective."""
-    scored = world.is_main and any(
-        isinstance(row, Evaluation) and row.step == step and split in (None, row.split)
-        for row in read_record(run_dir)
-    )
-    return world.sum_counts(scored) == [1]
-
-
 def versions() -> dict[str, str]:
     """Return the versions of the packages that results depend on."""
     found = {"shoal": shoal.__version__, "torch": torch.__version__}

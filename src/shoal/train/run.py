@@ -59,8 +59,6 @@ from shoal.train.reporting import (
     RunningMetrics,
     StepTimer,
     device_name,
-    has_ended,
-    is_scored,
     peak_memory_bytes,
     speed_line,
     versions,
@@ -71,7 +69,8 @@ from shoal.train.stopping import StopRequest, is_out_of_memory, not_finite, out_
 from shoal.train.world import World, join_world, run_on_all
 
 Batch = Any
-M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
+R = TypeVar("R", record.Evaluation, record.End)
 
 
 class BatchSizes(Protocol):
@@ -183,11 +182,11 @@ class Run:
         directory: Path | str,
         *,
         config: object | None = None,
-        recipe: str = "script",
-        unit: str = "samples",
         settings: RunOutputConfig | None = None,
         loop: LoopConfig | None = None,
         distributed: DistributedConfig | None = None,
+        recipe: str = "script",
+        unit: str = "samples",
         immutable: Sequence[str] = (),
         memory_remedy: str = "a smaller model",
         longer: str = "until",
@@ -197,12 +196,13 @@ class Run:
 
         Args:
             directory: on a file system that all hosts share; the same directory continues the run.
-            config: a dataclass of dataclasses to write beside the run and into checkpoints.
-            recipe: written into the record.
-            unit: what samples are called in it, such as ``images``.
+            config: a dataclass of dataclasses to write beside the run and into checkpoints. Its sections
+                ``run``, ``train`` and ``distributed`` are the next three arguments by default.
             settings: how often to write lines and checkpoints.
             loop: seed, precision, loss scale.
             distributed: backend, device, timeouts, wire format.
+            recipe: written into the record.
+            unit: what samples are called in it, such as ``images``.
             immutable: dotted names of settings that must not differ when a run continues.
             memory_remedy: an option to name beside the micro-batch size when memory runs out.
             longer: the option that makes the run longer, for the message of a finished one.
@@ -212,8 +212,9 @@ class Run:
             UsageError: the directory cannot be written, another job uses it, or an immutable setting differs.
             ShoalError: a worker was lost, or memory ran out.
         """
-        settings, loop = settings or RunOutputConfig(), loop or LoopConfig()
-        distributed = distributed or DistributedConfig()
+        settings = settings or _section(config, "run", RunOutputConfig)
+        loop = loop or _section(config, "train", LoopConfig)
+        distributed = distributed or _section(config, "distributed", DistributedConfig)
         directory, tree = Path(directory), {} if config is None else as_tree(config)
         stop = StopRequest()
         with ExitStack() as stack:
@@ -459,6 +460,18 @@ class Run:
         self._last_end = now
         self.timer.begin_step()
 
+    def lacks_scores(self, split: str | None = None) -> bool:
+        """Return whether the last step has no scores after the loop; all workers call it.
+
+        An earlier process did that step, was stopped there, and the run was made shorter since.
+
+        Args:
+            split: which scores; default: any.
+        """
+        if self.directory is None or self.stopped or self.is_over:
+            return False
+        return not self._on_main(lambda: any(split in (None, name) for name in self._last_evaluations()))
+
     def note(self, text: str) -> None:
         """Print lines above the progress bar, on the first worker."""
         if self.log:
@@ -541,7 +554,7 @@ class Run:
             return False
         if self.step < self._total:
             return False
-        return self.step > self._total or has_ended(self.directory, self.step, self.world)
+        return self.step > self._total or self._on_main(lambda: bool(self._rows(record.End)))
 
     def _begin(self, batch: BatchPlan, references: Mapping[str, float], notes: Sequence[str]) -> None:
         """Begin the record on the first worker, once: the settings, the arithmetic, where it goes on from."""
@@ -600,9 +613,17 @@ class Run:
 
     def _last_evaluations(self) -> dict[str, record.Evaluation]:
         """Return the evaluations of the last step; those of an earlier process group are in the record."""
+        return {row.split: row for row in self._rows(record.Evaluation)}
+
+    def _rows(self, kind: type[R]) -> list[R]:
+        """Return the rows of this kind that the record has of the step just done."""
         assert self.directory is not None
-        rows = (row for row in record.read_record(self.directory) if isinstance(row, record.Evaluation))
-        return {row.split: row for row in rows if row.step == self.step}
+        rows = record.read_record(self.directory)
+        return [row for row in rows if isinstance(row, kind) and row.step == self.step]
+
+    def _on_main(self, ask: Callable[[], bool]) -> bool:
+        """Return the answer of the first worker, which alone reads the record. All workers call it."""
+        return run_on_all(self.world.control, lambda: self.world.is_main and ask())[0]
 
     def _commit(self, step: Step) -> None:
         """Count a step that was done, and write its line if one is due."""
@@ -644,14 +665,7 @@ class Run:
         self.timer.reset()
 
 
-def lacks_scores(run: Run, split: str | None = None) -> bool:
-    """Return whether the last step has no scores after the loop; all workers call it.
-
-    An earlier process did that step, was stopped there, and the run was made shorter since.
-
-    Args:
-        split: which scores; default: any.
-    """
-    if run.directory is None or run.stopped or run.is_over:
-        return False
-    return not is_scored(run.directory, run.step, run.world, split)
+def _section(config: object, name: str, kind: type[T]) -> T:
+    """Return a section of the settings, or the defaults where there is none of this kind."""
+    found = getattr(config, name, None)
+    return found if isinstance(found, kind) else kind()

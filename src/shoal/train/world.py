@@ -54,17 +54,6 @@ class World:
         """Number of hosts."""
         return -(-self.place.num_workers // self.place.num_local_workers)
 
-    def sum_counts(self, *counts: int) -> list[int]:
-        """Return each count summed over all workers."""
-        total = torch.tensor(counts, dtype=torch.int64)
-        dist.all_reduce(total, group=self.control)
-        return [int(value) for value in total]
-
-    def sum_values(self, values: torch.Tensor) -> torch.Tensor:
-        """Return ``values [n]`` (CPU, float64) summed over all workers."""
-        dist.all_reduce(values, group=self.control)
-        return values
-
     def barrier(self) -> None:
         """Wait until all workers have called this."""
         dist.barrier(group=self.control)
