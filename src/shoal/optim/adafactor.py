@@ -34,18 +34,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shoal.errors import UsageError
-from shoal.optim.moments import (
-    Group,
-    MomentsOptimizer,
-    Params,
-    Scale,
-    Squares,
-    States,
-    local_box,
-    local_part,
-    sum_shards,
-    whole_squares,
-)
+from shoal.optim.moments import Batch, MomentsOptimizer, Squares, local_box, local_part, sum_shards
 
 
 class Adafactor(MomentsOptimizer):
@@ -70,8 +59,6 @@ class Adafactor(MomentsOptimizer):
     Raises:
         UsageError: a value is out of its range.
     """
-
-    _label = "Adafactor"
 
     def __init__(
         self,
@@ -109,7 +96,7 @@ class Adafactor(MomentsOptimizer):
             raise UsageError(f"clip_threshold={threshold} must be above 0")
         super().add_param_group(param_group)
 
-    def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+    def _new_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         entry: dict[str, Any] = {"step": torch.tensor(0.0)}
         dims = factored_dims(tuple(parameter.shape), group["min_factored_size"])
         if dims is None:
@@ -122,24 +109,23 @@ class Adafactor(MomentsOptimizer):
             entry["exp_avg"] = torch.zeros_like(parameter)
         return entry
 
-    def _update(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
-        weights = [local_part(parameter) for parameter in params]
-        grads = [local_part(parameter.grad) for parameter in params]
-        if scale != 1.0:
-            grads = list(torch._foreach_mul(grads, scale))
-        grad_squares, weight_squares = whole_squares(params, grads), whole_squares(params, weights)
-        updates = _normalised(group, params, grads, states)
-        sizes = torch.tensor([parameter.numel() for parameter in params], device=weight_squares.device)
-        clips = (whole_squares(params, updates) / sizes).sqrt() / group["clip_threshold"]
-        sizes_of_steps = float(group["lr"]) * (weight_squares / sizes).sqrt().clamp(min=group["eps2"])
+    def _update(self, batch: Batch) -> Squares:
+        group, weights, grads = batch.group, batch.weights, batch.grads
+        if batch.scale != 1.0:
+            grads = list(torch._foreach_mul(grads, batch.scale))
+        grad_squares, weight_squares = batch.squares(grads), batch.squares(weights)
+        updates = _normalised(batch, grads)
+        sizes = torch.tensor([parameter.numel() for parameter in batch.params], device=weight_squares.device)
+        clips = (batch.squares(updates) / sizes).sqrt() / group["clip_threshold"]
+        sizes_of_steps = batch.lr * (weight_squares / sizes).sqrt().clamp(min=group["eps2"])
         factors = (sizes_of_steps / clips.clamp(min=1.0)).to(weights[0].dtype)
         torch._foreach_mul_(updates, list(factors.unbind()))
         if group["beta1"]:
-            averages = [local_part(state["exp_avg"]) for state in states]
+            averages = batch.entries("exp_avg")
             torch._foreach_lerp_(averages, updates, 1.0 - group["beta1"])
             updates = averages
         if group["weight_decay"] != 0.0:
-            torch._foreach_mul_(weights, 1.0 - float(group["lr"]) * group["weight_decay"])
+            torch._foreach_mul_(weights, 1.0 - batch.lr * group["weight_decay"])
         torch._foreach_sub_(weights, updates)
         return grad_squares.sum(), weight_squares.sum()
 
@@ -154,11 +140,9 @@ def factored_dims(shape: tuple[int, ...], min_size: int) -> tuple[int, int] | No
     return min(largest), max(largest)
 
 
-def _normalised(
-    group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
-) -> list[Tensor]:
+def _normalised(batch: Batch, grads: list[Tensor]) -> list[Tensor]:
     """Update the second moments; return the gradients divided by their roots."""
-    eps1 = group["eps1"]
+    group, params, states, eps1 = batch.group, batch.params, batch.states, batch.group["eps1"]
     factored = [k for k, state in enumerate(states) if "row_var" in state]
     means = _means_of_squares([params[k] for k in factored], [grads[k] for k in factored], group)
     updates = list(grads)

@@ -24,21 +24,14 @@ from torch.optim.optimizer import ParamsT
 from shoal import native
 from shoal.errors import UsageError
 from shoal.optim.moments import (
-    Group,
+    Batch,
     Implementation,
     MomentsOptimizer,
-    Params,
     Scale,
     Squares,
-    States,
-    adam_state,
-    local_part,
     loss_of,
-    native_entries,
     native_grads,
     root_of_sum,
-    trust_ratios,
-    update_moments,
     whole_squares,
 )
 
@@ -67,9 +60,6 @@ def parameter_groups(
         {"params": plain, "weight_decay": 0.0, "trust_ratio": False},
     ]
     return [group for group in groups if group["params"]] or groups[:1]
-
-
-_NATIVE_OPTIONS = ("betas", "eps", "weight_decay", "bias_correction", "trust_ratio")
 
 
 class Lamb(MomentsOptimizer):
@@ -108,8 +98,6 @@ class Lamb(MomentsOptimizer):
         >>> optimizer.step()
         >>> grad_norm, weight_norm = optimizer.norms()
     """
-
-    _label = "LAMB"
 
     def __init__(
         self,
@@ -184,21 +172,17 @@ class Lamb(MomentsOptimizer):
             self._grad_norm = grad_norm
         return loss
 
-    def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
-        return adam_state(parameter)
-
-    def _update(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
+    def _update(self, batch: Batch) -> Squares:
+        group, weights, grads, scale = batch.group, batch.weights, batch.grads, batch.scale
         beta1, beta2 = group["betas"]
-        weights = [local_part(parameter) for parameter in params]
-        grads = [local_part(parameter.grad) for parameter in params]
         if isinstance(scale, Tensor) or scale != 1.0:
-            here = scale.to(params[0].device) if isinstance(scale, Tensor) else scale
+            here = scale.to(weights[0].device) if isinstance(scale, Tensor) else scale
             grads = list(torch._foreach_mul(grads, here))
-        grad_sq = whole_squares(params, grads).sum()
-        exp_avgs, denominators = update_moments(grads, states, group["betas"])
+        grad_sq = batch.squares(grads).sum()
+        exp_avgs, denominators = batch.update_moments(grads)
         del grads
 
-        steps = [state["step"].item() for state in states] if group["bias_correction"] else []
+        steps = batch.steps if group["bias_correction"] else []
         if steps:
             torch._foreach_div_(denominators, [math.sqrt(1.0 - beta2**step) for step in steps])
         torch._foreach_add_(denominators, group["eps"])
@@ -208,23 +192,14 @@ class Lamb(MomentsOptimizer):
         del denominators
         if group["weight_decay"] != 0.0:
             torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
-        weight_squares = whole_squares(params, weights)
+        weight_squares = batch.squares(weights)
         if group["trust_ratio"]:
-            ratios = trust_ratios(params, weight_squares, updates).to(weights[0].dtype)
+            ratios = batch.trust_ratios(weight_squares, updates).to(weights[0].dtype)
             torch._foreach_mul_(updates, list(ratios.unbind()))
-        torch._foreach_add_(weights, updates, alpha=-float(group["lr"]))
+        torch._foreach_add_(weights, updates, alpha=-batch.lr)
         return grad_sq, weight_squares.sum()
 
-    def _update_native(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
-        grad_norm, weight_norm = native.lamb_step(
-            params,
-            native_grads(params),
-            native_entries(params, states, "exp_avg"),
-            native_entries(params, states, "exp_avg_sq"),
-            [state["step"].item() for state in states],
-            learning_rate=float(group["lr"]),
-            grad_scale=float(scale),
-            num_threads=torch.get_num_threads(),
-            **{name: group[name] for name in _NATIVE_OPTIONS},
-        )
-        return grad_norm**2, weight_norm**2
+    def _update_native(self, batch: Batch) -> tuple[float, float]:
+        options = ("betas", "eps", "weight_decay", "bias_correction", "trust_ratio")
+        moments = {"exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq"}
+        return native.lamb_step(steps=batch.steps, **batch.native_arguments(*options, **moments))

@@ -19,23 +19,10 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shoal.errors import UsageError
-from shoal.optim.moments import (
-    Group,
-    MomentsOptimizer,
-    Params,
-    Scale,
-    Squares,
-    States,
-    adam_state,
-    local_part,
-    trust_ratios,
-    update_moments,
-    whole_squares,
-)
+from shoal.optim.moments import Batch, MomentsOptimizer, Squares
 
 
 class Lans(MomentsOptimizer):
@@ -69,8 +56,6 @@ class Lans(MomentsOptimizer):
         True
     """
 
-    _label = "LANS"
-
     def __init__(
         self,
         params: ParamsT,
@@ -91,34 +76,27 @@ class Lans(MomentsOptimizer):
             raise UsageError("a group sets trust_ratio, but LANS scales every tensor; leave it out")
         super().add_param_group(param_group)
 
-    def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
-        return adam_state(parameter)
-
-    def _update(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
+    def _update(self, batch: Batch) -> Squares:
+        group, weights, raw, steps = batch.group, batch.weights, batch.grads, batch.steps
         beta1, beta2 = group["betas"]
-        eps, lr = group["eps"], float(group["lr"])
-        weights = [local_part(parameter) for parameter in params]
-        steps = [state["step"].item() for state in states]
-
-        raw = [local_part(parameter.grad) for parameter in params]
-        grad_squares = whole_squares(params, raw) * scale**2
-        inverse = (scale / (grad_squares.sqrt() + eps)).to(weights[0].dtype)
+        grad_squares = batch.squares(raw) * batch.scale**2
+        inverse = (batch.scale / (grad_squares.sqrt() + group["eps"])).to(weights[0].dtype)
         from_gradient = list(torch._foreach_mul(raw, list(inverse.unbind())))
-        exp_avgs, denominators = update_moments(from_gradient, states, group["betas"])
+        exp_avgs, denominators = batch.update_moments(from_gradient)
         torch._foreach_div_(denominators, [math.sqrt(1.0 - beta2**step) for step in steps])
-        torch._foreach_add_(denominators, eps)
+        torch._foreach_add_(denominators, group["eps"])
         torch._foreach_div_(from_gradient, denominators)
         torch._foreach_mul_(denominators, [1.0 - beta1**step for step in steps])
         from_momentum = list(torch._foreach_div(exp_avgs, denominators))
         del denominators
 
-        weight_squares = whole_squares(params, weights)
+        weight_squares = batch.squares(weights)
         parts = ((from_momentum, beta1), (from_gradient, 1.0 - beta1))
         for updates, share in parts:  # both before the weights move
             if group["weight_decay"] != 0.0:
                 torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
-            ratios = trust_ratios(params, weight_squares, updates) * share
+            ratios = batch.trust_ratios(weight_squares, updates) * share
             torch._foreach_mul_(updates, list(ratios.to(weights[0].dtype).unbind()))
         for updates, _ in parts:
-            torch._foreach_add_(weights, updates, alpha=-lr)
+            torch._foreach_add_(weights, updates, alpha=-batch.lr)
         return grad_squares.sum(), weight_squares.sum()

@@ -31,19 +31,7 @@ from torch.optim.optimizer import ParamsT
 
 from shoal import native
 from shoal.errors import UsageError
-from shoal.optim.moments import (
-    Group,
-    Implementation,
-    MomentsOptimizer,
-    Params,
-    Scale,
-    Squares,
-    States,
-    local_part,
-    native_entries,
-    native_grads,
-    whole_squares,
-)
+from shoal.optim.moments import Batch, Implementation, MomentsOptimizer, Squares
 
 Form = Literal["lars", "larc"]
 
@@ -101,33 +89,30 @@ class Lars(MomentsOptimizer):
         if form not in ("lars", "larc"):
             raise UsageError(f"form={form!r} must be 'lars' or 'larc'")
         self.form = form
-        self._label = form.upper()
         self.nesterov = nesterov
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eta": eta, "eps": eps}
         super().__init__(params, {**defaults, "trust_ratio": True}, implementation=implementation)
 
-    def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+    def _new_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         return {"momentum_buffer": torch.zeros_like(parameter)}
 
-    def _update(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
-        lr, decay = float(group["lr"]), group["weight_decay"]
-        weights = [local_part(parameter) for parameter in params]
-        grads = [local_part(parameter.grad) for parameter in params]
-        momenta = [local_part(state["momentum_buffer"]) for state in states]
-        changes = list(torch._foreach_mul(grads, scale))
-        grad_squares, weight_squares = whole_squares(params, changes), whole_squares(params, weights)
+    def _update(self, batch: Batch) -> Squares:
+        group, lr, weights, momenta = batch.group, batch.lr, batch.weights, batch.entries("momentum_buffer")
+        decay = group["weight_decay"]
+        changes = list(torch._foreach_mul(batch.grads, batch.scale))
+        grad_squares, weight_squares = batch.squares(changes), batch.squares(weights)
         if decay != 0.0:
             torch._foreach_add_(changes, weights, alpha=decay)
         ratios = torch.ones_like(weight_squares)
-        if group["trust_ratio"] and self.form == "lars":
-            weight_norms, grad_norms = weight_squares.sqrt(), grad_squares.sqrt()
-            bounds = grad_norms + decay * weight_norms + group["eps"]
-            both = (weight_norms > 0) & (grad_norms > 0)
-            ratios = torch.where(both, group["eta"] * weight_norms / bounds, 1.0)
-        elif group["trust_ratio"]:
-            weight_norms, norms = weight_squares.sqrt(), whole_squares(params, changes).sqrt()
+        if group["trust_ratio"]:
+            weight_norms, norms = weight_squares.sqrt(), grad_squares.sqrt()
+            bounds = norms + decay * weight_norms + group["eps"]
+            if self.form == "larc":
+                bounds = norms = batch.squares(changes).sqrt()
             both = (weight_norms > 0) & (norms > 0)
-            ratios = (torch.where(both, group["eta"] * weight_norms / norms, 1.0) / lr).clamp(max=1.0)
+            ratios = torch.where(both, group["eta"] * weight_norms / bounds, 1.0)
+            if self.form == "larc":
+                ratios = (ratios / lr).clamp(max=1.0)
         inside, outside = (lr, 1.0) if self.form == "lars" else (1.0, lr)
         torch._foreach_mul_(changes, list((ratios * inside).to(weights[0].dtype).unbind()))
         torch._foreach_mul_(momenta, group["momentum"])
@@ -139,16 +124,7 @@ class Lars(MomentsOptimizer):
         torch._foreach_add_(weights, moves, alpha=-outside)
         return grad_squares.sum(), weight_squares.sum()
 
-    def _update_native(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
-        grad_norm, weight_norm = native.lars_step(
-            params,
-            native_grads(params),
-            native_entries(params, states, "momentum_buffer"),
-            learning_rate=float(group["lr"]),
-            grad_scale=float(scale),
-            clips=self.form == "larc",
-            nesterov=self.nesterov,
-            num_threads=torch.get_num_threads(),
-            **{name: group[name] for name in ("momentum", "weight_decay", "eta", "eps", "trust_ratio")},
-        )
-        return grad_norm**2, weight_norm**2
+    def _update_native(self, batch: Batch) -> tuple[float, float]:
+        options = ("momentum", "weight_decay", "eta", "eps", "trust_ratio")
+        arguments = batch.native_arguments(*options, momenta="momentum_buffer")
+        return native.lars_step(clips=self.form == "larc", nesterov=self.nesterov, **arguments)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -24,23 +26,96 @@ _DECAYS = ("beta1", "beta2", "momentum")
 Implementation = Literal["auto", "foreach", "native"]
 _IMPLEMENTATIONS = ("auto", "foreach", "native")
 
-Group = dict[str, Any]
-Params = list[Tensor]
-States = list[dict[str, Any]]
 Scale = Tensor | float
 Squares = tuple[Tensor | float, Tensor | float]
 """The sums of squares of the scaled gradients, and of the weights before the update."""
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Parameters with a gradient, of one group, device and type, and what their update reads."""
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    states: list[dict[str, Any]]
+    """Of each parameter; their steps count the one that is taken."""
+    scale: Scale
+    """Factor on the gradients."""
+
+    @cached_property
+    def weights(self) -> list[Tensor]:
+        """This worker's parts of the parameters."""
+        return [local_part(parameter) for parameter in self.params]
+
+    @property
+    def grads(self) -> list[Tensor]:
+        """This worker's parts of the gradients, not scaled."""
+        return [local_part(parameter.grad) for parameter in self.params]
+
+    @property
+    def steps(self) -> list[float]:
+        return [state["step"].item() for state in self.states]
+
+    @property
+    def lr(self) -> float:
+        return float(self.group["lr"])
+
+    def entries(self, name: str) -> list[Tensor]:
+        """Return this worker's part of an entry of each state."""
+        return [local_part(state[name]) for state in self.states]
+
+    def squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return :func:`whole_squares` of tensors that are sharded as the parameters."""
+        return whole_squares(self.params, tensors)
+
+    def update_moments(self, grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Blend local gradients into both moments; return the first, and new roots of the second."""
+        beta1, beta2 = self.group["betas"]
+        exp_avgs, exp_avg_sqs = self.entries("exp_avg"), self.entries("exp_avg_sq")
+        torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - beta2)
+        return exp_avgs, list(torch._foreach_sqrt(exp_avg_sqs))
+
+    def trust_ratios(self, weight_squares: Tensor, updates: Sequence[Tensor]) -> Tensor:
+        """Return |w| / |u| of each whole tensor, 1 where either norm is 0: shape ``[len(params)]``.
+
+        Args:
+            weight_squares: the sums of squares of the weights.
+            updates: the updates u, sharded as the parameters.
+        """
+        weight_norms, update_norms = weight_squares.sqrt(), self.squares(updates).sqrt()
+        both = (weight_norms > 0) & (update_norms > 0)
+        return torch.where(both, weight_norms / update_norms, 1.0)
+
+    def native_arguments(self, *options: str, **entries: str) -> dict[str, Any]:
+        """Return the arguments of a native kernel: weights, gradients, and what all kernels take.
+
+        Args:
+            options: options of the group, passed under their names.
+            entries: argument -> the states' entry to pass; one that was loaded with another memory layout is
+                replaced by a copy.
+        """
+        for name in entries.values():
+            for parameter, state in zip(self.params, self.states, strict=True):
+                state[name] = _laid_out_like(parameter, state[name])
+        return {
+            "weights": self.params,
+            "grads": native_grads(self.params),
+            **{argument: self.entries(name) for argument, name in entries.items()},
+            "learning_rate": self.lr,
+            "grad_scale": float(self.scale),
+            "num_threads": torch.get_num_threads(),
+            **{name: self.group[name] for name in options},
+        }
+
+
 class MomentsOptimizer(Optimizer):
     """Base of the optimizers: updates the tensors of one device and type together, and keeps the last norms.
 
-    A subclass defines the state of a new parameter and its update, on ``_foreach_`` operations and optionally
-    by a native kernel for float32 on the CPU.
+    A subclass defines the update, on ``_foreach_`` operations and optionally by a native kernel for float32
+    on the CPU, and the state of a new parameter where that is not torch's Adam's.
     """
-
-    _label: str
-    """The optimizer's name in messages."""
 
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], *, implementation: Implementation = "foreach"
@@ -95,30 +170,37 @@ class MomentsOptimizer(Optimizer):
         squares: list[Squares] = []
         for group in self.param_groups:
             for is_native, params in self._batches(group):
-                update = self._update_native if is_native else self._update
-                squares.append(update(group, params, self._next_states(group, params), scale))
+                batch = Batch(group, params, self._next_states(group, params), scale)
+                if is_native:
+                    grad_norm, weight_norm = self._update_native(batch)
+                    squares.append((grad_norm**2, weight_norm**2))
+                else:
+                    squares.append(self._update(batch))
         self._grad_norm = root_of_sum([grad_sq for grad_sq, _ in squares])
         self._weight_norm = root_of_sum([weight_sq for _, weight_sq in squares])
 
-    def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+    def _new_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         """Return the state of a parameter before its first step; a ``step`` in it is counted from 0."""
+        first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        return {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
+
+    def _update(self, batch: Batch) -> Squares:
+        """Update parameters in place."""
         raise NotImplementedError
 
-    def _update(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
-        """Update parameters of one device and type in place; their steps have been counted."""
+    def _update_native(self, batch: Batch) -> tuple[float, float]:
+        """Update contiguous float32 tensors on the CPU by a native kernel; return both norms."""
         raise NotImplementedError
 
-    def _update_native(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
-        """Update contiguous float32 tensors on the CPU by a native kernel."""
-        raise NotImplementedError
-
-    def _batches(self, group: Group) -> list[tuple[bool, list[Tensor]]]:
+    def _batches(self, group: dict[str, Any]) -> list[tuple[bool, list[Tensor]]]:
         """Return the group's parameters with a gradient: those for the native kernel, the others by kind."""
         fused: list[Tensor] = []
         others: list[Tensor] = []
         for parameter in group["params"]:
             if parameter.grad is not None:
-                check_parameter(self._label, parameter)
+                if parameter.grad.is_sparse or parameter.is_complex():
+                    name = type(self).__name__
+                    raise UsageError(f"{name} takes neither sparse gradients nor complex parameters")
                 (fused if self._goes_native(parameter) else others).append(parameter)
         by_kind = [(False, [others[k] for k in indices]) for indices in indices_by_kind(others)]
         return [(True, fused), *by_kind] if fused else by_kind
@@ -140,7 +222,7 @@ class MomentsOptimizer(Optimizer):
             )
         return suits and (self.implementation == "native" or native.is_built())
 
-    def _next_states(self, group: Group, params: Params) -> States:
+    def _next_states(self, group: dict[str, Any], params: list[Tensor]) -> list[dict[str, Any]]:
         """Return the parameters' states, created where missing, each with its step incremented."""
         states = []
         for parameter in params:
@@ -154,16 +236,7 @@ class MomentsOptimizer(Optimizer):
         return states
 
 
-def adam_state(parameter: Tensor) -> dict[str, Any]:
-    """Return a new parameter's state as torch's Adam has it."""
-    return {
-        "step": torch.tensor(0.0),
-        "exp_avg": torch.zeros_like(parameter),
-        "exp_avg_sq": torch.zeros_like(parameter),
-    }
-
-
-def laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
+def _laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """Return a tensor with the parameter's memory layout: itself, or a copy."""
     if tensor.is_contiguous() and parameter.is_contiguous():
         return tensor
@@ -173,16 +246,9 @@ def laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     return torch.empty_like(parameter).copy_(tensor)
 
 
-def native_grads(params: Params) -> list[Tensor]:
+def native_grads(params: Sequence[Tensor]) -> list[Tensor]:
     """Return the parameters' gradients with the memory layout that native kernels expect."""
-    return [laid_out_like(p, grad) for p in params if (grad := p.grad) is not None]
-
-
-def native_entries(params: Params, states: States, name: str) -> list[Tensor]:
-    """Return an entry of the states with the layout that native kernels expect; a loaded one may differ."""
-    for parameter, state in zip(params, states, strict=True):
-        state[name] = laid_out_like(parameter, state[name])
-    return [state[name] for state in states]
+    return [_laid_out_like(p, grad) for p in params if (grad := p.grad) is not None]
 
 
 def loss_of(closure: Callable[[], float] | None) -> float | None:
@@ -209,17 +275,6 @@ def check_options(group: Mapping[str, Any]) -> None:
         raise UsageError(f"betas={tuple(group['betas'])} must be at least 0 and below 1")
 
 
-def check_parameter(optimizer: str, parameter: Tensor) -> None:
-    """Check a parameter that has a gradient; ``optimizer`` is the name in the message.
-
-    Raises:
-        UsageError: its gradient is sparse, or it is complex.
-    """
-    assert parameter.grad is not None, "parameters without a gradient are left out before"
-    if parameter.grad.is_sparse or parameter.is_complex():
-        raise UsageError(f"{optimizer} takes neither sparse gradients nor complex parameters")
-
-
 def indices_by_kind(params: Sequence[Tensor]) -> list[list[int]]:
     """Group the indices of parameters by device and type, as ``_foreach_`` operations require."""
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -228,18 +283,12 @@ def indices_by_kind(params: Sequence[Tensor]) -> list[list[int]]:
     return list(kinds.values())
 
 
-def sum_of(values: Sequence[Tensor | float]) -> Tensor | float:
-    """Add numbers and scalar tensors of any devices, on the device of the first tensor."""
+def root_of_sum(values: Sequence[Tensor | float]) -> Tensor | float:
+    """Return the root of a sum of numbers and scalar tensors of any devices, on that of the first tensor."""
     total: Tensor | float = 0.0
     for value in values:
         both = isinstance(total, Tensor) and isinstance(value, Tensor)
         total = total + (value.to(total.device) if both else value)  # type: ignore[union-attr]
-    return total
-
-
-def root_of_sum(squares: Sequence[Tensor | float]) -> Tensor | float:
-    """Return the root of :func:`sum_of`."""
-    total = sum_of(squares)
     return total.sqrt() if isinstance(total, Tensor) else math.sqrt(total)
 
 
@@ -329,33 +378,3 @@ def model_norm(
     if group is not None:
         dist.all_reduce(total, group=group)
     return float(total.sqrt())
-
-
-@torch.no_grad()
-def update_moments(
-    grads: list[Tensor], states: Sequence[dict[str, Any]], betas: tuple[float, float]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Blend local gradients into ``exp_avg`` and ``exp_avg_sq``; return both and the roots of the latter.
-
-    Returns:
-        (local ``exp_avg`` of each state, new tensors with the square roots of ``exp_avg_sq``).
-    """
-    exp_avgs = [local_part(state["exp_avg"]) for state in states]
-    exp_avg_sqs = [local_part(state["exp_avg_sq"]) for state in states]
-    torch._foreach_lerp_(exp_avgs, grads, 1.0 - betas[0])
-    torch._foreach_mul_(exp_avg_sqs, betas[1])
-    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - betas[1])
-    return exp_avgs, list(torch._foreach_sqrt(exp_avg_sqs))
-
-
-@torch.no_grad()
-def trust_ratios(params: Sequence[Tensor], weight_squares: Tensor, updates: Sequence[Tensor]) -> Tensor:
-    """Return |w| / |u| of each whole tensor, 1 where either norm is 0: shape ``[len(params)]``.
-
-    Args:
-        weight_squares: the sums of squares of the weights, as :func:`whole_squares` returns them.
-        updates: the updates u, sharded as ``params``.
-    """
-    weight_norms, update_norms = weight_squares.sqrt(), whole_squares(params, updates).sqrt()
-    both = (weight_norms > 0) & (update_norms > 0)
-    return torch.where(both, weight_norms / update_norms, 1.0)

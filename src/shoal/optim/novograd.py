@@ -27,19 +27,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shoal import native
-from shoal.optim.moments import (
-    Group,
-    Implementation,
-    MomentsOptimizer,
-    Params,
-    Scale,
-    Squares,
-    States,
-    local_part,
-    native_entries,
-    native_grads,
-    whole_squares,
-)
+from shoal.optim.moments import Batch, Implementation, MomentsOptimizer, Squares, local_part
 
 _VARIANTS = ("bias_correction", "grad_averaging", "init_zero", "reg_inside_moment")
 
@@ -80,8 +68,6 @@ class Novograd(MomentsOptimizer):
         [0.75, 0.75, 0.75, 0.75]
     """
 
-    _label = "NovoGrad"
-
     def __init__(
         self,
         params: ParamsT,
@@ -101,7 +87,7 @@ class Novograd(MomentsOptimizer):
         defaults |= zip(_VARIANTS, variants, strict=True)
         super().__init__(params, defaults, implementation=implementation)
 
-    def _new_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+    def _new_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         local = local_part(parameter)
         norms_dtype = torch.promote_types(local.dtype, torch.float32)
         return {
@@ -110,57 +96,36 @@ class Novograd(MomentsOptimizer):
             "exp_avg_sq": local.new_zeros((), dtype=norms_dtype),
         }
 
-    def _update(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
-        weights = [local_part(parameter) for parameter in params]
-        grads = [local_part(parameter.grad) for parameter in params]
-        momenta = [local_part(state["exp_avg"]) for state in states]
-        squares, weight_squares = whole_squares(params, grads) * scale**2, whole_squares(params, weights)
-        steps = [float(state["step"]) for state in states]
-        seconds = _blended(group, states, squares, steps)
-        roots, rates = seconds.sqrt(), [float(group["lr"])] * len(states)
+    def _update(self, batch: Batch) -> Squares:
+        group, weights, steps = batch.group, batch.weights, batch.steps
+        squares, weight_squares = batch.squares(batch.grads) * batch.scale**2, batch.squares(weights)
+        roots, rates = _blended(batch, squares).sqrt(), [batch.lr] * len(steps)
         if group["bias_correction"]:
             beta1, beta2 = group["betas"]
             roots /= roots.new_tensor([math.sqrt(1.0 - beta2**step) for step in steps])
             rates = [rate / (1.0 - beta1**step) for rate, step in zip(rates, steps, strict=True)]
-        _move(group, weights, grads, momenta, roots + group["eps"], roots.new_tensor(rates), scale)
+        _move(batch, roots + group["eps"], roots.new_tensor(rates))
         return squares.sum(), weight_squares.sum()
 
-    def _update_native(self, group: Group, params: Params, states: States, scale: Scale) -> Squares:
-        grad_norm, weight_norm = native.novograd_step(
-            params,
-            native_grads(params),
-            native_entries(params, states, "exp_avg"),
-            [state["exp_avg_sq"] for state in states],
-            [state["step"].item() for state in states],
-            learning_rate=float(group["lr"]),
-            grad_scale=float(scale),
-            num_threads=torch.get_num_threads(),
-            **{name: group[name] for name in ("betas", "eps", "weight_decay", *_VARIANTS)},
-        )
-        return grad_norm**2, weight_norm**2
+    def _update_native(self, batch: Batch) -> tuple[float, float]:
+        options = ("betas", "eps", "weight_decay", *_VARIANTS)
+        arguments = batch.native_arguments(*options, momenta="exp_avg")
+        return native.novograd_step(norm_sqs=batch.entries("exp_avg_sq"), steps=batch.steps, **arguments)
 
 
-def _blended(group: Group, states: States, squares: Tensor, steps: list[float]) -> Tensor:
+def _blended(batch: Batch, squares: Tensor) -> Tensor:
     """Update the squared norms of the gradients; return the running ones."""
-    share = 1.0 - group["betas"][1]
-    first = share if group["init_zero"] else 1.0
-    seconds = torch.stack([state["exp_avg_sq"].to(squares) for state in states])
-    seconds.lerp_(squares, squares.new_tensor([first if step == 1.0 else share for step in steps]))
-    for state, second in zip(states, seconds.unbind(), strict=True):
-        state["exp_avg_sq"].copy_(second)
+    share = 1.0 - batch.group["betas"][1]
+    first = share if batch.group["init_zero"] else 1.0
+    seconds = torch.stack([state["exp_avg_sq"].to(squares) for state in batch.states])
+    seconds.lerp_(squares, squares.new_tensor([first if step == 1.0 else share for step in batch.steps]))
+    torch._foreach_copy_(batch.entries("exp_avg_sq"), list(seconds.unbind()))
     return seconds
 
 
-def _move(
-    group: Group,
-    weights: list[Tensor],
-    grads: list[Tensor],
-    momenta: list[Tensor],
-    denominators: Tensor,
-    rates: Tensor,
-    scale: Scale,
-) -> None:
+def _move(batch: Batch, denominators: Tensor, rates: Tensor) -> None:
     """Add the gradients to the momenta and move the weights by these."""
+    group, weights, momenta = batch.group, batch.weights, batch.entries("exp_avg")
 
     def parts(values: Tensor) -> list[Tensor]:
         return list(values.to(weights[0].dtype).unbind())
@@ -168,10 +133,10 @@ def _move(
     inside, decay = group["reg_inside_moment"], group["weight_decay"]
     share = 1.0 - group["betas"][0] if group["grad_averaging"] else 1.0
     torch._foreach_mul_(momenta, group["betas"][0])
-    of_grads = share * scale / (denominators if inside else torch.ones_like(denominators))
-    torch._foreach_addcmul_(momenta, grads, parts(of_grads))
+    of_grads = share * batch.scale / (denominators if inside else torch.ones_like(denominators))
+    torch._foreach_addcmul_(momenta, batch.grads, parts(of_grads))
     if inside and decay != 0.0:
         torch._foreach_add_(momenta, weights, alpha=share * decay)
     if not inside and decay != 0.0:  # of the weights before the step
-        torch._foreach_mul_(weights, 1.0 - float(group["lr"]) * decay)
+        torch._foreach_mul_(weights, 1.0 - batch.lr * decay)
     torch._foreach_addcmul_(weights, momenta, parts(-rates / (1.0 if inside else denominators)))

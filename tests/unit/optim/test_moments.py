@@ -125,5 +125,5 @@ def test_distributed_checkpoint_state_dict(name: str) -> None:
 def test_sparse_gradients_are_refused(name: str) -> None:
     embedding = nn.Embedding(10, 3, sparse=True)
     embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(UsageError, match=f"{name.split()[0]} takes neither sparse gradients nor complex"):
+    with pytest.raises(UsageError, match="takes neither sparse gradients nor complex"):
         MAKERS[name]([{"params": embedding.parameters()}], lr=0.1).step()
