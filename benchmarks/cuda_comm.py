@@ -25,13 +25,14 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Benchmark
+from benchmarks.memory_device import MemoryDevice
 from shoal.comm.cuda_device import CudaDevice
 from shoal.comm.d2h_pipeline import CopyPipeline, DeviceWork, Transfer
 from shoal.comm.devices import Device
 from shoal.comm.engine import EngineOptions
-from shoal.comm.memory_device import MemoryDevice
-from shoal.comm.routes import CollectiveRequest, flat_route
+from shoal.comm.routes import flat_route
 from shoal.comm.single_process import SingleProcessEngine
+from shoal.comm.tensors import CollectiveRequest
 
 MIB = 1 << 20
 SIZES_MIB = (1, 25, 256)
@@ -56,14 +57,13 @@ class _NoFailure:
 
 
 def staged_and_back(pipeline: CopyPipeline, device: Device, tensor: torch.Tensor) -> None:
-    request = CollectiveRequest(kind="all_reduce", input=tensor, output=tensor, dtype="float32")
+    request = CollectiveRequest(kind="all_reduce", input=tensor, output=tensor)
     engine: Any = SingleProcessEngine()
     work = DeviceWork(device, "all_reduce", [tensor], lambda: None, lambda: None)
     pipeline.begin(
         Transfer(
-            name="all_reduce", route=flat_route(request, engine, 0, 1),
-            ready=device.current_stream().record_event(), deadline=time.monotonic() + 60,
-            work=work, finish=None, on_end=lambda: None,
+            route=flat_route(request, engine, 0, 1), ready=device.current_stream().record_event(),
+            deadline=time.monotonic() + 60, work=work, on_end=lambda: None,
         )
     )  # fmt: skip
     work.wait(timedelta(seconds=60))
@@ -132,7 +132,7 @@ def main() -> int:
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument("--device", choices=("cuda", "memory"), default="cuda")
     options.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write a step as a timeline for chrome://tracing"
+        "--trace", type=Path, metavar="FILE", help="write torch's profile of a step for chrome://tracing"
     )
     bench = Benchmark("cuda_comm", options=options)
     if bench.args.device == "cuda" and not torch.cuda.is_available():

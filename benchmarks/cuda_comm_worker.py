@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import sys
@@ -16,10 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal.comm
-from shoal.comm.d2h_pipeline import ChunkTiming
-from shoal.comm.memory_device import MemoryDevice
-
-_NS_PER_US = 1e3
+from benchmarks.memory_device import MemoryDevice
 
 
 class Worker:
@@ -80,38 +76,14 @@ def measure(worker: Worker, spec: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def write_trace(worker: Worker, path: Path) -> None:
-    """Profile a step and add the chunk timings of the copy pipeline."""
-    group: Any = dist.group.WORLD
-    pipeline = next(iter(group._resources.device_groups.values())).pipeline
-    pipeline.timings = timings = []
+    """Profile a step, in which the chunks' copies run beside the backward pass."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if worker.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
         worker.step()
         worker.finish()
-    pipeline.timings = None
     profile.export_chrome_trace(str(path))
-    add_chunks(path, timings)
-
-
-def add_chunks(path: Path, timings: list[ChunkTiming]) -> None:
-    """Add rows to a Chrome trace of torch's profiler, whose times count from ``baseTimeNanoseconds``."""
-    raw = path.read_bytes()
-    trace = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
-    base = trace.get("baseTimeNanoseconds", 0)
-    for chunk in timings:
-        for row, begin, end in (
-            ("from the device", chunk.begun, chunk.submitted),
-            ("over the network", chunk.submitted, chunk.summed),
-        ):
-            trace["traceEvents"].append(
-                {
-                    "ph": "X", "pid": "shoal", "tid": row, "name": f"{chunk.name} {chunk.index}",
-                    "ts": (begin - base) / _NS_PER_US, "dur": (end - begin) / _NS_PER_US,
-                }
-            )  # fmt: skip
-    path.write_text(json.dumps(trace), encoding="utf-8")
 
 
 def main() -> None:

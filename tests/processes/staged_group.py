@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from benchmarks.memory_device import MemoryDevice
 
 from shoal.comm.device_group import DeviceGroup
-from shoal.comm.memory_device import MemoryDevice
 
 
 def small_pieces(group: Any = None, num_bytes: int = 4 * 128, num_buffers: int = 2) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.memory_device import MemoryDevice
 
 from forked import fork_process, wait_for
 from shoal.comm.backend import ShoalProcessGroup
 from shoal.comm.engine import CommError
-from shoal.comm.memory_device import MemoryDevice
 
 LIMIT_S = 20.0
 """The time that operations may take: what the others wait today if nobody tells them."""

@@ -37,15 +37,14 @@ from shoal.comm.gloo_fallback import GlooWork, PointToPointWork, Start
 from shoal.comm.group import EngineGroup, refuse_other_backends
 from shoal.comm.store import monitored_barrier
 from shoal.comm.tensors import (
+    CollectiveRequest,
     Finish,
     as_contiguous,
     as_movable,
-    as_reducible,
     check_tensors,
     copy_back,
     options_of,
     output_buffer,
-    reduction_of,
     single_tensor,
 )
 from shoal.comm.work import NO_TIMEOUT, opaque_to_dynamo
@@ -95,11 +94,13 @@ class ShoalProcessGroup(EngineGroup):
         (tensor,), opts = single_tensor(tensors, "all_reduce"), options_of(opts, AllreduceOptions, timeout)
         if tensor.layout == torch.sparse_coo and tensor.device.type == "cpu":
             return self._delegate("sparse_all_reduce", lambda g: g.allreduce([tensor], opts), opts)
-        return self._reduce("all_reduce", tensor, opts, 0)
+        check_tensors([tensor], "all_reduce")
+        return self._coalescer.reduce([tensor], opts)
 
     def reduce(self, tensors: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
         (tensor,), opts = single_tensor(tensors, "reduce"), options_of(opts, ReduceOptions, timeout)
-        return self._reduce("reduce", tensor, opts, opts.rootRank)
+        check_tensors([tensor], "reduce")
+        return self._coalescer.reduce([tensor], opts, root=opts.rootRank)
 
     def all_reduce_with_priority(self, tensor: Tensor, priority: int) -> Work:
         """Sum a tensor in place, with a priority over other queued operations.
@@ -111,28 +112,13 @@ class ShoalProcessGroup(EngineGroup):
                 as all other collectives have, are not queued behind any. The bits of the result do not depend
                 on it. Where ranks share a host, operations are sent in the order of the calls.
         """
-        return self._reduce("all_reduce", tensor, options_of(None, AllreduceOptions), 0, priority)
-
-    def _reduce(self, kind: str, tensor: Tensor, opts: Any, root: int, priority: int = 0) -> Work:
-        check_tensors([tensor], kind)
-        op = reduction_of(opts.reduceOp, tensor)
-        output, finish = output_buffer(tensor)
-        if kind == "reduce" and root != self._rank:
-            finish = None
-        else:
-            finish = op.after(output, self._size, finish)
-        input, dtype = as_reducible(op.before(as_contiguous(tensor)))
-        output, _ = as_reducible(output)
-        return self._submit(
-            kind, input, output, input.numel(), dtype,
-            op=op.name, root=root, shape=tensor.shape, timeout=opts.timeout, result=[tensor], finish=finish,
-            priority=priority,
-        )  # fmt: skip
+        check_tensors([tensor], "all_reduce")
+        return self._coalescer.reduce([tensor], options_of(None, AllreduceOptions), priority=priority)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         opts = options_of(opts, AllreduceCoalescedOptions)
         check_tensors(tensors, "all_reduce_coalesced")
-        return self._coalescer.all_reduce(list(tensors), opts)
+        return self._coalescer.reduce(list(tensors), opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
         (tensor,) = single_tensor(tensors, "broadcast")
@@ -142,12 +128,12 @@ class ShoalProcessGroup(EngineGroup):
         root = opts.rootRank if root is None else root
         output, finish = output_buffer(tensor)
         source = as_contiguous(tensor) if root == self._rank else output
-        input, dtype = as_movable(source)
-        output, _ = as_movable(output)
         return self._submit(
-            "broadcast", input, output, input.numel(), dtype,
-            root=root, shape=tensor.shape, timeout=opts.timeout, result=[tensor],
-            finish=finish if root != self._rank else None,
+            CollectiveRequest(
+                kind="broadcast", input=as_movable(source), output=as_movable(output),
+                root=root, shape=tensor.shape, timeout=opts.timeout, result=[tensor],
+                finish=finish if root != self._rank else None,
+            )
         )  # fmt: skip
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
@@ -205,7 +191,9 @@ class ShoalProcessGroup(EngineGroup):
     def barrier(self, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
         opts = options_of(opts, BarrierOptions, timeout)
         nothing = torch.empty(0, dtype=torch.uint8)
-        return self._submit("barrier", nothing, nothing, 0, "uint8", timeout=opts.timeout, result=[])
+        return self._submit(
+            CollectiveRequest(kind="barrier", input=nothing, output=nothing, timeout=opts.timeout, result=[])
+        )
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; rank 0 names the ranks that did not come.

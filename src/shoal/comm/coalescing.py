@@ -1,7 +1,8 @@
-"""Implements collectives on several tensors or lists as one operation on a contiguous buffer.
+"""Turns collectives on tensors and lists of tensors into requests on contiguous buffers.
 
-A buffer of n bytes is divided evenly among the servers, whatever the sizes of the tensors. Below, a *row* is
-the data of one rank; ``all_gather`` fills rows, ``reduce_scatter`` reduces them.
+Several tensors become one operation: its bytes are divided evenly among the servers, whatever the sizes of
+the tensors. Below, a *row* is the data of one rank; ``all_gather`` fills rows, ``reduce_scatter`` reduces
+them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from shoal.comm.tensors import (
+    CollectiveRequest,
     Finish,
     as_bytes,
     as_contiguous,
@@ -30,36 +32,39 @@ from shoal.errors import UsageError
 
 
 class Coalescer:
-    """The multi-tensor collectives of one group.
+    """The collectives of one group that may take several tensors.
 
     Args:
-        submit: submits an operation to the group's engine.
+        submit: submits a request of the group.
         rank: of this process in the group.
         size: number of ranks.
     """
 
-    def __init__(self, submit: Callable[..., Work], rank: int, size: int) -> None:
+    def __init__(self, submit: Callable[[CollectiveRequest], Work], rank: int, size: int) -> None:
         self._submit = submit
         self._rank = rank
         self._size = size
 
-    def all_reduce(self, tensors: list[Tensor], opts: Any) -> Work:
+    def reduce(self, tensors: list[Tensor], opts: Any, root: int | None = None, priority: int = 0) -> Work:
+        """Reduce tensors in place, on all ranks or on ``root`` only."""
         works: list[Work] = []
         for same in _by_dtype(tensors, tensors):
             group = [tensors[index] for index in same]
             op = reduction_of(opts.reduceOp, group[0])
-            if len(group) == 1 and is_plain_contiguous(group[0]) and op.factor is None:
-                flat, finish = group[0].detach(), None
+            if len(group) == 1:
+                output, finish = output_buffer(group[0])
+                source = as_contiguous(group[0])
             else:
-                flat = op.before(torch.cat([as_contiguous(tensor).view(-1) for tensor in group]))
-                finish = copy_back(group, flat)
-            finish = op.after(flat, self._size, finish)
-            numbers, dtype = as_reducible(flat)
-            work = self._submit(
-                "all_reduce", numbers, numbers, numbers.numel(), dtype,
-                op=op.name, shape=_shape(group, flat), timeout=opts.timeout, result=group, finish=finish,
+                output = source = torch.cat([as_contiguous(tensor).view(-1) for tensor in group])
+                finish = copy_back(group, output)
+            finish = op.after(output, self._size, finish) if root in (None, self._rank) else None
+            request = CollectiveRequest(
+                kind="all_reduce" if root is None else "reduce",
+                input=as_reducible(op.before(source)), output=as_reducible(output),
+                op=op.name, root=root or 0, shape=output.shape, priority=priority, timeout=opts.timeout,
+                result=group, finish=finish,
             )  # fmt: skip
-            works.append(work)
+            works.append(self._submit(request))
         return _joined(works, tensors)
 
     def all_gather(
@@ -99,8 +104,10 @@ class Coalescer:
                 unpack()
 
         return self._submit(
-            "all_gather", source, rows, source.numel(), "uint8", shape=source.shape, timeout=opts.timeout,
-            result=outputs if result is None else result, finish=finish,
+            CollectiveRequest(
+                kind="all_gather", input=source, output=rows, shape=source.shape, timeout=opts.timeout,
+                result=outputs if result is None else result, finish=finish,
+            )
         )  # fmt: skip
 
     def _all_gather_one(self, output: Tensor, input: Tensor, opts: Any) -> Work:
@@ -108,10 +115,11 @@ class Coalescer:
         offset = source.data_ptr() - target.data_ptr()
         if overlaps(source, target) and offset != self._rank * source.numel() * source.element_size():
             source = source.clone()
-        flat, dtype = as_movable(source)
         return self._submit(
-            "all_gather", flat, as_movable(target)[0], flat.numel(), dtype,
-            shape=input.shape, timeout=opts.timeout, result=[output], finish=finish,
+            CollectiveRequest(
+                kind="all_gather", input=as_movable(source), output=as_movable(target),
+                shape=input.shape, timeout=opts.timeout, result=[output], finish=finish,
+            )
         )  # fmt: skip
 
     def all_gather_list(self, outputs: list[Tensor], input: Tensor, opts: Any) -> Work:
@@ -141,10 +149,11 @@ class Coalescer:
             for row, output in zip(rows, outputs, strict=True):
                 output.detach().copy_(row[: output.numel()].view(output.shape))
 
-        flat, dtype = as_movable(source)
         return self._submit(
-            "all_gather", flat, as_movable(rows)[0], flat.numel(), dtype,
-            shape=input.shape, timeout=opts.timeout, result=outputs, finish=finish,
+            CollectiveRequest(
+                kind="all_gather", input=as_movable(source), output=as_movable(rows),
+                shape=input.shape, timeout=opts.timeout, result=outputs, finish=finish,
+            )
         )  # fmt: skip
 
     def all_gather_lists(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
@@ -205,11 +214,12 @@ class Coalescer:
             target = table.new_empty(table.shape[1])
             finish = copy_back(outputs, target)
         finish = op.after(target, self._size, finish)
-        input, dtype = as_reducible(table)
-        output, _ = as_reducible(target)
         return self._submit(
-            "reduce_scatter", input, output, output.numel(), dtype,
-            op=op.name, shape=_shape(outputs, target), timeout=opts.timeout, result=outputs, finish=finish,
+            CollectiveRequest(
+                kind="reduce_scatter", input=as_reducible(table), output=as_reducible(target), op=op.name,
+                shape=outputs[0].shape if len(outputs) == 1 else target.shape,
+                timeout=opts.timeout, result=outputs, finish=finish,
+            )
         )  # fmt: skip
 
 
@@ -238,10 +248,6 @@ def _by_dtype(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[list[
     for index, tensor in enumerate(inputs):
         groups.setdefault(tensor.dtype, []).append(index)
     return list(groups.values())
-
-
-def _shape(tensors: Sequence[Tensor], flat: Tensor) -> Sequence[int]:
-    return tensors[0].shape if len(tensors) == 1 else flat.shape
 
 
 def _joined(works: Sequence[Work], result: Any) -> Work:

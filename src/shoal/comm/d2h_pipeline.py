@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from torch.futures import Future
 from shoal.comm.devices import Device, Event
 from shoal.comm.engine import CommError, Operation
 from shoal.comm.routes import Route
+from shoal.comm.tensors import ENGINE_DTYPES
 from shoal.comm.work import NO_TIMEOUT, BaseWork, opaque_to_dynamo, wait_until
 
 _SLICE_S = 0.5
@@ -68,9 +69,6 @@ class DeviceWork(BaseWork):
         self._group_error, self._idle = error, idle
         self._delivered = threading.Event()
         self._event: Event | None = None
-        self._lock = threading.Lock()
-        self._completion: Future[Any] | None = None
-        self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Make work that the calling thread queues from now on see the result.
@@ -117,13 +115,8 @@ class DeviceWork(BaseWork):
 
     def get_future(self) -> Future[Any]:
         """Return a future of the output tensors; its callbacks run when the result is delivered."""
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            completion: Future[Any] = Future(devices=list(self._device.future_devices()))
-            future = self._future = completion.then(self._outcome)
-            self._completion = completion
-        if self._delivered.is_set():
+        future, is_new = self._future_of(self._device.future_devices())
+        if is_new and self._delivered.is_set():
             if self._event is not None and self._error is None:
                 self._device.current_stream().wait_event(self._event)
             self.complete()
@@ -142,28 +135,15 @@ class Buffer:
 class Transfer:
     """An operation in the pipeline. It keeps its tensors alive until the device has finished with them."""
 
-    name: str
     route: Route
     ready: Event
     """recorded after the work that the caller had queued"""
     deadline: float
     """in seconds of ``time.monotonic()``"""
     work: DeviceWork
-    finish: Step | None
     on_end: Step
     sent: Event | None = None
     error: Exception | None = None
-
-
-@dataclass
-class ChunkTiming:
-    """Times of a chunk in ns of ``time.time_ns()``: copy queued, copied and submitted, reduced."""
-
-    name: str
-    index: int
-    begun: int = field(default_factory=time.time_ns)
-    submitted: int = 0
-    summed: int = 0
 
 
 @dataclass
@@ -172,7 +152,6 @@ class _Chunk:
     buffer: Buffer
     columns: tuple[int, int]
     handle: int = -1
-    timing: ChunkTiming | None = None
 
 
 class CopyPipeline:
@@ -188,8 +167,6 @@ class CopyPipeline:
         self._in_flight: queue.SimpleQueue[_Chunk | Transfer | None] = queue.SimpleQueue()
         self._d2h, self._h2d = device.new_stream(), device.new_stream()
         self._undelivered: set[int] = set()
-        self.timings: list[ChunkTiming] | None = None
-        """Set to a list to record the times of chunks."""
         self._threads = [
             threading.Thread(target=device.run_thread, args=(work,), name=f"shoal-{name}", daemon=True)
             for name, work in (("sender", self._send_all), ("receiver", self._receive_all))
@@ -250,8 +227,6 @@ class CopyPipeline:
     def _queue_copy(self, transfer: Transfer, columns: tuple[int, int]) -> _Chunk:
         """Queue the copy of a chunk into a buffer; block until there is one."""
         chunk = _Chunk(transfer, self._take_buffer(), columns)
-        if self.timings is not None:
-            chunk.timing = ChunkTiming(transfer.name, columns[0])
         if transfer.route.sends:
             self._d2h.run(_copy(_input(chunk), _columns(transfer.route.source, columns)))
         chunk.buffer.free_after = self._d2h.record_event()
@@ -284,13 +259,12 @@ class CopyPipeline:
         chunk.handle = route.engine.submit(
             Operation(
                 kind=request.kind, input=input.data_ptr(), output=output.data_ptr(),
-                count=chunk.columns[1] - chunk.columns[0], dtype=route.dtype, op=route.op, root=route.root,
+                count=chunk.columns[1] - chunk.columns[0], dtype=ENGINE_DTYPES[route.source.dtype],
+                op=route.op, root=route.root,
                 shape=request.shape, timeout_s=max(transfer.deadline - time.monotonic(), 1e-3),
                 priority=request.priority,
             )
         )  # fmt: skip
-        if chunk.timing is not None:
-            chunk.timing.submitted = time.time_ns()
         self._in_flight.put(chunk)
 
     # ---- host to device -----------------------------------------------------------------------------------
@@ -318,9 +292,6 @@ class CopyPipeline:
         while not route.engine.wait(chunk.handle, _SLICE_S):
             if reason := self._group.error():
                 route.engine.abort(reason)
-        if chunk.timing is not None and self.timings is not None:
-            chunk.timing.summed = time.time_ns()
-            self.timings.append(chunk.timing)
         if route.receives and chunk.transfer.error is None:
             self._h2d.run(_copy(_columns(route.target, chunk.columns), _output(chunk)))
             chunk.buffer.free_after = self._h2d.record_event()
@@ -330,7 +301,7 @@ class CopyPipeline:
         assert transfer.sent is not None
         stream = self._h2d
         stream.wait_event(transfer.sent)
-        for step in (transfer.route.end, transfer.finish):
+        for step in (transfer.route.end, transfer.route.request.finish):
             if step is not None:
                 stream.run(step)
         event = stream.record_event()
@@ -351,7 +322,7 @@ class CopyPipeline:
         if transfer.error is None:
             transfer.error = self._group.explain(problem)
         if not self._group.error():
-            self._group.abort(f"{transfer.name}: {problem}")
+            self._group.abort(f"{transfer.route.request.kind}: {problem}")
 
 
 def _copy(target: Tensor, source: Tensor) -> Step:

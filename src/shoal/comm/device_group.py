@@ -26,16 +26,10 @@ from shoal.comm.devices import Device, IntraHostGroup
 from shoal.comm.engine import CommError, Engine, EngineOptions, Operation
 from shoal.comm.gloo_fallback import BounceBuffers
 from shoal.comm.rendezvous import connect_engine
-from shoal.comm.routes import (
-    INTRA_HOST_OPS,
-    CollectiveRequest,
-    HierarchicalRoutes,
-    RankLayout,
-    Route,
-    flat_route,
-)
+from shoal.comm.routes import INTRA_HOST_OPS, HierarchicalRoutes, RankLayout, Route, flat_route
 from shoal.comm.single_process import SingleProcessEngine
 from shoal.comm.store import wait_for_keys
+from shoal.comm.tensors import CollectiveRequest
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
 
@@ -87,21 +81,14 @@ class DeviceGroup:
         *,
         begin: Callable[[Operation], int],
         idle: Callable[[], None],
-        timeout: timedelta,
-        result: Any,
-        finish: Callable[[], None] | None,
     ) -> DeviceWork:
         """Submit a collective, ordered after the work that the caller has queued on the device.
 
         Args:
-            request: the collective and its tensors.
+            request: the collective; its ``finish`` is queued on the device after the result.
             begin: submits an operation to the group's engine and counts it. Like ``idle`` it is a method of
-            the
-                group and is not stored here, where threads would keep the group alive.
+                the group and is not stored here, where threads would keep the group alive.
             idle: called by threads that wait for long.
-            timeout: of the operation.
-            result: what the work's future returns.
-            finish: queued on the device after the result.
 
         Raises:
             CommError: the group has failed, or a rank did not join the first collective.
@@ -113,21 +100,19 @@ class DeviceGroup:
                 f"{kind} on {device} while a graph is captured: the network's part is the processor's and "
                 "cannot be replayed; capture forward and backward pass and average the gradients outside"
             )
-        handle = begin(_announcement(f"{device}_{kind}", request, timeout))
+        handle = begin(_announcement(f"{device}_{kind}", request))
         try:
             route = self._route(request)
         except Exception:
             self._group.engine.finish_delegated(handle)
             raise
-        work = DeviceWork(self._device, kind, result, self.error, idle)
+        work = DeviceWork(self._device, kind, request.result, self.error, idle)
         self.pipeline.begin(
             Transfer(
-                name=kind,
                 route=route,
                 ready=self._device.current_stream().record_event(),
-                deadline=time.monotonic() + timeout.total_seconds(),
+                deadline=time.monotonic() + request.timeout.total_seconds(),
                 work=work,
-                finish=finish,
                 on_end=lambda: self._group.engine.finish_delegated(handle),
             )
         )
@@ -279,7 +264,7 @@ class DeviceGroup:
         self._device.close()
 
 
-def _announcement(name: str, request: CollectiveRequest, timeout: timedelta) -> Operation:
+def _announcement(name: str, request: CollectiveRequest) -> Operation:
     """Return the delegated operation that announces a device collective on the group's engine.
 
     The engine compares name, dtype and root of delegated operations. The operation and its root are therefore
@@ -289,8 +274,8 @@ def _announcement(name: str, request: CollectiveRequest, timeout: timedelta) -> 
         name += f"_{request.op}"
     if request.kind in ("broadcast", "reduce"):
         name += f"_{'from' if request.kind == 'broadcast' else 'to'}_{request.root}"
-    count = request.output.numel() if request.kind == "reduce_scatter" else request.input.numel()
+    count = request.count
     return Operation(
         kind="delegated", op=name, root=zlib.crc32(f"{count}".encode()) >> 1, count=count,
-        dtype=request.dtype, shape=request.shape, timeout_s=timeout.total_seconds(),
+        dtype=request.dtype, shape=request.shape, timeout_s=request.timeout.total_seconds(),
     )  # fmt: skip

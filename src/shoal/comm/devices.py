@@ -1,7 +1,7 @@
 """Device interface of the copy pipeline: streams, events, pinned host buffers and the intra-host group.
 
-``cuda_device`` implements it for GPUs. ``memory_device`` implements it with threads as streams and CPU
-tensors, so that the tests run all code above this interface without a GPU.
+``cuda_device`` implements it for GPUs. ``benchmarks/memory_device.py`` implements it with threads as streams
+and CPU tensors, so that the tests run all code above this interface without a GPU.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, Work
 from torch.distributed import distributed_c10d
 
@@ -31,9 +30,8 @@ from shoal.comm.devices import Device
 from shoal.comm.engine import CommError, Engine, EngineOptions, Operation
 from shoal.comm.gloo_fallback import GlooFallback
 from shoal.comm.rendezvous import connect_engine
-from shoal.comm.routes import CollectiveRequest
 from shoal.comm.single_process import SingleProcessEngine
-from shoal.comm.tensors import DEVICES, Finish
+from shoal.comm.tensors import DEVICES, CollectiveRequest
 from shoal.comm.work import NO_TIMEOUT, EngineWork, JoinedWork, opaque_to_dynamo
 from shoal.errors import UsageError
 
@@ -126,43 +124,20 @@ class EngineGroup(ProcessGroup):
 
     # ---- submission ---------------------------------------------------------------------------------------
 
-    def _submit(
-        self,
-        kind: str,
-        input: Tensor,
-        output: Tensor,
-        count: int,
-        dtype: str,
-        *,
-        op: str = "sum",
-        root: int = 0,
-        shape: Sequence[int] = (),
-        timeout: timedelta,
-        result: Any,
-        finish: Finish | None = None,
-        priority: int = 0,
-    ) -> Work:
-        """Submit a collective on two contiguous tensors, which it keeps alive until it completes."""
-        timeout = self._limit(timeout)
-        device_group = self._device_group(input.device) if kind != "barrier" else None
+    def _submit(self, request: CollectiveRequest) -> Work:
+        """Submit a collective; its tensors are kept alive until it completes."""
+        request.timeout = self._limit(request.timeout)
+        device_group = self._device_group(request.input.device) if request.kind != "barrier" else None
         if device_group is not None:
-            request = CollectiveRequest(
-                kind=kind, input=input, output=output, dtype=dtype,
-                op=op, root=root, shape=shape, priority=priority,
-            )  # fmt: skip
-            return self._coalesced(
-                device_group.submit(
-                    request, begin=self._begin, idle=self._idle,
-                    timeout=timeout, result=result, finish=finish,
-                )
-            )  # fmt: skip
+            return self._coalesced(device_group.submit(request, begin=self._begin, idle=self._idle))
         operation = Operation(
-            kind=kind, input=input.data_ptr(), output=output.data_ptr(), count=count, dtype=dtype,
-            op=op, root=root, shape=shape, timeout_s=timeout.total_seconds(), priority=priority,
+            kind=request.kind, input=request.input.data_ptr(), output=request.output.data_ptr(),
+            count=request.count, dtype=request.dtype, op=request.op, root=request.root, shape=request.shape,
+            timeout_s=request.timeout.total_seconds(), priority=request.priority,
         )  # fmt: skip
         handle = self._begin(operation)
-        self._resources.operands[handle] = input, output
-        work = EngineWork(self, handle, kind, result, (input, output), finish)
+        self._resources.operands[handle] = request.input, request.output
+        work = EngineWork(self, handle, request)
         self._pending[handle] = work
         # Works that nobody waits for are settled here, at the latest when the group shuts down.
         for oldest in list(self._pending.values()):

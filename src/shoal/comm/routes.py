@@ -27,6 +27,7 @@ from torch import Tensor
 
 from shoal.comm.devices import IntraHostGroup
 from shoal.comm.engine import Engine
+from shoal.comm.tensors import CollectiveRequest
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 INTRA_HOST_OPS = ("sum", "avg", "prod", "min", "max")
@@ -34,20 +35,6 @@ _COLUMN_ALIGNMENT = 128
 """Chunks are multiples of this many elements."""
 
 Step = Callable[[], object]
-
-
-@dataclass(kw_only=True)
-class CollectiveRequest:
-    """A collective on two contiguous device tensors, as the process group submits it."""
-
-    kind: str
-    input: Tensor
-    output: Tensor
-    dtype: str
-    op: str = "sum"
-    root: int = 0
-    shape: Sequence[int] = ()
-    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +82,6 @@ class Route:
     """engine of the ranks that exchange the chunks; ``None`` if nothing leaves the host"""
     request: CollectiveRequest
     op: str = "sum"
-    dtype: str = ""
     root: int = 0
     rank: int = 0
     size: int = 1
@@ -135,7 +121,6 @@ def flat_route(request: CollectiveRequest, engine: Engine | None, rank: int, siz
         engine=engine,
         request=request,
         op=request.op,
-        dtype=request.dtype,
         root=request.root,
         rank=rank,
         size=size,
@@ -185,22 +170,20 @@ class HierarchicalRoutes:
         }
         return make[request.kind](request)
 
-    def _rail_route(
-        self, request: CollectiveRequest, source: Tensor, target: Tensor, dtype: str, **more: Any
-    ) -> Route:
+    def _rail_route(self, request: CollectiveRequest, source: Tensor, target: Tensor, **more: Any) -> Route:
         if self._rail is None:
             more["sends"] = more["receives"] = False
         return Route(
-            engine=self._rail, request=request, source=source, target=target, dtype=dtype,
+            engine=self._rail, request=request, source=source, target=target,
             rank=self._layout.host, size=self._num_hosts, **more,
         )  # fmt: skip
 
-    def _accumulation_dtype(self, request: CollectiveRequest) -> tuple[torch.dtype, str, str]:
-        """Return the dtype of partial results, its name, and the operation that combines them."""
+    def _accumulation_dtype(self, request: CollectiveRequest) -> tuple[torch.dtype, str]:
+        """Return the dtype of partial results and the operation that combines them."""
         averages = request.op == "avg"
         widened = request.input.dtype in SIXTEEN_BITS and request.op in ("sum", "avg", "prod")
         dtype = torch.float32 if widened and (self._widen or averages) else request.input.dtype
-        return dtype, str(dtype).removeprefix("torch."), "sum" if averages else request.op
+        return dtype, "sum" if averages else request.op
 
     def _divisor(self, request: CollectiveRequest, like: Tensor) -> Tensor | None:
         # A tensor: division by a Python number multiplies by the reciprocal on a GPU, which rounds once more.
@@ -211,7 +194,7 @@ class HierarchicalRoutes:
     def _reduce(self, request: CollectiveRequest) -> Route:
         count, local = request.input.numel(), self._num_local
         width = -(-count // local)
-        dtype, name, op = self._accumulation_dtype(request)
+        dtype, op = self._accumulation_dtype(request)
         source, target = request.input.view(-1), request.output.view(-1)
         fits = count == width * local
         given = source if fits and dtype == source.dtype else source.new_empty(width * local, dtype=dtype)
@@ -240,7 +223,7 @@ class HierarchicalRoutes:
 
         table = part[None]
         return self._rail_route(
-            request, table, table, name,
+            request, table, table,
             op=op, root=root, receives=ends, begin=begin, end=end if ends else None,
         )  # fmt: skip
 
@@ -264,7 +247,7 @@ class HierarchicalRoutes:
                 target.copy_(whole[:count])
 
         return self._rail_route(
-            request, part[None], part[None], "uint8",
+            request, part[None], part[None],
             root=root, sends=host == root, receives=host != root,
             begin=begin if host == root else None, end=end,
         )  # fmt: skip
@@ -280,11 +263,11 @@ class HierarchicalRoutes:
             target.index_copy_(0, order, whole)
 
         begin = partial(rows[0].copy_, source) if self._rail is None else None
-        return self._rail_route(request, source[None], rows, request.dtype, begin=begin, end=end)
+        return self._rail_route(request, source[None], rows, begin=begin, end=end)
 
     def _reduce_scatter(self, request: CollectiveRequest) -> Route:
         source, target = request.input.view(self._size, -1), request.output.view(-1)
-        dtype, name, op = self._accumulation_dtype(request)
+        dtype, op = self._accumulation_dtype(request)
         order = self._row_order(source)
         given = source.new_empty(source.shape, dtype=dtype)
         part = given.new_empty(self._num_hosts, target.numel())
@@ -300,7 +283,7 @@ class HierarchicalRoutes:
                 total.div_(divisor)
             target.copy_(total[0])
 
-        return self._rail_route(request, part, total, name, op=op, begin=begin, end=end)
+        return self._rail_route(request, part, total, op=op, begin=begin, end=end)
 
     def _row_order(self, like: Tensor) -> Tensor:
         if self._order is None:

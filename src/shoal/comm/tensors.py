@@ -1,5 +1,7 @@
 """Converts tensors to what the engine takes: an address, a count and a dtype name.
 
+:class:`CollectiveRequest` is a collective from the process group to the engine or the copy pipeline.
+
 A tensor that is not contiguous is copied into a contiguous buffer, and the result is copied back.
 """
 
@@ -45,6 +47,33 @@ _COMPLEX_PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float6
 
 Finish = Callable[[], None]
 """Completes a result after the engine has written it."""
+
+
+@dataclass(kw_only=True)
+class CollectiveRequest:
+    """A collective on two contiguous tensors of one device, in the terms of ``engine.Operation``."""
+
+    kind: str
+    input: Tensor
+    output: Tensor
+    op: str = "sum"
+    root: int = 0
+    shape: Sequence[int] = ()
+    priority: int = 0
+    timeout: timedelta = timedelta(0)
+    """0: the group's"""
+    result: Any = None
+    """returned by the work's future"""
+    finish: Finish | None = None
+    """completes the result after the engine has written ``output``"""
+
+    @property
+    def count(self) -> int:
+        return (self.output if self.kind == "reduce_scatter" else self.input).numel()
+
+    @property
+    def dtype(self) -> str:
+        return ENGINE_DTYPES[self.input.dtype]
 
 
 @dataclass(frozen=True)
@@ -145,21 +174,19 @@ def copy_back(tensors: Sequence[Tensor], flat: Tensor) -> Finish:
     return finish
 
 
-def as_reducible(tensor: Tensor) -> tuple[Tensor, str]:
-    """Return a contiguous tensor as flat numbers that the engine reduces, and their dtype name."""
+def as_reducible(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as flat numbers that the engine reduces."""
     if tensor.dtype == torch.bool:
         tensor = tensor.view(torch.uint8)
     elif tensor.dtype in _COMPLEX_PARTS:
         tensor = torch.view_as_real(tensor)
-    return tensor.view(-1), ENGINE_DTYPES[tensor.dtype]
+    return tensor.view(-1)
 
 
-def as_movable(tensor: Tensor) -> tuple[Tensor, str]:
+def as_movable(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor flat, for transport without change: as its dtype if known, else as bytes."""
     flat = tensor.view(-1)
-    if flat.dtype in ENGINE_DTYPES:
-        return flat, ENGINE_DTYPES[flat.dtype]
-    return flat.view(torch.uint8), "uint8"
+    return flat if flat.dtype in ENGINE_DTYPES else flat.view(torch.uint8)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.futures import Future
 
 from shoal.comm.engine import CommError
+from shoal.comm.tensors import CollectiveRequest
 
 NO_TIMEOUT = timedelta(0)
 
@@ -90,6 +91,9 @@ class BaseWork(Work):
         self._name = name
         self._result = result
         self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self._completion: Future[Any] | None = None
+        self._future: Future[Any] | None = None
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -111,6 +115,16 @@ class BaseWork(Work):
         self._raise_error()
         return self._result
 
+    def _future_of(self, devices: list[torch.device]) -> tuple[Future[Any], bool]:
+        """Return the future of the result, and whether this call has created it."""
+        with self._lock:
+            is_new = self._future is None
+            if self._future is None:
+                self._completion = Future(devices=list(devices))
+                # DDP's reducer, in C++, gets an error that a callback raises as that of this second future.
+                self._future = self._completion.then(self._outcome)
+            return self._future, is_new
+
 
 @opaque_to_dynamo
 class EngineWork(BaseWork):
@@ -119,28 +133,16 @@ class EngineWork(BaseWork):
     Args:
         group: the process group.
         handle: the engine's number of the operation.
-        operands: memory that the engine reads and writes, kept alive until the operation completes.
-        finish: runs once, after the engine has completed the operation and before the result is visible.
+        request: its tensors are kept alive until the operation completes; its ``finish`` runs once, after
+            that and before the result is visible.
     """
 
-    def __init__(
-        self,
-        group: WorkOwner,
-        handle: int,
-        name: str,
-        result: Any,
-        operands: Sequence[Any],
-        finish: Callable[[], None] | None,
-    ) -> None:
-        super().__init__(name, result)
+    def __init__(self, group: WorkOwner, handle: int, request: CollectiveRequest) -> None:
+        super().__init__(request.kind, request.result)
         self._group = group
         self.handle = handle
-        self._operands: Sequence[Any] = operands
-        self._finish = finish
-        self._lock = threading.Lock()
+        self._request: CollectiveRequest | None = request
         self._settled = False
-        self._completion: Future[Any] | None = None
-        self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Block until the result is available.
@@ -165,15 +167,15 @@ class EngineWork(BaseWork):
     def _settle(self, error: Exception | None) -> None:
         """Record the outcome of an operation that the engine has completed."""
         with self._lock:
-            if self._settled:
+            if self._request is None:
                 return
             try:
-                if error is None and self._finish is not None:
-                    self._finish()
+                if error is None and self._request.finish is not None:
+                    self._request.finish()
             except Exception as problem:
                 error = problem
             self._error = error
-            self._finish, self._operands = None, ()
+            self._request = None
             self._settled = True
         self._group.forget(self.handle)
 
@@ -197,14 +199,9 @@ class EngineWork(BaseWork):
         if is_fp16_bucket(self._result) and _called_by_backward():
             self.wait()
             return typed_future(self._result)
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            completion: Future[Any] = Future()
-            self._completion = completion
-            # An error raised in a callback reaches C++ (DDP's reducer) as the error of this second future.
-            future = self._future = completion.then(self._outcome)
-        self._group.complete_later(self)
+        future, is_new = self._future_of([])
+        if is_new:
+            self._group.complete_later(self)
         return future
 
     def complete_future(self) -> None:

@@ -1,4 +1,4 @@
-"""Implements the device interface in host memory: streams are threads that execute their queue in order.
+"""Implements shoal's device interface in host memory: streams are threads that execute their queue in order.
 
 For tests, and to run the copy pipeline without a GPU. Tensors are ordinary CPU tensors. What a caller does to
 them outside of a stream is complete when the call returns, as on the CPU, unless it runs inside
@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 from shoal.comm.devices import Stream
 from shoal.comm.engine import EngineOptions, Operation
 from shoal.comm.rendezvous import connect_engine
-from shoal.comm.tensors import as_movable
+from shoal.comm.tensors import ENGINE_DTYPES
 
 _CPU = torch.device("cpu")
 
@@ -179,7 +179,7 @@ class MemoryIntraHostGroup:
     def _run(self, kind: str, output: Tensor, input: Tensor, count: int, op: str) -> None:
         operation = Operation(
             kind=kind, input=input.data_ptr(), output=output.data_ptr(), count=count,
-            dtype=as_movable(input)[1], op=op, timeout_s=self._timeout_s,
+            dtype=ENGINE_DTYPES[input.dtype], op=op, timeout_s=self._timeout_s,
         )  # fmt: skip
         self._engine.wait(self._engine.submit(operation))
 
