@@ -6,6 +6,7 @@ import os
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from comm_group import _enter
 
 from forked import fork_process, wait_for
-from shoal.comm.store import Fields, Records
+from shoal.comm.store import Records
 from shoal.errors import UsageError
 from shoal.launch.emulated import Cluster
 
@@ -27,9 +28,9 @@ def begin(rank: int, network: str, method: str, folder: Path, late: bool) -> Non
     if late and rank == 1:
         get = Records.get
 
-        def get_late(records: Records, key: str, rank: int) -> Fields:
+        def get_late(records: Records, key: str, rank: int, rule: Any) -> dict[str, Any]:
             time.sleep(0.4 if key.startswith("peer") else 0)
-            return get(records, key, rank)
+            return get(records, key, rank, rule)
 
         Records.get = get_late  # type: ignore[method-assign]
     os.environ.pop("SHOAL_HOST_ID", None)

@@ -9,15 +9,16 @@ import time
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from shoal import env
-from shoal.comm.addresses import host_identity, local_address, network_identity, refuse_loopback
-from shoal.comm.engine import Engine, EngineOptions, Helper, Operation, fabric_providers
+from shoal.comm.addresses import Endpoint, host_identity, local_address, network_identity, refuse_loopback
+from shoal.comm.engine import Engine, EngineOptions, Helper, Operation, Peer, fabric_providers
 from shoal.comm.helpers import bandwidth_of, name_of, reachable_helpers, remember_bandwidths
-from shoal.comm.store import Records, Rules, parse_peer, parse_rules
+from shoal.comm.store import LOCATION, RULES, Records
 from shoal.decide.server_assignment import MIB, assign_chunks, chunk_pattern, recommended_bucket_bytes
 from shoal.errors import ShoalError, UsageError
 
@@ -65,7 +66,7 @@ def connect_engine(
         secret = env.secret()
         engine = Engine(
             rank=rank, size=size, group=group, address=address, options=options,
-            secret=secret if secret is not None else bytes.fromhex(rules.secret),
+            secret=secret if secret is not None else bytes.fromhex(rules["secret"]),
         )  # fmt: skip
     except ShoalError as problem:
         for key in ("rules", f"peer/{rank}") if rank == 0 else (f"peer/{rank}",):
@@ -81,23 +82,25 @@ def connect_engine(
         "network": network_identity(),
     }
     records.put(f"peer/{rank}", location)
-    found = [parse_peer(records.get(f"peer/{other}", other)) for other in range(size)]
-    peers = [peer for peer, _ in found]
+    found = [records.get(f"peer/{other}", other, LOCATION) for other in range(size)]
+    endpoints = [Endpoint(each.pop("node"), each["address"], each.pop("network")) for each in found]
+    peers = [Peer(**each) for each in found]
     try:
-        refuse_loopback([endpoint for _, endpoint in found])
+        refuse_loopback(endpoints)
     except UsageError:
         records.wait_for_readers(rank, size)
         raise
     hosts = [peer.host for peer in peers]
     num_hosts = len(set(hosts))
-    helpers, bandwidths = rules.helpers, rules.bandwidths
+    bandwidths = [each.pop("bandwidth") for each in rules["helpers"]]
+    helpers = [Helper(**each) for each in rules["helpers"]]
     if num_hosts == 1:  # shared memory only
         helpers, bandwidths = [], []
     elif options.order == "rank":  # each rank counts as a host; servers add in rank order
         peers = [replace(peer, host=f"{peer.host}/{number}") for number, peer in enumerate(peers)]
         hosts = [peer.host for peer in peers]
     pattern = chunk_pattern(hosts, [bandwidth or 1.0 for bandwidth in bandwidths])
-    engine.connect(peers, helpers, pattern, segment=rules.segment, timeout_s=timeout.total_seconds())
+    engine.connect(peers, helpers, pattern, segment=rules["segment"], timeout_s=timeout.total_seconds())
     rate_text = ""
     if not all(bandwidths):
         rate, bandwidths = measure_helpers(
@@ -127,8 +130,8 @@ def _print_once(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def _exchange_rules(records: Records, rank: int, options: EngineOptions) -> Rules:
-    """Return the settings that rank 0 decides.
+def _exchange_rules(records: Records, rank: int, options: EngineOptions) -> dict[str, Any]:
+    """Return the settings that rank 0 decides, as in :data:`RULES`.
 
     Without ``SHOAL_SECRET`` the secret is random and in the store: any process that can read the store may
     join.
@@ -140,17 +143,18 @@ def _exchange_rules(records: Records, rank: int, options: EngineOptions) -> Rule
                 "secret: set SHOAL_SECRET or SHOAL_SECRET_FILE on all hosts"
             )
         helpers = reachable_helpers(workers_serve=options.workers_serve)
-        rules = Rules(
-            helpers=[Helper(address=each.address, port=each.port, name=name_of(each)) for each in helpers],
-            bandwidths=[bandwidth_of(each) or 0.0 for each in helpers],
-            options=asdict(options),
-            segment=f"shoal-{os.getpid()}-{secrets.token_hex(8)}",
-            secret="" if env.secret() is not None else secrets.token_hex(_SECRET_BYTES),
-        )
-        records.put("rules", rules.record())
-        return rules
-    rules = parse_rules(records.get("rules", 0))
-    if rules.options != asdict(options):
+        rules = {
+            "helpers": [
+                {**asdict(each), "name": name_of(each), "bandwidth": bandwidth_of(each) or 0.0}
+                for each in helpers
+            ],
+            "options": asdict(options),
+            "segment": f"shoal-{os.getpid()}-{secrets.token_hex(8)}",
+            "secret": "" if env.secret() is not None else secrets.token_hex(_SECRET_BYTES),
+        }
+        records.put("rules", rules)
+    rules = records.get("rules", 0, RULES)
+    if rules["options"] != asdict(options):
         raise UsageError(f"rank {rank} has other pg_options than rank 0: {options}; give all ranks the same")
     return rules
 
@@ -235,7 +239,4 @@ def _from_rank_0(records: Records, rank: int, key: str, value: float) -> float:
     """Return rank 0's value."""
     if rank == 0:
         records.put(key, {"value": float(value)})
-    fields = records.get(key, 0)
-    value = fields.number("value")
-    fields.end()
-    return value
+    return float(records.get(key, 0, {"value": float})["value"])

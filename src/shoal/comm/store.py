@@ -1,26 +1,23 @@
 """Exchanges signed records through torch's store, and waits on the store without outliving the group.
 
 Every process that reaches the store can write to it. With a secret of the job, each record therefore carries
-an HMAC-SHA256 over its key, the group's name and its text, and every field is checked when it is read.
+an HMAC-SHA256 over its key, the group's name and its text, and every record is checked when it is read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
 import json
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from shoal.comm.addresses import Endpoint
-from shoal.comm.engine import CommError, Helper, Peer
+from shoal.comm.engine import CommError
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
 
@@ -31,11 +28,41 @@ _READERS_LIMIT = timedelta(seconds=10)
 _GLOO_LIMIT = timedelta(minutes=30)
 _POLL_S = 0.01
 _ANSWER_MARGIN_S = 1.0
+_ERROR = {"error": rf"[^\x00]{{1,{_MAX_ERROR}}}"}
 _CHANGED = "the store was changed by another process, or the ranks run different versions of shoal"
 
+Rule = Any
+"""Rule of a value in a record.
+
+A pattern of a text, a range of whole numbers, ``float`` for a number of at least 0, ``object`` for anything,
+a dict with the rule of each field, or a list with the rule of its entries.
+"""
 _NAME = r"[^\x00-\x1f\x7f]{1,512}"
-_SEGMENT = r"shoal-[0-9a-f-]{1,64}"
-_SECRET = r"([0-9a-f]{64})?"
+_OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_ADDRESS = rf"{_OCTET}(\.{_OCTET}){{3}}"
+_PORT = range(1, 1 << 16)
+
+LOCATION: Rule = {
+    "host": _NAME,
+    "address": _ADDRESS,
+    "port": _PORT,
+    "global_rank": range(1 << 31),
+    "pid": range(1, 1 << 31),
+    "node": _NAME,
+    "network": _NAME,
+}
+"""Location of a rank: the fields of ``engine.Peer`` and of ``addresses.Endpoint``."""
+RULES: Rule = {
+    "helpers": [{"address": _ADDRESS, "port": _PORT, "name": _NAME, "bandwidth": float}],
+    "options": object,
+    "segment": r"shoal-[0-9a-f-]{1,64}",
+    "secret": r"([0-9a-f]{64})?",
+}
+"""Settings that rank 0 decides for all ranks.
+
+``bandwidth`` is a multiple of a worker host's, or 0 if it must be measured. ``segment`` names shared memory.
+``secret`` is random, or empty if the job has its own.
+"""
 
 
 class Records:
@@ -69,7 +96,7 @@ class Records:
         with contextlib.suppress(Exception):  # a late rank raises that the store was lost
             self._store.wait([f"read/{other}" for other in range(size)], _READERS_LIMIT)
 
-    def get(self, key: str, rank: int) -> Fields:
+    def get(self, key: str, rank: int, rule: Rule) -> dict[str, Any]:
         """Return the record that ``rank`` writes.
 
         Raises:
@@ -90,18 +117,24 @@ class Records:
                 f"rank {rank} of the group did not come within {limit_s:g} s; see whether it was "
                 "started and what it printed"
             ) from problem
-        fields = Fields(self._parse(key, self._store.get(key), rank), key, rank)
-        if reason := fields.error():
-            raise CommError(f"the group cannot be made: {reason}")
-        return fields
+        where = f"what rank {rank} has put into the store ({key})"
+        record: dict[str, Any] = parse_json(
+            self._signed_text(key, rank, where), where, error=CommError, remedy=_CHANGED
+        )
+        is_error = isinstance(record, dict) and "error" in record
+        if violation := _violation(record, _ERROR if is_error else rule):
+            raise CommError(f"{where} is malformed: {violation}; {_CHANGED}")
+        if is_error:
+            raise CommError(f"the group cannot be made: {record['error']}")
+        return record
 
     def _mac(self, key: str, text: str) -> str:
         if self._secret is None:
             return ""
         return hmac.digest(self._secret, json.dumps([key, self._group, text]).encode(), "sha256").hex()
 
-    def _parse(self, key: str, raw: bytes, rank: int) -> object:
-        text = raw[: _MAX_BYTES + 1].decode("ascii", errors="replace")
+    def _signed_text(self, key: str, rank: int, where: str) -> str:
+        text = self._store.get(key)[: _MAX_BYTES + 1].decode("ascii", errors="replace")
         signed = re.match(rf"[0-9a-f]{{{_MAC_DIGITS}}}(?=\{{)", text) is not None
         mac, text = (text[:_MAC_DIGITS], text[_MAC_DIGITS:]) if signed else ("", text)
         if self._secret is None and signed:
@@ -110,149 +143,35 @@ class Records:
             )
         if not hmac.compare_digest(mac, self._mac(key, text)):
             raise CommError(
-                f"what rank {rank} has put into the store ({key}) is not signed with this rank's secret: "
-                "the SHOAL_SECRET of the two differ, or another process changed the store"
+                f"{where} is not signed with this rank's secret: the SHOAL_SECRET of the two differ, or "
+                "another process changed the store"
             )
-        where = f"what rank {rank} has put into the store ({key})"
-        record: object = parse_json(text, where, error=CommError, remedy=_CHANGED)
-        return record
+        return text
 
 
-class Fields:
-    """The fields of a record. Each is checked when it is taken; :meth:`end` rejects fields that are left."""
-
-    def __init__(self, record: object, key: str, rank: int) -> None:
-        self._key, self._rank = key, rank
-        if not isinstance(record, dict):
-            raise _malformed(key, rank, "it is not an object")
-        self._fields = dict(record)
-
-    def error(self) -> str:
-        """Return the reason that a rank wrote in place of a record, if it did."""
-        return self.text("error", rf"[^\x00]{{1,{_MAX_ERROR}}}") if "error" in self._fields else ""
-
-    def integer(self, name: str, least: int, most: int) -> int:
-        """Take an integer in a range."""
-        value = self.value(name)
-        if type(value) is not int or not least <= value <= most:
-            raise self._wrong(name, value, f"a whole number from {least} to {most}")
-        return value
-
-    def number(self, name: str) -> float:
-        """Take a finite number of at least 0."""
-        value = self.value(name)
-        if type(value) not in (int, float) or not 0 <= value < 1e18:
-            raise self._wrong(name, value, "a number of at least 0")
-        return float(value)
-
-    def text(self, name: str, pattern: str) -> str:
-        """Take a string that matches a pattern."""
-        value = self.value(name)
-        if not isinstance(value, str) or not re.fullmatch(pattern, value):
-            raise self._wrong(name, value, f"a text of the form {pattern}")
-        return value
-
-    def address(self, name: str) -> str:
-        """Take an IPv4 address."""
-        value = self.text(name, r"[0-9.]{7,15}")
-        try:
-            return str(ipaddress.IPv4Address(value))
-        except ValueError:
-            raise self._wrong(name, value, "an IPv4 address") from None
-
-    def value(self, name: str) -> Any:
-        """Take any value."""
-        if name not in self._fields:
-            raise _malformed(self._key, self._rank, f"it has no field {name}")
-        return self._fields.pop(name)
-
-    def each(self, name: str) -> list[Fields]:
-        """Take a list of records."""
-        value = self.value(name)
+def _violation(value: Any, rule: Rule, name: str = "it") -> str:
+    """Return how a value breaks its rule; an empty string if it does not."""
+    if isinstance(rule, dict):
+        if not isinstance(value, dict):
+            return f"{name} is {value!r:.200}, not an object"
+        for field in sorted(rule.keys() ^ value.keys()):
+            return f"{name} has no field {field}" if field in rule else f"{name} has a field {field!r:.200}"
+        problems = [_violation(value[field], each, field) for field, each in rule.items()]
+        return next(filter(None, problems), "")
+    if isinstance(rule, list):
         if not isinstance(value, list):
-            raise self._wrong(name, value, "a list")
-        return [Fields(item, f"{self._key}, {name}", self._rank) for item in value]
-
-    def end(self) -> None:
-        """Raise if a field was not taken."""
-        if self._fields:
-            raise _malformed(self._key, self._rank, f"it has unknown fields: {sorted(self._fields)!r:.200}")
-
-    def _wrong(self, name: str, value: object, rule: str) -> CommError:
-        return _malformed(self._key, self._rank, f"{name} is {value!r:.200}, not {rule}")
-
-
-def _malformed(key: str, rank: int, what: str) -> CommError:
-    return CommError(f"what rank {rank} has put into the store ({key}) is malformed: {what}; {_CHANGED}")
-
-
-def parse_peer(fields: Fields) -> tuple[Peer, Endpoint]:
-    """Parse the record of a rank's location.
-
-    Raises:
-        CommError: a field is missing, unknown or out of its range.
-    """
-    peer = Peer(
-        host=fields.text("host", _NAME),
-        address=fields.address("address"),
-        port=fields.integer("port", 1, (1 << 16) - 1),
-        global_rank=fields.integer("global_rank", 0, (1 << 31) - 1),
-        pid=fields.integer("pid", 1, (1 << 31) - 1),
-    )
-    endpoint = Endpoint(fields.text("node", _NAME), peer.address, fields.text("network", _NAME))
-    fields.end()
-    return peer, endpoint
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """Settings that rank 0 decides for all ranks."""
-
-    helpers: list[Helper]
-    bandwidths: list[float]
-    """bandwidth of each helper, as a multiple of a worker host's; 0 if it must be measured"""
-    options: Any
-    segment: str
-    """name for shared memory"""
-    secret: str
-    """a random secret in hexadecimal, or empty if the job has its own"""
-
-    def record(self) -> dict[str, Any]:
-        helpers = [
-            {**asdict(helper), "bandwidth": bandwidth}
-            for helper, bandwidth in zip(self.helpers, self.bandwidths, strict=True)
-        ]
-        return {
-            "helpers": helpers, "options": self.options, "segment": self.segment, "secret": self.secret
-        }  # fmt: skip
-
-
-def parse_rules(fields: Fields) -> Rules:
-    """Parse rank 0's record of settings.
-
-    Raises:
-        CommError: a field is missing, unknown or out of its range.
-    """
-    helpers, bandwidths = [], []
-    for each in fields.each("helpers"):
-        helpers.append(
-            Helper(
-                address=each.address("address"),
-                port=each.integer("port", 1, (1 << 16) - 1),
-                name=each.text("name", _NAME),
-            )
-        )
-        bandwidths.append(each.number("bandwidth"))
-        each.end()
-    rules = Rules(
-        helpers=helpers,
-        bandwidths=bandwidths,
-        options=fields.value("options"),
-        segment=fields.text("segment", _SEGMENT),
-        secret=fields.text("secret", _SECRET),
-    )
-    fields.end()
-    return rules
+            return f"{name} is {value!r:.200}, not a list"
+        return next(filter(None, [_violation(each, rule[0], f"an entry of {name}") for each in value]), "")
+    if isinstance(rule, str):
+        good = isinstance(value, str) and bool(re.fullmatch(rule, value))
+        wanted = f"a text of the form {rule}"
+    elif isinstance(rule, range):
+        good = type(value) is int and value in rule
+        wanted = f"a whole number from {rule.start} to {rule.stop - 1}"
+    else:
+        good = rule is object or (type(value) is float and 0 <= value < 1e18)
+        wanted = "a number of at least 0"
+    return "" if good else f"{name} is {value!r:.200}, not {wanted}"
 
 
 # ---- waiting on the store -------------------------------------------------------------------------------
@@ -312,15 +231,13 @@ def monitored_barrier(
         )
     if rank == 0:
         keys = {other: f"{base}/{other}" for other in range(1, size)}
+        wait_for_keys(store, list(keys.values()), lambda: False, limit)
         verdict = ""
-        if not wait_for_keys(store, list(keys.values()), lambda: False, limit):
-            missing = [other for other, key in keys.items() if not store.check([key])]
-            named = ", ".join(map(str, missing if wait_all_ranks else missing[:1]))
+        if missing := [str(other) for other, key in keys.items() if not store.check([key])]:
+            named = f"Ranks {', '.join(missing)}" if wait_all_ranks else f"Rank {missing[0]}"
             verdict = (
-                f"[Rank 0]: Rank{'s' if wait_all_ranks else ''} {named} failed to pass monitoredBarrier in "
+                f"[Rank 0]: {named} failed to pass monitoredBarrier in "
                 f"{round(limit.total_seconds() * 1000)} ms"
-                if missing
-                else ""
             )
         store.set(f"{base}/verdict", verdict)
         if verdict:

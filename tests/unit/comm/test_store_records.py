@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -17,7 +16,7 @@ from torch.distributed import TCPStore
 from forked import fork_process
 from shoal.comm import rendezvous
 from shoal.comm.engine import CommError
-from shoal.comm.store import Records, parse_peer, parse_rules
+from shoal.comm.store import LOCATION, RULES, Records
 from shoal.errors import UsageError
 
 LIMIT = timedelta(seconds=5)
@@ -25,21 +24,18 @@ PEER = {
     "host": "a", "address": "10.0.0.1", "port": 4000, "global_rank": 0, "pid": 7, "node": "a", "network": "x",
 }  # fmt: skip
 HELPER = {"address": "10.0.0.2", "port": 7070, "name": "10.0.0.2:7070", "bandwidth": 0.0}
-RULES = {"helpers": [HELPER], "options": {}, "segment": "shoal-7-0a", "secret": "0" * 64}
+SETTINGS = {"helpers": [HELPER], "options": {}, "segment": "shoal-7-0a", "secret": "0" * 64}
 
 
-def read(value: Any, parse: Callable[[Any], Any]) -> Any:
+def read(value: Any, rule: Any) -> Any:
     records = Records(dist.HashStore(), "g", None, LIMIT)
     records.put("key", value)
-    return parse(records.get("key", 3))
+    return records.get("key", 3, rule)
 
 
 def test_good_records_are_read() -> None:
-    peer, place = read(PEER, parse_peer)
-    assert (peer.host, peer.address, peer.port, peer.global_rank, peer.pid) == ("a", "10.0.0.1", 4000, 0, 7)
-    assert (place.node, place.address, place.network) == ("a", "10.0.0.1", "x")
-    rules = read(RULES, parse_rules)
-    assert rules.record() == RULES
+    assert read(PEER, LOCATION) == PEER
+    assert read(SETTINGS, RULES) == SETTINGS
 
 
 @pytest.mark.parametrize(
@@ -55,9 +51,9 @@ def test_wrong_fields_of_a_peer_are_named(field: str, value: object) -> None:
     with pytest.raises(
         CommError, match=rf"what rank 3 has put into the store \(key\) is malformed: .*{field}"
     ):
-        read({**PEER, field: value}, parse_peer)
+        read({**PEER, field: value}, LOCATION)
     with pytest.raises(CommError, match="has no field host"):
-        read({name: each for name, each in PEER.items() if name != "host"}, parse_peer)
+        read({name: each for name, each in PEER.items() if name != "host"}, LOCATION)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +70,7 @@ def test_wrong_fields_of_the_rules_are_named(field: str, value: object) -> None:
         CommError,
         match=r"what rank 3 has put into the store \(key.*(is malformed|: is (not JSON|nested)).*changed",
     ):
-        read({**RULES, field: value}, parse_rules)
+        read({**SETTINGS, field: value}, RULES)
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b'{"a":' * 100_000, b"7", b" " * (2 << 20)])
@@ -82,14 +78,14 @@ def test_what_is_no_record_is_an_error(raw: bytes) -> None:
     store = dist.HashStore()
     store.set("key", raw.decode("latin-1"))
     with pytest.raises(CommError, match="what rank 3 has put into the store"):
-        Records(store, "g", None, LIMIT).get("key", 3)
+        Records(store, "g", None, LIMIT).get("key", 3, LOCATION)
 
 
 def test_records_are_signed_with_the_job_s_secret() -> None:
     store = dist.HashStore()
     mine = Records(store, "g", b"secret", LIMIT)
     mine.put("peer/1", PEER)
-    assert parse_peer(mine.get("peer/1", 1))[0].port == 4000
+    assert mine.get("peer/1", 1, LOCATION)["port"] == 4000
     signed = store.get("peer/1")
     for changed, other in [
         (signed.replace(b"4000", b"4001"), mine),  # a field
@@ -102,13 +98,13 @@ def test_records_are_signed_with_the_job_s_secret() -> None:
         with pytest.raises(
             CommError, match=r"rank 1 .* is not signed with this rank's secret: .* changed the"
         ):
-            other.get("peer/1", 1)
+            other.get("peer/1", 1, LOCATION)
     store.set("peer/2", signed.decode())  # under another rank's key
     with pytest.raises(CommError, match="rank 2"):
-        mine.get("peer/2", 2)
+        mine.get("peer/2", 2, LOCATION)
     store.set("peer/1", signed.decode())
     with pytest.raises(UsageError, match="rank 1 has a SHOAL_SECRET and this rank has none"):
-        Records(store, "g", None, LIMIT).get("peer/1", 1)
+        Records(store, "g", None, LIMIT).get("peer/1", 1, LOCATION)
 
 
 def test_a_changed_record_ends_a_group_at_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,5 +129,5 @@ def test_a_store_that_ends_is_not_a_rank_that_is_late() -> None:
     records = Records(store, "g", None, timedelta(seconds=60))
     threading.Timer(0.3, lambda: ours.send(None)).start()
     with pytest.raises(CommError, match="torch's store was lost while this rank waited for rank 3"):
-        records.get("peer/3", 3)
+        records.get("peer/3", 3, LOCATION)
     process.join()
