@@ -127,10 +127,9 @@ def read_articles(chunk: Chunk, errors: Errors) -> Iterator[str]:
         ShoalError: a file can no longer be read.
     """
     for span in chunk:
-        read = {"lines": _read_lines, "files": _read_file, "wikitext": _read_wikitext}[span.format]
         try:
             with span.path.open("rb") as file:
-                for offset, data in read(file, span):
+                for offset, data in _read_span(file, span):
                     article = _article(_decode(data, offset, span.path, errors), span.format)
                     if article:
                         yield article
@@ -165,34 +164,18 @@ def _paths_of(source: str) -> tuple[list[Path], bool]:
     )
 
 
-def _read_lines(file: BinaryIO, span: Span) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset in the file, line) for each line that begins in the span."""
-    offset = _seek_line(file, span)
-    while offset < span.end:
-        line = file.readline(MAX_ARTICLE_BYTES + 1)
-        if len(line) > MAX_ARTICLE_BYTES:
-            raise _too_long(span.path, "a line", "lines")
-        if not line:
-            return
-        yield offset, line
-        offset += len(line)
+def _read_span(file: BinaryIO, span: Span) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset in the file, bytes) of each article whose first line is in the span.
 
-
-def _read_file(file: BinaryIO, span: Span) -> Iterator[tuple[int, bytes]]:
-    data = file.read(MAX_ARTICLE_BYTES + 1)
-    if len(data) > MAX_ARTICLE_BYTES:
-        raise _too_long(span.path, "the file", "files")
-    yield 0, data
-
-
-def _read_wikitext(file: BinaryIO, span: Span) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, lines) of each article whose title is in the span; the file's start counts as one."""
+    The file's first line begins an article, and so does every line of ``lines``, and every title of
+    ``wikitext``.
+    """
     offset = _seek_line(file, span)
     begin, lines, num_bytes = offset, list[bytes](), 0
     inside = span.start == 0
     while True:
         line = file.readline(MAX_ARTICLE_BYTES + 1)
-        if not line or _TITLE.match(line.rstrip(b"\r\n")):
+        if not line or span.format == "lines" or (span.format == "wikitext" and _TITLE.match(line)):
             if inside and lines:
                 yield begin, b"".join(lines)
             if not line or offset >= span.end:
@@ -203,7 +186,10 @@ def _read_wikitext(file: BinaryIO, span: Span) -> Iterator[tuple[int, bytes]]:
             lines.append(line)
             num_bytes += len(line)
             if num_bytes > MAX_ARTICLE_BYTES:
-                raise _too_long(span.path, "an article", "wikitext")
+                raise UsageError(
+                    f"{span.path}: an article is longer than {MAX_ARTICLE_BYTES >> 20} MiB, so it is hardly "
+                    f"one; it was read as --format {span.format}, choose another of lines, files and wikitext"
+                )
         elif offset >= span.end:
             return
 
@@ -235,37 +221,21 @@ def _article(text: str, form: Format) -> str:
 
 
 def _decode(data: bytes, offset: int, path: Path, errors: Errors) -> str:
-    if offset == 0:
-        data = data.removeprefix(b"\xef\xbb\xbf")
     try:
-        return data.decode("utf-8", "strict")
+        return data.decode("utf-8" if offset else "utf-8-sig", errors)
     except UnicodeDecodeError as error:
-        if errors == "replace":
-            return data.decode("utf-8", "replace")
-        raise _not_utf8(path, offset + error.start, data[error.start]) from None
-
-
-def _not_utf8(path: Path, offset: int, value: int) -> UsageError:
-    """Return an error with line and column of an invalid byte; reads the file up to it to count lines."""
-    line, column = 1, 0
-    with path.open("rb") as file:
-        rest = offset
-        while rest and (block := file.read(min(rest, 1 << 20))):
-            line += block.count(b"\n")
-            last = block.rfind(b"\n")
-            column = column + len(block) if last < 0 else len(block) - last - 1
-            rest -= len(block)
-    return UsageError(
-        f"{path}, line {line}, byte {column + 1} (byte {offset + 1} of the file): {value:#04x} is not UTF-8; "
-        "convert the file, or pass --errors replace to put U+FFFD for such bytes"
-    )
-
-
-def _too_long(path: Path, what: str, form: Format) -> UsageError:
-    return UsageError(
-        f"{path}: {what} is longer than {MAX_ARTICLE_BYTES >> 20} MiB, so it is hardly one article; it was "
-        f"read as --format {form}, choose another of lines, files and wikitext"
-    )
+        place = offset + error.start
+        with path.open("rb") as file:
+            line, start = 1, 0
+            for text in file:
+                if start + len(text) > place:
+                    break
+                line, start = line + 1, start + len(text)
+        raise UsageError(
+            f"{path}, line {line}, byte {place - start + 1} (byte {place + 1} of the file): "
+            f"{data[error.start]:#04x} is not UTF-8; convert the file, or pass --errors replace to put "
+            "U+FFFD for such bytes"
+        ) from None
 
 
 def _unreadable(path: Path, error: OSError) -> ShoalError:
