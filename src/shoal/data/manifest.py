@@ -16,10 +16,10 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 
@@ -28,8 +28,8 @@ from shoal.errors import ShoalError, UsageError, did_you_mean
 from shoal.json_text import parse_json
 
 MANIFEST = "manifest.json"
-FORMAT = "shoal-text"
 VERSION = 1
+"""Version of the manifests and shards of all kinds."""
 
 _FILE_NAME = re.compile(r"[\w-][\w.-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -38,8 +38,6 @@ _COMMANDS = {
     "images": "shoal prepare images SOURCE",
     "coco": "shoal prepare coco --images FOLDER --annotations FILE",
 }
-
-Shard = TypeVar("Shard")
 
 
 def prepare_command(kind: str, directory: Path | str) -> str:
@@ -63,62 +61,6 @@ def check_version(found: object, version: int, where: str, kind: str) -> None:
     )
 
 
-def write_manifest(directory: Path, value: Mapping[str, Any], *, format: str, version: int) -> None:
-    """Write ``manifest.json`` atomically. It must be the last file to be written.
-
-    Raises:
-        ShoalError: the disk is full or the folder cannot be written.
-    """
-    text = json.dumps({"format": format, "version": version, **value}, indent=1, ensure_ascii=False)
-    write_atomically(directory / MANIFEST, f"{text}\n".encode())
-
-
-def read_manifest(directory: Path, *, format: str, version: int) -> dict[str, Any]:
-    """Return the fields of a manifest of format ``shoal-KIND`` ("shoal-text", "shoal-images").
-
-    Raises:
-        UsageError: the directory has none.
-        ShoalError: it is damaged, of another kind of data, or of another format version.
-    """
-    kind, path = format.removeprefix("shoal-"), directory / MANIFEST
-    try:
-        data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(
-            f"{directory} has no {MANIFEST}, so it holds no prepared {kind}, or its preparation did not "
-            f"finish; run {prepare_command(kind, directory)}"
-        ) from None
-    return parse_manifest(data, str(path), format=format, version=version)
-
-
-def parse_manifest(data: bytes, where: str, *, format: str, version: int) -> dict[str, Any]:
-    """Return the fields of a manifest that was read from ``where``.
-
-    Raises:
-        ShoalError: it is damaged, of another kind of data, or of another format version.
-    """
-    kind = format.removeprefix("shoal-")
-    value = parse_json(data, where, remedy=f"prepare the {kind} again")
-    if not isinstance(value, dict) or value.get("format") != format:
-        raise ShoalError(f"{where}: its format is not {format!r}; is this the folder of other data?")
-    check_version(value.get("version"), version, where, kind)
-    return {key: field for key, field in value.items() if key not in ("format", "version")}
-
-
-def shards_of(splits: Mapping[str, tuple[Shard, ...]], split: str) -> tuple[Shard, ...]:
-    """Return the shards of a split.
-
-    Raises:
-        UsageError: there is no such split.
-    """
-    if split not in splits:
-        raise UsageError(
-            f"there is no split {split!r}; this data has {', '.join(sorted(splits)) or 'none'}."
-            + did_you_mean(split, splits)
-        )
-    return splits[split]
-
-
 def check_file_name(name: object) -> None:
     """Check that a name from a manifest is that of a file in the manifest's own folder.
 
@@ -131,23 +73,6 @@ def check_file_name(name: object) -> None:
         raise ValueError(
             f"the file name {name!r} must be of letters, digits, '_', '-' and '.', and not begin with '.'"
         )
-
-
-def check_shard(name: object, counts: Sequence[object], files: object, suffixes: Sequence[str]) -> None:
-    """Check the fields that every kind of shard has in a manifest.
-
-    Raises:
-        ValueError: the name, a count, or the size or SHA-256 of a file is not valid.
-    """
-    check_file_name(name)
-    if not all(isinstance(count, int) and count >= 0 for count in counts):
-        raise ValueError(f"the counts of the shard {name!r} must be whole numbers of at least 0")
-    if not isinstance(files, dict) or set(files) != set(suffixes):
-        raise ValueError(f"the shard {name!r} must have the files {', '.join(suffixes)}")
-    for suffix, facts in files.items():
-        num_bytes, digest = (facts.get("bytes"), facts.get("sha256")) if isinstance(facts, dict) else (-1, "")
-        if not isinstance(num_bytes, int) or num_bytes < 0 or not _SHA256.fullmatch(str(digest)):
-            raise ValueError(f"{name}.{suffix} must have a number of bytes and a SHA-256 of 64 digits")
 
 
 def map_file(path: Path, facts: Mapping[str, Any], kind: str) -> mmap.mmap | bytes:
@@ -177,22 +102,165 @@ def map_file(path: Path, facts: Mapping[str, Any], kind: str) -> mmap.mmap | byt
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardInfo:
-    """Counts of one shard of text, and the size and SHA-256 of each of its files.
+class ShardFiles:
+    """Name of a shard in a manifest, and the size and SHA-256 of each of its files.
 
-    ``files`` maps the suffix ("tokens", "index") to ``{"bytes": int, "sha256": str}``; the file of a suffix
-    is ``NAME.SUFFIX``.
+    ``files`` maps the suffix to ``{"bytes": int, "sha256": str}``; the file of a suffix is ``NAME.SUFFIX``.
+    Kinds of shards add their counts, ``num_…``.
     """
 
+    KIND: ClassVar[str]
+    SUFFIXES: ClassVar[tuple[str, ...]]
     name: str
-    num_documents: int
-    num_sentences: int
-    num_tokens: int
     files: dict[str, dict[str, Any]]
 
     def __post_init__(self) -> None:
-        counts = (self.num_documents, self.num_sentences, self.num_tokens)
-        check_shard(self.name, counts, self.files, ("tokens", "index"))
+        """Check the fields, which may come from a damaged manifest.
+
+        Raises:
+            ValueError: the name, a count, or the size or SHA-256 of a file is not valid.
+        """
+        check_file_name(self.name)
+        counts = [value for field, value in vars(self).items() if field.startswith("num_")]
+        if not all(isinstance(count, int) and count >= 0 for count in counts):
+            raise ValueError(f"the counts of the shard {self.name!r} must be whole numbers of at least 0")
+        if not isinstance(self.files, dict) or set(self.files) != set(self.SUFFIXES):
+            raise ValueError(f"the shard {self.name!r} must have the files {', '.join(self.SUFFIXES)}")
+        for suffix, facts in self.files.items():
+            size, digest = (facts.get("bytes"), facts.get("sha256")) if isinstance(facts, dict) else (-1, "")
+            if not isinstance(size, int) or size < 0 or not _SHA256.fullmatch(str(digest)):
+                raise ValueError(
+                    f"{self.name}.{suffix} must have a number of bytes and a SHA-256 of 64 digits"
+                )
+
+    def check(self, directory: Path) -> None:
+        """Check size and SHA-256 of the shard's files, reading every byte.
+
+        Raises:
+            ShoalError: a file is missing, cannot be read, or differs from the manifest.
+        """
+        for suffix, expected in self.files.items():
+            path = directory / f"{self.name}.{suffix}"
+            try:
+                found_bytes, found = path.stat().st_size, sha256_of(path)
+            except OSError as error:
+                raise ShoalError(
+                    f"{path}, which the manifest names, cannot be read: {error.strerror}"
+                ) from error
+            self.check_facts(path, found_bytes, found, expected)
+
+    def check_facts(self, path: Path | str, num_bytes: int, sha256: str, expected: Mapping[str, Any]) -> None:
+        """Check the size and the SHA-256 of a file against its entry in the manifest.
+
+        Raises:
+            ShoalError: they differ.
+        """
+        if (num_bytes, sha256) != (expected["bytes"], expected["sha256"]):
+            raise ShoalError(
+                f"{path} has the wrong checksum: {num_bytes:,} bytes, SHA-256 {sha256[:16]}…, the manifest "
+                f"says {expected['bytes']:,} bytes, {expected['sha256'][:16]}…; it was changed, damaged or "
+                f"comes from another preparation: copy it again or prepare the {self.KIND} again"
+            )
+
+
+Shard = TypeVar("Shard", bound=ShardFiles)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedManifest(Generic[Shard]):
+    """The contents of ``manifest.json`` that every kind of data has.
+
+    ``source`` describes where the data come from. ``splits`` maps "train" and "validation" to their shards,
+    in the order in which documents or images are numbered.
+    """
+
+    KIND: ClassVar[str]
+    SHARD: ClassVar[type[ShardFiles]]
+    source: str
+    splits: dict[str, tuple[Shard, ...]]
+
+    def shards(self, split: str) -> tuple[Shard, ...]:
+        """Return the shards of a split.
+
+        Raises:
+            UsageError: there is no such split.
+        """
+        if split not in self.splits:
+            raise UsageError(
+                f"there is no split {split!r}; this data has {', '.join(sorted(self.splits)) or 'none'}."
+                + did_you_mean(split, self.splits)
+            )
+        return self.splits[split]
+
+    def save(self, directory: Path) -> None:
+        """Write ``manifest.json``, atomically; it must be the last file to be written.
+
+        Raises:
+            ShoalError: the disk is full or the folder cannot be written.
+        """
+        value = {"format": f"shoal-{self.KIND}", "version": VERSION, **self._to_json()}
+        text = json.dumps(value, indent=1, ensure_ascii=False)
+        write_atomically(directory / MANIFEST, f"{text}\n".encode())
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Read ``manifest.json``.
+
+        Raises:
+            UsageError: the directory has none.
+            ShoalError: it is damaged, of other data, or of another format version.
+        """
+        path = directory / MANIFEST
+        try:
+            data = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise UsageError(
+                f"{directory} has no {MANIFEST}, so it holds no prepared {cls.KIND}, or its preparation did "
+                f"not finish; run {prepare_command(cls.KIND, directory)}"
+            ) from None
+        return cls.parse(data, str(path))
+
+    @classmethod
+    def parse(cls, data: bytes, where: str) -> Self:
+        """Return the manifest in the bytes that were read from ``where``.
+
+        Raises:
+            ShoalError: as for ``load``.
+        """
+        remedy = f"prepare the {cls.KIND} again"
+        value = parse_json(data, where, remedy=remedy)
+        if not isinstance(value, dict) or value.pop("format", None) != f"shoal-{cls.KIND}":
+            raise ShoalError(
+                f"{where}: its format is not 'shoal-{cls.KIND}'; is this the folder of other data?"
+            )
+        check_version(value.pop("version", None), VERSION, where, cls.KIND)
+        try:
+            splits = {
+                split: tuple(cls.SHARD(**shard) for shard in shards)
+                for split, shards in value["splits"].items()
+            }
+            return cls._from_json({**value, "splits": splits})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ShoalError(f"{where}: a field is missing or wrong ({error}); {remedy}") from None
+
+    def _to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def _from_json(cls, value: dict[str, Any]) -> Self:
+        """Return the manifest of these fields; its ``splits`` are shards already."""
+        return cls(**value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardInfo(ShardFiles):
+    """Counts and files of one shard of text."""
+
+    KIND = "text"
+    SUFFIXES = ("tokens", "index")
+    num_documents: int
+    num_sentences: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,15 +276,15 @@ class TokenizerInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class Manifest(PreparedManifest[ShardInfo]):
     """The manifest of a directory of token shards.
 
     ``continues_word`` has one byte per token id: 1 if the token continues the word of the token before it
-    ("##ing" of WordPiece; a sentencepiece piece without "▁" that is not punctuation), else 0. ``source``
-    describes the text. ``splits`` maps "train" and "validation" to their shards, in the order in which
-    documents are numbered.
+    ("##ing" of WordPiece; a sentencepiece piece without "▁" that is not punctuation), else 0.
     """
 
+    KIND = "text"
+    SHARD = ShardInfo
     vocab_size: int
     cls_id: int
     sep_id: int
@@ -225,8 +293,6 @@ class Manifest:
     unk_id: int
     continues_word: bytes = field(repr=False)
     tokenizer: TokenizerInfo
-    source: str
-    splits: dict[str, tuple[ShardInfo, ...]]
 
     def __post_init__(self) -> None:
         if len(self.continues_word) != self.vocab_size:
@@ -245,51 +311,19 @@ class Manifest:
         """The ids that are never masked, never predicted and never drawn as a random replacement."""
         return (self.cls_id, self.sep_id, self.mask_id, self.pad_id, self.unk_id)
 
-    def shards(self, split: str) -> tuple[ShardInfo, ...]:
-        """Return the shards of a split.
-
-        Raises:
-            UsageError: there is no such split.
-        """
-        return shards_of(self.splits, split)
-
-    def save(self, directory: Path) -> None:
-        """Write ``manifest.json``, atomically and last of all files.
-
-        Raises:
-            ShoalError: the disk is full or the folder cannot be written.
-        """
+    def _to_json(self) -> dict[str, Any]:
         flags = np.packbits(np.frombuffer(self.continues_word, dtype=np.uint8), bitorder="little")
-        packed = base64.b64encode(flags.tobytes()).decode()
-        value = {**dataclasses.asdict(self), "continues_word": packed}
-        write_manifest(directory, value, format=FORMAT, version=VERSION)
+        return {**dataclasses.asdict(self), "continues_word": base64.b64encode(flags.tobytes()).decode()}
 
     @classmethod
-    def load(cls, directory: Path) -> Manifest:
-        """Read ``manifest.json``.
-
-        Raises:
-            UsageError: the directory has none.
-            ShoalError: it is damaged, of other data, or of another format version.
-        """
-        value = read_manifest(directory, format=FORMAT, version=VERSION)
-        try:
-            vocab_size = int(value["vocab_size"])
-            packed = np.frombuffer(base64.b64decode(value["continues_word"]), dtype=np.uint8)
-            flags = np.unpackbits(packed, bitorder="little")
-            if len(flags) - vocab_size in range(8):  # the bits are padded to whole bytes
-                flags = flags[:vocab_size]
-            value["continues_word"] = flags.tobytes()
-            value["tokenizer"] = TokenizerInfo(**value["tokenizer"])
-            value["splits"] = {
-                split: tuple(ShardInfo(**shard) for shard in shards)
-                for split, shards in value["splits"].items()
-            }
-            return cls(**value)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ShoalError(
-                f"{directory / MANIFEST}: a field is missing or wrong ({error}); prepare the text again"
-            ) from None
+    def _from_json(cls, value: dict[str, Any]) -> Self:
+        vocab_size = int(value["vocab_size"])
+        packed = np.frombuffer(base64.b64decode(value["continues_word"]), dtype=np.uint8)
+        flags = np.unpackbits(packed, bitorder="little")
+        if len(flags) - vocab_size in range(8):  # the bits are padded to whole bytes
+            flags = flags[:vocab_size]
+        tokenizer = TokenizerInfo(**value["tokenizer"])
+        return cls(**{**value, "continues_word": flags.tobytes(), "tokenizer": tokenizer})
 
     def check_tokenizer(self, path: Path) -> None:
         """Check that ``path`` is the tokenizer that made the shards.

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.data.atomic_io import PARTIAL, publish
-from shoal.data.images.manifest import TAR, ImageShardInfo, check_facts
+from shoal.data.images.manifest import TAR, ImageShardInfo
 from shoal.errors import UsageError
 
 Parts = Callable[[], Iterable[bytes | memoryview]]
@@ -260,7 +260,7 @@ def _fill(partial: Path, info: ImageShardInfo, parts: Parts) -> None:
             num_bytes += len(part)
         file.flush()
         os.fsync(file.fileno())
-    check_facts(f"{info.name}.{TAR}", num_bytes, digest.hexdigest(), info.files[TAR])
+    info.check_facts(f"{info.name}.{TAR}", num_bytes, digest.hexdigest(), info.files[TAR])
 
 
 def _file_name(info: ImageShardInfo) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import get_args
 
 from shoal.data.atomic_io import write_atomically
-from shoal.data.images.manifest import INDEX, TAR, VERSION, ImageManifest
+from shoal.data.images.manifest import INDEX, TAR, ImageManifest
 from shoal.data.images.reencode import ReencodeConfig, check_pillow
 from shoal.data.images.shard_worker import (
     SPLITS,
@@ -35,7 +35,7 @@ from shoal.data.images.shard_worker import (
     write_shard,
 )
 from shoal.data.images.sources import TRAIN, ImageSource, Totals, write_listing
-from shoal.data.manifest import MANIFEST
+from shoal.data.manifest import MANIFEST, VERSION
 from shoal.data.prepare_dir import RECORDS, clear, locked, open_plan, read_record
 from shoal.data.process_pool import num_cores, run_unfinished
 from shoal.data.progress import Progress

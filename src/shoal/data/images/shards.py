@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from shoal.data.atomic_io import AtomicFile
 from shoal.data.images.cache import CacheConfig, CacheCounts, ShardCache
-from shoal.data.images.manifest import INDEX, TAR, ImageShardInfo, check_facts
+from shoal.data.images.manifest import INDEX, TAR, ImageShardInfo
 from shoal.data.images.storage import Bytes, LocalStorage, open_storage
 from shoal.errors import ShoalError, UsageError
 
@@ -289,7 +289,7 @@ def _checked(data: bytes, info: ImageShardInfo, num_classes: int, path: str) -> 
     Raises:
         ShoalError: the index is not the manifest's, or contradicts it.
     """
-    check_facts(path, len(data), hashlib.sha256(data).hexdigest(), info.files[INDEX])
+    info.check_facts(path, len(data), hashlib.sha256(data).hexdigest(), info.files[INDEX])
     if len(data) != info.num_images * RECORD.itemsize:
         raise _inconsistent(path, f"{len(data):,} bytes are not the records of {info.num_images:,} images")
     records = np.frombuffer(data, dtype=RECORD)

@@ -24,14 +24,13 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from shoal.data.atomic_io import AtomicFile, sha256_of
-from shoal.data.manifest import Manifest, ShardInfo, check_version, map_file
+from shoal.data.atomic_io import AtomicFile
+from shoal.data.manifest import VERSION, Manifest, ShardInfo, check_version, map_file
 from shoal.errors import ShoalError
 
 Int64Array = npt.NDArray[np.int64]
 
 MAGIC = b"SHOALTXT"
-VERSION = 1
 HEADER = struct.Struct("<8sIIqqq24x")
 
 
@@ -95,15 +94,7 @@ class Shard:
         Raises:
             ShoalError: names the file and what is wrong with it.
         """
-        for suffix, expected in info.files.items():
-            path = self.path.with_name(f"{info.name}.{suffix}")
-            found = sha256_of(path)
-            if found != expected["sha256"]:
-                raise ShoalError(
-                    f"{path} has the wrong checksum: SHA-256 {found[:16]}…, the manifest says "
-                    f"{expected['sha256'][:16]}…; it was changed or damaged: copy it again or prepare the "
-                    "text again"
-                )
+        info.check(self.path.parent)
         if (np.diff(self.sentence_offsets) <= 0).any() or (np.diff(self.document_offsets) <= 0).any():
             raise self._inconsistent("its offsets do not increase")
         if (self.sentence_offsets[self.document_offsets] != self.document_token_offsets).any():
