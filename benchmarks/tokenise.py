@@ -48,8 +48,7 @@ def write_shards(source: Path, out: Path, tokenizer_file: Path, processes: int) 
     )
     parts = cut_chunks(find_files([str(source)], "lines"), _CHUNK_BYTES)
     tasks = list(enumerate(parts))
-    for _ in run_tasks(prepare_chunk, tasks, processes=processes, initializer=start_worker, initargs=(job,)):
-        pass
+    run_tasks(prepare_chunk, tasks, processes=processes, initializer=start_worker, initargs=(job,))
 
 
 def map_dataset(source: Path, out: Path, tokenizer: Tokenizer, processes: int) -> None:

@@ -11,13 +11,14 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any, TypeVar
 
 from shoal.data.progress import Progress
+from shoal.data.steps import exit_with_parent
 from shoal.errors import ShoalError
 
 Task = TypeVar("Task")
@@ -60,8 +61,8 @@ def run_tasks(
     initializer: Callable[..., None] | None = None,
     initargs: tuple[Any, ...] = (),
     show: Callable[[int], None] = lambda done_bytes: None,
-) -> Iterator[tuple[int, Result]]:
-    """Yield (index of the task, result) in order of completion.
+) -> list[Result]:
+    """Return the results of all tasks, in order.
 
     ``show`` is called several times per second with the sum of all ``advance`` calls so far. The first error
     of a task stops the others and is raised.
@@ -78,13 +79,14 @@ def run_tasks(
         initargs=(done, stop, initializer, initargs),
     )
     try:
-        index_of = {executor.submit(function, task): index for index, task in enumerate(tasks)}
-        pending = set(index_of)
+        futures = [executor.submit(function, task) for task in tasks]
+        pending = set(futures)
         while pending:
             finished, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_COMPLETED)
             for future in finished:
-                yield index_of[future], future.result()
+                future.result()
             show(done.value)
+        return [future.result() for future in futures]
     except BrokenProcessPool:
         raise ShoalError(
             "a worker process was killed, most likely because memory ran out: run the same command again "
@@ -116,22 +118,22 @@ def run_unfinished(
     Raises:
         ShoalError: a worker process was killed.
     """
-    results = [finished(task) for task in tasks]
-    todo = [index for index, result in enumerate(results) if result is None]
+    results = {index: finished(task) for index, task in enumerate(tasks)}
+    todo = [index for index, result in results.items() if result is None]
     if len(todo) < len(tasks):
         shown.say(f"{len(tasks) - len(todo)} of {len(tasks)} {what} were finished before")
     if todo:
         shown.start(f"Writing {what}", round(sum(num_bytes(tasks[index]) for index in todo)))
-        for number, result in run_tasks(
+        made = run_tasks(
             function,
             [tasks[index] for index in todo],
             processes=processes,
             initializer=initializer,
             initargs=initargs,
             show=shown.show,
-        ):
-            results[todo[number]] = result
-    return [result for result in results if result is not None]
+        )
+        results.update(zip(todo, made, strict=True))
+    return [result for result in results.values() if result is not None]
 
 
 def _start_worker(
@@ -143,13 +145,6 @@ def _start_worker(
     global _done, _stop
     _done, _stop = done, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     if initializer is not None:
         initializer(*initargs)
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

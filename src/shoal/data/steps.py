@@ -225,13 +225,14 @@ _steps: StepReader  # of this loader process
 def _start_process(steps: StepReader) -> None:
     global _steps
     _steps = steps
-    threading.Thread(target=_exit_with_worker, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def _exit_with_worker() -> None:
-    worker = parent_process()
-    if worker is not None:
-        worker.join()
+def exit_with_parent() -> None:
+    """Wait for the end of the process that spawned this one, then exit at once."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
         os._exit(1)
 
 

@@ -20,7 +20,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterator
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 from shoal.data.atomic_io import write_atomically
@@ -291,18 +291,14 @@ def write_snapshot(path: Path, *, processes: int, progress: Progress) -> None:
     files = source_files()
     tasks = [files[start : start + _FILES_PER_TASK] for start in range(0, len(files), _FILES_PER_TASK)]
     progress.start("Collecting the English of this Python", sum(map(_num_bytes, files)))
-    found: dict[int, list[list[str]]] = {}
     seen: set[bytes] = set()
     lines: list[str] = []
-    following = 0
-    for index, result in run_tasks(_documents, tasks, processes=processes, show=progress.show):
-        found[index] = result
-        while following in found:  # in the order of the files, not of completion
-            for paragraphs in found.pop(following):
-                line = " ".join(paragraph for paragraph in paragraphs if _is_new(paragraph, seen))
-                if len(line) >= _MIN_DOCUMENT:
-                    lines.append(line)
-            following += 1
+    for paragraphs in chain.from_iterable(
+        run_tasks(_documents, tasks, processes=processes, show=progress.show)
+    ):
+        line = " ".join(paragraph for paragraph in paragraphs if _is_new(paragraph, seen))
+        if len(line) >= _MIN_DOCUMENT:
+            lines.append(line)
     if not lines:
         raise ShoalError(
             "this Python comes without documentation (python -OO? stripped?); give a source of text"
