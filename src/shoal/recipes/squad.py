@@ -221,7 +221,7 @@ def evaluate(
         answers, found = answer(features, logits, config.answers)
         if run.directory is not None:
             write_answers(run.directory, answers, found)
-        metrics = {k: float(v) for k, v in found.official().items() if not k.endswith("total")}
+        metrics = {k: float(v) for k, v in found.official.items() if not k.endswith("total")}
     metrics = all_gather_json(run.world.control, metrics)[0]
     data = features.data
     run.evaluation(data.path.stem, metrics, num_samples=len(data.questions))
@@ -263,7 +263,7 @@ def write_answers(out: Path, answers: "Answers", scores: "Scores") -> None:
     write_json(out / NBEST, answers.nbest)
     if answers.null_odds:
         write_json(out / NULL_ODDS, answers.null_odds)
-    write_json(out / SCORES, scores.official())
+    write_json(out / SCORES, scores.official)
 
 
 # ------------------------------------------------------------------------------------------------ pretraining

@@ -36,54 +36,15 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """Scores over some questions, in percent."""
-
-    exact: float
-    f1: float
-    total: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Best:
-    """The best scores of any threshold on the null odds, in percent, and the thresholds."""
-
-    exact: float
-    exact_threshold: float
-    f1: float
-    f1_threshold: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Scores:
     """Scores of a file of predictions."""
 
-    version: Version
-    all: Part
-    answerable: Part | None = None
-    unanswerable: Part | None = None
-    best: Best | None = None
-    missing: tuple[str, ...] = ()
+    official: dict[str, Any]
+    """The object that the official script prints, with its keys."""
+    missing: tuple[str, ...]
     """Questions without a prediction; they count as wrong."""
-    unknown: tuple[str, ...] = ()
+    unknown: tuple[str, ...]
     """Predictions for questions that the data does not have; they do not count."""
-
-    def official(self) -> dict[str, Any]:
-        """Return the object that the official script prints, with its keys."""
-        if self.version == "1.1":
-            return {"exact_match": self.all.exact, "f1": self.all.f1}
-        tree: dict[str, Any] = {"exact": self.all.exact, "f1": self.all.f1, "total": self.all.total}
-        for name, part in (("HasAns", self.answerable), ("NoAns", self.unanswerable)):
-            if part is not None:
-                tree |= {f"{name}_exact": part.exact, f"{name}_f1": part.f1, f"{name}_total": part.total}
-        if self.best is not None:
-            tree |= {
-                "best_exact": self.best.exact,
-                "best_exact_thresh": self.best.exact_threshold,
-                "best_f1": self.best.f1,
-                "best_f1_thresh": self.best.f1_threshold,
-            }
-        return tree
 
 
 def score_squad(
@@ -121,9 +82,10 @@ def score_squad(
     if version == "1.1":
         if null_odds is not None:
             raise UsageError("null odds count by the rules of 2.0 only; leave them out")
-        return Scores(version=version, all=_part(raw, list(raw)), missing=missing, unknown=unknown)
-    final = dict(raw)
-    best = None
+        part = _part(raw, list(raw))
+        official = {"exact_match": part["exact"], "f1": part["f1"]}
+        return Scores(official=official, missing=missing, unknown=unknown)
+    final, best = dict(raw), dict[str, float]()
     if null_odds is not None:
         if absent := [name for name in known & predictions.keys() if name not in null_odds]:
             raise UsageError(
@@ -132,20 +94,15 @@ def score_squad(
         for question in data.questions:
             if question.id in predictions and null_odds[question.id] > null_threshold:
                 final[question.id] = (float(not question.answers),) * 2
-        exact, exact_threshold = _best_threshold(data.questions, predictions, null_odds, raw, 0)
-        f1, f1_threshold = _best_threshold(data.questions, predictions, null_odds, raw, 1)
-        best = Best(exact=exact, exact_threshold=exact_threshold, f1=f1, f1_threshold=f1_threshold)
-    answerable = [question.id for question in data.questions if question.answers]
-    unanswerable = [question.id for question in data.questions if not question.answers]
-    return Scores(
-        version=version,
-        all=_part(final, list(final)),
-        answerable=_part(final, answerable) if answerable else None,
-        unanswerable=_part(final, unanswerable) if unanswerable else None,
-        best=best,
-        missing=missing,
-        unknown=unknown,
-    )
+        for which, name in enumerate(("best_exact", "best_f1")):
+            best[name], best[f"{name}_thresh"] = _best_threshold(
+                data.questions, predictions, null_odds, raw, which
+            )
+    official = _part(final, list(final))
+    for prefix, has_answer in (("HasAns_", True), ("NoAns_", False)):
+        if names := [question.id for question in data.questions if bool(question.answers) == has_answer]:
+            official |= {prefix + key: value for key, value in _part(final, names).items()}
+    return Scores(official=official | best, missing=missing, unknown=unknown)
 
 
 def normalise_answer(text: str) -> str:
@@ -183,10 +140,11 @@ def _compare(
     return float(words in golds), f1
 
 
-def _part(scores: Mapping[str, tuple[float, float]], names: Sequence[str]) -> Part:
+def _part(scores: Mapping[str, tuple[float, float]], names: Sequence[str]) -> dict[str, Any]:
+    """Return the scores of some questions, in percent."""
     total = len(names)
     exact, f1 = (100.0 * sum(scores[name][k] for name in names) / total for k in (0, 1))
-    return Part(exact=exact, f1=f1, total=total)
+    return {"exact": exact, "f1": f1, "total": total}
 
 
 def _best_threshold(
@@ -196,7 +154,10 @@ def _best_threshold(
     scores: Mapping[str, tuple[float, float]],
     which: int,
 ) -> tuple[float, float]:
-    """Return the best score of any threshold, and the threshold; tries them from all unanswered upwards."""
+    """Return the best score of any threshold, in percent, and the threshold.
+
+    Tries them from all unanswered upwards.
+    """
     # questions of equal odds keep the order of their file, as in the official script
     place = {name: k for k, name in enumerate(null_odds)}
     answered = [question for question in questions if question.id in predictions]
@@ -245,5 +206,5 @@ def evaluate(
         if names:
             print(f"shoal: {predictions}: {len(names)} {what} ({shorten(names)})", file=sys.stderr)
     if out is not None:
-        write_json(out, scores.official())
-    return json.dumps(scores.official(), indent=2)
+        write_json(out, scores.official)
+    return json.dumps(scores.official, indent=2)

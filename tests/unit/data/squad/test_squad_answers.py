@@ -135,7 +135,7 @@ def test_right_logits_score_100() -> None:
     starts[features.bounds[:-1] + features.start] = ends[features.bounds[:-1] + features.end] = 9.0
     answers = choose_answers(features, starts, ends, AnswerConfig())
     scores = score_squad(data, answers.predictions, null_odds=answers.null_odds, null_threshold=2.0)
-    assert (scores.all.exact, scores.all.f1) == (100.0, 100.0)
+    assert (scores.official["exact"], scores.official["f1"]) == (100.0, 100.0)
 
 
 def test_wrong_values() -> None:
