@@ -28,10 +28,18 @@ backward, optimizer, and the rest (metrics, checkpoint staging)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class _Line:
+    """A line of the record."""
+
+    kind: ClassVar[str]
+    time_s: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(_Line):
     """A process group has started or resumed the run."""
 
-    kind: ClassVar[str] = "start"
+    kind = "start"
     run: str
     recipe: str
     command: list[str]
@@ -54,14 +62,13 @@ class Start:
     references: dict[str, float] = field(default_factory=dict)
     """Reference lines for the plots of evaluation metrics: metric name -> value."""
     format: int = FORMAT
-    time_s: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
+class Phase(_Line):
     """A phase of the run, with its own batch and lengths, begins with ``step``."""
 
-    kind: ClassVar[str] = "phase"
+    kind = "phase"
     step: int
     last_step: int
     name: str
@@ -70,14 +77,13 @@ class Phase:
     global_batch_size: int
     micro_batch_size: int
     accumulation_steps: int
-    time_s: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class Step(_Line):
     """Averages over the steps since the last such line; ``step`` counts optimizer steps from 1."""
 
-    kind: ClassVar[str] = "step"
+    kind = "step"
     step: int
     samples: int
     """Samples consumed since the start of the run."""
@@ -94,27 +100,25 @@ class Step:
     num_skipped: int = 0
     """Steps skipped since the last line because of overflow."""
     peak_memory_bytes: int = 0
-    time_s: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(_Line):
     """Scores on held-out data."""
 
-    kind: ClassVar[str] = "evaluation"
+    kind = "evaluation"
     step: int
     split: str
     num_samples: int
     metrics: dict[str, float]
     seconds: float
-    time_s: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(_Line):
     """A checkpoint is complete on disk."""
 
-    kind: ClassVar[str] = "checkpoint"
+    kind = "checkpoint"
     step: int
     path: str
     num_bytes: int
@@ -122,19 +126,17 @@ class Checkpoint:
     """Seconds that training was blocked."""
     written_s: float
     """Seconds from the request to the complete file."""
-    time_s: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resume:
+class Resume(_Line):
     """The run continued from a checkpoint; earlier lines about later steps are void."""
 
-    kind: ClassVar[str] = "resume"
+    kind = "resume"
     step: int
     path: str
     damaged: list[str] = field(default_factory=list)
     """Newer checkpoints that were skipped, with the reason."""
-    time_s: float = field(default_factory=time.time)
 
 
 class PipelineBox(NamedTuple):
@@ -150,10 +152,10 @@ class PipelineBox(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineStep:
+class PipelineStep(_Line):
     """Timeline of one pipeline step per rank, predicted and measured."""
 
-    kind: ClassVar[str] = "pipeline_step"
+    kind = "pipeline_step"
     step: int
     schedule: str
     placement: list[int]
@@ -164,7 +166,6 @@ class PipelineStep:
     predicted_peak_bytes: list[int] = field(default_factory=list)
     """Per rank: peak bytes kept for backward; empty if unknown."""
     traced_peak_bytes: list[int] = field(default_factory=list)
-    time_s: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         """Convert boxes read from JSON to named tuples."""
@@ -173,34 +174,30 @@ class PipelineStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop:
+class Stop(_Line):
     """The run ended itself before its last step: a signal, or a loss that is not finite."""
 
-    kind: ClassVar[str] = "stop"
+    kind = "stop"
     step: int
     reason: str
     exit_code: int
-    time_s: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
+class End(_Line):
     """The run reached its last step."""
 
-    kind: ClassVar[str] = "end"
+    kind = "end"
     step: int
     seconds: float
     """Duration of the training loop in this process group."""
     metrics: dict[str, float]
-    time_s: float = field(default_factory=time.time)
 
 
 Row = Start | Phase | Step | Evaluation | Checkpoint | PipelineStep | Resume | Stop | End
 History = Start | Resume | Stop
 """Rows about events of the run; the others are progress."""
-_ROW_OF_KIND: dict[str, type[Row]] = {
-    row.kind: row for row in (Start, Phase, Step, Evaluation, Checkpoint, PipelineStep, Resume, Stop, End)
-}
+_ROW_OF_KIND: dict[str, type[Row]] = {row.kind: row for row in get_args(Row)}
 _TYPES_OF_KIND = {kind: get_type_hints(row) for kind, row in _ROW_OF_KIND.items()}
 
 
@@ -267,7 +264,7 @@ def _row(line: bytes) -> Row | None:
         return None
     if not isinstance(values, dict):
         raise TypeError(f"a line is an object with a kind, not {line[:40].decode()!r}")
-    row_type = _ROW_OF_KIND.get(str(values.pop("kind", "")))
+    row_type = _ROW_OF_KIND.get(str(values.pop("kind", None)))
     if row_type is None:
         return None
     if row_type is Start:
@@ -287,10 +284,8 @@ def _fits(value: Any, wanted: Any) -> bool:
     if origin is dict:
         return isinstance(value, dict) and all(_fits(item, get_args(wanted)[1]) for item in value.values())
     if wanted is PipelineBox:
-        types = list(get_type_hints(PipelineBox).values())
+        types = get_type_hints(PipelineBox).values()
         return isinstance(value, list) and len(value) == len(types) and all(map(_fits, value, types))
     if wanted is Any:
         return True
-    if isinstance(value, bool):
-        return wanted is bool
-    return isinstance(value, int | float if wanted is float else wanted)
+    return type(value) is wanted or (wanted is float and type(value) is int)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "shoal"
 CSRC = ROOT / "csrc"
 
-NOUNS = frozenset({"errors", "json_text", "record", "env"})
+NOUNS = frozenset({"errors", "json_text", "record", "env", "formatting"})
 DECIDERS = NOUNS | {"decide"}
 DOERS = frozenset({"comm", "pipelining", "optim", "data", "models"})
 NATIVE = frozenset({"native", "_core"})
@@ -32,6 +32,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "json_text": frozenset({"errors"}),
     "record": frozenset({"errors", "json_text"}),
     "env": frozenset({"errors"}),
+    "formatting": frozenset(),
     "decide": NOUNS,
     "_core": frozenset(),
     "native": NOUNS | {"_core"},
@@ -41,7 +42,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "recipes": BELOW_RECIPES | {"launch"},
     "planner": DECIDERS | {"models"},
     "launch": frozenset({"errors", "json_text", "env"}),
-    "report": frozenset({"errors", "record"}),
+    "report": frozenset({"errors", "record", "formatting"}),
     "bench": DECIDERS | NATIVE | {"comm", "launch"},
     "doctor": BELOW_RECIPES,
     "cli": BELOW_RECIPES | {"recipes", "planner", "launch", "report", "bench", "doctor"},

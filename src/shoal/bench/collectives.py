@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal import formatting
 from shoal.bench import comm_results
 from shoal.bench.chrome_trace import Span, rank_events, write_trace
 from shoal.bench.comm_options import CommBench, parse_sizes, split_list
-from shoal.bench.comm_results import Network, Row
+from shoal.bench.comm_results import Network, Row, formula_seconds, limit_seconds
 from shoal.comm.addresses import host_identity
 from shoal.comm.helpers import helper_bandwidths
 from shoal.env import HELPERS, WorkerEnv, helpers, without
@@ -72,17 +73,14 @@ class Groups:
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return the value of every rank, in rank order; as JSON, so that nothing is unpickled."""
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(text)]), group=self.control)
-        longest = max(int(length) for length in lengths)
-        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(text)] = text
+        data = json.dumps(value).encode()
+        longest = int(self.largest([len(data)])[0])
+        padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
+        texts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(texts, padded, group=self.control)
         return [
-            parse_json(bytes(text[: int(length)].tolist()), f"the message of rank {rank}")
-            for rank, (text, length) in enumerate(zip(texts, lengths, strict=True))
+            parse_json(text.numpy().tobytes(), f"the message of rank {rank}")
+            for rank, text in enumerate(texts)
         ]
 
     def barrier(self) -> None:
@@ -133,7 +131,14 @@ def measure_all(bench: CommBench, worker: WorkerEnv) -> int:
             spans += _trace(calls, groups, case)
         first: Row | None = None
         for name in backends:
-            row = Row.of(case.collective, case.num_bytes, name, samples[name], network)
+            row = Row(
+                collective=case.collective,
+                num_bytes=case.num_bytes,
+                backend=name,
+                samples_s=samples[name],
+                limit_s=limit_seconds(case.collective, case.num_bytes, network),
+                formula_s=formula_seconds(case.collective, name, case.num_bytes, network),
+            )
             rows.append(row)
             if groups.rank == 0:
                 print(row.line(first), flush=True)
@@ -257,7 +262,7 @@ def _trace(calls: dict[str, Call], groups: Groups, case: Case) -> list[Span]:
         begin = time.monotonic_ns()
         call()
         end = time.monotonic_ns()
-        title = f"{case.collective} {comm_results.size_text(case.num_bytes)} on {name}"
+        title = f"{case.collective} {formatting.size(case.num_bytes)} on {name}"
         spans.append(Span("call", title, begin, end))
         if engine is not None:
             spans += [Span(lane, lane, b, e, seq, chunk) for lane, b, e, seq, chunk in engine.take_trace()]

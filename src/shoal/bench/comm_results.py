@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal import formatting
 from shoal.decide.server_assignment import ring_seconds, two_hop_seconds
 from shoal.errors import UsageError
+from shoal.formatting import plural
 
 HEADER = (
     f"{'collective':<15}{'size':>10}  {'backend':<16}{'median':>10}{'min':>10}{'max':>10}"
@@ -30,9 +32,6 @@ class Network:
     """In each direction; ``None``: unknown."""
 
     def describe(self) -> str:
-        def plural(count: int, word: str) -> str:
-            return f"{count} {word}" if count == 1 else f"{count} {word}s"
-
         parts = [f"{plural(self.num_workers, 'worker')} on {plural(self.num_hosts, 'host')}"]
         if self.helper_bandwidths:
             parts.append(plural(len(self.helper_bandwidths), "helper host"))
@@ -54,20 +53,6 @@ class Row:
     formula_s: float | None
     """Lower bound for this backend's scheme on these links; ``None`` without a formula."""
 
-    @classmethod
-    def of(
-        cls, collective: str, num_bytes: int, backend: str, samples_s: list[float], network: Network
-    ) -> Row:
-        """Return a row with the limits of ``network``."""
-        return cls(
-            collective=collective,
-            num_bytes=num_bytes,
-            backend=backend,
-            samples_s=samples_s,
-            limit_s=limit_seconds(collective, num_bytes, network),
-            formula_s=formula_seconds(collective, backend, num_bytes, network),
-        )
-
     @property
     def time_s(self) -> float:
         """The median."""
@@ -81,7 +66,7 @@ class Row:
         """Return the row of the table; ``first`` is the first backend's, for the speed-up."""
         cells = [
             f"{self.collective:<15}",
-            f"{size_text(self.num_bytes):>10}  " if self.num_bytes else f"{'':>12}",
+            f"{formatting.size(self.num_bytes):>10}  " if self.num_bytes else f"{'':>12}",
             f"{self.backend:<16}",
             *(f"{time_text(t):>10}" for t in (self.time_s, min(self.samples_s), max(self.samples_s))),
             f"{self.algbw_bytes_per_s / 1e6:>7,.4g} MB/s" if self.algbw_bytes_per_s else f"{'':>12}",
@@ -182,7 +167,7 @@ def draw(path: Path, rows: list[Row], network: Network) -> None:
         sizes = sorted({row.num_bytes for row in shown})
         for axes in panels:
             axes.set_xscale("log", base=2)
-            axes.set_xticks(sizes, [size_text(size) for size in sizes], fontsize=7)
+            axes.set_xticks(sizes, [formatting.size(size) for size in sizes], fontsize=7)
             axes.grid(color="#dddddd", linewidth=0.6)
             axes.legend(frameon=False, fontsize=8)
     try:
@@ -191,19 +176,9 @@ def draw(path: Path, rows: list[Row], network: Network) -> None:
         raise UsageError(f"--plot {path}: {error}") from None
 
 
-def size_text(num_bytes: float) -> str:
-    """Return a size in binary units: ``25 MiB``."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.4g} {name}"
-    return f"{num_bytes:g} B"
-
-
 def time_text(seconds: float) -> str:
     """Return a time with three digits: ``25.1 ms``."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return (
-                f"{seconds / unit:.3g} {name}" if seconds < 1000 * unit else f"{seconds / unit:,.0f} {name}"
-            )
-    return f"{seconds * 1e6:.3g} µs"
+    unit, name = next(
+        ((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= unit), (1e-6, "µs")
+    )
+    return f"{formatting.number(seconds / unit, 3)} {name}"

@@ -7,7 +7,8 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shoal.bench.comm_results import size_text, time_text
+from shoal import formatting
+from shoal.bench.comm_results import time_text
 from shoal.errors import UsageError
 
 KIND = "shoal bench train"
@@ -104,7 +105,7 @@ class TrainResult:
             f"{1 / self.step_s:.4g} steps/s",
             f"  throughput    {self.samples_per_s:.4g} {self.unit}/s",
             f"  time          {parts}",
-            f"  peak memory   {size_text(self.peak_memory_bytes)}",
+            f"  peak memory   {formatting.size(self.peak_memory_bytes)}",
             f"  FLOPs         {self.flops_per_sample / 1e9:,.4g} GFLOP per sample, "
             f"{self.flops_per_s / 1e12:.4g} TFLOP/s per device",
             f"  utilisation   {100 * self.utilisation:.1f} % of the "

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from shoal import formatting
 from shoal.record import Resume, Step, Stop
-from shoal.report import formatting, plots
+from shoal.report import plots
 from shoal.report.curves import (
     MAX_POINTS,
     Points,
@@ -247,7 +248,7 @@ def parts_charts(runs: Sequence[Run]) -> list[Chart]:
                 title="Time of a step" if len(runs) == 1 else run.name,
                 unit="ms",
                 svg=plots.draw_stack(xs, layers, f"Time of a step of {run.name} by part, stacked"),
-                keys=[Key(c, "■", formatting.part_title(n)) for c, n in zip(colours, names, strict=True)],
+                keys=[Key(c, "■", n.replace("_", " ")) for c, n in zip(colours, names, strict=True)],
                 notes=notes,
             )
         )

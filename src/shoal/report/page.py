@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from shoal.errors import ShoalError, UsageError
 from shoal.record import PipelineStep
 from shoal.report import charts, plots, tables
-from shoal.report.charts import Chart
 from shoal.report.pipeline_timeline import draw_pipeline_step
 from shoal.report.runs import Run, load_runs
-from shoal.report.templates import FOLDER, Markup, template
+from shoal.report.templates import template
 from shoal.report.timeline import timeline
 
 FILE_NAME = "report.html"
@@ -38,27 +36,17 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
 
 def render(runs: Sequence[Run]) -> str:
     """Return the page as HTML text."""
-    throughput = charts.throughput_chart(runs)
     return template("page.html.jinja").render(
-        style=Markup((FOLDER / "page.css").read_text(encoding="utf-8")),
         tables=tables,
         runs=runs,
         run_colours=[plots.css_colour(plots.run_colour(index)) for index in range(len(runs))],
         by_epoch=charts.by_epoch(runs),
-        curves=_numbered(charts.curve_charts(runs), "curve"),
-        throughput=_numbered([throughput] if throughput else [], "throughput"),
-        parts=_numbered(charts.parts_charts(runs), "part"),
-        pipelines=_numbered(charts.pipeline_charts(runs), "pipeline"),
+        curves=charts.curve_charts(runs),
+        throughput=charts.throughput_chart(runs),
+        parts=charts.parts_charts(runs),
+        pipelines=charts.pipeline_charts(runs),
         timeline=timeline(runs),
     )
-
-
-def _numbered(drawn: Sequence[Chart], prefix: str) -> list[Chart]:
-    """Make ids unique on the page, and mark the figures as safe for the template."""
-    return [
-        replace(chart, svg=Markup(plots.number_ids(chart.svg, f"{prefix}{index}")))
-        for index, chart in enumerate(drawn)
-    ]
 
 
 def write_figure(row: PipelineStep, out: Path) -> Path:
@@ -74,10 +62,7 @@ def write_figure(row: PipelineStep, out: Path) -> Path:
 def _write_atomically(target: Path, text: str) -> None:
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        draft.write_text(text, encoding="utf-8")
         draft.replace(target)
     except OSError as error:
         draft.unlink(missing_ok=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shoal import formatting
 from shoal.record import PipelineBox, PipelineStep
-from shoal.report import formatting
 from shoal.report.templates import template
 from shoal.report.timeline import tick_step
 

@@ -14,8 +14,8 @@ from html import escape
 from io import StringIO
 from typing import Any, NamedTuple
 
+from shoal import formatting
 from shoal.errors import ShoalError
-from shoal.report import formatting
 from shoal.report.curves import Series
 
 try:
@@ -32,7 +32,6 @@ _NAMED = {_INK: "--ink", _MUTED: "--muted", _GRID: "--grid", _CARD: "--card"}
 _WIDTH_IN, _HEIGHT_IN = 5.2, 2.55
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "shoal",
     "font.family": ["DejaVu Sans"],
     "font.size": 9.5,
     "text.color": _MUTED,
@@ -117,7 +116,7 @@ class Axes:
 
 def draw_curves(lines: Sequence[Line], axes: Axes) -> str:
     """Draw curves over a common x axis and return the SVG element."""
-    with _figure() as (figure, plot):
+    with _figure(axes.description) as (figure, plot):
         for line in lines:
             _draw_line(plot, line)
         _format_axes(plot, axes)
@@ -131,7 +130,7 @@ def draw_curves(lines: Sequence[Line], axes: Axes) -> str:
 
 def draw_stack(xs: Sequence[float], layers: Sequence[Sequence[float]], description: str) -> str:
     """Draw the parts of a step as stacked areas, ``layers`` in ms over the optimizer step."""
-    with _figure() as (figure, plot):
+    with _figure(description) as (figure, plot):
         colours = [part_colour(i) for i in range(len(layers))]
         if len(xs) == 1:  # an area needs a width
             xs, layers = [xs[0] - 0.5, xs[0] + 0.5], [[*layer, *layer] for layer in layers]
@@ -142,9 +141,12 @@ def draw_stack(xs: Sequence[float], layers: Sequence[Sequence[float]], descripti
 
 
 @contextmanager
-def _figure() -> Iterator[tuple[Any, Any]]:
-    """Yield a figure and its only axes in the page's style, with the same margins for all figures."""
-    with matplotlib.rc_context(_STYLE):
+def _figure(description: str) -> Iterator[tuple[Any, Any]]:
+    """Yield a figure and its only axes in the page's style, with the same margins for all figures.
+
+    The description makes the ids that the figure refers to differ from those of the page's other figures.
+    """
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": description}):
         figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), facecolor="none")
         left, bottom = 0.56 / _WIDTH_IN, 0.46 / _HEIGHT_IN
         yield figure, figure.add_axes((left, bottom, 0.985 - left, 1 - 0.1 / _HEIGHT_IN - bottom))
@@ -219,12 +221,11 @@ def _format_axes(plot: Any, axes: Axes) -> None:
 
 
 def _svg(figure: Any, description: str) -> str:
-    """Return the figure as an SVG element without metadata, fonts and sizes."""
+    """Return the figure as an SVG element without metadata, fonts, sizes and ids to which nothing refers."""
     buffer = StringIO()
-    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    figure.savefig(buffer, format="svg", metadata=metadata)
+    figure.savefig(buffer, format="svg")
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", buffer.getvalue(), flags=re.DOTALL)
-    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r' id="[^"]*_\d+"', "", svg[svg.index("<svg") :])
     (view_box,) = re.findall(r'viewBox="([^"]*)"', svg)[:1]
     label = escape(description, quote=True)
     head = f'<svg viewBox="{view_box}" role="img" aria-label="{label}"><title>{escape(description)}</title>'
@@ -232,12 +233,3 @@ def _svg(figure: Any, description: str) -> str:
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
     return re.sub(r"#f[def]00[0-9a-f]{2}", lambda match: css_colour(match[0]), svg)
-
-
-def number_ids(svg: str, prefix: str) -> str:
-    """Prefix the ids of a figure, so that they are unique on the page, and remove unused ones."""
-    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
-    svg = re.sub(
-        r' id="([^"]+)"', lambda match: f' id="{prefix}-{match[1]}"' if match[1] in used else "", svg
-    )
-    return re.sub(r'(url\(#|href="#)', rf"\g<1>{prefix}-", svg)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import ShoalError, UsageError
 from shoal.record import (
@@ -47,12 +48,8 @@ class Group:
         return next((row for row in self.rows if isinstance(row, Stop)), None)
 
     @property
-    def last_time_s(self) -> float:
-        return max(row.time_s for row in self.rows)
-
-    @property
     def seconds(self) -> float:
-        return self.last_time_s - self.start.time_s
+        return max(row.time_s for row in self.rows) - self.start.time_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,22 +206,16 @@ def final_scores(run: Run) -> list[Score]:
     return list(found.values())
 
 
-def flat_config(start: Start) -> dict[str, str]:
+def flat_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return a configuration as ``section.field`` -> value, in its own order."""
     flat: dict[str, str] = {}
-
-    def walk(prefix: str, value: object) -> None:
+    for name, value in config.items():
         if isinstance(value, dict) and value:
-            for name, inner in value.items():
-                walk(f"{prefix}.{name}" if prefix else str(name), inner)
-        elif isinstance(value, list):
-            flat[prefix] = ", ".join(map(str, value)) or "(empty)"
-        elif value is None or isinstance(value, bool):
-            flat[prefix] = str(value).lower()
+            flat |= flat_config(value, f"{prefix}{name}.")
+        elif isinstance(value, list | dict):
+            flat[prefix + name] = ", ".join(map(str, value)) or "(empty)"
         else:
-            flat[prefix] = "(empty)" if value == {} else str(value)
-
-    walk("", start.config)
+            flat[prefix + name] = str(value).lower() if isinstance(value, bool | None) else str(value)
     return flat
 
 
@@ -235,16 +226,15 @@ def recorded_step(run_dir: Path, step: int | None = None) -> PipelineStep:
         UsageError: the run has none, or not for that step.
         ShoalError: there is no record.
     """
-    rows = [row for row in read_record(run_dir) if isinstance(row, PipelineStep)]
+    rows = {row.step: row for row in read_record(run_dir) if isinstance(row, PipelineStep)}
     if not rows:
         raise UsageError(
             f"the record of {run_dir} has no step of a pipeline: only runs with --parallel.pipeline 2 or "
             "more have one"
         )
     if step is None:
-        return rows[-1]
-    for row in reversed(rows):
-        if row.step == step:
-            return row
-    known = ", ".join(f"{row.step:,}" for row in rows)
-    raise UsageError(f"--step {step} was not recorded in {run_dir}; these were: {known}")
+        step = max(rows)
+    if step not in rows:
+        known = ", ".join(f"{number:,}" for number in rows)
+        raise UsageError(f"--step {step} was not recorded in {run_dir}; these were: {known}")
+    return rows[step]

@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from shoal import formatting
 from shoal.record import Checkpoint, End, Evaluation, Phase, PipelineStep, Resume, Row, Start, Step, Stop
-from shoal.report import formatting, plots
+from shoal.report import plots
 from shoal.report.runs import (
     Run,
     Score,
@@ -220,7 +221,7 @@ def _segments(seconds: Mapping[str, float], longest: float) -> list[Segment]:
     return [
         Segment(
             colour=plots.css_colour(plots.part_colour(index)),
-            title=formatting.part_title(name),
+            title=name.replace("_", " "),
             time=formatting.milliseconds(value) if total else _MISSING,
             share=formatting.percent(value / total) if total else _MISSING,
             width=100 * value / longest if longest else 0.0,
@@ -292,7 +293,7 @@ def scores(run: Run) -> tuple[list[str], list[Line]]:
 
 def config_lines(runs: Sequence[Run]) -> list[Line]:
     """Return every setting, a column per run; those that differ are marked."""
-    return _merged([flat_config(run.start) for run in runs])
+    return _merged([flat_config(run.start.config) for run in runs])
 
 
 def version_lines(runs: Sequence[Run]) -> list[Line]:

@@ -8,17 +8,14 @@ from shoal.errors import ShoalError
 
 try:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-    from markupsafe import Markup as Markup
 except ImportError as error:
     raise ShoalError(f"a report needs jinja2 ({error}): pip install 'shoal[report]'") from None
-
-FOLDER = Path(__file__).parent
 
 
 def template(name: str) -> Template:
     """Return a template, which escapes values and refuses undefined names."""
     return Environment(
-        loader=FileSystemLoader(FOLDER),
+        loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

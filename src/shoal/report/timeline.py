@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from shoal import formatting
 from shoal.record import Checkpoint, End, Resume, Stop
-from shoal.report import formatting
 from shoal.report.runs import Run
 
 MAX_CHECKPOINT_MARKS = 150

@@ -8,31 +8,23 @@ from datetime import UTC, datetime
 
 _SHORT = {"sequences": "seq"}
 
-_METRICS = {
-    "mlm_loss": "Masked-LM loss",
-    "mlm_accuracy": "Masked-LM accuracy",
-    "sop_loss": "Sentence-order loss",
-    "sop_accuracy": "Sentence-order accuracy",
-    "nsp_loss": "Next-sentence loss",
-    "nsp_accuracy": "Next-sentence accuracy",
-    "top1_accuracy": "Top-1 accuracy",
-    "top5_accuracy": "Top-5 accuracy",
-    "span_loss": "Span-corruption loss",
-    "span_accuracy": "Span-corruption accuracy",
-}
 _REFERENCES = {
     "mlm_loss": "unigram entropy",
     "span_loss": "unigrams, sentinels known",
     **dict.fromkeys(("sop_loss", "sop_accuracy", "nsp_loss", "nsp_accuracy", "top1_accuracy"), "chance"),
 }
-_PARTS = {"gradient_wait": "gradient wait"}
-_SPELT_OUT = {"mlm": "masked-LM", "sop": "sentence-order", "nsp": "next-sentence", "lr": "learning rate"}
+_SPELT_OUT = {
+    "mlm": "masked-LM",
+    "sop": "sentence-order",
+    "nsp": "next-sentence",
+    "span": "span-corruption",
+    "top1": "top-1",
+    "top5": "top-5",
+}
 
 
 def metric_title(name: str) -> str:
-    """``mlm_accuracy`` -> ``Masked-LM accuracy``; in unknown names only underscores are replaced."""
-    if name in _METRICS:
-        return _METRICS[name]
+    """``mlm_accuracy`` -> ``Masked-LM accuracy``; of unknown words only the first letter changes."""
     text = " ".join(_SPELT_OUT.get(word, word) for word in name.split("_") if word)
     return text[:1].upper() + text[1:]
 
@@ -40,10 +32,6 @@ def metric_title(name: str) -> str:
 def reference_title(metric: str) -> str:
     """Return the name of a metric's reference line."""
     return _REFERENCES.get(metric, "reference")
-
-
-def part_title(part: str) -> str:
-    return _PARTS.get(part, part.replace("_", " "))
 
 
 def is_fraction(metric: str) -> bool:
@@ -94,12 +82,11 @@ def percent(fraction: float) -> str:
 
 def size(num_bytes: float) -> str:
     """Format a size in binary units: 512 B, 47.1 MiB, 1.5 GiB."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = 0
-    while power < len(units) - 1 and abs(num_bytes) >= 1024:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{number(num_bytes, 3)} {unit}"
         num_bytes /= 1024
-        power += 1
-    return f"{number(num_bytes, 3)} {units[power]}"
+    return f"{number(num_bytes, 3)} TiB"
 
 
 def milliseconds(seconds: float) -> str:

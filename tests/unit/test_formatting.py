@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shoal.report import formatting
+from shoal import formatting
 
 
 @pytest.mark.parametrize(
