@@ -19,8 +19,9 @@ from shoal.data.steps import DataShard
 from shoal.data.text.classify import MNLI_LABELS, Columns, make_pairs, read_classify
 from shoal.data.text.examples import ExampleConfig, ExampleReader, packed
 from shoal.data.text.prepare import PrepareConfig, prepare_text
+from shoal.data.text.sequences import TaskData
 from shoal.data.text.shards import TextShards
-from shoal.data.text.task_batches import TaskData, TaskSource
+from shoal.data.text.task_batches import TaskSource
 from shoal.data.text.tokenizer import read_tokenizer
 from shoal.decide.order import samples
 from shoal.env import test_data_dir
@@ -90,7 +91,6 @@ def squad(folder: Path, config: BertModelConfig, batch_size: int) -> Sides:
     tokenizer = read_tokenizer(test_data_dir() / VOCABULARY, lowercase=True)
     data = read_squad(test_data_dir() / CASES["squad"].needs[0], misplaced="skip")
     windows = make_features(data, tokenizer, WindowConfig(max_seq_length=CASES["squad"].max_seq_length))
-    targets = {"start": windows.start, "end": windows.end}
     peer = transformers.BertForQuestionAnswering._from_config(
         transformers_config(config), attn_implementation="sdpa"
     )
@@ -99,7 +99,7 @@ def squad(folder: Path, config: BertModelConfig, batch_size: int) -> Sides:
         ours=load_task_model(QuestionAnswering, folder / "model"),
         peer=peer,
         loss=squad_loss,
-        read=task_reader(windows, targets, batch_size),
+        read=task_reader(windows, batch_size),
     )
 
 
@@ -121,7 +121,7 @@ def mnli(folder: Path, config: BertModelConfig, batch_size: int) -> Sides:
         ours=load_task_model(SequenceClassification, folder / "model"),
         peer=peer,
         loss=mnli_loss,
-        read=task_reader(pairs, {"labels": pairs.labels}, batch_size),
+        read=task_reader(pairs, batch_size),
     )
 
 
@@ -129,8 +129,7 @@ def mnli_loss(model: nn.Module, batch: Batch) -> Tensor:
     return label_loss(model(**packed_inputs(batch)), batch["labels"]) / len(batch["labels"])
 
 
-def task_reader(features: Any, targets: dict[str, Any], batch_size: int) -> Callable[[int], Arrays]:
-    data = TaskData(tokens=features.tokens, types=features.types, bounds=features.bounds, targets=targets)
+def task_reader(data: TaskData, batch_size: int) -> Callable[[int], Arrays]:
     source = TaskSource(data=data, seed=SEED)
     shard = DataShard(global_batch_size=batch_size, micro_batch_size=batch_size)
     return lambda step: data.batch(source.micro_batches(shard, step)[0][1])

@@ -23,7 +23,6 @@ from shoal.train.config import required
 
 if TYPE_CHECKING:
     from shoal.data.text.classify import ClassifyData, PairFeatures
-    from shoal.data.text.task_batches import TaskData
     from shoal.models.tasks import SequenceClassification
     from shoal.train.run import Run
 
@@ -115,7 +114,7 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
 
         # ----------------------------------------------------------------------------------------- loop
         steps = run.steps(
-            TaskSource(data=task_data(training), seed=run.seed),
+            TaskSource(data=training, seed=run.seed),
             plan.batch,
             until=plan.total_steps,
             notes=[
@@ -169,18 +168,6 @@ def read_files(data: ClassifyDataConfig) -> "list[ClassifyData]":
     return [train, *(read_classify(path, columns, labels=train.labels) for path in data.eval)]
 
 
-def task_data(features: "PairFeatures") -> "TaskData":
-    """Return the sequences with their labels."""
-    from shoal.data.text.task_batches import TaskData
-
-    return TaskData(
-        tokens=features.tokens,
-        types=features.types,
-        bounds=features.bounds,
-        targets={"labels": features.labels},
-    )
-
-
 def counts(data: "ClassifyData", num_examples: int, num_cut: int, length: int) -> str:
     """Return a line about a file for the beginning of the run."""
     return (
@@ -201,7 +188,7 @@ def evaluate(
     for file in files:
         logits = finetuning.outputs_of(
             model,
-            task_data(file),
+            file,
             lambda batch: model(**packed_inputs(batch)),
             run,
             batch_size=config.run.evaluation_batch_size,

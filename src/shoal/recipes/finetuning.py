@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shoal.data.loader import Batch
-    from shoal.data.text.task_batches import Sequences
+    from shoal.data.text.sequences import Sequences
     from shoal.decide.batch import BatchPlan
     from shoal.models.tasks import TaskModel
     from shoal.optim.lr_schedules import Schedule

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from shoal.data.squad.dataset import SquadData
     from shoal.data.squad.features import SquadFeatures
     from shoal.data.squad.score import Scores
-    from shoal.data.text.task_batches import TaskData
     from shoal.models.pretraining import Pretraining
     from shoal.models.tasks import QuestionAnswering
     from shoal.train.run import Run
@@ -129,7 +128,7 @@ def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswe
     scores: dict[str, float] = {}
     steps = run.steps(
         TaskSource(
-            data=task_data(training),
+            data=training,
             seed=run.seed,
             name=lambda index: training.data.questions[int(training.question[index])].id,
         ),
@@ -177,18 +176,6 @@ def read_files(data: SquadDataConfig) -> "tuple[SquadData, SquadData]":
     return train, read_squad(required(data.eval), misplaced="keep")
 
 
-def task_data(features: "SquadFeatures") -> "TaskData":
-    """Return the windows with the positions to predict."""
-    from shoal.data.text.task_batches import TaskData
-
-    return TaskData(
-        tokens=features.tokens,
-        types=features.types,
-        bounds=features.bounds,
-        targets={"start": features.start, "end": features.end},
-    )
-
-
 def _counts(file: "SquadFeatures") -> str:
     return f"{len(file.data.questions):,} questions of SQuAD {file.data.version} in {len(file):,} windows"
 
@@ -210,7 +197,7 @@ def evaluate(
 
     logits = finetuning.outputs_of(
         model,
-        task_data(features),
+        features,
         lambda batch: torch.stack(model(**packed_inputs(batch)), dim=1),
         run,
         batch_size=config.run.evaluation_batch_size,

@@ -29,7 +29,6 @@ from shoal.recipes.finetuning import (
     make_plan,
     read_source_tokenizer,
 )
-from shoal.recipes.squad import task_data
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +219,7 @@ def test_the_loss_is_that_of_transformers(model: Path, questions: Path, tmp_path
         )
         wanted = wanted + out.loss
     assert features.start.any() and not features.start.all()  # windows with the answer and without
-    batch = as_tensors(task_data(features).batch(torch.arange(len(features)).numpy()), pin_memory=False)
+    batch = as_tensors(features.batch(torch.arange(len(features)).numpy()), pin_memory=False)
     logits = ours(**packed_inputs(batch))
     loss = span_loss(*logits, batch, batch["start"], batch["end"])
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)

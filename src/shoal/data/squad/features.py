@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from shoal.data.squad.config import WindowConfig
 from shoal.data.squad.dataset import SquadData, stands_at
+from shoal.data.text.sequences import TaskData
 from shoal.data.text.special_tokens import (
     Int32Array,
     Int64Array,
@@ -30,20 +30,15 @@ _SPACE = np.array([chr(code).isspace() for code in range(0x3002)])  # the last o
 
 
 @dataclass(frozen=True, kw_only=True)
-class SquadFeatures:
+class SquadFeatures(TaskData):
     """Windows ``[num_windows]``, one question's after the other's, and the paragraphs' tokens.
 
     Tokens of window ``w`` are ``bounds[w]`` to ``bounds[w + 1]`` of ``tokens`` and ``types``; of these the
     paragraph's begin at ``context_begin[w]`` and are ``context_length[w]``.
     """
 
+    TARGETS = ("start", "end")
     data: SquadData
-    tokens: Int32Array
-    """Token ids of all windows, flat."""
-    types: npt.NDArray[np.uint8]
-    """Segment ids of all windows, flat."""
-    bounds: Int64Array
-    """Offsets of the windows, and the end of the last one: ``[num_windows + 1]``."""
     question: Int32Array
     """Index of the window's question in ``data.questions``."""
     context_begin: Int32Array
@@ -59,9 +54,6 @@ class SquadFeatures:
     """Offsets of the paragraphs' tokens in ``offsets``: ``[num_paragraphs + 1]``."""
     offsets: Int32Array
     """First and last character + 1 of each token of each paragraph, without blanks: ``[tokens, 2]``."""
-
-    def __len__(self) -> int:
-        return len(self.question)
 
 
 def make_features(data: SquadData, tokenizer: Tokenizer, config: WindowConfig) -> SquadFeatures:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from shoal.data.text.sequences import TaskData
 from shoal.data.text.special_tokens import Int32Array, Int64Array, SequenceTemplate, encode_texts, plain
 from shoal.errors import UsageError, did_you_mean
 from shoal.json_text import parse_json
@@ -215,23 +215,15 @@ _READERS = {".tsv": _tsv_rows, ".jsonl": _jsonl_rows}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairFeatures:
-    """Sequences of ``data.examples``; tokens of sequence ``k`` are ``bounds[k]`` to ``bounds[k + 1]``."""
+class PairFeatures(TaskData):
+    """Sequences of ``data.examples``."""
 
+    TARGETS = ("labels",)
     data: ClassifyData
-    tokens: Int32Array
-    """Token ids of all sequences, flat."""
-    types: npt.NDArray[np.uint8]
-    """Segment ids of all sequences, flat."""
-    bounds: Int64Array
-    """Offsets of the sequences, and the end of the last one: ``[num_sequences + 1]``."""
     labels: Int32Array
     """Index of each sequence's label in ``data.labels``."""
     num_cut: int
     """Sequences that were truncated."""
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
 
 def make_pairs(data: ClassifyData, tokenizer: Tokenizer, *, max_seq_length: int) -> PairFeatures:

@@ -12,66 +12,20 @@ bitwise the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from shoal.data.loader import Batch, Stream, as_tensors, in_order
-from shoal.data.packing import pack
-from shoal.data.steps import Arrays, DataShard
-from shoal.data.text.special_tokens import Int32Array, Int64Array, ranges
+from shoal.data.steps import DataShard
+from shoal.data.text.sequences import Sequences
+from shoal.data.text.special_tokens import Int64Array
 from shoal.decide.order import micro_batches, samples
 from shoal.decide.rng import dropout_keys
 
 _STEPS_AHEAD = 2
-
-
-class Sequences(Protocol):
-    """Sequences to make batches of: ``TaskData``, or ``text_to_text.TextToText``."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def bounds(self) -> Int64Array:
-        """Offsets of the sequences in an array of all tokens, and the end of the last one."""
-
-    @property
-    def lengths(self) -> Int64Array:
-        """Tokens of each sequence."""
-
-    def batch(self, indices: Int64Array) -> Arrays:
-        """Return the sequences ``indices`` as a model takes them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskData:
-    """Sequences without padding, and the targets of each."""
-
-    tokens: Int32Array
-    types: npt.NDArray[np.uint8]
-    bounds: Int64Array
-    """Offsets of the sequences in ``tokens`` and ``types``, and the end of the last one."""
-    targets: Mapping[str, Int32Array]
-    """``start`` and ``end``, or ``labels``, of each sequence."""
-
-    def __len__(self) -> int:
-        return len(self.bounds) - 1
-
-    @property
-    def lengths(self) -> Int64Array:
-        """Tokens of each sequence."""
-        return np.diff(self.bounds)
-
-    def batch(self, indices: Int64Array) -> Arrays:
-        """Return the sequences ``indices`` packed, with their targets (int64 ``[B]``)."""
-        lengths = self.lengths[indices]
-        where = ranges(self.bounds[indices], lengths)
-        packed = pack(self.tokens[where], self.types[where], lengths)
-        return {**packed, **{name: t[indices].astype(np.int64) for name, t in self.targets.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from shoal.data.text.classify import ClassifyData, Example
-from shoal.data.text.special_tokens import Int32Array, Int64Array, encode_texts, plain, ranges
+from shoal.data.text.sequences import Sequences
+from shoal.data.text.special_tokens import Int64Array, encode_texts, plain, ranges
 from shoal.errors import UsageError
 
 TEMPLATES: Mapping[str, str] = {
@@ -31,26 +32,15 @@ IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextToText:
-    """Inputs without padding, and targets; input ``k`` is ``tokens[bounds[k] : bounds[k + 1]]``."""
+class TextToText(Sequences):
+    """Inputs, and their targets."""
 
     data: ClassifyData
-    tokens: Int32Array
-    bounds: Int64Array
-    """Offsets of the inputs in ``tokens``, and the end of the last one."""
     words: tuple[tuple[int, ...], ...]
     """The tokens of each label, the end token included."""
     pad_id: int
     num_cut: int
     """Inputs that were truncated."""
-
-    def __len__(self) -> int:
-        return len(self.bounds) - 1
-
-    @property
-    def lengths(self) -> Int64Array:
-        """Tokens of each input."""
-        return np.diff(self.bounds)
 
     @property
     def longest_word(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 from shoal.data.steps import DataShard
+from shoal.data.text.sequences import TaskData
 from shoal.data.text.task_batches import (
-    TaskData,
     TaskSource,
     evaluation_batches,
     evaluation_parts,
@@ -19,16 +20,22 @@ from shoal.data.text.task_batches import (
 from shoal.decide.order import samples
 
 
+@dataclass(frozen=True, kw_only=True)
+class Labelled(TaskData):
+    TARGETS = ("labels",)
+    labels: np.ndarray
+
+
 @pytest.fixture
 def data() -> TaskData:
     """37 sequences of 3 to 40 tokens; every token of sequence ``k`` is ``k``."""
     lengths = np.random.default_rng(3).integers(3, 41, 37)
     numbers = np.repeat(np.arange(37), lengths).astype(np.int32)
-    return TaskData(
+    return Labelled(
         tokens=numbers,
         types=(numbers % 2).astype(np.uint8),
         bounds=np.concatenate([[0], np.cumsum(lengths)]),
-        targets={"labels": np.arange(100, 137, dtype=np.int32)},
+        labels=np.arange(100, 137, dtype=np.int32),
     )
 
 
