@@ -117,7 +117,7 @@ def prepare_images(
         source, validation=validation, seed=config.seed, ground_truth=ground_truth, synsets=synsets
     )
     if out is None or dry_run:
-        print("\n".join([found.description, *found.remarks, *try_out(found, config).lines()]))
+        print("\n".join([found.description, *found.remarks, *try_out(found, config)]))
     else:
         prepare_source(found, out, config=config)
 

@@ -8,10 +8,11 @@ each class is held out.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
 from shoal.errors import ShoalError, UsageError, did_you_mean
@@ -46,12 +47,14 @@ class FolderSource:
             ShoalError: a folder cannot be read.
         """
         self._path, self._seed = path, seed
-        folders = self._folders = _folders(path)
+        folders = _folders(path)
         self._roots = {TRAIN: path}
+        self._left_alone: list[str] = []
         if TRAIN in folders:
             self._roots = {TRAIN: path / TRAIN}
             if found := [name for name in VALIDATION_NAMES if name in folders]:
                 self._roots[VALIDATION] = path / found[0]
+                self._left_alone = found[1:]
         elif folders and set(folders) <= {*VALIDATION_NAMES}:
             raise UsageError(f"{path} has {', '.join(folders)}, but no train; name the training images train")
         if validation is not None and VALIDATION in self._roots:
@@ -78,13 +81,11 @@ class FolderSource:
     @property
     def remarks(self) -> tuple[str, ...]:
         lines = []
-        others = [name for name in VALIDATION_NAMES if name in self._folders and VALIDATION in self._roots]
-        if len(others) > 1:
-            lines.append(f"validation images are those of {others[0]}; {', '.join(others[1:])} is left alone")
-        counts: dict[str, int] = {}
-        for root in self._roots.values():
-            for suffix in _other_suffixes(root):
-                counts[suffix] = counts.get(suffix, 0) + 1
+        if self._left_alone:
+            used, others = self._roots[VALIDATION].name, ", ".join(self._left_alone)
+            lines.append(f"validation images are those of {used}; {others} is left alone")
+        suffixes = (path.suffix.lower() for root in self._roots.values() for path in _visible(root))
+        counts = Counter(suffix or "without suffix" for suffix in suffixes if suffix not in SUFFIXES)
         if counts:
             listed = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(counts.items())[:8])
             lines.append(f"files that are no images by their suffix are left alone: {listed}")
@@ -135,15 +136,14 @@ class FolderSource:
         extra = [name for name in found if name not in self.classes]
         missing = [name for name in self.classes if name not in found]
         if extra:
-            near = did_you_mean(extra[0], missing or self.classes)
             raise UsageError(
-                f"{other / extra[0]}: {train} has no class {extra[0]!r}{_and_more(extra)}; both must have "
-                f"the same class folders.{near}"
+                f"{train} has no class {_listed(extra)}, which {other} has; both must have the same class "
+                f"folders.{did_you_mean(extra[0], missing or self.classes)}"
             )
         if missing:
             raise UsageError(
-                f"{other} has no class {missing[0]!r}{_and_more(missing)}, which {train} has; both must have "
-                "the same class folders: an empty one if there are no images for it"
+                f"{other} has no class {_listed(missing)}, which {train} has; both must have the same class "
+                "folders: an empty one if there are no images for it"
             )
 
 
@@ -172,41 +172,32 @@ def _folders(path: Path) -> list[str]:
         with os.scandir(path) as entries:
             return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
     except OSError as error:
-        raise ShoalError(f"{path} cannot be read: {error.strerror}") from error
+        _unreadable(error)
 
 
 def _files(folder: Path) -> list[_File]:
     """Return the images below a class folder, sorted by name."""
     found = []
     try:
-        for root, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            for name in names:
-                if Path(name).suffix.lower() in SUFFIXES and not name.startswith("."):
-                    path = Path(root, name)
-                    facts = path.stat()
-                    relative = path.relative_to(folder).as_posix()
-                    found.append(_File(relative, facts.st_size, facts.st_mtime_ns))
+        for path in _visible(folder):
+            if path.suffix.lower() in SUFFIXES:
+                facts = path.stat()
+                found.append(_File(path.relative_to(folder).as_posix(), facts.st_size, facts.st_mtime_ns))
     except OSError as error:
-        raise ShoalError(f"{error.filename} cannot be read: {error.strerror}") from error
+        _unreadable(error)
     return sorted(found)
 
 
-def _other_suffixes(path: Path) -> Iterator[str]:
-    """Yield the suffix of each file below ``path`` that is not an image's."""
-    for _, folders, names in os.walk(path, followlinks=True):
+def _visible(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder that are not hidden, nor in a hidden folder."""
+    for root, folders, names in os.walk(folder, onerror=_unreadable, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            suffix = Path(name).suffix.lower()
-            if suffix not in SUFFIXES and not name.startswith("."):
-                yield suffix or "without suffix"
+        yield from (Path(root, name) for name in names if not name.startswith("."))
 
 
-def _raise(error: OSError) -> None:
-    raise error
+def _unreadable(error: OSError) -> NoReturn:
+    raise ShoalError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
-def _and_more(names: Sequence[str]) -> str:
-    return f" (nor {len(names) - 1} more: {', '.join(names[1:4])}{', …' if len(names) > 4 else ''})" * (
-        len(names) > 1
-    )
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:4])) + f" (and {len(names) - 4} more)" * (len(names) > 4)

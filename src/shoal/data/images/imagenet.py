@@ -15,7 +15,6 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
@@ -88,18 +87,7 @@ def _parse(header: bytes, where: str, at: int) -> tarfile.TarInfo:
 _MAT_HEADER_BYTES = 128
 _MATRIX, _COMPRESSED = 14, 15  # types of elements
 _STRUCT, _CHAR = 2, 4  # classes of matrices
-_MAT_TYPES = {
-    1: "<i1",
-    2: "<u1",
-    3: "<i2",
-    4: "<u2",
-    5: "<i4",
-    6: "<u4",
-    7: "<f4",
-    9: "<f8",
-    12: "<i8",
-    13: "<u8",
-}
+_MAT_TYPES = {1: "<i1", 2: "<u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8"}
 _MAT_TYPES |= {13: "<u8", 16: "<u1", 17: "<u2"}  # UTF-8, UTF-16
 _MAT_ERRORS = (ValueError, LookupError, TypeError, OverflowError, StopIteration, struct.error, zlib.error)
 
@@ -181,106 +169,79 @@ NAMED_TRUTH = "imagenet_2012_validation_synset_labels.txt"
 META = "meta.mat"
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroundTruth:
-    """The lines of a ground truth file, and the synset of each number if they are numbers."""
+class Truth(NamedTuple):
+    """A line of the ground truth, and the synset that it means."""
 
-    name: str
-    lines: tuple[str, ...]
-    synsets: dict[int, str] | None
-    synsets_name: str
-
-    def labels(self, classes: tuple[str, ...], num_images: int) -> list[int]:
-        """Return the label of each validation image, in the order of their names.
-
-        Raises:
-            UsageError: the number of lines is not that of the images, a line names no class, or lines are
-                numbers and the list of synsets is missing.
-        """
-        if len(self.lines) != num_images:
-            raise UsageError(
-                f"{self.name} has {len(self.lines):,} lines for {num_images:,} validation images; there must "
-                "be one for each"
-            )
-        label_of = {name: label for label, name in enumerate(classes)}
-        labels = []
-        for number, line in enumerate(self.lines, 1):
-            synset = self._synset(line, number) if line.isdecimal() else line
-            if synset not in label_of:
-                raise UsageError(
-                    f"{self.name}, line {number}: {line!r} is not a class of the training images."
-                    + did_you_mean(synset, classes)
-                )
-            labels.append(label_of[synset])
-        return labels
-
-    def _synset(self, line: str, number: int) -> str:
-        if self.synsets is None:
-            raise UsageError(
-                f"{self.name} has numbers, and what they mean is missing: put {META} of the development kit "
-                f"({DEVKIT}.tar.gz) beside the tars, or give it as --synsets"
-            )
-        if int(line) not in self.synsets:
-            raise UsageError(f"{self.name}, line {number}: {self.synsets_name} has no number {line}")
-        return self.synsets[int(line)]
+    line: str
+    synset: str
 
 
-def find_ground_truth(folder: Path, truth: Path | None = None, synsets: Path | None = None) -> GroundTruth:
-    """Read the ground truth from the given files, else from ``folder``.
+def read_ground_truth(
+    folder: Path, truth: Path | None = None, synsets: Path | None = None
+) -> tuple[str, list[Truth]]:
+    """Return the name and the lines of the ground truth: the given files, or those in ``folder``.
 
     There it is the development kit, packed (``ILSVRC2012_devkit_t12.tar.gz``) or not, or its files beside the
     tars, or ``imagenet_2012_validation_synset_labels.txt``, which names synsets.
 
     Raises:
-        UsageError: there is none, or a given file does not exist.
+        UsageError: there is none, a given file does not exist, or lines are numbers and the list of synsets
+            is missing or does not have them.
         ShoalError: a file cannot be read, or is too large to be one of these.
     """
     places = (folder, folder / "data", folder / DEVKIT / "data")
     packed = folder / f"{DEVKIT}.tar.gz"
-    truth = truth or _first([*(place / TRUTH for place in places), folder / NAMED_TRUTH])
-    found = synsets or _first([place / META for place in places])
-    if truth is not None:
-        name, text = str(truth), _read(truth)
-    elif packed.is_file():
-        name, text = f"{packed}: {TRUTH}", _unpack(packed, TRUTH)
-    else:
+    found = _find(truth, [*(place / TRUTH for place in places), folder / NAMED_TRUTH], packed)
+    if found is None:
         raise UsageError(
             f"{folder} has no ground truth of the validation images; put {packed.name} of the ImageNet site "
             f"there, or {NAMED_TRUTH}, or give a file of one line an image as --ground-truth"
         )
-    meanings, where = None, ""
-    if found is not None:
-        where = str(found)
-        is_mat = found.suffix == ".mat"
-        meanings = read_synsets(_read(found), where) if is_mat else _text_synsets(found)
-    elif packed.is_file():
-        where = f"{packed}: {META}"
-        meanings = read_synsets(_unpack(packed, META), where)
-    return GroundTruth(name=name, lines=_first_words(text), synsets=meanings, synsets_name=where)
+    where, meanings = "", {}
+    if meta := _find(synsets, [place / META for place in places], packed):
+        where, data = meta
+        meanings = read_synsets(data, where) if where.endswith(".mat") else _text_synsets(data, where)
+    name, data = found
+    lines = []
+    for number, line in enumerate(_first_words(data), 1):
+        if line.isdecimal() and not meanings:
+            raise UsageError(
+                f"{name} has numbers, and what they mean is missing: put {META} of the development kit "
+                f"({DEVKIT}.tar.gz) beside the tars, or give it as --synsets"
+            )
+        if line.isdecimal() and int(line) not in meanings:
+            raise UsageError(f"{name}, line {number}: {where} has no number {line}")
+        lines.append(Truth(line, meanings[int(line)] if line.isdecimal() else line))
+    return name, lines
 
 
-def _text_synsets(path: Path) -> dict[int, str]:
+def _find(given: Path | None, places: list[Path], packed: Path) -> tuple[str, bytes] | None:
+    """Return name and bytes of a given file, else the first of ``places``, else of the packed kit."""
+    path = given or next((place for place in places if place.is_file()), None)
+    if path is not None:
+        return str(path), _read(path)
+    if packed.is_file():
+        return f"{packed}: {places[0].name}", _unpack(packed, places[0].name)
+    return None
+
+
+def _text_synsets(data: bytes, where: str) -> dict[int, str]:
     """Return the synset of each line, numbered from 1 as in the development kit.
 
     Raises:
         UsageError: the list is sorted, so its line numbers are labels and not those of the development kit.
     """
-    lines = _first_words(_read(path))
-    if list(lines) == sorted(lines):
+    lines = _first_words(data)
+    if lines == sorted(lines):
         raise UsageError(
-            f"{path} lists the synsets in sorted order, which is not that of the development kit's numbers; "
+            f"{where} lists the synsets in sorted order, which is not that of the development kit's numbers; "
             f"give its {META}, or a ground truth that names synsets"
         )
     return dict(enumerate(lines, 1))
 
 
-def _first_words(text: bytes) -> tuple[str, ...]:
-    lines = (line.split() for line in text.decode("utf-8", "replace").splitlines())
-    return tuple(words[0] for words in lines if words)
-
-
-def _first(paths: list[Path]) -> Path | None:
-    return next((path for path in paths if path.is_file()), None)
+def _first_words(text: bytes) -> list[str]:
+    return [words[0] for line in text.decode("utf-8", "replace").splitlines() if (words := line.split())]
 
 
 def _read(path: Path) -> bytes:
@@ -342,7 +303,7 @@ class ImageNetSource:
         for path in (self._train, self._validation):
             if not path.is_file():
                 raise UsageError(f"{path}: there is no such file, and ImageNet is prepared from both tars")
-        self._truth = find_ground_truth(folder, ground_truth, synsets)
+        name, truth = read_ground_truth(folder, ground_truth, synsets)
         self._tars = {
             PurePosixPath(member.name).stem: member
             for member in members(self._train)
@@ -351,7 +312,7 @@ class ImageNetSource:
         if not self._tars:
             raise UsageError(f"{self._train} has no tars of classes (n01440764.tar, …); is it ImageNet's?")
         self.classes = tuple(sorted(self._tars))
-        self._labels = self._truth.labels(self.classes, len(self._validation_members))
+        self._labels = self._labels_of(name, truth)
 
     @property
     def description(self) -> str:
@@ -382,6 +343,23 @@ class ImageNetSource:
                 for label, (tar, found) in enumerate(zip(some, listed, strict=True), first):
                     for member in found:
                         yield _image(self._train, member, label, f"{tar.name}: {member.name}")
+
+    def _labels_of(self, name: str, truth: list[Truth]) -> list[int]:
+        """Return the label of each validation image, in the order of their names."""
+        num_images = len(self._validation_members)
+        if len(truth) != num_images:
+            raise UsageError(
+                f"{name} has {len(truth):,} lines for {num_images:,} validation images; there must be one "
+                "for each"
+            )
+        label_of = {synset: label for label, synset in enumerate(self.classes)}
+        for number, (line, synset) in enumerate(truth, 1):
+            if synset not in label_of:
+                raise UsageError(
+                    f"{name}, line {number}: {line!r} is not a class of the training images."
+                    + did_you_mean(synset, self.classes)
+                )
+        return [label_of[synset] for _, synset in truth]
 
     @cached_property
     def _validation_members(self) -> list[Member]:

@@ -18,7 +18,6 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from shoal.data.atomic_io import write_atomically
 from shoal.data.images.manifest import INDEX, TAR, ImageManifest
@@ -26,7 +25,6 @@ from shoal.data.images.reencode import ReencodeConfig, check_pillow
 from shoal.data.images.shard_worker import (
     SPLITS,
     OnBad,
-    ShardJob,
     ShardResult,
     ShardTask,
     finished_shard,
@@ -39,7 +37,7 @@ from shoal.data.manifest import MANIFEST, VERSION
 from shoal.data.prepare_dir import RECORDS, clear, locked, open_plan, read_record
 from shoal.data.process_pool import num_cores, run_unfinished
 from shoal.data.progress import Progress
-from shoal.errors import UsageError, did_you_mean
+from shoal.errors import UsageError
 
 KIND = "images"
 SKIPPED = "skipped.txt"
@@ -77,16 +75,6 @@ class ImagePrepareConfig(ReencodeConfig):
         for name, least in (("shard_bytes", 1 << 12), ("processes", 0), ("seed", 0)):
             if not least <= getattr(self, name) < 1 << 63:
                 raise UsageError(f"{name}={getattr(self, name)} must be at least {least}")
-        if self.on_bad not in get_args(OnBad):
-            raise UsageError(
-                f"on_bad={self.on_bad!r} must be one of {', '.join(get_args(OnBad))}."
-                + did_you_mean(self.on_bad, get_args(OnBad))
-            )
-
-    @property
-    def encoding(self) -> ReencodeConfig:
-        """The fields that decide how an image is re-encoded."""
-        return ReencodeConfig(resize=self.resize, quality=self.quality)
 
 
 def prepare_images(
@@ -122,17 +110,16 @@ def prepare_images(
         for split, found in totals.items():
             count = num_shards(found.num_images, found.num_bytes, config.shard_bytes)
             tasks += [ShardTask(split, number, count) for number in range(count)]
-        job = ShardJob(out=out, encoding=config.encoding, on_bad=config.on_bad, seed=config.seed)
         results = run_unfinished(
             write_shard,
             tasks,
-            lambda task: finished_shard(out, task, job.on_bad),
+            lambda task: finished_shard(out, task, config.on_bad),
             shown,
             what="image shards",
             num_bytes=lambda task: totals[task.split].num_bytes / task.num_shards,
             processes=config.processes or num_cores(),
             initializer=start_worker,
-            initargs=(job,),
+            initargs=(out, config),
         )
         return _finish(source, config, results, out, shown)
 

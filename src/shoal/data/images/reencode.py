@@ -27,6 +27,8 @@ MAX_IMAGE_BYTES = 1 << 28
 
 _ORIENTATION = 0x0112  # tag of EXIF (TIFF 6.0, section 8)
 _UPRIGHT = 1
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+"""Pillow's ``Transpose`` that undoes each orientation, as in its ``exif_transpose``."""
 _JPEG_SIDE = 65_500  # libjpeg's limit
 _JPEGS = ("JPEG", "MPO")  # MPO: a JPEG with more pictures behind the first, as phones write it
 
@@ -67,6 +69,8 @@ def reencode(data: bytes, config: ReencodeConfig) -> Encoded:
         BadImage: it cannot be decoded, or not completely.
         ShoalError: Pillow is not installed.
     """
+    from PIL.Image import Resampling, Transpose
+
     if not data:
         raise BadImage("is empty")
     with _bad_image_errors(), open_image(data) as image:
@@ -80,9 +84,12 @@ def reencode(data: bytes, config: ReencodeConfig) -> Encoded:
             return Encoded(data, width, height)
         image.load()
         pixels = _eight_bits(image)
-        if orientation != _UPRIGHT:
-            pixels = _turned(pixels, orientation)
-        pixels = _smaller(pixels, config.resize)
+        if orientation in _TURNS:
+            pixels = pixels.transpose(Transpose(_TURNS[orientation]))
+        if not small_enough:
+            factor = config.resize / min(pixels.size)
+            width, height = (max(config.resize, round(side * factor)) for side in pixels.size)
+            pixels = pixels.resize((width, height), Resampling.LANCZOS)
         if max(pixels.size) > _JPEG_SIDE:
             raise BadImage(f"is too large for a JPEG: {pixels.width} x {pixels.height} pixels")
         out = io.BytesIO()
@@ -121,23 +128,7 @@ def _orientation(image: PillowImage.Image) -> int:
         value = image.getexif().get(_ORIENTATION, _UPRIGHT)
     except Exception:
         return _UPRIGHT
-    return value if value in range(1, 9) else _UPRIGHT
-
-
-def _turned(image: PillowImage.Image, orientation: int) -> PillowImage.Image:
-    """Apply EXIF's orientation 2 to 8, as Pillow's ``exif_transpose`` does."""
-    from PIL.Image import Transpose
-
-    turns = (
-        Transpose.FLIP_LEFT_RIGHT,
-        Transpose.ROTATE_180,
-        Transpose.FLIP_TOP_BOTTOM,
-        Transpose.TRANSPOSE,
-        Transpose.ROTATE_270,
-        Transpose.TRANSVERSE,
-        Transpose.ROTATE_90,
-    )
-    return image.transpose(turns[orientation - 2])
+    return value if value in _TURNS else _UPRIGHT
 
 
 def _eight_bits(image: PillowImage.Image) -> PillowImage.Image:
@@ -152,14 +143,3 @@ def _eight_bits(image: PillowImage.Image) -> PillowImage.Image:
             raise BadImage("has pixels of more than 16 bits")
         return Image.fromarray((wide >> 8).astype(np.uint8))
     return image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB")
-
-
-def _smaller(image: PillowImage.Image, shorter_side: int) -> PillowImage.Image:
-    """Downscale the image to a shorter side of at most ``shorter_side`` pixels; 0: no limit."""
-    from PIL.Image import Resampling
-
-    if shorter_side == 0 or min(image.size) <= shorter_side:
-        return image
-    factor = shorter_side / min(image.size)
-    width, height = (max(shorter_side, round(side * factor)) for side in image.size)
-    return image.resize((width, height), Resampling.LANCZOS)

@@ -13,20 +13,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from shoal.data.atomic_io import write_atomically
 from shoal.data.images.headers import BadImage
 from shoal.data.images.manifest import ImageShardInfo
-from shoal.data.images.reencode import MAX_IMAGE_BYTES, ReencodeConfig, check_pillow, reencode
+from shoal.data.images.reencode import MAX_IMAGE_BYTES, check_pillow, reencode
 from shoal.data.images.shards import ImageShardWriter
 from shoal.data.images.sources import TRAIN, VALIDATION, Listing, SourceImage
 from shoal.data.prepare_dir import OVERWRITE, RECORDS, check_finished, read_record
 from shoal.data.process_pool import advance
 from shoal.decide.order import shuffled
 from shoal.errors import ShoalError, UsageError
+
+if TYPE_CHECKING:
+    from shoal.data.images.prepare import ImagePrepareConfig
 
 OnBad = Literal["refuse", "skip"]
 SPLITS = (TRAIN, VALIDATION)
@@ -57,21 +60,11 @@ class ShardResult:
     skipped: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardJob:
-    """Settings that all shards of a preparation share."""
-
-    out: Path
-    encoding: ReencodeConfig
-    on_bad: OnBad
-    seed: int
-
-
-def start_worker(job: ShardJob) -> None:
-    """Store the job, once per process."""
-    global _job, _listings
+def start_worker(out: Path, config: ImagePrepareConfig) -> None:
+    """Store what all shards of a preparation share, once per process."""
+    global _out, _config, _listings
     check_pillow()
-    _job, _listings = job, {}
+    _out, _config, _listings = out, config, {}
 
 
 def write_shard(task: ShardTask) -> ShardResult:
@@ -82,25 +75,25 @@ def write_shard(task: ShardTask) -> ShardResult:
         ShoalError: a source can no longer be read, the disk is full.
     """
     if task.split not in _listings:
-        _listings[task.split] = Listing(_job.out / RECORDS, task.split)
+        _listings[task.split] = Listing(_out / RECORDS, task.split)
     listing = _listings[task.split]
     skipped: list[tuple[str, str]] = []
-    with ImageShardWriter(_job.out, task.name) as writer:
-        for number in images_of(task, len(listing), _job.seed):
+    with ImageShardWriter(_out, task.name) as writer:
+        for number in images_of(task, len(listing), _config.seed):
             image = listing.image(number)
             try:
-                encoded = reencode(read_image(image), _job.encoding)
+                encoded = reencode(read_image(image), _config)
             except BadImage as error:
                 skipped.append((image.name, str(error)))
-                check_allowed(skipped, _job.on_bad)
+                check_allowed(skipped, _config.on_bad)
             else:
                 extra = None if image.annotations is None else image.annotations.encode()
-                size = {"width": encoded.width, "height": encoded.height}
-                writer.add(image.key, encoded.jpeg, label=image.label, **size, annotations=extra)
+                jpeg, width, height = encoded
+                writer.add(image.key, jpeg, width=width, height=height, label=image.label, annotations=extra)
             advance(image.size)
         shard = writer.finish() if writer.num_images else None
     record = {"shard": shard and dataclasses.asdict(shard), "skipped": skipped}
-    write_atomically(_record_path(_job.out, task), json.dumps(record).encode())
+    write_atomically(_record_path(_out, task), json.dumps(record).encode())
     return ShardResult(task=task, shard=shard, skipped=tuple(skipped))
 
 
@@ -180,5 +173,6 @@ def _record_path(out: Path, task: ShardTask) -> Path:
     return out / RECORDS / f"{task.name}.json"
 
 
-_job: ShardJob
+_out: Path
+_config: ImagePrepareConfig
 _listings: dict[str, Listing]

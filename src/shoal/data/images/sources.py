@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from shoal.data.atomic_io import AtomicFile
+from shoal.data.atomic_io import AtomicFile, write_atomically
 from shoal.errors import ShoalError
 from shoal.json_text import parse_json
 
@@ -100,7 +100,7 @@ class Listing:
     """The listed images of a split by number."""
 
     def __init__(self, folder: Path, split: str) -> None:
-        self._lines = (folder / f"{split}.images").open("rb")
+        self._lines = np.memmap(folder / f"{split}.images", mode="r")
         self._offsets = np.memmap(folder / f"{split}.offsets", dtype="<i8", mode="r")
 
     def __len__(self) -> int:
@@ -109,13 +109,8 @@ class Listing:
     def image(self, number: int) -> SourceImage:
         """Return an image as the source yielded it."""
         begin, end = self._offsets[number : number + 2]
-        self._lines.seek(begin)
-        key, path, *rest = parse_json(self._lines.read(end - begin), self._lines.name)
+        key, path, *rest = parse_json(self._lines[begin:end].tobytes(), str(self._lines.filename))
         return SourceImage(key, Path(path), *rest)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._lines.close()
 
 
 def write_listing(images: Iterable[SourceImage], folder: Path, split: str, *, num_classes: int) -> Totals:
@@ -127,7 +122,7 @@ def write_listing(images: Iterable[SourceImage], folder: Path, split: str, *, nu
     offsets, digests = array("q", [0]), array("Q")
     counts = [0] * num_classes
     num_bytes = 0
-    with AtomicFile(folder / f"{split}.images") as lines, AtomicFile(folder / f"{split}.offsets") as index:
+    with AtomicFile(folder / f"{split}.images") as lines:
         for image in images:
             lines.write(json.dumps([image.key, str(image.path), *image[2:]]).encode() + b"\n")
             offsets.append(lines.num_bytes)
@@ -135,11 +130,9 @@ def write_listing(images: Iterable[SourceImage], folder: Path, split: str, *, nu
             num_bytes += image.size
             if image.label >= 0:
                 counts[image.label] += 1
-        index.write(np.asarray(offsets, dtype="<i8").tobytes())
-        for file in (lines, index):
-            file.close()
-        for file in (lines, index):
-            file.publish()
+        lines.close()
+        lines.publish()
+    write_atomically(folder / f"{split}.offsets", np.asarray(offsets, dtype="<i8").tobytes())
     _check_unique(digests, folder, split)
     return Totals(num_images=len(digests), num_bytes=num_bytes, class_counts=tuple(counts))
 
@@ -155,5 +148,4 @@ def _check_unique(digests: array[int], folder: Path, split: str) -> None:
     twice = int(found[counts > 1][0])
     listing = Listing(folder, split)
     names = [image.name for image in map(listing.image, range(len(listing))) if _digest(image.key) == twice]
-    listing.close()
     raise ShoalError(f"{names[0]} and {names[1]} would have the same name in the shards; rename one of them")

@@ -22,7 +22,6 @@ def test_a_listing_comes_back_by_number(tmp_path):
     assert (totals.num_images, totals.num_bytes, totals.class_counts) == (3, 60, (1, 1, 0))
     listing = Listing(tmp_path, "train")
     assert [listing.image(number) for number in range(len(listing))] == images
-    listing.close()
     assert images[2].name == f"{tmp_path}/x.tar: y.tar: c.jpg" and images[0].name == f"{tmp_path}/a/1.jpg"
 
 
