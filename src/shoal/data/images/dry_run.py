@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from shoal.data.images.headers import BadImage
-from shoal.data.images.prepare import ImagePrepareConfig, list_images
+from shoal.data.images.prepare import ImagePrepareConfig, list_images, num_shards, read_image
 from shoal.data.images.reencode import check_pillow, reencode
-from shoal.data.images.shard_worker import num_shards, read_image
 from shoal.data.images.sources import TRAIN, ImageSource, Listing
 from shoal.data.process_pool import num_cores
 

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.data.images.manifest import ImageManifest, ImageShardInfo
-from shoal.data.images.prepare import KIND
+from shoal.data.images.prepare import KIND, SPLITS, ShardTask, images_of, num_shards
 from shoal.data.images.reencode import check_pillow
-from shoal.data.images.shard_worker import SPLITS, ShardTask, images_of, num_shards
 from shoal.data.images.shards import ImageShardWriter
 from shoal.data.manifest import MANIFEST, VERSION
 from shoal.data.prepare_dir import locked, open_plan

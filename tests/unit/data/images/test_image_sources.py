@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 
+from shoal.data.images.prepare import ShardTask, images_of, num_shards, read_image
 from shoal.data.images.reencode import MAX_IMAGE_BYTES, BadImage
-from shoal.data.images.shard_worker import ShardTask, images_of, num_shards, read_image
 from shoal.data.images.sources import Listing, SourceImage, write_listing
 from shoal.errors import ShoalError
 
