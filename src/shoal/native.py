@@ -141,18 +141,9 @@ def lamb_step(
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[float],
-    *,
-    learning_rate: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    grad_scale: float = 1.0,
-    bias_correction: bool = True,
-    trust_ratio: bool = True,
-    num_threads: int = 1,
-    level: Level | None = None,
+    **options: Any,
 ) -> tuple[float, float]:
-    """Update weights and moments in place by LAMB (:mod:`shoal.optim.lamb` has the formula).
+    """Update weights and moments in place by LAMB.
 
     The bits of the result depend neither on the number of threads nor on the level.
 
@@ -163,15 +154,9 @@ def lamb_step(
         exp_avgs: first moments, updated in place.
         exp_avg_sqs: second moments, updated in place.
         steps: number of this update per tensor, from 1.
-        learning_rate: of this update.
-        betas: decay rates of the moments.
-        eps: added to the root of the second moment.
-        weight_decay: multiple of the weights that is added to the update.
-        grad_scale: factor on the gradients.
-        bias_correction: whether moments are corrected for their start at zero.
-        trust_ratio: whether updates are scaled by the norms; else the ratio is 1.
-        num_threads: maximum number of threads.
-        level: kernel level (for tests); ``None`` for the fastest.
+        options: the kernel's, by keyword, all of them; :mod:`shoal.optim.lamb` has the formula. Besides the
+            names of the optimizer's there are ``learning_rate``, ``grad_scale`` (a factor on the gradients),
+            ``num_threads`` (at most) and ``level`` (of the kernel, for tests; default: the fastest).
 
     Returns:
         The norms of all scaled gradients and of all weights before the update.
@@ -180,81 +165,20 @@ def lamb_step(
         UsageError: a tensor has another dtype, device or layout.
         ShoalError: the native core is missing.
     """
-    counts = [weight.numel() for weight in weights]
     addresses = [_addresses(tensors, weights) for tensors in (weights, grads, exp_avgs, exp_avg_sqs)]
-    grad_sq, weight_sq = core().lamb_step(
-        *addresses,
-        counts,
-        list(steps),
-        learning_rate=learning_rate,
-        beta1=betas[0],
-        beta2=betas[1],
-        eps=eps,
-        weight_decay=weight_decay,
-        grad_scale=grad_scale,
-        bias_correction=bias_correction,
-        trust_ratio=trust_ratio,
-        num_threads=num_threads,
-        level=level,
-    )
-    return math.sqrt(grad_sq), math.sqrt(weight_sq)
+    return _updated("lamb_step", *addresses, _counts(weights), list(steps), **options)
 
 
 def lars_step(
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    *,
-    learning_rate: float,
-    momentum: float,
-    weight_decay: float,
-    eta: float,
-    eps: float = 0.0,
-    grad_scale: float = 1.0,
-    clips: bool = False,
-    nesterov: bool = False,
-    trust_ratio: bool = True,
-    num_threads: int = 1,
-    level: Level | None = None,
+    weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], **options: Any
 ) -> tuple[float, float]:
     """Update weights and momenta in place by LARS (:mod:`shoal.optim.lars` has the formulas).
 
-    Tensors, returned norms, errors and reproducibility are as in :func:`lamb_step`.
-
-    Args:
-        weights: updated in place.
-        grads: gradients.
-        momenta: updated in place.
-        learning_rate: of this update.
-        momentum: decay rate of the momentum.
-        weight_decay: multiple of the weights that is added to the gradients.
-        eta: factor on the trust ratio.
-        eps: added to the denominator of the trust ratio.
-        grad_scale: factor on the gradients.
-        clips: whether to use the LARC form.
-        nesterov: whether to use Nesterov momentum.
-        trust_ratio: whether gradients are scaled by the norms; else the ratio is 1.
-        num_threads: maximum number of threads.
-        level: kernel level (for tests); ``None`` for the fastest.
+    Arguments, returned norms, errors and reproducibility are as in :func:`lamb_step`; ``clips`` chooses the
+    LARC form.
     """
-    counts = [weight.numel() for weight in weights]
     addresses = [_addresses(tensors, weights) for tensors in (weights, grads, momenta)]
-    grad_sq, weight_sq = core().lars_step(
-        *addresses,
-        counts,
-        learning_rate=learning_rate,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        eta=eta,
-        eps=eps,
-        grad_scale=grad_scale,
-        clips=clips,
-        nesterov=nesterov,
-        trust_ratio=trust_ratio,
-        num_threads=num_threads,
-        level=level,
-    )
-    return math.sqrt(grad_sq), math.sqrt(weight_sq)
+    return _updated("lars_step", *addresses, _counts(weights), **options)
 
 
 def novograd_step(
@@ -263,64 +187,36 @@ def novograd_step(
     momenta: Sequence[Tensor],
     norm_sqs: Sequence[Tensor],
     steps: Sequence[float],
-    *,
-    learning_rate: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    grad_scale: float = 1.0,
-    bias_correction: bool = False,
-    grad_averaging: bool = False,
-    init_zero: bool = False,
-    reg_inside_moment: bool = True,
-    num_threads: int = 1,
-    level: Level | None = None,
+    **options: Any,
 ) -> tuple[float, float]:
     """Update weights, momenta and squared norms in place by NovoGrad (:mod:`shoal.optim.novograd`).
 
-    Tensors, returned norms, errors and reproducibility are as in :func:`lamb_step`.
-
-    Args:
-        weights: updated in place.
-        grads: gradients.
-        momenta: updated in place.
-        norm_sqs: running squared norm per weight, as fp32 CPU tensors of one number, updated in place.
-        steps: number of this update per tensor, from 1.
-        learning_rate: of this update.
-        betas: decay rates of the momentum and of the squared norm.
-        eps: added to the norm.
-        weight_decay: multiple of the weights that is added to the update.
-        grad_scale: factor on the gradients.
-        bias_correction: whether moments are corrected for their start at zero.
-        grad_averaging: whether gradients are scaled by 1 - beta1 in the momentum.
-        init_zero: whether squared norms start at zero instead of at the first gradient's.
-        reg_inside_moment: whether weight decay is part of the momentum.
-        num_threads: maximum number of threads.
-        level: kernel level (for tests); ``None`` for the fastest.
+    Arguments, returned norms, errors and reproducibility are as in :func:`lamb_step`; ``norm_sqs`` are the
+    running squared norm per weight, as fp32 CPU tensors of one number, updated in place.
     """
-    counts = [weight.numel() for weight in weights]
-    if len(norm_sqs) != len(counts) or any(norm_sq.numel() != 1 for norm_sq in norm_sqs):
-        raise UsageError(f"NovoGrad takes one squared norm for each of the {len(counts)} weights")
+    if len(norm_sqs) != len(weights) or any(norm_sq.numel() != 1 for norm_sq in norm_sqs):
+        raise UsageError(f"NovoGrad takes one squared norm for each of the {len(weights)} weights")
     addresses = [_addresses(tensors, weights) for tensors in (weights, grads, momenta)]
-    grad_sq, weight_sq = core().novograd_step(
-        *addresses,
-        _addresses(norm_sqs, norm_sqs),
-        counts,
-        list(steps),
-        learning_rate=learning_rate,
-        beta1=betas[0],
-        beta2=betas[1],
-        eps=eps,
-        weight_decay=weight_decay,
-        grad_scale=grad_scale,
-        bias_correction=bias_correction,
-        grad_averaging=grad_averaging,
-        init_zero=init_zero,
-        reg_inside_moment=reg_inside_moment,
-        num_threads=num_threads,
-        level=level,
-    )
+    addresses.append(_addresses(norm_sqs, norm_sqs))
+    return _updated("novograd_step", *addresses, _counts(weights), list(steps), **options)
+
+
+def _updated(
+    kernel: str,
+    *arguments: Sequence[float],
+    betas: tuple[float, float] | None = None,
+    level: Level | None = None,
+    **options: Any,
+) -> tuple[float, float]:
+    """Run an optimizer's kernel and return the norms of gradients and weights."""
+    if betas is not None:
+        options["beta1"], options["beta2"] = betas
+    grad_sq, weight_sq = getattr(core(), kernel)(*arguments, level=level, **options)
     return math.sqrt(grad_sq), math.sqrt(weight_sq)
+
+
+def _counts(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor.numel() for tensor in tensors]
 
 
 def l2_norm(tensors: Sequence[Tensor], *, num_threads: int = 1, level: Level | None = None) -> float:
@@ -330,8 +226,8 @@ def l2_norm(tensors: Sequence[Tensor], *, num_threads: int = 1, level: Level | N
         UsageError: a tensor has another dtype, device or layout.
         ShoalError: the native core is missing.
     """
-    counts = [tensor.numel() for tensor in tensors]
-    return math.sqrt(core().sum_of_squares(_addresses(tensors, tensors), counts, num_threads, level))
+    addresses = _addresses(tensors, tensors)
+    return math.sqrt(core().sum_of_squares(addresses, _counts(tensors), num_threads, level))
 
 
 def _addresses(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[int]:

@@ -136,7 +136,8 @@ def test_bits_depend_on_neither_threads_nor_level(level: native.Level) -> None:
         v = [torch.rand(s, generator=generator) for s in shapes]
         norms = native.lamb_step(
             w, g, m, v, [3.0] * len(w), learning_rate=0.01, betas=(0.9, 0.999), eps=1e-6,
-            weight_decay=0.01, grad_scale=0.3, num_threads=num_threads, level=level,
+            weight_decay=0.01, grad_scale=0.3, bias_correction=True, trust_ratio=True,
+            num_threads=num_threads, level=level,
         )  # fmt: skip
         norm = native.l2_norm(g, num_threads=num_threads, level=level)
         return [*w, *m, *v, torch.tensor([*norms, norm], dtype=torch.float64)]

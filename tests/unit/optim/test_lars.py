@@ -136,7 +136,8 @@ def test_bits_depend_on_neither_threads_nor_level(level: native.Level) -> None:
         for clips in (False, True):
             norms = native.lars_step(
                 params, grads, momenta, learning_rate=0.1, momentum=0.9, weight_decay=0.01, eta=0.02,
-                grad_scale=0.3, clips=clips, nesterov=clips, num_threads=num_threads, level=level,
+                eps=0.0, grad_scale=0.3, clips=clips, nesterov=clips, trust_ratio=True,
+                num_threads=num_threads, level=level,
             )  # fmt: skip
             tensors += [torch.tensor(norms, dtype=torch.float64)]
         return [*params, *momenta, *tensors]

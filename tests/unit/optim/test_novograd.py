@@ -149,8 +149,8 @@ def test_bits_depend_on_neither_threads_nor_level(level: native.Level) -> None:
         norm_sqs = [torch.tensor(2.0) for _ in params]
         norms = native.novograd_step(
             params, grads, momenta, norm_sqs, [3.0] * len(params), learning_rate=0.1, betas=(0.9, 0.3),
-            eps=1e-6, weight_decay=0.01, grad_scale=0.3, bias_correction=True, num_threads=num_threads,
-            level=level,
+            eps=1e-6, weight_decay=0.01, grad_scale=0.3, bias_correction=True, grad_averaging=False,
+            init_zero=False, reg_inside_moment=True, num_threads=num_threads, level=level,
         )  # fmt: skip
         return [*params, *momenta, *norm_sqs, torch.tensor(norms, dtype=torch.float64)]
 
