@@ -25,7 +25,6 @@ from shoal.train.config import (
     OptimConfig,
     TrainConfig,
     check_warmup,
-    require_positive,
     required,
     schedule_of,
 )
@@ -55,7 +54,6 @@ class AlbertConfig(MaskedLMConfig):
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     def __post_init__(self) -> None:
-        require_positive("train", self.train, "total_steps", "global_batch_size", "micro_batch_size")
         check_warmup("optim", self.optim.warmup_steps, "train", self.train.total_steps)
         self.check_common(self.train.total_steps, ("data", self.data.max_seq_length))
 

@@ -74,8 +74,7 @@ class BertConfig(MaskedLMConfig):
     def __post_init__(self) -> None:
         for section, phase in (("phase1", self.phase1), ("phase2", self.phase2)):
             require_positive(section, phase, "global_batch_size", "micro_batch_size")
-            if phase.total_steps < 0:
-                raise UsageError(f"{section}.total_steps {phase.total_steps} must be at least 0")
+            require_positive(section, phase, "total_steps", least=0)
             if phase.total_steps:
                 check_warmup(section, phase.warmup_steps, section, phase.total_steps)
         if not self.phases:

@@ -21,7 +21,6 @@ from shoal.train.config import (
     RunOutputConfig,
     check_wire,
     load_toml,
-    require_positive,
     required,
     settings_lines,
 )
@@ -110,7 +109,7 @@ class FinetuneRunConfig(RunOutputConfig):
     """Where the run lives and what it writes when."""
 
     validation_frequency: int | None = None
-    """Steps between evaluations; default: one, at the end."""
+    """Steps between evaluations; default: only at the end."""
     evaluation_batch_size: int = 32
     """Sequences a worker evaluates at once. It does not follow the number of workers, so logits do not."""
     checkpoint_frequency: int = 1_000
@@ -130,10 +129,6 @@ class FinetuneConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
-        require_positive("train", self.train, "total_steps", "global_batch_size", "micro_batch_size")
-        require_positive("train", self.train, "max_nonfinite_steps")
-        require_positive("run", self.run, "log_frequency", "validation_frequency", "evaluation_batch_size")
-        require_positive("run", self.run, "checkpoint_frequency", "keep_checkpoints")
         check_wire(self.distributed, precision=self.train.precision, clip=self.optim.clip)
         if not self.train.epochs > 0:
             raise UsageError(f"train.epochs {self.train.epochs} must be above 0")

@@ -4,7 +4,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,9 +63,7 @@ class ImageDataConfig:
 
     def __post_init__(self) -> None:
         require_positive("data", self, "decode_threads", "made_size")
-        for name in ("made_images", "loader_processes"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"data.{name} {getattr(self, name)} must be at least 0")
+        require_positive("data", self, "made_images", "loader_processes", least=0)
         parse_bytes(self.cache_bytes, "data.cache_bytes")
 
     @property
@@ -88,8 +86,6 @@ class ImageTrainConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
-        require_positive("train", self.train, "max_nonfinite_steps")
-        require_positive("run", self.run, "log_frequency", "checkpoint_frequency", "keep_checkpoints")
         check_wire(self.distributed, precision=self.train.precision, clip=self.optim.clip)
 
 
@@ -113,14 +109,31 @@ def location_of(config: ImageTrainConfig) -> Path | str:
     return config.data.path or required(config.run.dir) / MADE
 
 
-def must_make_images(config: ImageTrainConfig, last_file: str = MANIFEST) -> bool:
-    """Return whether the run has to make its images: ``last_file``, written last, is missing.
+def make_images(
+    config: ImageTrainConfig, world: "World", make: Callable[..., object], last_file: str = MANIFEST
+) -> None:
+    """Make the run's own images on the main worker, where none are named and they are not there yet.
+
+    Args:
+        make: writes them; the last file it writes is ``last_file``.
 
     Raises:
         UsageError: no images are named, nor to be made.
     """
-    location = location_of(config)
-    return config.data.path is None and not (Path(location) / last_file).is_file()
+    from shoal.train.world import run_on_all
+
+    def made() -> None:
+        data, location = config.data, location_of(config)
+        if world.is_main and data.path is None and not (Path(location) / last_file).is_file():
+            make(
+                Path(location),
+                num_train=data.made_images,
+                num_validation=data.num_made_held_out,
+                size=data.made_size,
+                seed=config.train.seed,
+            )
+
+    run_on_all(world.control, made)
 
 
 def open_shards(
@@ -240,6 +253,11 @@ def write_directory(out: Path, model: "nn.Module", tree: Mapping[str, Any]) -> N
     write_atomically(temporary / CONFIG, (json.dumps(tree, indent=1, ensure_ascii=False) + "\n").encode())
     shutil.rmtree(out, ignore_errors=True)
     temporary.rename(out)
+
+
+def find_export(source: Path) -> Path | None:
+    """Return the export of a run, or ``source`` itself where it is one."""
+    return next((path for path in (source / EXPORT, source) if (path / CONFIG).is_file()), None)
 
 
 def read_tree(directory: Path, form: str) -> dict[str, Any]:

@@ -75,9 +75,6 @@ class TrainConfig(LoopConfig):
     channels_last: bool = True
     """Keep the channels of a pixel together in memory, as matrix units want them."""
 
-    def __post_init__(self) -> None:
-        require_positive("train", self, "total_steps", "global_batch_size", "micro_batch_size")
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(VisionOptimizerConfig):
@@ -151,11 +148,6 @@ class MaskRCNNTrainConfig(ImageTrainConfig):
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     run: DetectionRunConfig = field(default_factory=DetectionRunConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.run.validation_frequency < 0:
-            raise UsageError(f"run.validation_frequency {self.run.validation_frequency} must be at least 0")
-
 
 IMMUTABLE = (
     "model",
@@ -182,6 +174,8 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.atomic_io import write_atomically
     from shoal.data.coco import score as coco
     from shoal.data.coco.results import write_results
+    from shoal.data.coco.source import CATEGORIES
+    from shoal.data.coco.synthetic import make_coco
     from shoal.models.detection.mask_rcnn import MaskRCNN
     from shoal.models.resnet import norms_of, running_statistics
     from shoal.recipes.mask_rcnn_export import Exported, load_weights, write_export
@@ -203,7 +197,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
         device, directory = run.world.device, required(config.run.dir)
 
         # ----------------------------------------------------------------------------------------- data
-        run_on_all(run.world.control, lambda: make_images(config) if run.world.is_main else None)
+        images.make_images(config, run.world, make_coco, last_file=CATEGORIES)
         source, held_out = open_data(config, run.world)
         categories, num_images = held_out.categories, source.reader.num_examples
         plan = make_plan(config, num_examples=num_images, num_workers=run.world.num_workers)
@@ -324,21 +318,6 @@ def sampling_keys(seed: int, batch: "Batch") -> "Tensor":
 
 
 # ------------------------------------------------------------------------------------------------- data
-
-
-def make_images(config: MaskRCNNTrainConfig) -> None:
-    """Make the run's own images, where none are named and they are not there yet."""
-    from shoal.data.coco.source import CATEGORIES
-    from shoal.data.coco.synthetic import make_coco
-
-    if images.must_make_images(config, CATEGORIES):
-        make_coco(
-            required(config.run.dir) / images.MADE,
-            num_train=config.data.made_images,
-            num_validation=config.data.num_made_held_out,
-            size=config.data.made_size,
-            seed=config.train.seed,
-        )
 
 
 def open_data(config: MaskRCNNTrainConfig, world: "World") -> "tuple[StreamedSource, DetectionReader]":

@@ -26,7 +26,7 @@ from shoal.data.images.pixels import Pixels, finish
 from shoal.data.images.reencode import check_pillow
 from shoal.data.images.transform import decode, normalisation
 from shoal.errors import ShoalError, UsageError, did_you_mean
-from shoal.recipes.images import CONFIG, EXPORT
+from shoal.recipes.images import find_export
 from shoal.recipes.mask_rcnn_export import Exported, read_checkpoint, read_export
 from shoal.recipes.mask_rcnn_score import Found, add_found
 from shoal.train.config import DistributedConfig
@@ -110,10 +110,8 @@ def read_detector(source: Path) -> Exported:
         UsageError: ``source`` is neither an export nor a run of this recipe nor a checkpoint in one.
         ShoalError: it is damaged, or has no checkpoint yet.
     """
-    for directory in (source / EXPORT, source):
-        if (directory / CONFIG).is_file():
-            return read_export(directory)
-    return read_checkpoint(source)[0]
+    found = find_export(source)
+    return read_export(found) if found else read_checkpoint(source)[0]
 
 
 def objects_in(detector: Exported, pixels: Pixels, device: torch.device) -> list[dict[str, Any]]:

@@ -92,9 +92,6 @@ class MaskedLMConfig:
         Raises:
             UsageError: a number out of its range, or two that do not go together.
         """
-        require_positive("train", self.train, "max_nonfinite_steps")
-        require_positive("run", self.run, "log_frequency", "validation_frequency", "validation_samples")
-        require_positive("run", self.run, "checkpoint_frequency", "keep_checkpoints")
         check_wire(self.distributed, precision=self.train.precision, clip=self.optim.clip)
         longest, short = self.model.max_position_embeddings, self.finetune
         require_positive("finetune", short, "total_steps", "global_batch_size", "micro_batch_size")

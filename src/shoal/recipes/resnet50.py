@@ -67,8 +67,7 @@ class DataConfig(ImageDataConfig):
         require_positive("data", self, "blocks_in_window")
         if self.decode == "device" and self.on_bad == "skip":
             raise UsageError("data.on_bad 'skip' is done on the host only: set data.decode 'host', or refuse")
-        if self.block_size < 0:
-            raise UsageError(f"data.block_size {self.block_size} must be at least 0")
+        require_positive("data", self, "block_size", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +96,8 @@ class TrainConfig(LoopConfig):
     on them; 0: it passes the pixels on."""
 
     def __post_init__(self) -> None:
-        require_positive("train", self, "global_batch_size", "micro_batch_size")
+        super().__post_init__()
+        require_positive("train", self, "norm_images", "whiten_images", least=0)
         if not self.total_epochs > 0:
             raise UsageError(f"train.total_epochs {self.total_epochs} must be above 0")
         for name in ("label_smoothing", "average_decay"):
@@ -105,9 +105,6 @@ class TrainConfig(LoopConfig):
                 raise UsageError(f"train.{name} {getattr(self, name)} must be at least 0 and below 1")
         if not 0 <= self.mixup <= 1:
             raise UsageError(f"train.mixup {self.mixup} must be from 0 (off) to 1")
-        for name in ("norm_images", "whiten_images"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"train.{name} {getattr(self, name)} must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +140,7 @@ class ValidationConfig:
 
     def __post_init__(self) -> None:
         require_positive("validation", self, "size", "resize", "batch_size")
-        if self.every_epochs < 0:
-            raise UsageError(f"validation.every_epochs {self.every_epochs} must be at least 0")
+        require_positive("validation", self, "every_epochs", least=0)
         if self.size > self.resize:
             raise UsageError(
                 f"validation.size {self.size} does not fit into validation.resize {self.resize}: lower the "
@@ -176,7 +172,6 @@ class ResNetTrainConfig(ImageTrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("run", self.run, "checkpoint_every_epochs")
         if not 0 <= self.optim.warmup_epochs <= self.train.total_epochs:
             raise UsageError(
                 f"optim.warmup_epochs {self.optim.warmup_epochs} must lie between 0 and train.total_epochs "
@@ -220,6 +215,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.images.gpu import EncodedReader, GpuTransform
     from shoal.data.images.mixing import mix, mixup_weight, soft_targets
     from shoal.data.images.reader import ImageReader
+    from shoal.data.images.synthetic import make_images
     from shoal.data.images.transform import CentreTransform, TrainTransform
     from shoal.data.loader import Batch, LoaderConfig, held_out_batches
     from shoal.data.sources import StreamedSource
@@ -230,7 +226,6 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
     from shoal.train.weight_averaging import WeightAverage
-    from shoal.train.world import run_on_all
 
     with Run.open(
         required(config.run.dir),
@@ -244,7 +239,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
     ) as run:
         # ----------------------------------------------------------------------------------------- data
         data, augment, validation = config.data, config.augment, config.validation
-        run_on_all(run.world.control, lambda: make_images(config) if run.world.is_main else None)
+        images.make_images(config, run.world, partial(make_images, num_classes=NUM_CLASSES_MADE))
         train, held_out = images.open_shards(config, run.world, evict=data.block_size > 0)
         num_classes = count_classes(config, len(train.manifest.classes))
         plan = make_plan(config, num_examples=len(train), num_workers=run.world.num_workers)
@@ -389,22 +384,6 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
 # ------------------------------------------------------------------------------------------------- data
 
 NUM_CLASSES_MADE = 10
-
-
-def make_images(config: ResNetTrainConfig) -> None:
-    """Make the run's own images, where none are named and they are not there yet."""
-    if not images.must_make_images(config):
-        return
-    from shoal.data.images import synthetic
-
-    synthetic.make_images(
-        required(config.run.dir) / images.MADE,
-        num_classes=NUM_CLASSES_MADE,
-        num_train=config.data.made_images,
-        num_validation=config.data.num_made_held_out,
-        size=config.data.made_size,
-        seed=config.train.seed,
-    )
 
 
 def count_classes(config: ResNetTrainConfig, found: int) -> int:

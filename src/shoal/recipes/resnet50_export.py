@@ -6,8 +6,10 @@ configuration has the form of the network, the names of its classes, and the siz
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import nn
@@ -66,22 +68,24 @@ def read_export(directory: Path) -> Exported:
     """
     with reading(directory):
         tree = read_tree(directory, FORMAT)
-        network = ResNetConfig(**tree["model"])
-        classes = tuple(map(str, tree["classes"]))
-        model = new_resnet(network, network.num_classes or len(classes))
-        model.load_state_dict(load_file(directory / WEIGHTS))
-        mean, std = tree["mean"], tree["std"]
-        check_normalisation(mean, std)
-        size, resize, mirror = int(tree["size"]), int(tree["resize"]), bool(tree["mirror"])
+        found = _made(tree["model"], tuple(map(str, tree["classes"])), tree)
+        found.model.load_state_dict(load_file(directory / WEIGHTS))
+    return found
+
+
+def _made(network: dict[str, Any], classes: tuple[str, ...], use: Mapping[str, Any]) -> Exported:
+    """Return a network with random weights; ``use`` has the form of its inputs."""
+    config = ResNetConfig(**network)
+    check_normalisation(use["mean"], use["std"])
     return Exported(
-        model=model,
-        network=network,
+        model=new_resnet(config, config.num_classes or len(classes)),
+        network=config,
         classes=classes,
-        size=size,
-        resize=resize,
-        mirror=mirror,
-        mean=tuple(mean),
-        std=tuple(std),
+        size=int(use["size"]),
+        resize=int(use["resize"]),
+        mirror=bool(use["mirror"]),
+        mean=tuple(use["mean"]),
+        std=tuple(use["std"]),
     )
 
 
@@ -97,23 +101,10 @@ def read_checkpoint(source: Path) -> tuple[Exported, int]:
     run_dir = run_dir_of(source)
     config = load_toml(run_dir / CONFIG_FILE)
     try:
-        network = ResNetConfig(**config["model"])
-        validation, augment, train = (config[name] for name in ("validation", "augment", "train"))
-        key = "average" if train["average_decay"] else "model"
-        mean, std = tuple(augment["mean"]), tuple(augment["std"])
+        use = {**config["augment"], **config["validation"]}
+        classes = ImageShards(config["data"].get("path", run_dir / MADE), "train").manifest.classes
+        found = _made(config["model"], classes, use)
+        key = "average" if config["train"]["average_decay"] else "model"
     except (KeyError, TypeError) as error:
         raise UsageError(f"{run_dir} is not a run of `shoal train resnet50` ({error})") from None
-    classes = ImageShards(config["data"].get("path", run_dir / MADE), "train").manifest.classes
-    model = new_resnet(network, network.num_classes or len(classes))
-    step = load_model(source, model, key=key)
-    what = Exported(
-        model=model,
-        network=network,
-        classes=classes,
-        size=validation["size"],
-        resize=validation["resize"],
-        mirror=validation["mirror"],
-        mean=mean,
-        std=std,
-    )
-    return what, step
+    return found, load_model(source, found.model, key=key)

@@ -175,10 +175,8 @@ def _read(source: Path) -> Exported:
     """Return the network of an export (a run's own where it has one), else of a checkpoint."""
     from shoal.recipes.resnet50_export import read_checkpoint, read_export
 
-    for directory in (source / images.EXPORT, source):
-        if (directory / images.CONFIG).is_file():
-            return read_export(directory)
-    return read_checkpoint(source)[0]
+    found = images.find_export(source)
+    return read_export(found) if found else read_checkpoint(source)[0]
 
 
 def check_classes(what: Scoring, ours: tuple[str, ...], theirs: tuple[str, ...]) -> None:

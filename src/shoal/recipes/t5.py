@@ -102,11 +102,7 @@ class T5Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
-        require_positive("train", self.train, "total_steps", "global_batch_size", "micro_batch_size")
-        require_positive("train", self.train, "max_nonfinite_steps")
         require_positive("optim", self.optim, "hold_steps")
-        require_positive("run", self.run, "log_frequency", "validation_frequency", "validation_samples")
-        require_positive("run", self.run, "checkpoint_frequency", "keep_checkpoints")
         if self.train.precision == "fp16":
             raise UsageError("train.precision fp16: T5's activations overflow in it; use bf16 or fp32")
         if self.distributed.wire != "fp32":

@@ -34,6 +34,10 @@ class LoopConfig:
     max_nonfinite_steps: int = 5
     """Stop after this many consecutive steps whose loss is not finite."""
 
+    def __post_init__(self) -> None:
+        require_positive("train", self, "max_nonfinite_steps")
+        require_positive("train", self, "total_steps", "global_batch_size", "micro_batch_size")
+
     def compiles(self, device_type: str) -> bool:
         """Return whether to compile the model for a device of this type."""
         return self.compile if self.compile is not None else device_type == "cuda"
@@ -197,13 +201,20 @@ class RunOutputConfig:
     save: bool = True
     """Write checkpoints, and the trained model at the end; otherwise the run cannot be continued."""
 
+    def __post_init__(self) -> None:
+        require_positive("run", self, "log_frequency", "checkpoint_frequency", "keep_checkpoints")
+        require_positive(
+            "run", self, "validation_samples", "evaluation_batch_size", "checkpoint_every_epochs"
+        )
+        require_positive("run", self, "validation_frequency", least=0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(RunOutputConfig):
     """Run directory and frequencies, with evaluation by steps."""
 
     validation_frequency: int = 2_000
-    """Steps between evaluations on held-out data."""
+    """Steps between evaluations on held-out data; 0: only at the end."""
     validation_samples: int = 2_048
     """Maximum number of held-out sequences per evaluation."""
 
@@ -289,12 +300,12 @@ def required(value: T | None) -> T:
     return value
 
 
-def require_positive(section: str, config: object, *names: str) -> None:
-    """Raise a :class:`UsageError` if one of the named settings is below 1."""
+def require_positive(section: str, config: object, *names: str, least: int = 1) -> None:
+    """Raise a :class:`UsageError` if one of the named settings is there and below ``least``."""
     for name in names:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise UsageError(f"{section}.{name} {value} must be at least 1")
+        value = getattr(config, name, None)
+        if value is not None and value < least:
+            raise UsageError(f"{section}.{name} {value} must be at least {least}")
 
 
 def as_tree(config: object) -> dict[str, Any]:
