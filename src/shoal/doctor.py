@@ -49,7 +49,7 @@ class Check(NamedTuple):
     remedy: str = ""
 
 
-def run_doctor() -> int:
+def doctor() -> int:
     """Print all checks and return 0 if training can run here, else 1."""
     topics = examine()
     for topic, checks in topics.items():

@@ -191,9 +191,9 @@ def start(config: AnyConfig, num_workers: int) -> list[BaseProcess]:
     return _start(_work, config, num_workers)
 
 
-def score(what: Scoring, num_workers: int) -> list[int | None]:
+def score(source: Path, what: Scoring, num_workers: int) -> list[int | None]:
     """Score a network and return the workers' exit codes."""
-    return wait(_start(_score, what, num_workers))
+    return wait(_start(_score, (source, what), num_workers))
 
 
 def _start(target: Callable[..., None], what: Any, num_workers: int) -> list[BaseProcess]:
@@ -279,10 +279,10 @@ def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
         run_worker(lambda: pretrain_albert(config, joined))
 
 
-def _score(what: Scoring, rank: int, num_workers: int, port: int) -> None:
+def _score(what: tuple[Path, Scoring], rank: int, num_workers: int, port: int) -> None:
     from shoal.recipes.resnet50_score import score
 
-    run_worker(lambda: score(what, _joined(rank, num_workers, port)))
+    run_worker(lambda: score(*what, _joined(rank, num_workers, port)))
 
 
 def _joined(rank: int, num_workers: int, port: int) -> WorkerEnv:

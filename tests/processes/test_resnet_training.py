@@ -181,24 +181,18 @@ def test_scores_are_the_same_counts_on_any_number_of_workers(
     from shoal.recipes.resnet50_score import Scoring
 
     what = Scoring(
-        source=whole_run,
-        data=str(images),
-        split="train",
-        batch_size=8,
-        mirror=None,
-        precision="fp32",
-        out=tmp_path / "scores.json",
+        data=str(images), split="train", batch_size=8, precision="fp32", json=tmp_path / "scores.json"
     )
     found = []
     for num_workers in (1, 2, 3):
         out = tmp_path / f"{num_workers}.json"
-        assert jobs.score(replace(what, out=out), num_workers) == [EXIT_OK] * num_workers
+        assert jobs.score(whole_run, replace(what, json=out), num_workers) == [EXIT_OK] * num_workers
         tree = json.loads(out.read_text())
         found.append((tree["num_images"], tree["top1"], tree["top5"]))
     assert found[0][0] == image_jobs.NUM_TRAIN and 0 < found[0][1] <= found[0][0]
     assert found == [found[0]] * 3
     losses = []
     for mirror in (None, True, False):  # the run's is True
-        assert jobs.score(replace(what, mirror=mirror), 1) == [EXIT_OK]
+        assert jobs.score(whole_run, replace(what, mirror=mirror), 1) == [EXIT_OK]
         losses.append(json.loads((tmp_path / "scores.json").read_text())["loss"])
     assert losses[0] == losses[1] != losses[2]

@@ -35,7 +35,7 @@ def examined_here() -> dict[str, Check]:
 
 def examined(prelude: str = "") -> subprocess.CompletedProcess[str]:
     """Run the examination in a child after ``prelude``."""
-    program = f"import sys\n{prelude}\nfrom shoal.doctor import run_doctor\nsys.exit(run_doctor())"
+    program = f"import sys\n{prelude}\nfrom shoal.doctor import doctor\nsys.exit(doctor())"
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
 

@@ -11,7 +11,7 @@ import cyclopts
 from cyclopts import App
 
 import shoal
-from shoal.cli.commands import doctor, emulate, export, predict, report, serve
+from shoal.cli.commands import emulate, export, predict, report
 from shoal.cli.plan import plan
 from shoal.errors import EXIT_OK, EXIT_USAGE, ShoalError
 
@@ -32,9 +32,9 @@ A first run, from text to a report:
 )
 # Commands with many options are imported when they are used: `shoal --help` takes half as long
 _LAZY = {
-    "prepare": "Turn raw data into shards that training reads.",
-    "train": "Train a recipe; the same command again continues where the run stopped.",
-    "finetune": """Finetune a pretrained model on a task and score it; the same command again continues.
+    "cli.prepare:prepare": "Turn raw data into shards that training reads.",
+    "cli.train:train": "Train a recipe; the same command again continues where the run stopped.",
+    "cli.train:finetune": """Finetune a pretrained model on a task and score it; the same command continues.
 
 The model is the directory of a run of shoal (its newest checkpoint) or a transformers directory with its
 tokenizer: BERT, ALBERT, RoBERTa or DistilBERT, or T5, which writes its answers.
@@ -45,14 +45,19 @@ tokenizer: BERT, ALBERT, RoBERTa or DistilBERT, or T5, which writes its answers.
 
     shoal finetune t5 --task mnli --model t5/ --data train.tsv --eval dev_matched.tsv dev_mismatched.tsv
     """,
-    "evaluate": "Score predictions or a trained network.",
-    "pipeline": "Look at pipelines: models that are split over several devices.",
-    "bench": "Measure this machine or cluster.",
+    "cli.evaluate:evaluate": "Score predictions or a trained network.",
+    "cli.pipeline:pipeline": "Look at pipelines: models that are split over several devices.",
+    "cli.bench:bench": "Measure this machine or cluster.",
+    "comm.server:serve": """Sum gradients on a helper host for workers whose backend is shoal.
+
+Start it on each helper host, then the workers with SHOAL_HELPERS=ADDRESS:PORT,... and the same secret. It
+runs until SIGTERM or Ctrl-C, and needs neither torch nor a GPU.
+    """,
+    "doctor:doctor": "Show versions, devices and the native core, what is missing and how to get it.",
 }
-_MODULES = {"finetune": "train"}
-for name, text in _LAZY.items():
-    app.command(f"shoal.cli.{_MODULES.get(name, name)}:{name}", name=name, help=text)
-for command in (predict, plan, emulate, serve, export, report, doctor):
+for place, text in _LAZY.items():
+    app.command(f"shoal.{place}", name=place.partition(":")[2], help=text)
+for command in (predict, plan, emulate, export, report):
     app.command(command)
 
 

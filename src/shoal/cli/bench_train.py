@@ -1,21 +1,23 @@
 """Defines ``shoal bench train``, which times a few steps of a recipe."""
 
-from __future__ import annotations
+# Annotations are objects here, not texts: cyclopts reads those of the generated commands.
 
-import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from shoal.bench.step_timing import TrainBench
-from shoal.cli.settings import settings_from
+from shoal.cli.settings import settings_from, this_command
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError
-from shoal.recipes import albert, bert, resnet50, t5
+from shoal.recipes import RECIPES, bert, load
+from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.start import Launch, start
+from shoal.recipes.t5 import T5Config
 
 bench_train = App(
     name="train",
@@ -24,25 +26,38 @@ bench_train = App(
 bench_train.config = (settings_from(lambda command: command[-1]),)
 
 Settings = Parameter(name="*")
-Config = albert.AlbertConfig | bert.BertConfig | t5.T5Config | resnet50.ResNetTrainConfig
 
 
-@bench_train.command(name="albert")
-def bench_albert(
-    *,
-    preset: Literal[albert.PRESETS] = "base",  # type: ignore[valid-type]
-    settings: Annotated[albert.AlbertConfig, Settings] = albert.AlbertConfig(),  # noqa: B008
-    launch: Annotated[Launch, Settings] = Launch(),  # noqa: B008
-    what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
-) -> int:
-    """Time ALBERT's pretraining.
+def command_for(name: str) -> Callable[..., int]:
+    """Return the command of a recipe as a function with the recipe's settings as options."""
+    recipe, module = RECIPES[name], load(name)
+    Config, presets = getattr(module, recipe.config), module.PRESETS
 
-    Parameters
-    ----------
-    preset
-        Settings to start from.
-    """
-    return _run(settings, launch, what, name=f"albert-{preset}")
+    def command(
+        *,
+        preset: Literal[presets] = recipe.preset,  # type: ignore[valid-type]
+        settings: Annotated[Config, Settings] = Config(),  # type: ignore[valid-type]  # noqa: B008
+        launch: Annotated[Launch, Settings] = Launch(),  # noqa: B008
+        what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
+    ) -> int:
+        """Time it.
+
+        Parameters
+        ----------
+        preset
+            Settings to start from.
+        """
+        return _run(settings, launch, what, name=f"{name}-{preset}")
+
+    return command
+
+
+for _name, _text in (
+    ("albert", "Time ALBERT's pretraining."),
+    ("t5", "Time T5's pretraining, the whole model on each worker."),
+    ("resnet50", "Time ResNet-50's training, decoding of images included."),
+):
+    bench_train.command(command_for(_name), name=_name, help=_text)
 
 
 @bench_train.command(name="bert")
@@ -68,54 +83,20 @@ def bench_bert(
     return _run(alone, launch, what, name=f"bert-{preset.removesuffix('-lans')}")
 
 
-@bench_train.command(name="t5")
-def bench_t5(
-    *,
-    preset: Literal[t5.PRESETS] = "base",  # type: ignore[valid-type]
-    settings: Annotated[t5.T5Config, Settings] = t5.T5Config(),  # noqa: B008
-    launch: Annotated[Launch, Settings] = Launch(),  # noqa: B008
-    what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
-) -> int:
-    """Time T5's pretraining, the whole model on each worker.
-
-    Parameters
-    ----------
-    preset
-        Settings to start from.
-    """
-    if settings.parallel.pipeline > 1:
-        raise UsageError(
-            f"--parallel.pipeline {settings.parallel.pipeline}: bench train measures replicas of the whole "
-            "model; leave it out"
-        )
-    return _run(settings, launch, what, name=f"t5-{preset}")
-
-
-@bench_train.command(name="resnet50")
-def bench_resnet50(
-    *,
-    preset: Literal[resnet50.PRESETS] = "imagenet-16k",  # type: ignore[valid-type]
-    settings: Annotated[resnet50.ResNetTrainConfig, Settings] = resnet50.ResNetTrainConfig(),  # noqa: B008
-    launch: Annotated[Launch, Settings] = Launch(),  # noqa: B008
-    what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
-) -> int:
-    """Time ResNet-50's training, decoding of images included.
-
-    Parameters
-    ----------
-    preset
-        Settings to start from.
-    """
-    return _run(settings, launch, what, name=settings.model.network)
-
-
-def _run(settings: Config, launch: Launch, what: TrainBench, *, name: str) -> int:
+def _run(settings: Any, launch: Launch, what: TrainBench, *, name: str) -> int:
     """Join the workers if this process is one, else start them; return the exit code.
 
     Raises:
         UsageError: settings that cannot work together.
         ShoalError: a worker failed.
     """
+    if isinstance(settings, ResNetTrainConfig):
+        name = settings.model.network
+    elif isinstance(settings, T5Config) and settings.parallel.pipeline > 1:
+        raise UsageError(
+            f"--parallel.pipeline {settings.parallel.pipeline}: bench train measures replicas of the whole "
+            "model; leave it out"
+        )
     if what.json is not None and not what.json.parent.is_dir():
         raise UsageError(f"{what.json}: the folder {what.json.parent} is not there; make it first")
 
@@ -127,7 +108,7 @@ def _run(settings: Config, launch: Launch, what: TrainBench, *, name: str) -> in
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         return start(
             launch,
-            command=[sys.executable, "-m", "shoal", *sys.argv[1:]],
+            command=this_command(),
             run_dir=Path(folder),
             describe=lambda _: [f"would time {what.steps} steps of {name}"],
             work=work,

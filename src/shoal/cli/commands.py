@@ -1,4 +1,4 @@
-"""Defines ``shoal predict``, ``export``, ``report``, ``emulate``, ``serve`` and ``doctor``."""
+"""Defines ``shoal predict``, ``export``, ``report`` and ``emulate``."""
 
 from __future__ import annotations
 
@@ -119,47 +119,3 @@ def emulate(
         print(where.check())
         return EXIT_OK
     return emulated_job.emulate(command, where, log_dir=log_dir)
-
-
-def serve(
-    *,
-    address: str,
-    port: int = 7070,
-    secret_file: Path | None = None,
-    report_every_s: float = 0.0,
-    transport: str | None = None,
-) -> int:
-    """Sum gradients on a helper host for workers whose backend is shoal, until SIGTERM or Ctrl-C.
-
-    Start it on each helper host, then the workers with SHOAL_HELPERS=ADDRESS:PORT,... and the same secret. It
-    needs neither torch nor a GPU.
-
-    Parameters
-    ----------
-    address
-        IPv4 address of the interface to listen on, and on no other.
-    port
-        Port to listen on; 0 takes a free one.
-    secret_file
-        File with the job's secret, which other users cannot read; default: SHOAL_SECRET_FILE or SHOAL_SECRET.
-    report_every_s
-        Seconds between prints of counters; 0 for never.
-    transport
-        tcp, or ofi: and libfabric's providers, as for the workers; default: SHOAL_TRANSPORT, or tcp.
-    """
-    from shoal.comm import server
-
-    return server.serve(
-        address=address,
-        port=port,
-        secret_file=secret_file,
-        report_every_s=report_every_s,
-        transport=transport,
-    )
-
-
-def doctor() -> int:
-    """Show versions, devices and the native core, what is missing and how to get it."""
-    from shoal.doctor import run_doctor
-
-    return run_doctor()

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from shoal.cli.settings import this_command
+from shoal.recipes.resnet50_score import Scoring, run
 from shoal.recipes.start import Launch
 
 evaluate = App(name="evaluate")
@@ -83,12 +84,7 @@ def evaluate_coco(
 def evaluate_imagenet(
     source: Path,
     *,
-    data: str,
-    split: Literal["validation", "train"] = "validation",
-    batch_size: int = 256,
-    mirror: bool | None = None,
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
-    json: Path | None = None,
+    what: Annotated[Scoring, Parameter(name="*")],
     launch: Annotated[Launch, Parameter(name="*")] = Launch(),  # noqa: B008
 ) -> int:
     """Compute the top-1 and top-5 accuracy of a network, each image once.
@@ -99,28 +95,5 @@ def evaluate_imagenet(
     ----------
     source
         A run of `shoal train resnet50`, one of its checkpoints, or a directory that `shoal export` wrote.
-    data
-        Directory that `shoal prepare images` wrote, or s3://BUCKET/PREFIX of one.
-    split
-        Which of its images.
-    batch_size
-        Images per worker and forward pass.
-    mirror
-        Average the logits of each image and its mirror image; default: as in training.
-    precision
-        Autocast type; auto: bf16 if the device supports it natively, else fp32.
-    json
-        File for the figures.
     """
-    from shoal.recipes import resnet50_score as score
-
-    what = score.Scoring(
-        source=source,
-        data=data,
-        split=split,
-        batch_size=batch_size,
-        mirror=mirror,
-        precision=precision,
-        out=json,
-    )
-    return score.run(what, launch, command=this_command())
+    return run(source, what, launch, command=this_command())

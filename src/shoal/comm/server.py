@@ -32,11 +32,13 @@ def serve(
     """Serve until SIGTERM or Ctrl-C; return the exit code.
 
     Args:
-        address: IPv4 address of the only interface to listen on.
-        port: port to listen on; 0 takes a free one.
-        secret_file: file with the job's secret; default: from the environment.
-        report_every_s: seconds between two lines with the counters; 0 prints none.
-        transport: as in ``EngineOptions``, the same as the workers'; default: from the environment.
+        address: IPv4 address of the interface to listen on, and on no other.
+        port: Port to listen on; 0 takes a free one.
+        secret_file: File with the job's secret, which other users cannot read; default: SHOAL_SECRET_FILE or
+            SHOAL_SECRET.
+        report_every_s: Seconds between prints of counters; 0 for never.
+        transport: tcp, or ofi: and libfabric's providers, as for the workers; default: SHOAL_TRANSPORT, or
+            tcp.
 
     Raises:
         UsageError: there is no secret, or the transport is unknown.

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from shoal.data.images.reader import ImageReader
     from shoal.data.loader import Batch
-    from shoal.recipes.resnet50_export import Exported
     from shoal.train.gradients import Precision
     from shoal.train.run import Run
     from shoal.train.world import World
@@ -95,17 +94,19 @@ def estimate_norms(
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """A network to score, and the images."""
+    """The images to score, and how."""
 
-    source: Path
-    """Exported network, run, or checkpoint of a run."""
     data: str
-    split: str
-    batch_size: int
-    mirror: bool | None
-    """Average the logits of mirror images; ``None``: as in training."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"]
-    out: Path | None
+    """Directory that `shoal prepare images` wrote, or s3://BUCKET/PREFIX of one."""
+    split: Literal["validation", "train"] = "validation"
+    """Which of its images."""
+    batch_size: int = 256
+    """Images per worker and forward pass."""
+    mirror: bool | None = None
+    """Average the logits of each image and its mirror image; default: as in training."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Autocast type; auto: bf16 if the device supports it natively, else fp32."""
+    json: Path | None = None
     """File for the figures."""
 
     def __post_init__(self) -> None:
@@ -113,8 +114,14 @@ class Scoring:
             raise UsageError(f"--batch-size {self.batch_size} must be at least 1")
 
 
-def run(what: Scoring, how: Launch, *, command: list[str]) -> int:
+def run(source: Path, what: Scoring, how: Launch, *, command: list[str]) -> int:
     """Join the workers if this process is one, else start them; return the exit code.
+
+    Args:
+        source: exported network, run, or checkpoint of a run.
+        what: the images.
+        how: options of starting workers.
+        command: what a worker is started with.
 
     Raises:
         UsageError: the images or the network are not there, or do not go together.
@@ -131,24 +138,26 @@ def run(what: Scoring, how: Launch, *, command: list[str]) -> int:
             command=command,
             run_dir=Path(folder),
             describe=describe,
-            work=lambda place: score(what, place),
+            work=lambda place: score(source, what, place),
         )
 
 
-def score(what: Scoring, joined: WorkerEnv) -> int:
+def score(source: Path, what: Scoring, joined: WorkerEnv) -> int:
     """Score with all workers; the main one prints the counts and writes the file."""
     import torch
 
     from shoal.data.images.reader import ImageReader, default_decode_threads
     from shoal.data.images.transform import CentreTransform
+    from shoal.recipes.resnet50_export import read_checkpoint, read_export
     from shoal.train.config import DistributedConfig
     from shoal.train.gradients import choose_precision
     from shoal.train.world import join_world
 
     with join_world(joined, DistributedConfig()) as world:
-        network = _read(what.source)
+        found = images.find_export(source)
+        network = read_export(found) if found else read_checkpoint(source)[0]
         shards = ImageShards(what.data, what.split)
-        check_classes(what, network.classes, shards.manifest.classes)
+        check_classes(source, network.classes, what.data, shards.manifest.classes)
         centre = CentreTransform(network.size, network.resize, mean=network.mean, std=network.std)
         threads = default_decode_threads(world.place.num_local_workers)
         metrics, num_images = evaluate(
@@ -165,21 +174,13 @@ def score(what: Scoring, joined: WorkerEnv) -> int:
                 f"top-1 {100 * metrics[TOP1]:.3f} % ({right[0]:,} of {num_images:,} images), "
                 f"top-5 {100 * metrics[TOP5]:.3f} % ({right[1]:,}), loss {metrics[LOSS]:.4f}"
             )
-            if what.out is not None:
+            if what.json is not None:
                 tree = {"num_images": num_images, "top1": right[0], "top5": right[1], **metrics}
-                write_atomically(what.out, (json.dumps(tree, indent=1) + "\n").encode())
+                write_atomically(what.json, (json.dumps(tree, indent=1) + "\n").encode())
         return EXIT_OK
 
 
-def _read(source: Path) -> Exported:
-    """Return the network of an export (a run's own where it has one), else of a checkpoint."""
-    from shoal.recipes.resnet50_export import read_checkpoint, read_export
-
-    found = images.find_export(source)
-    return read_export(found) if found else read_checkpoint(source)[0]
-
-
-def check_classes(what: Scoring, ours: tuple[str, ...], theirs: tuple[str, ...]) -> None:
+def check_classes(source: Path, ours: tuple[str, ...], data: str, theirs: tuple[str, ...]) -> None:
     """Check that labels mean the same in the network and in the images.
 
     Raises:
@@ -188,6 +189,6 @@ def check_classes(what: Scoring, ours: tuple[str, ...], theirs: tuple[str, ...])
     for label, (our, their) in enumerate(zip_longest(ours, theirs)):
         if our != their:
             raise UsageError(
-                f"label {label} is {our!r} in the network {what.source} and {their!r} in the images "
-                f"{what.data}: evaluate on images that were prepared with the classes of its training"
+                f"label {label} is {our!r} in the network {source} and {their!r} in the images "
+                f"{data}: evaluate on images that were prepared with the classes of its training"
             )
