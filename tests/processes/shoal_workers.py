@@ -72,4 +72,4 @@ def ops(kind: str) -> int:
 
 def has_inner_group(group: Any = None) -> bool:
     group = group or dist.group.WORLD
-    return bool(group.gloo.exists)
+    return group.gloo._group is not None

@@ -7,7 +7,7 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,12 +40,8 @@ def host_identity() -> str:
     """
     if given := env.host_id():
         return given
-    parts = [os.uname().nodename, _boot(), _network_namespace()]
-    try:
-        parts.append(str(Path("/dev/shm").stat().st_dev))
-    except OSError:
-        parts.append("?")
-    return "/".join(parts)
+    shared_memory = _or_unknown(lambda: Path("/dev/shm").stat().st_dev)
+    return "/".join([os.uname().nodename, *_boot_and_network(), shared_memory])
 
 
 def network_identity() -> str:
@@ -53,20 +49,20 @@ def network_identity() -> str:
 
     ``SHOAL_HOST_ID`` does not affect it: the hosts into which it divides a machine share the loopback.
     """
-    parts = [_boot(), _network_namespace()]
+    parts = _boot_and_network()
     return "/".join(parts if "?" not in parts else [os.uname().nodename, *parts])
 
 
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "?"
+def _boot_and_network() -> list[str]:
+    return [
+        _or_unknown(lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip()),
+        _or_unknown(lambda: Path("/proc/self/ns/net").stat().st_ino),
+    ]
 
 
-def _network_namespace() -> str:
+def _or_unknown(read: Callable[[], object]) -> str:
     try:
-        return str(Path("/proc/self/ns/net").stat().st_ino)
+        return str(read())
     except OSError:
         return "?"
 

@@ -122,10 +122,9 @@ class ShoalProcessGroup(EngineGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
         (tensor,) = single_tensor(tensors, "broadcast")
-        root, opts = (opts, None) if isinstance(opts, int) else (None, opts)
         opts = options_of(opts, BroadcastOptions, timeout)
         check_tensors([tensor], "broadcast")
-        root = opts.rootRank if root is None else root
+        root = opts.rootRank
         output, finish = output_buffer(tensor)
         source = as_contiguous(tensor) if root == self._rank else output
         return self._submit(
@@ -323,8 +322,7 @@ class ShoalProcessGroup(EngineGroup):
                 f"a message between rank {self._rank} and rank {peer} of a group of {self._size}"
             )
         work = self.gloo.message(peer, start, finish)
-        if self._coalescing is not None:
-            self._coalescing.append(work)
+        self._coalesced(work)
         return work
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> PointToPointWork:

@@ -124,21 +124,7 @@ class Coalescer:
 
     def all_gather_list(self, outputs: list[Tensor], input: Tensor, opts: Any) -> Work:
         """Gather rank r's tensor into output r. Sizes may differ by rank; all ranks pass the same ones."""
-        if len(outputs) != self._size:
-            raise UsageError(
-                f"all_gather: {len(outputs)} output tensors for {self._size} ranks; give one per rank"
-            )
-        for rank, output in enumerate(outputs):
-            if output.dtype != input.dtype:
-                raise UsageError(
-                    f"all_gather: output tensor {rank} is {output.dtype} and the input {input.dtype}; "
-                    "they must be the same"
-                )
-        if outputs[self._rank].numel() != input.numel():
-            raise UsageError(
-                f"all_gather: this rank's output tensor has shape {tuple(outputs[self._rank].shape)} and "
-                f"its input {tuple(input.shape)}; they must have the same number of elements"
-            )
+        self._check_list("all_gather", "output", outputs, "input", input)
         width = max(output.numel() for output in outputs)
         source = as_contiguous(input).view(-1)
         if source.numel() < width:
@@ -187,23 +173,27 @@ class Coalescer:
 
     def reduce_scatter_list(self, output: Tensor, inputs: list[Tensor], opts: Any) -> Work:
         """Reduce input r of all ranks into rank r's output. Sizes may differ, but not between ranks."""
-        if len(inputs) != self._size:
-            raise UsageError(
-                f"reduce_scatter: {len(inputs)} input tensors for {self._size} ranks; give one per rank"
-            )
-        if inputs[self._rank].numel() != output.numel() or any(
-            input.dtype != output.dtype for input in inputs
-        ):
-            raise UsageError(
-                f"reduce_scatter: the output is {output.dtype} of shape {tuple(output.shape)}, the inputs "
-                f"are {[(str(i.dtype), tuple(i.shape)) for i in inputs]}; all dtypes must be the same, and "
-                "this rank's input as large as its output"
-            )
+        self._check_list("reduce_scatter", "input", inputs, "output", output)
         width = max(input.numel() for input in inputs)
         table = output.new_zeros(self._size, width)
         for row, input in zip(table, inputs, strict=True):
             row[: input.numel()].copy_(as_contiguous(input).view(-1))
         return self._reduce_scatter_table([output], table, opts)
+
+    def _check_list(self, name: str, listed: str, tensors: list[Tensor], alone: str, tensor: Tensor) -> None:
+        """Check that a list has a tensor per rank, this rank's as large as the other tensor it gives."""
+        if len(tensors) != self._size:
+            raise UsageError(
+                f"{name}: {len(tensors)} {listed} tensors for {self._size} ranks; give one per rank"
+            )
+        if tensors[self._rank].numel() != tensor.numel() or {each.dtype for each in tensors} != {
+            tensor.dtype
+        }:
+            raise UsageError(
+                f"{name}: the {alone} is {tensor.dtype} of shape {tuple(tensor.shape)}, the {listed}s are "
+                f"{[(str(each.dtype), tuple(each.shape)) for each in tensors]}; all dtypes must be the same, "
+                f"and this rank's {listed} as large as its {alone}"
+            )
 
     def _reduce_scatter_table(self, outputs: list[Tensor], table: Tensor, opts: Any) -> Work:
         op = reduction_of(opts.reduceOp, table)

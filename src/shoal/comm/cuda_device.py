@@ -1,7 +1,7 @@
 """Implements the device interface for GPUs: CUDA streams and events; NCCL inside a host.
 
-Nothing here blocks the CPU except :meth:`CudaEvent.synchronize`, which only threads of the copy pipeline
-call. Tensors of other streams are not recorded with the caching allocator: the code that queues a step keeps
+Nothing here blocks the CPU except an event's ``synchronize``, which only threads of the copy pipeline call.
+Tensors of other streams are not recorded with the caching allocator: the code that queues a step keeps
 them alive until a later event is reached.
 """
 
@@ -26,20 +26,6 @@ _NCCL_TIMEOUT_FACTOR = 10
 """Multiple of the group's timeout: NCCL's watchdog kills the process; the engine reports first."""
 
 
-class CudaEvent:
-    """An event at the end of a stream. A thread that synchronizes with it sleeps instead of spinning."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self.event.record(stream)
-
-    def synchronize(self) -> None:
-        self.event.synchronize()
-
-    def query(self) -> bool:
-        return bool(self.event.query())
-
-
 class CudaStream:
     """A CUDA stream."""
 
@@ -50,11 +36,14 @@ class CudaStream:
         with torch.cuda.stream(self._stream):
             step()
 
-    def wait_event(self, event: CudaEvent) -> None:
-        self._stream.wait_event(event.event)
+    def wait_event(self, event: torch.cuda.Event) -> None:
+        self._stream.wait_event(event)
 
-    def record_event(self) -> CudaEvent:
-        return CudaEvent(self._stream)
+    def record_event(self) -> torch.cuda.Event:
+        # A thread that synchronizes with a blocking event sleeps instead of spinning.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
 
 
 class CudaDevice:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -150,7 +151,7 @@ class Transfer:
 class _Chunk:
     transfer: Transfer
     buffer: Buffer
-    columns: tuple[int, int]
+    columns: slice
     handle: int = -1
 
 
@@ -226,9 +227,9 @@ class CopyPipeline:
 
     def _queue_copy(self, transfer: Transfer, columns: tuple[int, int]) -> _Chunk:
         """Queue the copy of a chunk into a buffer; block until there is one."""
-        chunk = _Chunk(transfer, self._take_buffer(), columns)
+        chunk = _Chunk(transfer, self._take_buffer(), slice(*columns))
         if transfer.route.sends:
-            self._d2h.run(_copy(_input(chunk), _columns(transfer.route.source, columns)))
+            self._d2h.run(_copy(_input(chunk), transfer.route.source[:, chunk.columns]))
         chunk.buffer.free_after = self._d2h.record_event()
         return chunk
 
@@ -259,7 +260,7 @@ class CopyPipeline:
         chunk.handle = route.engine.submit(
             Operation(
                 kind=request.kind, input=input.data_ptr(), output=output.data_ptr(),
-                count=chunk.columns[1] - chunk.columns[0], dtype=ENGINE_DTYPES[route.source.dtype],
+                count=chunk.columns.stop - chunk.columns.start, dtype=ENGINE_DTYPES[route.source.dtype],
                 op=route.op, root=route.root,
                 shape=request.shape, timeout_s=max(transfer.deadline - time.monotonic(), 1e-3),
                 priority=request.priority,
@@ -293,7 +294,7 @@ class CopyPipeline:
             if reason := self._group.error():
                 route.engine.abort(reason)
         if route.receives and chunk.transfer.error is None:
-            self._h2d.run(_copy(_columns(route.target, chunk.columns), _output(chunk)))
+            self._h2d.run(_copy(route.target[:, chunk.columns], _output(chunk)))
             chunk.buffer.free_after = self._h2d.record_event()
 
     def _deliver(self, transfer: Transfer) -> None:
@@ -326,17 +327,13 @@ class CopyPipeline:
 
 
 def _copy(target: Tensor, source: Tensor) -> Step:
-    return lambda: target.copy_(source, non_blocking=True)
-
-
-def _columns(table: Tensor, columns: tuple[int, int]) -> Tensor:
-    return table[:, columns[0] : columns[1]]
+    return partial(target.copy_, source, non_blocking=True)
 
 
 def _rows(chunk: _Chunk, first: int, last: int) -> Tensor:
     """Return rows ``first`` to ``last`` of a chunk's buffer."""
     source = chunk.transfer.route.source
-    width = chunk.columns[1] - chunk.columns[0]
+    width = chunk.columns.stop - chunk.columns.start
     begin, end = (row * width * source.element_size() for row in (first, last))
     return chunk.buffer.memory[begin:end].view(source.dtype).view(last - first, width)
 

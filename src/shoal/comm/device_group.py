@@ -30,6 +30,7 @@ from shoal.comm.routes import INTRA_HOST_OPS, HierarchicalRoutes, RankLayout, Ro
 from shoal.comm.single_process import SingleProcessEngine
 from shoal.comm.store import wait_for_keys
 from shoal.comm.tensors import CollectiveRequest
+from shoal.comm.work import first_cause
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
 
@@ -161,8 +162,11 @@ class DeviceGroup:
             if len(layout.hosts) > 1
             else None
         )
-        widen = self._group.options.partial_dtype == "float32"
-        self._hierarchical = HierarchicalRoutes(layout, rail, *self._intra_host, widen=widen)
+        d2h_ranks, h2d_ranks = self._intra_host
+        self._hierarchical = HierarchicalRoutes(
+            layout=layout, rail=rail, d2h_ranks=d2h_ranks, h2d_ranks=h2d_ranks,
+            widen=self._group.options.partial_dtype == "float32",
+        )  # fmt: skip
 
     def _connect_host(self, layout: RankLayout, direction: int) -> IntraHostGroup:
         """Connect the ranks of this host for one of the pipeline's two streams, and test a reduction."""
@@ -213,19 +217,10 @@ class DeviceGroup:
         return self._group.engine.error()
 
     def explain(self, problem: Exception) -> Exception:
-        """Return the group's error, which names the first cause, if the group has failed; else ``problem``.
-
-        A rank that leaves after a failure also closes its device engines. Only the group's engine receives
-        the first cause.
-        """
-        end = time.monotonic() + (_GROUP_ERROR_S if isinstance(problem, CommError) else 0.0)
-        while not self._stopped.is_set():
-            if reason := self.error():
-                return CommError(reason)
-            if time.monotonic() >= end:
-                break
-            time.sleep(_POLL_S / 10)
-        return problem
+        """Return the group's error, which names the first cause, if it has failed; else ``problem``."""
+        if self._stopped.is_set():
+            return problem
+        return first_cause(problem, self.error, _GROUP_ERROR_S if isinstance(problem, CommError) else 0.0)
 
     def abort(self, reason: str) -> None:
         """Fail the group on all ranks, unless it is being shut down."""

@@ -9,14 +9,11 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from weakref import WeakSet
 
 from shoal import native
 from shoal.errors import ShoalError, UsageError
-
-Event = tuple[str, int, int, int, int]
-"""A trace event: name, begin and end in ns of ``time.monotonic_ns``, operation number, chunk index."""
 
 _PYTHON_OPTIONS = frozenset(
     {"partial_dtype", "order", "transport", "staging_bytes", "staging_buffers", "ordered_callbacks"}
@@ -204,7 +201,7 @@ class Engine:
     """One rank's membership in a group. Listens on construction; :meth:`connect` connects to the others.
 
     Raises:
-        CommError: the address or the port is not available.
+        CommError: the address is not available.
     """
 
     def __init__(
@@ -216,12 +213,11 @@ class Engine:
         secret: bytes,
         address: str,
         options: EngineOptions,
-        port: int = 0,
     ) -> None:
         settings = native.core().EngineOptions()
         settings.set_secret(secret)
         settings.rank, settings.size, settings.group = rank, size, group
-        settings.address, settings.port = address, port
+        settings.address = address
         settings.wide_partials = options.partial_dtype == "float32"
         settings.fabric = fabric_providers(options.transport)
         for name, value in asdict(options).items():
@@ -263,11 +259,7 @@ class Engine:
         """
         try:
             self._engine.connect(
-                [(peer.host, peer.address, peer.port, peer.global_rank, peer.pid) for peer in peers],
-                [(helper.address, helper.port, helper.name) for helper in helpers],
-                list(pattern),
-                segment,
-                timeout_s,
+                list(map(astuple, peers)), list(map(astuple, helpers)), list(pattern), segment, timeout_s
             )
         except (RuntimeError, ValueError) as error:
             raise CommError(
@@ -344,14 +336,6 @@ class Engine:
     def take_events(self) -> list[str]:
         """Return the log messages since the last call: stragglers, lost helpers."""
         return list(self._engine.take_events())
-
-    def trace(self, on: bool) -> None:
-        """Start or stop recording the events of each chunk."""
-        self._engine.trace(on)
-
-    def take_trace(self) -> list[Event]:
-        """Return the events recorded since the last call."""
-        return list(self._engine.take_trace())
 
 
 _open_engines: WeakSet[Engine] = WeakSet()

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +24,11 @@ from shoal.comm.devices import Device
 from shoal.comm.engine import CommError
 from shoal.comm.store import InterruptibleStore, wait_for_keys
 from shoal.comm.tensors import Finish
-from shoal.comm.work import NO_TIMEOUT, BaseWork, opaque_to_dynamo, wait_until
+from shoal.comm.work import NO_TIMEOUT, BaseWork, first_cause, opaque_to_dynamo, wait_until
 
 _POLL_S = 0.2
-# A rank that dies resets gloo's connections as well as the engine's. The engine names the rank, within this
-# time.
 _ENGINE_ERROR_S = 3.0
+"""Time within which the engine names a rank that has died."""
 _ABORT_TAG = 0x7FFF_FFF0
 
 Start = Callable[[Any], Work]
@@ -59,10 +59,6 @@ class GlooFallback:
         self._aborted = False
         self._rendezvous = InterruptibleStore(PrefixStore("gloo/", store), self._must_end)
         self._peers: dict[int, _PeerQueue] = {}
-
-    @property
-    def exists(self) -> bool:
-        return self._group is not None
 
     def group(self) -> Any:
         """Return the inner group; create it on the first call."""
@@ -123,13 +119,7 @@ class GlooFallback:
 
     def explain(self, problem: Exception) -> Exception:
         """Return the engine's error, which names the rank, if the group has failed; else ``problem``."""
-        end = time.monotonic() + (_ENGINE_ERROR_S if "imed out" not in str(problem) else 0.0)
-        while True:
-            if reason := self.error():
-                return CommError(reason)
-            if time.monotonic() >= end:
-                return problem
-            time.sleep(_POLL_S / 4)
+        return first_cause(problem, self.error, _ENGINE_ERROR_S if "imed out" not in str(problem) else 0.0)
 
     def _must_end(self) -> bool:
         return self._stopped.is_set() or self.error() is not None
@@ -299,9 +289,6 @@ class PointToPointWork(BaseWork):
             return True
         return self._work is not None and self._work.is_completed()
 
-    def is_success(self) -> bool:
-        return self._done and self._error is None
-
     def source_rank(self) -> int:
         return -1 if self._work is None else int(self._work._source_rank())
 
@@ -317,8 +304,7 @@ class BounceBuffers:
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return host copies of tensors, made after the work that the caller has queued."""
-        copies = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
-        self._stream.wait_event(self._device.current_stream().record_event())
+        copies, _ = self.for_outputs(tensors)
         self._copy(copies, tensors)
         return copies
 
@@ -330,9 +316,5 @@ class BounceBuffers:
 
     def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
-            self._stream.run(_one_copy(target.detach(), source.detach()))
+            self._stream.run(partial(target.detach().copy_, source.detach()))
         self._stream.record_event().synchronize()
-
-
-def _one_copy(target: Tensor, source: Tensor) -> Callable[[], object]:
-    return lambda: target.copy_(source)

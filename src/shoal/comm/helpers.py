@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import sys
 import time
@@ -37,11 +38,13 @@ def reachable_helpers(*, workers_serve: bool) -> list[HelperAddress]:
     """
     given = env.helpers()
     for helper in given:
-        if not _is_ipv4(helper.address):
+        try:
+            ipaddress.IPv4Address(helper.address)
+        except ValueError:
             raise UsageError(
                 f"SHOAL_HELPERS has the entry {name_of(helper)!r}, and {helper.address!r} is not an IPv4 "
                 "address; write the address that `shoal serve` was given"
-            )
+            ) from None
     for name in lost_helpers():
         _exclude(name, "a group of this process lost it")
     asked = [helper for helper in given if name_of(helper) not in _excluded]
@@ -84,14 +87,6 @@ def _exclude(name: str, why: str) -> None:
     print(f"shoal: new groups do without helper {name}: {why}", file=sys.stderr)
 
 
-def _is_ipv4(address: str) -> bool:
-    try:
-        socket.inet_pton(socket.AF_INET, address)
-    except OSError:
-        return False
-    return True
-
-
 def _reach(helpers: Sequence[HelperAddress]) -> list[str]:
     """Return the reason for which each helper is unreachable; an empty string for the others."""
     if not helpers:
@@ -110,11 +105,10 @@ def _reach_one(helper: HelperAddress, deadline: float) -> str:
     while (left_s := deadline - time.monotonic()) > 0:
         try:
             socket.create_connection((helper.address, helper.port), timeout=left_s).close()
+            return ""
         except TimeoutError:
             return "no answer"
         except OSError as error:
             problem = error.strerror or str(error)
             time.sleep(min(_PAUSE_S, left_s))
-        else:
-            return ""
     return problem

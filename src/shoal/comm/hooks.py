@@ -180,7 +180,9 @@ class EightBitWire:
         if self._size == 1:  # nothing to send
             buffer.copy_(numbers)
             numbers.zero_()
-            return _completed(buffer)
+            future: Future[Tensor] = Future()
+            future.set_result(buffer)
+            return future
         values, scales = int8_blocks.values_and_scales(buffers.sent)
         for other in range(self._size):
             if other != self._rank:
@@ -229,15 +231,13 @@ class EightBitWire:
             return found
         count = bucket.buffer().numel()
         num_blocks = int8_blocks.blocks_of(-(-count // self._size))
-        rows = [
-            torch.zeros(self._size, num_blocks * int8_blocks.BLOCK_BYTES, dtype=torch.uint8) for _ in range(3)
-        ]
+        rows = torch.zeros(self._size, num_blocks * int8_blocks.BLOCK_BYTES, dtype=torch.uint8)
         buffers = _BucketBuffers(
             residual=torch.zeros(self._size, num_blocks, int8_blocks.BLOCK),
-            sent=rows[0],
-            received=rows[1],
-            served=torch.zeros(num_blocks * int8_blocks.BLOCK_BYTES, dtype=torch.uint8),
-            sums=rows[2],
+            sent=rows,
+            received=rows.clone(),
+            served=rows[0].clone(),
+            sums=rows.clone(),
         )
         flat, begin = buffers.residual.view(-1), 0
         for parameter in parameters:
@@ -300,9 +300,3 @@ def _guarded(step: Callable[[_Exchange], None], exchange: _Exchange) -> None:
     except Exception as problem:
         exchange.error = problem
         exchange.begun.set_result(None)
-
-
-def _completed(tensor: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future()
-    future.set_result(tensor)
-    return future

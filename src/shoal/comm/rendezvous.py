@@ -18,7 +18,7 @@ from shoal import env
 from shoal.comm.addresses import Endpoint, host_identity, local_address, network_identity, refuse_loopback
 from shoal.comm.engine import Engine, EngineOptions, Helper, Operation, Peer, fabric_providers
 from shoal.comm.helpers import bandwidth_of, name_of, reachable_helpers, remember_bandwidths
-from shoal.comm.store import LOCATION, RULES, Records
+from shoal.comm.store import LOCATION, MAX_ERROR, RULES, Records
 from shoal.decide.server_assignment import MIB, assign_chunks, chunk_pattern, recommended_bucket_bytes
 from shoal.errors import ShoalError, UsageError
 
@@ -70,7 +70,7 @@ def connect_engine(
         )  # fmt: skip
     except ShoalError as problem:
         for key in ("rules", f"peer/{rank}") if rank == 0 else (f"peer/{rank}",):
-            records.put_error(key, f"rank {rank}: {problem}")
+            records.put(key, {"error": f"rank {rank}: {problem}"[:MAX_ERROR]})
         raise
     location = {
         "host": host_identity(),

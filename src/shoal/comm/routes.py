@@ -131,58 +131,54 @@ def flat_route(request: CollectiveRequest, engine: Engine | None, rank: int, siz
     )
 
 
+@dataclass(kw_only=True)
 class HierarchicalRoutes:
     """Builds hierarchical routes.
 
-    Args:
+    Attributes:
         layout: the ranks of each host.
         rail: engine of the ranks with this rank's index in their hosts; ``None`` with one host.
         d2h_ranks: the ranks of this host, for the pipeline's device-to-host stream.
         h2d_ranks: the same ranks, for the host-to-device stream. Each group so sees its operations in one
-        order
-            on all ranks.
+            order on all ranks.
         widen: whether sums of 16-bit tensors leave the host in float32.
     """
 
-    def __init__(
-        self,
-        layout: RankLayout,
-        rail: Engine | None,
-        d2h_ranks: IntraHostGroup,
-        h2d_ranks: IntraHostGroup,
-        *,
-        widen: bool,
-    ) -> None:
-        self._layout, self._rail = layout, rail
-        self._d2h_ranks, self._h2d_ranks = d2h_ranks, h2d_ranks
-        self._widen = widen
-        self._num_hosts, self._num_local = len(layout.hosts), len(layout.hosts[0])
+    layout: RankLayout
+    rail: Engine | None
+    d2h_ranks: IntraHostGroup
+    h2d_ranks: IntraHostGroup
+    widen: bool
+    _order: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._num_hosts, self._num_local = len(self.layout.hosts), len(self.layout.hosts[0])
         self._size = self._num_hosts * self._num_local
-        self._order: Tensor | None = None
 
     def route(self, request: CollectiveRequest) -> Route:
-        make: dict[str, Callable[[CollectiveRequest], Route]] = {
-            "all_reduce": self._reduce,
-            "reduce": self._reduce,
-            "broadcast": self._broadcast,
-            "all_gather": self._all_gather,
-            "reduce_scatter": self._reduce_scatter,
-        }
-        return make[request.kind](request)
+        match request.kind:
+            case "broadcast":
+                return self._broadcast(request)
+            case "all_gather":
+                return self._all_gather(request)
+            case "reduce_scatter":
+                return self._reduce_scatter(request)
+            case _:
+                return self._reduce(request)
 
     def _rail_route(self, request: CollectiveRequest, source: Tensor, target: Tensor, **more: Any) -> Route:
-        if self._rail is None:
+        if self.rail is None:
             more["sends"] = more["receives"] = False
         return Route(
-            engine=self._rail, request=request, source=source, target=target,
-            rank=self._layout.host, size=self._num_hosts, **more,
+            engine=self.rail, request=request, source=source, target=target,
+            rank=self.layout.host, size=self._num_hosts, **more,
         )  # fmt: skip
 
     def _accumulation_dtype(self, request: CollectiveRequest) -> tuple[torch.dtype, str]:
         """Return the dtype of partial results and the operation that combines them."""
         averages = request.op == "avg"
         widened = request.input.dtype in SIXTEEN_BITS and request.op in ("sum", "avg", "prod")
-        dtype = torch.float32 if widened and (self._widen or averages) else request.input.dtype
+        dtype = torch.float32 if widened and (self.widen or averages) else request.input.dtype
         return dtype, "sum" if averages else request.op
 
     def _divisor(self, request: CollectiveRequest, like: Tensor) -> Tensor | None:
@@ -201,23 +197,23 @@ class HierarchicalRoutes:
         part = source.new_empty(width, dtype=dtype)
         result = part if dtype == source.dtype else part.new_empty(width, dtype=source.dtype)
         divisor = self._divisor(request, part)
-        root = self._layout.host_of(request.root)
-        writes = request.kind == "all_reduce" or request.root == self._layout.rank
-        ends = request.kind == "all_reduce" or root == self._layout.host
+        root = self.layout.host_of(request.root)
+        writes = request.kind == "all_reduce" or request.root == self.layout.rank
+        ends = request.kind == "all_reduce" or root == self.layout.host
         gathered = target if fits and writes else result.new_empty(width * local)
 
         def begin() -> None:
             if given is not source:
                 given[:count].copy_(source)
                 given[count:].zero_()
-            self._d2h_ranks.reduce_scatter(part, given, op)
+            self.d2h_ranks.reduce_scatter(part, given, op)
 
         def end() -> None:
             if divisor is not None:
                 part.div_(divisor)
             if result is not part:
                 result.copy_(part)
-            self._h2d_ranks.all_gather(gathered, result)
+            self.h2d_ranks.all_gather(gathered, result)
             if gathered is not target and writes:
                 target.copy_(gathered[:count])
 
@@ -231,18 +227,18 @@ class HierarchicalRoutes:
         source, target = (each.view(-1).view(torch.uint8) for each in (request.input, request.output))
         count, local = source.numel(), self._num_local
         width = -(-count // local)
-        host, root = self._layout.host, self._layout.host_of(request.root)
-        is_root = request.root == self._layout.rank
+        host, root = self.layout.host, self.layout.host_of(request.root)
+        is_root = request.root == self.layout.rank
         whole, part = source.new_empty(width * local), source.new_empty(width)
 
         def begin() -> None:  # all other ranks add zero bytes: the sum has the bits of the root
             whole.zero_()
             if is_root:
                 whole[:count].copy_(source)
-            self._d2h_ranks.reduce_scatter(part, whole, "sum")
+            self.d2h_ranks.reduce_scatter(part, whole, "sum")
 
         def end() -> None:
-            self._h2d_ranks.all_gather(whole, part)
+            self.h2d_ranks.all_gather(whole, part)
             if not is_root:
                 target.copy_(whole[:count])
 
@@ -259,10 +255,10 @@ class HierarchicalRoutes:
         order = self._row_order(source)
 
         def end() -> None:
-            self._h2d_ranks.all_gather(whole.view(-1), rows.view(-1))
+            self.h2d_ranks.all_gather(whole.view(-1), rows.view(-1))
             target.index_copy_(0, order, whole)
 
-        begin = partial(rows[0].copy_, source) if self._rail is None else None
+        begin = partial(rows[0].copy_, source) if self.rail is None else None
         return self._rail_route(request, source[None], rows, begin=begin, end=end)
 
     def _reduce_scatter(self, request: CollectiveRequest) -> Route:
@@ -271,12 +267,12 @@ class HierarchicalRoutes:
         order = self._row_order(source)
         given = source.new_empty(source.shape, dtype=dtype)
         part = given.new_empty(self._num_hosts, target.numel())
-        total = part[:1] if self._rail is None else given.new_empty(1, target.numel())
+        total = part[:1] if self.rail is None else given.new_empty(1, target.numel())
         divisor = self._divisor(request, part)
 
         def begin() -> None:
             given.copy_(source.index_select(0, order))
-            self._d2h_ranks.reduce_scatter(part.view(-1), given.view(-1), op)
+            self.d2h_ranks.reduce_scatter(part.view(-1), given.view(-1), op)
 
         def end() -> None:
             if divisor is not None:
@@ -287,5 +283,5 @@ class HierarchicalRoutes:
 
     def _row_order(self, like: Tensor) -> Tensor:
         if self._order is None:
-            self._order = torch.tensor(self._layout.rail_order(), device=like.device)
+            self._order = torch.tensor(self.layout.rail_order(), device=like.device)
         return self._order

@@ -83,22 +83,12 @@ def _report(counters: dict[str, int]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line of ``python -m shoal.comm.server``."""
     parser = argparse.ArgumentParser(prog="shoal serve", description=__doc__.splitlines()[0])
-    parser.add_argument("--address", required=True, help="IPv4 address of the interface to listen on")
-    parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help="port to listen on (default %(default)s)"
-    )
-    parser.add_argument(
-        "--secret-file", type=Path, help="file with the job's secret, which others cannot read"
-    )
-    parser.add_argument(
-        "--report-every-s",
-        type=float,
-        default=0.0,
-        help="seconds between two lines with the counters (default: none)",
-    )
-    parser.add_argument(
-        "--transport", help="tcp, or ofi:PROVIDER,... as the workers' (default: SHOAL_TRANSPORT)"
-    )
+    option = parser.add_argument
+    option("--address", required=True, help="IPv4 address of the interface to listen on")
+    option("--port", type=int, default=DEFAULT_PORT, help="port to listen on (default %(default)s)")
+    option("--secret-file", type=Path, help="file with the job's secret, which others cannot read")
+    option("--report-every-s", type=float, default=0.0, help="seconds between prints of counters; 0: never")
+    option("--transport", help="tcp, or ofi:PROVIDER,... as the workers' (default: SHOAL_TRANSPORT)")
     given = parser.parse_args(argv)
     try:
         return serve(**vars(given))

@@ -6,18 +6,10 @@ import ctypes
 import queue
 from collections import Counter
 
-from shoal.comm.engine import Event, Operation
+from shoal.comm.engine import Operation
+from shoal.comm.tensors import ENGINE_DTYPES
 
-ITEM_BYTES = {
-    "float32": 4,
-    "float64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "int32": 4,
-    "int64": 8,
-}
+ITEM_BYTES = {name: dtype.itemsize for dtype, name in ENGINE_DTYPES.items()}
 
 
 class SingleProcessEngine:
@@ -70,10 +62,4 @@ class SingleProcessEngine:
         return {"bytes_sent": 0, "bytes_received": 0, **self._counts}
 
     def take_events(self) -> list[str]:
-        return []
-
-    def trace(self, on: bool) -> None:
-        pass
-
-    def take_trace(self) -> list[Event]:
         return []

@@ -23,12 +23,13 @@ from shoal.json_text import parse_json
 
 _MAX_BYTES = 1 << 20
 _MAC_DIGITS = 64
-_MAX_ERROR = 4096
+MAX_ERROR = 4096
+"""Largest number of characters in a record ``{"error": reason}``, which raises the reason in its readers."""
 _READERS_LIMIT = timedelta(seconds=10)
 _GLOO_LIMIT = timedelta(minutes=30)
 _POLL_S = 0.01
 _ANSWER_MARGIN_S = 1.0
-_ERROR = {"error": rf"[^\x00]{{1,{_MAX_ERROR}}}"}
+_ERROR = {"error": rf"[^\x00]{{1,{MAX_ERROR}}}"}
 _CHANGED = "the store was changed by another process, or the ranks run different versions of shoal"
 
 Rule = Any
@@ -82,10 +83,6 @@ class Records:
         """Write a record."""
         text = json.dumps(value)
         self._store.set(key, self._mac(key, text) + text)
-
-    def put_error(self, key: str, reason: str) -> None:
-        """Write a record that raises ``reason`` in its readers."""
-        self.put(key, {"error": reason[:_MAX_ERROR]})
 
     def wait_for_readers(self, rank: int, size: int) -> None:
         """Wait briefly until all ranks have read what they need: the store may end with this process.

@@ -20,6 +20,7 @@ from shoal.comm.engine import CommError
 from shoal.comm.tensors import CollectiveRequest
 
 NO_TIMEOUT = timedelta(0)
+_POLL_S = 0.03
 
 # Applies to the method and to the functions it calls. torch.compiler.disable does the same, but imports
 # Dynamo, which takes seconds.
@@ -71,6 +72,25 @@ def wait_until(
             )
         if poll is not None:
             poll()
+
+
+def first_cause(problem: Exception, error: Callable[[], str | None], limit_s: float) -> Exception:
+    """Return the engine's error, which names the rank, if the group fails in time; else ``problem``.
+
+    A rank that dies resets all connections, and one that leaves after a failure closes them. Only the group's
+    engine then receives the first cause.
+
+    Args:
+        problem: found on another connection.
+        error: returns the reason for which the group has failed, if it has.
+        limit_s: the longest wait for it.
+    """
+    end = time.monotonic() + limit_s
+    while not (reason := error()):
+        if time.monotonic() >= end:
+            return problem
+        time.sleep(_POLL_S)
+    return CommError(reason)
 
 
 class WorkOwner(Protocol):
@@ -238,13 +258,12 @@ def typed_future(tensors: list[torch.Tensor]) -> Future[Any]:
 
 
 @opaque_to_dynamo
-class JoinedWork(Work):
+class JoinedWork(BaseWork):
     """Several works as one."""
 
     def __init__(self, works: Sequence[Work], result: Any) -> None:
-        super().__init__()
+        super().__init__("several collectives", result)
         self._works = tuple(works)
-        self._result = result
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         for work in self._works:
@@ -256,12 +275,6 @@ class JoinedWork(Work):
 
     def is_success(self) -> bool:
         return all(work.is_success() for work in self._works)
-
-    def result(self) -> Any:
-        return self._result
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def get_future(self) -> Future[Any]:
         def outcome(completed: Future[Any]) -> Any:
