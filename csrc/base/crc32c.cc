@@ -148,11 +148,4 @@ std::uint32_t crc32c(const void* data, std::size_t n, std::uint32_t seed) {
   return crc32c_by_table(data, n, seed);
 }
 
-std::string_view crc32c_method() {
-#if defined(__x86_64__)
-  if (has_instruction()) return "sse4.2";
-#endif
-  return "table";
-}
-
 }  // namespace shoal

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string_view>
 
 namespace shoal {
 
@@ -13,8 +12,5 @@ std::uint32_t crc32c(const void* data, std::size_t n, std::uint32_t seed = 0);
 
 // The table implementation, which tests compare with the other.
 std::uint32_t crc32c_by_table(const void* data, std::size_t n, std::uint32_t seed = 0);
-
-// Returns the implementation that crc32c uses here: "sse4.2" or "table".
-std::string_view crc32c_method();
 
 }  // namespace shoal

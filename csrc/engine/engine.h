@@ -32,7 +32,6 @@ struct EngineOptions {
   std::string group;
   Bytes secret;
   std::string address = "127.0.0.1";
-  int port = 0;
   std::size_t chunk_bytes = 32 << 10;         // largest message between hosts
   std::size_t shared_chunk_bytes = 128 << 10;  // largest chunk inside a host
   std::size_t num_slots = 16;

@@ -37,7 +37,6 @@ Engine::Engine(EngineOptions options) : options_(std::move(options)), records_(k
   shoal::require_possible(options_);
   TransportOptions transport;
   transport.tcp.address = options_.address;
-  transport.tcp.port = options_.port;
   transport.tcp.secret = options_.secret;
   transport.tcp.send_buffer_bytes = options_.send_buffer_bytes;
   transport.tcp.grace_s = options_.peer_grace_s;

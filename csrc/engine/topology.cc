@@ -22,11 +22,6 @@ std::uint64_t scramble(std::uint64_t x) {  // finalizer of splitmix64
 
 }  // namespace
 
-std::uint64_t range_of(const OpSpec& spec, int size) {
-  const bool many = spec.kind == Kind::all_gather || spec.kind == Kind::reduce_scatter;
-  return many ? spec.count * static_cast<std::uint64_t>(size) : spec.count;
-}
-
 std::size_t FusedBuffer::next(std::size_t bytes, std::size_t num_places) {
   if (room_.empty()) {
     room_.assign(num_places, 0);

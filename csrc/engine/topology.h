@@ -77,7 +77,4 @@ class Topology {
   std::vector<int> pattern_;
 };
 
-// Returns the number of elements of an operation's whole range.
-std::uint64_t range_of(const OpSpec& spec, int size);
-
 }  // namespace shoal
