@@ -12,7 +12,6 @@ part of the image that holds it. The bitmaps of an image are concatenated in one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,10 @@ import numpy.typing as npt
 
 from shoal.data.coco.masks import Bitmaps, crops
 from shoal.data.coco.transform import DetectionObjects, DetectionTransform
-from shoal.data.images.reader import DecodeThreads, DTypeName
+from shoal.data.images.reader import DecodeThreads, DTypeName, ShardReader
 from shoal.data.images.shards import ImageShards
-from shoal.data.steps import SizedReader, example_names
-from shoal.errors import ShoalError, UsageError
+from shoal.data.steps import example_names
+from shoal.errors import ShoalError
 
 SIZE_STEP = 32
 """Sides of batches are multiples of it: the coarsest feature map of a ResNet has a stride of 32."""
@@ -31,7 +30,7 @@ SIZE_STEP = 32
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-class DetectionReader(SizedReader):
+class DetectionReader(ShardReader):
     """Reads, decodes and augments the images of a split with their objects. Picklable."""
 
     def __init__(
@@ -57,27 +56,15 @@ class DetectionReader(SizedReader):
         Raises:
             UsageError: the split has no images, or ``threads`` is below 1.
         """
-        if not len(shards):
-            raise UsageError(f"{shards.location}: the split {shards.split!r} has no images; prepare some")
-        self.shards = shards
+        super().__init__(shards, seed)
         self.transform = transform
         self.categories = dict(categories)
-        self.seed = seed
         config = transform.config
         sides = (max(config.shorter) + SIZE_STEP) * (config.longer + SIZE_STEP)
         self.example_tokens = 3 * (sides if config.scales is None else config.canvas**2)
         self._threads = DecodeThreads(threads)
         self._dtype: DTypeName = dtype
         self._labels = {category: label for label, category in enumerate(self.categories, 1)}
-        self._sizes = shards.sizes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        again = partial(DetectionReader, seed=self.seed, threads=self._threads.count, dtype=self._dtype)
-        return (again, (self.shards, self.transform, self.categories), {"epoch": self.epoch})
-
-    @property
-    def num_examples(self) -> int:
-        return len(self.shards)
 
     @property
     def example_bytes(self) -> int:
@@ -107,7 +94,7 @@ class DetectionReader(SizedReader):
         keys = [(self.seed, epoch, index) for epoch, index in names]
         frames = [
             self.transform.frame(key, height, width)
-            for key, (width, height) in zip(keys, self._sizes[indices_].tolist(), strict=True)
+            for key, (width, height) in zip(keys, self.shards.sizes[indices_].tolist(), strict=True)
         ]
         height, width = (-(-max(sides) // SIZE_STEP) * SIZE_STEP for sides in zip(*frames, strict=True))
         images = np.zeros((len(keys), 3, height, width), self._dtype)
@@ -115,7 +102,12 @@ class DetectionReader(SizedReader):
 
         def make(row: int) -> None:
             height, width = frames[row]
-            objects = self._make(images[row, :, :height, :width], keys[row])
+            index, out = keys[row][-1], images[row, :, :height, :width]
+            encoded, extra = self.shards.read(index), self.shards.extra(index)
+            try:
+                objects = self.transform(encoded, extra, out, keys[row])
+            except ShoalError as error:
+                raise type(error)(f"{self.shards.name(index)}: {error}") from None
             made[row] = objects, crops(objects.masks)
 
         self.shards.will_need(indices_.tolist())
@@ -129,24 +121,19 @@ class DetectionReader(SizedReader):
             "index": indices_,
         }
 
-    def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Return the examples unchanged."""
-        return dict(arrays)
-
-    def _make(self, out: npt.NDArray[Any], key: tuple[int, int, int]) -> DetectionObjects:
-        index = key[-1]
-        try:
-            return self.transform(self.shards.read(index), self.shards.extra(index), out, key)
-        except ShoalError as error:
-            raise type(error)(f"{self.shards.name(index)}: {error}") from None
-
     def _padded(self, images: Sequence[DetectionObjects]) -> Arrays:
         counts = np.array([len(one.boxes) for one in images], dtype=np.int64)
         boxes = np.zeros((len(images), counts.max(), 4), dtype=np.float32)
         labels = np.zeros((len(images), counts.max()), dtype=np.int64)
         for row, (one, count) in enumerate(zip(images, counts.tolist(), strict=True)):
             boxes[row, :count] = one.boxes
-            labels[row, :count] = [self._label(category) for category in one.categories.tolist()]
+            try:
+                labels[row, :count] = [self._labels[category] for category in one.categories.tolist()]
+            except KeyError as category:
+                raise ShoalError(
+                    f"{self.shards.location}: an object has the category {category}, which the list of "
+                    "categories does not have; they come from different preparations"
+                ) from None
         return {
             "num_objects": counts,
             "boxes": boxes,
@@ -154,15 +141,6 @@ class DetectionReader(SizedReader):
             "image_id": np.array([one.image_id for one in images], dtype=np.int64),
             "original_size": np.array([one.original_size for one in images], dtype=np.int64),
         }
-
-    def _label(self, category: int) -> int:
-        try:
-            return self._labels[category]
-        except KeyError:
-            raise ShoalError(
-                f"{self.shards.location}: an object has the category {category}, which the list of "
-                "categories does not have; they come from different preparations"
-            ) from None
 
 
 def _packed(images: Sequence[Sequence[tuple[int, int, Bitmaps]]]) -> Arrays:

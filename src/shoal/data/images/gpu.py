@@ -12,9 +12,7 @@ Not measured: it was compared with the CPU's path on a machine without a GPU.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,29 +21,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from shoal.data.images.augment import AugmentConfig, Key, draws
-from shoal.data.images.headers import JPEG_BEGIN, BadImage, check_jpeg
+from shoal.data.images.augment import JITTERS, AugmentConfig, Key, draws
+from shoal.data.images.headers import BadImage, check_jpeg
+from shoal.data.images.reader import ShardReader
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import decode, normalisation
-from shoal.data.steps import SizedReader, example_names
+from shoal.data.steps import example_names
 from shoal.errors import ShoalError, UsageError
 
 
-class EncodedReader(SizedReader):
+class EncodedReader(ShardReader):
     """Reads encoded images, for ``loader.streamed_steps``. Picklable."""
 
     def __init__(self, shards: ImageShards, *, seed: int) -> None:
-        self.shards = shards
-        self.seed = seed
-        self.example_tokens = shards.num_image_bytes // max(len(shards), 1)
-        self._labels = shards.labels
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (partial(EncodedReader, seed=self.seed), (self.shards,), {"epoch": self.epoch})
-
-    @property
-    def num_examples(self) -> int:
-        return len(self.shards)
+        super().__init__(shards, seed)
+        self.example_tokens = shards.num_image_bytes // len(shards)
 
     @property
     def example_bytes(self) -> int:
@@ -65,7 +55,7 @@ class EncodedReader(SizedReader):
             encoded[row] = self.shards.read(index)
         return {
             "encoded": encoded,
-            "labels": self._labels[indices_],
+            "labels": self.shards.labels[indices_],
             "replaced": np.zeros(len(indices_), dtype=bool),
             "epoch": epochs_,
             "index": indices_,
@@ -90,11 +80,13 @@ class GpuTransform:
         Raises:
             UsageError: ``config`` jitters colours or pads crops.
         """
-        for name in ("brightness", "contrast", "saturation", "hue"):
-            if getattr(config, name):
-                raise _not_here(f"{name} {getattr(config, name)}")
+        refused = [f"{name} {getattr(config, name)}" for name in JITTERS if getattr(config, name)]
         if config.crop == "padded":
-            raise _not_here(f"crop {config.crop!r}")
+            refused.append(f"crop {config.crop!r}")
+        if refused:
+            raise UsageError(
+                f"{refused[0]} is not done on the device: leave it out, or set data.decode 'host'"
+            )
         self.config, self.seed, self.device = config, seed, device
         scale, shift = normalisation(config.mean, config.std)
         self._scale, self._shift = (
@@ -136,37 +128,19 @@ class GpuTransform:
         """Return uint8 ``[3, H, W]`` each, on the device; decode one by one on the host if nvJPEG fails."""
         from torchvision.io import decode_jpeg
 
-        for data, key in zip(encoded, keys, strict=True):
-            begin = data.numpy().tobytes()
-            if begin.startswith(JPEG_BEGIN):  # others are refused below
-                with _named(key):
-                    check_jpeg(begin)
         try:
+            for data in encoded:
+                check_jpeg(data.numpy().tobytes())
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torchvision: the argument device is in beta
                 images: list[Tensor] = decode_jpeg(list(encoded), mode="RGB", device=self.device)
             return images
-        except (RuntimeError, ValueError):
+        except (BadImage, RuntimeError, ValueError):
             return [self._decoded_here(data, key) for data, key in zip(encoded, keys, strict=True)]
 
     def _decoded_here(self, data: Tensor, key: Key) -> Tensor:
-        with _named(key):
-            pixels = torch.from_numpy(decode(data.numpy().tobytes()))
-        return pixels.permute(2, 0, 1).to(self.device)
-
-
-def _not_here(what: str) -> UsageError:
-    return UsageError(f"{what} is not done on the device: leave it out, or set data.decode 'host'")
-
-
-@contextmanager
-def _named(key: Key) -> Iterator[None]:
-    """Name the image in errors."""
-    try:
-        yield
-    except BadImage as error:
-        raise ShoalError(
-            f"image {key[2]} of the split: not an image that can be decoded: it {error}"
-        ) from None
-    except ShoalError as error:
-        raise ShoalError(f"image {key[2]} of the split: {error}") from None
+        try:
+            pixels = decode(data.numpy().tobytes())
+        except ShoalError as error:
+            raise ShoalError(f"image {key[2]} of the split: {error}") from None
+        return torch.from_numpy(pixels).permute(2, 0, 1).to(self.device)

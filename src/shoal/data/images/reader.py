@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -50,6 +49,9 @@ class DecodeThreads:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._pid = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (DecodeThreads, (self.count,))
 
     def run(self, make: Callable[[int], None], count: int) -> None:
         """Call ``make`` with each number below ``count``; the first error is raised, and ends the rest."""
@@ -91,7 +93,29 @@ class Transform(Protocol):
         """
 
 
-class ImageReader(SizedReader):
+class ShardReader(SizedReader):
+    """Base of the readers of image shards. Picklable."""
+
+    def __init__(self, shards: ImageShards, seed: int) -> None:
+        """Read ``shards``.
+
+        Raises:
+            UsageError: the split has no images.
+        """
+        if not len(shards):
+            raise UsageError(f"{shards.location}: the split {shards.split!r} has no images; prepare some")
+        self.shards, self.seed = shards, seed
+
+    @property
+    def num_examples(self) -> int:
+        return len(self.shards)
+
+    def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Return the examples unchanged."""
+        return dict(arrays)
+
+
+class ImageReader(ShardReader):
     """Reads, decodes and augments the images of a split, with several threads. Picklable.
 
     The augmentation of an image is a pure function of (seed, epoch, index).
@@ -131,39 +155,14 @@ class ImageReader(SizedReader):
         Raises:
             UsageError: the split has no images, or ``threads`` is below 1.
         """
-        if not len(shards):
-            raise UsageError(f"{shards.location}: the split {shards.split!r} has no images; prepare some")
-        self.shards = shards
+        super().__init__(shards, seed)
         self.transform = transform
         self._threads = DecodeThreads(threads)
-        self.seed = seed
         self.example_tokens = 3 * max(transform.size_at(epoch) for epoch in (0, 1 << 31)) ** 2
         self._dtype: DTypeName = dtype
         self._channels_last = channels_last
         self._on_bad: OnBad = on_bad
-        self._labels = shards.labels
-        self._lock = threading.Lock()
-        self._reported: set[int] = set()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        again = partial(
-            ImageReader,
-            seed=self.seed,
-            threads=self.num_threads,
-            dtype=self._dtype,
-            channels_last=self._channels_last,
-            on_bad=self._on_bad,
-        )
-        return (again, (self.shards, self.transform), {"epoch": self.epoch})
-
-    @property
-    def num_threads(self) -> int:
-        """Number of decode threads."""
-        return self._threads.count
-
-    @property
-    def num_examples(self) -> int:
-        return len(self.shards)
+        self._reported: dict[int, object] = {}
 
     @property
     def example_bytes(self) -> int:
@@ -194,15 +193,11 @@ class ImageReader(SizedReader):
         self._threads.run(make, count)
         return {
             "images": images,
-            "labels": self._labels[used],
+            "labels": self.shards.labels[used],
             "replaced": used != indices_,
             "epoch": epochs_,
             "index": indices_,
         }
-
-    def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """Return the examples unchanged."""
-        return dict(arrays)
 
     def _empty(self, count: int, epochs: Int64Array) -> npt.NDArray[Any]:
         side = max((self.transform.size_at(epoch) for epoch in np.unique(epochs).tolist()), default=1)
@@ -220,7 +215,10 @@ class ImageReader(SizedReader):
                 f"{problem}; repair it and prepare the images again, or have such images replaced "
                 "(on_bad skip)"
             )
-        self._report(index, problem)
+        mine = object()
+        if self._reported.setdefault(index, mine) is mine:  # the first of the threads that find it
+            # one write: print() writes the line end separately, and another thread may interleave
+            sys.stderr.write(f"{problem}; another image takes its place\n")
         draws = draw(random_keys(self.seed, Stream.IMAGE_REPLACEMENT, epoch, index), np.arange(_TRIES))
         for other in below(draws, self.num_examples).tolist():
             if self._try(out, epoch, other) is None:
@@ -239,11 +237,3 @@ class ImageReader(SizedReader):
         except ShoalError as error:
             return f"{self.shards.name(index)}: {error}"
         return None
-
-    def _report(self, index: int, problem: str) -> None:
-        with self._lock:
-            is_new = index not in self._reported
-            self._reported.add(index)
-        if is_new:
-            # one write: print() writes the line end separately, and another thread may interleave
-            sys.stderr.write(f"{problem}; another image takes its place\n")

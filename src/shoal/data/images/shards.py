@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import tarfile
 from collections.abc import Iterable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -199,12 +199,12 @@ class ImageShards:
     def __len__(self) -> int:
         return int(self.first_images[-1])
 
-    @property
+    @cached_property
     def labels(self) -> Int64Array:
         """The label of each image, -1 where it has none, int64 ``[N]``."""
         return self._column("label").astype(np.int64)
 
-    @property
+    @cached_property
     def sizes(self) -> Int64Array:
         """Width and height of each image in pixels, int64 ``[N, 2]``."""
         return np.stack([self._column("width"), self._column("height")], axis=1).astype(np.int64)
