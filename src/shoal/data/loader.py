@@ -98,6 +98,12 @@ def in_order(
         yield ahead.popleft().result()  # no reference stays here: batches of images are large
 
 
+def in_thread(make: Callable[[_Task], _Made], tasks: Iterable[_Task], num_ahead: int = 2) -> Stream[_Made]:
+    """Return the stream of ``make(task)``; a thread is ``num_ahead`` tasks ahead."""
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader")
+    return Stream(in_order(lambda task: thread.submit(make, task), tasks, num_ahead), [thread])
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
     """Prefetching of batches; does not change which batches there are.
@@ -129,18 +135,20 @@ def training_steps(
     *,
     num_steps: int,
     samples_consumed: int = 0,
+    order: Order | None = None,
     pin_memory: bool = False,
 ) -> Stream[list[Batch]]:
     """Yield, for each of ``num_steps`` optimizer steps, this worker's micro-batches.
 
-    The first step begins after ``samples_consumed`` samples; after step ``i`` (from 0) the state is
+    The order is the full shuffle by the reader's seed unless another one is given. The first step begins
+    after ``samples_consumed`` samples; after step ``i`` (from 0) the state is
     ``samples_consumed + (i + 1) * global_batch_size``. Batches are made ahead, in pinned memory if asked (for
     asynchronous copies to a GPU). Closing the iterator ends its thread and processes.
 
     Raises:
         ShoalError: a shard is damaged; a loader process died or hangs.
     """
-    steps = StepReader(reader=reader, share=share, samples_consumed=samples_consumed)
+    steps = StepReader(reader=reader, share=share, samples_consumed=samples_consumed, order=order)
     pool = _Pool(steps, config, num_threads=1)
     blocks = (range(num_steps)[i : i + steps.steps_at_once] for i in range(0, num_steps, steps.steps_at_once))
 
@@ -164,7 +172,7 @@ def streamed_steps(
 ) -> Stream[Iterator[Batch]]:
     """Yield, for each of ``num_steps`` optimizer steps, an iterator over this worker's micro-batches.
 
-    Batches and state are those of ``training_steps`` (unless another ``order`` is given), for examples of
+    Batches and state are those of ``training_steps``, for examples of
     which a whole step is too large to hold or to wait for: micro-batches are made one by one, and up to
     ``config.max_prefetched_bytes`` are prefetched across steps. Micro-batches that an iterator was not asked
     for before the next step are dropped. Closing the outer iterator ends threads and processes.
@@ -220,10 +228,7 @@ def held_out_batches(
     def make(cut: range) -> Batch:
         return as_tensors(reader.micro_batch(reader.batch(0, chosen[cut.start : cut.stop])), pin_memory)
 
-    if not num_ahead:
-        return Stream(map(make, own), [])
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader")
-    return Stream(in_order(lambda cut: thread.submit(make, cut), own, num_ahead), [thread])
+    return in_thread(make, own, num_ahead) if num_ahead else Stream(map(make, own), [])
 
 
 class StepDataset(IterableDataset[Batch]):

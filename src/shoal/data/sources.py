@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -11,12 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import DataLoader, default_collate
 
-from shoal.data.loader import LoaderConfig, Stream, in_order, streamed_steps, training_steps
+from shoal.data.loader import LoaderConfig, Stream, in_thread, streamed_steps, training_steps
 from shoal.data.steps import DataShard, Reader, SizedReader
 from shoal.decide.order import Order, ShuffledOrder, micro_batches, worker_part
 from shoal.errors import UsageError
-
-_STEPS_AHEAD = 2
 
 
 class StepSource(Protocol):
@@ -31,40 +28,20 @@ class StepSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderSource:
-    """Batches of a reader of small examples: a step's micro-batches are made together."""
+    """Batches of a reader: a step's micro-batches are made together, or one by one if examples are large."""
 
     reader: Reader
     config: LoaderConfig = field(default_factory=LoaderConfig)
+    order: Order | None = None
+    """Instead of the full shuffle by the reader's seed."""
     whole: bool = False
     """Give the worker's part of a global batch in one piece, for a pipeline that cuts it up itself."""
 
     def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
         if self.whole:
             shard = replace(shard, micro_batch_size=shard.global_batch_size // shard.num_workers)
-        return training_steps(
-            self.reader,
-            shard,
-            self.config,
-            num_steps=len(steps),
-            samples_consumed=steps.start * shard.global_batch_size,
-            pin_memory=pin_memory,
-        )
-
-    def names(self, shard: DataShard, step: int) -> list[str]:
-        order = ShuffledOrder(num_examples=self.reader.num_examples, seed=self.reader.seed)
-        return _names(order, shard, step)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamedSource:
-    """Batches of a reader of large examples: micro-batches come one by one as they become ready."""
-
-    reader: SizedReader
-    order: Order
-    config: LoaderConfig = field(default_factory=LoaderConfig)
-
-    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
-        return streamed_steps(
+        make: Any = streamed_steps if isinstance(self.reader, SizedReader) else training_steps
+        stream: Stream[Any] = make(
             self.reader,
             shard,
             self.config,
@@ -73,9 +50,10 @@ class StreamedSource:
             order=self.order,
             pin_memory=pin_memory,
         )
+        return stream
 
     def names(self, shard: DataShard, step: int) -> list[str]:
-        return _names(self.order, shard, step)
+        return _names(self.order or self.reader.full_shuffle, shard, step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +72,12 @@ class DatasetSource:
             raise UsageError("the dataset to train on is empty")
 
     def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader")
-
         def make(step: int) -> list[Any]:
             part = worker_part(shard.global_batch_size, shard.rank, shard.num_workers)
             cuts = micro_batches(part, shard.micro_batch_size)
             return [self._batch(step * shard.global_batch_size + np.asarray(cut)) for cut in cuts]
 
-        return Stream(in_order(lambda step: thread.submit(make, step), steps, _STEPS_AHEAD), [thread])
+        return in_thread(make, steps)
 
     def names(self, shard: DataShard, step: int) -> list[str]:
         return _names(self._order, shard, step)
@@ -162,9 +138,6 @@ def as_source(data: Any, *, seed: int) -> StepSource:
     if hasattr(data, "open") and hasattr(data, "names"):
         source: StepSource = data
         return source
-    if isinstance(data, SizedReader):
-        order = ShuffledOrder(num_examples=data.num_examples, seed=data.seed)
-        return StreamedSource(reader=data, order=order)
     if isinstance(data, Reader):
         return ReaderSource(reader=data)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, DataLoader):

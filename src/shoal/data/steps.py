@@ -56,6 +56,11 @@ class Reader(ABC):
     def num_examples(self) -> int:
         """The number of examples in an epoch."""
 
+    @property
+    def full_shuffle(self) -> Order:
+        """The order of the examples unless a loader is given another one."""
+        return ShuffledOrder(num_examples=self.num_examples, seed=self.seed)
+
     @abstractmethod
     def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
         """Return the examples ``indices`` of ``epochs``, each ``[B]``; a pure function."""
@@ -178,10 +183,7 @@ class StepReader:
         return self.reader.micro_batch(self.reader.batch(epochs, indices))
 
     def _examples(self, numbers: Int64Array) -> tuple[Int64Array, Int64Array]:
-        order = self.order
-        if order is None:
-            order = ShuffledOrder(num_examples=self.reader.num_examples, seed=self.reader.seed)
-        return order.examples_of(numbers)
+        return (self.order or self.reader.full_shuffle).examples_of(numbers)
 
     @property
     def _part(self) -> range:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from shoal.data.coco.reader import DetectionReader
     from shoal.data.loader import Batch
-    from shoal.data.sources import StreamedSource
+    from shoal.data.sources import ReaderSource
     from shoal.train.world import World
 
 # ------------------------------------------------------------------------------------------------- config
@@ -320,13 +320,13 @@ def sampling_keys(seed: int, batch: "Batch") -> "Tensor":
 # ------------------------------------------------------------------------------------------------- data
 
 
-def open_data(config: MaskRCNNTrainConfig, world: "World") -> "tuple[StreamedSource, DetectionReader]":
+def open_data(config: MaskRCNNTrainConfig, world: "World") -> "tuple[ReaderSource, DetectionReader]":
     """Return the training batches, each micro-batch of one aspect, and a reader of the held-out images."""
     from shoal.data.coco.reader import DetectionReader
     from shoal.data.coco.source import read_categories
     from shoal.data.coco.transform import DetectionTransform
     from shoal.data.loader import LoaderConfig
-    from shoal.data.sources import StreamedSource
+    from shoal.data.sources import ReaderSource
 
     train, held_out = images.open_shards(config, world)
     make_reader = partial(
@@ -335,7 +335,7 @@ def open_data(config: MaskRCNNTrainConfig, world: "World") -> "tuple[StreamedSou
         seed=config.train.seed,
         threads=images.decode_threads(config.data, world),
     )
-    source = StreamedSource(
+    source = ReaderSource(
         reader=make_reader(train, DetectionTransform(config.augment)),
         order=GroupedOrder(
             aspect_groups(train.sizes), run_size=config.train.micro_batch_size, seed=config.train.seed

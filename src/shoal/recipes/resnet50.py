@@ -218,7 +218,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.images.synthetic import make_images
     from shoal.data.images.transform import CentreTransform, TrainTransform
     from shoal.data.loader import Batch, LoaderConfig, held_out_batches
-    from shoal.data.sources import StreamedSource
+    from shoal.data.sources import ReaderSource
     from shoal.models.resnet import new_resnet, norms_of, running_statistics
     from shoal.models.resnet8 import ResNet8
     from shoal.recipes.resnet50_export import Exported, write_export
@@ -263,7 +263,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
         blocks = None
         if data.block_size:
             blocks = BlockShuffle(block_size=data.block_size, blocks_in_window=data.blocks_in_window)
-        source = StreamedSource(
+        source = ReaderSource(
             reader=train_reader,
             order=ShuffledOrder(num_examples=len(train), seed=run.seed, blocks=blocks),
             config=LoaderConfig(num_loader_processes=data.loader_processes),

@@ -13,19 +13,16 @@ bitwise the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.data.loader import Batch, Stream, as_tensors, in_order
+from shoal.data.loader import Batch, Stream, as_tensors, in_thread
 from shoal.data.steps import DataShard
 from shoal.data.text.sequences import Sequences
 from shoal.data.text.special_tokens import Int64Array
 from shoal.decide.order import micro_batches, samples
 from shoal.decide.rng import dropout_keys
-
-_STEPS_AHEAD = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +51,7 @@ class TaskSource:
                 for epochs, indices in self.micro_batches(shard, step)
             ]
 
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader")
-        return Stream(in_order(lambda step: thread.submit(make, step), steps, _STEPS_AHEAD), [thread])
+        return in_thread(make, steps)
 
     def names(self, shard: DataShard, step: int) -> list[str]:
         """Return names of the sequences of global batch ``step`` (from 0)."""
