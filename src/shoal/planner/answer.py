@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from shoal.formatting import duration
 from shoal.planner.hardware import require_accelerators
 from shoal.planner.prediction import Plan
 from shoal.planner.scaling_limits import breaks_first, strains
@@ -153,17 +154,6 @@ def _limits_line(plan: Plan) -> str:
         return f"From {count:,} hosts on, do not rely on: {strain.assumption} ({strain.detail})."
     strain = strains(part, plan.workers, layout, plan.helpers)[0]
     return f"The most stretched assumption holds: {strain.assumption} ({strain.detail})."
-
-
-def duration(seconds: float) -> str:
-    """Format a duration with a suitable unit: ``41 s``, ``21 minutes``, ``6.2 hours``, ``4.7 days``."""
-    if seconds < 0.1:
-        return f"{1e3 * seconds:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{seconds / 3600:.1f} hours" if seconds < 2 * 86400 else f"{seconds / 86400:.1f} days"
 
 
 def _dollars(plan: Plan) -> str:

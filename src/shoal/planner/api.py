@@ -96,7 +96,9 @@ def plan(
         )
     for file in files:
         if isinstance(file, MeasuredComm):
-            hosts, helping = _with_network(file, hosts, helping)
+            if helping and helping.instance.network == hosts.instance.network:
+                helping = file.applied(helping)
+            hosts = file.applied(hosts)
     if isinstance(model, str) and ":" not in model:
         name = model
         phases = _recipe_phases(name, sequence_length, global_batch, train_samples, hosts.num_accelerators)
@@ -129,15 +131,6 @@ def _own_workload(model: Model, inputs: Mapping[str, Tensor] | None) -> Workload
     if not inputs:
         raise UsageError(f"{type(model).__name__}: give one batch of its inputs, name -> tensor, as inputs")
     return workload_of_model(model, inputs)
-
-
-def _with_network(
-    measured: MeasuredComm, workers: Machines, helpers: Machines | None
-) -> tuple[Machines, Machines | None]:
-    """Return the hosts with the measured network; helpers too if theirs is of the same kind."""
-    if helpers is not None and helpers.instance.network == workers.instance.network:
-        helpers = measured.applied(helpers)
-    return measured.applied(workers), helpers
 
 
 def _recipe_phases(

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 
 from shoal.errors import UsageError, did_you_mean
+from shoal.planner.hardware import shipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +41,7 @@ class Convergence:
         """Return the epochs to the target at a global batch.
 
         Interpolates linearly in the logarithm of the batch; below the first point its epochs hold. Above the
-        last point the slope continues, at least as the square root of the batch: a guess, see :meth:`beyond`.
+        last point the slope continues, at least as the square root of the batch: a guess.
         """
         points = self.points
         if batch <= points[0][0]:
@@ -60,10 +57,6 @@ class Convergence:
     def samples(self, batch: int) -> float:
         return self.epochs(batch) * self.samples_per_epoch
 
-    def beyond(self, batch: int) -> bool:
-        """Return whether the batch exceeds every one that is known to reach the target."""
-        return batch > self.largest_batch
-
 
 def at_any_batch(amount: float) -> tuple[tuple[int, float], ...]:
     """Return the points of a training that takes the same epochs (or samples) at any batch."""
@@ -76,22 +69,14 @@ def convergence_of(name: str) -> Convergence:
     Raises:
         UsageError: the catalog has none.
     """
-    tables = _tables()
+    tables = shipped("convergence.toml")
     if name not in tables:
         raise UsageError(
             f"the convergence of {name!r} is not in the catalog.{did_you_mean(name, tables)} "
             f"Known: {', '.join(sorted(tables))}"
         )
-    return tables[name]
-
-
-@cache
-def _tables() -> Mapping[str, Convergence]:
-    text = (resources.files("shoal.planner") / "catalog" / "convergence.toml").read_text(encoding="utf-8")
-    tables = {}
-    for name, entry in tomllib.loads(text).items():
-        points = tuple((int(batch), float(epochs)) for batch, epochs in entry.pop("points", ()))
-        phases = tuple(Phase(**phase) for phase in entry.pop("phases", ()))
-        largest = entry.pop("largest_batch", points[-1][0] if points else 0)
-        tables[name] = Convergence(name=name, points=points, phases=phases, largest_batch=largest, **entry)
-    return tables
+    entry = dict(tables[name])
+    points = tuple((int(batch), float(epochs)) for batch, epochs in entry.pop("points", ()))
+    phases = tuple(Phase(**phase) for phase in entry.pop("phases", ()))
+    largest = entry.pop("largest_batch", points[-1][0] if points else 0)
+    return Convergence(name=name, points=points, phases=phases, largest_batch=largest, **entry)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -20,7 +20,8 @@ from typing import Any
 from shoal.errors import UsageError, did_you_mean
 
 GIB = 1 << 30
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
+_GBIT = 1e9 / 8
+_FILES = ("accelerators.toml", "networks.toml", "aws.toml", "dgx.toml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,21 +38,10 @@ class Accelerator:
     source: str
 
     def peak(self, precision: str) -> float:
-        """Return FLOP/s in ``precision``; in one that the device lacks, those of the next wider.
-
-        Raises:
-            UsageError: the precision is unknown.
-        """
-        wider = {"fp8": "bf16", "bf16": "fp16", "fp16": "fp32", "tf32": "fp32"}
-        wanted = precision
-        while wanted not in self.flops:
-            if wanted not in wider:
-                raise UsageError(
-                    f"precision {precision!r} is not known for {self.name}; choose one of "
-                    f"{', '.join(self.flops)}.{did_you_mean(precision, PRECISIONS)}"
-                )
-            wanted = wider[wanted]
-        return self.flops[wanted]
+        """Return FLOP/s in ``precision``; in one that the device lacks, those of the next wider."""
+        while precision not in self.flops:
+            precision = {"fp8": "bf16", "bf16": "fp16", "fp16": "fp32", "tf32": "fp32"}[precision]
+        return self.flops[precision]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,16 +135,19 @@ class Catalog:
         self.accelerators: dict[str, Accelerator] = {}
         self.networks: dict[str, Network] = {}
         self.instances: dict[str, Instance] = {}
-        trees = [*_shipped(), *((str(path), _read(path)) for path in paths)]
+        shipped_files = [(name, shipped(f"hardware/{name}")) for name in _FILES]
+        trees = [*shipped_files, *((str(path), _read(path)) for path in paths)]
+        kinds: dict[str, tuple[dict[str, Any], Callable[[_Entry], Any]]] = {
+            "accelerator": (self.accelerators, _accelerator),
+            "network": (self.networks, _network),
+            "instance": (self.instances, self._instance),  # may name the others' entries of any file
+        }
         for source, tree in trees:
-            _Entry(source, "the file", tree).check_keys({"accelerator", "network", "instance"})
-            for name, values in tree.get("accelerator", {}).items():
-                self.accelerators[name] = _accelerator(name, _Entry(source, f"accelerator {name!r}", values))
-            for name, values in tree.get("network", {}).items():
-                self.networks[name] = _network(name, _Entry(source, f"network {name!r}", values))
-        for source, tree in trees:  # instances may name entries of later files
-            for name, values in tree.get("instance", {}).items():
-                self.instances[name] = self._instance(name, _Entry(source, f"instance {name!r}", values))
+            _Entry("", f"{source}: the file", tree).check_keys(set(), kinds)
+        for kind, (entries, read) in kinds.items():
+            for source, tree in trees:
+                for name, values in tree.get(kind, {}).items():
+                    entries[name] = read(_Entry(name, f"{source}: {kind} {name!r}", values))
 
     def instance(self, name: str) -> Instance:
         """Return an instance type.
@@ -183,28 +176,26 @@ class Catalog:
             raise UsageError(f"{text!r}: the number of hosts is {count}; it must be at least 1")
         return Machines(count=count, instance=self.instance(match[2]))
 
-    def _instance(self, name: str, entry: _Entry) -> Instance:
-        required = {"nic_gbit_per_s", "network", "memory_gib", "source"}
-        optional = {"flow_gbit_per_s", "unpriced"}
+    def _instance(self, entry: _Entry) -> Instance:
         on_device = {"accelerator", "num_accelerators", "local_network", "local_gbyte_per_s"}
         priced = {"price_per_hour", "price_source"}
-        is_priced, has_device = "unpriced" not in entry.values, "accelerator" in entry.values
+        has_device, is_priced = "accelerator" in entry.values, "unpriced" not in entry.values
+        required = {"nic_gbit_per_s", "network", "memory_gib", "source"}
         required |= (on_device if has_device else set()) | (priced if is_priced else set())
-        entry.check_keys(required | optional | on_device | priced, required)
-        has_local, has_cap = "local_network" in entry.values, "flow_gbit_per_s" in entry.values
-        gbit = 1e9 / 8
+        entry.check_keys(required, {"flow_gbit_per_s", "unpriced", *on_device, *priced})
+        has_cap = "flow_gbit_per_s" in entry.values
         return Instance(
-            name=name,
+            name=entry.name,
             accelerator=entry.named("accelerator", self.accelerators) if has_device else None,
-            num_accelerators=int(entry.positive("num_accelerators")) if has_device else 0,
-            local_network=entry.named("local_network", self.networks) if has_local else _NO_NETWORK,
-            local_bytes_per_s=1e9 * entry.positive("local_gbyte_per_s") if has_local else math.inf,
+            num_accelerators=int(entry.number("num_accelerators")) if has_device else 0,
+            local_network=entry.named("local_network", self.networks) if has_device else _NO_NETWORK,
+            local_bytes_per_s=entry.number("local_gbyte_per_s", 1e9) if has_device else math.inf,
             network=entry.named("network", self.networks),
-            nic_bytes_per_s=gbit * entry.positive("nic_gbit_per_s"),
-            flow_bytes_per_s=gbit * entry.positive("flow_gbit_per_s") if has_cap else math.inf,
-            memory_bytes=int(GIB * entry.positive("memory_gib")),
-            price_per_hour=entry.at_least_0("price_per_hour") if is_priced else None,
-            price_source=entry.values.get("price_source", entry.values.get("unpriced", "")),
+            nic_bytes_per_s=entry.number("nic_gbit_per_s", _GBIT),
+            flow_bytes_per_s=entry.number("flow_gbit_per_s", _GBIT) if has_cap else math.inf,
+            memory_bytes=int(entry.number("memory_gib", GIB)),
+            price_per_hour=entry.number("price_per_hour", or_0=True) if is_priced else None,
+            price_source=entry.values["price_source" if is_priced else "unpriced"],
             source=entry.values["source"],
         )
 
@@ -213,10 +204,10 @@ _NO_NETWORK = Network(name="none", efficiency=1.0, latency_s=0.0, source="no acc
 
 
 @cache
-def _shipped() -> tuple[tuple[str, dict[str, Any]], ...]:
-    folder = resources.files("shoal.planner") / "catalog" / "hardware"
-    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda f: f.name)
-    return tuple((file.name, tomllib.loads(file.read_text(encoding="utf-8"))) for file in files)
+def shipped(name: str) -> dict[str, Any]:
+    """Return a file of the catalog that ships with shoal."""
+    file = resources.files("shoal.planner") / "catalog" / name
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -228,73 +219,66 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError(f"the catalog {path} is not TOML: {error}") from error
 
 
-def _accelerator(name: str, entry: _Entry) -> Accelerator:
-    keys = {"memory_gib", "memory_gbyte_per_s", "clock_ghz", "tflops", "source"}
-    entry.check_keys(keys, keys)
-    tflops = _Entry(entry.source, f"{entry.where}, tflops", entry.values["tflops"])
-    if not tflops.values:
-        raise UsageError(f"{tflops} must be a table of precisions, like {{ fp16 = 125 }}")
-    tflops.check_keys(set(PRECISIONS))
+def _accelerator(entry: _Entry) -> Accelerator:
+    entry.check_keys({"memory_gib", "memory_gbyte_per_s", "clock_ghz", "tflops", "source"})
+    tflops = _Entry("", f"{entry.where}, tflops", entry.values["tflops"])
+    tflops.check_keys({"fp32"}, {"tf32", "fp16", "bf16", "fp8"})
     return Accelerator(
-        name=name,
-        memory_bytes=int(GIB * entry.positive("memory_gib")),
-        memory_bytes_per_s=1e9 * entry.positive("memory_gbyte_per_s"),
-        clock_hz=1e9 * entry.positive("clock_ghz"),
-        flops={key: 1e12 * tflops.positive(key) for key in tflops.values},
+        name=entry.name,
+        memory_bytes=int(entry.number("memory_gib", GIB)),
+        memory_bytes_per_s=entry.number("memory_gbyte_per_s", 1e9),
+        clock_hz=entry.number("clock_ghz", 1e9),
+        flops={key: tflops.number(key, 1e12) for key in tflops.values},
         source=entry.values["source"],
     )
 
 
-def _network(name: str, entry: _Entry) -> Network:
-    keys = {"efficiency", "latency_us", "source"}
-    entry.check_keys(keys, keys)
-    if (efficiency := entry.positive("efficiency")) > 1:
-        raise UsageError(f"{entry}: efficiency is {efficiency}; it must be at most 1")
-    latency_s = 1e-6 * entry.at_least_0("latency_us")
-    return Network(name=name, efficiency=efficiency, latency_s=latency_s, source=entry.values["source"])
+def _network(entry: _Entry) -> Network:
+    entry.check_keys({"efficiency", "latency_us", "source"})
+    if (efficiency := entry.number("efficiency")) > 1:
+        raise UsageError(f"{entry.where}: efficiency is {efficiency}; it must be at most 1")
+    return Network(
+        name=entry.name,
+        efficiency=efficiency,
+        latency_s=entry.number("latency_us", 1e-6, or_0=True),
+        source=entry.values["source"],
+    )
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A table of a catalog file, with its source and name for messages."""
+    """A table of a catalog file; ``where`` names it in messages."""
 
-    source: str
+    name: str
     where: str
     values: dict[str, Any]
 
-    def __str__(self) -> str:
-        return f"{self.source}: {self.where}"
-
-    def check_keys(self, allowed: Set[str], required: Set[str] = frozenset()) -> None:
+    def check_keys(self, required: Set[str], optional: Iterable[str] = ()) -> None:
         if not isinstance(self.values, dict):
-            raise UsageError(f"{self} is {self.values!r}; it must be a table")
+            raise UsageError(f"{self.where} is {self.values!r}; it must be a table")
+        allowed = {*required, *optional}
         for key in self.values:
             if key not in allowed:
-                raise UsageError(f"{self} has an unknown key {key!r}.{did_you_mean(key, allowed)}")
+                raise UsageError(f"{self.where} has an unknown key {key!r}.{did_you_mean(key, allowed)}")
         if missing := sorted(required - set(self.values)):
             raise UsageError(
-                f"{self} lacks {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}"
+                f"{self.where} lacks {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}"
             )
 
-    def positive(self, key: str) -> float:
-        if (value := self._number(key)) <= 0:
-            raise UsageError(f"{self}: {key} is {value}; it must be above 0")
-        return float(value)
-
-    def at_least_0(self, key: str) -> float:
-        if (value := self._number(key)) < 0:
-            raise UsageError(f"{self}: {key} is {value}; it must be at least 0")
-        return float(value)
-
-    def _number(self, key: str) -> float:
+    def number(self, key: str, unit: float = 1.0, *, or_0: bool = False) -> float:
+        """Return a number above 0 (or 0) times ``unit``."""
         value = self.values[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise UsageError(f"{self}: {key} is {value!r}; it must be a number")
-        return value
+            raise UsageError(f"{self.where}: {key} is {value!r}; it must be a number")
+        if value < 0 or (value == 0 and not or_0):
+            rule = "at least 0" if or_0 else "above 0"
+            raise UsageError(f"{self.where}: {key} is {value}; it must be {rule}")
+        return unit * value
 
     def named(self, key: str, entries: Mapping[str, Any]) -> Any:
         """Return the entry of ``entries`` that ``key`` names."""
         name = self.values[key]
         if name not in entries:
-            raise UsageError(f"{self}: {key} {name!r} is in no catalog.{did_you_mean(str(name), entries)}")
+            near = did_you_mean(str(name), entries)
+            raise UsageError(f"{self.where}: {key} {name!r} is in no catalog.{near}")
         return entries[name]

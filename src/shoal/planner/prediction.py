@@ -9,16 +9,12 @@ and evaluations and start-up do not shrink with the number of hosts.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
-from typing import Any
 
 from shoal.planner.convergence import Convergence
 from shoal.planner.device_memory import DeviceMemory, device_memory, largest_micro_batch
-from shoal.planner.hardware import Accelerator, Instance, Machines, require_accelerators
+from shoal.planner.hardware import Instance, Machines, require_accelerators, shipped
 from shoal.planner.step_time import KERNEL_S, Layout, StepTime, achieved_flops_of, num_replicas, step_time
 from shoal.planner.workload import Workload
 
@@ -31,6 +27,8 @@ CHECKPOINT_BYTES = 12
 """Bytes per parameter: fp32 weight and two moments."""
 STAGING_BYTES_PER_S = 10e9
 """From a device to its host's memory, which a step waits for; files are written in the background."""
+_SAME_CHIP = {"V100-32GB": "V100-SXM3-32GB"}
+"""The accelerator whose published throughputs hold for another one too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,21 +88,22 @@ class Plan:
     """Throughput of the first part over that of as many single hosts that need no network."""
     total_s: float
     dollars: float | None
+    """For the hosts over the whole run; None where one of them has no price."""
 
     @property
     def where(self) -> dict[str, float]:
         """Seconds of the whole run by cause; they add up to ``total_s``."""
-        named = {"compute": 0.0, "bubble": 0.0, "stragglers": 0.0, "network": 0.0, "optimizer": 0.0}
-        for step, run in zip(self.steps, self.runs, strict=True):
-            named["compute"] += run.num_steps * (step.forward_s + step.backward_s)
-            named["bubble"] += run.num_steps * step.bubble_s
-            named["stragglers"] += run.num_steps * step.straggler_s
-            named["network"] += run.num_steps * step.exposed_s
-            named["optimizer"] += run.num_steps * step.optimizer_s
-        named["start"] = sum(run.start_s for run in self.runs)
-        named["evaluation"] = sum(run.evaluations_s for run in self.runs)
-        named["checkpoints"] = sum(run.checkpoints_s for run in self.runs)
-        return named
+        pairs = list(zip(self.steps, self.runs, strict=True))
+        return {
+            "compute": sum(run.num_steps * (step.forward_s + step.backward_s) for step, run in pairs),
+            "bubble": sum(run.num_steps * step.bubble_s for step, run in pairs),
+            "stragglers": sum(run.num_steps * step.straggler_s for step, run in pairs),
+            "network": sum(run.num_steps * step.exposed_s for step, run in pairs),
+            "optimizer": sum(run.num_steps * step.optimizer_s for step, run in pairs),
+            "start": sum(run.start_s for run in self.runs),
+            "evaluation": sum(run.evaluations_s for run in self.runs),
+            "checkpoints": sum(run.checkpoints_s for run in self.runs),
+        }
 
 
 def predict(job: Job, workers: Machines, layouts: Sequence[Layout], helpers: Machines | None = None) -> Plan:
@@ -141,6 +140,7 @@ def predict(job: Job, workers: Machines, layouts: Sequence[Layout], helpers: Mac
     total_s = sum(run.total_s for run in runs)
     alone = _alone(job.parts[0], workers, layouts[0])
     rate = job.parts[0].global_batch / steps[0].total_s
+    prices = [machines.price_per_hour for machines in (workers, helpers) if machines]
     return Plan(
         job=job,
         workers=workers,
@@ -152,7 +152,7 @@ def predict(job: Job, workers: Machines, layouts: Sequence[Layout], helpers: Mac
         samples_per_s=rate,
         efficiency=rate / (alone * workers.count),
         total_s=total_s,
-        dollars=cost(total_s, workers, helpers),
+        dollars=None if None in prices else sum(filter(None, prices)) * total_s / 3600,
     )
 
 
@@ -189,8 +189,11 @@ def achieved(
         batch = global_batch or instance.num_accelerators
         rate = _from_rate(workload, instance, batch, samples_per_s)
         return rate, f"measured: {samples_per_s:g} {workload.unit}/s on one host"
-    for entry in _published():
-        if _same(entry, workload, recipe, accelerator):
+    names = {accelerator.name, _SAME_CHIP.get(accelerator.name)}
+    for entry in shipped("throughput.toml")["host"]:
+        length = entry.get("sequence_length", workload.tokens_per_sample)
+        same_work = (entry["recipe"], length) == (recipe, workload.tokens_per_sample)
+        if same_work and entry["accelerator"] in names:
             host = replace(instance, num_accelerators=entry["num_accelerators"])
             rate = _from_rate(workload, host, entry["global_batch"], entry["samples_per_s"])
             return rate, f"published: {entry['samples_per_s']:g} {workload.unit}/s, {entry['source']}"
@@ -203,21 +206,6 @@ def _from_rate(workload: Workload, instance: Instance, batch: int, samples_per_s
     share = batch / instance.num_accelerators
     micro = largest_micro_batch(workload, require_accelerators(host), share=share)
     return achieved_flops_of(workload, host, Layout(global_batch=batch, micro_batch=micro), samples_per_s)
-
-
-def _same(entry: dict[str, Any], workload: Workload, recipe: str, accelerator: Accelerator) -> bool:
-    near = {"V100-32GB": ("V100-32GB", "V100-SXM3-32GB"), "A100-80GB": ("A100-80GB",)}
-    length = entry.get("sequence_length", workload.tokens_per_sample)
-    names = near.get(accelerator.name, (accelerator.name,))
-    return (
-        entry["recipe"] == recipe and entry["accelerator"] in names and length == workload.tokens_per_sample
-    )
-
-
-@cache
-def _published() -> tuple[dict[str, Any], ...]:
-    text = (resources.files("shoal.planner") / "catalog" / "throughput.toml").read_text(encoding="utf-8")
-    return tuple(tomllib.loads(text)["host"])
 
 
 # ---- the run -----------------------------------------------------------------------------------------------
@@ -240,9 +228,12 @@ def run_time(
     num_steps = math.ceil(samples / global_batch)
     epochs = samples / convergence.samples_per_epoch
     num_evaluations = math.ceil(epochs / convergence.evaluate_every_epochs) if convergence.points else 0
-    each_s = evaluation_s(
-        workload, convergence, workers, achieved_flops=achieved_flops, per_replica=per_replica
-    )
+    evaluations_s = 0.0
+    if convergence.evaluation_samples:  # forward passes of the fullest replica, and the pause around them
+        most = math.ceil(convergence.evaluation_samples * per_replica / workers.num_accelerators)
+        each_s = workload.forward_flops / (achieved_flops * per_replica)
+        forward_s = KERNEL_S * workload.num_kernels / 3 + most * each_s
+        evaluations_s = num_evaluations * (convergence.evaluation_pause_s + forward_s)
     checkpoints_s = 0.0
     if checkpoint_every_steps:
         staged = workload.num_parameters * CHECKPOINT_BYTES / max(workers.num_accelerators, 1)
@@ -250,32 +241,8 @@ def run_time(
     return RunTime(
         start_s=start_s,
         steps_s=num_steps * step_s,
-        evaluations_s=num_evaluations * each_s,
+        evaluations_s=evaluations_s,
         checkpoints_s=checkpoints_s,
         num_steps=num_steps,
         num_samples=samples,
     )
-
-
-def evaluation_s(
-    workload: Workload,
-    convergence: Convergence,
-    workers: Machines,
-    *,
-    achieved_flops: float,
-    per_replica: int = 1,
-) -> float:
-    """Return the time of one evaluation: forward passes of the fullest replica, and the pause around it."""
-    if not convergence.evaluation_samples:
-        return 0.0
-    most = math.ceil(convergence.evaluation_samples * per_replica / workers.num_accelerators)
-    each_s = workload.forward_flops / (achieved_flops * per_replica)
-    forward_s = KERNEL_S * workload.num_kernels / 3 + most * each_s
-    return convergence.evaluation_pause_s + forward_s
-
-
-def cost(total_s: float, workers: Machines, helpers: Machines | None = None) -> float | None:
-    """Return dollars for the hosts over the whole run, or None where one of them has no price."""
-    prices = [machines.price_per_hour for machines in (workers, helpers) if machines]
-    known = [price for price in prices if price is not None]
-    return sum(known) * total_s / 3600 if len(known) == len(prices) else None

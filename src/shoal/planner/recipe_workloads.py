@@ -10,7 +10,7 @@ import importlib
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import resources
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ShoalError, UsageError, did_you_mean
 from shoal.models.profile import profile_step
+from shoal.planner.hardware import shipped
 from shoal.planner.workload import MOMENTUM_BYTES, Layer, Workload
 
 _SAMPLES = 2
@@ -33,7 +34,7 @@ data and do not run on the meta device: 1,200 operations of one real image on th
 
 def recipe_names() -> list[str]:
     """Return the names that :func:`workload` accepts."""
-    return [*_IMAGES, *_MASKED_LM, *_language_models()]
+    return [*_IMAGES, *_MASKED_LM, *shipped("models.toml")]
 
 
 def require_recipe(name: str) -> None:
@@ -227,15 +228,9 @@ def _masked_lm(name: str, sequence_length: int | None) -> Workload:
     return _count(name, model, loss, tokens_per_sample=length)
 
 
-@cache
-def _language_models() -> dict[str, dict[str, Any]]:
-    file = resources.files("shoal.planner") / "catalog" / "models.toml"
-    return tomllib.loads(file.read_text(encoding="utf-8"))
-
-
 def _language_model(name: str, sequence_length: int | None) -> Workload:
     """Count a model of ``catalog/models.toml``; T5's targets have 114 tokens for 512 (15 % in spans of 3)."""
-    entry = _language_models()[name]
+    entry = shipped("models.toml")[name]
     architecture = getattr(_library("transformers", "text"), entry["architecture"])
     length = sequence_length or entry["length"]
     sizes = {entry["length_key"]: length} if "length_key" in entry else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -38,8 +37,10 @@ def layouts_of(part: Part, workers: Machines, *, algorithm: str, wire_bytes: int
         if found and stages > found[0].stages * (1 if found[0].stages == 1 else 2):
             break  # more stages than the model needs only add bubbles
         for layout in _candidates(part, workers, stages=stages, algorithm=algorithm, wire_bytes=wire_bytes):
-            needed = _needed_bytes(part, workers, layout)
-            tried.append((needed, layout))
+            assert layout.micro_batch is not None
+            replicas = num_replicas(workers, layout)
+            memory = device_memory(part.workload, layout, replicas=replicas, micro_batch=layout.micro_batch)
+            tried.append((needed := memory.total_bytes, layout))
             if needed <= room:
                 found.append(layout)
                 break
@@ -76,13 +77,6 @@ def _candidates(
                 bucket_bytes=max(buckets, part.workload.num_parameters // 16 // stages),
                 sharded_optimizer=sharded,
             )
-
-
-def _needed_bytes(part: Part, workers: Machines, layout: Layout) -> float:
-    replicas = num_replicas(workers, layout)
-    assert layout.micro_batch is not None
-    memory = device_memory(part.workload, layout, replicas=replicas, micro_batch=layout.micro_batch)
-    return memory.total_bytes
 
 
 def _micro_batches(share: float, stages: int) -> Iterator[float]:
@@ -130,8 +124,4 @@ def search(
             f"{workers.instance.name} has no price per hour in the catalog to rank by cost; "
             "use --goal time, or give it a price with --catalog FILE"
         )
-    return sorted(plans, key=lambda plan: (_value(plan, goal), _value(plan, "time")))
-
-
-def _value(plan: Plan, goal: Goal) -> float:
-    return plan.total_s if goal == "time" else (math.inf if plan.dollars is None else plan.dollars)
+    return sorted(plans, key=lambda plan: ((plan.dollars or 0.0) if goal == "cost" else 0.0, plan.total_s))

@@ -213,13 +213,11 @@ class _Simulation:
 
 
 @lru_cache(maxsize=1024)
-def slowest(num_workers: int, jitter: float, seed: int, num_steps: int = 32) -> float:
-    """Return the time of the slowest worker relative to the mean, averaged over steps.
+def slowest(num_workers: int, jitter: float) -> float:
+    """Return the time of the slowest worker relative to the mean, averaged over 32 steps.
 
     Each worker's time is drawn from a normal distribution with relative standard deviation ``jitter``.
     """
-    if jitter == 0:
-        return 1.0
-    draws = np.random.default_rng([seed, num_workers])
-    largest = [np.max(draws.standard_normal(num_workers)) for _ in range(num_steps)]
+    draws = np.random.default_rng([0, num_workers])
+    largest = [np.max(draws.standard_normal(num_workers)) for _ in range(32)]
     return 1.0 + jitter * float(np.mean(largest))

@@ -102,16 +102,11 @@ def step_time(
     *,
     achieved_flops: float,
     helpers: Machines | None = None,
-    jitter: float = JITTER,
-    kernel_s: float = KERNEL_S,
-    seed: int = 0,
 ) -> StepTime:
     """Predict one optimizer step.
 
     Args:
         achieved_flops: FLOP/s of one accelerator in matrix work, as a calibration finds it.
-        jitter: relative standard deviation of a worker's time.
-        kernel_s: τ.
 
     Raises:
         UsageError: the layout does not divide the accelerators.
@@ -123,7 +118,7 @@ def step_time(
     micro = min(layout.micro_batch or (1.0 if layout.stages > 1 else share), share)
     count = max(1, math.ceil(share / micro - 1e-9))
     flops_s = share / count * workload.training_flops / (layout.per_replica * achieved_flops)
-    kernels_s = kernel_s * KERNEL_CLOCK_HZ / accelerator.clock_hz * workload.num_kernels / layout.stages
+    kernels_s = KERNEL_S * KERNEL_CLOCK_HZ / accelerator.clock_hz * workload.num_kernels / layout.stages
     compute_s = flops_s + kernels_s
     bubble_s = 0.0
     if layout.stages > 1:
@@ -141,7 +136,7 @@ def step_time(
     # With virtual stages, the last passes of each come at another time: gradients become ready over the
     # backward passes of the last ``stages`` micro-batches, not of one.
     window_s = compute_s * 2 / 3 * (min(count, layout.stages) if layout.virtual > 1 else 1)
-    late = slowest(workers.num_accelerators, jitter, seed) - 1.0
+    late = slowest(workers.num_accelerators, JITTER) - 1.0
     straggler_s = late * (count * compute_s + bubble_s)
     computed_s = count * compute_s + bubble_s + straggler_s
     sent = Exchange(end_s=computed_s, spans=(), busy_s={})
