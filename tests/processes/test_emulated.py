@@ -18,6 +18,7 @@ import pretrain_jobs as jobs
 import pytest
 
 from shoal.errors import EXIT_OK, EXIT_STOPPED, ShoalError
+from shoal.launch import emulated
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_network import Namespace, identity, processes_in
 
@@ -139,10 +140,11 @@ def test_hosts_have_names_and_addresses_and_the_machine_stays_as_it_was() -> Non
     assert held(namespaces) == []
 
 
-def test_links_have_their_rate_in_both_directions() -> None:
+def test_links_have_their_rate_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulated, "HELPER_COMMAND", ("true",))
     num_bytes = 2_000_000
     expected_s = num_bytes * 8 / 20e6
-    with Cluster(hosts=1, helpers=2, nic="20mbit", helper_nic="1gbit", helper_command=("true",)) as cluster:
+    with Cluster(hosts=1, helpers=2, nic="20mbit", helper_nic="1gbit") as cluster:
         at_host, at_helper = sink(cluster, 0), sink(cluster, 1)
         out_s = transfer_s(cluster, at_helper, 0, 1, num_bytes)
         in_s = transfer_s(cluster, at_host, 1, 0, num_bytes)
@@ -169,10 +171,9 @@ def test_a_cable_is_pulled_and_plugged_in_again() -> None:
 
 def test_workers_and_helpers_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_SECRET", "of another job, not for these workers")
+    monkeypatch.setattr(emulated, "HELPER_COMMAND", python(SERVER))
     program = "import json, os, socket; print(json.dumps(dict(os.environ)))"
-    with Cluster(
-        hosts=2, helpers=2, nic="1gbit", helper_nic="2gbit", helper_command=python(SERVER)
-    ) as cluster:
+    with Cluster(hosts=2, helpers=2, nic="1gbit", helper_nic="2gbit") as cluster:
         results = cluster.run(python(program), workers_per_host=2, env={"MINE": "7"})
         found = [json.loads(result.stdout) for result in results]
         file = Path(found[0]["SHOAL_SECRET_FILE"])
@@ -216,9 +217,10 @@ def test_launchers_of_real_hosts_meet_at_the_one_that_is_named(tmp_path: Path) -
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == names
 
 
-def test_a_helper_that_does_not_start_is_named() -> None:
+def test_a_helper_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("sh", "-c", "echo the port is taken; exit 3")
-    with Cluster(hosts=1, helpers=1, helper_command=command) as cluster:
+    monkeypatch.setattr(emulated, "HELPER_COMMAND", command)
+    with Cluster(hosts=1, helpers=1) as cluster:
         with pytest.raises(ShoalError, match=r"helper host 0 ended with exit code 3.*\n.*the port is taken"):
             cluster.run(["true"])
 

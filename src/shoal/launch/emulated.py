@@ -45,7 +45,8 @@ from shoal.launch.emulated_network import (
 from shoal.launch.supervision import POLL_S, Output, end_process_groups, worker_variables, write_secret
 
 HELPER_COMMAND = (sys.executable, "-m", "shoal.comm.server")
-"""Command of each helper host's server; ``--address ADDRESS --port PORT`` is appended."""
+"""Command of each helper host's server, before ``--address ADDRESS --port PORT``; it prints a line with
+``listening on ADDRESS:PORT`` when it is ready."""
 
 _GRACE_S = 2.0
 _HELPER_DEADLINE_S = 60.0
@@ -87,8 +88,6 @@ class Cluster:
         helper_nic: the same for helper hosts; ``None``: as ``nic``.
         announce_rates: pass the ratio of the helpers' rate to the workers' in SHOAL_HELPERS. Without it the
             engine has to measure the ratio.
-        helper_command: command of a helper host's server, before ``--address ADDRESS --port PORT``. It must
-            print a line with ``listening on ADDRESS:PORT`` when it is ready.
         log_dir: folder for the helpers' output; ``None``: a temporary one, removed at the end.
 
     Raises:
@@ -104,19 +103,18 @@ class Cluster:
         nic: str | None = None,
         helper_nic: str | None = None,
         announce_rates: bool = True,
-        helper_command: Sequence[str] = HELPER_COMMAND,
         log_dir: Path | None = None,
     ) -> None:
         prefix = f"shoal-{secrets.token_hex(3)}"
         self.plan = plan_cluster(hosts=hosts, helpers=helpers, nic=nic, helper_nic=helper_nic, prefix=prefix)
         self.num_hosts = hosts
+        self._num_helpers = helpers
         self.helpers: list[subprocess.Popen[str]] = []
         """The helper hosts' servers, in the order of the hosts; empty before :meth:`start_helpers`."""
         self.helper_logs: list[Path] = []
         self.namespaces: frozenset[Namespace] = frozenset()
         """The network namespaces of hosts and bridge, by device and inode."""
         self._announce_rates = announce_rates
-        self._helper_command = tuple(helper_command)
         self._log_dir = log_dir
         self._num_jobs = 0
         self._tools = _require_tools()
@@ -155,18 +153,18 @@ class Cluster:
         request = {
             "launcher": os.getpid(),
             "folder": str(self._folder),
-            "hosts": [asdict(host) for host in self.plan.hosts],
+            "hosts": [asdict(host) for host in self.plan],
             "ip": self._tools["ip"],
             "tc": self._tools["tc"],
         }
         keeper.stdin.write(json.dumps(request) + "\n")
         keeper.stdin.flush()
         answer = parse_json(
-            keeper.stdout.readline() or '{"error": "its keeper ended", "denied": false}',
+            keeper.stdout.readline() or '{"error": "its keeper ended"}',
             "the answer of the keeper of the emulated hosts",
         )
         if "error" in answer:
-            raise _cannot_make(answer["error"], denied=answer["denied"])
+            raise _cannot_make(answer["error"])
         self._files = answer
         networks = (answer["bridge"], *(network for network, _ in answer["hosts"]))
         self.namespaces = frozenset(identity(self._path(file)) for file in networks)
@@ -201,11 +199,11 @@ class Cluster:
 
     def address(self, host: int) -> str:
         """Return the IPv4 address of a host."""
-        return self.plan.hosts[host].address
+        return self.plan[host].address
 
     def name(self, host: int) -> str:
         """Return the host name of a host, unique on this machine."""
-        return self.plan.hosts[host].name
+        return self.plan[host].name
 
     def enter(self, host: int) -> list[str]:
         """Return the command prefix that runs a command on a host."""
@@ -216,7 +214,7 @@ class Cluster:
         """Plug in or pull the cable of a host: set its bridge port up or down."""
         bridge = f"--net={self._path(self._files['bridge'])}"
         state = "up" if up else "down"
-        command = [self._tools["ip"], "link", "set", self.plan.hosts[host].port, state]
+        command = [self._tools["ip"], "link", "set", self.plan[host].port, state]
         subprocess.run([self._tools["nsenter"], bridge, "--", *command], check=True)
 
     def environment(self) -> dict[str, str]:
@@ -228,7 +226,7 @@ class Cluster:
             SECRET_FILE: str(self._secret_file),
             "OMP_NUM_THREADS": "1",
         }
-        if self.plan.helpers:
+        if self._num_helpers:
             variables[HELPERS] = helpers_setting(self.plan, announce_rates=self._announce_rates)
         return variables
 
@@ -273,18 +271,19 @@ class Cluster:
         Raises:
             ShoalError: one has ended, or does not listen after 60 s.
         """
-        if self.helpers or not self.plan.helpers:
+        if self.helpers or not self._num_helpers:
             return self.helpers
         folder = self._log_dir or self._temporary("helpers")
         folder.mkdir(parents=True, exist_ok=True)
-        for index, helper in enumerate(self.plan.helpers):
+        servers = self.plan[self.num_hosts :]
+        for index, helper in enumerate(servers):
             path = folder / f"{helper.port}.log"
-            argv = [*self._helper_command, "--address", helper.address, "--port", str(HELPER_PORT)]
+            argv = [*HELPER_COMMAND, "--address", helper.address, "--port", str(HELPER_PORT)]
             with path.open("w", encoding="utf-8") as file:
                 process = self.start(self.num_hosts + index, argv, stdout=file, stderr=subprocess.STDOUT)
             self.helpers.append(process)
             self.helper_logs.append(path)
-        for index, helper in enumerate(self.plan.helpers):
+        for index, helper in enumerate(servers):
             self._await_listening(index, f"listening on {helper.address}:{HELPER_PORT}")
         return self.helpers
 
@@ -408,8 +407,8 @@ def _require_tools() -> dict[str, str]:
     return {name: path for name, path in found.items() if path is not None}
 
 
-def _cannot_make(reason: str, *, denied: bool) -> ShoalError:
-    if denied:
+def _cannot_make(reason: str) -> ShoalError:
+    if "not permitted" in reason or "Permission denied" in reason:
         return UsageError(
             f"root may not make network namespaces here ({reason}): start the container with --privileged, "
             "or with --cap-add SYS_ADMIN --cap-add NET_ADMIN and a seccomp filter that lets unshare pass"

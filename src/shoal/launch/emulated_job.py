@@ -16,7 +16,7 @@ from shoal.env import LAUNCH_DIR
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_network import describe, plan_cluster
-from shoal.launch.supervision import Deadlines, Job, Outcome
+from shoal.launch.supervision import Job, Outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +65,10 @@ def emulate(command: Sequence[str], hosts: Hosts, *, log_dir: Path | None = None
     if shutil.which(command[0]) is None:
         raise UsageError(f"the command {command[0]!r} is not found, or may not be executed")
     folder = log_dir or Path(tempfile.mkdtemp(prefix="shoal-emulate-"))
-    deadlines = Deadlines(after_signal_s=10.0, after_stop_s=None)  # 75 means nothing special here
     outcome = Outcome(exit_code=EXIT_OK)
     try:
-        with Job(folder, deadlines, merge_outputs=True) as job:
+        # the exit code 75 means nothing special here
+        with Job(folder, merge_outputs=True, after_stop_s=None, after_signal_s=10.0) as job:
             _run(job, command, hosts, log_dir=folder)
         outcome = job.outcome(first_only=True)
         if job.received is not None and outcome.exit_code != EXIT_OK:
@@ -92,7 +92,7 @@ def launch_emulated(command: Sequence[str], hosts: Hosts, *, log_dir: Path) -> i
     hosts.check()
     folder = Path(tempfile.mkdtemp(prefix="shoal-launch-"))
     try:
-        with Job(log_dir, Deadlines(), error_dir=folder) as job:
+        with Job(log_dir, error_dir=folder) as job:
             _run(job, command, hosts, log_dir=log_dir, env={LAUNCH_DIR: str(folder)})
         return job.outcome().report()
     finally:

@@ -16,7 +16,6 @@ Then it waits for the line ``close``, for the end of stdin, or for the launcher'
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import os
 import re
@@ -26,7 +25,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,21 +70,10 @@ class HostPlan:
     is_helper: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterPlan:
-    """All hosts: those of the workers first, then the helper hosts."""
-
-    hosts: tuple[HostPlan, ...]
-
-    @property
-    def helpers(self) -> tuple[HostPlan, ...]:
-        return tuple(host for host in self.hosts if host.is_helper)
-
-
 def plan_cluster(
     *, hosts: int, helpers: int = 0, nic: str | None = None, helper_nic: str | None = None, prefix: str
-) -> ClusterPlan:
-    """Return the hosts of a cluster.
+) -> list[HostPlan]:
+    """Return the hosts of a cluster: those of the workers first, then the helper hosts.
 
     Args:
         hosts: number of worker hosts.
@@ -107,22 +95,18 @@ def plan_cluster(
         )
     rate = None if nic is None else parse_rate(nic, option="--nic")
     helper_rate = rate if helper_nic is None else parse_rate(helper_nic, option="--helper-nic")
-    return ClusterPlan(
-        hosts=(
-            *(_host("host", i, f"{_NETWORK}.0.{i + 1}", rate, prefix) for i in range(hosts)),
-            *(_host("helper", i, f"{_NETWORK}.1.{i + 1}", helper_rate, prefix) for i in range(helpers)),
+    kinds = (("host", hosts, rate), ("helper", helpers, helper_rate))
+    return [
+        HostPlan(
+            name=f"{prefix}-{kind}{index}",
+            port=f"{kind}{index}",
+            address=f"{_NETWORK}.{subnet}.{index + 1}",
+            rate_bps=rate_bps,
+            is_helper=kind == "helper",
         )
-    )
-
-
-def _host(kind: str, index: int, address: str, rate_bps: int | None, prefix: str) -> HostPlan:
-    return HostPlan(
-        name=f"{prefix}-{kind}{index}",
-        port=f"{kind}{index}",
-        address=address,
-        rate_bps=rate_bps,
-        is_helper=kind == "helper",
-    )
+        for subnet, (kind, count, rate_bps) in enumerate(kinds)
+        for index in range(count)
+    ]
 
 
 def parse_rate(text: str, *, option: str) -> int:
@@ -150,10 +134,10 @@ def format_rate(rate_bps: int | None) -> str:
     return f"{rate_bps / _UNITS[unit]:g}{unit}"
 
 
-def describe(plan: ClusterPlan, *, workers_per_host: int) -> str:
+def describe(plan: Sequence[HostPlan], *, workers_per_host: int) -> str:
     """Return a description of the hosts, one line per host."""
     lines = []
-    for index, host in enumerate(plan.hosts):
+    for index, host in enumerate(plan):
         first = index * workers_per_host
         ranks = str(first) if workers_per_host == 1 else f"{first}-{first + workers_per_host - 1}"
         what = f"server, port {HELPER_PORT}" if host.is_helper else f"rank {ranks}"
@@ -162,11 +146,11 @@ def describe(plan: ClusterPlan, *, workers_per_host: int) -> str:
     return "\n".join(lines)
 
 
-def helpers_setting(plan: ClusterPlan, *, announce_rates: bool) -> str:
+def helpers_setting(plan: Sequence[HostPlan], *, announce_rates: bool) -> str:
     """Return the value of SHOAL_HELPERS: ``address:port`` per helper host, with ``*ratio`` of other rates."""
     entries = []
-    worker_rate = plan.hosts[0].rate_bps
-    for host in plan.helpers:
+    worker_rate = plan[0].rate_bps
+    for host in (host for host in plan if host.is_helper):
         entry = f"{host.address}:{HELPER_PORT}"
         if announce_rates and worker_rate and host.rate_bps and host.rate_bps != worker_rate:
             entry += f"*{host.rate_bps / worker_rate:.6g}"
@@ -306,15 +290,14 @@ class Keeper:
             raise OSError(number, os.strerror(number))
 
     def _batch(self, tool: str, lines: str) -> None:
-        if lines:
-            subprocess.run(
-                [tool, "-batch", "-"],
-                input=lines,
-                text=True,
-                check=True,
-                timeout=_TOOL_DEADLINE_S,
-                capture_output=True,
-            )
+        if not lines:
+            return
+        command = [tool, "-batch", "-"]
+        done = subprocess.run(
+            command, input=lines, text=True, check=False, timeout=_TOOL_DEADLINE_S, capture_output=True
+        )
+        if done.returncode != 0:
+            raise OSError(f"{' '.join(command)}: {' '.join(done.stderr.split())}")
 
 
 def main() -> int:
@@ -326,7 +309,7 @@ def main() -> int:
     try:
         keeper = Keeper([HostPlan(**host) for host in request["hosts"]], ip=request["ip"], tc=request["tc"])
     except (OSError, subprocess.SubprocessError) as error:
-        print(json.dumps({"error": _describe(error), "denied": _is_denied(error)}), flush=True)
+        print(json.dumps({"error": str(error)}), flush=True)
         return 1
     print(json.dumps({"bridge": keeper.bridge, "hosts": keeper.files}), flush=True)
     ready, _, _ = select.select([0, launcher], [], [])
@@ -346,18 +329,6 @@ def _open_parent(pid: int) -> int:
     if os.getppid() != pid:
         sys.exit(0)  # it has ended before
     return parent
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, subprocess.CalledProcessError):
-        return f"{' '.join(error.cmd)}: {' '.join(error.stderr.split())}"
-    return str(error)
-
-
-def _is_denied(error: Exception) -> bool:
-    if isinstance(error, subprocess.CalledProcessError):
-        return "not permitted" in error.stderr
-    return isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EACCES)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from shoal.env import (
     without,
 )
 from shoal.errors import EXIT_STOPPED, ShoalError, UsageError
-from shoal.launch.supervision import POLL_S, Deadlines, Job, worker_variables, write_secret
+from shoal.launch.supervision import POLL_S, Job, worker_variables, write_secret
 
 if TYPE_CHECKING:
     from shoal.launch.host_rendezvous import Membership
@@ -57,7 +57,6 @@ def launch(
     nnodes: int = 1,
     rdzv: str | None = None,
     rendezvous_deadline_s: float = 900.0,
-    grace_s: float = 5.0,
 ) -> int:
     """Run ``command`` as ``num_workers`` workers on this host and return the exit code of the job.
 
@@ -78,7 +77,6 @@ def launch(
         nnodes: number of hosts; start the same command on each.
         rdzv: ``host:port`` of one of them, where the launchers meet; required for several hosts.
         rendezvous_deadline_s: seconds to wait for the other hosts.
-        grace_s: seconds that the other workers may go on after one has failed, before they are killed.
 
     Returns:
         0, :data:`~shoal.errors.EXIT_STOPPED` when the workers saved and left, or that of the first failure.
@@ -100,9 +98,8 @@ def launch(
             f"{MAKE_SECRET}, copy it to every host, and on each: export {SECRET_FILE}=job.secret"
         )
     folder = Path(tempfile.mkdtemp(prefix="shoal-launch-"))  # 0700
-    deadlines = Deadlines(after_failure_s=grace_s)
     try:
-        with Job(log_dir, deadlines, error_dir=folder) as job, without(SECRET):
+        with Job(log_dir, error_dir=folder) as job, without(SECRET):
             job_secret = given or secrets.token_hex(32).encode()
             membership = None
             if nnodes > 1:

@@ -24,6 +24,8 @@ from shoal.launch.worker import WorkerError, read_errors
 EXIT_INTERRUPTED = 130
 """Exit code of a launcher after a second Ctrl-C."""
 POLL_S = 0.05
+AFTER_FAILURE_S = 5.0
+"""Time that the other workers may go on after one has failed."""
 
 _FORWARDED_AS = {
     signal.SIGTERM: signal.SIGTERM,
@@ -36,18 +38,6 @@ _TAIL_LINES = 20
 
 Output = int | IO[Any] | None
 """A standard stream of ``subprocess.Popen``: ``None`` (this process's own), a constant or a file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deadlines:
-    """Seconds that workers may go on before they are killed; ``None``: as long as they need."""
-
-    after_failure_s: float = 5.0
-    """The others, after one has failed."""
-    after_stop_s: float | None = 120.0
-    """The others, after one has saved and left."""
-    after_signal_s: float | None = None
-    """All, after a request to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,23 +65,26 @@ class Job:
         log_dir: folder for the output of all workers but rank 0, made if missing.
         error_dir: folder in which workers report errors (:func:`shoal.launch.worker.write_error`).
         merge_outputs: write stdout and stderr of a worker to one file.
+        after_stop_s: seconds that the others may go on after one has saved and left; ``None``: no limit.
+        after_signal_s: seconds that all may go on after a request to stop.
     """
 
     def __init__(
         self,
         log_dir: Path,
-        deadlines: Deadlines,
         *,
         error_dir: Path | None = None,
         merge_outputs: bool = False,
+        after_stop_s: float | None = 120.0,
+        after_signal_s: float | None = None,
     ) -> None:
-        self.deadlines = deadlines
         self.exit_codes: dict[int, int] = {}
         """Exit codes by rank; minus the signal's number for a death by signal."""
         self.received: int | None = None
         """The last signal that asked to stop."""
         self.num_interrupts = 0
         self._log_dir, self._error_dir, self._merge_outputs = log_dir, error_dir, merge_outputs
+        self._after_stop_s, self._after_signal_s = after_stop_s, after_signal_s
         self._workers: dict[int, subprocess.Popen[str]] = {}
         self._forwarded: list[int] = []
         self._killed: set[int] = set()
@@ -147,11 +140,10 @@ class Job:
                 sent.append(number)
                 for rank in self._alive():
                     self._workers[rank].send_signal(number)
-            limits = self.deadlines
             for event, has_come, seconds in (
-                ("failure", self.has_failed, limits.after_failure_s),
-                ("stop", EXIT_STOPPED in self.exit_codes.values(), limits.after_stop_s),
-                ("signal", self.received is not None, limits.after_signal_s),
+                ("failure", self.has_failed, AFTER_FAILURE_S),
+                ("stop", EXIT_STOPPED in self.exit_codes.values(), self._after_stop_s),
+                ("signal", self.received is not None, self._after_signal_s),
             ):
                 if has_come and seconds is not None:
                     kill_at.setdefault(event, now + seconds)

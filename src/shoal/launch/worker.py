@@ -74,11 +74,13 @@ def run_worker(main: Callable[[], int]) -> NoReturn:
         _leave_groups()
         raise
     except BaseException as error:
-        report = describe_error(error, rank=_rank())
+        env = worker_env()
+        report = describe_error(error, rank=env.place.rank if env else 0)
         if folder is not None:
             write_error(folder, report)
         if folder is None or report.rank != 0:  # the others' stderr is a file under our launcher
-            _print(report)
+            who = f"worker {report.rank}: " if env and env.place.num_workers > 1 else ""
+            print(f"{who}{report.traceback or report.message}", file=sys.stderr, flush=True)
         _leave_soon(report.exit_code)
         exit_code = report.exit_code
     sys.exit(exit_code)
@@ -123,17 +125,6 @@ def _is_lost_peer(error: BaseException) -> bool:
             return True
         cause = cause.__cause__ or cause.__context__
     return False
-
-
-def _rank() -> int:
-    place = worker_env()
-    return place.place.rank if place is not None else 0
-
-
-def _print(report: WorkerError) -> None:
-    place = worker_env()
-    who = f"worker {report.rank}: " if place is not None and place.place.num_workers > 1 else ""
-    print(f"{who}{report.traceback or report.message}", file=sys.stderr, flush=True)
 
 
 def _leave_groups() -> None:

@@ -49,14 +49,14 @@ def test_a_rate_in_bytes_is_named_as_such() -> None:
 def test_hosts_have_addresses_and_names_of_their_own() -> None:
     plan = plan_cluster(hosts=250, helpers=250, nic="1gbit", prefix="p")
     for values in (
-        {host.address for host in plan.hosts},
-        {host.name for host in plan.hosts},
-        {host.port for host in plan.hosts},
+        {host.address for host in plan},
+        {host.name for host in plan},
+        {host.port for host in plan},
     ):
         assert len(values) == 500
-    assert max(len(host.port) for host in plan.hosts) <= 15  # the kernel's limit
-    assert [host.is_helper for host in plan.hosts] == [False] * 250 + [True] * 250
-    assert (plan.hosts[0].address, plan.hosts[250].address) == ("10.77.0.1", "10.77.1.1")
+    assert max(len(host.port) for host in plan) <= 15  # the kernel's limit
+    assert [host.is_helper for host in plan] == [False] * 250 + [True] * 250
+    assert (plan[0].address, plan[250].address) == ("10.77.0.1", "10.77.1.1")
 
 
 def test_helpers_are_announced_with_their_ratio() -> None:
@@ -87,7 +87,7 @@ def test_workers_find_their_places() -> None:
 
 def test_commands_for_the_kernel() -> None:
     plan = plan_cluster(hosts=1, nic="200mbit", prefix="p")
-    lines = bridge_links([plan.hosts[0]], ["/proc/7/fd/5"]).splitlines()
+    lines = bridge_links([plan[0]], ["/proc/7/fd/5"]).splitlines()
     assert "link add host0 type veth peer name eth0 netns /proc/7/fd/5" in lines
     assert shaping("host0", 200_000_000) == (
         "qdisc add dev host0 root tbf rate 200000000bit burst 256k latency 50ms\n"
