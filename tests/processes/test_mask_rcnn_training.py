@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from shoal import record
-from shoal.data.coco.prepared import prepared_truth
 from shoal.data.coco.results import KINDS, read_results
 from shoal.data.coco.score import score_results
-from shoal.data.coco.source import read_categories
+from shoal.data.coco.source import prepared_truth, read_categories
 from shoal.data.images.shards import ImageShards
 from shoal.errors import EXIT_OK, EXIT_USAGE
 from shoal.recipes.export import export_any

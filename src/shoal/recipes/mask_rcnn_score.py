@@ -12,10 +12,10 @@ import torch
 
 from shoal.data.coco.annotations import CocoAnnotations
 from shoal.data.coco.masks import areas, encoded
-from shoal.data.coco.prepared import prepared_truth
 from shoal.data.coco.reader import DetectionReader
 from shoal.data.coco.results import KINDS, Detection, Kind
 from shoal.data.coco.score import CocoScore, Overlaps, overlaps_of, summarise
+from shoal.data.coco.source import prepared_truth
 from shoal.data.loader import Batch
 from shoal.json_text import parse_json
 from shoal.models.detection.mask_rcnn import Detections, MaskRCNN

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.data.coco.bad_entries import BadEntries, OnBad
+from shoal.data.coco.bad_entries import BadEntries, BadEntry, OnBad
 from shoal.data.coco.json_stream import top_level_entries
 from shoal.errors import UsageError, did_you_mean
 
@@ -25,7 +25,6 @@ Rle = dict[str, Any]
 Segmentation = Polygons | Rle
 Boxes = Literal["keep", "check"]
 
-_ARRAYS = ("images", "categories", "annotations")
 _MIN_POLYGON = 6
 
 
@@ -66,15 +65,6 @@ class CocoAnnotations:
     """Objects by the id of their image, in the order of the file; has every image."""
     bad: BadEntries
     """Counts of what was skipped."""
-    labels: Mapping[int, int] = field(init=False)
-    """Category ids to 1, 2, …; 0 is the background."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", {category: n for n, category in enumerate(self.categories, 1)})
-
-    @property
-    def num_objects(self) -> int:
-        return sum(map(len, self.objects.values()))
 
 
 def read_annotations(path: Path, *, on_bad: OnBad = "refuse", boxes: Boxes = "check") -> CocoAnnotations:
@@ -94,10 +84,6 @@ def read_annotations(path: Path, *, on_bad: OnBad = "refuse", boxes: Boxes = "ch
     return _Reader(path, on_bad, boxes).read()
 
 
-class _Bad(Exception):
-    """Raised for a bad entry, with its rule and the value."""
-
-
 class _Reader:
     def __init__(self, path: Path, on_bad: OnBad, boxes: Boxes) -> None:
         self._path = path
@@ -105,27 +91,33 @@ class _Reader:
         self._boxes = boxes
         self._images: dict[int, CocoImage] = {}
         self._categories: dict[int, str] = {}
-        self._found: dict[int, list[tuple[int, CocoObject]]] = {}
+        self._found: list[tuple[int, int, CocoObject]] = []
         self._ids: set[int] = set()
+        self._takers = {
+            "images": self._take_image,
+            "categories": self._take_category,
+            "annotations": self._take_object,
+        }
 
     def read(self) -> CocoAnnotations:
-        takers = dict(zip(_ARRAYS, (self._take_image, self._take_category, self._take_object), strict=True))
         keys: set[str] = set()
         for key, index, entry in top_level_entries(self._path):
             keys.add(key)
-            if index is None and key in takers and entry != []:
+            if index is None and key in self._takers and entry != []:
                 raise UsageError(f"{self._path}: {key!r} is no array; is it a file of COCO annotations?")
-            if index is not None and key in takers:
-                place = f"{key}[{index}]"
+            if index is not None and key in self._takers:
                 try:
-                    takers[key](entry, index)
-                except _Bad as bad:
-                    self._bad.add(*_sentence(bad, place, entry))
+                    self._takers[key](entry, index)
+                except BadEntry as bad:
+                    number = f" (id {entry['id']})" if isinstance(entry, dict) and "id" in entry else ""
+                    self._bad.add(bad, f"{key}[{index}]{number}")
         self._check_keys(keys)
-        objects = self._placed()
-        categories = {key: self._categories[key] for key in sorted(self._categories)}
         return CocoAnnotations(
-            path=self._path, images=self._images, categories=categories, objects=objects, bad=self._bad
+            path=self._path,
+            images=self._images,
+            categories=dict(sorted(self._categories.items())),
+            objects=self._placed(),
+            bad=self._bad,
         )
 
     def _check_keys(self, keys: set[str]) -> None:
@@ -134,7 +126,7 @@ class _Reader:
                 f"{self._path}: is an array; that is the form of COCO results, but annotations are an object "
                 "with 'images', 'categories' and 'annotations'"
             )
-        for key in _ARRAYS:
+        for key in self._takers:
             if key not in keys:
                 raise UsageError(
                     f"{self._path}: has no key {key!r}.{did_you_mean(key, keys)} "
@@ -146,83 +138,85 @@ class _Reader:
     def _take_image(self, entry: Any, index: int) -> None:
         number = _whole(entry, "id")
         if number in self._images:
-            raise _Bad("an image whose id another one has", f"id {number}")
+            raise BadEntry("an image whose id another one has", f"id {number}")
         name, width, height = entry.get("file_name"), _whole(entry, "width"), _whole(entry, "height")
         if not isinstance(name, str):
-            raise _Bad("an image without a file_name", "")
+            raise BadEntry("an image without a file_name", "")
         if width < 1 or height < 1:
-            raise _Bad("an image without a size", f"{width} x {height}")
+            raise BadEntry("an image without a size", f"{width} x {height}")
         self._images[number] = CocoImage(number, name, width, height)
 
     def _take_category(self, entry: Any, index: int) -> None:
         number = _whole(entry, "id")
         if number in self._categories:
-            raise _Bad("a category whose id another one has", f"id {number}")
+            raise BadEntry("a category whose id another one has", f"id {number}")
         name = entry.get("name", str(number))
         if not isinstance(name, str):
-            raise _Bad("a category whose name is no text", repr(name))
+            raise BadEntry("a category whose name is no text", repr(name))
         self._categories[number] = name
 
     def _take_object(self, entry: Any, index: int) -> None:
         number = _whole(entry, "id")
         if number in self._ids:
-            raise _Bad("an annotation whose id another one has", f"id {number}")
+            raise BadEntry("an annotation whose id another one has", f"id {number}")
         image, category = _whole(entry, "image_id"), _whole(entry, "category_id")
         box = finite_numbers(entry.get("bbox"), 4)
         if box is None:
-            raise _Bad("an annotation whose bbox is not 4 finite numbers", shown(entry.get("bbox")))
+            raise BadEntry("an annotation whose bbox is not 4 finite numbers", shown(entry.get("bbox")))
         area = finite_numbers([entry.get("area", box[2] * box[3])], 1)
         if area is None:
-            raise _Bad("an annotation whose area is no finite number", shown(entry.get("area")))
+            raise BadEntry("an annotation whose area is no finite number", shown(entry.get("area")))
         crowd = entry.get("iscrowd", 0)
         if crowd not in (0, 1):
-            raise _Bad("an annotation whose iscrowd is neither 0 nor 1", shown(crowd))
-        segmentation = _segmentation(entry.get("segmentation"))
-        found = CocoObject(
-            number, category, (box[0], box[1], box[2], box[3]), area[0], bool(crowd), segmentation
-        )
+            raise BadEntry("an annotation whose iscrowd is neither 0 nor 1", shown(crowd))
+        shape, segmentation = entry.get("segmentation"), None
+        if shape is not None and shape != [] and (segmentation := read_segmentation(shape)) is None:
+            what = "polygons are not lists of at least 3 points"
+            if isinstance(shape, dict):
+                what = "run lengths are not COCO's"
+            raise BadEntry(f"an annotation whose {what}", shown(shape))
+        x, y, width, height = box
+        found = CocoObject(number, category, (x, y, width, height), area[0], bool(crowd), segmentation)
         self._ids.add(number)
-        self._found.setdefault(image, []).append((index, found))
+        self._found.append((image, index, found))
 
     def _placed(self) -> dict[int, tuple[CocoObject, ...]]:
         """Return the objects of each image, after the checks that need the whole file."""
-        rule = "an annotation of an image that is not in the file"
-        for image_id in [number for number in self._found if number not in self._images]:
-            for index, entry in self._found[image_id]:
-                self._bad.add(rule, f"annotations[{index}] (id {entry.id})", f"image_id {image_id}")
-        objects = {}
-        for image in self._images.values():
-            found = self._found.pop(image.id, [])
-            objects[image.id] = tuple(entry for index, entry in found if self._fits(entry, image, index))
-        return objects
+        objects: dict[int, list[CocoObject]] = {number: [] for number in self._images}
+        for image_id, index, one in self._found:
+            try:
+                self._check_place(one, image_id)
+            except BadEntry as bad:
+                self._bad.add(bad, f"annotations[{index}] (id {one.id})")
+            else:
+                objects[image_id].append(one)
+        return {number: tuple(some) for number, some in objects.items()}
 
-    def _fits(self, entry: CocoObject, image: CocoImage, index: int) -> bool:
-        rule, what = "", ""
-        rle = entry.segmentation if isinstance(entry.segmentation, dict) else None
-        if entry.category_id not in self._categories:
-            rule, what = "an annotation of a category that is not in the file", f"{entry.category_id}"
-        elif rle is not None and rle["size"] != [image.height, image.width]:
-            rule = "an annotation whose run lengths are for another size than the image's"
-            what = f"{rle['size']}, the image has {[image.height, image.width]}"
-        elif (
-            rle is not None
-            and isinstance(rle["counts"], list)
-            and sum(rle["counts"]) != (image.height * image.width)
-        ):
-            rule = "an annotation whose run lengths do not fill the image"
-            what = f"their sum is {sum(rle['counts'])}, not {image.height * image.width}"
-        elif self._boxes == "check" and not has_area_inside(entry.box, image):
-            rule = "an annotation whose box has no area inside its image"
-            what = f"{list(entry.box)} in {image.width} x {image.height}"
-        if rule:
-            self._bad.add(rule, f"annotations[{index}] (id {entry.id})", what)
-        return not rule
-
-
-def has_area_inside(box: tuple[float, float, float, float], image: CocoImage) -> bool:
-    """Return whether the box overlaps the image in an area."""
-    x, y, width, height = box
-    return min(x + width, image.width) > max(x, 0) and min(y + height, image.height) > max(y, 0)
+    def _check_place(self, one: CocoObject, image_id: int) -> None:
+        image = self._images.get(image_id)
+        if image is None:
+            raise BadEntry("an annotation of an image that is not in the file", f"image_id {image_id}")
+        if one.category_id not in self._categories:
+            raise BadEntry("an annotation of a category that is not in the file", f"{one.category_id}")
+        if isinstance(rle := one.segmentation, dict):
+            if rle["size"] != [image.height, image.width]:
+                raise BadEntry(
+                    "an annotation whose run lengths are for another size than the image's",
+                    f"{rle['size']}, the image has {[image.height, image.width]}",
+                )
+            counts, num_pixels = rle["counts"], image.height * image.width
+            if isinstance(counts, list) and sum(counts) != num_pixels:
+                raise BadEntry(
+                    "an annotation whose run lengths do not fill the image",
+                    f"their sum is {sum(counts)}, not {num_pixels}",
+                )
+        x, y, width, height = one.box
+        is_inside = min(x + width, image.width) > max(x, 0) and min(y + height, image.height) > max(y, 0)
+        if self._boxes == "check" and not is_inside:
+            raise BadEntry(
+                "an annotation whose box has no area inside its image",
+                f"{list(one.box)} in {image.width} x {image.height}",
+            )
 
 
 def finite_numbers(value: Any, count: int) -> list[float] | None:
@@ -241,42 +235,23 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _sentence(bad: _Bad, place: str, entry: Any) -> tuple[str, str, str]:
-    rule, what = bad.args
-    number = f" (id {entry['id']})" if isinstance(entry, dict) and "id" in entry else ""
-    return rule, place + number, what
-
-
 def _whole(entry: Any, key: str) -> int:
     if not isinstance(entry, dict):
-        raise _Bad("an entry that is no object", shown(entry))
+        raise BadEntry("an entry that is no object", shown(entry))
     value = entry.get(key)
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if type(value) is not int:
-        raise _Bad(f"an entry whose {key} is no whole number", shown(value))
+        raise BadEntry(f"an entry whose {key} is no whole number", shown(value))
     return value
 
 
-def _segmentation(value: Any) -> Segmentation | None:
-    """Return polygons or run lengths; ``None`` if there is no segmentation.
-
-    Raises:
-        _Bad: it is neither.
-    """
-    if value is None or value == []:
-        return None
-    if isinstance(value, dict):
-        if (rle := run_lengths(value)) is None:
-            raise _Bad("an annotation whose run lengths are not COCO's", shown(value))
-        return rle
-    polygons = polygon_arrays(value)
-    if polygons is None:
-        raise _Bad("an annotation whose polygons are not lists of at least 3 points", shown(value))
-    return polygons
+def read_segmentation(value: Any) -> Segmentation | None:
+    """Return polygons or run lengths, ``None`` if they are not well formed."""
+    return _run_lengths(value) if isinstance(value, dict) else _polygons(value)
 
 
-def run_lengths(value: dict[str, Any]) -> Rle | None:
+def _run_lengths(value: dict[str, Any]) -> Rle | None:
     """Return ``size`` and ``counts`` of run lengths of either form, ``None`` if they are not well formed."""
     size, counts = value.get("size"), value.get("counts")
     if not isinstance(size, list) or len(size) != 2 or any(type(n) is not int or n < 1 for n in size):
@@ -288,7 +263,7 @@ def run_lengths(value: dict[str, Any]) -> Rle | None:
     return None
 
 
-def polygon_arrays(value: Any) -> Polygons | None:
+def _polygons(value: Any) -> Polygons | None:
     """Return polygons as arrays, ``None`` if one is not an even number of finite numbers, at least 6."""
     if not isinstance(value, list):
         return None

@@ -13,6 +13,10 @@ _SHOWN = 3
 """Number of places that a message names."""
 
 
+class BadEntry(Exception):
+    """Raised for an invalid entry with the rule that it breaks ("a box of no area") and its value, or ""."""
+
+
 class BadEntries:
     """Collects the invalid entries of one file by the rule that they break."""
 
@@ -20,42 +24,30 @@ class BadEntries:
         self.path = path
         self._on_bad = on_bad
         self._places: dict[str, list[str]] = {}
-        self._counts: dict[str, int] = {}
 
-    def add(self, rule: str, place: str, what: str = "") -> None:
-        """Refuse or count an entry.
-
-        Args:
-            rule: a description of such entries ("with a box of no area"), by which they are counted.
-            place: its position, as ``annotations[7] (id 12)``.
-            what: the invalid value, for the error.
+    def add(self, bad: BadEntry, place: str) -> None:
+        """Refuse or count the entry at ``place``, as ``annotations[7] (id 12)``.
 
         Raises:
             UsageError: bad entries are refused.
         """
+        rule, what = bad.args
         if self._on_bad == "refuse":
             raise UsageError(
                 f"{self.path}: {place} is {rule}{f': {what}' if what else ''}; correct the file, or let such "
                 "entries be skipped (--on-bad skip)"
             )
-        self.note(rule, place)
-
-    def note(self, rule: str, place: str) -> None:
-        """Count an entry without refusing it."""
-        self._counts[rule] = self._counts.get(rule, 0) + 1
-        places = self._places.setdefault(rule, [])
-        if len(places) < _SHOWN:
-            places.append(place)
+        self._places.setdefault(rule, []).append(place)
 
     @property
     def counts(self) -> dict[str, int]:
         """Number of entries by the rule that they break."""
-        return dict(self._counts)
+        return {rule: len(places) for rule, places in self._places.items()}
 
     def lines(self) -> list[str]:
         """Return one line per rule."""
         return [
-            f"{self.path}: {count} {rule} ({', '.join(self._places[rule])}"
-            f"{f' and {count - _SHOWN} more' if count > _SHOWN else ''})"
-            for rule, count in self._counts.items()
+            f"{self.path}: {len(places)} {rule} ({', '.join(places[:_SHOWN])}"
+            f"{f' and {len(places) - _SHOWN} more' if len(places) > _SHOWN else ''})"
+            for rule, places in self._places.items()
         ]

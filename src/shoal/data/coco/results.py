@@ -15,19 +15,20 @@ from typing import Any, Literal
 from shoal.data.atomic_io import write_atomically
 from shoal.data.coco.annotations import (
     CocoAnnotations,
+    CocoImage,
     Rle,
     finite_numbers,
-    polygon_arrays,
-    run_lengths,
+    read_segmentation,
     shown,
 )
-from shoal.data.coco.bad_entries import BadEntries, OnBad
+from shoal.data.coco.bad_entries import BadEntries, BadEntry, OnBad
 from shoal.data.coco.json_stream import top_level_entries
 from shoal.data.coco.masks import areas, as_compressed
 from shoal.errors import UsageError
 
 Kind = Literal["bbox", "segm"]
 KINDS: tuple[Kind, ...] = ("bbox", "segm")
+_SHAPES = ("bbox", "segmentation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,10 @@ def read_results(
         UsageError: a file cannot be read, is not an array, or has a bad entry, which is refused; or no file
             holds a result that can be used while some are bad.
     """
-    results = CocoResults()
-    owners: dict[tuple[Kind, int], Path] = {}
+    reader = _Reader(annotations)
     for path in paths:
-        reader = _Reader(path, annotations, on_bad, results.detections, owners)
-        reader.read()
-        results.bad.append(reader.bad)
-    return results
+        reader.read(BadEntries(path, on_bad))
+    return reader.results
 
 
 def write_results(path: Path, entries: Sequence[dict[str, Any]]) -> None:
@@ -85,76 +83,74 @@ def write_results(path: Path, entries: Sequence[dict[str, Any]]) -> None:
 
 
 class _Reader:
-    def __init__(
-        self,
-        path: Path,
-        annotations: CocoAnnotations,
-        on_bad: OnBad,
-        out: dict[Kind, dict[int, list[Detection]]],
-        owners: dict[tuple[Kind, int], Path],
-    ) -> None:
-        self._path = path
+    def __init__(self, annotations: CocoAnnotations) -> None:
         self._annotations = annotations
-        self.bad = BadEntries(path, on_bad)
-        self._out = out
-        self._owners = owners
+        self.results = CocoResults()
+        self._owners: dict[tuple[Kind, int], Path] = {}
 
-    def read(self) -> None:
-        for key, index, entry in top_level_entries(self._path):
+    def read(self, bad: BadEntries) -> None:
+        self.results.bad.append(bad)
+        for key, index, entry in top_level_entries(bad.path):
             if key:
                 raise UsageError(
-                    f"{self._path}: is an object with the key {key!r}; results of COCO are an array of "
-                    "objects with image_id, category_id, score and bbox or segmentation"
+                    f"{bad.path}: is an object with the key {key!r}; results of COCO are an array of objects "
+                    "with image_id, category_id, score and bbox or segmentation"
                 )
             if index is not None:
-                self._take(entry, f"[{index}]")
+                self._take(entry, f"[{index}]", bad)
 
-    def _take(self, entry: Any, place: str) -> None:
+    def _take(self, entry: Any, place: str, bad: BadEntries) -> None:
+        try:
+            image, category, score = self._checked(entry)
+        except BadEntry as error:
+            return bad.add(error, place)
+        for kind, name in zip(KINDS, _SHAPES, strict=True):
+            if not entry.get(name):
+                continue
+            try:
+                shape, area = _box(entry[name]) if kind == "bbox" else _mask(entry[name], image)
+                if (owner := self._owners.setdefault((kind, image.id), bad.path)) != bad.path:
+                    rule = "a result for an image of which another file holds results"
+                    raise BadEntry(rule, f"image_id {image.id}, in {owner} too")
+            except BadEntry as error:
+                bad.add(error, place)
+            else:
+                of_kind = self.results.detections.setdefault(kind, {})
+                of_kind.setdefault(image.id, []).append(Detection(category, score, shape, area))
+        return None
+
+    def _checked(self, entry: Any) -> tuple[CocoImage, int, float]:
+        """Return the image, the category and the score of an entry that has a shape."""
         if not isinstance(entry, dict):
-            return self.bad.add("a result that is no object", place, shown(entry))
+            raise BadEntry("a result that is no object", shown(entry))
         image, category = entry.get("image_id"), entry.get("category_id")
         known = self._annotations
         if type(image) is not int or image not in known.images:
-            return self.bad.add("a result for an image that is not in the ground truth", place, shown(image))
+            raise BadEntry("a result for an image that is not in the ground truth", shown(image))
         if type(category) is not int or category not in known.categories:
-            rule = "a result of a category that is not in the ground truth"
-            return self.bad.add(rule, place, shown(category))
+            raise BadEntry("a result of a category that is not in the ground truth", shown(category))
         score = finite_numbers([entry.get("score")], 1)
         if score is None:
-            return self.bad.add("a result whose score is no finite number", place, shown(entry.get("score")))
+            raise BadEntry("a result whose score is no finite number", shown(entry.get("score")))
         # an empty bbox or segmentation counts as none, as in the official reader
-        present = [name for name in ("bbox", "segmentation") if entry.get(name)]
-        if not present:
-            return self.bad.add("a result with neither bbox nor segmentation", place)
-        if "bbox" in present and (box := self._box(entry["bbox"], place)):
-            self._keep("bbox", image, Detection(category, score[0], box, box[2] * box[3]), place)
-        if "segmentation" in present and (rle := self._mask(entry["segmentation"], image, place)):
-            self._keep("segm", image, Detection(category, score[0], rle, areas([rle])[0]), place)
-        return None
+        if not any(map(entry.get, _SHAPES)):
+            raise BadEntry("a result with neither bbox nor segmentation", "")
+        return known.images[image], category, score[0]
 
-    def _box(self, value: Any, place: str) -> list[float] | None:
-        box = finite_numbers(value, 4)
-        if box is None or box[2] < 0 or box[3] < 0:
-            self.bad.add("a result whose bbox is not x, y, width, height", place, shown(value))
-            return None
-        return box
 
-    def _mask(self, value: Any, image_id: int, place: str) -> Rle | None:
-        image = self._annotations.images[image_id]
-        shape = run_lengths(value) if isinstance(value, dict) else polygon_arrays(value)
-        if isinstance(shape, dict) and shape["size"] != [image.height, image.width]:
-            what = f"{shape['size']}, the image has {[image.height, image.width]}"
-            self.bad.add("a result whose mask is for another size than the image's", place, what)
-            return None
-        rle = None if shape is None else as_compressed(shape, image.height, image.width)
-        if rle is None:
-            self.bad.add("a result whose segmentation is not COCO's", place, shown(value))
-        return rle
+def _box(value: Any) -> tuple[list[float] | Rle, float]:
+    box = finite_numbers(value, 4)
+    if box is None or box[2] < 0 or box[3] < 0:
+        raise BadEntry("a result whose bbox is not x, y, width, height", shown(value))
+    return box, box[2] * box[3]
 
-    def _keep(self, kind: Kind, image: int, found: Detection, place: str) -> None:
-        owner = self._owners.setdefault((kind, image), self._path)
-        if owner != self._path:
-            rule = "a result for an image of which another file holds results"
-            self.bad.add(rule, place, f"image_id {image}, in {owner} too")
-        else:
-            self._out.setdefault(kind, {}).setdefault(image, []).append(found)
+
+def _mask(value: Any, image: CocoImage) -> tuple[list[float] | Rle, float]:
+    shape = read_segmentation(value)
+    if isinstance(shape, dict) and shape["size"] != [image.height, image.width]:
+        what = f"{shape['size']}, the image has {[image.height, image.width]}"
+        raise BadEntry("a result whose mask is for another size than the image's", what)
+    rle = None if shape is None else as_compressed(shape, image.height, image.width)
+    if rle is None:
+        raise BadEntry("a result whose segmentation is not COCO's", shown(value))
+    return rle, areas([rle])[0]

@@ -8,19 +8,27 @@ categories are in ``categories.json`` beside the manifest; labels are their posi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shoal.data.atomic_io import write_atomically
-from shoal.data.coco.annotations import CocoAnnotations, CocoImage, CocoObject, read_annotations
-from shoal.data.coco.bad_entries import OnBad
+from shoal.data.coco.annotations import (
+    CocoAnnotations,
+    CocoImage,
+    CocoObject,
+    Segmentation,
+    read_annotations,
+    read_segmentation,
+)
+from shoal.data.coco.bad_entries import BadEntries, BadEntry, OnBad
 from shoal.data.coco.masks import as_compressed
 from shoal.data.images.folder import unique_keys
 from shoal.data.images.manifest import ImageManifest
 from shoal.data.images.prepare import ImagePrepareConfig, prepare_images
+from shoal.data.images.shards import ImageShards
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
 from shoal.data.images.storage import open_storage
 from shoal.data.manifest import check_version, prepare_command
@@ -89,13 +97,16 @@ class CocoSource:
             for index, image in enumerate(truth.images.values()):
                 if name == TRAIN and not keep_empty and all(o.is_crowd for o in truth.objects[image.id]):
                     num_empty += 1
-                elif facts := _facts(truth, split.images, image, index):
-                    path, size, changed_ns = facts
+                    continue
+                try:
+                    path = _path_of(image, split.images)
+                    size, state = _state_of(path)
+                except BadEntry as error:
+                    truth.bad.add(error, f"images[{index}] (id {image.id})")
+                else:
                     files.append((image, path, size))
-                    digest.update(
-                        f"{name}\0{path}\0{size}\0{changed_ns}\n".encode("utf-8", "surrogateescape")
-                    )
-            digest.update(_file_digest(split.annotations))
+                    digest.update(f"{name}\0".encode() + state)
+            digest.update(_state_of(split.annotations)[1])
             self._remarks += truth.bad.lines()
             if num_empty:
                 self._remarks.append(f"{num_empty:,} images without objects are left out (--keep-empty)")
@@ -190,7 +201,7 @@ def as_json(image: CocoImage, objects: tuple[CocoObject, ...], *, run_lengths: b
             "bbox": one.box,
             "area": one.area,
             "iscrowd": int(one.is_crowd),
-            "segmentation": _run_lengths(one, image) if run_lengths else _as_lists(one),
+            "segmentation": _stored(one.segmentation, image, run_lengths),
         }
         for one in objects
     ]
@@ -198,40 +209,68 @@ def as_json(image: CocoImage, objects: tuple[CocoObject, ...], *, run_lengths: b
     return json.dumps(tree, separators=(",", ":"))
 
 
-def _as_lists(one: CocoObject) -> Any:
-    if one.segmentation is None or isinstance(one.segmentation, dict):
-        return one.segmentation
-    return [polygon.tolist() for polygon in one.segmentation]
+def _stored(shape: Segmentation | None, image: CocoImage, run_lengths: bool) -> Any:
+    # damaged run lengths were refused by read_annotations
+    if run_lengths and shape is not None and (rle := as_compressed(shape, image.height, image.width)):
+        counts = rle["counts"]
+        return {**rle, "counts": counts.decode("ascii") if isinstance(counts, bytes) else counts}
+    return [polygon.tolist() for polygon in shape] if isinstance(shape, tuple) else shape
 
 
-def _run_lengths(one: CocoObject, image: CocoImage) -> Any:
-    rle = None if one.segmentation is None else as_compressed(one.segmentation, image.height, image.width)
-    if rle is None:
-        return _as_lists(one)  # damaged run lengths were refused by read_annotations
-    counts = rle["counts"]
-    return {**rle, "counts": counts.decode("ascii") if isinstance(counts, bytes) else counts}
-
-
-def _facts(
-    truth: CocoAnnotations, folder: Path, image: CocoImage, index: int
-) -> tuple[Path, int, int] | None:
-    """Return path, size in bytes and mtime of an image, ``None`` if it is skipped."""
-    place = f"images[{index}] (id {image.id})"
+def _path_of(image: CocoImage, folder: Path) -> Path:
     name = PurePosixPath(image.file_name)
     if name.is_absolute() or ".." in name.parts or not name.name:
-        truth.bad.add("an image whose file_name leads out of the folder", place, repr(image.file_name))
-        return None
-    path = folder / name
+        raise BadEntry("an image whose file_name leads out of the folder", repr(image.file_name))
+    return folder / name
+
+
+def _state_of(path: Path) -> tuple[int, bytes]:
+    """Return the size of a file, and bytes that change with the file."""
     try:
         facts = path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        truth.bad.add("an image whose file is missing", place, str(path))
-        return None
+        raise BadEntry("an image whose file is missing", str(path)) from None
     except OSError as error:
         raise ShoalError(f"{path} cannot be read: {error.strerror}") from error
-    return path, facts.st_size, facts.st_mtime_ns
+    line = f"{path}\0{facts.st_size}\0{facts.st_mtime_ns}\n"
+    return facts.st_size, line.encode("utf-8", "surrogateescape")
 
 
-def _file_digest(path: Path) -> bytes:
-    facts = path.stat()
-    return f"{path}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode("utf-8", "surrogateescape")
+def prepared_truth(
+    shards: ImageShards, categories: Mapping[int, str], numbers: Iterable[int]
+) -> CocoAnnotations:
+    """Return the annotations of the images ``numbers`` of ``shards``, to score detections against.
+
+    Raises:
+        ShoalError: the annotations of an image are invalid.
+    """
+    path = Path(str(shards.location))
+    images: dict[int, CocoImage] = {}
+    objects: dict[int, tuple[CocoObject, ...]] = {}
+    for number in numbers:
+        where = f"{shards.name(number)}: its annotations"
+        tree = parse_json(bytes(shards.extra(number)), where, remedy="prepare the images again")
+        try:
+            image = CocoImage(int(tree["image_id"]), "", int(tree["width"]), int(tree["height"]))
+            images[image.id], objects[image.id] = image, tuple(map(_restored, tree["annotations"]))
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise ShoalError(f"{where} cannot be read ({error}); prepare the images again") from None
+    return CocoAnnotations(
+        path=path,
+        images=images,
+        categories=dict(sorted(categories.items())),
+        objects=objects,
+        bad=BadEntries(path, "refuse"),
+    )
+
+
+def _restored(tree: Mapping[str, Any]) -> CocoObject:
+    x, y, width, height = map(float, tree["bbox"])
+    return CocoObject(
+        id=int(tree["id"]),
+        category_id=int(tree["category_id"]),
+        box=(x, y, width, height),
+        area=float(tree["area"]),
+        is_crowd=bool(tree["iscrowd"]),
+        segmentation=read_segmentation(tree["segmentation"]),
+    )

@@ -74,6 +74,10 @@ BAD_ENTRIES: dict[str, tuple[Change, str]] = {
 }
 
 
+def num_objects(annotations: CocoAnnotations) -> int:
+    return sum(map(len, annotations.objects.values()))
+
+
 @pytest.mark.parametrize("name", BAD_ENTRIES)
 def test_bad_annotations(name: str, tmp_path: Path) -> None:
     change, rule = BAD_ENTRIES[name]
@@ -93,14 +97,14 @@ def test_bad_annotations(name: str, tmp_path: Path) -> None:
     if name == "image of no size":  # the last image, which has no object
         assert len(skipped.images) == len(whole.images) - 1
         gone = 0
-    assert skipped.num_objects == whole.num_objects - gone
+    assert num_objects(skipped) == num_objects(whole) - gone
 
 
 def test_odd_boxes_can_be_kept(tmp_path: Path) -> None:
     truth = made_truth(1)
     first(truth, bbox=[70, 4, 0, 5])
     kept = read_annotations(write(tmp_path / "odd.json", truth), boxes="keep")
-    assert kept.num_objects == len(truth["annotations"])
+    assert num_objects(kept) == len(truth["annotations"])
     assert not kept.bad.counts
 
 
@@ -109,7 +113,6 @@ def test_annotations_as_they_are(tmp_path: Path) -> None:
     found = read_annotations(write(tmp_path / "truth.json", truth))
     assert list(found.images) == [image["id"] for image in truth["images"]]
     assert list(found.categories.items()) == [(3, "hen"), (7, "fox"), (8, "egg")]
-    assert found.labels == {3: 1, 7: 2, 8: 3}
     assert found.objects[truth["images"][-1]["id"]] == ()
     for image, objects in found.objects.items():
         wanted = [one for one in truth["annotations"] if one["image_id"] == image]

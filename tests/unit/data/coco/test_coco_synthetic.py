@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from shoal.data.coco.masks import areas, as_compressed
-from shoal.data.coco.prepared import prepared_truth
 from shoal.data.coco.results import KINDS, Detection
 from shoal.data.coco.score import overlaps_of, summarise
-from shoal.data.coco.source import read_categories
+from shoal.data.coco.source import prepared_truth, read_categories
 from shoal.data.coco.synthetic import draw_scene, make_coco
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.synthetic import SHAPES
@@ -38,7 +37,7 @@ def test_the_truth_comes_back_from_the_shards(tmp_path: Path) -> None:
     shards, categories = ImageShards(tmp_path / "scenes", "validation"), read_categories(tmp_path / "scenes")
     assert tuple(categories.values()) == SHAPES
     truth = prepared_truth(shards, categories, range(len(shards)))
-    assert len(truth.images) == 6 and truth.num_objects > 6
+    assert len(truth.images) == 6 and sum(map(len, truth.objects.values())) > 6
     figures = {}
     for kind in KINDS:
         found = {}
