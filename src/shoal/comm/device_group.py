@@ -13,7 +13,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,11 +22,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shoal.comm.addresses import host_identity
 from shoal.comm.d2h_pipeline import CopyPipeline, DeviceWork, Transfer
 from shoal.comm.devices import Device, IntraHostGroup
-from shoal.comm.engine import CommError, Engine, EngineOptions, Operation
+from shoal.comm.engine import CommError, Engine, Operation
 from shoal.comm.gloo_fallback import BounceBuffers
-from shoal.comm.rendezvous import connect_engine
+from shoal.comm.rendezvous import Membership, connect_engine
 from shoal.comm.routes import INTRA_HOST_OPS, HierarchicalRoutes, RankLayout, Route, flat_route
-from shoal.comm.single_process import SingleProcessEngine
 from shoal.comm.store import wait_for_keys
 from shoal.comm.tensors import CollectiveRequest
 from shoal.comm.work import first_cause
@@ -40,25 +38,14 @@ _GROUP_ERROR_S = 1.0
 _MAX_ELEMENT_BYTES = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Membership:
-    """A rank of a process group."""
-
-    store: Store
-    rank: int
-    size: int
-    name: str
-    global_rank: int
-    engine: Engine | SingleProcessEngine
-    """The group's engine. Every collective is announced on it, so that it detects mismatched collectives."""
-    options: EngineOptions
-
-
 class DeviceGroup:
-    """The collectives of one process group on the tensors of one device."""
+    """The collectives of one process group on the tensors of one device.
 
-    def __init__(self, device: Device, group: Membership, timeout: timedelta) -> None:
-        self._device, self._group, self._timeout = device, group, timeout
+    Every collective is announced on the group's engine, so that it detects mismatched collectives.
+    """
+
+    def __init__(self, device: Device, group: Membership, store: Store, timeout: timedelta) -> None:
+        self._device, self._group, self._store, self._timeout = device, group, store, timeout
         options = group.options
         min_bytes = (group.size + 1) * _MAX_ELEMENT_BYTES
         self.pipeline = CopyPipeline(
@@ -170,7 +157,7 @@ class DeviceGroup:
 
     def _connect_host(self, layout: RankLayout, direction: int) -> IntraHostGroup:
         """Connect the ranks of this host for one of the pipeline's two streams, and test a reduction."""
-        store = PrefixStore(f"host/{layout.host}/{direction}/", self._group.store)
+        store = PrefixStore(f"host/{layout.host}/{direction}/", self._store)
         name = f"{self._group.name}, host {layout.host}, stream {direction}"
         size = len(layout.hosts[0])
         ranks = self._device.intra_host_group(store, layout.local, size, self._timeout, name)
@@ -185,7 +172,7 @@ class DeviceGroup:
     def _connect(self, name: str, rank: int, size: int) -> Engine:
         group = self._group
         engine = connect_engine(
-            PrefixStore(f"{name}/", group.store), rank, size,
+            PrefixStore(f"{name}/", self._store), rank, size,
             f"{group.name} on {self._device.torch_device.type}",
             group.global_rank, self._timeout, group.options, verbose=False,
         )  # fmt: skip
@@ -200,16 +187,16 @@ class DeviceGroup:
         """
         group = self._group
         keys = [f"{topic}/{rank}" for rank in range(group.size)]
-        group.store.set(keys[group.rank], json.dumps(value))
-        if not wait_for_keys(group.store, keys, lambda: self.error() is not None, self._timeout):
-            missing = [str(rank) for rank, key in enumerate(keys) if not group.store.check([key])]
+        self._store.set(keys[group.rank], json.dumps(value))
+        if not wait_for_keys(self._store, keys, lambda: self.error() is not None, self._timeout):
+            missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
             raise CommError(
                 self.error()
                 or f"rank {', '.join(missing)} of group {group.name} did not begin its first collective on "
                 f"{self._device.torch_device.type} within {self._timeout.total_seconds():g} s; see where it "
                 "is"
             )
-        return [parse_json(group.store.get(key), f"{key} in the store") for key in keys]
+        return [parse_json(self._store.get(key), f"{key} in the store") for key in keys]
 
     # ---- failure and shutdown -----------------------------------------------------------------------------
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Work
 from torch.futures import Future
 
 from shoal.comm.devices import Device
 from shoal.comm.engine import CommError
+from shoal.comm.rendezvous import Membership
 from shoal.comm.store import InterruptibleStore, wait_for_keys
 from shoal.comm.tensors import Finish
 from shoal.comm.work import NO_TIMEOUT, BaseWork, first_cause, opaque_to_dynamo, wait_until
@@ -38,26 +39,15 @@ Start = Callable[[Any], Work]
 class GlooFallback:
     """The inner gloo group of a process group, aborted when the engine reports a failure."""
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        address: str,
-        timeout: timedelta,
-        error: Callable[[], str | None],
-    ) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._address = address
-        self._timeout = timeout
-        self.error = error
+    def __init__(self, group: Membership, address: str, timeout: timedelta) -> None:
+        self._store, self._rank, self._size = group.store, group.rank, group.size
+        self._address, self._timeout = address, timeout
+        self.error = group.engine.error
         self._group: Any = None
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._aborted = False
-        self._rendezvous = InterruptibleStore(PrefixStore("gloo/", store), self._must_end)
+        self._rendezvous = InterruptibleStore(PrefixStore("gloo/", group.store), self._must_end)
         self._peers: dict[int, _PeerQueue] = {}
 
     def group(self) -> Any:

@@ -25,11 +25,11 @@ from torch.distributed import distributed_c10d
 from shoal.comm import BACKEND_NAME
 from shoal.comm.addresses import LOOPBACK, local_address
 from shoal.comm.completer import Completer
-from shoal.comm.device_group import DeviceGroup, Membership
+from shoal.comm.device_group import DeviceGroup
 from shoal.comm.devices import Device
 from shoal.comm.engine import CommError, Engine, EngineOptions, Operation
 from shoal.comm.gloo_fallback import GlooFallback
-from shoal.comm.rendezvous import connect_engine
+from shoal.comm.rendezvous import Membership, connect_engine
 from shoal.comm.single_process import SingleProcessEngine
 from shoal.comm.tensors import DEVICES, CollectiveRequest
 from shoal.comm.work import NO_TIMEOUT, EngineWork, JoinedWork, opaque_to_dynamo
@@ -78,7 +78,7 @@ class EngineGroup(ProcessGroup):
         self._timeout = timeout
         self._name, self._description = name, "undefined"
         self._global_ranks = global_ranks
-        self._options = options or EngineOptions()
+        options = options or EngineOptions()
         self.devices: dict[str, Callable[[torch.device], Device]] = {"cuda": _open_cuda}
         """Factories by device type, for tensors that pass through the copy pipeline."""
         self.engine: Engine | SingleProcessEngine
@@ -87,8 +87,12 @@ class EngineGroup(ProcessGroup):
         else:
             self.engine = connect_engine(store, rank, size, name, global_ranks[rank], timeout, options)
             address = local_address(store)
-        self.gloo = GlooFallback(store, rank, size, address, timeout, self.engine.error)
-        self._completer = Completer(self.engine, ordered=self._options.ordered_callbacks)
+        self._membership = Membership(
+            store=store, rank=rank, size=size, name=name, global_rank=global_ranks[rank],
+            engine=self.engine, options=options,
+        )  # fmt: skip
+        self.gloo = GlooFallback(self._membership, address, timeout)
+        self._completer = Completer(self.engine, ordered=options.ordered_callbacks)
         self._resources = GroupResources(self.engine, self._completer, self.gloo)
         close_when_collected(self, self._resources)
         self._pending: dict[int, EngineWork] = {}
@@ -160,12 +164,9 @@ class EngineGroup(ProcessGroup):
                 raise CommError(
                     f"collective on {device}: this process group has been shut down; make a new one"
                 )
-            membership = Membership(
-                store=PrefixStore(f"device/{len(groups)}/", self._store), rank=self._rank,
-                size=self._size, name=self._name, global_rank=self._global_ranks[self._rank],
-                engine=self.engine, options=self._options,
-            )  # fmt: skip
-            groups[device] = DeviceGroup(self.devices[device.type](device), membership, self._timeout)
+            store = PrefixStore(f"device/{len(groups)}/", self._store)
+            device_of = self.devices[device.type]
+            groups[device] = DeviceGroup(device_of(device), self._membership, store, self._timeout)
         return groups[device]
 
     def _begin(self, operation: Operation) -> int:

@@ -89,10 +89,8 @@ def _exclude(name: str, why: str) -> None:
 
 def _reach(helpers: Sequence[HelperAddress]) -> list[str]:
     """Return the reason for which each helper is unreachable; an empty string for the others."""
-    if not helpers:
-        return []
     deadline = time.monotonic() + REACH_S
-    with ThreadPoolExecutor(len(helpers)) as pool:
+    with ThreadPoolExecutor(max(len(helpers), 1)) as pool:
         return list(pool.map(lambda helper: _reach_one(helper, deadline), helpers))
 
 

@@ -230,7 +230,7 @@ class EightBitWire:
         if (found := self._buffers.get(key)) is not None:
             return found
         count = bucket.buffer().numel()
-        num_blocks = int8_blocks.blocks_of(-(-count // self._size))
+        num_blocks = -(-count // (self._size * int8_blocks.BLOCK))
         rows = torch.zeros(self._size, num_blocks * int8_blocks.BLOCK_BYTES, dtype=torch.uint8)
         buffers = _BucketBuffers(
             residual=torch.zeros(self._size, num_blocks, int8_blocks.BLOCK),

@@ -23,11 +23,6 @@ _TILE = 256
 """Blocks processed at a time: 256 KiB, so that several passes over them hit the cache."""
 
 
-def blocks_of(count: int) -> int:
-    """Return the number of blocks of ``count`` numbers."""
-    return -(-count // BLOCK)
-
-
 def values_and_scales(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return views of the values and scales of encoded rows.
 

@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -18,6 +18,7 @@ from shoal import env
 from shoal.comm.addresses import Endpoint, host_identity, local_address, network_identity, refuse_loopback
 from shoal.comm.engine import Engine, EngineOptions, Helper, Operation, Peer, fabric_providers
 from shoal.comm.helpers import bandwidth_of, name_of, reachable_helpers, remember_bandwidths
+from shoal.comm.single_process import SingleProcessEngine
 from shoal.comm.store import LOCATION, MAX_ERROR, RULES, Records
 from shoal.decide.server_assignment import MIB, assign_chunks, chunk_pattern, recommended_bucket_bytes
 from shoal.errors import ShoalError, UsageError
@@ -34,6 +35,19 @@ _MAX_PROBED_HELPERS = 12
 _PATTERN_LENGTH = 240
 _SAME_RATE = 1.3  # a short probe does not resolve smaller ratios between helpers
 _RESOLUTION = 20  # multiples are rounded to 1/20: the probe is no more accurate, and patterns stay short
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """A rank of a process group and its engine."""
+
+    store: Store
+    rank: int
+    size: int
+    name: str
+    global_rank: int
+    engine: Engine | SingleProcessEngine
+    options: EngineOptions
 
 
 def connect_engine(
