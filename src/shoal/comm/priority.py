@@ -27,9 +27,9 @@ Training Acceleration" (SOSP 2019).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -93,12 +93,11 @@ def prioritize(model: DistributedDataParallel, optimizer: Optimizer | OptimizerF
 
 @dataclass(eq=False)
 class _Bucket:
-    """A bucket in flight, with the views of its gradients."""
+    """A bucket in flight: by parameter, the view of its gradient and that view's version."""
 
     work: Any
-    parameters: list[Tensor]
-    gradients: list[Tensor]
-    versions: list[int]
+    gradients: dict[Tensor, Tensor]
+    versions: dict[Tensor, int] = field(default_factory=dict)
 
 
 class Prioritized:
@@ -136,8 +135,8 @@ class Prioritized:
         for bucket in self._fresh:
             self._check_unchanged(bucket)
         for bucket in self._fresh:
-            self._due.update(dict.fromkeys(bucket.parameters, bucket))
-            for parameter in bucket.parameters:
+            self._due.update(dict.fromkeys(bucket.gradients, bucket))
+            for parameter in bucket.gradients:
                 parameter.grad = None
         self._fresh = []
         self._steps.request()
@@ -171,15 +170,14 @@ class Prioritized:
         group = self._model.process_group
         buffer = bucket.buffer()
         buffer.mul_(1.0 / dist.get_world_size(group))  # as DDP without a hook; a division gives other bits
-        parameters = bucket.parameters()
         begin = getattr(group, "all_reduce_with_priority", None)
         work = (
             dist.all_reduce(buffer, group=group, async_op=True)
             if begin is None
             else begin(buffer, priority_of(bucket.index()))
         )
-        places = zip(parameters, bucket.gradients(), strict=True)
-        self._fresh.append(_Bucket(work, parameters, [_laid_out(p, buffer, g) for p, g in places], []))
+        places = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        self._fresh.append(_Bucket(work, {p: _laid_out(p, buffer, g) for p, g in places}))
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
@@ -189,17 +187,14 @@ class Prioritized:
         self._in_backward = False
         for bucket in self._fresh:
             # DDP leaves parameters without a gradient that no rank has used
-            used = [p.grad is not None for p in bucket.parameters]
-            bucket.parameters = [p for p, use in zip(bucket.parameters, used, strict=True) if use]
-            bucket.gradients = [g for g, use in zip(bucket.gradients, used, strict=True) if use]
-            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+            bucket.gradients = {p: g for p, g in bucket.gradients.items() if p.grad is not None}
+            for parameter, gradient in bucket.gradients.items():
                 parameter.grad = gradient
-            bucket.versions = [gradient._version for gradient in bucket.gradients]
+                bucket.versions[parameter] = gradient._version
 
     def _check_unchanged(self, bucket: _Bucket) -> None:
-        given = zip(bucket.parameters, bucket.gradients, bucket.versions, strict=True)
-        for parameter, gradient, version in given:
-            if parameter.grad is not gradient or gradient._version != version:
+        for parameter, gradient in bucket.gradients.items():
+            if parameter.grad is not gradient or gradient._version != bucket.versions[parameter]:
                 raise UsageError(
                     "the gradients were changed between backward() and step(), when they had not arrived: "
                     "clipping by the global norm, unscaling and zero_grad() there need plain DDP"
@@ -212,10 +207,10 @@ class Prioritized:
         """
         for bucket in self._fresh:
             bucket.work.wait()
-            for index, parameter in enumerate(bucket.parameters):
-                if parameter.grad is bucket.gradients[index]:
-                    parameter.grad = bucket.gradients[index] = bucket.gradients[index].clone()
-                    bucket.versions[index] = bucket.gradients[index]._version
+            for parameter, gradient in bucket.gradients.items():
+                if parameter.grad is gradient:
+                    parameter.grad = bucket.gradients[parameter] = gradient.clone()
+                    bucket.versions[parameter] = parameter.grad._version
 
     # ---- the forward pass ---------------------------------------------------------------------------------
 
@@ -276,8 +271,8 @@ class Prioritized:
             bucket = self._due.get(parameter)
             if bucket is not None:
                 bucket.work.wait()
-                self._steps.take(bucket.parameters, bucket.gradients)
-                for each in bucket.parameters:
+                self._steps.take(bucket.gradients)
+                for each in bucket.gradients:
                     del self._due[each]
 
 
@@ -322,24 +317,24 @@ class PartialSteps:
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # checked by torch's schedulers
 
     @torch.no_grad()
-    def take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Update these parameters and clear their gradients."""
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+    def take(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Update the parameters with these gradients, and clear those of the parameters."""
+        for parameter, gradient in gradients.items():
             parameter.grad = gradient
         self._stepping = True
         try:
-            with self._groups_of(set(parameters)):
+            with self._groups_of(gradients.keys()):
                 self._optimizer.step()
         finally:
             self._stepping = False
-        for parameter in parameters:
+        for parameter in gradients:
             parameter.grad = None
             # An optimizer's own kernels may not increment the version, by which autograd detects that the
             # forward pass has already used the parameter.
             torch.autograd.graph.increment_version(parameter)
 
     @contextmanager
-    def _groups_of(self, chosen: set[Tensor]) -> Iterator[None]:
+    def _groups_of(self, chosen: Set[Tensor]) -> Iterator[None]:
         """Restrict the optimizer to these parameters, with the options of the requested step."""
         groups = self._optimizer.param_groups
         now = [dict(group) for group in groups]
