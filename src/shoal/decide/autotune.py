@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from shoal.decide.cost import Link, ModelCost, StageCost, check_cuts, stage_costs
 from shoal.decide.partition import (
@@ -92,23 +93,23 @@ def choose_schedule(
         DoesNotFit: no schedule keeps every rank within its memory; the message has the missing bytes.
     """
     given = conditions or Conditions()
+    search = _Search(cost, num_ranks, num_micro_batches, given, cuts)
     found, refused = [], []
-    for name, num_virtual in _pairs(given, cost, num_ranks, cuts):
-        case = _Case(name, num_ranks, num_virtual, num_micro_batches, given.active_micro_batches)
+    for name, num_virtual in search.pairs():
         try:
-            found.append(_place(cost, case, given, cuts))
+            found.append(search.place(name, num_virtual))
         except UsageError as error:
             refused.append(error)
     if not found:
         raise refused[0]
     fitting = [choice for choice in found if choice.missing_bytes(given.memory) <= 0]
     if not fitting:
-        fitting = [_tightest(cost, num_ranks, num_micro_batches, given, cuts, found)]
+        fitting = [search.tightest(found)]
     if given.optimize == "memory":
         return sorted(fitting, key=lambda choice: (max(choice.rank_bytes), choice.timeline.makespan_s))
     fitting.sort(key=_makespan_s)  # stable: of equally fast ones the first of the portfolio
     if cuts is None:
-        fitting[:num_refined] = [_refined(cost, choice, given) for choice in fitting[:num_refined]]
+        fitting[:num_refined] = [search.refined(choice) for choice in fitting[:num_refined]]
         fitting.sort(key=_makespan_s)
     return fitting
 
@@ -117,171 +118,147 @@ def _makespan_s(choice: Choice) -> float:
     return rounded(choice.timeline.makespan_s)
 
 
-def _pairs(
-    conditions: Conditions, cost: ModelCost, num_ranks: int, cuts: Sequence[int] | None
-) -> list[tuple[str, int]]:
-    """Return (schedule, stages per rank) to try."""
-    for name in conditions.names:
-        check_schedule_name(name)
-    virtual = list(conditions.virtual)
-    if cuts is not None:
-        check_cuts(cost, cuts)
-        if (len(cuts) + 1) % num_ranks:
-            raise UsageError(
-                f"{len(cuts)} cuts make {len(cuts) + 1} stages, which {num_ranks} ranks cannot share "
-                f"equally; give {num_ranks - 1} cuts, or one less than another multiple of {num_ranks}"
-            )
-        virtual = [(len(cuts) + 1) // num_ranks]
-    check_num_stages(cost, num_ranks * min(virtual))
-    pairs = [
-        (name, number)
-        for name in conditions.names
-        for number in num_virtual_choices(name, virtual)
-        if num_ranks * number <= len(cost.units)
-        and (num_ranks > 1 or number == min(virtual))
-        and not (number == 1 and _SAME.get(name) in conditions.names)
-    ]
-    if not pairs:
-        raise UsageError(
-            f"{' and '.join(conditions.names)} cannot run {num_ranks} ranks of "
-            f"{' or '.join(map(str, virtual))} stages cut from {len(cost.units)} units; "
-            "take another schedule or another number of stages per rank"
-        )
-    return pairs
-
-
 @dataclass(frozen=True)
-class _Case:
-    """A schedule without costs."""
+class _Search:
+    """Arguments of :func:`choose_schedule`."""
 
-    name: str
+    cost: ModelCost
     num_ranks: int
-    num_virtual: int
     num_micro_batches: int
-    active_micro_batches: int | None
+    given: Conditions
+    cuts: Sequence[int] | None
 
-    def schedule(self, costs: Sequence[StageCost] | None = None, link: Link | None = None) -> Schedule:
+    def pairs(self) -> list[tuple[str, int]]:
+        """Return (schedule, stages per rank) to try."""
+        names, num_ranks, num_units = self.given.names, self.num_ranks, len(self.cost.units)
+        for name in names:
+            check_schedule_name(name)
+        virtual = list(self.given.virtual)
+        if self.cuts is not None:
+            check_cuts(self.cost, self.cuts)
+            num_stages = len(self.cuts) + 1
+            if num_stages % num_ranks:
+                raise UsageError(
+                    f"{num_stages - 1} cuts make {num_stages} stages, which {num_ranks} ranks cannot share "
+                    f"equally; give {num_ranks - 1} cuts, or one less than another multiple of {num_ranks}"
+                )
+            virtual = [num_stages // num_ranks]
+        check_num_stages(self.cost, num_ranks * min(virtual))
+        pairs = [
+            (name, number)
+            for name in names
+            for number in num_virtual_choices(name, virtual)
+            if num_ranks * number <= num_units
+            and (num_ranks > 1 or number == min(virtual))
+            and not (number == 1 and _SAME.get(name) in names)
+        ]
+        if not pairs:
+            raise UsageError(
+                f"{' and '.join(names)} cannot run {num_ranks} ranks of {' or '.join(map(str, virtual))} "
+                f"stages cut from {num_units} units; "
+                "take another schedule or another number of stages per rank"
+            )
+        return pairs
+
+    def place(self, name: str, num_virtual: int) -> Choice:
+        """Return the schedule with the fastest cuts that fit, or the cuts that need least."""
+        if self.cuts is not None:
+            return self._choice(name, num_virtual, self.cuts)
+        best: Choice | None = None
+        for cuts in self._proposals(name, num_virtual):
+            choice = self._choice(name, num_virtual, cuts)
+            if choice.missing_bytes(self.given.memory) <= 0:
+                return choice
+            if best is None or max(choice.rank_bytes) < max(best.rank_bytes):
+                best = choice
+        assert best is not None
+        return best
+
+    def refined(self, choice: Choice) -> Choice:
+        """Return the choice with its cuts moved, and the greedy rule applied to the result."""
+        given, schedule = self.given, choice.schedule
+        cuts = refine(self.cost, choice.cuts, schedule, link=given.link, memory=given.memory)
+        if cuts == choice.cuts:
+            return choice
+        moved = [self._judged(schedule, cuts)]
+        if schedule.name in GREEDY:
+            moved.append(self._choice(schedule.name, choice.num_virtual, cuts))
+        fitting = [new for new in moved if new.missing_bytes(given.memory) <= 0]
+        return min([choice, *fitting], key=_makespan_s)
+
+    def tightest(self, found: Sequence[Choice]) -> Choice:
+        """Return the fastest that fits with fewer micro-batches in flight than fill the pipeline.
+
+        Raises:
+            DoesNotFit: even one in flight does not fit.
+        """
+        memory, tried = self.given.memory, list(found)
+        assert memory is not None
+        num_virtual = 1 if self.cuts is None else (len(self.cuts) + 1) // self.num_ranks
+        if "backward_first" in self.given.names and self.num_ranks * num_virtual <= len(self.cost.units):
+            most = min(self.num_micro_batches, self.given.active_micro_batches or self.num_ranks) - 1
+            for active in range(most, 0, -1):
+                less = replace(self, given=replace(self.given, active_micro_batches=active))
+                tried.append(less.place("backward_first", num_virtual))
+                if tried[-1].missing_bytes(memory) <= 0:
+                    return tried[-1]
+        best = min(tried, key=lambda choice: max(choice.rank_bytes))
+        missing = best.missing_bytes(memory)
+        raise DoesNotFit(
+            f"no schedule of {self.num_ranks} ranks fits {in_gb(memory.limit_bytes)} a device: the best, "
+            f"{best.schedule.name!r}, needs {in_gb(missing)} more on rank "
+            f"{best.rank_bytes.index(max(best.rank_bytes))}; take more ranks, smaller "
+            "micro-batches, sharded state or a device with more memory",
+            missing,
+        )
+
+    def _schedule(self, name: str, num_virtual: int, costs: Sequence[StageCost] | None = None) -> Schedule:
         return make_schedule(
-            self.name,
+            name,
             num_ranks=self.num_ranks,
-            num_virtual=self.num_virtual,
+            num_virtual=num_virtual,
             num_micro_batches=self.num_micro_batches,
             costs=costs,
-            link=link,
-            active_micro_batches=self.active_micro_batches,
+            link=self.given.link,
+            active_micro_batches=self.given.active_micro_batches,
         )
 
-    def choice(self, cost: ModelCost, cuts: Sequence[int], given: Conditions) -> Choice:
-        return _judged(cost, cuts, self.schedule(stage_costs(cost, cuts), given.link), given)
+    def _choice(self, name: str, num_virtual: int, cuts: Sequence[int]) -> Choice:
+        return self._judged(self._schedule(name, num_virtual, stage_costs(self.cost, cuts)), cuts)
 
-    def num_kept(self) -> tuple[int, ...]:
-        """Return the micro-batches that each stage keeps in memory; a guess where that depends on costs."""
-        if self.name in GREEDY:
-            active = min(self.num_micro_batches, self.active_micro_batches or self.num_ranks)
-            return (active,) * (self.num_ranks * self.num_virtual)
-        return num_kept(self.schedule())
+    def _judged(self, schedule: Schedule, cuts: Sequence[int]) -> Choice:
+        return Choice(
+            schedule=schedule,
+            cuts=tuple(cuts),
+            timeline=simulate(schedule, stage_costs(self.cost, cuts), self.given.link),
+            rank_bytes=rank_bytes(self.cost, cuts, schedule, self.given.memory),
+        )
 
+    def _proposals(self, name: str, num_virtual: int) -> Iterator[tuple[int, ...]]:
+        """Yield cuts, the fastest first, then ones that need ever less memory.
 
-def _place(cost: ModelCost, case: _Case, given: Conditions, cuts: Sequence[int] | None) -> Choice:
-    """Return the case with the fastest cuts that fit, or the cuts that need least."""
-    if cuts is not None:
-        return case.choice(cost, cuts, given)
-    best: Choice | None = None
-    for proposal in _proposals(cost, case, given):
-        choice = case.choice(cost, proposal, given)
-        if choice.missing_bytes(given.memory) <= 0:
-            return choice
-        if best is None or max(choice.rank_bytes) < max(best.rank_bytes):
-            best = choice
-    assert best is not None
-    return best
-
-
-def _proposals(cost: ModelCost, case: _Case, given: Conditions) -> Iterator[tuple[int, ...]]:
-    """Yield cuts, the fastest first, then ones that need ever less memory.
-
-    A cut only accounts for the memory of one stage, while the need of several stages of a rank together
-    depends on the whole schedule: so each stage is given less and less of the rank's memory, down to an equal
-    part.
-    """
-    num_stages, kept = case.num_ranks * case.num_virtual, case.num_kept()
-
-    def fastest(memory: Memory | None) -> tuple[int, ...]:
-        return partition(
-            cost, num_stages, link=given.link, memory=memory, num_kept=kept,
+        A cut only accounts for the memory of one stage, while the need of several stages of a rank together
+        depends on the whole schedule: so each stage is given less and less of the rank's memory, down to an
+        equal part.
+        """
+        given, num_stages = self.given, self.num_ranks * num_virtual
+        if name in GREEDY:  # a guess: it depends on the costs
+            active = min(self.num_micro_batches, given.active_micro_batches or self.num_ranks)
+            kept = (active,) * num_stages
+        else:
+            kept = num_kept(self._schedule(name, num_virtual))
+        fastest = partial(
+            partition, self.cost, num_stages, link=given.link, num_kept=kept,
             optimize=given.optimize, memory_weight=given.memory_weight,
         )  # fmt: skip
-
-    if (memory := given.memory) is None:
-        yield fastest(None)
-        return
-    room = memory.limit_bytes - memory.reserved_bytes
-    for part in dict.fromkeys((1.0, (1 + 1 / case.num_virtual) / 2, 1 / case.num_virtual)):
-        try:
-            yield fastest(replace(memory, limit_bytes=memory.reserved_bytes + int(room * part)))
-        except DoesNotFit:
-            break
-    yield partition(cost, num_stages, memory=memory, limited=False, num_kept=kept, memory_weight=1.0)
-
-
-def _refined(cost: ModelCost, choice: Choice, given: Conditions) -> Choice:
-    """Return the choice with its cuts moved, and the greedy rule applied to the result."""
-    cuts = refine(cost, choice.cuts, choice.schedule, link=given.link, memory=given.memory)
-    if cuts == choice.cuts:
-        return choice
-    moved = [_judged(cost, cuts, choice.schedule, given)]
-    if choice.schedule.name in GREEDY:
-        case = _Case(
-            choice.schedule.name,
-            choice.schedule.num_ranks,
-            choice.num_virtual,
-            choice.schedule.num_micro_batches,
-            given.active_micro_batches,
-        )
-        moved.append(case.choice(cost, cuts, given))
-    fitting = [new for new in moved if new.missing_bytes(given.memory) <= 0]
-    return min([choice, *fitting], key=_makespan_s)
-
-
-def _judged(cost: ModelCost, cuts: Sequence[int], schedule: Schedule, given: Conditions) -> Choice:
-    return Choice(
-        schedule=schedule,
-        cuts=tuple(cuts),
-        timeline=simulate(schedule, stage_costs(cost, cuts), given.link),
-        rank_bytes=rank_bytes(cost, cuts, schedule, given.memory),
-    )
-
-
-def _tightest(
-    cost: ModelCost,
-    num_ranks: int,
-    num_micro_batches: int,
-    given: Conditions,
-    cuts: Sequence[int] | None,
-    found: Sequence[Choice],
-) -> Choice:
-    """Return the fastest that fits with fewer micro-batches in flight than fill the pipeline.
-
-    Raises:
-        DoesNotFit: even one in flight does not fit.
-    """
-    assert given.memory is not None
-    tried = list(found)
-    num_virtual = 1 if cuts is None else (len(cuts) + 1) // num_ranks
-    if "backward_first" in given.names and num_ranks * num_virtual <= len(cost.units):
-        most = min(num_micro_batches, given.active_micro_batches or num_ranks) - 1
-        for active in range(most, 0, -1):
-            case = _Case("backward_first", num_ranks, num_virtual, num_micro_batches, active)
-            choice = _place(cost, case, given, cuts)
-            if choice.missing_bytes(given.memory) <= 0:
-                return choice
-            tried.append(choice)
-    best = min(tried, key=lambda choice: max(choice.rank_bytes))
-    missing = best.missing_bytes(given.memory)
-    fullest = max(range(num_ranks), key=lambda rank: best.rank_bytes[rank])
-    raise DoesNotFit(
-        f"no schedule of {num_ranks} ranks fits {in_gb(given.memory.limit_bytes)} a device: the best, "
-        f"{best.schedule.name!r}, needs {in_gb(missing)} more on rank {fullest}; take more ranks, smaller "
-        "micro-batches, sharded state or a device with more memory",
-        missing,
-    )
+        if (memory := given.memory) is None:
+            yield fastest()
+            return
+        room = memory.limit_bytes - memory.reserved_bytes
+        for part in dict.fromkeys((1.0, (1 + 1 / num_virtual) / 2, 1 / num_virtual)):
+            try:
+                limit_bytes = memory.reserved_bytes + int(room * part)
+                yield fastest(memory=replace(memory, limit_bytes=limit_bytes))
+            except DoesNotFit:
+                break
+        yield partition(self.cost, num_stages, memory=memory, limited=False, num_kept=kept, memory_weight=1.0)

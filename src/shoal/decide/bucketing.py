@@ -9,8 +9,6 @@ none is left out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import numpy.typing as npt
 
@@ -30,40 +28,31 @@ def aspect_groups(sizes: npt.ArrayLike, edges: tuple[float, ...] = (1.0,)) -> In
     return np.searchsorted(np.asarray(edges), width / height, side="right").astype(np.int64)
 
 
-@dataclass(frozen=True)
 class GroupedOrder:
     """The order of examples of which each belongs to a group; see the module's docstring.
 
     A global batch that is a multiple of ``num_workers * run_size`` gives every worker whole runs, which are
     its micro-batches.
+
+    Args:
+        groups: the group of each example, ``[N]``.
+        run_size: samples in a run: the micro-batch.
+
+    Raises:
+        UsageError: there are no examples, or runs of none.
     """
 
-    groups: Int64Array
-    """The group of each example, ``[N]``."""
-    run_size: int
-    """Samples in a run: the micro-batch."""
-    seed: int
-    _members: Int64Array = field(init=False, repr=False)
-    _counts: Int64Array = field(init=False, repr=False)
-    _first_members: Int64Array = field(init=False, repr=False)
-    _first_runs: Int64Array = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        """Sort the examples by group.
-
-        Raises:
-            UsageError: there are no examples, or runs of none.
-        """
-        if self.run_size < 1 or not len(self.groups):
-            raise UsageError(
-                f"an order of {len(self.groups)} examples in runs of {self.run_size}: need 1 each"
-            )
-        _, counts = np.unique(self.groups, return_counts=True)
-        set_field = object.__setattr__
-        set_field(self, "_members", np.argsort(self.groups, kind="stable").astype(np.int64))
-        set_field(self, "_counts", counts.astype(np.int64))
-        set_field(self, "_first_members", np.cumsum([0, *counts[:-1]], dtype=np.int64))
-        set_field(self, "_first_runs", np.cumsum([0, *-(-counts // self.run_size)], dtype=np.int64))
+    def __init__(self, groups: Int64Array, run_size: int, seed: int) -> None:
+        if run_size < 1 or not len(groups):
+            raise UsageError(f"an order of {len(groups)} examples in runs of {run_size}: need 1 each")
+        self.groups = groups
+        self.run_size = run_size
+        self.seed = seed
+        _, counts = np.unique(groups, return_counts=True)
+        self._counts = counts.astype(np.int64)
+        self._members = np.argsort(groups, kind="stable").astype(np.int64)
+        self._first_members = np.cumsum([0, *counts[:-1]], dtype=np.int64)
+        self._first_runs = np.cumsum([0, *-(-counts // run_size)], dtype=np.int64)
 
     @property
     def samples_an_epoch(self) -> int:

@@ -296,9 +296,12 @@ def _none_fits(search: _Search, num_devices: int, missing: dict[_Shape, int]) ->
 
 def _remedy(search: _Search, num_devices: int) -> str:
     """Return the least change that makes a layout fit: smaller micro-batches, sharding, more devices."""
-    smaller = [size for size in _halves(min(search.sizes)) if search.global_batch_size % size == 0]
+    least = min(search.sizes)
+    halves = [least >> shift for shift in range(1, least.bit_length())]
     changes: list[tuple[str, _Search, int]] = [
-        (f"micro-batches of {size}", replace(search, sizes=(size,)), num_devices) for size in smaller
+        (f"micro-batches of {size}", replace(search, sizes=(size,)), num_devices)
+        for size in halves
+        if search.global_batch_size % size == 0
     ]
     if not search.shard:
         changes.append(("sharded state", replace(search, shard=True), num_devices))
@@ -316,8 +319,3 @@ def _remedy(search: _Search, num_devices: int) -> str:
         for found in fitting or changed.tight(missing, _MAX_TIGHT_REMEDY):
             return f"with {what} it fits as {found}"
     return "nothing that was tried fits: take a device with more memory"
-
-
-def _halves(size: int) -> list[int]:
-    """Return size / 2, size / 4, ... down to 1."""
-    return [size >> shift for shift in range(1, size.bit_length())]

@@ -102,20 +102,24 @@ def partition(
     if not 0 <= weight <= 1:
         raise UsageError(f"memory_weight is {weight}; it must be between 0 and 1")
     check_num_stages(cost, num_stages)
-    tables = Tables(cost)
     kept = list(range(num_stages, 0, -1)) if num_kept is None else list(num_kept)
-    time = tables.seconds(link) / (tables.total_s or 1.0)
-    whole = float(tables.held_bytes(memory, kept[0])[0, -1]) or 1.0
+    seconds = _ranges(unit.forward_s + unit.backward_s for unit in cost.units)
+    relayed = [0, *cost.relay_bytes, 0]
+    relay_s = np.array([2 * link.seconds(num_bytes) if link else 0.0 for num_bytes in relayed])
+    time = (seconds + relay_s) / (float(seconds[0, -1]) or 1.0)
+    kept_bytes = _ranges(unit.saved_bytes for unit in cost.units) + np.array(relayed, dtype=float)
+    state = (1.0 if memory is None else memory.state_bytes(1.0)) * parameter_ranges(cost)
+    whole = float(state[0, -1] + kept[0] * kept_bytes[0, -1]) or 1.0
     room = np.inf if memory is None or not limited else memory.limit_bytes - memory.reserved_bytes
 
     @cache  # most stages keep as many as some other one
     def share(number: int) -> Matrix:
-        held = tables.held_bytes(memory, number)
+        held = state + number * kept_bytes
         return np.where(held > room, np.inf, (1 - weight) * time + weight * held / whole)
 
     worst, cuts = minimax(share(number) for number in kept)
     if np.isinf(worst):
-        needed, _ = minimax(tables.held_bytes(memory, number) for number in kept)
+        needed, _ = minimax(state + number * kept_bytes for number in kept)
         missing = int(np.ceil(needed - room))
         raise DoesNotFit(
             f"no cuts into {num_stages} stages fit {in_gb(room)} a device: the best need {in_gb(missing)} "
@@ -136,32 +140,11 @@ def check_num_stages(cost: ModelCost, num_stages: int) -> None:
         )
 
 
-class Tables:
-    """Sums over all ranges of units: entry [i, j] is that of the stage of units i ... j - 1, for i < j."""
-
-    def __init__(self, cost: ModelCost) -> None:
-        units = cost.units
-        seconds = np.array([0.0] + [unit.forward_s + unit.backward_s for unit in units]).cumsum()
-        saved = np.array([0.0] + [unit.saved_bytes for unit in units]).cumsum()
-        self.total_s = float(seconds[-1])
-        self._relay_bytes = [*cost.relay_bytes, 0]
-        self._seconds = seconds[None, :] - seconds[:, None]
-        self._saved = saved[None, :] - saved[:, None]
-        self._parameters = parameter_ranges(cost)
-
-    def seconds(self, link: Link | None) -> Matrix:
-        """Return the time of each stage for one micro-batch, with its relay forward and back."""
-        relay = [2 * link.seconds(num_bytes) if link else 0.0 for num_bytes in self._relay_bytes]
-        seconds: Matrix = self._seconds + np.array([0.0, *relay])
-        return seconds
-
-    def held_bytes(self, memory: Memory | None, num_kept: int) -> Matrix:
-        """Return the bytes of each stage: its state, and saved values and relayed outputs of ``num_kept``
-        micro-batches."""
-        kept = self._saved + np.array([0.0, *self._relay_bytes])
-        state = 1.0 if memory is None else memory.state_bytes(1.0)
-        held: Matrix = state * self._parameters + num_kept * kept
-        return held
+def _ranges(values: Iterable[float]) -> Matrix:
+    """Return the sums over all ranges of units: entry [i, j] is that of units i ... j - 1, for i < j."""
+    sums = np.array([0.0, *values]).cumsum()
+    ranges: Matrix = sums[None, :] - sums[:, None]
+    return ranges
 
 
 def parameter_ranges(cost: ModelCost) -> Matrix:
@@ -233,18 +216,16 @@ def refine(
     *,
     link: Link | None = None,
     memory: Memory | None = None,
-    max_trials: int | None = None,
 ) -> tuple[int, ...]:
     """Move cuts as long as a step of ``schedule`` gets faster; return the result.
 
     A move shifts one cut, or several neighbouring ones together, by a few units. Cuts that exceed the limit
     on memory by less are better than any faster ones. The search ends in cuts that no single move improves,
-    or after ``max_trials`` simulations.
+    or after :data:`MAX_TRIALS` simulations, fewer of a large schedule.
     """
     simulator = Simulator(schedule)
-    if max_trials is None:
-        num_actions = sum(map(len, schedule.actions))
-        max_trials = min(MAX_TRIALS, max(MIN_TRIALS, MAX_TRIAL_ACTIONS // num_actions))
+    num_actions = sum(map(len, schedule.actions))
+    max_trials = min(MAX_TRIALS, max(MIN_TRIALS, MAX_TRIAL_ACTIONS // num_actions))
 
     def value(trial: Sequence[int]) -> tuple[int, float]:
         stages = stage_costs(cost, trial)

@@ -73,21 +73,9 @@ def make_schedule(
     """
     check_schedule_name(name)
     _check_sizes(name, num_ranks, num_virtual, num_micro_batches, active_micro_batches)
-    if costs is not None and len(costs) != num_ranks * num_virtual:
-        raise UsageError(
-            f"{len(costs)} costs for {num_ranks} ranks of {num_virtual} stages; "
-            f"give one for each of the {num_ranks * num_virtual} stages"
-        )
     if name in GREEDY:
-        return best_greedy(
-            name,
-            num_ranks=num_ranks,
-            num_virtual=num_virtual,
-            num_micro_batches=num_micro_batches,
-            costs=costs or [StageCost(forward_s=1.0, backward_s=2.0)] * (num_ranks * num_virtual),
-            link=link,
-            active_micro_batches=active_micro_batches,
-        )
+        costs = costs or [StageCost(forward_s=1.0, backward_s=2.0)] * (num_ranks * num_virtual)
+        return _best_greedy(name, num_ranks, num_micro_batches, costs, link, active_micro_batches)
     if name == "interleaved":
         _check_groups(num_ranks, num_micro_batches)
     make = {"gpipe": _looped, "bfs": _looped, "1f1b": _one_by_one, "interleaved": _interleaved}[name]
@@ -195,9 +183,9 @@ def _by_turns(forward: list[Action], backward: list[Action], *, num_ahead: int) 
 
 # ---- greedy schedules: a backward pass whenever one is possible --------------------------------------------
 
+# Longest wait for a backward pass while a forward is ready, in mean backward times. Longer waits than a
+# quarter were never better.
 _PATIENCE = (0.0, 0.25)
-"""Longest wait for a backward pass while a forward is ready, in mean backward times. Longer
-waits than a quarter were never better."""
 _MAX_ACTIONS = 20_000
 """Limit of all settings together; of a large schedule only the first settings are tried, mostly the best."""
 
@@ -205,11 +193,9 @@ _Key = tuple[float, int, int, int]
 """Order of preference: earliest begin, kind, and two preferences of the rule."""
 
 
-def best_greedy(
+def _best_greedy(
     name: str,
-    *,
     num_ranks: int,
-    num_virtual: int,
     num_micro_batches: int,
     costs: Sequence[StageCost],
     link: Link | None,
@@ -220,35 +206,23 @@ def best_greedy(
     Without ``active_micro_batches``, limits of the ranks, two more (SageMaker's default) and twice as many
     are tried.
     """
-    vee = name != "backward_first"
-    placement = vee_placement(num_ranks) if vee else loop_placement(num_ranks, num_virtual)
-    if active_micro_batches is None:
-        limits: tuple[int, ...] = (2 * num_ranks, num_ranks + 2, num_ranks)
-    else:
-        limits = (active_micro_batches,)
+    looped = name == "backward_first"
+    placement = loop_placement(num_ranks, len(costs) // num_ranks) if looped else vee_placement(num_ranks)
+    limits = [2 * num_ranks, num_ranks + 2, num_ranks]
+    if active_micro_batches is not None:
+        limits = [active_micro_batches]
     mean_backward_s = sum(cost.backward_s for cost in costs) / len(costs)
     settings = list(product(_PATIENCE, (True, False), limits))
     most = _MAX_ACTIONS // (2 * len(placement) * num_micro_batches)
-    schedules = {
-        _Greedy(
-            placement,
-            num_micro_batches,
-            costs,
-            link,
-            active=active,
-            preference=preference,
-            patience_s=patience * mean_backward_s,
-            split=name == "zbv",
-        ).actions(): None
-        for patience, preference, active in settings[: max(1, most)]
-    }
-    return min(
-        (
-            Schedule(name=name, placement=placement, num_micro_batches=num_micro_batches, actions=actions)
-            for actions in schedules
-        ),
-        key=lambda schedule: _value(schedule, costs, link),
+    found: dict[tuple[tuple[Action, ...], ...], None] = {}
+    for patience, preference, active in settings[: max(1, most)]:
+        rule = _Greedy(placement, num_micro_batches, costs, link, split=name == "zbv")
+        found[rule.actions(active, preference, patience * mean_backward_s)] = None
+    schedules = (
+        Schedule(name=name, placement=placement, num_micro_batches=num_micro_batches, actions=actions)
+        for actions in found
     )
+    return min(schedules, key=lambda schedule: _value(schedule, costs, link))
 
 
 def _value(schedule: Schedule, costs: Sequence[StageCost], link: Link | None) -> tuple[float, int, int]:
@@ -268,9 +242,6 @@ class _Greedy:
         costs: Sequence[StageCost],
         link: Link | None,
         *,
-        active: int,
-        preference: bool,
-        patience_s: float,
         split: bool,
     ) -> None:
         num_ranks = max(placement) + 1
@@ -278,10 +249,6 @@ class _Greedy:
         self._stages = [[s for s, r in enumerate(placement) if r == rank] for rank in range(num_ranks)]
         self._costs = costs
         self._relay_s = [link.seconds(cost.relay_bytes) if link else 0.0 for cost in costs]
-        several = len(placement) > num_ranks
-        self._active, self._patience_s = active, patience_s
-        # With several stages per rank: forwards in rounds, or the deepest first. With one: tapered.
-        self._rounds, self._tapered = several and preference, not several and preference
         self._backward, self._share = ("I", 0.5) if split else ("B", 1.0)
         self._clock = [0.0] * num_ranks
         self._kept = [0] * num_ranks
@@ -292,8 +259,18 @@ class _Greedy:
         self._num_done = {kind: [0] * len(placement) for kind in "FBW"}
         self._lists: list[list[Action]] = [[] for _ in range(num_ranks)]
 
-    def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """Take the action that can begin first, over all ranks, until none is left."""
+    def actions(self, active: int, preference: bool, patience_s: float) -> tuple[tuple[Action, ...], ...]:
+        """Take the action that can begin first, over all ranks, until none is left.
+
+        Args:
+            active: limit of micro-batches in flight.
+            preference: with several stages per rank, forwards in rounds instead of the deepest first; with
+                one, tapered.
+            patience_s: longest wait for a backward pass while a forward is ready.
+        """
+        several = len(self._placement) > len(self._clock)
+        self._active, self._patience_s = active, patience_s
+        self._rounds, self._tapered = several and preference, not several and preference
         best = [self._choose(rank) for rank in range(len(self._clock))]
         while True:
             ready = [(choice[0], rank) for rank, choice in enumerate(best) if choice is not None]
@@ -314,9 +291,8 @@ class _Greedy:
             batch = self._num_done["B"][stage]
             if batch < len(self._gradients[stage]):
                 begin = max(now, self._gradients[stage][batch])
-                options.append(
-                    ((begin - self._patience_s, 0, batch, -stage), self._action("B", stage, batch))
-                )
+                key = (begin - self._patience_s, 0, batch, -stage)
+                options.append((key, Action(self._backward, stage, batch)))
             batch = self._num_done["F"][stage]
             if batch < len(self._inputs[stage]) and self._admits(rank, stage):
                 begin = max(now, self._inputs[stage][batch])
@@ -339,22 +315,15 @@ class _Greedy:
             return self._kept[rank] < max(1, self._active - rank)
         return self._backward == "B" or self._kept[rank] < self._active * len(self._stages[rank])
 
-    def _action(self, kind: str, stage: int, batch: int) -> Action:
-        return Action(self._backward if kind == "B" else kind, stage, batch)
-
     def _take(self, rank: int, action: Action) -> int:
         """Take an action; return the rank that receives its value (its own where no other does)."""
         kind, stage, batch = action
         cost, last = self._costs[stage], len(self._placement) - 1
         counted = "B" if kind == "I" else kind
-        if counted == "B":
-            begin = max(self._clock[rank], self._gradients[stage][batch])
-            end = begin + cost.backward_s * self._share
-        elif kind == "F":
-            begin = max(self._clock[rank], self._inputs[stage][batch])
-            end = begin + cost.forward_s
-        else:
-            end = self._clock[rank] + cost.backward_s * self._share
+        begin = self._clock[rank]
+        if kind != "W":
+            begin = max(begin, (self._inputs if kind == "F" else self._gradients)[stage][batch])
+        end = begin + (cost.forward_s if kind == "F" else cost.backward_s * self._share)
         self._clock[rank] = end
         self._num_done[counted][stage] += 1
         self._kept[rank] += {"F": 1, "I": 0}.get(kind, -1)

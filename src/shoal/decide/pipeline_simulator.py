@@ -124,6 +124,7 @@ class _Event(NamedTuple):
     """Direction of the pair of ranks that the value takes."""
 
 
+_Key = tuple[str, int, int]
 _KINDS = {"F": 0, "B": 1, "I": 2, "W": 2}
 
 
@@ -227,8 +228,8 @@ def _order(schedule: Schedule) -> tuple[list[_Event], list[Action]]:
     """
     placement, last = schedule.placement, schedule.num_stages - 1
     next_action = [0] * schedule.num_ranks
-    done: dict[tuple[str, int, int], int] = {}
-    waiting: dict[tuple[str, int, int], int] = {}
+    done: dict[_Key, int] = {}
+    waiting: dict[_Key, int] = {}
     awake = list(range(schedule.num_ranks))
     events: list[_Event] = []
     order: list[Action] = []
@@ -237,19 +238,19 @@ def _order(schedule: Schedule) -> tuple[list[_Event], list[Action]]:
         own = schedule.actions[rank]
         while next_action[rank] < len(own):
             action = own[next_action[rank]]
-            missing = next((key for key in _needs(action, last) if key not in done), None)
+            needs = _needs(action, last)
+            missing = next((key for key in needs if key is not None and key not in done), None)
             if missing is not None:
                 waiting[missing] = rank
                 break
             kind, stage, batch = action
             to = stage + 1 if kind == "F" else stage - 1
             sends = kind != "W" and 0 <= to <= last and placement[to] != rank
-            awaited = _relayed(action, last)
             events.append(
                 _Event(
                     rank=rank,
                     duration=3 * stage + _KINDS[kind],
-                    awaited=-1 if awaited is None else done[awaited],
+                    awaited=-1 if needs[0] is None else done[needs[0]],
                     relay=min(stage, to) if sends else -1,
                     wire=rank * schedule.num_ranks + placement[to] if sends else 0,
                 )
@@ -269,21 +270,14 @@ def _order(schedule: Schedule) -> tuple[list[_Event], list[Action]]:
     return events, order
 
 
-def _needs(action: Action, last: int) -> list[tuple[str, int, int]]:
-    """Return the events that must precede an action; ``G`` is the gradient for the stage before."""
-    kind, stage, batch = action
-    if kind == "W":
-        return [("G", stage, batch)]
-    relayed = _relayed(action, last)
-    needs = [relayed] if relayed is not None else []
-    return needs if kind == "F" else [("F", stage, batch), *needs]
+def _needs(action: Action, last: int) -> tuple[_Key | None, _Key | None]:
+    """Return the events of another stage and of its own that must precede an action.
 
-
-def _relayed(action: Action, last: int) -> tuple[str, int, int] | None:
-    """Return the event of another stage whose value the action receives."""
+    The action receives the value of the first. ``G`` is the gradient for the stage before.
+    """
     kind, stage, batch = action
     if kind == "F":
-        return ("F", stage - 1, batch) if stage else None
+        return ("F", stage - 1, batch) if stage else None, None
     if kind == "W":
-        return None
-    return ("G", stage + 1, batch) if stage < last else None
+        return None, ("G", stage, batch)
+    return ("G", stage + 1, batch) if stage < last else None, ("F", stage, batch)

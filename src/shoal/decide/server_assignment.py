@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 from shoal.errors import UsageError
@@ -41,10 +41,7 @@ BANDWIDTH_STEPS = 1000
 
 
 def server_shares(
-    num_hosts: int,
-    helper_bandwidths: Sequence[float] = (),
-    *,
-    host_bandwidths: Sequence[float] | None = None,
+    host_bandwidths: Sequence[float], helper_bandwidths: Sequence[float] = ()
 ) -> list[Fraction]:
     """Return each server's share of the bytes, the hosts' colocated servers first, then the helpers.
 
@@ -52,13 +49,11 @@ def server_shares(
     all servers with work finish at the same time: fast links carry more, and a colocated server gets nothing
     where the helpers finish sooner.
 
-    Args:
-        host_bandwidths: one per host; default: 1 each, so that a helper's is relative to a host's.
-
     Raises:
         UsageError: there is no host, or a bandwidth is not a positive number.
     """
-    hosts, helpers = _bandwidths(num_hosts, helper_bandwidths, host_bandwidths)
+    hosts, helpers = _bandwidths(host_bandwidths, helper_bandwidths)
+    num_hosts = len(hosts)
     if num_hosts == 1:
         return [Fraction(1)] + [Fraction(0)] * len(helpers)
     level = _finish(hosts, helpers)
@@ -72,14 +67,11 @@ def server_shares(
 
 
 def _bandwidths(
-    num_hosts: int, helper_bandwidths: Sequence[float], host_bandwidths: Sequence[float] | None
+    given: Sequence[float], helper_bandwidths: Sequence[float]
 ) -> tuple[list[Fraction], list[Fraction]]:
     """Return both as fractions of the fastest link of a host."""
-    given = [1.0] * num_hosts if host_bandwidths is None else list(host_bandwidths)
-    if num_hosts < 1:
-        raise UsageError(f"the number of hosts is {num_hosts}; at least one host has a worker")
-    if len(given) != num_hosts:
-        raise UsageError(f"{len(given)} bandwidths for {num_hosts} hosts; give one per host")
+    if not given:
+        raise UsageError("the number of hosts is 0; at least one host has a worker")
     for kind, values in (("host", given), ("helper", helper_bandwidths)):
         for index, value in enumerate(values):
             if not (math.isfinite(value) and value > 0):
@@ -112,10 +104,8 @@ def _finish(hosts: Sequence[Fraction], helpers: Sequence[Fraction]) -> Fraction:
 
 def finish_time(
     amounts: Sequence[float | Fraction],
-    num_hosts: int,
+    host_bandwidths: Sequence[float],
     helper_bandwidths: Sequence[float] = (),
-    *,
-    host_bandwidths: Sequence[float] | None = None,
 ) -> Fraction:
     """Return the time at which the slowest link finishes, by the model above.
 
@@ -125,7 +115,8 @@ def finish_time(
     Returns:
         In that unit over the bandwidth of the fastest host.
     """
-    hosts, helpers = _bandwidths(num_hosts, helper_bandwidths, host_bandwidths)
+    hosts, helpers = _bandwidths(host_bandwidths, helper_bandwidths)
+    num_hosts = len(hosts)
     exact = [Fraction(amount) for amount in amounts]
     total = sum(exact, Fraction(0))
     times = [(total + (num_hosts - 2) * a) / b for a, b in zip(exact[:num_hosts], hosts, strict=True)]
@@ -134,21 +125,17 @@ def finish_time(
 
 
 def chunk_counts(
-    num_chunks: int,
-    num_hosts: int,
-    helper_bandwidths: Sequence[float] = (),
-    *,
-    host_bandwidths: Sequence[float] | None = None,
+    num_chunks: int, host_bandwidths: Sequence[float], helper_bandwidths: Sequence[float] = ()
 ) -> list[int]:
     """Return the number of equal chunks for each server, hosts first; no other counts finish earlier.
 
     Each chunk is given to the server that would finish it soonest. That is exact: a server's time depends on
     its own count alone and grows with it. Ties follow the shares.
     """
-    shares = server_shares(num_hosts, helper_bandwidths, host_bandwidths=host_bandwidths)
+    shares, num_hosts = server_shares(host_bandwidths, helper_bandwidths), len(host_bandwidths)
     if num_hosts == 1:
         return [num_chunks] + [0] * len(helper_bandwidths)
-    hosts, helpers = _bandwidths(num_hosts, helper_bandwidths, host_bandwidths)
+    hosts, helpers = _bandwidths(host_bandwidths, helper_bandwidths)
     counts = [0] * len(shares)
 
     def next_chunk(server: int) -> tuple[Fraction, Fraction | float, int]:
@@ -206,12 +193,7 @@ def assign_chunks(num_chunks: int, shares: Sequence[float | Fraction]) -> list[i
     return pattern
 
 
-def chunk_pattern(
-    hosts: Sequence[str],
-    helper_bandwidths: Sequence[float] = (),
-    *,
-    host_bandwidths: Mapping[str, float] | None = None,
-) -> list[int]:
+def chunk_pattern(hosts: Sequence[str], helper_bandwidths: Sequence[float] = ()) -> list[int]:
     """Return the repeating pattern of a group's chunks: entry k is the server of chunk k.
 
     Servers 0 ... size - 1 are the colocated servers of the ranks, those from size on the helpers. A host's
@@ -220,17 +202,16 @@ def chunk_pattern(
 
     Args:
         hosts: the host of each rank of the group, in rank order.
-        host_bandwidths: by host; default: 1 each.
+        helper_bandwidths: relative to a host's.
     """
     names = list(dict.fromkeys(hosts))
-    bandwidths = None if host_bandwidths is None else [host_bandwidths[name] for name in names]
-    shares = server_shares(len(names), helper_bandwidths, host_bandwidths=bandwidths)
+    shares = server_shares([1.0] * len(names), helper_bandwidths)
     length = math.lcm(*(share.denominator for share in shares))
     if length <= LONGEST_PATTERN:
         counts = [int(share * length) for share in shares]
     else:
         length = LONGEST_PATTERN
-        counts = chunk_counts(length, len(names), helper_bandwidths, host_bandwidths=bandwidths)
+        counts = chunk_counts(length, [1.0] * len(names), helper_bandwidths)
     ranks = [[rank for rank, host in enumerate(hosts) if host == name] for name in names]
     ranks += [[len(hosts) + helper] for helper in range(len(helper_bandwidths))]
     # Repeat until the turns of every host's ranks close as well.
@@ -262,8 +243,8 @@ def two_hop_seconds(
     n = len(host_bandwidths)
     if n == 1:
         return 0.0
-    shares = server_shares(n, helper_bandwidths, host_bandwidths=host_bandwidths)
-    time = finish_time(shares, n, helper_bandwidths, host_bandwidths=host_bandwidths)
+    shares = server_shares(host_bandwidths, helper_bandwidths)
+    time = finish_time(shares, host_bandwidths, helper_bandwidths)
     seconds = float(time) * num_bytes / max(host_bandwidths)
     return 2 * latency_s + seconds * (1 + 1 / num_chunks if num_chunks else 1)
 
@@ -274,17 +255,14 @@ def ring_seconds(num_bytes: float, host_bandwidths: Sequence[float], *, latency_
     return 2 * (n - 1) * (latency_s + num_bytes / (n * min(host_bandwidths)))
 
 
-def gain_over_ring(
-    num_hosts: int,
-    helper_bandwidths: Sequence[float] = (),
-    *,
-    host_bandwidths: Sequence[float] | None = None,
-) -> float:
-    """Return the speedup of the two hops over a ring for long messages; 1 for a single host."""
-    if num_hosts == 1:
-        return 1.0
-    links = [1.0] * num_hosts if host_bandwidths is None else host_bandwidths
-    return ring_seconds(1, links) / two_hop_seconds(1, links, helper_bandwidths)
+def gain_over_ring(num_hosts: int, helper_bandwidths: Sequence[float] = ()) -> float:
+    """Return the speedup of the two hops over a ring for long messages; 1 for a single host.
+
+    Args:
+        helper_bandwidths: relative to a host's.
+    """
+    links = [1.0] * num_hosts
+    return ring_seconds(1, links) / two_hop_seconds(1, links, helper_bandwidths) if num_hosts > 1 else 1.0
 
 
 def recommended_bucket_bytes(

@@ -148,7 +148,7 @@ def _shares(num_hosts: int, num_helpers: int, relative: float) -> tuple[float, f
     """Return the share of the bytes that one host's server and one helper sums (all of a kind are equal)."""
     if math.isnan(relative):  # infinitely fast links on both sides
         relative = 1.0
-    shares = server_shares(num_hosts, [relative] * num_helpers)
+    shares = server_shares([1.0] * num_hosts, [relative] * num_helpers)
     return float(shares[0]), float(shares[-1]) if num_helpers else 0.0
 
 

@@ -177,12 +177,6 @@ def test_the_search_puts_memory_first():
     assert max(rank_bytes(cost, found, schedule, memory)) <= memory.limit_bytes
 
 
-def test_a_search_with_no_trials_left_returns_what_it_has():
-    cost = random_cost(random.Random(1), 12)
-    schedule = make_schedule("1f1b", num_ranks=3, num_virtual=1, num_micro_batches=6)
-    assert refine(cost, (2, 3), schedule, max_trials=1) == (2, 3)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

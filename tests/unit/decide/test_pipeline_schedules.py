@@ -165,11 +165,6 @@ def test_numbers_of_stages_a_rank_that_a_schedule_can_have():
             "cannot divide 13 micro-batches over 4 ranks into 3 equal rounds; the nearest numbers that it "
             "can are 12 and 15",
         ),
-        (
-            "vee",
-            {"num_virtual": 2, "costs": [StageCost(forward_s=1, backward_s=1)] * 4},
-            "4 costs for 4 ranks of 2 stages; give one for each of the 8 stages",
-        ),
     ],
 )
 def test_what_a_schedule_cannot_be_is_refused(name, changes, message):

@@ -67,25 +67,21 @@ def test_counts_finish_as_early_as_the_best_of_all_assignments(
     cluster: tuple[list[float], list[float]], num_chunks: int
 ) -> None:
     hosts, helpers = cluster
-    counts = server_assignment.chunk_counts(num_chunks, len(hosts), helpers, host_bandwidths=hosts)
+    counts = server_assignment.chunk_counts(num_chunks, hosts, helpers)
     assert sum(counts) == num_chunks
     best = brute_force(num_chunks, hosts, helpers)
     assert transfer_seconds(tuple(counts), hosts, helpers) == best
-    assert server_assignment.finish_time(
-        counts, len(hosts), helpers, host_bandwidths=hosts
-    ) == best * Fraction(max(hosts))
+    assert server_assignment.finish_time(counts, hosts, helpers) == best * Fraction(max(hosts))
 
 
 @settings(deadline=None, max_examples=80)
 @given(clusters(), st.integers(1, 6))
 def test_no_assignment_beats_the_shares(cluster: tuple[list[float], list[float]], num_chunks: int) -> None:
     hosts, helpers = cluster
-    shares = server_assignment.server_shares(len(hosts), helpers, host_bandwidths=hosts)
+    shares = server_assignment.server_shares(hosts, helpers)
     assert sum(shares) == 1
     assert min(shares) >= 0
-    time = server_assignment.finish_time(shares, len(hosts), helpers, host_bandwidths=hosts) / Fraction(
-        max(hosts)
-    )
+    time = server_assignment.finish_time(shares, hosts, helpers) / Fraction(max(hosts))
     assert time * num_chunks <= brute_force(num_chunks, hosts, helpers)
 
 
@@ -93,17 +89,17 @@ def test_no_assignment_beats_the_shares(cluster: tuple[list[float], list[float]]
 @given(clusters())
 def test_the_shares_are_reached_when_they_divide(cluster: tuple[list[float], list[float]]) -> None:
     hosts, helpers = cluster
-    shares = server_assignment.server_shares(len(hosts), helpers, host_bandwidths=hosts)
+    shares = server_assignment.server_shares(hosts, helpers)
     num_chunks = math.lcm(*(share.denominator for share in shares))
     counts = tuple(int(share * num_chunks) for share in shares)
-    time = server_assignment.finish_time(shares, len(hosts), helpers, host_bandwidths=hosts)
+    time = server_assignment.finish_time(shares, hosts, helpers)
     assert transfer_seconds(counts, hosts, helpers) * Fraction(max(hosts)) == time * num_chunks
 
 
 @given(st.integers(3, 64), st.integers(0, 64), st.sampled_from([0.5, 1.0, 2.0]))
 def test_equal_links_follow_the_closed_formula(n: int, k: int, beta: float) -> None:
     kappa = Fraction(k) * Fraction(beta)
-    shares = server_assignment.server_shares(n, [beta] * k)
+    shares = server_assignment.server_shares([1.0] * n, [beta] * k)
     if kappa <= n:
         whole = n * n + kappa * n - 2 * kappa
         assert shares[:n] == [(n - kappa) / whole] * n
@@ -117,25 +113,27 @@ def test_equal_links_follow_the_closed_formula(n: int, k: int, beta: float) -> N
 
 
 def test_known_mixes() -> None:
-    assert server_assignment.server_shares(4) == [Fraction(1, 4)] * 4
-    assert server_assignment.server_shares(8, [1.0] * 8) == [Fraction(0)] * 8 + [Fraction(1, 8)] * 8
-    assert server_assignment.server_shares(8, [1.0] * 4) == [Fraction(1, 22)] * 8 + [Fraction(7, 44)] * 4
+    assert server_assignment.server_shares([1.0] * 4) == [Fraction(1, 4)] * 4
+    assert server_assignment.server_shares([1.0] * 8, [1.0] * 8) == [Fraction(0)] * 8 + [Fraction(1, 8)] * 8
+    assert (
+        server_assignment.server_shares([1.0] * 8, [1.0] * 4) == [Fraction(1, 22)] * 8 + [Fraction(7, 44)] * 4
+    )
     assert server_assignment.gain_over_ring(8, [1.0] * 4) == 1.375
     # A helper of twice the bandwidth carries twice as much.
-    *_, slow, fast = server_assignment.server_shares(8, [1.0, 2.0])
+    *_, slow, fast = server_assignment.server_shares([1.0] * 8, [1.0, 2.0])
     assert fast == 2 * slow
 
 
 def test_a_single_host_needs_no_link() -> None:
-    assert server_assignment.server_shares(1, [1.0, 5.0]) == [1, 0, 0]
-    assert server_assignment.chunk_counts(7, 1, [1.0]) == [7, 0]
+    assert server_assignment.server_shares([1.0] * 1, [1.0, 5.0]) == [1, 0, 0]
+    assert server_assignment.chunk_counts(7, [1.0], [1.0]) == [7, 0]
     assert server_assignment.two_hop_seconds(1e9, [1e9], [1e9], latency_s=1.0) == 0
     assert server_assignment.ring_seconds(1e9, [1e9], latency_s=1.0) == 0
     assert server_assignment.gain_over_ring(1, [1.0]) == 1
 
 
 def test_a_slow_host_sums_nothing_and_sets_the_time() -> None:
-    assert server_assignment.server_shares(4, host_bandwidths=[1, 1, 1, 0.25])[3] == 0
+    assert server_assignment.server_shares([1, 1, 1, 0.25])[3] == 0
     assert server_assignment.two_hop_seconds(1e6, [1e6, 1e6, 1e6, 0.25e6]) == pytest.approx(4)
     assert server_assignment.ring_seconds(1e6, [1e6, 1e6, 1e6, 0.25e6]) == pytest.approx(6)
 
@@ -144,10 +142,8 @@ def test_a_slow_host_sums_nothing_and_sets_the_time() -> None:
 @given(clusters(), st.floats(1e-3, 1e12))
 def test_the_unit_of_bandwidth_does_not_matter(cluster: tuple[list[float], list[float]], unit: float) -> None:
     hosts, helpers = cluster
-    scaled = server_assignment.server_shares(
-        len(hosts), [b * unit for b in helpers], host_bandwidths=[b * unit for b in hosts]
-    )
-    assert scaled == server_assignment.server_shares(len(hosts), helpers, host_bandwidths=hosts)
+    scaled = server_assignment.server_shares([b * unit for b in hosts], [b * unit for b in helpers])
+    assert scaled == server_assignment.server_shares(hosts, helpers)
 
 
 # ---- seconds --------------------------------------------------------------------------------------------
@@ -222,7 +218,7 @@ def test_the_pattern_goes_round_without_a_seam(
     parts = Counter(pattern)
     assert set(parts) <= set(range(len(hosts) + len(helpers)))
     by_host = Counter(hosts)
-    shares = server_assignment.server_shares(len(by_host), helpers)
+    shares = server_assignment.server_shares([1.0] * len(by_host), helpers)
     for host, share in zip(dict.fromkeys(hosts), shares, strict=False):
         ranks = [rank for rank, name in enumerate(hosts) if name == host]
         assert len({parts[rank] for rank in ranks}) == 1  # evenly over the local ranks
@@ -253,8 +249,12 @@ def test_an_unhandy_bandwidth_costs_next_to_nothing() -> None:
     assert len(pattern) == server_assignment.LONGEST_PATTERN
     parts = Counter(pattern)
     counts = [parts[server] for server in range(12)]
-    best = server_assignment.finish_time(server_assignment.server_shares(8, helpers), 8, helpers)
-    assert server_assignment.finish_time(counts, 8, helpers) / len(pattern) < best * Fraction(1005, 1000)
+    best = server_assignment.finish_time(
+        server_assignment.server_shares([1.0] * 8, helpers), [1.0] * 8, helpers
+    )
+    assert server_assignment.finish_time(counts, [1.0] * 8, helpers) / len(pattern) < best * Fraction(
+        1005, 1000
+    )
 
 
 # ---- errors ---------------------------------------------------------------------------------------------
@@ -263,14 +263,12 @@ def test_an_unhandy_bandwidth_costs_next_to_nothing() -> None:
 @pytest.mark.parametrize("bandwidth", [0.0, -1.0, float("nan"), float("inf")])
 def test_bandwidths_must_be_positive_numbers(bandwidth: float) -> None:
     with pytest.raises(UsageError, match=rf"helper 1 is {bandwidth}; it must be a positive number"):
-        server_assignment.server_shares(4, [1.0, bandwidth])
+        server_assignment.server_shares([1.0] * 4, [1.0, bandwidth])
 
 
 def test_other_wrong_arguments() -> None:
     with pytest.raises(UsageError, match="number of hosts is 0"):
-        server_assignment.server_shares(0)
-    with pytest.raises(UsageError, match="2 bandwidths for 3 hosts"):
-        server_assignment.server_shares(3, host_bandwidths=[1.0, 1.0])
+        server_assignment.server_shares([])
     for shares in ([], [0.0], [1.0, -0.5]):
         with pytest.raises(UsageError, match="at least 0 and not all 0"):
             server_assignment.assign_chunks(4, shares)
