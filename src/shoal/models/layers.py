@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
-from transformers.models.albert.modeling_albert import AlbertLayer
-from transformers.models.bert.modeling_bert import BertLayer
-from transformers.models.distilbert.modeling_distilbert import TransformerBlock
-from transformers.models.roberta.modeling_roberta import RobertaLayer
 
 from shoal.dropout import dropout
 
@@ -46,13 +44,44 @@ class Layer:
     """Of the feed-forward block's output."""
 
 
+_BERT, _ALBERT, _DISTILBERT = range(3)
+_PARTS = {
+    "query": ("attention.self.query", "attention.query", "attention.q_lin"),
+    "key": ("attention.self.key", "attention.key", "attention.k_lin"),
+    "value": ("attention.self.value", "attention.value", "attention.v_lin"),
+    "dense": ("attention.output.dense", "attention.dense", "attention.out_lin"),
+    "attention_norm": ("attention.output.LayerNorm", "attention.LayerNorm", "sa_layer_norm"),
+    "up": ("intermediate.dense", "ffn", "ffn.lin1"),
+    "activation": ("intermediate.intermediate_act_fn", "activation", "ffn.activation"),
+    "down": ("output.dense", "ffn_output", "ffn.lin2"),
+    "output_norm": ("output.LayerNorm", "full_layer_layer_norm", "output_layer_norm"),
+    "num_heads": ("attention.self.num_attention_heads", "attention.num_attention_heads", "attention.n_heads"),
+    "attention_dropout": ("attention.self.dropout.p", "attention.attention_dropout.p", "attention.dropout.p"),
+    "dense_dropout": ("attention.output.dropout.p", "attention.output_dropout.p", None),
+    "output_dropout": ("output.dropout.p", None, "ffn.dropout.p"),  # ALBERT has a module and does not call it
+}
+"""Place of each part in a layer of BERT or RoBERTa, of ALBERT, and of DistilBERT; none: no dropout there."""
+
+
 def layers_of(base: PreTrainedModel) -> list[Layer]:
     """Return the layers of a base model (``BertModel`` …) in the order of use, shared ones repeatedly."""
-    if base.config.model_type == "albert":
-        return _albert_layers(base)
     if base.config.model_type == "distilbert":
-        return [_distilbert_layer(layer) for layer in base.transformer.layer]
-    return [_bert_layer(layer) for layer in base.encoder.layer]
+        return [_layer(layer, _DISTILBERT) for layer in base.transformer.layer]
+    if base.config.model_type != "albert":
+        return [_layer(layer, _BERT) for layer in base.encoder.layer]
+    groups = base.encoder.albert_layer_groups
+    views = [[_layer(layer, _ALBERT) for layer in group.albert_layers] for group in groups]
+    count = base.config.num_hidden_layers
+    # as transformers divides, rounding included
+    return [layer for number in range(count) for layer in views[int(number / (count / len(views)))]]
+
+
+def _layer(layer: nn.Module, architecture: int) -> Layer:
+    places = {part: of_all[architecture] for part, of_all in _PARTS.items()}
+    parts: dict[str, Any] = {
+        part: 0.0 if place is None else attrgetter(place)(layer) for part, place in places.items()
+    }
+    return Layer(**{**parts, "activation": fused_activation(parts["activation"])})
 
 
 def embedding_dropout(base: PreTrainedModel) -> float:
@@ -97,68 +126,3 @@ def fused_activation(module: Callable[[Tensor], Tensor]) -> nn.Module:
         return nn.GELU(approximate="tanh")
     assert isinstance(module, nn.Module)
     return module
-
-
-def _bert_layer(layer: BertLayer | RobertaLayer) -> Layer:
-    attention, output = layer.attention, layer.output
-    return Layer(
-        query=attention.self.query,
-        key=attention.self.key,
-        value=attention.self.value,
-        dense=attention.output.dense,
-        attention_norm=attention.output.LayerNorm,
-        up=layer.intermediate.dense,
-        activation=fused_activation(layer.intermediate.intermediate_act_fn),
-        down=output.dense,
-        output_norm=output.LayerNorm,
-        num_heads=attention.self.num_attention_heads,
-        attention_dropout=attention.self.dropout.p,
-        dense_dropout=attention.output.dropout.p,
-        output_dropout=output.dropout.p,
-    )
-
-
-def _albert_layers(base: PreTrainedModel) -> list[Layer]:
-    groups = base.encoder.albert_layer_groups
-    views = [[_albert_layer(layer) for layer in group.albert_layers] for group in groups]
-    count = base.config.num_hidden_layers
-    # as transformers divides, rounding included
-    return [layer for number in range(count) for layer in views[int(number / (count / len(views)))]]
-
-
-def _albert_layer(layer: AlbertLayer) -> Layer:
-    attention = layer.attention
-    return Layer(
-        query=attention.query,
-        key=attention.key,
-        value=attention.value,
-        dense=attention.dense,
-        attention_norm=attention.LayerNorm,
-        up=layer.ffn,
-        activation=fused_activation(layer.activation),
-        down=layer.ffn_output,
-        output_norm=layer.full_layer_layer_norm,
-        num_heads=attention.num_attention_heads,
-        attention_dropout=attention.attention_dropout.p,
-        dense_dropout=attention.output_dropout.p,
-        output_dropout=0.0,  # transformers has a module for it and does not call it
-    )
-
-
-def _distilbert_layer(layer: TransformerBlock) -> Layer:
-    attention = layer.attention
-    return Layer(
-        query=attention.q_lin,
-        key=attention.k_lin,
-        value=attention.v_lin,
-        dense=attention.out_lin,
-        attention_norm=layer.sa_layer_norm,
-        up=layer.ffn.lin1,
-        activation=fused_activation(layer.ffn.activation),
-        down=layer.ffn.lin2,
-        output_norm=layer.output_layer_norm,
-        num_heads=attention.n_heads,
-        attention_dropout=attention.dropout.p,
-        dense_dropout=0.0,
-        output_dropout=layer.ffn.dropout.p,
-    )

@@ -67,40 +67,28 @@ class Pretraining(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
-        token_type_ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
+        *,
         masked_rows: Tensor,
         masked_ids: Tensor,
         labels: Tensor,
         dropout_keys: Tensor | None = None,
+        **packed: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the sums (masked-LM loss, correct predictions, sentence loss, correct sentences).
 
         Args:
-            input_ids: ``[T]``, and so on to ``max_seqlen``: a packed micro-batch
-                (:mod:`shoal.data.packing`).
             masked_rows: ``[M]`` which of the T tokens to predict, none twice, none a [CLS].
             masked_ids: ``[M]`` the tokens there.
             labels: ``[B]`` 1 where the segments are swapped (ALBERT) or the second is foreign (BERT).
             dropout_keys: ``[B]`` keys of the samples (:mod:`shoal.dropout`), which training reads; default:
                 drawn from torch's generator.
+            packed: the micro-batch (:data:`shoal.models.encoder.PACKED_INPUTS`).
         """
-        keys = self.encoder.sample_keys(dropout_keys, cu_seqlens)
-        first_rows = cu_seqlens[:-1].long()
+        keys = self.encoder.sample_keys(dropout_keys, packed["cu_seqlens"])
+        first_rows = packed["cu_seqlens"][:-1].long()
         num_first = 0 if self.skip_sentence else len(first_rows)
         parts = [first_rows] * (not self.skip_sentence) + [masked_rows] * (not self.skip_mlm)
-        hidden = self.encoder(
-            input_ids,
-            token_type_ids,
-            position_ids,
-            cu_seqlens,
-            max_seqlen,
-            wanted=torch.cat(parts),
-            dropout_keys=keys,
-        )
+        hidden = self.encoder(**packed, wanted=torch.cat(parts), dropout_keys=keys)
         zero = hidden.new_zeros((), dtype=torch.float32)
         mlm_loss = mlm_correct = sentence_loss = sentence_correct = zero
         if not self.skip_mlm:
@@ -228,29 +216,17 @@ def at_least_fp32(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
+_OURS = frozenset(
+    {"load_from", "checkpoint_path", "activation_checkpointing", "pre_layer_norm"}
+    | {"skip_mlm", "skip_nsp", "skip_sop"}
+)
+"""Settings that the configurations of transformers do not have."""
+
+
 def transformers_config(config: AlbertModelConfig | BertModelConfig) -> PretrainedConfig:
     """Return the configuration of the transformers model."""
-    sizes = {
-        name: getattr(config, name)
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "intermediate_size",
-            "max_position_embeddings",
-            "hidden_dropout_prob",
-            "attention_probs_dropout_prob",
-            "initializer_range",
-        )
-    }
-    if isinstance(config, BertModelConfig):
-        return BertConfig(**sizes)
-    return AlbertConfig(
-        **sizes,
-        embedding_size=config.embedding_size,
-        classifier_dropout_prob=config.classifier_dropout_prob,
-    )
+    kind = BertConfig if isinstance(config, BertModelConfig) else AlbertConfig
+    return kind(**{name: value for name, value in vars(config).items() if name not in _OURS})
 
 
 def _num_correct(logits: Tensor, targets: Tensor) -> Tensor:

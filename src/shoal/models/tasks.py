@@ -19,7 +19,7 @@ from shoal.models.pretraining import at_least_fp32
 
 
 class TaskModel(nn.Module):
-    """A transformers model with a head, computed on packed batches.
+    """A transformers model with a head, computed on :func:`shoal.models.encoder.packed_inputs`.
 
     Args:
         weights: the transformers model; its modules hold all parameters, under their names there.
@@ -43,22 +43,14 @@ class TaskModel(nn.Module):
 class QuestionAnswering(TaskModel):
     """Scores of each token as the first and the last of the answer."""
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        token_type_ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        dropout_keys: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, *, dropout_keys: Tensor | None = None, **packed: Any) -> tuple[Tensor, Tensor]:
         """Return (start logits ``[T]``, end logits ``[T]``) of a packed micro-batch."""
-        keys = self.encoder.sample_keys(dropout_keys, cu_seqlens)
-        hidden = self.encoder(
-            input_ids, token_type_ids, position_ids, cu_seqlens, max_seqlen, dropout_keys=keys
-        )
+        keys = self.encoder.sample_keys(dropout_keys, packed["cu_seqlens"])
+        hidden = self.encoder(**packed, dropout_keys=keys)
         if self.weights.config.model_type == "distilbert":
-            of_tokens = None if keys is None else token_keys(keys, position_ids, cu_seqlens)
+            of_tokens = (
+                None if keys is None else token_keys(keys, packed["position_ids"], packed["cu_seqlens"])
+            )
             hidden = drop_in_head(hidden, of_tokens, self.weights.dropout.p)
         start, end = self.weights.qa_outputs(hidden).unbind(1)
         return start, end
@@ -67,26 +59,10 @@ class QuestionAnswering(TaskModel):
 class SequenceClassification(TaskModel):
     """Scores of each sequence's labels."""
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        token_type_ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        dropout_keys: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, *, dropout_keys: Tensor | None = None, **packed: Any) -> Tensor:
         """Return the logits ``[B, num_labels]`` of a packed micro-batch."""
-        keys = self.encoder.sample_keys(dropout_keys, cu_seqlens)
-        first = self.encoder(
-            input_ids,
-            token_type_ids,
-            position_ids,
-            cu_seqlens,
-            max_seqlen,
-            wanted=cu_seqlens[:-1].long(),
-            dropout_keys=keys,
-        )
+        keys = self.encoder.sample_keys(dropout_keys, packed["cu_seqlens"])
+        first = self.encoder(**packed, wanted=packed["cu_seqlens"][:-1].long(), dropout_keys=keys)
         weights, base = self.weights, self.weights.base_model
         model_type = weights.config.model_type
         if model_type == "roberta":

@@ -22,9 +22,10 @@ T5 does not know the number of steps in advance: :class:`InverseSquareRoot` for 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.errors import UsageError
 
@@ -35,8 +36,8 @@ DecayFrom = Literal["warmup", "start"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Warmed:
-    """A linear warm-up from ``warmup_from`` to ``base``; subclasses define the rest.
+class _Checked:
+    """A schedule whose fields are checked by name.
 
     Raises:
         UsageError: a value is out of its range.
@@ -44,14 +45,18 @@ class _Warmed:
 
     base: float
     """The highest learning rate."""
+
+    def __post_init__(self) -> None:
+        _check(vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Warmed(_Checked):
+    """A linear warm-up from ``warmup_from`` to ``base``; subclasses define the rest."""
+
     warmup_steps: int = 0
     warmup_from: float = 0.0
     """The rate of the first step, where there is a warm-up."""
-
-    def __post_init__(self) -> None:
-        _check_rates(base=self.base, warmup_from=self.warmup_from)
-        _check_counts(0, warmup_steps=self.warmup_steps)
-        _check_not_above(self.base, warmup_from=self.warmup_from)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +79,6 @@ class Schedule(_Warmed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_rates(end=self.end, power=self.power)
-        _check_not_above(self.base, end=self.end)
-        _check_counts(1, total_steps=self.total_steps)
-        _check_counts(0, constant_steps=self.constant_steps)
         if self.warmup_steps + self.constant_steps > self.total_steps:
             raise UsageError(
                 f"warmup_steps={self.warmup_steps} and constant_steps={self.constant_steps} must fit into "
@@ -104,9 +105,6 @@ class Cosine(_Warmed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_rates(end=self.end)
-        _check_not_above(self.base, end=self.end)
-        _check_counts(1, total_steps=self.total_steps)
         if self.warmup_steps > self.total_steps:
             raise UsageError(f"warmup_steps={self.warmup_steps} must fit into total_steps={self.total_steps}")
 
@@ -127,39 +125,21 @@ class Steps(_Warmed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_rates(factor=self.factor)
         if any(step < 1 for step in self.milestones) or any(a >= b for a, b in pairwise(self.milestones)):
             raise UsageError(f"milestones={self.milestones} must be steps of at least 1, and rise")
 
 
 @dataclass(frozen=True, kw_only=True)
-class InverseSquareRoot:
-    """``base / sqrt(max(step, hold_steps))``: level for ``hold_steps``, T5's 0.01 by default, then falling.
-
-    Raises:
-        UsageError: a value is out of its range.
-    """
+class InverseSquareRoot(_Checked):
+    """``base / sqrt(max(step, hold_steps))``: level for ``hold_steps`` (T5: at 0.01), then falling."""
 
     base: float = 1.0
     hold_steps: int = 10_000
 
-    def __post_init__(self) -> None:
-        _check_rates(base=self.base)
-        _check_counts(1, hold_steps=self.hold_steps)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Constant:
-    """``base`` at every step.
-
-    Raises:
-        UsageError: ``base`` is out of its range.
-    """
-
-    base: float
-
-    def __post_init__(self) -> None:
-        _check_rates(base=self.base)
+class Constant(_Checked):
+    """``base`` at every step."""
 
 
 AnySchedule = Schedule | Cosine | Steps | InverseSquareRoot | Constant
@@ -201,8 +181,7 @@ def linear_scaled(base: float, base_batch: int, global_batch: int) -> float:
     Raises:
         UsageError: a value is out of its range.
     """
-    _check_rates(base=base)
-    _check_counts(1, base_batch=base_batch, global_batch=global_batch)
+    _check({"base": base, "base_batch": base_batch, "global_batch": global_batch})
     return base * global_batch / base_batch
 
 
@@ -220,22 +199,20 @@ def _left(step: int, begin: int, end: int) -> float:
     return max(0, end - step) / (end - begin) if end > begin else 0.0
 
 
-def _check_rates(**values: float) -> None:
+_RATES = frozenset({"base", "warmup_from", "end", "power", "factor"})
+_LEAST = {"warmup_steps": 0, "constant_steps": 0} | dict.fromkeys(
+    ("total_steps", "hold_steps", "base_batch", "global_batch"), 1
+)
+
+
+def _check(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        if not (math.isfinite(value) and value >= 0):
+        if name in _RATES and not (math.isfinite(value) and value >= 0):
             raise UsageError(f"{name}={value} of the learning rate must be a number of at least 0")
-
-
-def _check_counts(least: int, **values: int) -> None:
-    for name, value in values.items():
-        if value < least:
-            raise UsageError(f"{name}={value} must be at least {least}")
-
-
-def _check_not_above(base: float, **values: float) -> None:
-    for name, value in values.items():
-        if value > base:
-            raise UsageError(f"{name}={value} of the learning rate must not be above base={base}")
+        if name in _LEAST and value < _LEAST[name]:
+            raise UsageError(f"{name}={value} must be at least {_LEAST[name]}")
+        if name in ("warmup_from", "end") and value > values["base"]:
+            raise UsageError(f"{name}={value} of the learning rate must not be above base={values['base']}")
 
 
 RATE_KEY = "rate"
