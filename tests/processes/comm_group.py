@@ -143,7 +143,7 @@ class Group:
         if self.cluster is not None:
             helpers = [
                 Helper(address=host.address, port=HELPER_PORT, name=f"h{index}")
-                for index, host in enumerate(self.cluster.plan.helpers)
+                for index, host in enumerate(self.cluster.plan[self.cluster.num_hosts :])
             ]
         servers = range(self.size, self.size + len(helpers)) if helpers else range(self.size)
         pattern = list(self._pattern if self._pattern is not None else servers)
