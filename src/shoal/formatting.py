@@ -18,6 +18,7 @@ _SPELT_OUT = {
     "sop": "sentence-order",
     "nsp": "next-sentence",
     "span": "span-corruption",
+    "grad": "gradient",
     "top1": "top-1",
     "top5": "top-5",
 }

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import IO, Any, Self
 
 from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED
@@ -98,9 +98,7 @@ class Job:
         self._handlers = {number: signal.signal(number, self._on_signal) for number in _FORWARDED_AS}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._kill()
         self._files.close()
         for number, handler in self._handlers.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +12,7 @@ from shoal.formatting import duration
 from shoal.planner.hardware import require_accelerators
 from shoal.planner.prediction import Plan
 from shoal.planner.scaling_limits import breaks_first, strains
+from shoal.planner.step_time import Layout
 
 _BAR = 46
 
@@ -35,11 +36,8 @@ def text_of(plans: Sequence[Plan], curve: Sequence[Plan] = (), *, compare: bool 
     if compare:
         lines += ["", "algorithms side by side"]
         lines.append(f"  {'':<18} {'ms per step':>12} {'network':>9} {'scaling':>8} {'time':>12}")
-        firsts: dict[str, Plan] = {}
-        for plan in plans:
-            firsts.setdefault(plan.layouts[0].algorithm, plan)
-        for name, plan in firsts.items():
-            step = plan.steps[0]
+        for plan in _firsts(plans, lambda layout: layout.algorithm):
+            step, name = plan.steps[0], plan.layouts[0].algorithm
             lines.append(
                 f"  {name:<18} {1e3 * step.total_s:>12.4g} {100 * step.exposed_s / step.total_s:>7.1f} % "
                 f"{100 * plan.efficiency:>6.1f} % {duration(plan.total_s):>12}"
@@ -77,7 +75,7 @@ def _best(plan: Plan) -> list[str]:
         f"{share:g} samples, {step.micro_batches} × {share / step.micro_batches:g})",
         f"  gradients          {'fp32' if layout.wire_bytes == 4 else 'bf16'}, buckets of "
         f"{layout.bucket_bytes / 2**20:.0f} MiB",
-        f"  memory per device  {plan.memory.total_bytes / 2**30:.1f} of {room / 2**30:.0f} GiB",
+        f"  memory per device  {plan.memory_bytes / 2**30:.1f} of {room / 2**30:.0f} GiB",
         f"  basis              {part.basis}",
         *([f"  network            {network}"] if network.startswith("measured") else []),
         "",
@@ -108,11 +106,15 @@ def _best_layouts(plans: Sequence[Plan]) -> list[str]:
 
 def best_of_each(plans: Sequence[Plan], count: int = 5) -> list[Plan]:
     """Return the best ``count`` plans that differ in algorithm, stages or sharding of the optimizer."""
-    firsts: dict[tuple[object, ...], Plan] = {}
+    return _firsts(plans, lambda layout: (layout.algorithm, layout.stages, layout.sharded_optimizer))[:count]
+
+
+def _firsts(plans: Sequence[Plan], key: Callable[[Layout], object]) -> list[Plan]:
+    """Return the first of the plans with each key of their layout."""
+    firsts: dict[object, Plan] = {}
     for plan in plans:
-        layout = plan.layouts[0]
-        firsts.setdefault((layout.algorithm, layout.stages, layout.sharded_optimizer), plan)
-    return list(firsts.values())[:count]
+        firsts.setdefault(key(plan.layouts[0]), plan)
+    return list(firsts.values())
 
 
 def reason(plan: Plan, best: Plan) -> str:
@@ -183,8 +185,10 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
         "step_s": [step.total_s for step in plan.steps],
         "exposed_s": [step.exposed_s for step in plan.steps],
         "num_steps": [run.num_steps for run in plan.runs],
-        **{name: getattr(plan, name) for name in ("samples_per_s", "efficiency", "total_s", "dollars")},
-        "memory_bytes": plan.memory.total_bytes,
+        **{
+            name: getattr(plan, name)
+            for name in ("samples_per_s", "efficiency", "total_s", "dollars", "memory_bytes")
+        },
         "where_s": plan.where,
     }
 

@@ -74,13 +74,10 @@ class MeasuredTrain:
             ) from error
 
     @property
-    def _tokens(self) -> str:
-        return f" of {self.sequence_length} tokens" if self.unit == "sequences" else ""
-
-    @property
     def basis(self) -> str:
+        tokens = f" of {self.sequence_length} tokens" if self.unit == "sequences" else ""
         return (
-            f"measured: {self.samples_per_s:.4g} {self.unit}/s{self._tokens} on "
+            f"measured: {self.samples_per_s:.4g} {self.unit}/s{tokens} on "
             f"{self.num_devices} × {self.device}, {self.path}"
         )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from shoal.errors import UsageError
 from shoal.planner.hardware import Accelerator
 from shoal.planner.pipeline_bubble import fullest_share
@@ -17,23 +15,9 @@ RESERVED = 0.1
 """Share of the memory for the framework, workspaces and fragmentation."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceMemory:
-    """Bytes on one accelerator."""
-
-    weights_bytes: float
-    """With gradients."""
-    optimizer_bytes: float
-    activations_bytes: float
-
-    @property
-    def total_bytes(self) -> float:
-        return self.weights_bytes + self.optimizer_bytes + self.activations_bytes
-
-
 def device_memory(
     workload: Workload, layout: Layout, *, replicas: int, micro_batch: float, activation_bytes: int = 2
-) -> DeviceMemory:
+) -> float:
     """Return the bytes on the fullest accelerator of a layout.
 
     In a pipeline that is the device whose stages have the most parameters. The first of p stages keeps the
@@ -49,11 +33,7 @@ def device_memory(
     trained = own * workload.trainable
     shards = replicas if layout.sharded_optimizer else 1
     kept = workload.saved_bytes * activation_bytes / 2 * micro_batch / layout.tensor
-    return DeviceMemory(
-        weights_bytes=2 * own + 2 * trained,
-        optimizer_bytes=(STATE_BYTES - 4) * trained / shards,
-        activations_bytes=kept,
-    )
+    return 2 * own + 2 * trained + (STATE_BYTES - 4) * trained / shards + kept
 
 
 def largest_micro_batch(

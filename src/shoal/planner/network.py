@@ -49,7 +49,6 @@ class Phase:
 class Collective:
     """The phases in which a bucket is averaged."""
 
-    algorithm: str
     phases: tuple[Phase, ...]
     at_once: int | None
     """Buckets in flight at a time; the next one waits until one of them is done. None: no limit."""
@@ -89,7 +88,7 @@ def collective(
     hop_s, local_s = instance.network.latency_s, instance.local_network.latency_s
     if algorithm == "ring":
         phases = _ring(n, g, side_by_side, hop_s, local_s)
-        return Collective(algorithm=algorithm, phases=tuple(phases), at_once=at_once)
+        return Collective(phases=tuple(phases), at_once=at_once)
     phases = [_local("reduce-scatter", g, local_s)] if g > 1 else []
     if n > 1 and algorithm in ("hierarchical-ring", "tree"):
         tree = algorithm == "tree"
@@ -101,7 +100,7 @@ def collective(
     if g > 1:
         phases.append(_local("all-gather", g, local_s))
     limit = None if algorithm.startswith("two-hop") else at_once
-    return Collective(algorithm=algorithm, phases=tuple(phases), at_once=limit)
+    return Collective(phases=tuple(phases), at_once=limit)
 
 
 def _local(name: str, g: int, latency_s: float) -> Phase:
@@ -165,10 +164,9 @@ def capacities(
     are capped, as on EC2, that decides.
     """
     instance = workers.instance
-    num_peers = {"ring": 1, "hierarchical-ring": 1, "tree": 3}.get(algorithm, workers.count + 1)
-    num_peers = min(num_peers, workers.count - 1 + (helpers.count if helpers else 0))
-    if helpers:
-        num_peers = workers.count - 1 + helpers.count
+    num_peers = workers.count - 1 + (helpers.count if helpers else 0)
+    if not helpers:
+        num_peers = min(num_peers, {"ring": 1, "hierarchical-ring": 1, "tree": 3}.get(algorithm, num_peers))
     flows = connections * max(num_peers, 1)
     nic = min(instance.effective_nic, flows * instance.flow_bytes_per_s)
     rates = {LOCAL: instance.effective_local, OUT: nic, IN: nic}

@@ -14,7 +14,7 @@ from itertools import pairwise
 from shoal.decide.cost import Link, ModelCost, StageCost, Unit, stage_costs
 from shoal.decide.partition import partition
 from shoal.decide.pipeline_schedules import make_schedule
-from shoal.decide.pipeline_simulator import Schedule, Simulator, loop_placement
+from shoal.decide.pipeline_simulator import Simulator, loop_placement
 from shoal.planner.hardware import Machines
 from shoal.planner.workload import Workload
 
@@ -43,7 +43,8 @@ def bubble_s(
         flow_bytes_per_s: limit of two hosts' connections together.
     """
     link = _link(workload, workers, stages=stages, tensor=tensor, flow_bytes_per_s=flow_bytes_per_s)
-    schedule = _schedule(stages, min(virtual, len(workload.layers) // stages), micro_batches)
+    simulator = _simulator(stages, min(virtual, len(workload.layers) // stages), micro_batches)
+    schedule = simulator.schedule
     shares = _shares(workload, schedule.num_stages)
     costs = [
         StageCost(
@@ -58,7 +59,7 @@ def bubble_s(
         for own in range(stages)
     )
     more = micro_batches - schedule.num_micro_batches
-    makespan = _simulator(schedule).makespan_s(costs, link) + more * fullest * stages * compute_s
+    makespan = simulator.makespan_s(costs, link) + more * fullest * stages * compute_s
     return max(makespan - micro_batches * compute_s, 0.0)
 
 
@@ -95,20 +96,14 @@ def _link(
 
 
 @lru_cache(maxsize=256)
-def _schedule(stages: int, virtual: int, micro_batches: int) -> Schedule:
-    """Return the schedule of the micro-batches that are simulated."""
+def _simulator(stages: int, virtual: int, micro_batches: int) -> Simulator:
+    """Return a simulator of the micro-batches that are simulated."""
+    name, count = "interleaved", min(micro_batches, _MOST_ROUNDS * stages)
     if virtual == 1 or micro_batches < stages:
-        count = min(micro_batches, _MOST_ROUNDS * stages)
-        return make_schedule("1f1b", num_ranks=stages, num_virtual=1, num_micro_batches=count)
-    rounds = min(micro_batches // stages, _MOST_ROUNDS)
-    return make_schedule(
-        "interleaved", num_ranks=stages, num_virtual=virtual, num_micro_batches=rounds * stages
-    )
-
-
-@lru_cache(maxsize=256)
-def _simulator(schedule: Schedule) -> Simulator:
-    return Simulator(schedule)
+        name, virtual = "1f1b", 1
+    else:
+        count -= count % stages
+    return Simulator(make_schedule(name, num_ranks=stages, num_virtual=virtual, num_micro_batches=count))
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.planner.convergence import Convergence
-from shoal.planner.device_memory import DeviceMemory, device_memory, largest_micro_batch
+from shoal.planner.device_memory import device_memory, largest_micro_batch
 from shoal.planner.hardware import Instance, Machines, require_accelerators, shipped
 from shoal.planner.step_time import KERNEL_S, Layout, StepTime, achieved_flops_of, num_replicas, step_time
 from shoal.planner.workload import Workload
@@ -81,7 +81,8 @@ class Plan:
     layouts: tuple[Layout, ...]
     steps: tuple[StepTime, ...]
     runs: tuple[RunTime, ...]
-    memory: DeviceMemory
+    memory_bytes: float
+    """On the fullest accelerator."""
     samples_per_s: float
     """Throughput of the first part."""
     efficiency: float
@@ -117,7 +118,7 @@ def predict(job: Job, workers: Machines, layouts: Sequence[Layout], helpers: Mac
     """
     steps: list[StepTime] = []
     runs: list[RunTime] = []
-    memories: list[DeviceMemory] = []
+    memories: list[float] = []
     for part, layout in zip(job.parts, layouts, strict=True):
         step = step_time(part.workload, workers, layout, achieved_flops=part.achieved_flops, helpers=helpers)
         steps.append(step)
@@ -148,7 +149,7 @@ def predict(job: Job, workers: Machines, layouts: Sequence[Layout], helpers: Mac
         layouts=tuple(layouts),
         steps=tuple(steps),
         runs=tuple(runs),
-        memory=max(memories, key=lambda memory: memory.total_bytes),
+        memory_bytes=max(memories),
         samples_per_s=rate,
         efficiency=rate / (alone * workers.count),
         total_s=total_s,

@@ -39,8 +39,8 @@ def layouts_of(part: Part, workers: Machines, *, algorithm: str, wire_bytes: int
         for layout in _candidates(part, workers, stages=stages, algorithm=algorithm, wire_bytes=wire_bytes):
             assert layout.micro_batch is not None
             replicas = num_replicas(workers, layout)
-            memory = device_memory(part.workload, layout, replicas=replicas, micro_batch=layout.micro_batch)
-            tried.append((needed := memory.total_bytes, layout))
+            needed = device_memory(part.workload, layout, replicas=replicas, micro_batch=layout.micro_batch)
+            tried.append((needed, layout))
             if needed <= room:
                 found.append(layout)
                 break

@@ -8,7 +8,9 @@ as flows of TCP and of fair switches do.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -47,7 +49,6 @@ class Exchange:
 @dataclass(eq=False, slots=True)
 class _Piece:
     bucket: int
-    number: int
     amount: float
     left: float = 0.0
     phase: int = 0
@@ -82,56 +83,44 @@ class _Simulation:
         rates: Mapping[str, float],
         most_pieces: int,
     ) -> None:
-        self.ready, self.collective, self.rates, self.most_pieces = ready, collective, rates, most_pieces
-        self.now = 0.0
+        self.ready, self.phases, self.at_once = ready, collective.phases, collective.at_once
+        self.rates, self.most_pieces = rates, most_pieces if len(self.phases) > 1 else 1
+        self.now = self.end_s = 0.0
         self.events: list[tuple[float, int, _Piece]] = []
-        self.sequence = 0
+        self.sequence = itertools.count()
         self.active: list[_Piece] = []
-        # Pieces wait for the one before them to leave a phase: (bucket, phase) -> the next allowed number.
-        self.next_number: dict[tuple[int, int], int] = {}
-        self.waiting: dict[tuple[int, int, int], _Piece] = {}
-        self.unfinished = [self._num_pieces(num_bytes) for _, num_bytes in ready]
-        self.num_released = 0
+        # A bucket's pieces pass a phase one after the other: (bucket, phase) -> the active one, then others.
+        self.queues: defaultdict[tuple[int, int], deque[_Piece]] = defaultdict(deque)
+        self.unreleased = enumerate(ready)
+        self.unfinished: dict[int, int] = {}
         self.begun: dict[tuple[int, int], float] = {}
         self.ended: dict[tuple[int, int], float] = {}
-        self.end_s = 0.0
 
     def run(self) -> Exchange:
-        for _ in self.ready[: self.collective.at_once]:
-            self._release_next()
+        self._release(self.at_once)
         while self.events or self.active:
             self._advance()
-        names = [phase.name for phase in self.collective.phases]
         spans = tuple(
-            Span(bucket=bucket, phase=names[phase], begin_s=begin, end_s=self.ended[bucket, phase])
+            Span(bucket=bucket, phase=self.phases[phase].name, begin_s=begin, end_s=self.ended[bucket, phase])
             for (bucket, phase), begin in sorted(self.begun.items())
         )
         total = sum(num_bytes for _, num_bytes in self.ready)
-        busy: dict[str, float] = {}
-        for phase in self.collective.phases:
+        busy: defaultdict[str, float] = defaultdict(float)
+        for phase in self.phases:
             for link, amount in phase.demands:
-                busy[link] = busy.get(link, 0.0) + amount * total / self.rates[link]
+                busy[link] += amount * total / self.rates[link]
         return Exchange(end_s=self.end_s, spans=spans, busy_s=busy)
 
-    def _num_pieces(self, num_bytes: float) -> int:
-        if len(self.collective.phases) == 1:
-            return 1
-        return min(max(math.ceil(num_bytes / PIECE_BYTES), 1), self.most_pieces)
-
-    def _release_next(self) -> None:
-        """Let the next bucket begin as soon as it is ready."""
-        if self.num_released == len(self.ready):
-            return
-        bucket = self.num_released
-        self.num_released += 1
-        time, num_bytes = self.ready[bucket]
-        count = self.unfinished[bucket]
-        for number in range(count):
-            self._at(max(time, self.now), _Piece(bucket, number, num_bytes / count))
+    def _release(self, count: int | None) -> None:
+        """Let the next buckets (None: all) begin as soon as they are ready."""
+        for bucket, (time, num_bytes) in itertools.islice(self.unreleased, count):
+            num_pieces = min(max(math.ceil(num_bytes / PIECE_BYTES), 1), self.most_pieces)
+            self.unfinished[bucket] = num_pieces
+            for _ in range(num_pieces):
+                self._at(max(time, self.now), _Piece(bucket, num_bytes / num_pieces))
 
     def _at(self, time: float, piece: _Piece) -> None:
-        self.sequence += 1
-        heapq.heappush(self.events, (time, self.sequence, piece))
+        heapq.heappush(self.events, (time, next(self.sequence), piece))
 
     def _advance(self) -> None:
         """Advance the clock to the next arrival or departure."""
@@ -157,49 +146,46 @@ class _Simulation:
             self._arrive(heapq.heappop(self.events)[2])
 
     def _arrive(self, piece: _Piece) -> None:
-        """Enter the next phase, wait for the piece before, or finish."""
-        if piece.phase == len(self.collective.phases):
-            self._done(piece)
+        """Enter the next phase behind the piece before, or finish."""
+        if piece.phase < len(self.phases):
+            queue = self.queues[piece.bucket, piece.phase]
+            queue.append(piece)
+            if len(queue) == 1:
+                self._begin(piece)
             return
-        place = (piece.bucket, piece.phase)
-        if self.next_number.get(place, 0) != piece.number:
-            self.waiting[(*place, piece.number)] = piece
-            return
-        self.begun.setdefault(place, self.now)
+        self.end_s = max(self.end_s, self.now)
+        self.unfinished[piece.bucket] -= 1
+        if self.unfinished[piece.bucket] == 0:
+            self._release(1)
+
+    def _begin(self, piece: _Piece) -> None:
+        self.begun.setdefault((piece.bucket, piece.phase), self.now)
         piece.left = piece.amount
         self.active.append(piece)
 
     def _leave(self, piece: _Piece) -> None:
         place = (piece.bucket, piece.phase)
-        latency_s = self.collective.phases[piece.phase].latency_s
-        self.ended[place] = self.now + latency_s
-        self.next_number[place] = piece.number + 1
+        self.ended[place] = self.now + self.phases[piece.phase].latency_s
         piece.phase += 1
-        self._at(self.now + latency_s, piece)
-        follower = self.waiting.pop((*place, piece.number + 1), None)
-        if follower is not None:
-            self._arrive(follower)
-
-    def _done(self, piece: _Piece) -> None:
-        self.end_s = max(self.end_s, self.now)
-        self.unfinished[piece.bucket] -= 1
-        if self.unfinished[piece.bucket] == 0:
-            self._release_next()
+        self._at(self.ended[place], piece)
+        queue = self.queues[place]
+        queue.popleft()
+        if queue:
+            self._begin(queue[0])
 
     def _speeds(self) -> list[float]:
         """Return the max-min fair rate of each active piece, in bytes of its bucket per second."""
-        if len(self.active) == 1:
-            alone = self.collective.phases[self.active[0].phase].demands
-            return [min(self.rates[link] / amount for link, amount in alone)]
-        demands = [self.collective.phases[piece.phase].demands for piece in self.active]
+        demands = [self.phases[piece.phase].demands for piece in self.active]
+        if len(demands) == 1:
+            return [min(self.rates[link] / amount for link, amount in demands[0])]
         speeds = [math.inf] * len(demands)
         left = dict(self.rates)
         open_ = set(range(len(demands)))
         while open_:
-            load: dict[str, float] = {}
+            load: defaultdict[str, float] = defaultdict(float)
             for index in open_:
                 for link, amount in demands[index]:
-                    load[link] = load.get(link, 0.0) + amount
+                    load[link] += amount
             if not load:
                 break
             level, tight = min((left[link] / amount, link) for link, amount in load.items())

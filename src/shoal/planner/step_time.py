@@ -142,8 +142,10 @@ def step_time(
     sent = Exchange(end_s=computed_s, spans=(), busy_s={})
     if replicas > 1:
         sent = _average(workload, workers, helpers, layout, begin_s=computed_s - window_s, window_s=window_s)
+    updated = workload.num_parameters * workload.trainable / layout.per_replica
     gathered_s = 0.0
     if layout.sharded_optimizer:
+        updated /= replicas
         gathered_s = max(0.0, max(sent.busy_s.values(), default=0.0) - window_s / 2)
     return StepTime(
         forward_s=count * compute_s / 3,
@@ -151,7 +153,7 @@ def step_time(
         bubble_s=bubble_s,
         straggler_s=straggler_s,
         exposed_s=max(0.0, sent.end_s - computed_s) + gathered_s,
-        optimizer_s=_update_s(workload, workers, layout, replicas),
+        optimizer_s=updated * workload.optimizer_bytes / (accelerator.memory_bytes_per_s * MEMORY_EFFICIENCY),
         micro_batches=count,
         exchange=sent,
     )
@@ -184,15 +186,6 @@ def _average(
     )
     links = capacities(workers, helpers, algorithm=layout.algorithm, connections=layout.connections)
     return exchange(ready, all_reduce, links)
-
-
-def _update_s(workload: Workload, workers: Machines, layout: Layout, replicas: int) -> float:
-    """Return the time of the optimizer's pass through memory."""
-    updated = workload.num_parameters * workload.trainable / layout.per_replica
-    if layout.sharded_optimizer:
-        updated /= replicas
-    bytes_per_s = require_accelerators(workers).memory_bytes_per_s * MEMORY_EFFICIENCY
-    return updated * workload.optimizer_bytes / bytes_per_s
 
 
 def num_replicas(workers: Machines, layout: Layout) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal import formatting
@@ -12,10 +12,10 @@ from shoal.record import Resume, Step, Stop
 from shoal.report import plots
 from shoal.report.curves import (
     MAX_POINTS,
+    NUM_MEANS,
     Points,
     finite,
     group_means,
-    smoothing_window,
     spread_over_decades,
     thin,
     trend,
@@ -69,11 +69,10 @@ class _Curves:
 
     def add_lines(self, index: int, points: Points, smooth: bool) -> None:
         series, colour = finite(points), plots.run_colour(index)
-        if smooth and smoothing_window(len(series.xs)) > 1:
-            self.lines.append(Line(series=thin(series), colour=colour, faint=True))
-            self.lines.append(Line(series=trend(replace(series, not_finite_xs=[])), colour=colour))
-        else:
-            self.lines.append(Line(series=thin(series), colour=colour))
+        smooth = smooth and len(series.xs) > NUM_MEANS
+        self.lines.append(Line(series=thin(series), colour=colour, faint=smooth))
+        if smooth:
+            self.lines.append(Line(series=trend(series), colour=colour))
 
     def add_dots(self, index: int, points: Points, label: str, marker: str) -> None:
         """Add single points of the run ``index``, unless there are none."""
@@ -122,19 +121,13 @@ def _x(runs: Sequence[Run], run: Run, step: float) -> float:
 def curve_charts(runs: Sequence[Run]) -> list[Chart]:
     """Return the training loss and every metric with its held-out points, then the optimizer's values."""
     charts = [_metric_chart(runs, name) for name in metric_names(runs)]
-    wanted: list[tuple[str, str, Callable[[Step], float]]] = [
-        ("Learning rate", "", lambda row: row.learning_rate),
-        ("Gradient norm", "before clipping", lambda row: row.grad_norm),
-        ("Weight norm", "", lambda row: row.weight_norm),
-        ("Loss scale", "", lambda row: row.loss_scale),
-    ]
-    for title, unit, value in wanted:
-        if title == "Loss scale" and all(row.loss_scale == 1 for run in runs for row in run.steps):
-            continue  # nothing was scaled
+    scaled = any(row.loss_scale != 1 for run in runs for row in run.steps)
+    for name in ("learning_rate", "grad_norm", "weight_norm", *(["loss_scale"] if scaled else [])):
         curves = _Curves(runs)
         for index, run in enumerate(runs):
-            curves.add(index, [(row.step, value(row)) for row in run.steps], "")
-        charts.append(_step_chart(curves, title, unit))
+            curves.add(index, [(row.step, getattr(row, name)) for row in run.steps], "")
+        unit = "before clipping" if name == "grad_norm" else ""
+        charts.append(_step_chart(curves, formatting.metric_title(name), unit))
     return [chart for chart in charts if chart is not None]
 
 

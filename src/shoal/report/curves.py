@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import fsum
 from statistics import median
 
 MAX_POINTS = 600
 """Maximum points of a curve: more than the pixels of a figure, and 10 kB of SVG."""
 
-MIN_SMOOTHED = 60
-"""Points from which a curve is smoothed."""
+NUM_MEANS = 40
+"""Points of the trend of a curve that has more."""
 
 Points = Sequence[tuple[float, float]]
 
@@ -53,28 +52,10 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
     )
 
 
-def smoothing_window(num_points: int) -> int:
-    """Return the width of the moving average: about a thirtieth of the curve, odd; 1 for a short curve."""
-    return 1 if num_points < MIN_SMOOTHED else num_points // 60 * 2 + 1
-
-
-def smooth(series: Series, window: int) -> Series:
-    """Return the centred moving average over ``window`` points, over fewer near the ends."""
-    half = window // 2
-    num = len(series.ys)
-    ys: list[float] = []
-    for i in range(num):
-        reach = min(half, i, num - 1 - i)  # symmetric, or the ends of a falling curve would bend
-        ys.append(fsum(series.ys[i - reach : i + reach + 1]) / (2 * reach + 1))
-    return Series(xs=series.xs, ys=ys, not_finite_xs=series.not_finite_xs)
-
-
 def trend(series: Series) -> Series:
-    """Return the smoothed curve, of at most :data:`MAX_POINTS` points."""
-    if len(series.xs) > MAX_POINTS:
-        xs, (ys,) = group_means(series.xs, [series.ys], MAX_POINTS)
-        series = Series(xs=xs, ys=ys, not_finite_xs=series.not_finite_xs)
-    return smooth(series, smoothing_window(len(series.xs)))
+    """Return the means of :data:`NUM_MEANS` groups of neighbours."""
+    xs, (ys,) = group_means(series.xs, [series.ys], NUM_MEANS)
+    return Series(xs=xs, ys=ys, not_finite_xs=[])
 
 
 def group_means(

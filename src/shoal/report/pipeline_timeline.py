@@ -47,7 +47,6 @@ def draw_pipeline_step(row: PipelineStep, *, background: bool = False) -> str:
     row_height = min(_HIGHEST_ROW, max(_LOWEST_ROW, _ROWS_HEIGHT / num_ranks))
     chunks = [row.placement[:stage].count(rank) for stage, rank in enumerate(row.placement)]
     num_chunks = max(chunks) + 1
-    fonts = _fonts(row, scale, row_height)
     drawn, top = [], _LEGEND
     for name, boxes, peaks in panels:
         top += _HEADER
@@ -55,7 +54,7 @@ def draw_pipeline_step(row: PipelineStep, *, background: bool = False) -> str:
         if peaks:
             note += f", at most {formatting.size(max(peaks))} kept for backward"
         origin = min(box.begin_s for box in boxes)
-        placed = [_box(b, chunks, fonts, scale, origin, top + b.rank * row_height + 1) for b in boxes]
+        placed = [_box(b, chunks, scale, origin, top + b.rank * row_height + 1, row_height) for b in boxes]
         sizes = [formatting.size(peak) for peak in peaks]
         drawn.append({"name": name, "note": note, "top": top, "peaks": sizes, "boxes": placed})
         top += num_ranks * row_height + _GAP
@@ -124,33 +123,16 @@ def _span(boxes: Sequence[PipelineBox]) -> float:
     return max(box.end_s for box in boxes) - min(box.begin_s for box in boxes)
 
 
-def _fonts(row: PipelineStep, scale: float, row_height: float) -> dict[str, float]:
-    """Return the font size of the numbers in boxes, per action; 0 if they do not fit into most boxes."""
-    fonts: dict[str, float] = {}
-    for action in _ACTIONS:
-        seconds = sorted(b.end_s - b.begin_s for b in (*row.predicted, *row.traced) if b.action == action)
-        if seconds:
-            narrow = scale * seconds[len(seconds) // 10]
-            size = min(_FONT, 0.62 * row_height, narrow / _text_width(row.num_micro_batches - 1))
-            fonts[action] = size if size >= _SMALLEST_FONT else 0.0
-    return fonts
-
-
-def _text_width(number: int) -> float:
-    """Return the width of a number, in font sizes."""
-    return _DIGIT * len(str(number)) + 0.2
-
-
 def _box(
     box: PipelineBox,
     chunks: Sequence[int],
-    fonts: Mapping[str, float],
     scale: float,
     origin: float,
     top: float,
+    row_height: float,
 ) -> dict[str, Any]:
     left, width = _LEFT + scale * (box.begin_s - origin), scale * (box.end_s - box.begin_s)
-    font = fonts[box.action]
+    font = min(_FONT, 0.62 * row_height, width / (_DIGIT * len(str(box.micro_batch)) + 0.2))
     begin, end = formatting.milliseconds(box.begin_s), formatting.milliseconds(box.end_s)
     action = _ACTIONS.get(box.action, box.action)
     return {
@@ -160,7 +142,7 @@ def _box(
         "middle": left + width / 2,
         "top": top,
         "width": max(width - min(0.8, 0.15 * width), 0.1),  # with a gap between neighbours
-        "font": font if width >= 0.9 * font * _text_width(box.micro_batch) else 0.0,
+        "font": font if font >= _SMALLEST_FONT else 0.0,
         "number": box.micro_batch,
     }
 
@@ -173,19 +155,13 @@ def _shades(theme: Mapping[str, str], num_chunks: int) -> list[tuple[str, str, s
             part = 1 - (1 - _PALEST) * chunk / max(1, num_chunks - 1)
             pairs = zip(_channels(theme[action]), _channels(theme["card"]), strict=True)
             fill = "#" + "".join(f"{round(part * a + (1 - part) * b):02x}" for a, b in pairs)
-            ink = max(("#ffffff", "#0c0f12"), key=lambda ink: _contrast(ink, fill))
+            ink = "#ffffff" if _luminance(fill) < 0.19 else "#0c0f12"  # the higher contrast by WCAG 2.2
             shades.append((f"{action}{chunk}", fill, ink))
     return shades
 
 
 def _channels(colour: str) -> list[int]:
     return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-
-
-def _contrast(one: str, other: str) -> float:
-    """Return the contrast ratio of two colours, 1 to 21 (WCAG 2.2)."""
-    low, high = sorted((_luminance(one), _luminance(other)))
-    return (high + 0.05) / (low + 0.05)
 
 
 def _luminance(colour: str) -> float:

@@ -16,7 +16,7 @@ from shoal.decide.pipeline_schedules import make_schedule
 from shoal.decide.pipeline_simulator import recorded, simulate
 from shoal.record import PipelineBox, PipelineStep
 from shoal.report.page import write_report
-from shoal.report.pipeline_timeline import _contrast, draw_pipeline_step, idle_share
+from shoal.report.pipeline_timeline import _luminance, draw_pipeline_step, idle_share
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -128,8 +128,9 @@ def test_numbers_stand_out_from_every_shade_in_both_themes() -> None:
             for action in "FBIW":
                 for chunk in range(num_virtual):
                     shade, ink = fills[f"{action}{chunk}"], fills[f"on-{action}{chunk}"]
-                    assert _contrast(shade, ink) >= 4.5
-    assert _contrast("#ffffff", "#000000") == pytest.approx(21)
+                    low, high = sorted((_luminance(shade), _luminance(ink)))
+                    assert (high + 0.05) / (low + 0.05) >= 4.5
+    assert (_luminance("#000000"), _luminance("#ffffff")) == (0, pytest.approx(1))
 
 
 def test_idle_share_counts_from_the_first_begin() -> None:
