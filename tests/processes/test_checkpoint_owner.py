@@ -230,7 +230,7 @@ def save_then_sleep(run_dir: Path, when: str) -> None:
     checkpointer = Checkpointer(run_dir)
     checkpointer.save(1, {"x": torch.ones(3)}, wait=True)
     log = RunLog(run_dir, Progress(10, 0))
-    log.stop(Stop(step=1, reason="before", exit_code=0))
+    log.write(Stop(step=1, reason="before", exit_code=0))
     write_file = checkpoint_plan.write_file
 
     def sleep(*args: Any) -> None:
@@ -249,7 +249,7 @@ def save_then_sleep(run_dir: Path, when: str) -> None:
     with pytest.raises(ShoalError, match=told):
         checkpointer.save(2, {"x": torch.full((3,), -1.0)}, wait=True)
     with pytest.raises(ShoalError, match=told):
-        log.stop(Stop(step=2, reason="after", exit_code=0))
+        log.write(Stop(step=2, reason="after", exit_code=0))
     with pytest.raises(ShoalError, match=told):
         owner.own(run_dir)
 
@@ -368,8 +368,8 @@ def test_a_contender_that_slept_through_two_owners_withdraws(tmp_path: Path) -> 
 
 def test_the_record_keeps_what_was_written_before_the_takeover(tmp_path: Path) -> None:
     with RunLog(tmp_path, Progress(10, 0)) as log:
-        log.stop(Stop(step=1, reason="mine", exit_code=0))
+        log.write(Stop(step=1, reason="mine", exit_code=0))
         log._owner.release()
         with pytest.raises(ShoalError, match="no longer belongs to this process: it was"):
-            log.stop(Stop(step=2, reason="not mine", exit_code=0))
+            log.write(Stop(step=2, reason="not mine", exit_code=0))
     assert [row.step for row in read_record(tmp_path) if isinstance(row, Stop)] == [1]

@@ -250,7 +250,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
                     step.add(run.world.num_workers, **{LOSS: loss})  # the same on all workers
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if step.number == traced and run.log:
-                run.log.pipeline_step(stage.recorded(step.number))
+                run.log.write(stage.recorded(step.number))
             if run.due(config.run.validation_frequency):
                 score()
         if run.lacks_scores("validation"):

@@ -10,7 +10,8 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from io import RawIOBase
@@ -35,7 +36,6 @@ from shoal.record import (
     End,
     Evaluation,
     Phase,
-    PipelineStep,
     Resume,
     Row,
     Start,
@@ -44,7 +44,7 @@ from shoal.record import (
     check_format,
     read_record,
 )
-from shoal.train.run_dir import own
+from shoal.train.run_dir import flat_settings, own
 from shoal.train.world import World
 
 # ---- measuring a step ----------------------------------------------------------------------------------
@@ -227,10 +227,8 @@ class RecordWriter:
         self._file.close()
 
 
-class RunLog:
+class RunLog(AbstractContextManager["RunLog"]):
     """Writes rows to ``record.jsonl``, scalars to TensorBoard and lines to the terminal.
-
-    Methods that write a row raise a ShoalError if another job has taken over the run directory.
 
     Args:
         run_dir: an existing run directory; this process becomes its owner.
@@ -241,118 +239,83 @@ class RunLog:
         self._owner = own(run_dir)
         self._record = RecordWriter(run_dir)
         self._events = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10)
-        self._progress = progress
-        self._hyper_parameters: dict[str, Any] = {}
-        self.references: dict[str, float] = {}
-
-    def __enter__(self) -> RunLog:
-        return self
+        self._settings: dict[str, Any] = {}
+        self.progress = progress
 
     def __exit__(self, *error: object) -> None:
-        self._progress.close()
+        self.progress.close()
         self._events.close()
         self._record.close()
 
-    def start(self, row: Start) -> None:
-        """Write the start of a process group, and the settings as hyperparameters."""
-        self._write(row)
-        self.references = row.references
-        self._progress.say(
-            f"{row.run}: {row.recipe}, {row.num_parameters:,} parameters, {row.total_steps:,} steps\n"
-            f"world: {counted(row.num_workers, 'worker')} on {counted(row.num_hosts, 'host')}, {row.device}, "
-            f"{row.backend}, {row.precision}"
-        )
-        self._hyper_parameters = {
-            f"{section}.{name}": value
-            for section, values in row.config.items()
-            for name, value in values.items()
-        }
+    def write(self, row: Row) -> None:
+        """Write a row, its figures and what it tells.
 
-    def step(self, row: Step) -> None:
-        """Write the means over the steps since the last line."""
-        self._write(row)
-        scalars = {
-            "train/loss": row.loss,
-            **{f"train/{name}": value for name, value in row.metrics.items()},
-            "optimizer/learning_rate": row.learning_rate,
-            "optimizer/loss_scale": row.loss_scale,
-            "optimizer/grad_norm": row.grad_norm,
-            "optimizer/weight_norm": row.weight_norm,
-            "speed/samples_per_s": row.samples_per_s,
-            **{f"speed/{part}_ms": 1_000 * seconds for part, seconds in row.parts_s.items()},
-        }
-        self._scalars(scalars, row.step)
-        self._progress.step(row)
-
-    def evaluation(self, row: Evaluation) -> None:
-        """Write scores of an evaluation."""
-        self._write(row)
-        self._scalars({f"{row.split}/{name}": value for name, value in row.metrics.items()}, row.step)
-        self._progress.say(
-            f"step {row.step:,} {row.split}: {format_metrics(row.metrics)} ({row.seconds:.1f} s)"
-        )
-
-    def checkpoints(self, completed: Iterable[Checkpoint]) -> None:
-        """Write checkpoints that are complete on disk."""
-        for row in completed:
-            self._write(row)
-            self._progress.say(
-                f"step {row.step:,} checkpoint: {row.path} ({row.num_bytes / 2**20:.1f} MiB, "
-                f"training was blocked for {1_000 * row.blocked_s:.0f} ms)"
-            )
-
-    def phase(self, row: Phase) -> None:
-        """Write the start of a phase."""
-        self._write(row)
-        self._progress.say(
-            f"{row.name}: steps {row.step:,} to {row.last_step:,}, "
-            f"{row.sequence_length:,} tokens per sequence"
-        )
-
-    def pipeline_step(self, row: PipelineStep) -> None:
-        """Write a measured step of a pipeline."""
-        self._write(row)
-
-    def resume(self, row: Resume) -> None:
-        """Write from which checkpoint the run continues, and which damaged ones were skipped."""
-        self._write(row)
-        for damaged in row.damaged:
-            self._progress.say(f"skipped a damaged checkpoint: {damaged}")
-        self._progress.say(f"continuing from {row.path} (step {row.step:,})")
-
-    def stop(self, row: Stop) -> None:
-        """Write that the run was stopped."""
-        self._write(row)
-        self._progress.say(f"stopped at step {row.step:,}: {row.reason}")
-
-    def end(self, row: End) -> None:
-        """Write the final metrics."""
-        self._write(row)
-        metrics = {name: value for name, value in row.metrics.items() if math.isfinite(value)}
-        scalar_types = (bool, int, float, str)
-        parameters = {k: v for k, v in self._hyper_parameters.items() if isinstance(v, scalar_types)}
-        for summary in hparams(parameters, metrics):
-            self._events.file_writer.add_summary(summary)
-        self._progress.say(
-            f"finished {row.step:,} steps in {duration(row.seconds)}: {format_metrics(row.metrics)}"
-        )
-
-    def advance(self, step: int) -> None:
-        """Move the progress bar."""
-        self._progress.advance(step)
-
-    def say(self, text: str) -> None:
-        """Print a line above the progress bar."""
-        self._progress.say(text)
-
-    def _write(self, row: Row) -> None:
+        Raises:
+            ShoalError: another job has taken over the run directory, or the record cannot be written.
+        """
         if self._owner.is_lost.is_set():
             self._owner.require()
         self._record.write(row)
+        if isinstance(row, Start):
+            self._settings = flat_settings(row.config)
+        elif isinstance(row, Step | Evaluation):
+            for name, value in _scalars(row).items():
+                self._events.add_scalar(name, value, row.step)
+        elif isinstance(row, End):
+            metrics = {name: value for name, value in row.metrics.items() if math.isfinite(value)}
+            parameters = {k: v for k, v in self._settings.items() if isinstance(v, bool | int | float | str)}
+            for summary in hparams(parameters, metrics):
+                self._events.file_writer.add_summary(summary)
+        if isinstance(row, Step):
+            self.progress.step(row)
+        elif text := _told(row):
+            self.progress.say(text)
 
-    def _scalars(self, scalars: dict[str, float], step: int) -> None:
-        for name, value in scalars.items():
-            self._events.add_scalar(name, value, step)
+
+def _scalars(row: Step | Evaluation) -> dict[str, float]:
+    """Return the figures of a row for TensorBoard."""
+    if isinstance(row, Evaluation):
+        return {f"{row.split}/{name}": value for name, value in row.metrics.items()}
+    return {
+        "train/loss": row.loss,
+        **{f"train/{name}": value for name, value in row.metrics.items()},
+        "optimizer/learning_rate": row.learning_rate,
+        "optimizer/loss_scale": row.loss_scale,
+        "optimizer/grad_norm": row.grad_norm,
+        "optimizer/weight_norm": row.weight_norm,
+        "speed/samples_per_s": row.samples_per_s,
+        **{f"speed/{part}_ms": 1_000 * seconds for part, seconds in row.parts_s.items()},
+    }
+
+
+def _told(row: Row) -> str:
+    """Return a row in words for the terminal; empty for rows that say nothing there."""
+    match row:
+        case Start():
+            return (
+                f"{row.run}: {row.recipe}, {row.num_parameters:,} parameters, {row.total_steps:,} steps\n"
+                f"world: {counted(row.num_workers, 'worker')} on {counted(row.num_hosts, 'host')}, "
+                f"{row.device}, {row.backend}, {row.precision}"
+            )
+        case Evaluation():
+            return f"step {row.step:,} {row.split}: {format_metrics(row.metrics)} ({row.seconds:.1f} s)"
+        case Checkpoint():
+            return (
+                f"step {row.step:,} checkpoint: {row.path} ({row.num_bytes / 2**20:.1f} MiB, "
+                f"training was blocked for {1_000 * row.blocked_s:.0f} ms)"
+            )
+        case Phase():
+            steps = f"steps {row.step:,} to {row.last_step:,}"
+            return f"{row.name}: {steps}, {row.sequence_length:,} tokens per sequence"
+        case Resume():
+            skipped = [f"skipped a damaged checkpoint: {damaged}" for damaged in row.damaged]
+            return "\n".join([*skipped, f"continuing from {row.path} (step {row.step:,})"])
+        case Stop():
+            return f"stopped at step {row.step:,}: {row.reason}"
+        case End():
+            metrics = format_metrics(row.metrics)
+            return f"finished {row.step:,} steps in {duration(row.seconds)}: {metrics}"
+    return ""
 
 
 def versions() -> dict[str, str]:

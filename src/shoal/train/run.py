@@ -361,7 +361,7 @@ class Run:
         if self.directory is not None and not self.stopped:
             self._begin(batch, references or {}, [f"batch: {batch}", *notes])
         if phase is not None and self.log and self.step == since:
-            self.log.phase(
+            self.log.write(
                 record.Phase(
                     step=since + 1,
                     last_step=until,
@@ -456,7 +456,7 @@ class Run:
             seconds=now - self._last_end if seconds is None else seconds,
         )  # fmt: skip
         if self.log:
-            self.log.evaluation(row)
+            self.log.write(row)
         self._last_end = now
         self.timer.begin_step()
 
@@ -475,7 +475,7 @@ class Run:
     def note(self, text: str) -> None:
         """Print lines above the progress bar, on the first worker."""
         if self.log:
-            self.log.say(text)
+            self.log.progress.say(text)
 
     def sum(self, values: Sequence[float] | Tensor) -> list[float]:
         """Return each value summed over all workers, in float64."""
@@ -526,10 +526,12 @@ class Run:
                 for split, values in found.items()
                 for name, value in values.items()
             }
-            self.log.say(speed_line(self.directory, self.world, self.unit))
-            self.log.end(record.End(step=self.step, seconds=time.monotonic() - self._began, metrics=metrics))
+            self.note(speed_line(self.directory, self.world, self.unit))
+            self.log.write(
+                record.End(step=self.step, seconds=time.monotonic() - self._began, metrics=metrics)
+            )
             if summary:
-                self.log.say(summary(last))
+                self.note(summary(last))
         return EXIT_OK
 
     # ---- inside -----------------------------------------------------------------------------------------
@@ -560,13 +562,11 @@ class Run:
         """Begin the record on the first worker, once: the settings, the arithmetic, where it goes on from."""
         if not self.world.is_main:
             return
-        if self.log is not None:  # a further phase
-            self.log.references = dict(references)
-        else:
+        if self.log is None:  # the first phase
             assert self.directory is not None
             progress = Progress(self._total, self.step, unit=self.unit)
             self.log = self._stack.enter_context(RunLog(self.directory, progress))
-            self.log.start(
+            self.log.write(
                 record.Start(
                     run=self.name,
                     recipe=self.recipe,
@@ -589,9 +589,9 @@ class Run:
                 )
             )
         for note in notes:
-            self.log.say(note)
+            self.log.progress.say(note)
         if (restored := self._restored) and self.step == restored.step:
-            self.log.resume(
+            self.log.write(
                 record.Resume(step=restored.step, path=str(restored.path), damaged=restored.damaged)
             )
 
@@ -603,13 +603,13 @@ class Run:
             reason = (
                 f"{self.stop_request.requested or 'a signal to another worker'}; the same command continues"
             )
-            self.log.stop(record.Stop(step=self.step, reason=reason, exit_code=EXIT_STOPPED))
+            self.log.write(record.Stop(step=self.step, reason=reason, exit_code=EXIT_STOPPED))
 
     def _report_checkpoints(self) -> None:
         if self._checkpointer is not None:
-            completed = self._checkpointer.poll()
-            if self.log:
-                self.log.checkpoints(completed)
+            for row in self._checkpointer.poll():
+                if self.log:
+                    self.log.write(row)
 
     def _last_evaluations(self) -> dict[str, record.Evaluation]:
         """Return the evaluations of the last step; those of an earlier process group are in the record."""
@@ -633,7 +633,7 @@ class Run:
         self._metrics.add_step(step.loss, step.sums, step.counts, step.grad_norm)
         self.timer.end_step()
         if self.log:
-            self.log.advance(self.step)
+            self.log.progress.advance(self.step)
         if self.due(self._settings.log_frequency) or self.writes_line:
             self._write_line(step)
         self._last_end = time.monotonic()
@@ -643,7 +643,7 @@ class Run:
         weight_norm = self._training.update.weight_norm(step.optimizer)
         if self.log:
             step_s = self.timer.step_s()
-            self.log.step(
+            self.log.write(
                 record.Step(
                     step=self.step,
                     samples=self._samples,

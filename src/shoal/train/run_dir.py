@@ -462,7 +462,7 @@ def require_writable(path: Path) -> None:
 
 
 def _require_same(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], fixed: Sequence[str]) -> None:
-    before, after = _flat(old), _flat(new)
+    before, after = flat_settings(old), flat_settings(new)
     for name in sorted(before.keys() | after.keys()):
         is_fixed = any(name == rule or name.startswith(f"{rule}.") for rule in fixed)
         if is_fixed and before.get(name) != after.get(name):
@@ -472,5 +472,6 @@ def _require_same(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], fi
             )
 
 
-def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+def flat_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings in sections by their dotted names."""
     return {f"{section}.{name}": value for section, values in tree.items() for name, value in values.items()}
