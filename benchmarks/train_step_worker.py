@@ -165,13 +165,7 @@ def our_steps(run: Run, config: AlbertConfig, reader: ExampleReader) -> Iterator
 def opened(config: AlbertConfig) -> Iterator[tuple[Run, ExampleReader]]:
     """Open a run of the recipe and its training examples."""
     with Run.open(required(config.run.dir), config=config, recipe="albert", unit="sequences") as run:
-        reader, _ = open_text(
-            config,
-            pairs="order",
-            max_seq_length=config.data.max_seq_length,
-            max_predictions_per_seq=config.data.max_predictions_per_seq,
-            verify=False,
-        )
+        reader, _ = open_text(config, config.data, pairs="order", verify=False)
         yield run, reader
 
 

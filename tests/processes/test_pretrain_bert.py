@@ -85,14 +85,7 @@ def test_the_exported_model_scores_what_the_run_says(whole_run: Path, data: Path
 
     model = BertForPreTraining.from_pretrained(whole_run / "transformers").eval()
     config = jobs.small_bert_config(data, whole_run)
-    phase = config.phase2
-    _, reader = open_text(
-        config,
-        pairs="next",
-        max_seq_length=phase.max_seq_length,
-        max_predictions_per_seq=phase.max_predictions_per_seq,
-        verify=False,
-    )
+    _, reader = open_text(config, config.phase2, pairs="next", verify=False)
     batch = {
         name: torch.from_numpy(array)
         for name, array in reader.batch(0, evenly_spread(reader.num_examples, 32)).items()

@@ -196,14 +196,7 @@ def make_script(config: Config, folder: Path, what: TrainBench, *, num_workers: 
     write_text(folder, config.model.vocab_size)
     two = isinstance(config, BertConfig)
     sizes = text.phase1 if two else text.data
-    reader = partial(
-        masked_lm.open_text,
-        text,
-        pairs="next" if two else "order",
-        max_seq_length=sizes.max_seq_length,
-        max_predictions_per_seq=sizes.max_predictions_per_seq,
-        verify=False,
-    )
+    reader = partial(masked_lm.open_text, text, sizes, pairs="next" if two else "order", verify=False)
     make: Any = BertPretraining if two else AlbertPretraining
     return Script(
         main=bert.main if two else albert.main,

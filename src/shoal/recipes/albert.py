@@ -99,13 +99,7 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
         worker=worker,
     ) as run:
         # ----------------------------------------------------------------------------------------- data
-        train, held_out = masked_lm.open_text(
-            config,
-            pairs="order",
-            max_seq_length=config.data.max_seq_length,
-            max_predictions_per_seq=config.data.max_predictions_per_seq,
-            verify=run.world.is_main,
-        )
+        train, held_out = masked_lm.open_text(config, config.data, pairs="order", verify=run.world.is_main)
         references = masked_lm.reference_lines("sop", held_out, config.run.validation_samples)
         loader = LoaderConfig(num_loader_processes=config.data.loader_processes)
 

@@ -21,7 +21,7 @@ from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import load, masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
 from shoal.recipes.prepared_text import load_weights
-from shoal.train.config import check_warmup, require_positive, required, schedule_of
+from shoal.train.config import Rates, check_warmup, require_positive, required, schedule_of
 
 # ------------------------------------------------------------------------------------------------- config
 
@@ -39,7 +39,7 @@ class DataConfig(TextConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseConfig:
+class PhaseConfig(Rates):
     """One phase: its examples, its batch and its schedule."""
 
     total_steps: int = 7_038
@@ -54,12 +54,8 @@ class PhaseConfig:
     """Sequences per worker and forward pass; default: the largest divisor of its share up to 64."""
     learning_rate: float = 6e-3
     """Learning rate at the end of the warm-up."""
-    end_learning_rate: float = 0.0
-    """Learning rate after the last step of this phase."""
     warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
-    constant_steps: int = 0
-    """Steps at the learning rate between warm-up and decay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +164,8 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
             # ------------------------------------------------------------------------------------- data
             train, held_out = masked_lm.open_text(
                 config,
+                phase,
                 pairs="next",
-                max_seq_length=phase.max_seq_length,
-                max_predictions_per_seq=phase.max_predictions_per_seq,
                 verify=run.world.is_main and section == config.phases[0][0],
             )
             references = masked_lm.reference_lines("nsp", held_out, config.run.validation_samples)

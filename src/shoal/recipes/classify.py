@@ -77,13 +77,13 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
 
     from shoal.data.text.classify import make_pairs
     from shoal.data.text.task_batches import TaskSource
-    from shoal.models.directory import load_task_model, save
+    from shoal.models.directory import load_task_model
     from shoal.models.encoder import packed_inputs
     from shoal.models.tasks import SequenceClassification, label_loss
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 
-    check_paths(config, config.data)
+    finetuning.require_paths(config, config.data, "examples")
     with Run.open(
         required(config.run.dir),
         config=config,
@@ -135,18 +135,10 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
             evaluate(model, held_out, config, run)
 
         # ----------------------------------------------------------------------------------------- export
-        return run.finish(
-            lambda directory: save(model, directory / finetuning.EXPORT, tokenizer_from=source),
-            lambda _: f"the finetuned model is in {required(run.directory) / finetuning.EXPORT}",
-        )
+        return finetuning.finish(run, model, source)
 
 
 # ------------------------------------------------------------------------------------------------- data
-
-
-def check_paths(config: FinetuneConfig, data: ClassifyDataConfig) -> None:
-    """Raise a :class:`UsageError` if the model or a file is not named."""
-    finetuning.require_paths(config, data.path, data.eval, "examples")
 
 
 def read_files(data: ClassifyDataConfig) -> "list[ClassifyData]":
@@ -234,7 +226,7 @@ def check(config: ClassifyConfig, num_workers: int, dry_run: bool) -> list[str]:
     """
     from shoal.data.text.classify import make_pairs
 
-    check_paths(config, config.data)
+    finetuning.require_paths(config, config.data, "examples")
     files, length = read_files(config.data), config.data.max_seq_length
     if not dry_run:
         finetuning.check_model(config, num_workers, setting="data.max_seq_length", max_seq_length=length)

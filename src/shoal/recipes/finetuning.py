@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shoal.data.loader import Batch
     from shoal.data.text.sequences import Sequences
     from shoal.decide.batch import BatchPlan
+    from shoal.models.t5 import T5
     from shoal.models.tasks import TaskModel
     from shoal.optim.lr_schedules import Schedule
     from shoal.train.run import Run
@@ -149,12 +150,11 @@ IMMUTABLE = (
 """Settings that must stay when a run continues: weights, optimizer state or data order depend on them."""
 
 
-def require_paths(config: FinetuneConfig, data: Path | None, held_out: object, what: str) -> None:
+def require_paths(config: FinetuneConfig, data: Any, what: str) -> None:
     """Check that the model and the files are named.
 
     Args:
-        data: the training file.
-        held_out: the evaluation files, or ``None``.
+        data: the section with ``path``, the training file, and ``eval``, the evaluation files.
         what: what the files hold, such as ``questions``.
 
     Raises:
@@ -162,8 +162,8 @@ def require_paths(config: FinetuneConfig, data: Path | None, held_out: object, w
     """
     for name, option, value, purpose in (
         ("model.path", "--model", config.model.path, "a run of shoal or a transformers directory"),
-        ("data.path", "--data", data, f"a file of training {what}"),
-        ("data.eval", "--eval", held_out or None, f"{what} to evaluate on"),
+        ("data.path", "--data", data.path, f"a file of training {what}"),
+        ("data.eval", "--eval", data.eval or None, f"{what} to evaluate on"),
     ):
         if value is None:
             raise UsageError(f"{name} is not set: name {purpose} with {option}")
@@ -249,12 +249,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     Raises:
         UsageError: it is not there, or not a JSON object.
     """
-    tree = _read_object(directory / MODEL_CONFIG)
-    if tree is None:
-        raise UsageError(
-            f"{directory / MODEL_CONFIG}: must be a JSON object; is it a transformers directory?"
-        )
-    return tree
+    return _read_object(directory / MODEL_CONFIG)
 
 
 def read_source_tokenizer(directory: Path) -> "Tokenizer":
@@ -290,20 +285,18 @@ def _lowercases(directory: Path) -> bool:
     path = directory / "tokenizer_config.json"
     if not path.is_file():
         return True  # as BERT's and ALBERT's tokenizers do by default
-    tree = _read_object(path)
-    if tree is None:
-        raise UsageError(f"{path}: must be a JSON object")
-    return bool(tree.get("do_lower_case", True))
+    return bool(_read_object(path).get("do_lower_case", True))
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object, or ``None`` for another JSON value."""
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         data = path.read_bytes()
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     tree = parse_json(data, str(path), error=UsageError)
-    return tree if isinstance(tree, dict) else None
+    if not isinstance(tree, dict):
+        raise UsageError(f"{path}: must be a JSON object; is it of a transformers directory?")
+    return tree
 
 
 def check_length(directory: Path, setting: str, max_seq_length: int) -> None:
@@ -403,6 +396,19 @@ def outputs_of(
     model.train()
     rows = [rows_of(worker) for worker in range(num_workers)]
     return gather_rows(run.world, torch.cat(own) if own else torch.empty(0, 1), rows)
+
+
+# ------------------------------------------------------------------------------------------------- the end
+
+
+def finish(run: "Run", model: "TaskModel | T5", source: Path) -> int:
+    """End the run with the finetuned model in its directory; return the exit code."""
+    from shoal.models.directory import save
+
+    return run.finish(
+        lambda directory: save(model, directory / EXPORT, tokenizer_from=source),
+        lambda _: f"the finetuned model is in {required(run.directory) / EXPORT}",
+    )
 
 
 # ------------------------------------------------------------------------------------------------- dry run

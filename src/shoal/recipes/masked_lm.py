@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.errors import UsageError
 from shoal.models.text_config import EncoderConfig
@@ -121,21 +121,22 @@ class MaskedLMConfig:
 
 
 def open_text(
-    config: MaskedLMConfig,
-    *,
-    pairs: Literal["order", "next"],
-    max_seq_length: int,
-    max_predictions_per_seq: int,
-    verify: bool,
+    config: MaskedLMConfig, lengths: Any, *, pairs: Literal["order", "next"], verify: bool
 ) -> tuple["ExampleReader", "ExampleReader"]:
-    """Return the readers of the training and the held-out examples; ``verify`` reads every byte once."""
+    """Return the readers of the training and the held-out examples.
+
+    Args:
+        lengths: the section with ``max_seq_length`` and ``max_predictions_per_seq``.
+        pairs: the sentence task, ALBERT's order or BERT's next sentence.
+        verify: read every byte once.
+    """
     from shoal.data.text.examples import ExampleConfig, ExampleReader
 
     data = config.data
     read_manifest(data).check_vocabulary(config.model.vocab_size)
     examples = ExampleConfig(
-        max_seq_length=max_seq_length,
-        max_predictions_per_seq=max_predictions_per_seq,
+        max_seq_length=lengths.max_seq_length,
+        max_predictions_per_seq=lengths.max_predictions_per_seq,
         mask_prob=data.mask_prob,
         max_ngram=data.max_ngram,
         whole_words=data.whole_words,

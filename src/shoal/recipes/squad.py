@@ -75,10 +75,9 @@ def main(config: SquadConfig, worker: WorkerEnv | None = None) -> int:
         UsageError: settings that do not go together, or with the model, the data or the run that is there.
         ShoalError: damaged files, a lost worker, no memory, a loss that is not finite.
     """
-    from shoal.models.directory import save
     from shoal.train.run import Run
 
-    check_paths(config)
+    finetuning.require_paths(config, config.data, "questions")
     with Run.open(
         required(config.run.dir),
         config=config,
@@ -91,10 +90,7 @@ def main(config: SquadConfig, worker: WorkerEnv | None = None) -> int:
     ) as run:
         source = finetuning.open_source(config.model, run)
         model, _ = train(config, source, run)
-        return run.finish(
-            lambda directory: save(model, directory / finetuning.EXPORT, tokenizer_from=source),
-            lambda _: f"the finetuned model is in {required(run.directory) / finetuning.EXPORT}",
-        )
+        return finetuning.finish(run, model, source)
 
 
 def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswering, dict[str, float]]":
@@ -157,11 +153,6 @@ def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswe
 
 
 # ------------------------------------------------------------------------------------------------- data
-
-
-def check_paths(config: SquadConfig) -> None:
-    """Raise a :class:`UsageError` if the model or a file is not named."""
-    finetuning.require_paths(config, config.data.path, config.data.eval, "questions")
 
 
 def read_files(data: SquadDataConfig) -> "tuple[SquadData, SquadData]":
@@ -359,7 +350,7 @@ def check(config: SquadConfig, num_workers: int, dry_run: bool) -> list[str]:
     from shoal.data.squad.dataset import describe_misplaced
     from shoal.data.squad.features import make_features
 
-    check_paths(config)
+    finetuning.require_paths(config, config.data, "questions")
     files = read_files(config.data)
     setting, length = "window.max_seq_length", config.window.max_seq_length
     if not dry_run:

@@ -97,12 +97,11 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
 
     from shoal.data.text.task_batches import TaskSource
     from shoal.data.text.text_to_text import make_text_to_text
-    from shoal.models.directory import save
     from shoal.models.t5 import IGNORED, read_t5
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 
-    classify.check_paths(config, config.data)
+    finetuning.require_paths(config, config.data, "examples")
     with Run.open(
         required(config.run.dir),
         config=config,
@@ -164,10 +163,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
             evaluate(model, held_out, config, run)
 
         # ----------------------------------------------------------------------------------------- export
-        return run.finish(
-            lambda directory: save(model, directory / finetuning.EXPORT, tokenizer_from=source),
-            lambda _: f"the finetuned model is in {required(run.directory) / finetuning.EXPORT}",
-        )
+        return finetuning.finish(run, model, source)
 
 
 # ------------------------------------------------------------------------------------------------- data
@@ -213,7 +209,7 @@ def check(config: T5ClassifyConfig, num_workers: int, dry_run: bool) -> list[str
     Raises:
         UsageError: a file or model that cannot be used, or sizes that do not divide.
     """
-    classify.check_paths(config, config.data)
+    finetuning.require_paths(config, config.data, "examples")
     files = classify.read_files(config.data)
     length = config.data.max_seq_length
     finetuning.check_model(config, num_workers, setting="data.max_seq_length", max_seq_length=length)

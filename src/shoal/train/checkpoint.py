@@ -75,11 +75,10 @@ class Checkpointer:
     Args:
         run_dir: an existing directory on a file system that all hosts share.
         keep: number of most recent checkpoints to keep.
-        keep_every: keep checkpoints at multiples of this number of steps too; 0: none.
         deadline_s: seconds that a worker waits for the others to write.
 
     Raises:
-        UsageError: ``keep`` is below 1, ``keep_every`` is below 0, or another job uses the run directory.
+        UsageError: ``keep`` is below 1, or another job uses the run directory.
         ShoalError: the checkpoint folder cannot be created, or holds a checkpoint of another format.
 
     Example:
@@ -95,16 +94,12 @@ class Checkpointer:
         {'samples': 6400}
     """
 
-    def __init__(
-        self, run_dir: Path, *, keep: int = 3, keep_every: int = 0, deadline_s: float = _DEADLINE_S
-    ) -> None:
-        if keep < 1 or keep_every < 0:
+    def __init__(self, run_dir: Path, *, keep: int = 3, deadline_s: float = _DEADLINE_S) -> None:
+        if keep < 1:
             raise UsageError(
-                f"keep={keep} must be at least 1 and keep_every={keep_every} at least 0: "
-                "a run without a checkpoint cannot be continued"
+                f"keep={keep} must be at least 1: a run without a checkpoint cannot be continued"
             )
-        self._run_dir = run_dir
-        self._retention = {"keep": keep, "keep_every": keep_every}
+        self._run_dir, self._keep = run_dir, keep
         self._group: dist.ProcessGroup | None = None
         self._rank, self._num_workers = 0, 1
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -291,7 +286,7 @@ class Checkpointer:
             temporary, step, [files.WrittenFile(**file) for part in written for file in part]
         )
         present = [files.step_of(path) for path in files.list_checkpoints(self._run_dir)]
-        for old in files.superseded(present, newest=step, damaged=self._damaged_steps, **self._retention):
+        for old in files.superseded(present, newest=step, keep=self._keep, damaged=self._damaged_steps):
             files.remove_checkpoint(files.checkpoint_path(self._run_dir, old))
         return num_bytes
 

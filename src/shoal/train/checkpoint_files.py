@@ -292,18 +292,15 @@ def _name_in_folder(name: str) -> str:
     return name
 
 
-def superseded(
-    steps: Iterable[int], *, newest: int, keep: int, keep_every: int = 0, damaged: Iterable[int] = ()
-) -> list[int]:
+def superseded(steps: Iterable[int], *, newest: int, keep: int, damaged: Iterable[int] = ()) -> list[int]:
     """Return the steps whose checkpoints can be deleted once that of step ``newest`` is complete.
 
-    The last ``keep`` up to ``newest``, multiples of ``keep_every``, and all after ``newest`` are kept: the
-    latter belong to an earlier attempt that got further. ``damaged`` ones do not count towards ``keep``.
+    The last ``keep`` up to ``newest`` are kept, and all after ``newest``, which belong to an earlier attempt
+    that got further. ``damaged`` ones do not count towards ``keep``.
     """
     past = {step for step in steps if step <= newest}
     good = sorted(past - (set(damaged) - {newest}))
-    kept = set(good[-keep:]) | {step for step in good if keep_every and step % keep_every == 0}
-    return sorted(past - kept)
+    return sorted(past - set(good[-keep:]))
 
 
 def _leftovers(run_dir: Path) -> list[Path]:

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import Schedule
@@ -95,13 +95,14 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     """Weight decay; biases and norms have none."""
     beta1: float | None = None
-    """Decay of the first moment; default: 0.9; not of Adafactor."""
+    """Decay of the first moment (not of Adafactor, SGD, LARS); default: 0.9."""
     beta2: float | None = None
-    """Decay of the second moment; default: 0.999; not of Adafactor."""
+    """Decay of the second moment (likewise); default: 0.999, of NovoGrad 0.25."""
     eps: float | None = None
-    """Added to the root of the second moment; default: 1e-6; not of Adafactor."""
+    """Added to the root of the second moment (likewise); default: 1e-6, of NovoGrad 1e-7."""
     bias_correction: bool | None = None
-    """Bias correction of LAMB's moments (paper, apex); default: yes. The original ALBERT has none."""
+    """Bias correction of the moments (LAMB, NovoGrad); default: yes. The original ALBERT and NovoGrad's paper
+    have none."""
     max_grad_norm: float | None = 1.0
     """Clip gradients to this norm; --optim.max-grad-norm none: do not clip."""
     clip: Literal["global", "worker"] = "global"
@@ -147,14 +148,6 @@ class VisionOptimizerConfig(OptimizerConfig):
     lars_form: Literal["mlperf", "paper", "larc"] | None = None
     """mlperf (default): plain momentum for biases and norms; paper: trust ratio and decay for them too; larc:
     as mlperf, with the trust ratio clipped to at most 1."""
-    beta1: float | None = None
-    """Decay of the first moment (novograd, lamb, adamw); default: 0.9."""
-    beta2: float | None = None
-    """Decay of the second moment; default: 0.25 (novograd) or 0.999 (lamb, adamw)."""
-    eps: float | None = None
-    """Added to the root of the second moment; default: 1e-7 (novograd) or 1e-6 (lamb, adamw)."""
-    bias_correction: bool | None = None
-    """Bias correction of the moments (novograd, lamb); default: yes. NovoGrad's paper has none."""
     reg_inside_moment: bool | None = None
     """NovoGrad: normalize and decay the gradient before the momentum, not after it; default: yes."""
     grad_averaging: bool | None = None
@@ -171,8 +164,8 @@ class VisionOptimizerConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig(OptimizerConfig):
-    """The optimizer and its schedule, in optimizer steps."""
+class Rates:
+    """Learning rates of a run or of a phase; durations in optimizer steps."""
 
     learning_rate: float = 1.76e-3
     """Learning rate at the end of the warm-up."""
@@ -182,6 +175,11 @@ class OptimConfig(OptimizerConfig):
     """Steps of linear warm-up from 0."""
     constant_steps: int = 0
     """Steps at the learning rate between warm-up and decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(Rates, OptimizerConfig):
+    """The optimizer and its schedule, in optimizer steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,19 +250,6 @@ def check_wire(distributed: DistributedConfig, *, precision: str, clip: str) -> 
             f"distributed.wire {distributed.wire} with optim.clip worker: gradients clipped per worker are "
             "averaged in fp32; use --optim.clip global or --distributed.wire fp32"
         )
-
-
-class Rates(Protocol):
-    """Learning rates of a run or of a phase; durations in optimizer steps."""
-
-    @property
-    def learning_rate(self) -> float: ...
-    @property
-    def end_learning_rate(self) -> float: ...
-    @property
-    def warmup_steps(self) -> int: ...
-    @property
-    def constant_steps(self) -> int: ...
 
 
 def schedule_of(rates: Rates, optim: OptimizerConfig, total_steps: int) -> Schedule:

@@ -354,32 +354,31 @@ def test_a_value_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
         Checkpointer(tmp_path).save(1, {"optimizer": optimizer})
 
 
-def test_retention_keeps_the_last_and_every_hundredth(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path, keep=2, keep_every=100)
+def test_retention_keeps_the_last(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, keep=2)
     state = {"x": torch.zeros(3)}
     for step in range(50, 351, 50):
         checkpointer.save(step, state)
     checkpointer.finish()
-    assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [100, 200, 300, 350]
+    assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [300, 350]
     with pytest.raises(UsageError, match="keep=0 must be at least 1"):
         Checkpointer(tmp_path, keep=0)
 
 
 @pytest.mark.parametrize(
-    ("steps", "newest", "keep", "keep_every", "damaged", "gone"),
+    ("steps", "newest", "keep", "damaged", "gone"),
     [
-        ([1, 2, 3], 3, 3, 0, [], []),
-        ([1, 2, 3], 3, 1, 0, [], [1, 2]),
-        ([1, 2, 3, 9], 3, 1, 0, [], [1, 2]),  # 9 is of an attempt that went further
-        ([1, 2, 3], 3, 2, 0, [2], [2]),
-        ([2, 4, 6, 7], 7, 1, 4, [], [2, 6]),
-        ([1, 2, 3], 3, 2, 0, [3], [1]),  # 3 was damaged and has been written anew
+        ([1, 2, 3], 3, 3, [], []),
+        ([1, 2, 3], 3, 1, [], [1, 2]),
+        ([1, 2, 3, 9], 3, 1, [], [1, 2]),  # 9 is of an attempt that went further
+        ([1, 2, 3], 3, 2, [2], [2]),
+        ([1, 2, 3], 3, 2, [3], [1]),  # 3 was damaged and has been written anew
     ],
 )
 def test_what_retention_lets_go(
-    steps: list[int], newest: int, keep: int, keep_every: int, damaged: list[int], gone: list[int]
+    steps: list[int], newest: int, keep: int, damaged: list[int], gone: list[int]
 ) -> None:
-    assert superseded(steps, newest=newest, keep=keep, keep_every=keep_every, damaged=damaged) == gone
+    assert superseded(steps, newest=newest, keep=keep, damaged=damaged) == gone
 
 
 def test_leftovers_of_killed_runs_are_removed(tmp_path: Path) -> None:
