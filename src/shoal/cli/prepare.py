@@ -9,6 +9,8 @@ from cyclopts import App, Parameter
 
 from shoal.data.images.prepare import ImagePrepareConfig
 from shoal.data.images.prepare import prepare_images as prepare_source
+from shoal.data.text.prepare import PrepareConfig, PrepareOptions
+from shoal.data.text.prepare import prepare_text as prepare_source_text
 from shoal.errors import UsageError
 
 prepare = App(name="prepare")
@@ -18,16 +20,7 @@ prepare = App(name="prepare")
 def prepare_text(
     *sources: str,
     out: Path,
-    format: Literal["auto", "lines", "files", "wikitext"] = "auto",
-    tokenizer: str = "unigram",
-    vocab_size: int = 8_192,
-    lowercase: bool = True,
-    validation: float = 0.05,
-    shard_bytes: int = 64 << 20,
-    errors: Literal["strict", "replace"] = "strict",
-    seed: int = 0,
-    processes: int = 0,
-    overwrite: bool = False,
+    options: Annotated[PrepareOptions, Parameter(name="*")] = PrepareOptions(),  # noqa: B008
 ) -> None:
     """Turn text into token shards. Run it again to continue after a stop or a crash.
 
@@ -37,45 +30,8 @@ def prepare_text(
         Files, directories or globs of text; `builtin` is the English of this Python installation.
     out
         Directory for tokenizer, shards and manifest.
-    format
-        One article per line, one per file, or WikiText's headings; auto detects it for each file.
-    tokenizer
-        unigram or wordpiece to train one on the text; else the path of a sentencepiece .model, a BERT
-        vocab.txt or a tokenizer.json.
-    vocab_size
-        Maximum tokens of a trained tokenizer.
-    lowercase
-        Lower-case the text and drop accents; a tokenizer.json brings its own rules.
-    validation
-        Fraction of articles held out.
-    shard_bytes
-        Maximum bytes of text per shard.
-    errors
-        Stop at bytes that are not UTF-8, or replace them.
-    seed
-        Seed of the choice of held-out articles.
-    processes
-        Worker processes; 0: one per core. The result does not depend on it.
-    overwrite
-        Remove the output of an earlier preparation, and start again.
     """
-    from shoal.data.text import prepare as text
-
-    settings = text.PrepareConfig(
-        sources=sources,
-        out=out,
-        format=format,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        lowercase=lowercase,
-        validation=validation,
-        shard_bytes=shard_bytes,
-        errors=errors,
-        seed=seed,
-        processes=processes,
-        overwrite=overwrite,
-    )
-    text.prepare_text(settings)
+    prepare_source_text(PrepareConfig(sources=sources, out=out, **vars(options)))
 
 
 @prepare.command(name="images")

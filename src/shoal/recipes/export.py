@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,32 +17,11 @@ from shoal.train.checkpoint import load_model
 from shoal.train.config import load_toml
 from shoal.train.run_dir import CONFIG_FILE, run_dir_of
 
-
-@dataclass(frozen=True, kw_only=True)
-class Exportable:
-    """How to make and write the models of a recipe."""
-
-    sizes: type[Any]
-    """The settings of its model."""
-    make: Callable[[Any, Manifest], Any]
-    write: Callable[[Any, Path, Path], None]
-    """Takes the model, the prepared text and the directory to write."""
-
-
-_RECIPES = {
-    "albert": Exportable(
-        sizes=AlbertModelConfig, make=lambda sizes, _: AlbertPretraining(sizes), write=masked_lm.write_export
-    ),
-    "bert": Exportable(
-        sizes=BertModelConfig, make=lambda sizes, _: BertPretraining(sizes), write=masked_lm.write_export
-    ),
-    "t5": Exportable(
-        sizes=T5ModelConfig,
-        make=t5.make_model,
-        write=t5.write_export,
-    ),
+_ENCODERS: dict[str, tuple[Any, Any]] = {
+    "albert": (AlbertModelConfig, AlbertPretraining),
+    "bert": (BertModelConfig, BertPretraining),
 }
-_PATHS = ("checkpoint_path",)
+"""The settings of the models, and the models."""
 _IMAGES = {"mask_rcnn": "shoal.recipes.mask_rcnn_export", "resnet50": "shoal.recipes.resnet50_export"}
 """Recipes for images: modules with ``read_checkpoint`` and ``write_export``."""
 
@@ -59,7 +37,7 @@ def export_any(source: Path, out: Path | None = None) -> Path:
         UsageError: ``source`` belongs to no run whose model can be exported.
         ShoalError: there is no checkpoint, or it is damaged.
     """
-    recipe = next((row.recipe for row in read_record(run_dir_of(source)) if isinstance(row, Start)), "")
+    recipe = recipe_of(run_dir_of(source))
     if recipe not in _IMAGES:
         return export_run(source, out)
     module = import_module(_IMAGES[recipe])
@@ -81,28 +59,29 @@ def export_run(source: Path, out: Path | None = None) -> Path:
         ShoalError: there is no checkpoint, or it is damaged.
     """
     run_dir = run_dir_of(source)
-    tree = load_toml(run_dir / CONFIG_FILE)
-    recipe = _RECIPES[recipe_of(run_dir)]
+    tree, recipe = load_toml(run_dir / CONFIG_FILE), recipe_of(run_dir)
+    if recipe not in (*_ENCODERS, "t5"):
+        known = ", ".join((*_ENCODERS, "t5"))
+        raise UsageError(f"{run_dir} is a run of {recipe}; pretraining runs ({known}) can be exported")
     data = Path(tree["data"]["path"])
-    sizes = {name: value for name, value in tree["model"].items() if name not in _PATHS}
-    sizes |= {"load_from": "scratch"}
-    model = recipe.make(replace(recipe.sizes(), **sizes), Manifest.load(data))
+    sizes = {name: value for name, value in tree["model"].items() if name != "checkpoint_path"}
+    sizes["load_from"] = "scratch"
+    if recipe == "t5":
+        model: Any = t5.make_model(T5ModelConfig(**sizes), Manifest.load(data))
+        write: Callable[[Any, Path, Path], None] = t5.write_export
+    else:
+        config, make = _ENCODERS[recipe]
+        model, write = make(config(**sizes)), masked_lm.write_export
     step = load_model(source, model)
     out = out or run_dir / f"transformers-{step}"
-    recipe.write(model, data, out)
+    write(model, data, out)
     return out
 
 
 def recipe_of(run_dir: Path) -> str:
-    """Return which pretraining recipe a run is of, from its record.
+    """Return which recipe a run is of, from its record.
 
     Raises:
-        UsageError: of none.
         ShoalError: the run has no readable record.
     """
-    recipe = next((row.recipe for row in read_record(run_dir) if isinstance(row, Start)), "nothing yet")
-    if recipe not in _RECIPES:
-        raise UsageError(
-            f"{run_dir} is a run of {recipe}; pretraining runs ({', '.join(_RECIPES)}) can be exported"
-        )
-    return recipe
+    return next((row.recipe for row in read_record(run_dir) if isinstance(row, Start)), "nothing yet")

@@ -90,8 +90,10 @@ def start(
         from shoal.launch.worker import run_worker
 
         return run_worker(lambda: work(place))
+    from torch import cuda
+
     emulated = how.emulated_hosts()
-    num_local = how.workers or default_num_workers()
+    num_local = how.workers or max(cuda.device_count(), 1)
     hosts = [] if emulated is None else ["emulated hosts", emulated.check()]
     lines = describe(num_local * how.nnodes if emulated is None else emulated.num_workers)
     if how.dry_run:
@@ -103,10 +105,3 @@ def start(
     if emulated is not None:
         return launch_emulated(command, emulated, log_dir=log_dir)
     return launch(command, num_workers=num_local, nnodes=how.nnodes, rdzv=how.rdzv, log_dir=log_dir)
-
-
-def default_num_workers() -> int:
-    """Return one worker a GPU, or one."""
-    import torch
-
-    return max(torch.cuda.device_count(), 1)

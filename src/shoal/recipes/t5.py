@@ -15,7 +15,7 @@ stage and one replica. A run continues from its checkpoint in any layout, with t
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from shoal.data.text.span_config import MAX_SENTINELS, SpanConfig
 from shoal.decide.batch import BatchPlan, plan_batch
@@ -39,7 +39,7 @@ from shoal.train.config import (
     required,
     settings_lines,
 )
-from shoal.train.parallel_config import ParallelConfig
+from shoal.train.parallel_config import ParallelConfig, ScheduleName
 
 if TYPE_CHECKING:
     from shoal.data.manifest import Manifest
@@ -308,10 +308,15 @@ def make_model(config: T5ModelConfig, manifest: "Manifest") -> "T5":
 
 
 def with_layout(config: T5Config, layout: "Layout") -> T5Config:
-    """Return the settings that mean ``layout``."""
-    from shoal.train import layouts
-
-    parallel = layouts.with_layout(config.parallel, layout)
+    """Return the settings that mean ``layout``; its micro-batches replace ``train.micro_batch_size``."""
+    parallel = replace(
+        config.parallel,
+        pipeline=layout.pipeline,
+        data=layout.data,
+        virtual_stages=layout.num_virtual,
+        micro_batches=layout.num_micro_batches,
+        schedule=cast(ScheduleName, layout.choice.schedule.name),
+    )
     return replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=None))
 
 

@@ -7,8 +7,7 @@ weights and gradients; bf16 activations need less memory than that.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from shoal.decide.partition import Memory
 from shoal.errors import UsageError
 from shoal.pipelining.export_graph import export_model
 from shoal.pipelining.roofline import Rates, estimate_cost
-from shoal.train.parallel_config import ParallelConfig, ScheduleName, parse_bytes
+from shoal.train.parallel_config import ParallelConfig, parse_bytes
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 """Sizes of a micro-batch, in samples, that are tried if the settings have none."""
@@ -105,16 +104,4 @@ def search_layouts(
         ),
         data_link=device.far,
         shard=parallel.shard,
-    )
-
-
-def with_layout(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
-    """Return the settings of ``layout``; its micro-batches replace ``train.micro_batch_size``."""
-    return replace(
-        parallel,
-        pipeline=layout.pipeline,
-        data=layout.data,
-        virtual_stages=layout.num_virtual,
-        micro_batches=layout.num_micro_batches,
-        schedule=cast(ScheduleName, layout.choice.schedule.name),
     )

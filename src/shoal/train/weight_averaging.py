@@ -26,21 +26,6 @@ from shoal.optim.moments import indices_by_kind
 T = TypeVar("T")
 
 
-def decay_after(decay: float, step: int, *, warmup: bool) -> float:
-    """Return the decay of the update that follows optimizer step ``step``, counted from 1.
-
-    With a warm-up it is ``min(decay, (1 + step) / (10 + step))``, which gives early weights little influence.
-
-    Raises:
-        UsageError: a value is out of range.
-    """
-    if not 0.0 <= decay < 1.0:
-        raise UsageError(f"decay={decay} of the average of weights must be at least 0 and below 1")
-    if step < 1:
-        raise UsageError(f"step={step} must be at least 1")
-    return min(decay, (1 + step) / (10 + step)) if warmup else decay
-
-
 class WeightAverage:
     """Exponential moving average of a model's parameters and floating-point buffers; others are copied.
 
@@ -48,24 +33,19 @@ class WeightAverage:
 
     Args:
         model: the model that is trained, without its DistributedDataParallel wrapper.
-        decay: such as 0.9999 for a time constant of ten thousand steps.
-        warmup: start with smaller decays (:func:`decay_after`).
-
-    Raises:
-        UsageError: ``decay`` is out of range.
+        decay: at most; such as 0.9999 for a time constant of ten thousand steps. After step ``n`` it is
+            ``(1 + n) / (10 + n)`` as long as that is less, which gives early weights little influence.
     """
 
-    def __init__(self, model: nn.Module, decay: float, *, warmup: bool = True) -> None:
-        decay_after(decay, 1, warmup=warmup)
+    def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.warmup = warmup
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
         """A copy of the model with the averaged weights, in evaluation mode."""
 
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
         """Add the weights of ``model`` after optimizer step ``step``, counted from 1, to the average."""
-        share = 1.0 - decay_after(self.decay, step, warmup=self.warmup)
+        share = 1.0 - min(self.decay, (1 + step) / (10 + step))
         averages, weights = _tensors(self.model), _tensors(model)
         for indices in indices_by_kind(averages):
             ours, theirs = [averages[k] for k in indices], [weights[k] for k in indices]

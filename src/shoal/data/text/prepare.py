@@ -56,13 +56,9 @@ _NOT_IN_PLAN = ("out", "processes", "overwrite", "errors")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareConfig:
-    """Sources, tokenizer and output of a preparation of text."""
+class PrepareOptions:
+    """Tokenizer, held-out part and shards of a preparation of text."""
 
-    sources: tuple[str, ...]
-    """Files, directories or globs of text; ``builtin`` is the English of this Python installation."""
-    out: Path
-    """Directory for tokenizer, shards and manifest; created if it does not exist."""
     format: Literal["auto", "lines", "files", "wikitext"] = "auto"
     """One article per line, one per file, or WikiText's headings; auto looks at each file."""
     tokenizer: str = "unigram"
@@ -113,6 +109,16 @@ class PrepareConfig:
     def trains_tokenizer(self) -> bool:
         """True if the tokenizer is trained on the corpus."""
         return self.tokenizer in get_args(tokenizer.Kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig(PrepareOptions):
+    """Sources and output of a preparation of text, and its options."""
+
+    sources: tuple[str, ...]
+    """Files, directories or globs of text; ``builtin`` is the English of this Python installation."""
+    out: Path
+    """Directory for tokenizer, shards and manifest; created if it does not exist."""
 
 
 def prepare_text(config: PrepareConfig, *, progress: bool = True) -> Manifest:
