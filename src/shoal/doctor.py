@@ -134,33 +134,23 @@ def package_checks(requirements: Sequence[str], installed: Callable[[str], str |
         requirements: as in package metadata, e.g. ``matplotlib>=3.9; extra == "report"``.
         installed: returns the installed version of a package, or ``None``.
     """
-    groups: dict[str, list[tuple[str, str]]] = {}
+    groups: dict[str, list[tuple[str, bool]]] = {}
     for requirement in requirements:
         found = re.match(r"\s*([\w.-]+)(?:\[[^]]*\])?\s*(?:\(?>=\s*([\d.]+))?", requirement)
         extra = re.search(r"extra\s*==\s*['\"]([\w.-]+)['\"]", requirement)
-        if found:
-            groups.setdefault(extra[1] if extra else "", []).append((found[1], found[2] or ""))
-    return [_group_check(name, groups[name], installed) for name in ("", *EXTRAS) if name in groups]
-
-
-def _group_check(
-    extra: str, packages: Sequence[tuple[str, str]], installed: Callable[[str], str | None]
-) -> Check:
-    texts: list[str] = []
-    all_well = True
-    for package, oldest in packages:
-        version = installed(package)
-        if version is None:
-            text = f"{package} not installed"
-        elif oldest and _numbers(version) < _numbers(oldest):
-            text = f"{package} {version} (too old, needs {oldest})"
-        else:
-            texts.append(f"{package} {version}")
+        if not found:
             continue
-        texts.append(text)
-        all_well = False
-    name, found = f"[{extra}]" if extra else "packages", ", ".join(texts)
-    if all_well:
+        package, oldest = found.groups(default="")
+        version = installed(package)
+        is_old = version is not None and _numbers(version) < _numbers(oldest)
+        text = f"{package} {version or 'not installed'}{f' (too old, needs {oldest})' if is_old else ''}"
+        groups.setdefault(extra[1] if extra else "", []).append((text, version is not None and not is_old))
+    return [_group_check(extra, groups[extra]) for extra in ("", *EXTRAS) if extra in groups]
+
+
+def _group_check(extra: str, packages: Sequence[tuple[str, bool]]) -> Check:
+    name, found = f"[{extra}]" if extra else "packages", ", ".join(text for text, _ in packages)
+    if all(is_well for _, is_well in packages):
         return Check(name, found)
     purpose = f"{EXTRAS[extra]}: " if extra else ""
     remedy = f"{purpose}pip install --upgrade '{f'shoal[{extra}]' if extra else 'shoal'}'"
