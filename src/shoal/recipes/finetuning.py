@@ -85,8 +85,6 @@ class FinetuneTrainConfig(LoopConfig):
     """Sequences in one optimizer step, over all workers."""
     micro_batch_size: int | None = None
     """Sequences a worker computes at once; default: the largest divisor of its share up to 64."""
-    seed: int = 42
-    """Seed of the new layers' weights, the data order and dropout."""
     compile: bool | None = None
     """torch.compile the model; default: no, since lengths vary from batch to batch and runs are short."""
 
