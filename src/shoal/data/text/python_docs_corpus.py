@@ -1,9 +1,9 @@
 """Extracts English prose from this Python installation: the source ``builtin``.
 
-Documents are modules, manual topics and readme files: their docstrings in order, without code and tables
-(:func:`prose_paragraphs`). Nothing is imported; string literals are found by a regular expression that knows
-comments and strings, 15 times faster than parsing whole modules (47 s for the 220 MB of one installation),
-and each docstring is then evaluated by ``ast.literal_eval``.
+Documents are modules (their docstrings in order) and topics of the manual, without code and tables
+(:func:`prose_paragraphs`). No module is imported; string literals are found by a regular expression that
+knows comments and strings, 15 times faster than parsing whole modules (47 s for the 220 MB of one
+installation), and each docstring is then evaluated by ``ast.literal_eval``.
 
 Folders and files are sorted, so an installation always gives the same bytes. Thresholds were set by reading
 samples: a lost paragraph costs little, a table that is kept teaches the model nothing.
@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import re
 import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
 from hashlib import blake2b
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
+from pydoc_data.topics import topics
 
 from shoal.data.atomic_io import write_atomically
 from shoal.data.process_pool import advance, run_tasks
@@ -42,14 +42,8 @@ _MIN_SMALL = 0.24
 _MAX_SUSPECT = 0.012
 """Most signs of code per character of the paragraph."""
 
-_FENCE = re.compile(r"```|~~~")
-_DOCTEST = re.compile(r">>>|\.\.\.|\$ |In \[|Out\[|%\w")
-_RULE = re.compile(r"\s*([=\-~^\"'`#*+.:_])\1{2,}\s*$")
-_DIRECTIVE = re.compile(r"\.\. (?:(?P<name>[\w-]+)::|\S)|\.\.$")
-# the rows of tables, rules, headings of Markdown
-_LEFT_OUT = re.compile(r"[|+]|.*\S {3,}\S.* {3,}\S|.*\t.*\t|=+ +=+|([=\-~^\"'`#*+.:_])\1{2,}\s*$|\#{1,6} ")
-_ORDINARY = re.compile(r"(?!In \[|Out\[)(?:\S+ {0,2})*+$")
-_PROSE_DIRECTIVES = _words("note warning versionadded versionchanged deprecated tip important caution")
+_FENCED = re.compile(r"^\s*(```|~~~).*?^\s*\1", re.MULTILINE | re.DOTALL)
+_UNDERLINE = re.compile(r"([=\-~^\"'`#*+.:_])\1{2,}$")
 _ITEM = re.compile(
     r"""(?:[-*+•]|\(?(?:\d{1,2}|[a-z])[.)]|@\w+)\ +   # a bullet, a number, a tag
        |:\w[^:`]*:\ *                                 # :param name:""",
@@ -138,68 +132,30 @@ def is_prose(paragraph: str) -> bool:
 
 
 def _blocks(text: str) -> list[str]:
-    """Split text into raw paragraphs without the markers of list items and arguments."""
+    """Split text into raw paragraphs without titles, fenced code, and markers of list items and arguments.
+
+    Other code and tables stay: no paragraph of them is prose.
+    """
     blocks: list[list[str]] = [[]]
-    last_indent, is_item = 0, False
-    for line in _lines_outside_code(text):
+    indent: int | None = None  # of the last line; the line after a marker may have any
+    for line in _FENCED.sub("", text).splitlines():
         content = line.strip()
-        if not content:
+        if _UNDERLINE.match(content):
+            blocks[-1].clear()
+            continue
+        marker = _ITEM.match(content) or _ARGUMENT.match(content)
+        own_indent = len(line) - len(line.lstrip())
+        if not content or marker or (indent is not None and own_indent != indent):
             blocks.append([])
-            continue
-        indent = len(line) - len(line.lstrip())
-        is_plain = content[0].isalpha() and content[1:2] not in (".", ")")
-        marker = None if is_plain else _ITEM.match(content)
-        moved = not blocks[-1] or indent != last_indent
-        if marker is None and (moved or is_item):
-            marker = _ARGUMENT.match(content)
-            if marker and marker.group().endswith(" : "):  # numpy's "name : type": the text begins below
-                blocks.append([])
-                continue
-        hanging = is_item and len(blocks[-1]) == 1 and indent > last_indent
-        if marker or (moved and not hanging):
-            blocks.append([])
-            is_item = marker is not None
-        blocks[-1].append(content[marker.end() :] if marker else content)
-        last_indent = indent
-    return [" ".join(block) for block in blocks if block]
-
-
-def _lines_outside_code(text: str) -> Iterator[str]:
-    """Yield the lines of ``text``, empty ones for code, doctests, tables, titles and directives."""
-    skipped_indent: int | None = None  # lines indented deeper than this belong to what is left out
-    fenced = in_doctest = False
-    for line, following in pairwise([*text.splitlines(), ""]):
-        content = line.lstrip()
-        indent = len(line) - len(content)
-        if not content:
-            in_doctest = False
-            yield ""
-            continue
-        if _FENCE.match(content):
-            fenced = not fenced
-        elif not (fenced or in_doctest or (skipped_indent is not None and indent > skipped_indent)):
-            skips = content.rstrip().endswith("::")
-            left_out = False
-            if not (content[0].isalpha() and _ORDINARY.match(content)):
-                directive = _DIRECTIVE.match(content)
-                if directive:
-                    skips = directive["name"] not in _PROSE_DIRECTIVES
-                in_doctest = _DOCTEST.match(content) is not None
-                left_out = bool(directive or in_doctest or _LEFT_OUT.match(content))
-            skipped_indent = indent if skips else None
-            yield "" if left_out or _RULE.match(following) else line
-            continue
-        yield ""
+        if marker:  # behind numpy's "name : type" the text begins below
+            content = "" if marker.group().endswith(" : ") else content[marker.end() :]
+        blocks[-1].append(content)
+        indent = None if marker else own_indent
+    return [" ".join(block).strip() for block in blocks if block]
 
 
 _SKIPPED_FOLDERS = frozenset(
     ("test", "tests", "testing", "idle_test", "site-packages", "dist-packages", "_vendor", "__pycache__")
-)
-_TEXT_SUFFIXES = (".rst", ".md", ".txt")
-_SKIPPED_TEXTS = re.compile(
-    r"licen[sc]e|copying|notice|authors|contributors|third|top_level|entry_points|requires|sources|record|vocab"
-    r"|cmake|changelog|news|history",
-    re.IGNORECASE,
 )
 _FILES_PER_TASK = 200
 _MIN_DOCUMENT = 300
@@ -223,13 +179,18 @@ _LINE_START = re.compile(r"\n[ \t]*(?P<prefix>[rRuU]?)\Z")
 def source_files() -> list[Path]:
     """Return the files of this installation to make documents of, in a fixed order.
 
-    The standard library comes first (its manual topics before the modules), then the installed packages.
+    The standard library comes first, then the installed packages.
     """
     paths = sysconfig.get_paths()
     roots = [Path(paths["stdlib"])]
     installed = [Path(entry) for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
     roots += sorted(set(installed) | {Path(paths["purelib"]), Path(paths["platlib"])})
-    return [file for root in roots for file in _walk(root)]
+    return [
+        file
+        for root in roots
+        for file in sorted(root.rglob("*.py"))
+        if _SKIPPED_FOLDERS.isdisjoint(file.relative_to(root).parts)
+    ]
 
 
 def documents(file: Path) -> list[list[str]]:
@@ -238,16 +199,14 @@ def documents(file: Path) -> list[list[str]]:
     A file is one document, except for the manual topics of ``pydoc``, which are one each. An unreadable file
     has none.
     """
+    if file.parts[-2:] == ("pydoc_data", "topics.py"):
+        return [prose_paragraphs(topic) for topic in topics.values()]
     try:
         text = file.read_bytes().decode("utf-8", "replace")
     except OSError:
         return []
-    if file.suffix != ".py":
-        return [prose_paragraphs(text.partition("\n\n")[2] if file.name == "METADATA" else text)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "\d" in a docstring
-        if file.parts[-2:] == ("pydoc_data", "topics.py"):
-            return [prose_paragraphs(topic) for topic in _topics(text)]
         return [[paragraph for doc in docstrings(text) for paragraph in prose_paragraphs(doc)]]
 
 
@@ -267,17 +226,6 @@ def docstrings(source: str) -> Iterator[str]:
             yield inspect.cleandoc(ast.literal_eval(line_start["prefix"] + literal.group()))
         except (SyntaxError, ValueError):
             continue
-
-
-def _walk(root: Path) -> Iterator[Path]:
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS)
-        for name in sorted(names):
-            is_text = name == "METADATA" or (
-                name.endswith(_TEXT_SUFFIXES) and not _SKIPPED_TEXTS.search(name)
-            )
-            if name.endswith(".py") or is_text:
-                yield Path(folder, name)
 
 
 def write_snapshot(path: Path, *, processes: int, progress: Progress) -> None:
@@ -304,17 +252,6 @@ def write_snapshot(path: Path, *, processes: int, progress: Progress) -> None:
             "this Python comes without documentation (python -OO? stripped?); give a source of text"
         )
     write_atomically(path, ("\n".join(lines) + "\n").encode())
-
-
-def _topics(source: str) -> list[str]:
-    """Return the texts of ``topics = {name: text, ...}``."""
-    dictionaries = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Dict))
-    return [
-        value.value
-        for node in dictionaries
-        for value in node.values
-        if isinstance(value, ast.Constant) and isinstance(value.value, str)
-    ]
 
 
 def _documents(files: list[Path]) -> list[list[str]]:
