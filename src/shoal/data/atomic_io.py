@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UsageError
 
 PARTIAL = ".partial"
 """Suffix of a file that is being written; one left behind by a kill is overwritten by the next run."""
@@ -72,6 +72,26 @@ def read_whole(path: Path) -> bytes:
             "one that was meant?"
         )
     return data
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a user's file in UTF-8, without a byte order mark.
+
+    Raises:
+        UsageError: it cannot be read, is not UTF-8, or is empty.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UsageError(
+            f"{path}, line {line}: byte {error.start + 1} is not UTF-8; convert the file"
+        ) from None
+    if not text.strip():
+        raise UsageError(f"{path}: the file is empty")
+    return text
 
 
 def sha256_of(path: Path) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.data.atomic_io import write_atomically
+from shoal.data.atomic_io import read_text, write_atomically
 from shoal.errors import UsageError, did_you_mean
 from shoal.json_text import parse_json
 
@@ -72,7 +72,46 @@ def read_squad(path: Path, *, misplaced: Misplaced) -> SquadData:
         UsageError: the file cannot be read, is not SQuAD, holds an id twice or no question; or holds a
             misplaced answer, which is refused.
     """
-    return _Reader(path, misplaced).read()
+    tree = _load(path)
+    # the official scorers do not need answer_start, so a file that is only scored may lack it
+    optional = ("is_impossible", "answer_start") if misplaced == "keep" else ("is_impossible",)
+    _check_shape(path, tree, _FILE, "", optional)
+    listed = [
+        (f"data[{a}].paragraphs[{p}]", paragraph)
+        for a, article in enumerate(tree["data"])
+        for p, paragraph in enumerate(article["paragraphs"])
+    ]
+    questions: list[Question] = []
+    place_of: dict[str, str] = {}
+    misplaced_at: list[str] = []
+    num_dropped, is_marked = 0, False
+    for number, (place, paragraph) in enumerate(listed):
+        for q, entry in enumerate(paragraph["qas"]):
+            here, name = f"{place}.qas[{q}]", entry["id"]
+            if name in place_of:
+                raise UsageError(
+                    f"{path}: {here}.id {name!r} is that of {place_of[name]} too; each question needs its own"
+                )
+            place_of[name] = here
+            is_marked |= "is_impossible" in entry
+            answers, wrong = _read_answers(path, entry["answers"], paragraph["context"], here, misplaced)
+            misplaced_at += wrong
+            if entry["answers"] and not answers:
+                num_dropped += 1
+                continue
+            is_impossible = entry.get("is_impossible", False)
+            questions.append(Question(name, entry["question"], number, answers, is_impossible))
+    if not questions:
+        dropped = f" ({num_dropped} were left out: misplaced answers)" if num_dropped else ""
+        raise UsageError(f"{path}: holds no question{dropped}")
+    return SquadData(
+        path=path,
+        version="2.0" if is_marked or not all(q.answers for q in questions) else "1.1",
+        paragraphs=tuple(paragraph["context"] for _, paragraph in listed),
+        questions=tuple(questions),
+        misplaced=tuple(misplaced_at),
+        num_dropped=num_dropped,
+    )
 
 
 def describe_misplaced(data: SquadData) -> str | None:
@@ -127,100 +166,55 @@ def shorten(names: tuple[str, ...] | list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-class _Reader:
-    """Reads the tree of a data file; ``place`` is the path of keys to the current node."""
+_ANSWER = {"text": str, "answer_start": int}
+_QUESTION = {"id": str, "question": str, "answers": [_ANSWER], "is_impossible": bool}
+_FILE = {"data": [{"paragraphs": [{"context": str, "qas": [_QUESTION]}]}]}
 
-    def __init__(self, path: Path, misplaced: Misplaced) -> None:
-        self._path = path
-        self._policy = misplaced
-        self._paragraphs: list[str] = []
-        self._questions: list[Question] = []
-        self._place_of: dict[str, str] = {}
-        self._misplaced: list[str] = []
-        self._num_dropped = 0
-        self._marked = False
 
-    def read(self) -> SquadData:
-        tree = _load(self._path)
-        if not isinstance(tree, dict):
-            raise self._wrong(f"is {_shown(tree)}, not an object with the key 'data'; is it a file of SQuAD?")
-        for a, article in enumerate(self._get(tree, "data", list, "")):
-            for p, paragraph in enumerate(self._get(article, "paragraphs", list, f"data[{a}]")):
-                self._read_paragraph(paragraph, f"data[{a}].paragraphs[{p}]")
-        if not self._questions:
-            dropped = f" ({self._num_dropped} were left out: misplaced answers)" if self._num_dropped else ""
-            raise self._wrong(f"holds no question{dropped}")
-        return SquadData(
-            path=self._path,
-            version="2.0" if self._marked or not all(q.answers for q in self._questions) else "1.1",
-            paragraphs=tuple(self._paragraphs),
-            questions=tuple(self._questions),
-            misplaced=tuple(self._misplaced),
-            num_dropped=self._num_dropped,
-        )
+def _check_shape(path: Path, node: Any, shape: Any, place: str, optional: Sequence[str]) -> None:
+    """Check that the node at ``place``, the keys that lead to it, has the types and keys of ``shape``.
 
-    def _read_paragraph(self, paragraph: Any, place: str) -> None:
-        context = self._get(paragraph, "context", str, place)
-        self._paragraphs.append(context)
-        for q, entry in enumerate(self._get(paragraph, "qas", list, place)):
-            here = f"{place}.qas[{q}]"
-            name = self._get(entry, "id", str, here)
-            if name in self._place_of:
-                raise self._wrong(
-                    f"{here}.id {name!r} is that of {self._place_of[name]} too; each question needs its own"
+    Raises:
+        UsageError: names the first that is wrong.
+    """
+    kind: Any = shape if isinstance(shape, type) else type(shape)
+    if not isinstance(node, kind) or (kind is int and isinstance(node, bool)):
+        keys = f" with the key {next(iter(shape))!r}" if kind is dict else ""
+        raise UsageError(f"{path}: {place or 'the file'} is {_shown(node)}, but must be {_KINDS[kind]}{keys}")
+    if isinstance(shape, list):
+        for number, entry in enumerate(node):
+            _check_shape(path, entry, shape[0], f"{place}[{number}]", optional)
+    elif isinstance(shape, dict):
+        for key, inner in shape.items():
+            if key in node:
+                _check_shape(path, node[key], inner, f"{place}.{key}".lstrip("."), optional)
+            elif key not in optional:
+                raise UsageError(
+                    f"{path}: {place or 'the file'} has no key {key!r}.{did_you_mean(key, map(str, node))} "
+                    "Is it a file of SQuAD?"
                 )
-            self._place_of[name] = here
-            found = self._get(entry, "answers", list, here)
-            answers = self._read_answers(found, context, f"{here}.answers")
-            is_impossible = False
-            if "is_impossible" in entry:
-                self._marked = True
-                is_impossible = self._get(entry, "is_impossible", bool, here)
-            text = self._get(entry, "question", str, here)
-            if found and not answers:
-                self._num_dropped += 1
+
+
+def _read_answers(
+    path: Path, entries: list[Any], context: str, place: str, policy: Misplaced
+) -> tuple[tuple[Answer, ...], list[str]]:
+    """Return the answers to keep, and the places of those that are not at ``answer_start``."""
+    answers, misplaced = [], []
+    for number, entry in enumerate(entries):
+        text, start = entry["text"], entry.get("answer_start", -1)
+        if not stands_at(context, text, start):
+            here = f"{place}.answers[{number}]"
+            if policy == "refuse":
+                stands = context[max(start, 0) : max(start, 0) + len(text)]
+                raise UsageError(
+                    f"{path}: {here}: {text!r} does not stand at answer_start {start}, {stands!r} does; "
+                    "correct the file, or let such answers be skipped"
+                )
+            misplaced.append(here)
+            if policy == "skip":
                 continue
-            self._questions.append(Question(name, text, len(self._paragraphs) - 1, answers, is_impossible))
-
-    def _read_answers(self, entries: list[Any], context: str, place: str) -> tuple[Answer, ...]:
-        answers = []
-        for k, entry in enumerate(entries):
-            here = f"{place}[{k}]"
-            text = self._get(entry, "text", str, here)
-            # the official scorers do not need it, so a file that is only scored may lack it
-            if "answer_start" in entry or self._policy != "keep":
-                start = self._get(entry, "answer_start", int, here)
-            else:
-                start = -1
-            if not stands_at(context, text, start):
-                if self._policy == "refuse":
-                    stands = context[max(start, 0) : max(start, 0) + len(text)]
-                    raise self._wrong(
-                        f"{here}: {text!r} does not stand at answer_start {start}, {stands!r} does; correct "
-                        "the file, or let such answers be skipped"
-                    )
-                self._misplaced.append(here)
-                if self._policy == "skip":
-                    continue
-            answers.append(Answer(text, start))
-        return tuple(answers)
-
-    def _get(self, node: Any, key: str, kind: type, place: str) -> Any:
-        if not isinstance(node, dict):
-            raise self._wrong(f"{place} is {_shown(node)}, but must be an object with the key {key!r}")
-        if key not in node:
-            raise self._wrong(
-                f"{place or 'the file'} has no key {key!r}.{did_you_mean(key, map(str, node))} "
-                "Is it a file of SQuAD?"
-            )
-        value = node[key]
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            where = f"{place}.{key}" if place else key
-            raise self._wrong(f"{where} is {_shown(value)}, but must be {_KINDS[kind]}")
-        return value
-
-    def _wrong(self, what: str) -> UsageError:
-        return UsageError(f"{self._path}: {what}")
+        answers.append(Answer(text, start))
+    return tuple(answers), misplaced
 
 
 def stands_at(context: str, text: str, start: int) -> bool:
@@ -230,19 +224,7 @@ def stands_at(context: str, text: str, start: int) -> bool:
 
 def _load(path: Path) -> Any:
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path}: byte {error.start + 1} is not UTF-8; it must be a JSON file in UTF-8"
-        ) from None
-    if not text.strip():
-        raise UsageError(f"{path}: the file is empty; it must be JSON")
-    try:
-        return parse_json(text, str(path), error=UsageError, object_pairs_hook=_without_repeats)
+        return parse_json(read_text(path), str(path), error=UsageError, object_pairs_hook=_without_repeats)
     except _Repeated as error:
         raise UsageError(f"{path}: the key {error.args[0]!r} is there twice in one object") from None
 

@@ -6,7 +6,7 @@ MNLI's matched and mismatched sets are two files, read and scored one by one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from shoal.data.atomic_io import read_text
 from shoal.data.text.sequences import TaskData
 from shoal.data.text.special_tokens import Int32Array, Int64Array, SequenceTemplate, encode_texts, plain
 from shoal.errors import UsageError, did_you_mean
@@ -70,11 +71,11 @@ def read_classify(path: Path, columns: Columns, *, labels: Sequence[str] | None)
         UsageError: the file cannot be read, a column is not there, a line is damaged, a label is not in the
             set (with its line), or there is no example.
     """
-    if path.suffix not in _READERS:
+    if path.suffix not in (".tsv", ".jsonl"):
         raise UsageError(
             f"{path}: is known by the end of its name: .tsv (tab-separated, column names first) or .jsonl"
         )
-    found = list(_READERS[path.suffix](path, columns))
+    found = list(_rows(path, columns))
     labelled = [row for row in found if row[3] != columns.unlabelled]
     if not labelled:
         raise UsageError(f"{path}: holds no example with a label")
@@ -108,14 +109,9 @@ class ClassifyScores:
     """``counts[label][predicted]``."""
 
     @property
-    def total(self) -> int:
-        """Return the number of examples."""
-        return sum(map(sum, self.counts))
-
-    @property
     def accuracy(self) -> float:
         """Return the percentage of right predictions."""
-        return 100.0 * sum(row[k] for k, row in enumerate(self.counts)) / self.total
+        return 100.0 * sum(row[k] for k, row in enumerate(self.counts)) / sum(map(sum, self.counts))
 
     def table(self) -> str:
         """Return the confusion table as text: one row per label, one column per prediction."""
@@ -130,88 +126,52 @@ class ClassifyScores:
 
 
 def score_classify(labels: Sequence[str], gold: Iterable[int], predicted: Iterable[int]) -> ClassifyScores:
-    """Compare predictions with the labels of the data, both as indices into ``labels``.
-
-    Raises:
-        UsageError: there are not as many predictions as examples, none at all, or one outside the labels.
-    """
-    golds, guesses = list(gold), list(predicted)
-    if len(golds) != len(guesses) or not golds:
-        raise UsageError(f"{len(guesses)} predictions for {len(golds)} examples; there must be one for each")
-    for guess in (*golds, *guesses):
-        if not 0 <= guess < len(labels):
-            raise UsageError(f"{guess} is not the index of one of the {len(labels)} labels")
-    pairs = Counter(zip(golds, guesses, strict=True))
+    """Compare predictions with the labels of the data, both as indices into ``labels``."""
+    pairs = Counter(zip(gold, predicted, strict=True))
     indices = range(len(labels))
     return ClassifyScores(
         labels=tuple(labels), counts=tuple(tuple(pairs[g, p] for p in indices) for g in indices)
     )
 
 
-_Row = tuple[int, str, str | None, str]
-"""Line, texts, label."""
-
-
-def _tsv_rows(path: Path, columns: Columns) -> Iterator[_Row]:
-    lines = _lines(path)
-    names = next(lines, (1, ""))[1].split("\t")
-    where = {name: names.index(name) for name in names}
-    chosen = _chosen(path, 1, columns, where)
+def _rows(path: Path, columns: Columns) -> Iterator[tuple[int, str, str | None, str]]:
+    """Yield number, texts and label of each line that is not empty; only \\n and \\r\\n end a line."""
+    numbered = enumerate(read_text(path).split("\n"), start=1)
+    lines = ((number, line.removesuffix("\r")) for number, line in numbered if line.strip("\r"))
+    header: list[str] = []
+    if path.suffix == ".tsv":
+        header = next(lines)[1].split("\t")
+        names = _chosen(f"{path}, line 1", columns, header)
     for number, line in lines:
-        cells = line.split("\t")
-        if len(cells) != len(names):
-            raise UsageError(
-                f"{path}, line {number}: has {len(cells)} columns, but the first line names {len(names)}"
-            )
-        first, second, label = chosen
-        other = None if second is None else cells[where[second]]
-        yield number, cells[where[first]], other, cells[where[label]]
-
-
-def _jsonl_rows(path: Path, columns: Columns) -> Iterator[_Row]:
-    for number, line in _lines(path):
-        entry = parse_json(line, f"{path}, line {number}", error=UsageError)
-        if not isinstance(entry, dict):
-            raise UsageError(f"{path}, line {number}: must be a JSON object with a key for each column")
-        names = _chosen(path, number, columns, entry)
-        first, label = entry[names[0]], entry[names[2]]
-        second = None if names[1] is None else entry[names[1]]
-        texts = [first] if names[1] is None else [first, second]
+        where = f"{path}, line {number}"
+        if header:
+            cells = line.split("\t")
+            if len(cells) != len(header):
+                raise UsageError(f"{where}: has {len(cells)} columns, but the first line names {len(header)}")
+            entry: Any = dict(zip(header, cells, strict=True))
+        else:
+            entry = parse_json(line, where, error=UsageError)
+            if not isinstance(entry, dict):
+                raise UsageError(f"{where}: must be a JSON object with a key for each column")
+            names = _chosen(where, columns, entry)
+        *texts, label = (entry[name] for name in names)
         is_label = isinstance(label, str | int) and not isinstance(label, bool)
         if not is_label or not all(isinstance(text, str) for text in texts):
-            raise UsageError(f"{path}, line {number}: texts must be strings, labels strings or whole numbers")
-        yield number, first, second, str(label)
+            raise UsageError(f"{where}: texts must be strings, labels strings or whole numbers")
+        yield number, texts[0], texts[1] if len(texts) > 1 else None, str(label)
 
 
-def _chosen(path: Path, line: int, columns: Columns, present: dict[str, Any]) -> tuple[str, str | None, str]:
-    """Return the column names of both texts and of the label, after checking that they exist."""
+def _chosen(where: str, columns: Columns, present: Collection[str]) -> list[str]:
+    """Return the column names of the texts and of the label, after checking that they exist."""
     label = next((name for name in columns.label if name in present), columns.label[0])
-    for name in (columns.first, columns.second, label):
-        if name is not None and name not in present:
+    names = [name for name in (columns.first, columns.second, label) if name is not None]
+    for name in names:
+        if name not in present:
             raise UsageError(
-                f"{path}, line {line}: there is no column {name!r}, only {', '.join(map(repr, present))}."
+                f"{where}: there is no column {name!r}, only {', '.join(map(repr, present))}."
                 f"{did_you_mean(name, present)}"
             )
-    return columns.first, columns.second, label
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield number and text of each line that is not empty; only \\n and \\r\\n end a line."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        place = error.object.count(b"\n", 0, error.start) + 1
-        raise UsageError(f"{path}, line {place}: is not UTF-8; convert the file") from None
-    if not text.strip():
-        raise UsageError(f"{path}: the file is empty")
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip("\r"):
-            yield number, line.removesuffix("\r")
-
-
-_READERS = {".tsv": _tsv_rows, ".jsonl": _jsonl_rows}
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from shoal.data.atomic_io import read_text
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
 
@@ -84,7 +85,7 @@ def read_tokenizer(path: Path, *, lowercase: bool, needs: Sequence[str] = tuple(
             model, _sentencepiece_normalizer(lowercase, model.normalizer_spec.precompiled_charsmap)
         )
     elif path.suffix == ".txt":
-        tokenizer = _wordpiece(_read_vocabulary(path, data), lowercase)
+        tokenizer = _wordpiece(_read_vocabulary(path), lowercase)
     elif path.suffix == ".json":
         try:
             tokenizer = Tokenizer.from_buffer(data)
@@ -297,12 +298,8 @@ def _wordpiece_vocabulary(model: Any, vocab_size: int) -> dict[str, int]:
     return {token: number for number, token in enumerate(tokens)}
 
 
-def _read_vocabulary(path: Path, data: bytes) -> dict[str, int]:
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"tokenizer {path}: byte {error.start + 1} is not UTF-8; it must be text") from None
-    tokens = [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
+def _read_vocabulary(path: Path) -> dict[str, int]:
+    tokens = [line.rstrip("\r") for line in read_text(path).removesuffix("\n").split("\n")]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         twice = next(token for number, token in enumerate(tokens) if vocabulary[token] != number)

@@ -97,7 +97,7 @@ QAS = r"data\[0\]\.paragraphs\[0\]\.qas\[0\]"
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ([1, 2], r"is a list of 2, not an object with the key 'data'"),
+        ([1, 2], r"the file is a list of 2, but must be an object with the key 'data'"),
         ({"date": []}, r"the file has no key 'data'\. Did you mean 'date'\?"),
         ({"data": {}}, r"data is an object of 0, but must be a list"),
         ({"data": []}, r"holds no question"),
