@@ -20,7 +20,7 @@ from shoal.data.coco.augment import DetectionAugmentConfig, placement
 from shoal.data.coco.masks import bitmaps
 from shoal.data.coco.reader import SIZE_STEP
 from shoal.data.coco.results import KINDS
-from shoal.data.coco.transform import placed_pixels
+from shoal.data.coco.transform import unflipped_pixels
 from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from shoal.data.images.pixels import Pixels, finish
 from shoal.data.images.reencode import check_pillow
@@ -127,7 +127,7 @@ def objects_in(detector: Exported, pixels: Pixels, device: torch.device) -> list
     image = np.zeros((1, 3, *frame), dtype=np.float32)
     scale, shift = normalisation(IMAGENET_MEAN, IMAGENET_STD)
     part = image[0, :, : place.frame[0], : place.frame[1]]
-    finish(placed_pixels(pixels, place), part, scale=scale, shift=shift)
+    finish(unflipped_pixels(pixels, place), part, scale=scale, shift=shift)
     batch = {
         "sizes": torch.tensor([place.frame]),
         "original_size": torch.tensor([[height, width]]),

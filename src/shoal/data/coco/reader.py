@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from shoal.data.coco.masks import Bitmaps, crops
 from shoal.data.coco.transform import DetectionObjects, DetectionTransform
-from shoal.data.images.reader import DecodeThreads, DTypeName, ShardReader
+from shoal.data.images.reader import DecodeThreads, ShardReader
 from shoal.data.images.shards import ImageShards
 from shoal.data.steps import example_names
 from shoal.errors import ShoalError
@@ -41,7 +41,6 @@ class DetectionReader(ShardReader):
         *,
         seed: int,
         threads: int | None = None,
-        dtype: DTypeName = "float32",
     ) -> None:
         """Read ``shards``.
 
@@ -51,7 +50,6 @@ class DetectionReader(ShardReader):
             categories: names by id (``source.read_categories``); labels are 1, 2, … in this order.
             seed: decides the order, and is part of the transform's key.
             threads: that decode; default: the cores that this process may use.
-            dtype: of the images, as the transform writes them (uint16: the bits of bfloat16).
 
         Raises:
             UsageError: the split has no images, or ``threads`` is below 1.
@@ -63,19 +61,18 @@ class DetectionReader(ShardReader):
         sides = (max(config.shorter) + SIZE_STEP) * (config.longer + SIZE_STEP)
         self.example_tokens = 3 * (sides if config.scales is None else config.canvas**2)
         self._threads = DecodeThreads(threads)
-        self._dtype: DTypeName = dtype
         self._labels = {category: label for label, category in enumerate(self.categories, 1)}
 
     @property
     def example_bytes(self) -> int:
         """Bytes of the largest image in a batch, with masks that cover it once."""
-        return self.example_tokens * np.dtype(self._dtype).itemsize + self.example_tokens // 3
+        return 4 * self.example_tokens + self.example_tokens // 3
 
     def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> Arrays:
         """Return the images ``indices`` (``[B]``, below ``num_examples``) as they are in ``epochs``.
 
-        - ``images`` ``[B, 3, H, W]``: each frame at the top left, padded with 0; H and W are the smallest
-          multiples of :data:`SIZE_STEP` that hold all frames;
+        - ``images`` float32 ``[B, 3, H, W]``: each frame at the top left, padded with 0; H and W are the
+          smallest multiples of :data:`SIZE_STEP` that hold all frames;
         - ``sizes`` int64 ``[B, 2]``: height and width of each frame;
         - ``num_objects`` int64 ``[B]``; M below is the largest; other images are padded with 0;
         - ``boxes`` float32 ``[B, M, 4]``: x1, y1, x2, y2 in pixels of the frame;
@@ -97,7 +94,7 @@ class DetectionReader(ShardReader):
             for key, (width, height) in zip(keys, self.shards.sizes[indices_].tolist(), strict=True)
         ]
         height, width = (-(-max(sides) // SIZE_STEP) * SIZE_STEP for sides in zip(*frames, strict=True))
-        images = np.zeros((len(keys), 3, height, width), self._dtype)
+        images = np.zeros((len(keys), 3, height, width), np.float32)
         made: dict[int, tuple[DetectionObjects, list[tuple[int, int, Bitmaps]]]] = {}
 
         def make(row: int) -> None:

@@ -258,10 +258,12 @@ def score_results(truth: CocoAnnotations, found: CocoResults, kind: Kind) -> Coc
 def as_tree(truth: CocoAnnotations, scores: Sequence[CocoScore]) -> dict[str, Any]:
     """Return the figures of boxes and masks in full precision, and by category, as a JSON value."""
     tree: dict[str, Any] = {score.kind: dict(score.figures) for score in scores}
-    tree["by_category"] = [_of_category(truth, scores, category) for category in truth.categories]
+    tree["by_category"] = [
+        {
+            "id": number,
+            "name": name,
+            "AP": {score.kind: score.by_category[number] for score in scores if number in score.by_category},
+        }
+        for number, name in truth.categories.items()
+    ]
     return tree
-
-
-def _of_category(truth: CocoAnnotations, scores: Sequence[CocoScore], category: int) -> dict[str, Any]:
-    figures = {score.kind: score.by_category[category] for score in scores if category in score.by_category}
-    return {"id": category, "name": truth.categories[category], "AP": figures}

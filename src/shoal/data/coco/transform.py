@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,16 +11,14 @@ import numpy.typing as npt
 from shoal.data.coco.annotations import Rle
 from shoal.data.coco.augment import DetectionAugmentConfig, Placement, placement
 from shoal.data.coco.masks import areas, as_compressed, bitmaps, encoded, mask_library
-from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD, check_normalisation
-from shoal.data.images.pixels import Triple, finish
+from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
+from shoal.data.images.pixels import Pixels, finish
 from shoal.data.images.storage import Bytes
-from shoal.data.images.transform import IDENTITY, decode, normalisation, resized
+from shoal.data.images.transform import decode, normalisation, resized
 from shoal.errors import ShoalError
 from shoal.json_text import parse_json
 
 _LEAST_PIXELS = 1.0
-
-Pixels = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +63,14 @@ def placed_objects(extra: Bytes, shape: tuple[int, int], place: Placement) -> De
     boxes = placed_boxes(boxes, (height, width), place)
     large = np.all(boxes[:, 2:] - boxes[:, :2] >= _LEAST_PIXELS, axis=1)
     seen: list[int] = np.flatnonzero(large).tolist()
-    masks = {n: _mask_of(objects[n], image_id, (height, width), place) for n in seen}
+    masks = {}
+    for n in seen:
+        if not objects[n]["segmentation"]:
+            raise ShoalError(
+                f"object {objects[n]['id']} of image {image_id} has a box but no segmentation; Mask R-CNN "
+                "learns from masks: give it one, or leave the object out, and prepare the images again"
+            )
+        masks[n] = _placed_mask(objects[n]["segmentation"], (height, width), place)
     seen = [n for n, area in zip(seen, areas(list(masks.values())), strict=True) if area]
     return DetectionObjects(
         image_id=image_id,
@@ -76,31 +81,12 @@ def placed_objects(extra: Bytes, shape: tuple[int, int], place: Placement) -> De
     )
 
 
-def _mask_of(one: dict[str, Any], image_id: int, size: tuple[int, int], place: Placement) -> Rle:
-    mask = placed_mask(one["segmentation"], size, place)
-    if mask is None:
-        raise ShoalError(
-            f"object {one['id']} of image {image_id} has a box but no segmentation; Mask R-CNN learns from "
-            "masks: give it one, or leave the object out, and prepare the images again"
-        )
-    return mask
-
-
 class DetectionTransform:
     """Decodes and augments an image with its objects by its key. Picklable; threads may share it."""
 
-    def __init__(
-        self, config: DetectionAugmentConfig, *, mean: Triple = IMAGENET_MEAN, std: Triple = IMAGENET_STD
-    ) -> None:
-        """Augment as ``config`` describes; ``mean`` and ``std`` are of red, green, blue, for values from 0 to
-        1.
-
-        Raises:
-            UsageError: a value is out of its range.
-        """
-        check_normalisation(mean, std)
+    def __init__(self, config: DetectionAugmentConfig) -> None:
+        """Augment as ``config`` describes."""
         self.config = config
-        self._scale, self._shift = normalisation(mean, std)
 
     def frame(self, key: tuple[int, int, int], height: int, width: int) -> tuple[int, int]:
         """Return height and width of an augmented image of ``height`` × ``width``."""
@@ -111,8 +97,7 @@ class DetectionTransform:
     ) -> DetectionObjects:
         """Write the image of ``key`` = (seed, epoch, index) to ``out`` and return its objects.
 
-        ``out`` is ``[3, H, W]``, as large as the frame: float32, uint16 (the bits of bfloat16), both
-        normalised, or uint8 (as decoded).
+        ``out`` is float32 ``[3, H, W]``, as large as the frame, and normalised as ImageNet.
 
         Raises:
             ShoalError: the image or its annotations cannot be read, or do not belong together.
@@ -125,22 +110,21 @@ class DetectionTransform:
                 f"an image has {shape[1]} x {shape[0]} pixels, which the index of its shard does not say; "
                 "prepare the images again"
             )
-        scale, shift = IDENTITY if out.dtype == np.uint8 else (self._scale, self._shift)
-        unflipped = placed_pixels(pixels, replace(place, flip=False))
-        finish(unflipped, out, scale=scale, shift=shift, flip=place.flip)
+        scale, shift = normalisation(IMAGENET_MEAN, IMAGENET_STD)
+        finish(unflipped_pixels(pixels, place), out, scale=scale, shift=shift, flip=place.flip)
         return placed_objects(extra, shape, place)
 
 
-def placed_pixels(pixels: Pixels, place: Placement) -> Pixels:
-    """Return the pixels of the frame, uint8 ``[H, W, 3]``."""
+def unflipped_pixels(pixels: Pixels, place: Placement) -> Pixels:
+    """Return the pixels of the frame before the flip, uint8 ``[H, W, 3]``."""
     whole = resized(pixels, None, *place.resized)
     height, width = place.frame
     part = whole[place.top : place.top + height, place.left : place.left + width]
-    out = part
-    if part.shape[:2] != place.frame:
-        out = np.zeros((height, width, 3), dtype=np.uint8)
-        out[: part.shape[0], : part.shape[1]] = part
-    return np.ascontiguousarray(out[:, ::-1]) if place.flip else out
+    if part.shape[:2] == place.frame:
+        return part
+    out = np.zeros((height, width, 3), dtype=np.uint8)
+    out[: part.shape[0], : part.shape[1]] = part
+    return out
 
 
 def placed_boxes(
@@ -157,16 +141,14 @@ def placed_boxes(
     return np.concatenate([low, high], axis=1)
 
 
-def placed_mask(segmentation: Any, size: tuple[int, int], place: Placement) -> Rle | None:
-    """Return the mask in the frame as run lengths, ``None`` if there is none.
+def _placed_mask(segmentation: Any, size: tuple[int, int], place: Placement) -> Rle:
+    """Return the mask in the frame as run lengths.
 
     Polygons are transformed and then rasterised. Run lengths are sampled at the centre of each new pixel.
 
     Raises:
         ShoalError: run lengths are damaged.
     """
-    if not segmentation:
-        return None
     height, width = place.frame
     if isinstance(segmentation, list):
         polygons = [

@@ -80,28 +80,18 @@ class AugmentConfig:
     """Divisor of red, green, blue after the subtraction."""
 
     def __post_init__(self) -> None:
-        if self.crop not in ("resized", "padded"):
-            raise UsageError(f"crop {self.crop!r} must be 'resized' or 'padded'")
         for name in ("size", "first_size"):
             side = getattr(self, name)
             if side is not None and side < 1:
                 raise UsageError(f"{name} {side} must be at least 1 pixel")
         if self.first_size is not None and self.crop == "padded":
             raise UsageError("first_size needs crop 'resized': a padded crop has one size; leave it out")
-        for name, low, high in (
-            ("padding", 0, math.inf),
-            ("flip", 0, 1),
-            ("brightness", 0, math.inf),
-            ("contrast", 0, math.inf),
-            ("saturation", 0, math.inf),
-            ("hue", 0, 0.5),
-            ("lighting", 0, math.inf),
-            ("erase", 0, 1),
-        ):
-            value = getattr(self, name)
-            if not (low <= value <= high and math.isfinite(value)):
-                limit = f"from {low} to {high}" if math.isfinite(high) else f"finite and at least {low}"
-                raise UsageError(f"{name} {value} must be {limit}")
+        for name, high in {"flip": 1, "hue": 0.5, "erase": 1}.items():
+            if not 0 <= getattr(self, name) <= high:
+                raise UsageError(f"{name} {getattr(self, name)} must be from 0 to {high}")
+        for name in ("padding", "brightness", "contrast", "saturation", "lighting"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"{name} {getattr(self, name)} must be finite and at least 0")
         for name, limits, highest in (("area", self.area, 1.0), ("ratio", self.ratio, math.inf)):
             if not (0 < limits[0] <= limits[1] <= highest and math.isfinite(limits[1])):
                 rule = "above 0 and at most 1" if name == "area" else "above 0"

@@ -116,7 +116,7 @@ class ShardCache:
         Raises:
             ShoalError: the original differs from the manifest, or cannot be read.
         """
-        name = _file_name(info)
+        name = f"{info.name}-{info.files[TAR]['sha256'][:16]}.{TAR}"
         if self.config.evict:
             self._forget_evicted()
         data = self._maps.get(name)
@@ -189,14 +189,11 @@ class ShardCache:
             with _locked(_lock_of(path), wait=False) as is_free:  # if not, it is being opened
                 if is_free:
                     path.unlink(missing_ok=True)
-                    self._evicted(path)
                     used -= size
+                    with self._lock:
+                        self.counts.num_evicted += 1
+                        self._maps.pop(path.name, None)
         return None if used + num_bytes <= limit else _NO_ROOM
-
-    def _evicted(self, path: Path) -> None:
-        with self._lock:
-            self.counts.num_evicted += 1
-            self._maps.pop(path.name, None)
 
     def _forget_evicted(self) -> None:
         """Unmap copies that another process removed; mapped, they would keep their memory."""
@@ -261,10 +258,6 @@ def _fill(partial: Path, info: ImageShardInfo, parts: Parts) -> None:
         file.flush()
         os.fsync(file.fileno())
     info.check_facts(f"{info.name}.{TAR}", num_bytes, digest.hexdigest(), info.files[TAR])
-
-
-def _file_name(info: ImageShardInfo) -> str:
-    return f"{info.name}-{info.files[TAR]['sha256'][:16]}.{TAR}"
 
 
 def _lock_of(path: Path) -> Path:

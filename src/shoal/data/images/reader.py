@@ -21,7 +21,7 @@ import numpy.typing as npt
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.storage import Bytes
 from shoal.data.steps import SizedReader, example_names
-from shoal.decide.rng import Int64Array, Stream, below, draw, random_keys
+from shoal.decide.rng import Stream, below, draw, random_keys
 from shoal.errors import ShoalError, UsageError
 
 _RANGES_PER_THREAD = 8
@@ -183,7 +183,11 @@ class ImageReader(ShardReader):
         """
         epochs_, indices_ = example_names(epochs, indices)
         count = len(indices_)
-        images = self._empty(count, epochs_)
+        side = max((self.transform.size_at(epoch) for epoch in np.unique(epochs_).tolist()), default=1)
+        if self._channels_last:
+            images = np.empty((count, side, side, 3), self._dtype).transpose(0, 3, 1, 2)
+        else:
+            images = np.empty((count, 3, side, side), self._dtype)
         used = indices_.copy()
 
         def make(row: int) -> None:
@@ -198,12 +202,6 @@ class ImageReader(ShardReader):
             "epoch": epochs_,
             "index": indices_,
         }
-
-    def _empty(self, count: int, epochs: Int64Array) -> npt.NDArray[Any]:
-        side = max((self.transform.size_at(epoch) for epoch in np.unique(epochs).tolist()), default=1)
-        if self._channels_last:
-            return np.empty((count, side, side, 3), self._dtype).transpose(0, 3, 1, 2)
-        return np.empty((count, 3, side, side), self._dtype)
 
     def _make(self, out: npt.NDArray[Any], epoch: int, index: int) -> int:
         """Write an image to ``out``; return its index, or that of the image that replaces it."""

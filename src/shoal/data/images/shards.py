@@ -220,8 +220,7 @@ class ImageShards:
         Raises:
             ShoalError: a remote shard cannot be read, or what was to be cached is not the manifest's.
         """
-        shard, record = self._record(number)
-        return self._read(shard, int(record["offset"]), int(record["size"]))
+        return self._part(number, "offset", "size")
 
     def extra(self, number: int) -> Bytes:
         """Return the annotations of an image (``KEY.json``), or else its label as text.
@@ -229,8 +228,7 @@ class ImageShards:
         Raises:
             ShoalError: as for ``read``.
         """
-        shard, record = self._record(number)
-        return self._read(shard, int(record["extra_offset"]), int(record["extra_size"]))
+        return self._part(number, "extra_offset", "extra_size")
 
     def name(self, number: int) -> str:
         """Return the shard and the key of an image for messages: ``DIR/train-00000.tar: n01440764/10026``."""
@@ -256,6 +254,10 @@ class ImageShards:
             raise IndexError(f"image {number} of {len(self)}")
         shard = int(np.searchsorted(self.first_images, number, side="right")) - 1
         return shard, self._records[shard][number - int(self.first_images[shard])]
+
+    def _part(self, number: int, start: str, size: str) -> Bytes:
+        shard, record = self._record(number)
+        return self._read(shard, int(record[start]), int(record[size]))
 
     def _column(self, name: str) -> npt.NDArray[Any]:
         return np.concatenate([np.zeros(0, RECORD[name]), *(records[name] for records in self._records)])

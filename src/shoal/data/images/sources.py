@@ -56,26 +56,21 @@ class ImageSource(Protocol):
     @property
     def classes(self) -> tuple[str, ...]:
         """The class names in the order of their labels."""
-        ...
 
     @property
     def description(self) -> str:
         """A description of the images for the manifest."""
-        ...
 
     @property
     def splits(self) -> tuple[str, ...]:
         """``train``, and ``validation`` if there is one."""
-        ...
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """Lines to print: files that are ignored, choices that were made."""
-        ...
 
     def state(self) -> str:
         """Return a digest that changes when the source does (names, sizes, mtimes)."""
-        ...
 
     def images(self, split: str) -> Iterator[SourceImage]:
         """Yield the images of a split, always in the same order.
@@ -84,7 +79,6 @@ class ImageSource(Protocol):
             UsageError: the source cannot be used as it is.
             ShoalError: it cannot be read.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

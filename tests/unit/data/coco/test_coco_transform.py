@@ -14,7 +14,7 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from shoal.data.coco.augment import DetectionAugmentConfig, Placement, placement
 from shoal.data.coco.masks import bitmaps, crops, encoded
-from shoal.data.coco.transform import DetectionTransform, placed_boxes, placed_objects, placed_pixels
+from shoal.data.coco.transform import DetectionTransform, placed_boxes, placed_objects, unflipped_pixels
 from shoal.errors import ShoalError, UsageError
 
 HEIGHT, WIDTH = 40, 60
@@ -82,7 +82,8 @@ def test_boxes_and_masks_follow(name: str, flip: bool, as_polygons: bool) -> Non
     resized = (HEIGHT * factor, WIDTH * factor)
     place = Placement(resized=resized, top=top, left=left, frame=frame, flip=flip)
     pixels, extra = an_image(as_polygons=as_polygons)
-    objects, image = placed_objects(extra, pixels.shape[:2], place), placed_pixels(pixels, place)
+    objects, image = placed_objects(extra, pixels.shape[:2], place), unflipped_pixels(pixels, place)
+    image = image[:, ::-1] if flip else image
 
     masks = [by_hand(rectangle_mask(*rectangle), factor, place) for rectangle in RECTANGLES]
     seen = [n for n, mask in enumerate(masks) if mask.any()]
