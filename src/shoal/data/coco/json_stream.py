@@ -7,6 +7,7 @@ of the text is in memory, and of the tree what the caller keeps.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,7 +15,7 @@ from typing import Any, TextIO
 from shoal.errors import UsageError
 
 _BLOCK_CHARS = 1 << 22
-_SPACE = " \t\r\n"
+_VISIBLE = re.compile(r"[^ \t\r\n]")
 _NUMBER_GOES_ON = ("", ".", "e", "E")
 
 
@@ -124,13 +125,12 @@ class _Window:
 
     def _next_char(self) -> str:
         """Return the next character that is not white space, "" at the end."""
-        while True:
-            while self._at < len(self._text):
-                if self._text[self._at] not in _SPACE:
-                    return self._text[self._at]
-                self._at += 1
+        while not (found := _VISIBLE.search(self._text, self._at)):
+            self._at = len(self._text)
             if not self._read():
                 return ""
+        self._at = found.start()
+        return found[0]
 
     def _read(self) -> bool:
         """Drop the parsed text and read more, twice as much each time that a value is incomplete."""

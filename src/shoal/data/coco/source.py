@@ -80,12 +80,12 @@ class CocoSource:
             ShoalError: an image cannot be read.
         """
         self._run_lengths = run_lengths
-        self._splits = {TRAIN: train} | ({VALIDATION: validation} if validation else {})
+        splits = {TRAIN: train} | ({VALIDATION: validation} if validation else {})
         self._truth: dict[str, CocoAnnotations] = {}
         self._files: dict[str, list[tuple[CocoImage, Path, int]]] = {}
-        self._remarks: list[str] = []
+        self.remarks: tuple[str, ...] = ()
         digest = blake2b(digest_size=16)
-        for name, split in self._splits.items():
+        for name, split in splits.items():
             truth = self._truth[name] = read_annotations(split.annotations, on_bad=on_bad)
             if truth.categories != self.categories:
                 raise UsageError(
@@ -107,28 +107,18 @@ class CocoSource:
                     files.append((image, path, size))
                     digest.update(f"{name}\0".encode() + state)
             digest.update(_state_of(split.annotations)[1])
-            self._remarks += truth.bad.lines()
+            self.remarks += tuple(truth.bad.lines())
             if num_empty:
-                self._remarks.append(f"{num_empty:,} images without objects are left out (--keep-empty)")
+                self.remarks += (f"{num_empty:,} images without objects are left out (--keep-empty)",)
+        self.splits = tuple(splits)
+        parts = [f"{split.images} with {split.annotations}" for split in splits.values()]
+        self.description = f"COCO: {' and '.join(parts)}, {len(self.categories)} categories"
         self._state = f"{digest.hexdigest()} {on_bad} {keep_empty} {run_lengths}"
 
     @property
     def categories(self) -> Mapping[int, str]:
         """Names by id, in the order of their labels."""
         return self._truth[TRAIN].categories
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        return tuple(self._splits)
-
-    @property
-    def description(self) -> str:
-        parts = [f"{split.images} with {split.annotations}" for split in self._splits.values()]
-        return f"COCO: {' and '.join(parts)}, {len(self.categories)} categories"
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        return tuple(self._remarks)
 
     def state(self) -> str:
         return self._state

@@ -93,7 +93,6 @@ class ShardCache:
         self._declined: set[str] = set()
         self._lock = threading.Lock()
         self._changed_ns = 0
-        self._has_warned = False
         try:
             config.directory.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
@@ -208,10 +207,10 @@ class ShardCache:
     def _decline(self, name: str, reason: str) -> None:
         with self._lock:
             self.counts.num_declined += 1
+            is_first = self.counts.num_declined == 1
             if reason != _NO_ROOM:
                 self._declined.add(name)
-            has_warned, self._has_warned = self._has_warned, True
-        if not has_warned:
+        if is_first:
             print(
                 f"cache {self.name}: {reason}; shards without a copy are read where they are "
                 "(slower): give the cache more bytes or another folder",
@@ -227,13 +226,11 @@ def _check_owner(folder: Path, state: os.stat_result) -> None:
         UsageError: it belongs to another user, or others may write to it.
     """
     mode = stat.S_IMODE(state.st_mode)
-    if state.st_uid != os.geteuid():
-        problem = f"belongs to the user with the id {state.st_uid}, not to this one ({os.geteuid()})"
-    elif mode & (stat.S_IWGRP | stat.S_IWOTH):
-        problem = f"has the mode {mode:04o}, with which others may put images there"
-    else:
-        return
-    raise UsageError(f"cache {folder} {problem}; remove it, or name another folder as the cache")
+    if state.st_uid != os.geteuid() or mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UsageError(
+            f"cache {folder} has the mode {mode:04o} and belongs to the user with the id {state.st_uid}, but "
+            f"only this one ({os.geteuid()}) may write there; remove it, or name another folder as the cache"
+        )
 
 
 def _mapped(path: Path, num_bytes: int) -> memoryview | None:

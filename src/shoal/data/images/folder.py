@@ -46,7 +46,7 @@ class FolderSource:
                 is given for a source that has validation images.
             ShoalError: a folder cannot be read.
         """
-        self._path, self._seed = path, seed
+        self._seed = seed
         folders = _folders(path)
         self._roots = {TRAIN: path}
         self._left_alone: list[str] = []
@@ -68,15 +68,9 @@ class FolderSource:
         self._share = 0.0 if VALIDATION in self._roots else share
         self.classes = tuple(_folders(self._roots[TRAIN]))
         self._check_classes()
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        return (TRAIN, VALIDATION) if self._share or VALIDATION in self._roots else (TRAIN,)
-
-    @property
-    def description(self) -> str:
+        self.splits = (TRAIN, VALIDATION) if self._share or VALIDATION in self._roots else (TRAIN,)
         held_out = f", {self._share:g} of each class held out" if self._share else ""
-        return f"{self._path}, {len(self.classes)} classes{held_out}"
+        self.description = f"{path}, {len(self.classes)} classes{held_out}"
 
     @property
     def remarks(self) -> tuple[str, ...]:

@@ -118,9 +118,7 @@ def _decompress(data: bytes) -> bytes:
     stream = zlib.decompressobj()
     found = stream.decompress(data, MAX_WHOLE_BYTES)
     if not stream.eof:
-        is_full = len(found) >= MAX_WHOLE_BYTES
-        what = f"unpacks to more than {MAX_WHOLE_BYTES:,} bytes" if is_full else "was cut short"
-        raise ValueError(f"a compressed element {what}")
+        raise ValueError(f"an element was cut short or unpacks to more than {MAX_WHOLE_BYTES:,} bytes")
     return found
 
 
@@ -169,17 +167,12 @@ NAMED_TRUTH = "imagenet_2012_validation_synset_labels.txt"
 META = "meta.mat"
 
 
-class Truth(NamedTuple):
-    """A line of the ground truth, and the synset that it means."""
-
-    line: str
-    synset: str
-
-
 def read_ground_truth(
     folder: Path, truth: Path | None = None, synsets: Path | None = None
-) -> tuple[str, list[Truth]]:
-    """Return the name and the lines of the ground truth: the given files, or those in ``folder``.
+) -> tuple[str, list[tuple[str, str]]]:
+    """Return the name of the ground truth and its lines, each with the synset that it means.
+
+    It is in the given files, or in ``folder``.
 
     There it is the development kit, packed (``ILSVRC2012_devkit_t12.tar.gz``) or not, or its files beside the
     tars, or ``imagenet_2012_validation_synset_labels.txt``, which names synsets.
@@ -211,7 +204,7 @@ def read_ground_truth(
             )
         if line.isdecimal() and int(line) not in meanings:
             raise UsageError(f"{name}, line {number}: {where} has no number {line}")
-        lines.append(Truth(line, meanings[int(line)] if line.isdecimal() else line))
+        lines.append((line, meanings[int(line)] if line.isdecimal() else line))
     return name, lines
 
 
@@ -284,6 +277,7 @@ class ImageNetSource:
     """The two tars of ImageNet as a source (:class:`shoal.data.images.sources.ImageSource`)."""
 
     splits = (TRAIN, VALIDATION)
+    remarks: tuple[str, ...] = ()
 
     def __init__(
         self, folder: Path, *, ground_truth: Path | None = None, synsets: Path | None = None
@@ -312,15 +306,8 @@ class ImageNetSource:
         if not self._tars:
             raise UsageError(f"{self._train} has no tars of classes (n01440764.tar, …); is it ImageNet's?")
         self.classes = tuple(sorted(self._tars))
+        self.description = f"ImageNet in {folder}, {len(self.classes)} classes"
         self._labels = self._labels_of(name, truth)
-
-    @property
-    def description(self) -> str:
-        return f"ImageNet in {self._train.parent}, {len(self.classes)} classes"
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        return ()
 
     def state(self) -> str:
         digest = blake2b(digest_size=16)
@@ -344,7 +331,7 @@ class ImageNetSource:
                     for member in found:
                         yield _image(self._train, member, label, f"{tar.name}: {member.name}")
 
-    def _labels_of(self, name: str, truth: list[Truth]) -> list[int]:
+    def _labels_of(self, name: str, truth: list[tuple[str, str]]) -> list[int]:
         """Return the label of each validation image, in the order of their names."""
         num_images = len(self._validation_members)
         if len(truth) != num_images:

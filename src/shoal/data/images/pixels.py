@@ -6,8 +6,8 @@ every adjustment.) Hue is shifted without sectors: with V the largest channel an
 smallest, each channel is V - C·max(0, min(k, 4 - k, 1)), where k = (n + 6·hue) mod 6 and n = 5, 3, 1 for red,
 green, blue: the closed form of HSV to RGB.
 
-``finish`` runs ``csrc/image`` if the extension is built; ``finish_numpy`` is the same formula in NumPy, the
-fallback and the reference of the tests.
+``finish`` runs ``csrc/image`` if the extension is built, else the same formula in NumPy, which is also the
+reference of the tests.
 """
 
 from __future__ import annotations
@@ -54,32 +54,19 @@ def finish(
     Raises:
         UsageError: shapes, types or strides are others.
     """
-    if not native.is_built():
-        finish_numpy(image, out, scale=scale, shift=shift, flip=flip, jitter=jitter)
+    if native.is_built():
+        if image.strides[1:] != (3, 1):
+            image = np.ascontiguousarray(image)
+        steps = [(JITTERS.index(name), factor) for name, factor in jitter]
+        try:
+            native.core().finish_image(image, out, steps, scale, shift, flip, level)
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"finish an image: {str(error).splitlines()[0]}") from None
         return
-    if image.strides[1:] != (3, 1):
-        image = np.ascontiguousarray(image)
-    steps = [(JITTERS.index(name), factor) for name, factor in jitter]
-    try:
-        native.core().finish_image(image, out, steps, scale, shift, flip, level)
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"finish an image: {str(error).splitlines()[0]}") from None
-
-
-def finish_numpy(
-    image: Pixels,
-    out: npt.NDArray[Any],
-    *,
-    scale: Triple,
-    shift: Triple,
-    flip: bool = False,
-    jitter: Sequence[tuple[Jitter, float]] = (),
-) -> None:
-    """Compute ``finish`` in NumPy, for any strides."""
     seen = image[:, ::-1] if flip else image
     rgb: Floats = np.ascontiguousarray(seen.transpose(2, 0, 1)).astype(np.float32)
     for name, factor in jitter:
-        rgb = adjust(rgb, name, factor)
+        rgb = _adjusted(rgb, name, factor)
     rgb *= _columns(scale)
     rgb += _columns(shift)
     if out.dtype == np.uint8:
@@ -91,7 +78,7 @@ def finish_numpy(
         out[...] = rgb
 
 
-def adjust(rgb: Floats, name: Jitter, factor: float) -> Floats:
+def _adjusted(rgb: Floats, name: Jitter, factor: float) -> Floats:
     """Return float32 ``[3, H, W]``, values from 0 to 255, after one adjustment."""
     if name == "hue":
         return _shift_hue(rgb, factor).clip(0, 255)

@@ -132,7 +132,8 @@ class CentreTransform:
         if self.resize is not None:
             shorter, longer = self.resize, int(self.resize * max(height, width) / min(height, width))
             height, width = (longer, shorter) if width <= height else (shorter, longer)
-            pixels = _middle(resized(pixels, None, height, width), self.size)
+            top, left = _half(height - self.size), _half(width - self.size)
+            pixels = resized(pixels, None, height, width)[top : top + self.size, left : left + self.size]
         else:
             assert self.fraction is not None
             side = max(1, round(self.fraction * min(height, width)))
@@ -213,11 +214,6 @@ def resized(pixels: Pixels, box: Box | None, height: int, width: int) -> Pixels:
     resize = _torchvision().transforms.v2.functional.resize_image
     smaller: Pixels = resize(dense, [height, width], antialias=True).permute(1, 2, 0).numpy()
     return smaller
-
-
-def _middle(pixels: Pixels, size: int) -> Pixels:
-    top, left = (_half(side - size) for side in pixels.shape[:2])
-    return pixels[top : top + size, left : left + size]
 
 
 def _half(pixels: int) -> int:

@@ -309,7 +309,7 @@ def test_a_folder_of_another_user_is_refused(prepared):
     folder = prepared.parent / "cache" / OWN_FOLDER
     folder.mkdir(parents=True, mode=0o700)
     os.chown(folder, 12345, -1)
-    with pytest.raises(UsageError, match=r"belongs to the user with the id 12345, not to this one \(0\)"):
+    with pytest.raises(UsageError, match=r"belongs to the user with the id 12345, but only this one \(0\)"):
         opened(prepared, num_shards=4)
 
 
