@@ -39,7 +39,6 @@ _CHECK_S = 0.1
 class _Task:
     """A future to be set."""
 
-    completer: Completer
     work: EngineWork
     depth: int
     """0 if the program submitted the operation, 1 if a callback of such an operation did, and so on"""
@@ -58,9 +57,6 @@ class _Task:
         before_s, self.used_s = self.used_s, time.clock_gettime(self.clock)
         self.is_blocked = before_s == self.used_s
         return self.is_blocked
-
-
-_here = threading.local()
 
 
 class Completer:
@@ -84,12 +80,13 @@ class Completer:
         self._is_offered = False
         self._num_free = 0
         self._threads: list[threading.Thread] = []
+        self._here = threading.local()
+        """``task``: the one whose callbacks the thread is running"""
         self._stopping = False
 
     def _running(self) -> _Task | None:
         """Return the task whose callbacks the calling thread is running."""
-        task: _Task | None = getattr(_here, "task", None)
-        return task if task is not None and task.completer is self else None
+        return getattr(self._here, "task", None)
 
     def begin(self, submit: Callable[[], int], name: str, limit: timedelta) -> int:
         """Submit an operation for the program or for a callback, and return its handle.
@@ -125,7 +122,6 @@ class Completer:
             stopping = self._stopping
             if not stopping:
                 self._tasks[work.handle] = _Task(
-                    self,
                     work,
                     depth=0 if outer is None else outer.depth + 1,
                     num_begun=self._num_begun if outer is None else outer.num_begun,
@@ -188,9 +184,9 @@ class Completer:
                 with self._changed:
                     self._done.update(done)
                 while (task := self._take(turn)) is not None:
-                    _here.task, task.clock = task, clock
+                    self._here.task, task.clock = task, clock
                     task.work.complete_future()
-                    _here.task = None
+                    self._here.task = None
                     self._end(task)
 
     def _has(self, turn: object) -> bool:

@@ -151,8 +151,10 @@ def _violation(value: Any, rule: Rule, name: str = "it") -> str:
     if isinstance(rule, dict):
         if not isinstance(value, dict):
             return f"{name} is {value!r:.200}, not an object"
-        for field in sorted(rule.keys() ^ value.keys()):
-            return f"{name} has no field {field}" if field in rule else f"{name} has a field {field!r:.200}"
+        if missing := rule.keys() - value.keys():
+            return f"{name} has no field {', '.join(sorted(missing))}"
+        if unknown := value.keys() - rule.keys():
+            return f"{name} has unknown fields: {sorted(unknown)!r:.200}"
         problems = [_violation(value[field], each, field) for field, each in rule.items()]
         return next(filter(None, problems), "")
     if isinstance(rule, list):
