@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
 import os
@@ -116,11 +117,9 @@ def interface_address(given: str) -> str:
     Raises:
         UsageError: it is neither.
     """
-    try:
+    with contextlib.suppress(OSError):
         socket.inet_aton(given)
         return given
-    except OSError:
-        pass
     request = struct.pack("256s", given.encode()[:_INTERFACE_NAME_BYTES])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -54,7 +54,7 @@ class DeviceGroup:
         )  # fmt: skip
         self.bounce_buffers = BounceBuffers(device)
         self._stopped = threading.Event()
-        self._layout: RankLayout | None = None
+        self._knows_layout = False
         self._hierarchical: HierarchicalRoutes | None = None
         self._flat: Engine | None = None
         self._engines: list[Engine] = []
@@ -109,8 +109,8 @@ class DeviceGroup:
     def _route(self, request: CollectiveRequest) -> Route:
         if self._group.size == 1 or request.output.numel() == 0:
             return flat_route(request, None, 0, 1)
-        layout = self._exchange_layout()
-        if layout.is_hierarchical and request.op in INTRA_HOST_OPS and self._hierarchical is not None:
+        self._exchange_layout()
+        if self._hierarchical is not None and request.op in INTRA_HOST_OPS:
             return self._hierarchical.route(request)
         if self._flat is None:
             self._exchange("all", None)
@@ -119,15 +119,15 @@ class DeviceGroup:
 
     # ---- rendezvous ---------------------------------------------------------------------------------------
 
-    def _exchange_layout(self) -> RankLayout:
-        if self._layout is None:
-            group = self._group
-            found = self._exchange("place", [host_identity(), self._device.identity()])
-            layout = RankLayout.of([(host, device) for host, device in found], group.rank)
-            if layout.is_hierarchical and group.options.order == "host":
-                self._connect_hierarchy(layout)
-            self._layout = layout
-        return self._layout
+    def _exchange_layout(self) -> None:
+        """Find out which ranks share a host, and connect these; only the first call does anything."""
+        if self._knows_layout:
+            return
+        found = self._exchange("place", [host_identity(), self._device.identity()])
+        layout = RankLayout.of([(host, device) for host, device in found], self._group.rank)
+        if layout.is_hierarchical and self._group.options.order == "host":
+            self._connect_hierarchy(layout)
+        self._knows_layout = True
 
     def _connect_hierarchy(self, layout: RankLayout) -> None:
         """Connect the ranks of this host and of this rail, unless the intra-host group of any rank fails."""
