@@ -16,12 +16,11 @@ from shoal.pipelining.device_placement import move_stages, shard_stages
 from shoal.pipelining.init_meta import Initialise, init_meta
 from shoal.pipelining.loss import Count, default_count, micro_batches
 from shoal.pipelining.pipeline_plan import decide
-from shoal.pipelining.process_groups import ProcessGroups, make_process_groups, measure_link
-from shoal.pipelining.runtime import Pipeline, Settings, Unsplit
+from shoal.pipelining.process_groups import make_process_groups, measure_link
+from shoal.pipelining.runtime import Pipeline, Settings
 from shoal.pipelining.stage_runner import StageRunner
 from shoal.pipelining.stage_sources import Graph, Named, Source
-from shoal.pipelining.tied_weights import owners, repeated
-from shoal.pipelining.verify import run_unsplit
+from shoal.pipelining.tied_weights import repeated, users
 
 SCHEDULE_ALIASES = {"simple": "gpipe"}
 """SageMaker's names."""
@@ -172,7 +171,7 @@ def pipeline(
     )
     stages = source.stages(plan.cuts)
     placement = plan.schedule.placement
-    names = [stage.parameter_names.values() for stage in stages]
+    used_by = users([stage.parameter_names.values() for stage in stages], placement)
     mine = [stage for stage, rank in zip(stages, placement, strict=True) if rank == groups.rank]
     runners = {stage.index: StageRunner(stage) for stage in mine}
     if next(model.parameters()).is_meta:
@@ -180,12 +179,14 @@ def pipeline(
     else:
         move_stages(place, mine)
     if shard and data_parallel is not None and data_parallel.size() > 1:
-        shard_stages(runners.values(), data_parallel, repeated(names, placement))
+        shard_stages(runners.values(), data_parallel, repeated(used_by))
     checked = verify or plan.schedule.name in SPLIT_BACKWARD
+    if checked and any(parameter.is_meta for parameter in model.parameters()):
+        raise UsageError("verify needs a model that is not on the meta device: it is run unsplit")
     return Pipeline(
         plan,
         runners,
-        owners(names, placement),
+        used_by,
         groups,
         Settings(
             example={name: tensor.to("meta") for name, tensor in example.items()},
@@ -194,7 +195,7 @@ def pipeline(
             title=type(model).__name__,
         ),
         aliases=source.aliases,
-        reference=_reference(model, source, groups) if checked else None,
+        unsplit=(model, source.unsplit) if checked else None,
     )
 
 
@@ -221,10 +222,3 @@ def device_of(device: torch.device | str | None, mesh: DeviceMesh | None) -> tor
     if mesh is not None and mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu" if mesh is None else mesh.device_type)
-
-
-def _reference(model: nn.Module, source: Source, groups: ProcessGroups) -> Unsplit:
-    """Return a function that runs batches through the unsplit model."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise UsageError("verify needs a model that is not on the meta device: it is run unsplit")
-    return lambda parts, weights, streams: run_unsplit(model, source.unsplit, parts, weights, streams, groups)

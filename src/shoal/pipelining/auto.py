@@ -7,12 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.decide.autotune import Conditions
-from shoal.decide.cost import Link
 from shoal.decide.layout_search import choose_layout
 from shoal.decide.partition import Memory, Optimize
 from shoal.pipelining.api import device_of, make_mesh
@@ -76,9 +74,40 @@ def auto_layout(
     place = device_of(device, None)
     groups = make_process_groups(None, None, place)
     link = measure_link(groups)
-    decided = groups.decide_first(
-        lambda: _decide(model, global_batch, groups.num_ranks, memory, shard, optimize, link, place)
-    )
+
+    def decide() -> dict[str, Any]:
+        rows = num_rows(global_batch)
+        sizes = [size for size in MICRO_BATCH_SIZES if rows % size == 0]
+        base = sizes[len(sizes) // 2]
+        home = next((parameter.device for parameter in model.parameters()), place)
+        example = {
+            name: (tensor[:base] if tensor.ndim else tensor).detach().to(home)
+            for name, tensor in global_batch.items()
+        }
+        layouts = choose_layout(
+            Graph(model, example).cost(place),
+            groups.num_ranks,
+            memory,
+            global_batch_size=rows,
+            micro_batch_size=base,
+            micro_batch_sizes=sizes,
+            conditions=Conditions(link=link, optimize=optimize),
+            shard=shard,
+        )
+        best = layouts[0]
+        return {
+            "pipeline": best.pipeline,
+            "data": best.data,
+            "options": {
+                "microbatches": best.num_micro_batches,
+                "schedule": best.choice.schedule.name,
+                "virtual_stages": best.num_virtual,
+                "cuts": list(best.choice.cuts),
+            },
+            "text": explain_layouts(layouts, title=f"{type(model).__name__} on {groups.num_ranks} workers"),
+        }
+
+    decided = groups.decide_first(decide)
     mesh = make_mesh(
         place.type, pipeline=decided["pipeline"], data=decided["data"], placement_strategy=placement_strategy
     )
@@ -92,45 +121,3 @@ def auto_layout(
         **decided["options"],
     }
     return AutoLayout(mesh, options, decided["text"])
-
-
-def _decide(
-    model: nn.Module,
-    global_batch: Mapping[str, Tensor],
-    num_workers: int,
-    memory: Memory,
-    shard: bool,
-    optimize: Optimize,
-    link: Link | None,
-    place: torch.device,
-) -> dict[str, Any]:
-    rows = num_rows(global_batch)
-    sizes = [size for size in MICRO_BATCH_SIZES if rows % size == 0]
-    base = sizes[len(sizes) // 2]
-    home = next((parameter.device for parameter in model.parameters()), place)
-    example = {
-        name: (tensor[:base] if tensor.ndim else tensor).detach().to(home)
-        for name, tensor in global_batch.items()
-    }
-    layouts = choose_layout(
-        Graph(model, example).cost(place),
-        num_workers,
-        memory,
-        global_batch_size=rows,
-        micro_batch_size=base,
-        micro_batch_sizes=sizes,
-        conditions=Conditions(link=link, optimize=optimize),
-        shard=shard,
-    )
-    best = layouts[0]
-    return {
-        "pipeline": best.pipeline,
-        "data": best.data,
-        "options": {
-            "microbatches": best.num_micro_batches,
-            "schedule": best.choice.schedule.name,
-            "virtual_stages": best.num_virtual,
-            "cuts": list(best.choice.cuts),
-        },
-        "text": explain_layouts(layouts, title=f"{type(model).__name__} on {dist.get_world_size()} workers"),
-    }

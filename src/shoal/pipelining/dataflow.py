@@ -90,8 +90,8 @@ class Dataflow:
         for node in nodes:
             for each in (node, *node.all_input_nodes):
                 if each not in self.position:
-                    found |= self._sources[each][1]
-        return found
+                    found |= self._sources[each]
+        return found - self.position.keys()
 
     # ---- in-place operations ----------------------------------------------------------------------------
 
@@ -189,21 +189,14 @@ class Dataflow:
 
     # ---- liveness and gradients -------------------------------------------------------------------------
 
-    def _find_sources(self) -> dict[fx.Node, tuple[frozenset[fx.Node], frozenset[fx.Node]]]:
-        """Return node -> (body values, placeholders) from which the node's value can be computed."""
-        sources: dict[fx.Node, tuple[frozenset[fx.Node], frozenset[fx.Node]]] = {}
-        nothing: frozenset[fx.Node] = frozenset()
+    def _find_sources(self) -> dict[fx.Node, frozenset[fx.Node]]:
+        """Return node -> the body values and placeholders from which the node's value can be computed."""
+        sources: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in self.nodes:
-            if node.op != "call_function":
-                sources[node] = (nothing, frozenset([node]))
-            elif node in self.position:
-                sources[node] = (frozenset([node]), nothing)
+            if node.op != "call_function" or node in self.position:
+                sources[node] = frozenset([node])
             else:
-                inputs = [sources[n] for n in node.all_input_nodes]
-                sources[node] = (
-                    nothing.union(*(body for body, _ in inputs)),
-                    nothing.union(*(leaves for _, leaves in inputs)),
-                )
+                sources[node] = frozenset[fx.Node]().union(*(sources[n] for n in node.all_input_nodes))
         return sources
 
     def _find_last_uses(self) -> dict[fx.Node, int]:
@@ -215,7 +208,7 @@ class Dataflow:
         users.append((len(self.body), [n for n in self.exported.outputs if isinstance(n, fx.Node)]))
         for position, inputs in users:
             for source in inputs:
-                for value in self._sources[source][0]:
+                for value in self._sources[source] & last.keys():
                     last[value] = max(last[value], position)
         return last
 
@@ -229,7 +222,9 @@ class Dataflow:
             if node.op != "call_function" or node.target is torch.ops.aten.detach.default:
                 continue
             no_grad = "wrap_with_set_grad_enabled" in str(node.target) and node.args[0] is False
-            if not no_grad and _is_differentiable(node) and any(n in found for n in node.all_input_nodes):
+            values = _tensors(node.meta.get("val"))
+            differentiable = any(value.is_floating_point() or value.is_complex() for value in values)
+            if not no_grad and differentiable and any(n in found for n in node.all_input_nodes):
                 found.add(node)
         return found
 
@@ -291,8 +286,3 @@ def _is_contraction(node: fx.Node) -> bool:
     if not isinstance(operation, torch._ops.OpOverload):
         return True
     return any(word in operation._schema.name for word in _CONTRACTIONS)
-
-
-def _is_differentiable(node: fx.Node) -> bool:
-    values = _tensors(node.meta.get("val"))
-    return any(value.is_floating_point() or value.is_complex() for value in values)

@@ -13,10 +13,24 @@ _WIDTH = 96
 
 
 def explain(
-    plan: Plan, predicted: Timeline, traced: Timeline | None, *, title: str, num_replicas: int
+    plan: Plan,
+    predicted: Timeline,
+    traced: Timeline | None,
+    *,
+    title: str,
+    num_replicas: int,
+    why: str | None = None,
 ) -> str:
-    """Return a report of several lines of at most about 110 characters."""
-    return _explain(plan, predicted, traced, title, num_replicas, _why(plan, predicted))
+    """Return a report of several lines of at most about 110 characters.
+
+    Args:
+        why: the reason for the layout; default: a comparison with the plan's alternatives.
+    """
+    parts = [_head(plan, predicted, title, num_replicas), _stages(plan), _ranks(plan, predicted)]
+    parts += [why or _why(plan, predicted), _drawn("predicted", predicted, plan)]
+    if traced is not None:
+        parts.append(_drawn("traced", traced, plan))
+    return "\n\n".join(parts)
 
 
 def explain_layouts(layouts: Sequence[Layout], *, title: str) -> str:
@@ -41,17 +55,8 @@ def explain_layouts(layouts: Sequence[Layout], *, title: str) -> str:
         )
     for other in layouts[1:]:
         lines += [f"next: {_ms(other.step_s)} a step, {other}", f"      {other.reason}"]
-    return _explain(plan, choice.timeline, None, title, best.data, "\n".join(lines))
-
-
-def _explain(
-    plan: Plan, predicted: Timeline, traced: Timeline | None, title: str, num_replicas: int, why: str
-) -> str:
-    parts = [_head(plan, predicted, title, num_replicas), _stages(plan), _ranks(plan, predicted), why]
-    parts.append(_drawn("predicted", predicted, plan))
-    if traced is not None:
-        parts.append(_drawn("traced", traced, plan))
-    return "\n\n".join(parts)
+    why = "\n".join(lines)
+    return explain(plan, choice.timeline, None, title=title, num_replicas=best.data, why=why)
 
 
 def _head(plan: Plan, predicted: Timeline, title: str, num_replicas: int) -> str:

@@ -82,7 +82,7 @@ def export_model(model: nn.Module, inputs: Mapping[str, Tensor], training: bool)
                 "set what does not change in the model itself"
             )
     try:
-        with _mode(model, training), _without_caches(model):
+        with in_mode(model, training), _without_caches(model):
             program = torch.export.export(model, (), dict(inputs), strict=False)
     except Exception as error:
         raise UsageError(_refusal(model, error)) from error
@@ -102,7 +102,8 @@ def alias_names(model: nn.Module) -> dict[str, str]:
 
 
 @contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put a model in training or evaluation mode; one in that mode keeps its frozen (``eval``) modules."""
     before = [(module, module.training) for module in model.modules()]
     if model.training != training:
         model.train(training)
@@ -131,7 +132,7 @@ def _read(program: Any, model: nn.Module, inputs: dict[str, Tensor], training: b
     """Extract what a split needs from the exported program, and take over its graph."""
     signature, module = program.graph_signature, program.graph_module
     if signature.inputs_to_lifted_custom_objs:
-        raise UsageError(f"{_name_of(model)} uses TorchScript objects, which a pipeline cannot split")
+        raise UsageError(f"{type(model).__name__} uses TorchScript objects, which a pipeline cannot split")
     aliases = alias_names(model)
     placeholders = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
     _, kwargs = pytree.tree_unflatten(list(signature.user_inputs), program.call_spec.in_spec)
@@ -183,13 +184,9 @@ def _clean(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if node.op not in ("call_function", "get_attr") or node.users:
             continue
-        if node.op == "get_attr" or _is_check(node) or not _changes_something(node):
+        is_check = str(node.target).startswith(("aten._assert", "aten.sym_constrain_range"))
+        if node.op == "get_attr" or is_check or not _changes_something(node):
             graph.erase_node(node)
-
-
-def _is_check(node: fx.Node) -> bool:
-    name = str(node.target)
-    return name.startswith(("aten._assert", "aten.sym_constrain_range"))
 
 
 def _changes_something(node: fx.Node) -> bool:
@@ -210,7 +207,7 @@ def _refusal(model: nn.Module, error: Exception) -> str:
     children = [name for name, _ in model.named_children()]
     half = max(1, len(children) // 2)
     return (
-        f"{_name_of(model)} cannot be exported{where}: {reason}. Give the modules of each stage by name "
+        f"{type(model).__name__} cannot be exported{where}: {reason}. Give the modules of each stage by name "
         f"instead, e.g. modules={[children[:half], children[half:]]}"
     )
 
@@ -226,17 +223,12 @@ def _model_frame(model: nn.Module, error: BaseException) -> traceback.FrameSumma
         chain.append(link)
         link = link.__cause__ or link.__context__
     for each in reversed(chain):
-        frames = [f for f in traceback.extract_tb(each.__traceback__) if _is_users(f.filename)]
+        frames = [
+            frame
+            for frame in traceback.extract_tb(each.__traceback__)
+            if not frame.filename.startswith(_TORCH_AND_OURS)
+            and (not frame.filename.startswith(_STDLIB) or "-packages" in frame.filename)
+        ]
         if frames:
             return ([f for f in frames if f.filename in files] or frames)[-1]
     return None
-
-
-def _is_users(path: str) -> bool:
-    if path.startswith(_TORCH_AND_OURS):
-        return False
-    return not path.startswith(_STDLIB) or "-packages" in path
-
-
-def _name_of(model: nn.Module) -> str:
-    return type(model).__name__

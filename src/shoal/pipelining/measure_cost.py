@@ -24,20 +24,13 @@ from shoal.pipelining.unit_runner import UnitModule, run_units, unit_modules
 from shoal.pipelining.units import Units, units_of
 
 
-def measure_cost(
-    exported: Exported,
-    *,
-    units: Units | None = None,
-    inputs: Mapping[str, Tensor] | None = None,
-    repetitions: int = 5,
-) -> ModelCost:
+def measure_cost(exported: Exported, *, repetitions: int = 5) -> ModelCost:
     """Return the measured cost of every unit, for one micro-batch, on the device that the model is on.
 
     The model is unchanged afterwards: gradients, buffers and generators too. It needs the memory of a
     training step of the whole model; one that does not fit is estimated (``roofline.estimate_cost``).
 
     Args:
-        inputs: one micro-batch; default: the one it was exported with.
         repetitions: of each pass, after one warm-up.
 
     Raises:
@@ -47,8 +40,7 @@ def measure_cost(
         raise UsageError(
             "measuring needs a model on a real device, exported for training: estimate_cost takes one on meta"
         )
-    units = units or units_of(exported)
-    inputs = dict(inputs or exported.inputs)
+    units, inputs = units_of(exported), exported.inputs
     weights, constants = all_weights(exported.model), nn.Module()
     modules = unit_modules(units, weights, constants)
     (whole,) = split(exported, [], units=units)
@@ -60,7 +52,7 @@ def measure_cost(
             timings.counts = whole_timings.counts = repetition > 0
             run_units(modules, inputs, units.flow.gradient, timings.watch)
             _run_whole(whole, inputs, whole_timings)
-    forward, backward = (_scaled(timings.best(f), whole_timings.best(f)[0]) for f in (True, False))
+    forward, backward = (_scaled(timings.best[f], whole_timings.best[f][0]) for f in (True, False))
     return cost_of(units, forward, backward, saved, "measured")
 
 
@@ -70,7 +62,7 @@ class Timings:
     def __init__(self, num_units: int, device: torch.device) -> None:
         self.counts = True
         self._device = device
-        self._best = {forward: [float("inf")] * num_units for forward in (True, False)}
+        self.best = {forward: [float("inf")] * num_units for forward in (True, False)}
 
     @contextmanager
     def watch(self, index: int, forward: bool) -> Iterator[None]:
@@ -80,11 +72,7 @@ class Timings:
         yield
         self._wait()
         if self.counts:
-            best = self._best[forward]
-            best[index] = min(best[index], time.perf_counter() - started)
-
-    def best(self, forward: bool) -> list[float]:
-        return self._best[forward]
+            self.best[forward][index] = min(self.best[forward][index], time.perf_counter() - started)
 
     def _wait(self) -> None:
         if self._device.type != "cpu":
@@ -136,8 +124,7 @@ def cost_of(
 
 def all_weights(model: nn.Module) -> nn.Module:
     """Return all parameters and buffers of a model, by their canonical names."""
-    names = [name for name, _ in model.named_parameters()]
-    return container_of(model, names, [name for name, _ in model.named_buffers()])
+    return container_of(model, {name for name, _ in (*model.named_parameters(), *model.named_buffers())})
 
 
 def _run_whole(stage: StageModule, inputs: Mapping[str, Tensor], timings: Timings) -> None:

@@ -73,7 +73,10 @@ class ProcessGroups:
                 decided = {"value": action()}
             except ShoalError as error:
                 decided = {"error": str(error), "usage": isinstance(error, UsageError)}
-        decided = self._from_first(decided)
+        if self.data_group is not None and self.rank == 0:
+            decided = broadcast_json(decided, self.data_group, self.device)
+        if self.num_ranks > 1:
+            decided = broadcast_json(decided, self.group, self.device)
         if "error" in decided:
             raise _error_of(decided)
         return decided["value"]
@@ -98,12 +101,6 @@ class ProcessGroups:
                 failed_with = broadcast_json(failed_with, self.group, self.device, root=rank)
                 raise _error_of(failed_with) from failure
         return result
-
-    def _from_first(self, value: Any) -> Any:
-        """Return the ``value`` (of what JSON can hold) of the first rank of the first replica."""
-        if self.data_group is not None and self.rank == 0:
-            value = broadcast_json(value, self.data_group, self.device)
-        return broadcast_json(value, self.group, self.device) if self.num_ranks > 1 else value
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum ``tensor`` over all ranks of all replicas, in place."""

@@ -26,7 +26,7 @@ from shoal.pipelining.stage_runner import StageRunner
 from shoal.pipelining.state_dict import ModelPart
 from shoal.pipelining.tied_weights import TiedWeights
 from shoal.pipelining.trace import Tracer, clock_offset, gather, step_row, timeline_of
-from shoal.pipelining.verify import Reference, compare
+from shoal.pipelining.verify import compare, run_unsplit
 from shoal.record import PipelineStep
 
 
@@ -52,11 +52,6 @@ class Settings:
     """Name of the model, for reports."""
 
 
-Streams = Callable[[int], AbstractContextManager[None]]
-Unsplit = Callable[[Sequence[Batch], Sequence[Tensor], Streams], Reference]
-"""Runs micro-batches with their weights on the unsplit model, in the streams of each."""
-
-
 class Pipeline:
     """This worker's part of a model that is split over several workers.
 
@@ -75,19 +70,20 @@ class Pipeline:
         self,
         plan: Plan,
         runners: Mapping[int, StageRunner],
-        owners: Mapping[str, tuple[int, ...]],
+        users: Mapping[str, Sequence[int]],
         groups: ProcessGroups,
         settings: Settings,
         *,
         aliases: Mapping[str, str],
-        reference: Unsplit | None = None,
+        unsplit: tuple[nn.Module, Callable[[Batch], object]] | None = None,
     ) -> None:
         """
         Args:
             runners: this rank's stages by index, on their device.
-            owners: the pipeline ranks that hold each parameter.
+            users: the pipeline rank of each stage that uses a parameter.
             aliases: other names of tied weights -> canonical names.
-            reference: computes a batch on the unsplit model; the first step is compared with it.
+            unsplit: the model, and a function that runs it on a micro-batch; the first step is compared with
+                it.
         """
         self.plan = plan
         self.timeline = plan.timeline()
@@ -97,12 +93,12 @@ class Pipeline:
         self._runners = dict(runners)
         self._groups = groups
         self._settings = settings
-        self._reference = reference
-        self._draws: Streams = _no_streams
+        self._unsplit = unsplit
+        self._trains = True
         parameters, buffers, not_saved = state_of(runners.values())
         self.module = ModelPart(parameters, buffers, aliases=aliases, not_saved=not_saved)
         self._parameters = parameters
-        self._ties = TiedWeights(owners, parameters, groups.group)
+        self._ties = TiedWeights(users, parameters, groups.group)
         self._replicas = ReplicaSum(groups.data_group)
         self._replicated = self._find_replicated()
         self._left: dict[int, set[nn.Parameter]] = {}
@@ -136,8 +132,9 @@ class Pipeline:
         self.module.zero_grad(set_to_none=True)
         with self._failures.step():
             weights = self._weights(parts)
-            self._draws = self._streams()
-            reference = self._reference(parts, weights, self._draws) if self._reference else None
+            reference = None
+            if self._unsplit is not None:
+                reference = run_unsplit(*self._unsplit, parts, weights, self._stream, self._groups)
             self._set_mode(True)
             self._left = {stage: set(parameters) for stage, parameters in self._replicated.items()}
             self._tracer.start()
@@ -150,7 +147,7 @@ class Pipeline:
                 self._keep_trace()
         if reference is not None:
             compare(reference, loss, self._parameters, self._groups)
-            self._reference = None
+            self._unsplit = None
         self.step_number += 1
         return loss
 
@@ -168,7 +165,6 @@ class Pipeline:
             self._share_buffers()
             weights = self._weights(parts)
             self._set_mode(False)
-            self._draws = _no_streams
             if last is not None:
                 last.losses.clear()
                 last.outputs.clear()
@@ -194,18 +190,6 @@ class Pipeline:
         """Return whether this rank counts a parameter in norms: the first rank counts one tied over
         several."""
         return self._ties.owned(name)
-
-    def _streams(self) -> Streams:
-        """Return the random streams of micro-batch m of this replica's next step."""
-        number = self.plan.schedule.num_micro_batches
-        size, first = num_rows(self._settings.example) // number, self._groups.replica * number
-        step, seed = self.step_number, self._settings.seed
-
-        def of_micro_batch(micro_batch: int) -> AbstractContextManager[None]:
-            begin = (first + micro_batch) * size
-            return streams(seed, step, range(begin, begin + size))
-
-        return of_micro_batch
 
     def explain(self) -> str:
         """Return a report: stages, their cost and memory, the timeline, and the reason for this layout."""
@@ -253,6 +237,7 @@ class Pipeline:
         return self._groups.sum(total).float()
 
     def _set_mode(self, training: bool) -> None:
+        self._trains = training
         for runner in self._runners.values():
             runner.train(training)
 
@@ -274,7 +259,14 @@ class Pipeline:
         return self._runtimes[training]
 
     def _inside(self, kind: str, stage: int, micro_batch: int) -> AbstractContextManager[None]:
-        return self._draws(micro_batch) if kind == "F" else nullcontext()
+        return self._stream(micro_batch) if kind == "F" and self._trains else nullcontext()
+
+    def _stream(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Return the random stream of a micro-batch of this replica's next step."""
+        number = self.plan.schedule.num_micro_batches
+        size = num_rows(self._settings.example) // number
+        begin = (self._groups.replica * number + micro_batch) * size
+        return streams(self._settings.seed, self.step_number, range(begin, begin + size))
 
     # ---- gradients over replicas ------------------------------------------------------------------------
 
@@ -311,10 +303,6 @@ class Pipeline:
         groups, schedule = self._groups, self.plan.schedule
         boxes = gather(self._tracer.boxes(), schedule, self._offset_s, groups.group, groups.device)
         self.traced = timeline_of(boxes, self.timeline, schedule.num_ranks)
-
-
-def _no_streams(micro_batch: int) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def _peers(plan: Plan, groups: ProcessGroups) -> dict[int, str]:

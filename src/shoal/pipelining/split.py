@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -31,52 +31,44 @@ def split(
     """Return the stages of a model that is cut before the units ``cuts``.
 
     Args:
-        evaluation: the same model's other graph; its parts join the stages, on the same parameters, and
-            ``stage.train()`` and ``stage.eval()`` choose between them.
+        exported: the graph of training mode, unless only one mode is run.
+        cuts: units, which grow.
+        evaluation: the same model's graph of evaluation mode; its parts join the stages, on the same
+            parameters, and ``stage.train()`` and ``stage.eval()`` choose between them.
         units: ``units_of(exported)``, if already computed.
 
     Raises:
-        UsageError: cuts that do not divide the units, or an evaluation graph of another structure.
+        UsageError: an evaluation graph of another structure.
     """
     units = units or units_of(exported)
-    flows = {exported.training: units.flow}
-    bounds = {exported.training: units.bounds(cuts)}
+    parts = [(units.flow, units.bounds(cuts))]
     if evaluation is not None:
-        if evaluation.training == exported.training or evaluation.model is not exported.model:
-            raise UsageError("evaluation must be the same model, exported in the other mode")
         other = Dataflow(evaluation)
-        flows[evaluation.training] = other
-        bounds[evaluation.training] = _same_places(units.flow, units.bounds(cuts), other)
-    return [_stage(index, len(cuts) + 1, flows, bounds) for index in range(len(cuts) + 1)]
+        parts.append((other, _same_places(units.flow, units.bounds(cuts), other)))
+    stages = []
+    for index in range(len(cuts) + 1):
+        weights = container_of(exported.model, _tensors_of(index, parts))
+        constants = nn.Module()
+        stages.append(
+            StageModule(
+                index=index,
+                num_stages=len(cuts) + 1,
+                weights=weights,
+                constants=constants,
+                bodies={
+                    flow.exported.training: _body(flow, *bounds[index], weights, constants)
+                    for flow, bounds in parts
+                },
+                output_spec=exported.output_spec,
+                device=exported.device,
+            )
+        )
+    return stages
 
 
-def _stage(
-    index: int, num_stages: int, flows: dict[bool, Dataflow], bounds: dict[bool, Bounds]
-) -> StageModule:
-    exported = next(iter(flows.values())).exported
-    weights = _weights(index, flows, bounds)
-    constants = nn.Module()
-    bodies = {
-        mode: _body(flow, bounds[mode][index], index == num_stages - 1, weights, constants)
-        for mode, flow in flows.items()
-    }
-    return StageModule(
-        index=index,
-        num_stages=num_stages,
-        weights=weights,
-        constants=constants,
-        bodies=bodies,
-        output_spec=exported.output_spec,
-        device=exported.device,
-    )
-
-
-def _body(
-    flow: Dataflow, bounds: tuple[int, int], is_last: bool, weights: nn.Module, constants: nn.Module
-) -> Body:
-    begin, end = bounds
-    received = flow.crossing(begin) if begin else []
-    sent = [] if is_last else flow.crossing(end)
+def _body(flow: Dataflow, begin: int, end: int, weights: nn.Module, constants: nn.Module) -> Body:
+    is_last = end == len(flow.body)
+    received, sent = flow.crossing(begin), [] if is_last else flow.crossing(end)
     results = flow.exported.outputs if is_last else sent
     run, input_names = assemble(
         flow, begin, end, given=received, results=results, weights=weights, constants=constants
@@ -96,33 +88,25 @@ def _spec(node: fx.Node, flow: Dataflow) -> TensorSpec:
     return TensorSpec(shape=tuple(value.shape), dtype=value.dtype, requires_grad=needs_gradient)
 
 
-def _weights(index: int, flows: dict[bool, Dataflow], bounds: dict[bool, Bounds]) -> nn.Module:
-    """Return the tensors that the stage's graphs read; the first stage also keeps those that no graph
-    reads."""
-    parameters: set[str] = set()
-    buffers: set[str] = set()
-    for mode, flow in flows.items():
-        is_last = index == len(bounds[mode]) - 1
-        read = _leaves(flow, bounds[mode][index], is_last)
-        parameters |= {name for node, name in flow.exported.parameter_nodes.items() if node in read}
-        buffers |= {name for node, name in flow.exported.buffer_nodes.items() if node in read}
-    model = next(iter(flows.values())).exported.model
+def _tensors_of(index: int, parts: Sequence[tuple[Dataflow, Bounds]]) -> set[str]:
+    """Return the tensors that a stage's graphs read; the first stage also keeps those that no graph reads."""
+    names = set[str]()
+    for flow, bounds in parts:
+        names |= _read(flow, *bounds[index])
     if index == 0:
-        read_names: set[str] = set()
-        for flow in flows.values():
-            everything = _leaves(flow, (0, len(flow.body)), True)
-            names = {**flow.exported.parameter_nodes, **flow.exported.buffer_nodes}
-            read_names |= {name for node, name in names.items() if node in everything}
-        parameters |= {name for name, _ in model.named_parameters()} - read_names
-        buffers |= {name for name, _ in model.named_buffers()} - read_names
-    in_order = [name for name, _ in model.named_parameters() if name in parameters]
-    return container_of(model, in_order, [name for name, _ in model.named_buffers() if name in buffers])
+        model = parts[0][0].exported.model
+        names |= {name for name, _ in (*model.named_parameters(), *model.named_buffers())}.difference(
+            *(_read(flow, 0, len(flow.body)) for flow, _ in parts)
+        )
+    return names
 
 
-def _leaves(flow: Dataflow, bounds: tuple[int, int], is_last: bool) -> set[fx.Node]:
-    begin, end = bounds
-    results = flow.exported.outputs if is_last else []
-    return flow.needed([*flow.body[begin:end], *results], flow.crossing(begin) if begin else [])
+def _read(flow: Dataflow, begin: int, end: int, *, buffers: bool = True) -> set[str]:
+    """Return the parameters and buffers that the body positions [begin, end) and their results need."""
+    results = flow.exported.outputs if end == len(flow.body) else []
+    needed = flow.needed([*flow.body[begin:end], *results], flow.crossing(begin))
+    names = flow.exported.parameter_nodes | (flow.exported.buffer_nodes if buffers else {})
+    return {name for node, name in names.items() if node in needed}
 
 
 def _same_places(flow: Dataflow, bounds: Bounds, other: Dataflow) -> Bounds:
@@ -134,7 +118,7 @@ def _same_places(flow: Dataflow, bounds: Bounds, other: Dataflow) -> Bounds:
     labels = {label: position for position, label in enumerate(_labels(other))}
     places = [labels.get(label) for label in _labels(flow)]
     valid = [position for position, crossing in other.crossings() if other.may_cut(position, crossing)]
-    owned = [_parameters(flow, *each, is_last=each is bounds[-1]) for each in bounds]
+    owned = [_read(flow, *each, buffers=False) for each in bounds]
     starts = [0]
     for index, (begin, _) in enumerate(bounds[1:], start=1):
         aim = next((place for place in places[begin:] if place is not None), len(other.body) - 1)
@@ -142,8 +126,8 @@ def _same_places(flow: Dataflow, bounds: Bounds, other: Dataflow) -> Bounds:
         for position in sorted(valid, key=lambda position: abs(position - aim)):
             if position <= starts[-1]:
                 continue
-            before = _parameters(other, starts[-1], position, is_last=False)
-            rest = _parameters(other, position, len(other.body), is_last=True)
+            before = _read(other, starts[-1], position, buffers=False)
+            rest = _read(other, position, len(other.body), buffers=False)
             if before <= owned[index - 1] and rest <= behind:
                 starts.append(position)
                 break
@@ -165,11 +149,6 @@ def _labels(flow: Dataflow) -> list[tuple[str, str, int]]:
         counts[kind] = counts.get(kind, -1) + 1
         labels.append((*kind, counts[kind]))
     return labels
-
-
-def _parameters(flow: Dataflow, begin: int, end: int, *, is_last: bool) -> set[str]:
-    names = flow.exported.parameter_nodes
-    return {names[node] for node in _leaves(flow, (begin, end), is_last) if node in names}
 
 
 # ---- modules from parts of a graph -----------------------------------------------------------------------
@@ -210,17 +189,19 @@ def assemble(
     return module, tuple(inputs.values())
 
 
-def container_of(model: nn.Module, parameters: Iterable[str], buffers: Iterable[str]) -> nn.Module:
-    """Return a module that holds some parameters and buffers of a model, the same objects, by their names."""
+def container_of(model: nn.Module, names: Collection[str]) -> nn.Module:
+    """Return a module that holds parameters and buffers of a model, the same objects, by canonical names."""
     container = nn.Module()
-    for name in parameters:
-        owner, field = owner_of(container, name)
-        owner.register_parameter(field, model.get_parameter(name))
-    for name in buffers:
-        owner, field = owner_of(container, name)
-        original = model.get_submodule(name.rpartition(".")[0])
-        persistent = field not in original._non_persistent_buffers_set
-        owner.register_buffer(field, model.get_buffer(name), persistent=persistent)
+    for name, parameter in model.named_parameters():
+        if name in names:
+            owner, field = owner_of(container, name)
+            owner.register_parameter(field, parameter)
+    for name, buffer in model.named_buffers():
+        if name in names:
+            owner, field = owner_of(container, name)
+            original = model.get_submodule(name.rpartition(".")[0])
+            persistent = field not in original._non_persistent_buffers_set
+            owner.register_buffer(field, buffer, persistent=persistent)
     return container
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.errors import UsageError, did_you_mean
-from shoal.pipelining.export_graph import alias_names
+from shoal.pipelining.export_graph import alias_names, in_mode
 from shoal.pipelining.measure_cost import undisturbed
 from shoal.pipelining.random_streams import own_stream, streams
 from shoal.pipelining.stage import Body, StageModule, TensorSpec, owner_of
@@ -139,15 +139,9 @@ def _values_between(links: list[_Link], inputs: Inputs) -> list[Any]:
 
 def _compare(model: nn.Module, links: list[_Link], inputs: Inputs) -> Any:
     """Return the structure of the model's output; refuse a chain that returns anything else."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            expected, spec = pytree.tree_flatten(model(**inputs))
-            found, found_spec = pytree.tree_flatten(_values_between(links, inputs)[-1])
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with in_mode(model, False), torch.no_grad():
+        expected, spec = pytree.tree_flatten(model(**inputs))
+        found, found_spec = pytree.tree_flatten(_values_between(links, inputs)[-1])
     if spec != found_spec or not all(map(_same, expected, found)):
         raise UsageError(
             f"the modules {[link.name for link in links]}, one after the other, do not return what "

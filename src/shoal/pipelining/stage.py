@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from shoal.errors import UsageError
-
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
@@ -39,6 +37,7 @@ class Body:
     """Takes the relayed values, then the root inputs in the order of ``input_names``."""
     input_names: tuple[str, ...]
     relayed_in: tuple[TensorSpec, ...]
+    """Empty for the first stage."""
     relayed_out: tuple[TensorSpec, ...]
     """Empty for the last stage."""
 
@@ -65,7 +64,7 @@ class StageModule(nn.Module):
         """Args:
         weights: parameters and buffers under their canonical names.
         constants: tensors that the model made while it was traced, as buffers that are not saved.
-        bodies: the training body under ``True``, the evaluation body under ``False``; one may be missing.
+        bodies: the training body under ``True``, the evaluation body under ``False``, unless never run.
         device: where the model was traced.
         aliases: other name of a tied weight -> its canonical name, where ``weights`` has other names.
         """
@@ -78,32 +77,11 @@ class StageModule(nn.Module):
         self._bodies = dict(bodies)
         self._device = device
         self._aliases = dict(aliases or {})
-        self.training = True in self._bodies
 
     @property
     def body(self) -> Body:
         """Return the body of the current mode."""
-        if self.training not in self._bodies:
-            mode = "training" if self.training else "evaluation"
-            raise UsageError(
-                f"stage {self.index} was split without a graph for {mode}: export one and pass it"
-            )
         return self._bodies[self.training]
-
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        """Names of the root inputs that the stage reads."""
-        return self.body.input_names
-
-    @property
-    def relayed_in(self) -> tuple[TensorSpec, ...]:
-        """Values from the stage before; empty for the first stage."""
-        return self.body.relayed_in
-
-    @property
-    def relayed_out(self) -> tuple[TensorSpec, ...]:
-        """Values for the next stage; empty for the last stage."""
-        return self.body.relayed_out
 
     @property
     def parameter_names(self) -> dict[str, str]:
@@ -121,16 +99,10 @@ class StageModule(nn.Module):
         """Compute the values for the next stage; the last stage returns the model's flattened outputs.
 
         Args:
-            relayed: values as specified by ``relayed_in``.
+            relayed: values as specified by ``body.relayed_in``.
             inputs: root inputs by name; those that the stage does not read are ignored.
-
-        Raises:
-            UsageError: an input that the stage reads is missing.
         """
         body = self.body
-        missing = [name for name in body.input_names if name not in inputs]
-        if missing:
-            raise UsageError(f"stage {self.index} reads the inputs {missing}, which the batch does not have")
         values = [_contiguous_gradient(value) for value in relayed]
         outputs = body.run(*values, *(inputs[name] for name in body.input_names))
         if self.index == self.num_stages - 1:

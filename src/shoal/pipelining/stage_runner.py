@@ -34,9 +34,9 @@ class StageRunner(nn.Module):
 
     def forward(self, *received: Tensor, **inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the stage; the last one returns its loss alone."""
-        stage = self.stage
-        values = [decode(value, spec.dtype) for value, spec in zip(received, stage.relayed_in, strict=True)]
-        outputs = stage(*values, **{name: inputs[name] for name in stage.input_names})
+        stage, specs = self.stage, self.stage.body.relayed_in
+        values = [decode(value, spec.dtype) for value, spec in zip(received, specs, strict=True)]
+        outputs = stage(*values, **inputs)
         if stage.index < stage.num_stages - 1:
             return tuple(encode(value) for value in outputs)
         result = tree_unflatten(list(outputs), stage.output_spec)
@@ -48,13 +48,13 @@ class StageRunner(nn.Module):
 
     def received(self) -> list[Tensor]:
         """Return meta tensors of the values that the stage receives in its current mode."""
-        return _travelling(self.stage.relayed_in)
+        return _travelling(self.stage.body.relayed_in)
 
     def sent(self) -> list[Tensor]:
         """Return meta tensors of the values that it sends; of the last stage, its loss."""
         if self.stage.index == self.stage.num_stages - 1:
             return [torch.empty((), device="meta", requires_grad=True)]
-        return _travelling(self.stage.relayed_out)
+        return _travelling(self.stage.body.relayed_out)
 
 
 def _travelling(specs: Sequence[TensorSpec]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,24 +24,8 @@ DEFAULT_RATES = Rates(flops_per_s=60e12, bytes_per_s=1.3e12)
 """For devices that a model was not measured on: about what an A100 reaches in matrix products of TF32."""
 
 
-class Source(Protocol):
-    """A model that can be split."""
-
-    aliases: dict[str, str]
-    """Other names of tied weights -> canonical names."""
-
-    def cost(self, device: torch.device) -> ModelCost:
-        """Return the cost of its units for one micro-batch on a device."""
-
-    def stages(self, cuts: Sequence[int]) -> list[StageModule]:
-        """Return its stages, which begin at the units ``cuts`` and at the first."""
-
-    def unsplit(self, part: Batch) -> Any:
-        """Run it unsplit on a micro-batch, in training mode, on the same random streams as the stages."""
-
-
 class Graph:
-    """An exported model.
+    """An exported model. ``aliases`` are other names of tied weights -> canonical names.
 
     Raises:
         UsageError: it cannot be exported; the message has the line and the reason.
@@ -61,6 +45,7 @@ class Graph:
         return estimate_cost(self._training, DEFAULT_RATES)
 
     def stages(self, cuts: Sequence[int]) -> list[StageModule]:
+        """Return its stages, which begin at the units ``cuts`` and at the first."""
         return split(self._training, cuts, evaluation=self._evaluation)
 
     def unsplit(self, part: Batch) -> Any:
@@ -100,7 +85,7 @@ class Named:
             )
             for stage in self._stages
         )
-        relays = (sum(spec.num_bytes for spec in stage.relayed_out) for stage in self._stages[:-1])
+        relays = (sum(spec.num_bytes for spec in stage.body.relayed_out) for stage in self._stages[:-1])
         return ModelCost(units=units, relay_bytes=tuple(relays), source="roofline")
 
     def stages(self, cuts: Sequence[int]) -> list[StageModule]:
@@ -109,3 +94,7 @@ class Named:
     def unsplit(self, part: Batch) -> Any:
         whole = self._whole.train()
         return pytree.tree_unflatten(list(whole(**part)), whole.output_spec)
+
+
+Source = Graph | Named
+"""A model that can be split."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -19,54 +20,47 @@ from torch.distributed.tensor import DTensor
 from shoal.pipelining.process_groups import exchange
 
 
-def owners(names_of_stages: Sequence[Iterable[str]], placement: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return the pipeline ranks that hold each parameter, ascending.
+def users(names_of_stages: Sequence[Iterable[str]], placement: Sequence[int]) -> dict[str, list[int]]:
+    """Return the pipeline rank of each stage that uses a parameter, ascending, for each parameter.
 
     Args:
         names_of_stages: the canonical names of each stage's parameters.
         placement: the rank of each stage.
     """
-    ranks: dict[str, set[int]] = defaultdict(set)
-    for names, rank in zip(names_of_stages, placement, strict=True):
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, names in sorted(zip(placement, map(set, names_of_stages), strict=True), key=itemgetter(0)):
         for name in names:
-            ranks[name].add(rank)
-    return {name: tuple(sorted(held)) for name, held in ranks.items()}
+            ranks[name].append(rank)
+    return ranks
 
 
-def repeated(names_of_stages: Sequence[Iterable[str]], placement: Sequence[int]) -> set[str]:
+def repeated(users: Mapping[str, Sequence[int]]) -> set[str]:
     """Return the parameters that several stages of one rank use, on any rank.
 
     They are not sharded: FSDP2 supports a parameter in one module only, and copies must have equal shards.
     """
-    seen: set[tuple[int, str]] = set()
-    found: set[str] = set()
-    for names, rank in zip(names_of_stages, placement, strict=True):
-        for name in set(names):
-            if (rank, name) in seen:
-                found.add(name)
-            seen.add((rank, name))
-    return found
+    return {name for name, ranks in users.items() if len(set(ranks)) < len(ranks)}
 
 
 class TiedWeights:
     """The parameters that several ranks of a pipeline hold.
 
     Args:
-        owners: ranks of every parameter of the model, as returned by :func:`owners`.
+        users: ranks of every parameter of the model, as returned by :func:`users`.
         parameters: this rank's, by canonical name.
     """
 
     def __init__(
         self,
-        owners: Mapping[str, tuple[int, ...]],
+        users: Mapping[str, Sequence[int]],
         parameters: Mapping[str, nn.Parameter],
         group: dist.ProcessGroup,
     ) -> None:
-        self._owners = owners
+        self._ranks = {name: tuple(sorted(set(ranks))) for name, ranks in users.items()}
         self._group = group
         self._rank = dist.get_rank(group)
         shared: dict[tuple[tuple[int, ...], str], list[nn.Parameter]] = defaultdict(list)
-        for name, ranks in sorted(owners.items()):
+        for name, ranks in sorted(self._ranks.items()):
             if len(ranks) > 1 and self._rank in ranks:
                 parameter = parameters[name]
                 if parameter.requires_grad:
@@ -76,7 +70,7 @@ class TiedWeights:
 
     def owned(self, name: str) -> bool:
         """Return whether this rank counts the parameter: the first of its holders does."""
-        return self._owners[name][0] == self._rank
+        return self._ranks[name][0] == self._rank
 
     def reduce(self) -> None:
         """Replace the gradient of every tied parameter by the sum over the ranks that hold it."""

@@ -7,7 +7,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,11 +31,11 @@ class Tracer:
     def __init__(
         self,
         device: torch.device,
-        inside: Callable[[str, int, int], AbstractContextManager[None]] | None = None,
+        inside: Callable[[str, int, int], AbstractContextManager[None]],
     ) -> None:
         self.on = False
         self._on_gpu = device.type == "cuda"
-        self._inside = inside or (lambda kind, stage, micro_batch: nullcontext())
+        self._inside = inside
         self._marks: list[tuple[Action, object, object]] = []
         self._begin: tuple[float, object] = (0.0, 0.0)
 

@@ -37,7 +37,7 @@ def run_stages(model: nn.Module, stages: Sequence[StageModule], unflatten: Any, 
     received: list[tuple[Tensor, ...]] = [()]
     sent: list[tuple[Tensor, ...]] = []
     for stage in stages:
-        outputs = stage(*received[-1], **{name: batch[name] for name in stage.input_names})
+        outputs = stage(*received[-1], **{name: batch[name] for name in stage.body.input_names})
         sent.append(outputs)
         if stage.index < stage.num_stages - 1:
             check_specs(stage, outputs)
@@ -65,7 +65,7 @@ def send(value: Tensor) -> Tensor:
 
 def check_specs(stage: StageModule, outputs: Sequence[Tensor]) -> None:
     """Check that what a stage sends is what it says it sends."""
-    for value, spec in zip(outputs, stage.relayed_out, strict=True):
+    for value, spec in zip(outputs, stage.body.relayed_out, strict=True):
         assert (tuple(value.shape), value.dtype) == (spec.shape, spec.dtype)
         assert value.is_contiguous() and value.requires_grad == (
             spec.requires_grad and torch.is_grad_enabled()
