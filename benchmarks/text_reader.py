@@ -25,8 +25,8 @@ import torch
 
 from benchmarks.harness import Benchmark, peer_module
 from shoal.data.manifest import Manifest, TokenizerInfo
-from shoal.data.steps import DataShard, StepReader
-from shoal.data.text.examples import ExampleConfig, ExampleReader, mean_fill
+from shoal.data.steps import DataShard, StepReader, evenly_spread
+from shoal.data.text.examples import ExampleConfig, ExampleReader
 from shoal.data.text.prepare import PrepareConfig, prepare_text
 from shoal.data.text.shards import ShardWriter, TextShards
 from shoal.env import test_data_dir
@@ -156,7 +156,9 @@ def report_fill(bench: Benchmark, max_seq_length: int) -> None:
             progress=False,
         )
         config = ExampleConfig(max_seq_length=max_seq_length)
-        fill = mean_fill(ExampleReader(TextShards(Path(folder), "train"), config))
+        reader = ExampleReader(TextShards(Path(folder), "train"), config)
+        batch = reader.batch(0, evenly_spread(reader.num_examples, 10_000))
+        fill = float(batch["attention_mask"].mean())
     full = 1 - config.short_seq_prob / 2
     bench.add(
         f"share of {max_seq_length} that is text, WikiText",

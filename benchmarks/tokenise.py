@@ -82,7 +82,7 @@ def main() -> int:
             shutil.copy(bench.args.source, source)
         megabytes = source.stat().st_size / 1e6
         parts = cut_chunks(find_files([str(source)], "lines"), _CHUNK_BYTES)
-        sample = read_sample(parts, "strict")
+        sample, _ = read_sample(parts, "strict")
         kinds: tuple[Kind, ...] = ("unigram", "wordpiece")
         for kind in kinds:
             text = training_sentences(sample, None)

@@ -84,13 +84,8 @@ def choose_answers(
         if with_null:
             at = features.bounds[first_window[k] : first_window[k + 1]]
             cls = at[int(np.argmin(start_logits[at] + end_logits[at]))]
-            null = _Span(
-                float(start_logits[cls]) + float(end_logits[cls]),
-                float(start_logits[cls]),
-                float(end_logits[cls]),
-                -1,
-                -1,
-            )
+            start, end = float(start_logits[cls]), float(end_logits[cls])
+            null = _Span(start + end, start, end, -1, -1)
             odds = null.score - (listed[0][1].score if listed else 0.0)
             null_odds[question.id] = odds
             if odds > config.null_threshold:

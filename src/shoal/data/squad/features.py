@@ -81,7 +81,12 @@ def make_features(data: SquadData, tokenizer: Tokenizer, config: WindowConfig) -
     room = config.max_seq_length - template.num_special - question_lengths
     step = np.minimum(room, config.doc_stride) if config.overlap is None else room - config.overlap
     if step.min() < 1:
-        raise UsageError(_no_room(config, template.num_special, int(question_lengths.max())))
+        shared = "" if config.overlap is None else f", {config.overlap} tokens of overlap"
+        raise UsageError(
+            f"max_seq_length {config.max_seq_length} has no room for the paragraph beside "
+            f"{template.num_special} special tokens, a question of {question_lengths.max()}{shared} and one "
+            "new token; raise it or lower the others"
+        )
     paragraph = np.array([q.paragraph for q in data.questions], dtype=np.int64)
     lengths = np.diff(context_bounds)[paragraph]
     num_windows = 1 + np.maximum(0, -(-(lengths - room) // step))
@@ -158,11 +163,3 @@ def _answer_tokens(
     first = np.searchsorted(offsets[:, 1] + token_base, begins + base, side="right") - bounds[paragraph]
     last = np.searchsorted(offsets[:, 0] + token_base, ends + base, side="left") - 1 - bounds[paragraph]
     return np.where((begins < 0) | (last < first), -1, first), last
-
-
-def _no_room(config: WindowConfig, num_special: int, longest: int) -> str:
-    shared = f", {config.overlap} tokens of overlap" if config.overlap is not None else ""
-    return (
-        f"max_seq_length {config.max_seq_length} has no room for the paragraph beside {num_special} special "
-        f"tokens, a question of {longest}{shared} and one new token; raise it or lower the others"
-    )

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.data.packing import Packed, pack_padded
-from shoal.data.steps import Reader, evenly_spread, example_names
+from shoal.data.steps import Reader, example_names
 from shoal.data.text.masking import (
     MAX_SEQ_LENGTH,
     choose_tokens,
@@ -154,13 +154,6 @@ class ExampleReader(Reader):
             "dropout_keys": dropout_keys(self.config.seed, epochs_, indices_),
         }
 
-    def lengths(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> Int64Array:
-        """Return the number of tokens of each example without padding, int64 ``[B]``; reads no tokens."""
-        epochs_, indices_ = example_names(epochs, indices)
-        streams = self._streams(epochs_, indices_)
-        segments = self._windows.segments(epochs_, indices_, streams[:, _SEGMENTS])
-        return segments.num_tokens + NUM_SPECIAL
-
     def _streams(self, epochs: Int64Array, indices: Int64Array) -> UInt64Array:
         keys = random_keys(self.config.seed, Stream.EXAMPLE, epochs, indices)
         return draw(keys[:, None], np.arange(4))
@@ -261,12 +254,6 @@ class _Layout:
         in_text = np.where(self.second, second_start - separator - 1, first_start - 1) + column
         begin = np.where(self.second, second_start, first_start)
         self.source: Int64Array = np.where(self.text, in_text, begin)
-
-
-def mean_fill(reader: ExampleReader, *, limit: int = 10_000) -> float:
-    """Return the mean fraction of a sequence that is not padding, over evenly spread examples of epoch 0."""
-    lengths = reader.lengths(0, evenly_spread(reader.num_examples, limit))
-    return float(lengths.mean() / reader.config.max_seq_length)
 
 
 def unigram_entropy(target_ids: npt.ArrayLike) -> float:

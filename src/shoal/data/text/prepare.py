@@ -29,7 +29,7 @@ from shoal.data.process_pool import num_cores, run_unfinished
 from shoal.data.progress import Progress
 from shoal.data.text import chunk_worker, tokenizer
 from shoal.data.text.chunk_worker import article_rank
-from shoal.data.text.corpus import Chunk, Errors, Format, SourceFile, cut_chunks, find_files, read_articles
+from shoal.data.text.corpus import Chunk, Errors, SourceFile, cut_chunks, find_files, read_articles
 from shoal.data.text.python_docs_corpus import write_snapshot
 from shoal.data.text.sentences import split_sentences
 from shoal.errors import UsageError, did_you_mean
@@ -39,7 +39,9 @@ SNAPSHOT = "builtin.txt"
 """The text of the installation as it was when the preparation began: a source like any other."""
 TOKENIZER = "tokenizer.json"
 
-_SHARD = re.compile(rf"(?:{'|'.join(chunk_worker.SPLITS)})-\d{{5}}\.(?:tokens|index)")
+_OWN_FILE = re.compile(
+    rf"(?:{'|'.join(chunk_worker.SPLITS)})-\d{{5}}\.(?:tokens|index)|{SNAPSHOT}|{TOKENIZER}"
+)
 
 _SAMPLE = "sample.json"
 _SAMPLE_CHARACTERS = 10 << 20
@@ -92,12 +94,6 @@ class PrepareOptions:
         for name, least in (("vocab_size", 16), ("shard_bytes", 1 << 16), ("processes", 0), ("seed", 0)):
             if not least <= getattr(self, name) < 1 << 63:
                 raise UsageError(f"{name}={getattr(self, name)} must be at least {least}")
-        for name, choices in (("format", ("auto", *get_args(Format))), ("errors", get_args(Errors))):
-            value = getattr(self, name)
-            if value not in choices:
-                raise UsageError(
-                    f"{name}={value!r} must be one of {', '.join(choices)}." + did_you_mean(value, choices)
-                )
         if not (self.trains_tokenizer or Path(self.tokenizer).exists()):
             kinds = get_args(tokenizer.Kind)
             raise UsageError(
@@ -139,9 +135,7 @@ def prepare_text(config: PrepareConfig, *, progress: bool = True) -> Manifest:
     files = find_files(others, config.format) if others or not config.sources else []
     with locked(config.out), Progress(shown=progress, what="text") as shown:
         if config.overwrite:
-            clear(
-                config.out, "text", lambda name: bool(_SHARD.fullmatch(name)) or name in (SNAPSHOT, TOKENIZER)
-            )
+            clear(config.out, "text", lambda name: _OWN_FILE.fullmatch(name) is not None)
         open_plan(config.out, _plan(config, files))
         if (config.out / MANIFEST).is_file():
             shutil.rmtree(config.out / RECORDS, ignore_errors=True)  # killed while removing them
@@ -196,8 +190,8 @@ def _make_job(
         given = (
             None if trains else tokenizer.read_tokenizer(Path(config.tokenizer), lowercase=config.lowercase)
         )
-        sample = read_sample(chunks, config.errors)
-        held_out = held_out_rank(sample, config.validation, config.seed)
+        sample, is_whole = read_sample(chunks, config.errors)
+        held_out = held_out_rank(sample, is_whole, config.validation, config.seed)
         made = given or tokenizer.train_tokenizer(
             "unigram" if config.tokenizer == "unigram" else "wordpiece",
             training_sentences(sample, unknown_word),
@@ -251,16 +245,10 @@ def _finish(
     return manifest
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """Articles from evenly spaced chunks; ``is_whole`` if the source has no others."""
-
-    articles: list[str]
-    is_whole: bool
-
-
-def read_sample(chunks: Sequence[Chunk], errors: Errors) -> Sample:
+def read_sample(chunks: Sequence[Chunk], errors: Errors) -> tuple[list[str], bool]:
     """Read the first articles of evenly spaced chunks, about 10 million characters in all.
+
+    The second value is true if the source has no others.
 
     Raises:
         UsageError: there is no article, or a chunk cannot be read (see ``read_articles``).
@@ -281,22 +269,22 @@ def read_sample(chunks: Sequence[Chunk], errors: Errors) -> Sample:
         raise UsageError(
             f"{chunks[0][0].path}: there is no article in the source, only white space; is it the one meant?"
         )
-    return Sample(articles=articles, is_whole=is_whole)
+    return articles, is_whole
 
 
-def held_out_rank(sample: Sample, validation: float, seed: int) -> float:
+def held_out_rank(articles: Sequence[str], is_whole: bool, validation: float, seed: int) -> float:
     """Return the greatest ``article_rank`` of the validation split; -1 if nothing is held out.
 
-    If the sample is the whole source, the fraction is exact and the split never empty.
+    If ``articles`` are the whole source, the fraction is exact and the split never empty.
 
     Raises:
         UsageError: there is only one article.
     """
     if validation == 0:
         return -1.0
-    if not sample.is_whole:
+    if not is_whole:
         return validation
-    ranks = sorted({article_rank(article, seed) for article in sample.articles})
+    ranks = sorted({article_rank(article, seed) for article in articles})
     if len(ranks) < 2:
         raise UsageError(
             "the source has only one article (or copies of one), so none can be held out for validation; "
@@ -306,9 +294,9 @@ def held_out_rank(sample: Sample, validation: float, seed: int) -> float:
     return ranks[num_held_out - 1]
 
 
-def training_sentences(sample: Sample, unknown_word: str | None) -> Iterator[str]:
-    """Yield the sentences of the sample without ``unknown_word``."""
-    for article in sample.articles:
+def training_sentences(articles: Sequence[str], unknown_word: str | None) -> Iterator[str]:
+    """Yield the sentences of ``articles`` without ``unknown_word``."""
+    for article in articles:
         text = article if unknown_word is None else article.replace(unknown_word, "")
         for paragraph in text.split("\n"):
             yield from split_sentences(paragraph)

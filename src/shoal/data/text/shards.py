@@ -247,12 +247,8 @@ class ShardWriter:
             files=files,
         )
 
-    def discard(self) -> None:
-        """Remove the unfinished file; does nothing after ``finish``."""
-        self._tokens.discard()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.discard()
+        self._tokens.discard()

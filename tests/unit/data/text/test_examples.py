@@ -7,7 +7,8 @@ import numpy as np
 import plain_examples as plain
 import pytest
 
-from shoal.data.text.examples import ExampleConfig, ExampleReader, evenly_spread, mean_fill, unigram_entropy
+from shoal.data.steps import evenly_spread
+from shoal.data.text.examples import ExampleConfig, ExampleReader, unigram_entropy
 from shoal.data.text.shards import TextShards
 from shoal.errors import ShoalError, UsageError
 from synthetic_text import CLS, MASK, PAD, SEP, UNK, assert_binomial, prepare, random_documents
@@ -384,14 +385,6 @@ def test_unknown_tokens_are_neither_predicted_nor_drawn(tmp_path):
 
 
 # Lines of reference and errors
-
-
-def test_mean_fill_is_the_share_of_attended_tokens(tmp_path):
-    reader = reader_of(tmp_path, random_documents(MIXED), max_seq_length=64)
-    batches = list(all_batches(reader))
-    attended = np.concatenate([batch["attention_mask"] for batch in batches]).mean()
-    assert mean_fill(reader) == pytest.approx(attended, abs=1e-12)
-    assert 0 < mean_fill(reader, limit=3) <= 1
 
 
 def test_unigram_entropy():
