@@ -271,7 +271,6 @@ def test_wrong_byte_in_a_worker_keeps_finished_pieces(tmp_path: Path) -> None:
         ("Only one article.\n", {}, "only one article"),
         ("The quick brown fox jumps over it. So.\nOther.\n", {"vocab_size": 17}, "--vocab-size"),
         ("One. Two.\nOther.\n", {"validation": 1.5}, "validation=1.5 must be"),
-        ("One. Two.\nOther.\n", {"format": "line"}, "Did you mean 'lines'"),
         ("One. Two.\nOther.\n", {"tokenizer": "unigrm"}, "Did you mean 'unigram'"),
     ],
 )
