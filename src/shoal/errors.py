@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -31,6 +33,20 @@ class UsageError(ShoalError, ValueError):
 
 class RetryStep(ShoalError):
     """An optimizer step could not be completed on any worker and may be repeated: nothing was changed."""
+
+
+def import_extra(module: str, extra: str, purpose: str) -> Any:
+    """Import a module of an optional dependency; ``purpose`` says what it is for ("images need Pillow").
+
+    Raises:
+        ShoalError: it cannot be imported.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ShoalError(
+            f"{purpose}, which cannot be imported ({error}); pip install 'shoal[{extra}]'"
+        ) from None
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

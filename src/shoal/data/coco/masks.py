@@ -8,34 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shoal.data.coco.annotations import Rle, Segmentation
-from shoal.errors import ShoalError
+from shoal.errors import import_extra
+
+_PURPOSE = "COCO's masks and scores need faster-coco-eval"
 
 
 @cache
-def _module(name: str) -> Any:
-    try:
-        return import_module(f"faster_coco_eval{name}")
-    except ImportError as error:
-        raise ShoalError(
-            f"COCO's masks and scores need faster-coco-eval, which cannot be loaded ({error}); "
-            "pip install 'shoal[vision]'"
-        ) from None
-
-
 def mask_library() -> Any:
     """Return the functions of faster-coco-eval on masks (``faster_coco_eval.core.mask``).
 
     Raises:
         ShoalError: it is not installed.
     """
-    return _module(".core.mask")
+    return import_extra("faster_coco_eval.core.mask", "vision", _PURPOSE)
 
 
 def evaluation_library() -> tuple[Any, Any]:
@@ -44,7 +35,8 @@ def evaluation_library() -> tuple[Any, Any]:
     Raises:
         ShoalError: it is not installed.
     """
-    return _module(".faster_eval_api_cpp"), _module(".core.cocoeval").Params
+    matcher = import_extra("faster_coco_eval.faster_eval_api_cpp", "vision", _PURPOSE)
+    return matcher, import_extra("faster_coco_eval.core.cocoeval", "vision", _PURPOSE).Params
 
 
 Bitmaps = npt.NDArray[np.uint8]

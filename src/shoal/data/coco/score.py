@@ -230,8 +230,6 @@ def evaluate(annotations: Path, results: Sequence[Path], *, on_bad: OnBad, out: 
         UsageError: a file is not what it should be, or the files do not belong together.
         ShoalError: faster-coco-eval is not installed, or ``out`` cannot be written.
     """
-    if not results:
-        raise UsageError("no file of results is given (--results FILE...)")
     truth = read_annotations(annotations, on_bad=on_bad, boxes="keep")
     found = read_results(results, truth, on_bad=on_bad)
     if not found.detections:

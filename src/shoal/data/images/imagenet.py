@@ -15,7 +15,6 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -307,6 +306,9 @@ class ImageNetSource:
             raise UsageError(f"{self._train} has no tars of classes (n01440764.tar, …); is it ImageNet's?")
         self.classes = tuple(sorted(self._tars))
         self.description = f"ImageNet in {folder}, {len(self.classes)} classes"
+        self._members = sorted(members(self._validation))
+        if not self._members:
+            raise ShoalError(f"{self._validation} holds no images; get it again")
         self._labels = self._labels_of(name, truth)
 
     def state(self) -> str:
@@ -319,7 +321,7 @@ class ImageNetSource:
 
     def images(self, split: str) -> Iterator[SourceImage]:
         if split == VALIDATION:
-            for member, label in zip(self._validation_members, self._labels, strict=True):
+            for member, label in zip(self._members, self._labels, strict=True):
                 yield _image(self._validation, member, label, member.name)
             return
         tars = [self._tars[name] for name in self.classes]
@@ -333,11 +335,10 @@ class ImageNetSource:
 
     def _labels_of(self, name: str, truth: list[tuple[str, str]]) -> list[int]:
         """Return the label of each validation image, in the order of their names."""
-        num_images = len(self._validation_members)
-        if len(truth) != num_images:
+        if len(truth) != len(self._members):
             raise UsageError(
-                f"{name} has {len(truth):,} lines for {num_images:,} validation images; there must be one "
-                "for each"
+                f"{name} has {len(truth):,} lines for {len(self._members):,} validation images; there must "
+                "be one for each"
             )
         label_of = {synset: label for label, synset in enumerate(self.classes)}
         for number, (line, synset) in enumerate(truth, 1):
@@ -347,13 +348,6 @@ class ImageNetSource:
                     + did_you_mean(synset, self.classes)
                 )
         return [label_of[synset] for _, synset in truth]
-
-    @cached_property
-    def _validation_members(self) -> list[Member]:
-        found = sorted(members(self._validation))
-        if not found:
-            raise ShoalError(f"{self._validation} holds no images; get it again")
-        return found
 
 
 def _image(path: Path, member: Member, label: int, name: str) -> SourceImage:

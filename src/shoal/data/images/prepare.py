@@ -221,14 +221,13 @@ class ShardTask(NamedTuple):
         return f"{self.split}-{self.number:05d}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardResult:
+class ShardResult(NamedTuple):
     """A finished shard, ``None`` if none of its images could be read, and (name, reason) of unreadable
     ones."""
 
     task: ShardTask
     shard: ImageShardInfo | None
-    skipped: tuple[tuple[str, str], ...]
+    skipped: list[tuple[str, str]]
 
 
 def start_worker(out: Path, config: ImagePrepareConfig) -> None:
@@ -265,7 +264,7 @@ def write_shard(task: ShardTask) -> ShardResult:
         shard = writer.finish() if writer.num_images else None
     record = {"shard": shard and dataclasses.asdict(shard), "skipped": skipped}
     write_atomically(_record_path(_out, task), json.dumps(record).encode())
-    return ShardResult(task=task, shard=shard, skipped=tuple(skipped))
+    return ShardResult(task, shard, skipped)
 
 
 def images_of(task: ShardTask, num_images: int, seed: int) -> list[int]:
@@ -306,8 +305,7 @@ def finished_shard(out: Path, task: ShardTask, on_bad: OnBad) -> ShardResult | N
 
     def make(record: dict[str, Any]) -> ShardResult:
         shard = ImageShardInfo(**record["shard"]) if record["shard"] else None
-        skipped = tuple((name, reason) for name, reason in record["skipped"])
-        return ShardResult(task=task, shard=shard, skipped=skipped)
+        return ShardResult(task, shard, [(name, reason) for name, reason in record["skipped"]])
 
     result = read_record(path, make)
     check_allowed(result.skipped, on_bad)

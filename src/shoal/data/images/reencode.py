@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from shoal.data.images.headers import BadImage, open_image
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import UsageError, import_extra
 
 if TYPE_CHECKING:
     from PIL import Image as PillowImage
@@ -69,11 +67,22 @@ def reencode(data: bytes, config: ReencodeConfig) -> Encoded:
         BadImage: it cannot be decoded, or not completely.
         ShoalError: Pillow is not installed.
     """
-    from PIL.Image import Resampling, Transpose
-
     if not data:
         raise BadImage("is empty")
-    with _bad_image_errors(), open_image(data) as image:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd metadata, which is not used
+            return _reencoded(data, config)
+    except (BadImage, MemoryError):
+        raise
+    except Exception as error:  # OSError, SyntaxError, struct.error, zlib.error, …: each format has its own
+        raise BadImage(f"is damaged or cut short ({error or type(error).__name__})") from None
+
+
+def _reencoded(data: bytes, config: ReencodeConfig) -> Encoded:
+    from PIL.Image import Resampling, Transpose
+
+    with open_image(data) as image:
         width, height = image.size
         orientation = _orientation(image)
         small_enough = config.resize == 0 or min(width, height) <= config.resize
@@ -103,23 +112,7 @@ def check_pillow() -> None:
     Raises:
         ShoalError: it is not installed.
     """
-    try:
-        import PIL  # noqa: F401
-    except ImportError:
-        raise ShoalError("images need Pillow, which is not installed: pip install 'shoal[vision]'") from None
-
-
-@contextmanager
-def _bad_image_errors() -> Iterator[None]:
-    """Turn Pillow's errors at damaged data into ``BadImage``."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd metadata, which is not used
-            yield
-    except (BadImage, MemoryError):
-        raise
-    except Exception as error:  # OSError, SyntaxError, struct.error, zlib.error, …: each format has its own
-        raise BadImage(f"is damaged or cut short ({error or type(error).__name__})") from None
+    import_extra("PIL", "vision", "images need Pillow")
 
 
 def _orientation(image: PillowImage.Image) -> int:

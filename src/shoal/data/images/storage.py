@@ -14,7 +14,7 @@ from typing import Any
 from shoal.data.atomic_io import MAX_WHOLE_BYTES
 from shoal.data.images.manifest import INDEX, TAR, ImageManifest, ImageShardInfo
 from shoal.data.manifest import MANIFEST, map_file
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError, import_extra
 
 _SCHEME = "s3://"
 _DEADLINE_S = 120.0
@@ -82,7 +82,8 @@ class S3Storage:
         """Parse ``s3://bucket/prefix``; sends no request.
 
         Raises:
-            UsageError: no bucket is named, or boto3 is not installed.
+            UsageError: no bucket is named.
+            ShoalError: boto3 is not installed.
         """
         # Path collapses the two slashes
         self._bucket, _, prefix = location.removeprefix("s3:").lstrip("/").partition("/")
@@ -209,13 +210,9 @@ class _Transient(Exception):
 
 
 def _client() -> Any:
-    try:
-        import boto3
-        from botocore.config import Config
-    except ImportError as error:
-        raise UsageError(
-            f"shards in S3 are read with boto3, which cannot be imported ({error}); pip install 'shoal[aws]'"
-        ) from None
+    boto3 = import_extra("boto3", "aws", "shards in S3 are read with boto3")
+    from botocore.config import Config
+
     return boto3.session.Session().client(
         "s3",
         config=Config(
@@ -235,7 +232,8 @@ def open_storage(location: Path | str) -> Storage:
     """Return the storage for a folder or ``s3://bucket/prefix``.
 
     Raises:
-        UsageError: no bucket is named, or boto3 is not installed.
+        UsageError: no bucket is named.
+        ShoalError: boto3 is not installed.
     """
     text = str(location)
     return S3Storage(text) if text.startswith("s3:") else LocalStorage(Path(location))

@@ -167,6 +167,5 @@ def write_drawn(
 def _write_shard(out: Path, task: ShardTask, images: list[DrawnImage]) -> ImageShardInfo:
     with ImageShardWriter(out, task.name) as writer:
         for number in images_of(task, len(images), seed=0):
-            key, jpeg, width, height, label, annotations = images[number]
-            writer.add(key, jpeg, label=label, width=width, height=height, annotations=annotations)
+            writer.add(**images[number]._asdict())
         return writer.finish()

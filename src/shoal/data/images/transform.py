@@ -31,7 +31,7 @@ from shoal.data.images.augment import (
 )
 from shoal.data.images.headers import JPEG_BEGIN, BadImage, check_jpeg, open_image
 from shoal.data.images.pixels import Pixels, Triple, finish
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError, import_extra
 
 Encoded = bytes | bytearray | memoryview
 Output = npt.NDArray[Any]
@@ -235,12 +235,4 @@ def _mirrored_crop(pixels: Pixels, box: Box) -> Pixels:
 
 @cache
 def _torchvision() -> Any:
-    try:
-        import torchvision.io
-        import torchvision.transforms.v2.functional
-    except ImportError as error:
-        raise ShoalError(
-            f"images are decoded by torchvision, which cannot be imported ({error}); "
-            "pip install 'shoal[vision]'"
-        ) from None
-    return torchvision
+    return import_extra("torchvision", "vision", "images are decoded by torchvision")

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.errors import ShoalError
+from shoal.errors import import_extra
 from shoal.models.detection.boxes import Weights, clipped, decode, encode, giou_loss
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.models.detection.matching import BELOW_LOW, match_boxes, sample_balanced
@@ -38,14 +38,7 @@ def torchvision() -> Any:
     Raises:
         ShoalError: it is not installed.
     """
-    try:
-        import torchvision.models.detection
-        import torchvision.ops
-    except ImportError as error:
-        raise ShoalError(
-            f"detectors need torchvision, which cannot be imported ({error}); pip install 'shoal[vision]'"
-        ) from None
-    return torchvision
+    return import_extra("torchvision", "vision", "detectors need torchvision")
 
 
 def pool(pyramid: Sequence[Tensor], regions: Tensor, size: int) -> Tensor:
@@ -97,8 +90,7 @@ def sample_regions(
     there = torch.cat([proposals.there, is_object], dim=1)
     matches = match_boxes(boxes, num_objects, candidates, high=_SAME_OBJECT, low=_SAME_OBJECT)
     objects = matches.clamp(min=0)
-    label = labels.gather(1, objects) if boxes.shape[1] else torch.zeros_like(matches)
-    label = label.masked_fill(matches == BELOW_LOW, 0).masked_fill(~there, -1)
+    label = labels.gather(1, objects).masked_fill(matches == BELOW_LOW, 0).masked_fill(~there, -1)
     positive, negative = sample_balanced(
         label, keys, num_samples=num_samples, positive_fraction=POSITIVE_FRACTION
     )
