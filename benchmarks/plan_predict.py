@@ -11,7 +11,7 @@ from shoal.planner.convergence import Convergence, at_any_batch, convergence_of
 from shoal.planner.device_memory import largest_micro_batch
 from shoal.planner.hardware import Machines, require_accelerators
 from shoal.planner.network import CONNECTIONS_PER_PEER
-from shoal.planner.prediction import START_S, run_time
+from shoal.planner.prediction import START_S, Part, run_time
 from shoal.planner.recipe_workloads import workload
 from shoal.planner.step_time import Layout, achieved_flops_for, step_time
 from shoal.planner.workload import Workload
@@ -93,15 +93,18 @@ def predict_row(row: Row, workers: Machines, achieved_flops: float) -> float:
     step_s = _step_s(model, workers, layout, achieved_flops)
     if row.kind == THROUGHPUT:
         return _rate(row, step_s)
-    convergence = _convergence(row, recipe, name)
-    run = run_time(
-        model,
-        convergence,
-        workers,
+    part = Part(
+        workload=model,
+        convergence=_convergence(row, recipe, name),
         global_batch=row.global_batch,
+        achieved_flops=achieved_flops,
+        basis="the smallest scale",
+    )
+    run = run_time(
+        part,
+        workers,
         step_s=step_s,
         per_replica=layout.per_replica,
-        achieved_flops=achieved_flops,
         # MLPerf's clock starts when everything is set up.
         start_s=START_S if row.kind == TIME and not row.is_mlperf else 0.0,
     )

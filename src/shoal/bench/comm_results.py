@@ -17,7 +17,6 @@ HEADER = (
     f"{'collective':<15}{'size':>10}  {'backend':<16}{'median':>10}{'min':>10}{'max':>10}"
     f"{'algbw':>12}{'of limit':>10}{'formula':>10}{'speed':>8}"
 )
-_COLOURS = ("#777777", "#d9822b", "#2a6fbb", "#3a9d5d", "#b83b5e", "#6c4fa3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,16 +147,15 @@ def draw(path: Path, rows: list[Row], network: Network) -> None:
     ):
         times, bandwidths = panels
         shown = sorted((row for row in sized if row.collective == collective), key=lambda row: row.num_bytes)
-        for name, colour in zip(
-            dict.fromkeys(row.backend for row in shown), _COLOURS * len(shown), strict=False
-        ):
+        for name in dict.fromkeys(row.backend for row in shown):
             line = [row for row in shown if row.backend == name]
             sizes = [row.num_bytes for row in line]
-            style = {"color": colour, "markersize": 3, "label": name}
-            times.plot(sizes, [row.time_s * 1e3 for row in line], "o-", **style)
+            (drawn,) = times.plot(sizes, [row.time_s * 1e3 for row in line], "o-", markersize=3, label=name)
+            colour = drawn.get_color()
             low, high = ([pick(row.samples_s) * 1e3 for row in line] for pick in (min, max))
             times.fill_between(sizes, low, high, color=colour, alpha=0.15, linewidth=0)
-            bandwidths.plot(sizes, [row.num_bytes / row.time_s / 1e6 for row in line], "o-", **style)
+            rates = [row.num_bytes / row.time_s / 1e6 for row in line]
+            bandwidths.plot(sizes, rates, "o-", color=colour, markersize=3, label=name)
         if limits := {row.num_bytes: row.num_bytes / row.limit_s / 1e6 for row in shown if row.limit_s}:
             bandwidths.plot(
                 *zip(*limits.items(), strict=True), "k", linewidth=0.8, label="limit of the links"

@@ -82,10 +82,6 @@ class TrainResult:
     def utilisation(self) -> float:
         return self.flops_per_s / self.matmul_flops_per_s
 
-    @property
-    def _samples(self) -> str:
-        return f"sequences of {self.sequence_length} tokens" if self.unit == "sequences" else self.unit
-
     def lines(self) -> list[str]:
         """Return the result as text."""
         accumulation = self.global_batch // (self.micro_batch * self.num_devices)
@@ -95,9 +91,10 @@ class TrainResult:
             for name, seconds in self.parts_s.items()
             if seconds / step_s >= 0.005
         )
+        tokens = f" of {self.sequence_length} tokens" if self.unit == "sequences" else ""
         spread = f"{time_text(min(self.samples_s))} to {time_text(max(self.samples_s))}"
         return [
-            f"{self.recipe}, {self.num_parameters:,} parameters, {self._samples}, {self.precision}, on "
+            f"{self.recipe}, {self.num_parameters:,} parameters, {self.unit}{tokens}, {self.precision}, on "
             f"{self.num_devices} × {self.device}",
             f"  batch         {self.micro_batch} {self.unit} × {accumulation} × {self.num_devices} devices = "
             f"{self.global_batch:,}",

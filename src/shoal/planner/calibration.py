@@ -170,10 +170,13 @@ def _comm(path: Path, read: dict[str, Any]) -> MeasuredComm:
             times.setdefault(row["backend"], []).append((float(row["num_bytes"]), float(row["time_s"])))
     found = []
     for backend, points in times.items():
-        fit = _line(points)
-        if fit is None:
+        num_bytes, seconds = np.array(points).T
+        if len(set(num_bytes)) < 2:
             continue
-        fixed_s, s_per_byte = fit
+        # the line a + b M, by least squares of relative errors
+        s_per_byte, fixed_s = map(float, np.polyfit(num_bytes, seconds, 1, w=1 / seconds))
+        if s_per_byte <= 0:
+            continue
         links = [1.0] * num_hosts
         if backend.startswith("shoal"):
             unit_s, hops = two_hop_seconds(1.0, links, factors if backend == "shoal" else []), 2
@@ -194,12 +197,3 @@ def _comm(path: Path, read: dict[str, Any]) -> MeasuredComm:
             "--collectives all_reduce --sizes 64k,1m,16m"
         )
     return max(found, key=lambda measured: measured.nic_bytes_per_s)
-
-
-def _line(points: list[tuple[float, float]]) -> tuple[float, float] | None:
-    """Fit t = a + b M by least squares of relative errors; return (a, b), or None without a slope."""
-    if len({num_bytes for num_bytes, _ in points}) < 2:
-        return None
-    num_bytes, seconds = np.array(points).T
-    slope, fixed_s = np.polyfit(num_bytes, seconds, 1, w=1 / seconds)
-    return (float(fixed_s), float(slope)) if slope > 0 else None

@@ -124,12 +124,9 @@ def predict(job: Job, workers: Machines, layouts: Sequence[Layout], helpers: Mac
         steps.append(step)
         runs.append(
             run_time(
-                part.workload,
-                part.convergence,
+                part,
                 workers,
-                global_batch=part.global_batch,
                 step_s=step.total_s,
-                achieved_flops=part.achieved_flops,
                 per_replica=layout.per_replica,
                 start_s=0.0 if runs else job.start_s,
                 checkpoint_every_steps=job.checkpoint_every_steps,
@@ -213,26 +210,24 @@ def _from_rate(workload: Workload, instance: Instance, batch: int, samples_per_s
 
 
 def run_time(
-    workload: Workload,
-    convergence: Convergence,
+    part: Part,
     workers: Machines,
     *,
-    global_batch: int,
     step_s: float,
-    achieved_flops: float,
     per_replica: int = 1,
     start_s: float = 0.0,
     checkpoint_every_steps: int | None = None,
 ) -> RunTime:
-    """Predict a run to the target of ``convergence``, which gives epochs for the global batch."""
-    samples = convergence.samples(global_batch)
-    num_steps = math.ceil(samples / global_batch)
+    """Predict a run to the target of the part's convergence, which gives epochs for the global batch."""
+    workload, convergence = part.workload, part.convergence
+    samples = convergence.samples(part.global_batch)
+    num_steps = math.ceil(samples / part.global_batch)
     epochs = samples / convergence.samples_per_epoch
     num_evaluations = math.ceil(epochs / convergence.evaluate_every_epochs) if convergence.points else 0
     evaluations_s = 0.0
     if convergence.evaluation_samples:  # forward passes of the fullest replica, and the pause around them
         most = math.ceil(convergence.evaluation_samples * per_replica / workers.num_accelerators)
-        each_s = workload.forward_flops / (achieved_flops * per_replica)
+        each_s = workload.forward_flops / (part.achieved_flops * per_replica)
         forward_s = KERNEL_S * workload.num_kernels / 3 + most * each_s
         evaluations_s = num_evaluations * (convergence.evaluation_pause_s + forward_s)
     checkpoints_s = 0.0

@@ -61,18 +61,30 @@ class _Curves:
         self.keys: list[Key] = []
         self.notes: list[str] = []
 
-    def add(self, index: int, points: Points, label: str, *, smooth: bool = False) -> None:
-        """Add a curve of the run ``index`` through points (step, value), unless there are none."""
-        if points:
-            self.add_lines(index, [(_x(self.runs, self.runs[index], step), y) for step, y in points], smooth)
-            self.add_key(index, points, label)
+    def add(
+        self, index: int, points: Points, label: str, *, smooth: bool = False, xs: Sequence[float] = ()
+    ) -> None:
+        """Add a curve of the run ``index`` through points (step, value), unless there are none.
 
-    def add_lines(self, index: int, points: Points, smooth: bool) -> None:
-        series, colour = finite(points), plots.run_colour(index)
-        smooth = smooth and len(series.xs) > NUM_MEANS
+        Notes name points that it does not show. The x axis is the step or epoch, unless ``xs`` are given.
+        """
+        if not points:
+            return
+        xs = xs or [_x(self.runs, self.runs[index], step) for step, _ in points]
+        series = finite([(x, y) for x, (_, y) in zip(xs, points, strict=True)])
+        colour, smooth = plots.run_colour(index), smooth and len(series.xs) > NUM_MEANS
         self.lines.append(Line(series=thin(series), colour=colour, faint=smooth))
         if smooth:
             self.lines.append(Line(series=trend(series), colour=colour))
+        self._key(index, "━", label)
+        owner = f"{self.runs[index].name}: " if len(self.runs) > 1 else ""
+        if len(series.xs) > MAX_POINTS:
+            self.notes.append(
+                f"{owner}{len(series.xs):,} points thinned to {MAX_POINTS} that keep every peak."
+            )
+        if lost := [int(step) for step, y in points if not math.isfinite(y)]:
+            num = formatting.plural(len(lost), "value")
+            self.notes.append(f"{owner}▲ {num} not finite, at step {formatting.ranges(lost)}.")
 
     def add_dots(self, index: int, points: Points, label: str, marker: str) -> None:
         """Add single points of the run ``index``, unless there are none."""
@@ -80,20 +92,6 @@ class _Curves:
             placed = [(_x(self.runs, self.runs[index], step), y) for step, y in points]
             self.lines.append(Line(series=finite(placed), colour=plots.run_colour(index), dots=marker))
             self._key(index, _MARKERS[marker], label)
-
-    def add_key(self, index: int, points: Points, label: str) -> None:
-        """Add the legend's entry of a curve, and notes on points that it does not show."""
-        self._key(index, "━", label)
-        series = finite(points)
-        owner = f"{self.runs[index].name}: " if len(self.runs) > 1 else ""
-        if len(series.xs) > MAX_POINTS:
-            self.notes.append(
-                f"{owner}{len(series.xs):,} points thinned to {MAX_POINTS} that keep every peak."
-            )
-        if series.not_finite_xs:
-            num = formatting.plural(len(series.not_finite_xs), "value")
-            steps = formatting.ranges([int(x) for x in series.not_finite_xs])
-            self.notes.append(f"{owner}▲ {num} not finite, at step {steps}.")
 
     def _key(self, index: int, symbol: str, label: str) -> None:
         name = self.runs[index].name
@@ -199,18 +197,13 @@ def throughput_chart(runs: Sequence[Run]) -> Chart | None:
     divisor, unit = time_unit(max((run.seconds for run in runs), default=0.0))
     curves = _Curves(runs)
     for index, run in enumerate(runs):
-        before = 0.0
+        before, times = 0.0, []
         for group in run.groups:
-            points = [
-                ((before + row.time_s - group.start.time_s) / divisor, row.samples_per_s)
-                for row in group.rows
-                if isinstance(row, Step)
-            ]
+            begin_s = group.start.time_s - before
+            times += [(row.time_s - begin_s) / divisor for row in group.rows if isinstance(row, Step)]
             before += group.seconds
-            if points:
-                curves.add_lines(index, points, smooth=True)
-        if run.steps:
-            curves.add_key(index, [(row.step, row.samples_per_s) for row in run.steps], "")
+        rates = [(row.step, row.samples_per_s) for row in run.steps]
+        curves.add(index, rates, "", smooth=True, xs=times)
     if not curves.lines:
         return None
     pauses = any(len(run.groups) > 1 for run in runs)
@@ -230,7 +223,8 @@ def parts_charts(runs: Sequence[Run]) -> list[Chart]:
         if not run.steps:
             continue
         names = list(mean_parts_s(run))
-        columns = [[_finite_ms(row.parts_s.get(name, 0.0)) for row in run.steps] for name in names]
+        seconds = [[row.parts_s.get(name, 0.0) for row in run.steps] for name in names]
+        columns = [[1000 * s if math.isfinite(s) else 0.0 for s in column] for column in seconds]
         xs, layers = group_means([row.step for row in run.steps], columns, limit=MAX_AREAS)
         notes = []
         if len(xs) < len(run.steps):
@@ -260,7 +254,3 @@ def pipeline_charts(runs: Sequence[Run]) -> list[Chart]:
         for run in runs
         if run.pipeline_steps
     ]
-
-
-def _finite_ms(seconds: float) -> float:
-    return 1000 * seconds if math.isfinite(seconds) else 0.0

@@ -40,10 +40,6 @@ class Group:
         return self.rows[0]
 
     @property
-    def resume(self) -> Resume | None:
-        return next((row for row in self.rows if isinstance(row, Resume)), None)
-
-    @property
     def stop(self) -> Stop | None:
         return next((row for row in self.rows if isinstance(row, Stop)), None)
 

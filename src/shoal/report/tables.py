@@ -139,9 +139,7 @@ def facts(runs: Sequence[Run]) -> list[Line]:
         ("skipped steps", skipped),
         (
             "checkpoints, resumes",
-            lambda run: (
-                f"{len(run.checkpoints):,}, {sum(group.resume is not None for group in run.groups):,}"
-            ),
+            lambda run: f"{len(run.checkpoints):,}, {sum(isinstance(row, Resume) for row in run.rows):,}",
         ),
     ]
     lines = [_line(name, [cell(run) for run in runs]) for name, cell in rows]

@@ -75,12 +75,9 @@ def test_a_model_is_split_only_when_it_must_be() -> None:
 def test_evaluations_and_checkpoints_are_counted() -> None:
     table = replace(TABLE, evaluate_every_epochs=2.5, evaluation_samples=8000, evaluation_pause_s=1.0)
     found = run_time(
-        model(kernels=0),
-        table,
+        replace(part(batch=1000, kernels=0), convergence=table),
         hosts(1),
-        global_batch=1000,
         step_s=0.1,
-        achieved_flops=1e13,
         start_s=30.0,
         checkpoint_every_steps=100,
     )
