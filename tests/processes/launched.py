@@ -14,6 +14,7 @@ from typing import Self
 
 from forked import fork_process
 from shoal.errors import ShoalError
+from shoal.launch import supervision
 from shoal.launch.local import launch
 
 JOB = Path(__file__).with_name("launch_job.py")
@@ -98,7 +99,7 @@ class Launchers:
     ) -> Launched:
         """Start a launcher with ``environ`` on top of this process's; several hosts get a secret with it."""
         output = self.folder / f"{name}.txt"
-        options = {"num_workers": 2, "log_dir": self.folder / f"{name}-logs", "grace_s": GRACE_S, **settings}
+        options = {"num_workers": 2, "log_dir": self.folder / f"{name}-logs", **settings}
         environ = environ or {}
         if "nnodes" in settings:
             environ = {"SHOAL_SECRET_FILE": str(self.secret_file()), **environ}
@@ -136,6 +137,7 @@ def run_launcher(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     command = [sys.executable, str(JOB), "--dir", str(folder), "--orders", orders, "--backend", backend]
+    supervision.AFTER_FAILURE_S = GRACE_S
     try:
         code = launch(command, **options)  # type: ignore[arg-type]
     except ShoalError as error:
