@@ -164,7 +164,7 @@ def our_steps(run: Run, config: AlbertConfig, reader: ExampleReader) -> Iterator
 @contextmanager
 def opened(config: AlbertConfig) -> Iterator[tuple[Run, ExampleReader]]:
     """Open a run of the recipe and its training examples."""
-    with Run.open(required(config.run.dir), config=config, recipe="albert", unit="sequences") as run:
+    with Run.open(required(config.run.dir), config=config, recipe="albert") as run:
         reader, _ = open_text(config, config.data, pairs="order", verify=False)
         yield run, reader
 

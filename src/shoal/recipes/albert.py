@@ -13,6 +13,7 @@ leaving the step clips them and updates the weights.
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from shoal.env import WorkerEnv
 from shoal.errors import EXIT_STOPPED
@@ -47,6 +48,8 @@ class DataConfig(TextConfig):
 @dataclass(frozen=True, kw_only=True)
 class AlbertConfig(MaskedLMConfig):
     """All settings of ALBERT's pretraining; presets are TOML files in ``presets/albert``."""
+
+    longer: ClassVar[str] = "--train.total-steps"
 
     model: AlbertModelConfig = field(default_factory=AlbertModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -89,14 +92,7 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.train.run import Run
 
     with Run.open(
-        required(config.run.dir),
-        config=config,
-        recipe="albert",
-        unit="sequences",
-        immutable=IMMUTABLE,
-        memory_remedy="--model.activation-checkpointing",
-        longer="--train.total-steps",
-        worker=worker,
+        required(config.run.dir), config=config, recipe="albert", immutable=IMMUTABLE, worker=worker
     ) as run:
         # ----------------------------------------------------------------------------------------- data
         train, held_out = masked_lm.open_text(config, config.data, pairs="order", verify=run.world.is_main)

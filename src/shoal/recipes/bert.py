@@ -85,6 +85,10 @@ class BertConfig(MaskedLMConfig):
         return [(section, phase) for section, phase in sections if phase.total_steps]
 
     @property
+    def longer(self) -> str:
+        return f"--{self.phases[-1][0]}.total-steps"
+
+    @property
     def total_steps(self) -> int:
         return self.phase1.total_steps + self.phase2.total_steps
 
@@ -124,14 +128,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.train.run import Run
 
     with Run.open(
-        required(config.run.dir),
-        config=config,
-        recipe="bert",
-        unit="sequences",
-        immutable=IMMUTABLE,
-        memory_remedy="--model.activation-checkpointing",
-        longer=f"--{config.phases[-1][0]}.total-steps",
-        worker=worker,
+        required(config.run.dir), config=config, recipe="bert", immutable=IMMUTABLE, worker=worker
     ) as run:
         # ----------------------------------------------------------------------------------------- model
         torch.manual_seed(run.seed)

@@ -85,14 +85,7 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
 
     finetuning.require_paths(config, config.data, "examples")
     with Run.open(
-        required(config.run.dir),
-        config=config,
-        recipe="classify",
-        unit="sequences",
-        immutable=IMMUTABLE,
-        memory_remedy="--model.activation-checkpointing",
-        longer="--train.epochs",
-        worker=worker,
+        required(config.run.dir), config=config, recipe="classify", immutable=IMMUTABLE, worker=worker
     ) as run:
         # ----------------------------------------------------------------------------------------- data
         source, length = finetuning.open_source(config.model, run), config.data.max_seq_length

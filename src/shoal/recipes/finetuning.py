@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
@@ -120,6 +120,10 @@ class FinetuneRunConfig(RunOutputConfig):
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
     """Settings of all finetuning recipes, without those of their data."""
+
+    unit: ClassVar[str] = "sequences"
+    memory_remedy: ClassVar[str] = "--model.activation-checkpointing"
+    longer: ClassVar[str] = "--train.epochs"
 
     model: SourceConfig = field(default_factory=SourceConfig)
     train: FinetuneTrainConfig = field(default_factory=FinetuneTrainConfig)

@@ -76,6 +76,8 @@ class ImageDataConfig:
 class ImageTrainConfig:
     """Sections of settings that the recipes for images share; each recipe extends some."""
 
+    unit: ClassVar[str] = "images"
+    memory_remedy: ClassVar[str] = "--train.precision bf16"
     prepare: ClassVar[str]
     """Command that prepares the images of the recipe."""
 

@@ -139,6 +139,7 @@ class DetectionRunConfig(RunOutputConfig):
 class MaskRCNNTrainConfig(ImageTrainConfig):
     """All settings of training Mask R-CNN; presets are TOML files in ``presets/mask_rcnn``."""
 
+    longer: ClassVar[str] = "--train.total-steps"
     prepare: ClassVar[str] = "shoal prepare coco"
 
     model: MaskRCNNConfig = field(default_factory=MaskRCNNConfig)
@@ -185,14 +186,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.train.world import run_on_all
 
     with Run.open(
-        required(config.run.dir),
-        config=config,
-        recipe="mask_rcnn",
-        unit="images",
-        immutable=IMMUTABLE,
-        memory_remedy="--train.precision bf16",
-        longer="--train.total-steps",
-        worker=worker,
+        required(config.run.dir), config=config, recipe="mask_rcnn", immutable=IMMUTABLE, worker=worker
     ) as run:
         device, directory = run.world.device, required(config.run.dir)
 

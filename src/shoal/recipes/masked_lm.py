@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.errors import UsageError
 from shoal.models.text_config import EncoderConfig
@@ -77,6 +77,9 @@ class ShortFinetuneConfig:
 @dataclass(frozen=True, kw_only=True)
 class MaskedLMConfig:
     """Settings of pretraining ALBERT or BERT, without those of its steps."""
+
+    unit: ClassVar[str] = "sequences"
+    memory_remedy: ClassVar[str] = "--model.activation-checkpointing"
 
     model: EncoderConfig
     data: TextConfig = field(default_factory=TextConfig)

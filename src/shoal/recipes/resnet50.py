@@ -160,6 +160,7 @@ class EpochRunConfig(RunOutputConfig):
 class ResNetTrainConfig(ImageTrainConfig):
     """All settings of training a residual network; presets are TOML files in ``presets/resnet50``."""
 
+    longer: ClassVar[str] = "--train.total-epochs"
     prepare: ClassVar[str] = "shoal prepare images"
 
     model: ResNetConfig = field(default_factory=ResNetConfig)
@@ -228,14 +229,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.train.weight_averaging import WeightAverage
 
     with Run.open(
-        required(config.run.dir),
-        config=config,
-        recipe="resnet50",
-        unit="images",
-        immutable=IMMUTABLE,
-        memory_remedy="--train.precision bf16",
-        longer="--train.total-epochs",
-        worker=worker,
+        required(config.run.dir), config=config, recipe="resnet50", immutable=IMMUTABLE, worker=worker
     ) as run:
         # ----------------------------------------------------------------------------------------- data
         data, augment, validation = config.data, config.augment, config.validation

@@ -79,14 +79,7 @@ def main(config: SquadConfig, worker: WorkerEnv | None = None) -> int:
 
     finetuning.require_paths(config, config.data, "questions")
     with Run.open(
-        required(config.run.dir),
-        config=config,
-        recipe="squad",
-        unit="sequences",
-        immutable=IMMUTABLE,
-        memory_remedy="--model.activation-checkpointing",
-        longer="--train.epochs",
-        worker=worker,
+        required(config.run.dir), config=config, recipe="squad", immutable=IMMUTABLE, worker=worker
     ) as run:
         source = finetuning.open_source(config.model, run)
         model, _ = train(config, source, run)

@@ -15,7 +15,7 @@ stage and one replica. A run continues from its checkpoint in any layout, with t
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from shoal.data.text.span_config import MAX_SENTINELS, SpanConfig
 from shoal.decide.batch import BatchPlan, plan_batch
@@ -92,6 +92,10 @@ class T5OptimConfig(OptimizerConfig):
 @dataclass(frozen=True, kw_only=True)
 class T5Config:
     """All settings of T5's pretraining; presets are TOML files in ``presets/t5``."""
+
+    unit: ClassVar[str] = "sequences"
+    memory_remedy: ClassVar[str] = "a longer --parallel.pipeline"
+    longer: ClassVar[str] = "--train.total-steps"
 
     model: T5ModelConfig = field(default_factory=T5ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -174,14 +178,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
     parallel = config.parallel
     with (
         Run.open(
-            required(config.run.dir),
-            config=config,
-            recipe="t5",
-            unit="sequences",
-            immutable=IMMUTABLE,
-            memory_remedy="a longer --parallel.pipeline",
-            longer="--train.total-steps",
-            worker=worker,
+            required(config.run.dir), config=config, recipe="t5", immutable=IMMUTABLE, worker=worker
         ) as run,
         ExitStack() as stack,
     ):

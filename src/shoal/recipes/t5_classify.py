@@ -103,14 +103,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
 
     finetuning.require_paths(config, config.data, "examples")
     with Run.open(
-        required(config.run.dir),
-        config=config,
-        recipe="t5_classify",
-        unit="sequences",
-        immutable=IMMUTABLE,
-        memory_remedy="--model.activation-checkpointing",
-        longer="--train.epochs",
-        worker=worker,
+        required(config.run.dir), config=config, recipe="t5_classify", immutable=IMMUTABLE, worker=worker
     ) as run:
         # ----------------------------------------------------------------------------------------- model
         source, length = finetuning.open_source(config.model, run), config.data.max_seq_length

@@ -186,10 +186,7 @@ class Run:
         loop: LoopConfig | None = None,
         distributed: DistributedConfig | None = None,
         recipe: str = "script",
-        unit: str = "samples",
         immutable: Sequence[str] = (),
-        memory_remedy: str = "a smaller model",
-        longer: str = "until",
         worker: WorkerEnv | None = None,
     ) -> Iterator[Run]:
         """Join the workers and open or continue the run in ``directory``.
@@ -197,15 +194,15 @@ class Run:
         Args:
             directory: on a file system that all hosts share; the same directory continues the run.
             config: a dataclass of dataclasses to write beside the run and into checkpoints. Its sections
-                ``run``, ``train`` and ``distributed`` are the next three arguments by default.
+                ``run``, ``train`` and ``distributed`` are the next three arguments by default. Messages use
+                its attributes ``unit`` (what samples are called, such as ``images``), ``memory_remedy`` (an
+                option to name beside the micro-batch size when memory runs out) and ``longer`` (the option
+                that makes a finished run longer), where it has them.
             settings: how often to write lines and checkpoints.
             loop: seed, precision, loss scale.
             distributed: backend, device, timeouts, wire format.
             recipe: written into the record.
-            unit: what samples are called in it, such as ``images``.
             immutable: dotted names of settings that must not differ when a run continues.
-            memory_remedy: an option to name beside the micro-batch size when memory runs out.
-            longer: the option that makes the run longer, for the message of a finished one.
             worker: this process's place; default: as the launcher's environment variables say.
 
         Raises:
@@ -225,9 +222,10 @@ class Run:
                 world.control, lambda: open_run_dir(directory, tree, immutable) if world.is_main else None
             )
             run = cls(
-                world, directory, name=settings.name or directory.name, recipe=recipe, unit=unit,
-                config=tree, settings=settings, loop=loop, distributed=distributed, stop=stop,
-                memory_remedy=memory_remedy, longer=longer,
+                world, directory, name=settings.name or directory.name, recipe=recipe,
+                unit=getattr(config, "unit", "samples"), config=tree, settings=settings, loop=loop,
+                distributed=distributed, stop=stop, longer=getattr(config, "longer", "until"),
+                memory_remedy=getattr(config, "memory_remedy", "a smaller model"),
             )  # fmt: skip
             stack.enter_context(run._stack)
             try:
@@ -235,7 +233,7 @@ class Run:
             except (RuntimeError, MemoryError) as error:
                 if run._batch is None or not is_out_of_memory(error):
                     raise
-                raise out_of_memory(error, run._batch, memory_remedy, section=run._section) from error
+                raise out_of_memory(error, run._batch, run._memory_remedy, section=run._section) from error
             finally:  # what has threads of its own ends before the process groups do
                 run._kept.clear()
                 run._training.models.clear()
