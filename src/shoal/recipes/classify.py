@@ -221,11 +221,12 @@ def check(config: ClassifyConfig, num_workers: int, dry_run: bool) -> list[str]:
 
     finetuning.require_paths(config, config.data, "examples")
     files, length = read_files(config.data), config.data.max_seq_length
+    tokenizer = finetuning.check_model(
+        config, num_workers, setting="data.max_seq_length", max_seq_length=length, exports=dry_run
+    )
     if not dry_run:
-        finetuning.check_model(config, num_workers, setting="data.max_seq_length", max_seq_length=length)
         return []
-    tokenizer = finetuning.source_tokenizer(config, setting="data.max_seq_length", max_seq_length=length)
-    pairs = [make_pairs(data, tokenizer, max_seq_length=length) for data in files]
+    pairs = [make_pairs(data, required(tokenizer), max_seq_length=length) for data in files]
     return [
         *finetuning.describe(config, len(pairs[0]), num_workers),
         f"labels       {', '.join(files[0].labels)}",

@@ -66,11 +66,7 @@ class SourceConfig:
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of :func:`shoal.models.directory.load_task_model`."""
-        return {
-            "from_scratch": self.from_scratch,
-            "dropout": self.dropout,
-            "activation_checkpointing": self.activation_checkpointing,
-        }
+        return {name: value for name, value in vars(self).items() if name != "path"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,24 +413,25 @@ def finish(run: "Run", model: "TaskModel | T5", source: Path) -> int:
 
 
 def check_model(
-    config: FinetuneConfig, num_workers: int, *, setting: str, max_seq_length: int
+    config: FinetuneConfig, num_workers: int, *, setting: str, max_seq_length: int, exports: bool = False
 ) -> "Tokenizer | None":
-    """Check the batch, and the model where it is a directory; return its tokenizer, if any."""
-    make_plan(config, num_sequences=config.train.global_batch_size, num_workers=num_workers)
-    if kind_of_source(required(config.model.path)) == "run":
-        return None
-    return source_tokenizer(config, setting=setting, max_seq_length=max_seq_length)
+    """Check the batch and the sizes of the model to start from; return its tokenizer, if any.
 
-
-def source_tokenizer(config: FinetuneConfig, *, setting: str, max_seq_length: int) -> "Tokenizer":
-    """Return the tokenizer of the model to start from after checking the model's sizes.
+    Args:
+        setting: name of ``max_seq_length``.
+        max_seq_length: tokens in a sequence at most.
+        exports: a run of shoal is exported and checked too; otherwise it is left for the main worker.
 
     Raises:
         UsageError: there is no such model, it has no tokenizer of its own, or too few positions.
         ShoalError: it is a run without a checkpoint.
     """
+    make_plan(config, num_sequences=config.train.global_batch_size, num_workers=num_workers)
+    path = required(config.model.path)
+    if kind_of_source(path) == "run" and not exports:
+        return None
     with tempfile.TemporaryDirectory() as folder:
-        directory = prepare_source(required(config.model.path), Path(folder))
+        directory = prepare_source(path, Path(folder))
         check_length(directory, setting, max_seq_length)
         return read_source_tokenizer(directory)
 

@@ -176,6 +176,7 @@ def evaluate(
     """
     import torch
 
+    from shoal.data.squad.dataset import write_json
     from shoal.models.encoder import packed_inputs
     from shoal.train.world import all_gather_json
 
@@ -190,8 +191,12 @@ def evaluate(
     metrics: dict[str, float] = {}
     if logits is not None:
         answers, found = answer(features, logits, config.answers)
-        if run.directory is not None:
-            write_answers(run.directory, answers, found)
+        if (out := run.directory) is not None:
+            write_json(out / PREDICTIONS, answers.predictions)
+            write_json(out / NBEST, answers.nbest)
+            if answers.null_odds:
+                write_json(out / NULL_ODDS, answers.null_odds)
+            write_json(out / SCORES, found.official)
         metrics = {k: float(v) for k, v in found.official.items() if not k.endswith("total")}
     metrics = all_gather_json(run.world.control, metrics)[0]
     data = features.data
@@ -226,30 +231,7 @@ def answer(
     return replace(spans, predictions=chosen), scores
 
 
-def write_answers(out: Path, answers: "Answers", scores: "Scores") -> None:
-    """Write predictions, n-best lists, null odds (2.0) and scores."""
-    from shoal.data.squad.dataset import write_json
-
-    write_json(out / PREDICTIONS, answers.predictions)
-    write_json(out / NBEST, answers.nbest)
-    if answers.null_odds:
-        write_json(out / NULL_ODDS, answers.null_odds)
-    write_json(out / SCORES, scores.official)
-
-
 # ------------------------------------------------------------------------------------------------ pretraining
-
-
-def check_questions(*paths: Path) -> None:
-    """Read SQuAD files and drop them.
-
-    Raises:
-        UsageError: one is not there, or is not SQuAD.
-    """
-    from shoal.data.squad.dataset import read_squad
-
-    for path in paths:
-        read_squad(path, misplaced="skip")
 
 
 def finetune_copy(source: Path, config: SquadConfig, run: "Run") -> dict[str, float] | None:
@@ -346,11 +328,12 @@ def check(config: SquadConfig, num_workers: int, dry_run: bool) -> list[str]:
     finetuning.require_paths(config, config.data, "questions")
     files = read_files(config.data)
     setting, length = "window.max_seq_length", config.window.max_seq_length
+    tokenizer = finetuning.check_model(
+        config, num_workers, setting=setting, max_seq_length=length, exports=dry_run
+    )
     if not dry_run:
-        finetuning.check_model(config, num_workers, setting=setting, max_seq_length=length)
         return []
-    tokenizer = finetuning.source_tokenizer(config, setting=setting, max_seq_length=length)
-    windows = [make_features(data, tokenizer, config.window) for data in files]
+    windows = [make_features(data, required(tokenizer), config.window) for data in files]
     return [
         *finetuning.describe(config, len(windows[0]), num_workers),
         *(

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from io import RawIOBase
 from os import SEEK_END
@@ -42,10 +42,8 @@ from shoal.record import (
     Step,
     Stop,
     check_format,
-    read_record,
 )
 from shoal.train.run_dir import flat_settings, own
-from shoal.train.world import World
 
 # ---- measuring a step ----------------------------------------------------------------------------------
 
@@ -344,31 +342,27 @@ def format_metrics(metrics: dict[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items())
 
 
-def speed_line(run_dir: Path, world: World, unit: str) -> str:
-    """Return the throughput since the last start, and the share of time not spent waiting for gradients.
+@dataclass(kw_only=True)
+class Speed:
+    """Sums over the steps since the process began."""
 
-    That share estimates the scaling efficiency, since a single worker does not wait.
-    """
-    seconds = waited = samples = 0.0
-    before = 0
-    for row in read_record(run_dir):
-        if isinstance(row, Start):
-            seconds = waited = samples = 0.0
-            before = 0
-        elif isinstance(row, Resume):
-            before = row.step
-        elif isinstance(row, Step):
-            num_steps = row.step - before
-            seconds += num_steps * row.step_s
-            waited += num_steps * row.parts_s["gradient_wait"]
-            samples += num_steps * row.step_s * row.samples_per_s
-            before = row.step
-    if not seconds:
-        return "no step was done"
-    return (
-        f"{rate(samples / seconds)} {unit}/s, {rate(samples / seconds / world.num_workers)} per worker; "
-        f"{100 * (1 - waited / seconds):.1f} % of the time was not spent waiting for other workers"
-    )
+    seconds: float = 0.0
+    waited_s: float = 0.0
+    """For other workers."""
+    samples: int = 0
+
+    def line(self, num_workers: int, unit: str) -> str:
+        """Return the throughput, and the share of time not spent waiting for gradients.
+
+        That share estimates the scaling efficiency, since a single worker does not wait.
+        """
+        if not self.seconds:
+            return "no step was done"
+        per_s, busy = self.samples / self.seconds, 1 - self.waited_s / self.seconds
+        return (
+            f"{rate(per_s)} {unit}/s, {rate(per_s / num_workers)} per worker; "
+            f"{100 * busy:.1f} % of the time was not spent waiting for other workers"
+        )
 
 
 # ---- the terminal ----------------------------------------------------------------------------------------

@@ -57,10 +57,10 @@ from shoal.train.reporting import (
     Progress,
     RunLog,
     RunningMetrics,
+    Speed,
     StepTimer,
     device_name,
     peak_memory_bytes,
-    speed_line,
     versions,
 )
 from shoal.train.run_dir import open_run_dir, owned
@@ -157,6 +157,7 @@ class Run:
             self._checkpointer = Checkpointer(directory, keep=settings.keep_checkpoints)
         self._nonfinite_steps = 0
         self._metrics = RunningMetrics(self.sum)
+        self._speed = Speed()
         self._training = Training(
             world=world,
             timer=self.timer,
@@ -524,7 +525,7 @@ class Run:
                 for split, values in found.items()
                 for name, value in values.items()
             }
-            self.note(speed_line(self.directory, self.world, self.unit))
+            self.note(self._speed.line(self.world.num_workers, self.unit))
             self.log.write(
                 record.End(step=self.step, seconds=time.monotonic() - self._began, metrics=metrics)
             )
@@ -639,8 +640,11 @@ class Run:
     def _write_line(self, step: Step) -> None:
         loss, figures = self._metrics.means()
         weight_norm = self._training.update.weight_norm(step.optimizer)
+        step_s, parts_s, num_steps = self.timer.step_s(), self.timer.parts_s(), self.timer.num_steps
+        self._speed.seconds += num_steps * step_s
+        self._speed.waited_s += num_steps * parts_s["gradient_wait"]
+        self._speed.samples += num_steps * step.num_samples
         if self.log:
-            step_s = self.timer.step_s()
             self.log.write(
                 record.Step(
                     step=self.step,
@@ -653,7 +657,7 @@ class Run:
                     weight_norm=weight_norm,
                     samples_per_s=step.num_samples / step_s,
                     step_s=step_s,
-                    parts_s=self.timer.parts_s(),
+                    parts_s=parts_s,
                     num_skipped=self._metrics.num_skipped(),
                     peak_memory_bytes=peak_memory_bytes(self.world.device),
                 )
