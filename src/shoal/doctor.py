@@ -40,13 +40,21 @@ LITTLE_SHARED_BYTES = 128 * 2**20
 _MARKS = {"ok": "ok", "note": "--", "missing": "!!"}
 
 
+State = Literal["ok", "note", "missing"]
+
+
 class Check(NamedTuple):
     """A line of the report; without what is ``missing`` training cannot run."""
 
     name: str
     found: str
-    state: Literal["ok", "note", "missing"] = "ok"
+    state: State = "ok"
     remedy: str = ""
+
+
+def _judged(name: str, found: str, is_well: bool, remedy: str, otherwise: State = "note") -> Check:
+    """Return a check with its remedy unless all is well."""
+    return Check(name, found) if is_well else Check(name, found, otherwise, remedy)
 
 
 def doctor() -> int:
@@ -104,11 +112,9 @@ def examine() -> Mapping[str, list[Check]]:
 
 
 def _python() -> Check:
-    found = f"{platform.python_version()}, {sys.executable}"
-    if sys.version_info[:2] >= OLDEST_PYTHON:
-        return Check("Python", found)
-    oldest = ".".join(map(str, OLDEST_PYTHON))
-    return Check("Python", found, "missing", f"shoal needs Python {oldest} or newer")
+    found, oldest = f"{platform.python_version()}, {sys.executable}", ".".join(map(str, OLDEST_PYTHON))
+    remedy = f"shoal needs Python {oldest} or newer"
+    return _judged("Python", found, sys.version_info[:2] >= OLDEST_PYTHON, remedy, "missing")
 
 
 def _packages() -> list[Check]:
@@ -150,11 +156,10 @@ def package_checks(requirements: Sequence[str], installed: Callable[[str], str |
 
 def _group_check(extra: str, packages: Sequence[tuple[str, bool]]) -> Check:
     name, found = f"[{extra}]" if extra else "packages", ", ".join(text for text, _ in packages)
-    if all(is_well for _, is_well in packages):
-        return Check(name, found)
     purpose = f"{EXTRAS[extra]}: " if extra else ""
     remedy = f"{purpose}pip install --upgrade '{f'shoal[{extra}]' if extra else 'shoal'}'"
-    return Check(name, found, "missing" if not extra or extra in NEEDED_EXTRAS else "note", remedy)
+    state: State = "missing" if not extra or extra in NEEDED_EXTRAS else "note"
+    return _judged(name, found, all(is_well for _, is_well in packages), remedy, state)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -251,20 +256,16 @@ def _backends(torch: Any) -> Check:
     ]
     if dist.is_available() and "shoal" in dist.Backend.backend_list and native.is_built():
         found.append("shoal")
-    if "gloo" in found:
-        return Check("backends", ", ".join(found))
     remedy = "shoal needs gloo: install a torch built with it"
-    return Check("backends", ", ".join(found) or "none", "missing", remedy)
+    return _judged("backends", ", ".join(found) or "none", "gloo" in found, remedy, "missing")
 
 
 def _transports() -> Check:
     shared = Path("/dev/shm")
     room = shutil.disk_usage(shared).free if shared.is_dir() else 0
     found = f"shared memory in a host ({_gibibytes(room)} free in {shared}), TCP between hosts"
-    if room >= LITTLE_SHARED_BYTES:
-        return Check("transports", found)
     remedy = "backend shoal needs about 3 MiB per worker and group there: docker run --shm-size 1g"
-    return Check("transports", found, "note", remedy)
+    return _judged("transports", found, room >= LITTLE_SHARED_BYTES, remedy)
 
 
 def _libfabric() -> list[Check]:
@@ -284,9 +285,7 @@ def fabric_check(fabric: Fabric) -> Check:
     usable = [name for name, problem in fabric.providers.items() if not problem]
     broken = [f"{name} does not open ({problem})" for name, problem in fabric.providers.items() if problem]
     found = "; ".join([f"{fabric.version}, usable providers: {', '.join(usable) or 'none'}", *broken])
-    if usable:
-        return Check("libfabric", found)
-    return Check("libfabric", found, "note", "fi_info lists what it finds; TCP needs none of it")
+    return _judged("libfabric", found, bool(usable), "fi_info lists what it finds; TCP needs none of it")
 
 
 def _launcher() -> Check:
@@ -307,7 +306,5 @@ def _launcher() -> Check:
 def _disk(folder: Path) -> Check:
     free = shutil.disk_usage(folder).free
     found = f"{_gibibytes(free)} free in {folder}"
-    if free >= LITTLE_DISK_BYTES:
-        return Check("disk", found)
     remedy = "checkpoints need room: free some, or keep the run on another disk with --run.dir"
-    return Check("disk", found, "note", remedy)
+    return _judged("disk", found, free >= LITTLE_DISK_BYTES, remedy)
