@@ -61,7 +61,7 @@ def hold(run_dir: Path, environment: dict[str, str]) -> None:
     owner.BEAT_S = 0.1
     mine = owner.own(run_dir)
     (run_dir / "held").touch()
-    while mine.is_held:
+    while mine._end.alive:
         time.sleep(0.05)
 
 

@@ -269,7 +269,9 @@ def read_source_tokenizer(directory: Path) -> "Tokenizer":
     if config.get("model_type") == "t5":
         tokenizer = read_tokenizer(file, lowercase=False, needs=("sep", "pad", "unk"))
     else:
-        tokenizer = read_tokenizer(file, lowercase=_lowercases(directory))
+        path = directory / "tokenizer_config.json"  # without one as BERT's and ALBERT's do by default
+        lowercase = not path.is_file() or bool(_read_object(path).get("do_lower_case", True))
+        tokenizer = read_tokenizer(file, lowercase=lowercase)
     needed, rows = vocab_size(tokenizer), int(config.get("vocab_size", 0))
     if needed > rows:
         raise UsageError(
@@ -277,13 +279,6 @@ def read_source_tokenizer(directory: Path) -> "Tokenizer":
             "they do not belong together: put the model's own tokenizer there"
         )
     return tokenizer
-
-
-def _lowercases(directory: Path) -> bool:
-    path = directory / "tokenizer_config.json"
-    if not path.is_file():
-        return True  # as BERT's and ALBERT's tokenizers do by default
-    return bool(_read_object(path).get("do_lower_case", True))
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from shoal.data.images.transform import decode, normalisation
 from shoal.errors import ShoalError, UsageError, did_you_mean
 from shoal.recipes.images import find_export
 from shoal.recipes.mask_rcnn_export import Exported, read_checkpoint, read_export
-from shoal.recipes.mask_rcnn_score import Found, add_found
+from shoal.recipes.mask_rcnn_score import Found, add_found, results_of
 from shoal.train.config import DistributedConfig
 from shoal.train.run_dir import require_writable
 from shoal.train.world import choose_device
@@ -137,16 +137,7 @@ def objects_in(detector: Exported, pixels: Pixels, device: torch.device) -> list
         detections = detector.model.detect(torch.from_numpy(image).to(device), batch["sizes"].to(device))
     found: Found = {kind: {} for kind in KINDS}
     add_found(found, detections, batch, list(detector.categories))
-    return [
-        {
-            "category_id": box.category_id,
-            "category": detector.categories[box.category_id],
-            "score": box.score,
-            "bbox": box.shape,
-            "segmentation": mask.shape,
-        }
-        for box, mask in zip(found["bbox"][0], found["segm"][0], strict=True)
-    ]
+    return [{"category": detector.categories[one["category_id"]], **one} for one in results_of(found, 0)]
 
 
 def _pixels_of(path: Path) -> Pixels:

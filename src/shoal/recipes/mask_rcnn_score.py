@@ -142,19 +142,17 @@ def add_found(found: Found, detections: Detections, batch: Batch, categories: Se
         first += count
 
 
+def results_of(found: Mapping[Kind, Mapping[int, Sequence[Detection]]], image: int) -> list[dict[str, Any]]:
+    """Return the objects of an image as in COCO's results."""
+    return [
+        {"category_id": box.category_id, "score": box.score, "bbox": box.shape, "segmentation": mask.shape}
+        for box, mask in zip(found["bbox"][image], found["segm"][image], strict=True)
+    ]
+
+
 def gather_results(world: World, found: Mapping[Kind, Mapping[int, Sequence[Detection]]]) -> list[Any] | None:
     """Return COCO's results of all workers by image id on the main worker, ``None`` on the others."""
-    own = [
-        {
-            "image_id": image,
-            "category_id": box.category_id,
-            "score": box.score,
-            "bbox": box.shape,
-            "segmentation": mask.shape,
-        }
-        for image, boxes in found["bbox"].items()
-        for box, mask in zip(boxes, found["segm"][image], strict=True)
-    ]
+    own = [{"image_id": image, **result} for image in found["bbox"] for result in results_of(found, image)]
     parts = gather_arrays(world, np.frombuffer(json.dumps(own).encode(), dtype=np.uint8).copy())
     if not world.is_main or parts is None:
         return None

@@ -127,7 +127,11 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
                 values[key] = {"aliases": aliases}
         elif isinstance(item, Optimizer):
             optimizers[key] = values_of(item, names, key)
-            tensors |= {f"{key}.state.{name}": t for name, t in tensors_of(item, names, key).items()}
+            tensors |= {
+                f"{key}.state.{name}.{entry}": value.detach()
+                for name, entry, value in _entries(item, names, key)
+                if isinstance(value, Tensor)
+            }
         elif isinstance(item, Tensor):
             tensors[key] = item.detach()
         elif isinstance(item, OwnState):
@@ -306,17 +310,8 @@ def _shown(key: str, names: list[str]) -> str:
 # correction of the moments. Here saving only reads an optimizer, and loading rebuilds it from stored values.
 
 
-def tensors_of(optimizer: Optimizer, names: Names, key: str) -> dict[str, Tensor]:
-    """Return the state's tensors by ``name.entry``; ``key`` is the optimizer's name in errors."""
-    return {
-        f"{name}.{entry}": value.detach()
-        for name, entry, value in _entries(optimizer, names, key)
-        if isinstance(value, Tensor)
-    }
-
-
 def values_of(optimizer: Optimizer, names: Names, key: str) -> Values:
-    """Return the class, groups and entries that are not tensors.
+    """Return the class, groups and entries that are not tensors; ``key`` is the optimizer's name in errors.
 
     Raises:
         ShoalError: JSON cannot represent a value, or a parameter has no name.

@@ -89,10 +89,6 @@ class DataParallel(DistributedDataParallel):
             for name, value in self.wire.residuals().items():
                 value.copy_(before.get(f"wire.{name}", torch.zeros_like(value)))
 
-    def wire_state(self) -> dict[str, Any]:
-        """Return the state of the wire format for checkpoints, by name."""
-        return {} if self.wire is None else {"wire": self.wire}
-
 
 class _Touch(torch.autograd.Function):
     """Returns 0. The gradient is 0 with the strides of the parameter; DDP warns about others."""

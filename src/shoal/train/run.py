@@ -540,10 +540,10 @@ class Run:
 
     def _state(self) -> dict[str, Any]:
         """Return what a checkpoint holds; the state of the data is the one integer ``samples``."""
-        wires = [ddp.wire_state() for ddp in self._training.models]
+        wires = [ddp.wire for ddp in self._training.models if ddp.wire is not None]
         return {
             **self._kept,
-            **{name: wire for state in wires for name, wire in state.items()},
+            **({"wire": wires[-1]} if wires else {}),
             "loss_scale": self._training.scale.state_dict(),
             "samples": self._samples,
             "config": self._config,

@@ -77,11 +77,6 @@ class Ownership:
         """A number that is unique among all owners of this run directory."""
         return int(self._file.stem)
 
-    @property
-    def is_held(self) -> bool:
-        """Whether it has not been released."""
-        return self._end.alive
-
     def require(self) -> None:
         """Raise an error unless this process still owns the run directory.
 
@@ -116,7 +111,7 @@ def own(run_dir: Path) -> Ownership:
     """
     key = run_dir.resolve()
     held = _held.get(key)
-    if held is not None and held.is_held:
+    if held is not None and held._end.alive:  # not released
         held.require()
         return held
     _held[key] = taken = Ownership(run_dir, *_claim(run_dir))
@@ -210,12 +205,10 @@ def _parsed(content: bytes) -> _Owner | None:
     except (ShoalError, TypeError):
         return None
     texts = (owner.job, owner.host, owner.since, owner.place, owner.token)
-    if not all(isinstance(text, str) and text.isprintable() for text in texts):
-        return None
-    numbers = (owner.pid, owner.started)
-    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
-        return None
-    return owner
+    well = all(isinstance(text, str) and text.isprintable() for text in texts) and all(
+        type(number) is int and 0 <= number < 1 << 62 for number in (owner.pid, owner.started)
+    )
+    return owner if well else None
 
 
 def _file(folder: Path, number: int) -> Path:
