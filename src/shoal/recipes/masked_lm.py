@@ -12,6 +12,7 @@ from shoal.errors import UsageError
 from shoal.models.text_config import EncoderConfig
 from shoal.recipes.prepared_text import PreparedTextConfig, open_shards, read_manifest
 from shoal.train.config import (
+    BatchSizes,
     DistributedConfig,
     LoopConfig,
     OptimizerConfig,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from shoal.data.text.examples import ExampleReader
     from shoal.models.pretraining import Pretraining
     from shoal.record import Evaluation
-    from shoal.train.run import BatchSizes
 
 SENTENCE_TASKS = {"sop": "sentence order", "nsp": "next sentence"}
 
@@ -222,7 +222,7 @@ def describe(
     config: MaskedLMConfig,
     num_workers: int,
     num_parameters: int,
-    phases: "Sequence[tuple[str, BatchSizes, int, int, int]]",
+    phases: Sequence[tuple[str, BatchSizes, int, int, int]],
 ) -> list[str]:
     """Check the settings; return the lines of a dry run: settings, arithmetic, parameters, memory.
 

@@ -37,7 +37,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ from shoal.decide.rng import Stream, random_keys
 from shoal.env import WorkerEnv, alone, worker_env
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.train.checkpoint import Checkpointer, Restored
-from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, as_tree
+from shoal.train.config import BatchSizes, DistributedConfig, LoopConfig, RunOutputConfig, as_tree
 from shoal.train.gradients import DataParallel, LocalUpdate, LossScale, Update, choose_precision, wrap_model
 from shoal.train.reporting import (
     Progress,
@@ -71,16 +71,6 @@ from shoal.train.world import World, join_world, run_on_all
 Batch = Any
 T = TypeVar("T")
 R = TypeVar("R", record.Evaluation, record.End)
-
-
-class BatchSizes(Protocol):
-    """The sizes of a batch as settings give them, such as :class:`Sizes`."""
-
-    @property
-    def global_batch_size(self) -> int: ...
-
-    @property
-    def micro_batch_size(self) -> int | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
