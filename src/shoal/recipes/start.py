@@ -90,10 +90,11 @@ def start(
         from shoal.launch.worker import run_worker
 
         return run_worker(lambda: work(place))
-    from torch import cuda
+    emulated, num_local = how.emulated_hosts(), how.workers
+    if not num_local:
+        from torch import cuda  # takes seconds, which a launcher with --workers does without
 
-    emulated = how.emulated_hosts()
-    num_local = how.workers or max(cuda.device_count(), 1)
+        num_local = max(cuda.device_count(), 1)
     hosts = [] if emulated is None else ["emulated hosts", emulated.check()]
     lines = describe(num_local * how.nnodes if emulated is None else emulated.num_workers)
     if how.dry_run:
