@@ -425,9 +425,19 @@ def checked_json(name: str, value: Any) -> Any:
         ShoalError: JSON cannot represent it.
     """
     try:
-        return parse_json(json.dumps(value), name)
-    except (TypeError, ValueError, RecursionError) as error:
+        return _json_copy(value)
+    except (TypeError, RecursionError) as error:
         raise ShoalError(f"the state's {name!r} cannot be stored as JSON: {error}") from None
+
+
+def _json_copy(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_json_copy(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _json_copy(item) for key, item in value.items()}
+    raise TypeError(f"an object of type {type(value).__name__} is not serializable")
 
 
 def _entries(optimizer: Optimizer, names: Names, key: str) -> Iterator[tuple[str, str, Any]]:
