@@ -78,7 +78,7 @@ def make_schedule(
         return _best_greedy(name, num_ranks, num_micro_batches, costs, link, active_micro_batches)
     if name == "interleaved":
         _check_groups(num_ranks, num_micro_batches)
-    make = {"gpipe": _looped, "bfs": _looped, "1f1b": _one_by_one, "interleaved": _interleaved}[name]
+    make = _looped if name in ("gpipe", "bfs") else _interleaved
     return Schedule(
         name=name,
         placement=loop_placement(num_ranks, num_virtual),
@@ -148,33 +148,20 @@ def _looped(rank: int, num_ranks: int, num_virtual: int, num_micro_batches: int)
     return forward + [Action("B", s, batch) for s in reversed(stages) for batch in range(num_micro_batches)]
 
 
-def _one_by_one(rank: int, num_ranks: int, num_virtual: int, num_micro_batches: int) -> list[Action]:
-    batches = range(num_micro_batches)
-    forward = [Action("F", rank, batch) for batch in batches]
-    backward = [Action("B", rank, batch) for batch in batches]
-    return _by_turns(forward, backward, num_ahead=num_ranks - 1 - rank)
-
-
 def _interleaved(rank: int, num_ranks: int, num_virtual: int, num_micro_batches: int) -> list[Action]:
     """Rounds of micro-batches pass the rank's stages in turn; the next round follows behind the last stage.
 
     The first backward arrives at the rank when a whole round has been through its earlier stages and two
-    forwards have been done for each rank behind it.
+    forwards have been done for each rank behind it. With one stage per rank, one forward is enough (1F1B).
     """
-    if num_virtual == 1:
-        return _one_by_one(rank, num_ranks, num_virtual, num_micro_batches)
-    num_rounds = num_micro_batches // num_ranks
+    num_rounds = num_micro_batches // num_ranks if num_virtual > 1 else 1
     size = num_micro_batches // num_rounds
     stages = range(rank, num_ranks * num_virtual, num_ranks)
     rounds = [range(i * size, (i + 1) * size) for i in range(num_rounds)]
     forward = [Action("F", stage, batch) for group in rounds for stage in stages for batch in group]
     backward = [Action("B", s, batch) for group in rounds for s in reversed(stages) for batch in group]
-    return _by_turns(forward, backward, num_ahead=(num_virtual - 1) * size + 2 * (num_ranks - 1 - rank))
-
-
-def _by_turns(forward: list[Action], backward: list[Action], *, num_ahead: int) -> list[Action]:
-    """``num_ahead`` forwards, then alternating forward and backward, then the remaining backwards."""
-    num_ahead = min(num_ahead, len(forward))
+    for_each_rank = 2 if num_virtual > 1 else 1
+    num_ahead = min((num_virtual - 1) * size + for_each_rank * (num_ranks - 1 - rank), len(forward))
     actions = forward[:num_ahead]
     for pair in zip(forward[num_ahead:], backward, strict=False):
         actions += pair

@@ -62,14 +62,10 @@ class EncoderConfig:
                 f"model.hidden_size {self.hidden_size} must be a multiple of "
                 f"model.num_attention_heads {self.num_attention_heads}"
             )
+        for name in ("skip_sop", "skip_nsp"):
+            if self.skip_mlm and getattr(self, name, False):
+                raise UsageError(f"model.{name} and model.skip_mlm together leave nothing to train; drop one")
         _check_source(self.load_from, self.checkpoint_path)
-
-    def check_trains_something(self, skip_sentence: str) -> None:
-        """Raise a :class:`UsageError` if the masked LM and the field ``skip_sentence`` are both left out."""
-        if self.skip_mlm and getattr(self, skip_sentence):
-            raise UsageError(
-                f"model.{skip_sentence} and model.skip_mlm together leave nothing to train; drop one"
-            )
 
     @property
     def layer_parameters(self) -> int:
@@ -97,10 +93,6 @@ class AlbertModelConfig(EncoderConfig):
     skip_sop: bool = False
     """Train without sentence-order prediction."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_trains_something("skip_sop")
-
     @property
     def num_parameters(self) -> int:
         """Parameters of the pretraining model, both heads included."""
@@ -118,10 +110,6 @@ class BertModelConfig(EncoderConfig):
 
     skip_nsp: bool = False
     """Train without next-sentence prediction."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_trains_something("skip_nsp")
 
     @property
     def num_parameters(self) -> int:
