@@ -94,7 +94,29 @@ def simulate(schedule: Schedule, costs: Sequence[StageCost], link: Link | None =
     Raises:
         UsageError: the number of costs is not that of the stages, or the ranks' orders deadlock.
     """
-    return Simulator(schedule).run(costs, link)
+    simulator = Simulator(schedule)
+    begins, ends = simulator.times(costs, link)
+    boxes = sorted(
+        (
+            Box(event.rank, action, begin, end)
+            for event, action, begin, end in zip(
+                simulator.events, simulator.actions, begins, ends, strict=True
+            )
+        ),
+        key=lambda box: box.rank,  # stable: events keep the order of each rank
+    )
+    rank_end: list[float] = [0] * schedule.num_ranks
+    for box in boxes:
+        rank_end[box.rank] = box.end_s
+    makespan = max(rank_end)
+    busy = sum(box.end_s - box.begin_s for box in boxes)
+    return Timeline(
+        boxes=tuple(boxes),
+        rank_end_s=tuple(rank_end),
+        makespan_s=makespan,
+        bubble=1 - busy / (schedule.num_ranks * makespan) if makespan else 0.0,
+        peak_saved_bytes=peak_bytes(schedule, [cost.saved_bytes for cost in costs]),
+    )
 
 
 def recorded(timeline: Timeline) -> list[PipelineBox]:
@@ -133,36 +155,13 @@ class Simulator:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self._events, self._actions = _order(schedule)
-        self._num_wires = 1 + max((event.wire for event in self._events), default=0)
-
-    def run(self, costs: Sequence[StageCost], link: Link | None = None) -> Timeline:
-        begins, ends = self._times(costs, link)
-        num_ranks = self.schedule.num_ranks
-        boxes = sorted(
-            (
-                Box(event.rank, action, begin, end)
-                for event, action, begin, end in zip(self._events, self._actions, begins, ends, strict=True)
-            ),
-            key=lambda box: box.rank,  # stable: events keep the order of each rank
-        )
-        rank_end: list[float] = [0] * num_ranks
-        for box in boxes:
-            rank_end[box.rank] = box.end_s
-        makespan = max(rank_end)
-        busy = sum(box.end_s - box.begin_s for box in boxes)
-        return Timeline(
-            boxes=tuple(boxes),
-            rank_end_s=tuple(rank_end),
-            makespan_s=makespan,
-            bubble=1 - busy / (num_ranks * makespan) if makespan else 0.0,
-            peak_saved_bytes=peak_bytes(self.schedule, [cost.saved_bytes for cost in costs]),
-        )
+        self.events, self.actions = _order(schedule)
+        self._num_wires = 1 + max((event.wire for event in self.events), default=0)
 
     def makespan_s(self, costs: Sequence[StageCost], link: Link | None = None) -> float:
-        return max(self._times(costs, link)[1])
+        return max(self.times(costs, link)[1])
 
-    def _times(self, costs: Sequence[StageCost], link: Link | None) -> tuple[list[float], list[float]]:
+    def times(self, costs: Sequence[StageCost], link: Link | None) -> tuple[list[float], list[float]]:
         """Return when each event begins and ends."""
         if len(costs) != self.schedule.num_stages:
             raise UsageError(f"{len(costs)} costs for a schedule of {self.schedule.num_stages} stages")
@@ -176,7 +175,7 @@ class Simulator:
         begins: list[float] = []
         ends: list[float] = []
         arrivals: list[float] = []
-        for rank, duration, awaited, relay, wire in self._events:
+        for rank, duration, awaited, relay, wire in self.events:
             begin = clock[rank]
             if awaited >= 0 and arrivals[awaited] > begin:
                 begin = arrivals[awaited]
