@@ -27,7 +27,7 @@ def explain(
         why: the reason for the layout; default: a comparison with the plan's alternatives.
     """
     parts = [_head(plan, predicted, title, num_replicas), _stages(plan), _ranks(plan, predicted)]
-    parts += [why or _why(plan, predicted), _drawn("predicted", predicted, plan)]
+    parts += [why or _why(plan), _drawn("predicted", predicted, plan)]
     if traced is not None:
         parts.append(_drawn("traced", traced, plan))
     return "\n\n".join(parts)
@@ -98,20 +98,16 @@ def _ranks(plan: Plan, predicted: Timeline) -> str:
     return _table(rows, left={1})
 
 
-def _why(plan: Plan, predicted: Timeline) -> str:
-    if not plan.alternatives:
+def _why(plan: Plan) -> str:
+    if len(plan.alternatives) == 1:
         return "why: nothing else was asked for"
     rows = [("schedule", "stages per rank", "step", "bubble", "fullest rank")]
-    rows.append(
-        (plan.schedule.name, str(plan.num_virtual), _ms(predicted.makespan_s), f"{predicted.bubble:.1%}",
-         in_gb(max(plan.rank_bytes)))
-    )  # fmt: skip
     rows += [
         (other.name, str(other.num_virtual), _ms(other.makespan_s), f"{other.bubble:.1%}",
          in_gb(other.largest_rank_bytes))
-        for other in plan.alternatives[:6]
+        for other in plan.alternatives[:7]
     ]  # fmt: skip
-    return f"why: the best of {len(plan.alternatives) + 1} that fit, by simulation\n{_table(rows, left={0})}"
+    return f"why: the best of {len(plan.alternatives)} that fit, by simulation\n{_table(rows, left={0})}"
 
 
 def _drawn(name: str, timeline: Timeline, plan: Plan) -> str:

@@ -42,11 +42,7 @@ class Plan:
     first_units: tuple[str, ...]
     """Name of the first unit of each stage."""
     alternatives: tuple[Alternative, ...]
-    """The other schedules, the best first."""
-
-    @property
-    def num_virtual(self) -> int:
-        return self.schedule.num_stages // self.schedule.num_ranks
+    """The schedules that fit, the best first, which is the chosen one."""
 
     def timeline(self) -> Timeline:
         """Return the predicted timeline of a step."""
@@ -69,13 +65,14 @@ def decide(
 
     def decided() -> dict[str, Any]:
         cost = make_cost()
-        best, *others = choose_schedule(
+        choices = choose_schedule(
             cost,
             num_ranks=groups.num_ranks,
             num_micro_batches=num_micro_batches,
             conditions=conditions,
             cuts=cuts,
         )
+        best = choices[0]
         plan = Plan(
             schedule=best.schedule,
             cuts=best.cuts,
@@ -92,7 +89,7 @@ def decide(
                     bubble=choice.timeline.bubble,
                     largest_rank_bytes=max(choice.rank_bytes),
                 )
-                for choice in others
+                for choice in choices
             ),
         )
         return asdict(plan)
