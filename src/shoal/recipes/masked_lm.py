@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.errors import UsageError
 from shoal.models.text_config import EncoderConfig
+from shoal.recipes import load
 from shoal.recipes.prepared_text import PreparedTextConfig, open_shards, read_manifest
 from shoal.train.config import (
     BatchSizes,
@@ -19,7 +20,6 @@ from shoal.train.config import (
     RunConfig,
     check_wire,
     require_positive,
-    required,
     settings_lines,
 )
 
@@ -232,7 +232,6 @@ def describe(
     Raises:
         UsageError: sizes that do not divide, or no data that fits.
     """
-    from shoal.data.squad.dataset import read_squad
     from shoal.decide.batch import estimate_memory, plan_batch
 
     manifest = read_manifest(config.data)
@@ -275,8 +274,8 @@ def describe(
             micro_batch_size=short.micro_batch_size,
             section="finetune",
         )
-        for path in (short.data, short.eval):
-            read_squad(required(path), misplaced="skip")
+        squad = load("squad")
+        squad.read_files(squad.short_config(config).data)
     memory = max(memories, key=lambda estimate: estimate.total_bytes)
     parameters = f"parameters   {num_parameters:,}"
     return [*settings_lines(config), *lines, parameters, f"memory       {memory}"]
