@@ -248,9 +248,11 @@ def finetune_copy(source: Path, config: SquadConfig, run: "Run") -> dict[str, fl
     """
     import torch
 
+    from shoal.train.run import inner_run
+
     devices = [run.world.device] if run.world.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        inner = run.inner(loop=config.train, distributed=config.distributed)
+        inner = inner_run(run, loop=config.train, distributed=config.distributed)
         _, scores = train(config, source, inner)
     return None if inner.stopped else scores
 

@@ -230,14 +230,6 @@ class Run:
                 run._training.models.clear()
                 run._checkpointer = run._current = None
 
-    def inner(self, *, loop: LoopConfig, distributed: DistributedConfig | None = None) -> Run:
-        """Return a run on the same workers that writes nothing, for a short training inside this one."""
-        return Run(
-            self.world, None, name=self.name, recipe=self.recipe, unit=self.unit, config={},
-            settings=self._settings, loop=loop, distributed=distributed or self._distributed,
-            stop=self.stop_request, memory_remedy=self._memory_remedy, longer="",
-        )  # fmt: skip
-
     @property
     def batch(self) -> BatchPlan:
         """The arithmetic of the batch, once :meth:`steps` has begun."""
@@ -661,3 +653,11 @@ def _section(config: object, name: str, kind: type[T]) -> T:
     """Return a section of the settings, or the defaults where there is none of this kind."""
     found = getattr(config, name, None)
     return found if isinstance(found, kind) else kind()
+
+
+def inner_run(run: Run, *, loop: LoopConfig, distributed: DistributedConfig) -> Run:
+    """Return a run on the workers of another that writes nothing, for a short training inside that one."""
+    return Run(
+        run.world, None, name=run.name, recipe=run.recipe, unit=run.unit, config={}, settings=run._settings,
+        loop=loop, distributed=distributed, stop=run.stop_request, memory_remedy=run._memory_remedy, longer="",
+    )  # fmt: skip
