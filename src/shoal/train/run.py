@@ -658,6 +658,7 @@ def _section(config: object, name: str, kind: type[T]) -> T:
 def inner_run(run: Run, *, loop: LoopConfig, distributed: DistributedConfig) -> Run:
     """Return a run on the workers of another that writes nothing, for a short training inside that one."""
     return Run(
-        run.world, None, name=run.name, recipe=run.recipe, unit=run.unit, config={}, settings=run._settings,
-        loop=loop, distributed=distributed, stop=run.stop_request, memory_remedy=run._memory_remedy, longer="",
+        run.world, None, name=run.name, recipe=run.recipe, unit=run.unit, config={}, longer="",
+        settings=run._settings, loop=loop, distributed=distributed, stop=run.stop_request,
+        memory_remedy=run._memory_remedy,
     )  # fmt: skip
