@@ -1,13 +1,14 @@
 """Assigns the tensors of a checkpoint to workers for saving, and their chunks to readers for loading.
 
-The planners of ``torch.distributed.checkpoint`` (DCP) do it: replicated tensors are distributed over the
-workers by size, each shard of a DTensor is stored by one worker, and a reader with another number of workers
-or another sharding reads the boxes that overlap its own. DCP's storage is not used, because it pickles.
+Replicated tensors are distributed over the workers by size, and each shard of a DTensor is stored by one
+worker. A reader with another number of workers or another sharding reads the boxes that overlap its own, as
+the planner of ``torch.distributed.checkpoint`` (DCP) finds them. DCP's storage is not used: it pickles.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,14 +25,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
 
 from shoal.errors import ShoalError
+from shoal.optim.moments import local_box, local_part
 from shoal.train.checkpoint_files import DTYPE_NAMES, DTYPES, Chunk, StoredTensor, WrittenFile, write_file
 from shoal.train.world import all_gather_json
 
 Layout = list[dict[str, Any]]
-"""The tensors and shards that a worker holds, one entry each, in JSON values."""
+"""The tensors and shards that a worker holds, one entry each, in JSON values: the tensor's name, type and
+size, the shard's offsets and sizes, and its key in the worker's file."""
 
 
 class StagingBuffer:
@@ -77,26 +81,21 @@ class SavePart:
         self, tensors: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup | None, rank: int
     ) -> None:
         self.layout = layout
-        self.file = f"worker-{rank:05}.safetensors"
-        planner = _save_planner(tensors)
+        self.file = _file_of(rank)
         layouts = all_gather_json(group, layout)
         self.differs = len({frozenset(entry["name"] for entry in other) for other in layouts}) > 1
-        plans = [SavePlan([_write_item(entry) for entry in other]) for other in _without_overlaps(layouts)]
-        plans, _ = planner.create_global_plan(plans)
-        self.tensors = _stored_tensors(plans)
-        self._items = {_key(item): item.index for item in plans[rank].items}
+        parts = _assigned(layouts)
+        self.tensors = _stored_tensors(parts)
+        self._names = {entry["key"]: entry["name"] for entry in parts[rank]}
         self._on_device = any(tensor.device.type != "cpu" for tensor in tensors.values())
-        shapes = {
-            _key(item): (data.properties.dtype, data.chunk.sizes) for item, data in _tensor_items(plans[rank])
-        }
+        shapes = {e["key"]: (DTYPES[e["dtype"]], torch.Size(e["sizes"])) for e in parts[rank]}
         self.buffer = StagingBuffer(shapes, pinned=self._on_device)
 
     @torch.no_grad()
     def stage(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy this worker's part into the buffer, after which the tensors may change."""
-        planner = _save_planner(tensors)
-        for key, index in self._items.items():
-            self.buffer.views[key].copy_(planner.lookup_object(index), non_blocking=True)
+        for key, name in self._names.items():
+            self.buffer.views[key].copy_(local_part(tensors[name]), non_blocking=True)
         if self._on_device:
             torch.accelerator.synchronize()
 
@@ -107,20 +106,23 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
     Raises:
         ShoalError: a tensor has an element type that safetensors cannot store.
     """
+    layout: Layout = []
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise ShoalError(f"{name} is of type {tensor.dtype}, which a checkpoint cannot store")
-    return [
-        {
-            "name": item.index.fqn,
-            "kind": item.type.name,
-            "dtype": DTYPE_NAMES[data.properties.dtype],
-            "size": list(data.size),
-            "offsets": list(data.chunk.offsets),
-            "sizes": list(data.chunk.sizes),
-        }
-        for item, data in _tensor_items(_save_planner(tensors).create_local_plan())
-    ]
+        box = local_box(tensor)
+        offsets = [side.start for side in box]
+        layout.append(
+            {
+                "name": name,
+                "key": f"{name}@{','.join(map(str, offsets))}" if isinstance(tensor, DTensor) else name,
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "size": list(tensor.shape),
+                "offsets": offsets,
+                "sizes": [side.stop - side.start for side in box],
+            }
+        )
+    return layout
 
 
 def read_tensors(path: Path, stored: Mapping[str, StoredTensor], targets: dict[str, Tensor]) -> None:
@@ -150,63 +152,49 @@ def read_tensors(path: Path, stored: Mapping[str, StoredTensor], targets: dict[s
             raise ShoalError(f"cannot read {path / name}: {error}") from error
 
 
-def _save_planner(tensors: Mapping[str, Tensor]) -> DefaultSavePlanner:
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=True)
-    return planner
+def _file_of(rank: int) -> str:
+    return f"worker-{rank:05}.safetensors"
 
 
-def _tensor_items(plan: SavePlan) -> list[tuple[WriteItem, TensorWriteData]]:
-    return [(item, item.tensor_data) for item in plan.items if item.tensor_data is not None]
+def _assigned(layouts: list[Layout]) -> list[Layout]:
+    """Give each tensor or shard to one of the workers that hold it, the one with the fewest bytes so far.
 
-
-def _key(item: WriteItem) -> str:
-    if item.type != WriteItemType.SHARD or item.index.offset is None:
-        return item.index.fqn
-    return f"{item.index.fqn}@{','.join(map(str, item.index.offset))}"
-
-
-def _without_overlaps(layouts: list[Layout]) -> list[Layout]:
-    """Drop the shards of tensors that some worker holds unsharded.
-
-    A tied weight is not sharded on a worker whose stages share it, but may be where one stage has it.
+    Shards of tensors that some worker holds unsharded are dropped: a tied weight is not sharded on a worker
+    whose stages share it, but may be where one stage has it.
     """
     whole = {entry["name"] for layout in layouts for entry in layout if entry["sizes"] == entry["size"]}
-    return [
-        [entry for entry in layout if entry["name"] not in whole or entry["sizes"] == entry["size"]]
-        for layout in layouts
-    ]
+    holders: dict[tuple[Any, ...], list[tuple[int, dict[str, Any]]]] = {}
+    for rank, layout in enumerate(layouts):
+        for entry in layout:
+            if entry["name"] not in whole or entry["sizes"] == entry["size"]:
+                holders.setdefault((entry["name"], *entry["offsets"]), []).append((rank, entry))
+    parts: list[Layout] = [[] for _ in layouts]
+    num_bytes = [0] * len(layouts)
+    for held in holders.values():
+        rank, entry = min(held, key=lambda holder: num_bytes[holder[0]])
+        parts[rank].append(entry)
+        num_bytes[rank] += DTYPES[entry["dtype"]].itemsize * math.prod(entry["sizes"])
+    return parts
 
 
-def _write_item(entry: Mapping[str, Any]) -> WriteItem:
-    chunk = ChunkStorageMetadata(offsets=torch.Size(entry["offsets"]), sizes=torch.Size(entry["sizes"]))
-    return WriteItem(
-        index=MetadataIndex(entry["name"], entry["offsets"]),
-        type=WriteItemType[entry["kind"]],
-        tensor_data=TensorWriteData(
-            chunk=chunk,
-            properties=TensorProperties(dtype=DTYPES[entry["dtype"]]),
-            size=torch.Size(entry["size"]),
-        ),
-    )
+def _stored_tensors(parts: list[Layout]) -> dict[str, StoredTensor]:
+    """Return the tensors that the workers' ``parts`` make up.
 
-
-def _stored_tensors(plans: list[SavePlan]) -> dict[str, StoredTensor]:
+    Raises:
+        ShoalError: the shards of a tensor are not the whole of it.
+    """
+    entries = [(rank, entry) for rank, part in enumerate(parts) for entry in part]
+    chunks: dict[str, list[Chunk]] = {}
+    for rank, entry in entries:
+        offsets, sizes = tuple(entry["offsets"]), tuple(entry["sizes"])
+        chunk = Chunk(offsets=offsets, sizes=sizes, file=_file_of(rank), key=entry["key"])
+        chunks.setdefault(entry["name"], []).append(chunk)
     stored: dict[str, StoredTensor] = {}
-    for rank, plan in enumerate(plans):
-        for item, data in _tensor_items(plan):
-            chunk = Chunk(
-                offsets=tuple(data.chunk.offsets),
-                sizes=tuple(data.chunk.sizes),
-                file=f"worker-{rank:05}.safetensors",
-                key=_key(item),
-            )
-            before = stored.get(item.index.fqn)
-            stored[item.index.fqn] = StoredTensor(
-                dtype=DTYPE_NAMES[data.properties.dtype],
-                size=tuple(data.size),
-                chunks=(*before.chunks, chunk) if before else (chunk,),
-            )
+    for _, entry in entries:
+        name, size = entry["name"], tuple(entry["size"])
+        if sum(math.prod(chunk.sizes) for chunk in chunks[name]) != math.prod(size):
+            raise ShoalError(f"the workers' shards of {name} do not make up a tensor of shape {size}")
+        stored[name] = StoredTensor(dtype=entry["dtype"], size=size, chunks=tuple(chunks[name]))
     return stored
 
 
