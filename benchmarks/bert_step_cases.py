@@ -23,7 +23,7 @@ from shoal.data.text.sequences import TaskData
 from shoal.data.text.shards import TextShards
 from shoal.data.text.task_batches import TaskSource
 from shoal.data.text.tokenizer import read_tokenizer
-from shoal.decide.order import samples
+from shoal.decide.order import ShuffledOrder
 from shoal.env import test_data_dir
 from shoal.models.directory import load_task_model
 from shoal.models.encoder import packed_inputs
@@ -68,8 +68,10 @@ def pretraining(folder: Path, config: BertModelConfig, batch_size: int) -> Sides
         ),
     )
 
+    order = ShuffledOrder(num_examples=reader.num_examples, seed=SEED)
+
     def read(step: int) -> Arrays:
-        names = samples(step * batch_size, batch_size, reader.num_examples, SEED)
+        names = order.examples_of(range(step * batch_size, (step + 1) * batch_size))
         return packed(reader.batch(*names))
 
     ours = BertPretraining(config)

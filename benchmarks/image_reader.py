@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.harness import Benchmark, peer_module
 from shoal.data.images.manifest import ImageManifest
 from shoal.data.images.shards import ImageShards, ImageShardWriter
-from shoal.decide.order import BlockShuffle, examples_of
+from shoal.decide.order import BlockShuffle, ShuffledOrder
 
 NUM_SHARDS = 8
 NUM_IMAGES = 2000
@@ -51,6 +51,7 @@ def ours(
 ) -> Callable[[], float]:
     """Return what reads an epoch and returns images/s."""
     epochs = itertools.count()
+    order = ShuffledOrder(num_examples=NUM_IMAGES, seed=0, blocks=blocks)
 
     def read() -> float:
         first = next(epochs) * NUM_IMAGES
@@ -58,7 +59,7 @@ def ours(
         begin_s = time.perf_counter()
         for batch in range(0, NUM_IMAGES, BATCH):
             numbers = np.arange(first + batch, first + min(batch + BATCH, NUM_IMAGES))
-            for index in examples_of(numbers, NUM_IMAGES, 0, blocks)[1].tolist():
+            for index in order.examples_of(numbers)[1].tolist():
                 image, label = form(shards.read(index)), shards.label(index)
                 num_bytes += len(image) + (label < 0)
         seconds = time.perf_counter() - begin_s

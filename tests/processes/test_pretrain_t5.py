@@ -11,7 +11,7 @@ import torch
 
 from shoal import record
 from shoal.data.manifest import Manifest
-from shoal.decide.order import samples
+from shoal.decide.order import ShuffledOrder
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.t5 import ACCURACY, LOSS, open_text
@@ -84,7 +84,8 @@ def test_the_exported_model_scores_what_the_run_says(whole_run: Path, data: Path
 
     model = T5ForConditionalGeneration.from_pretrained(whole_run / "transformers").eval()
     _, reader = open_text(jobs.small_t5_config(data, whole_run), verify=False)
-    batch = reader.batch(*samples(0, 16, reader.num_examples, reader.seed))
+    order = ShuffledOrder(num_examples=reader.num_examples, seed=reader.seed)
+    batch = reader.batch(*order.examples_of(range(16)))
     with torch.no_grad():
         inputs = {name: torch.from_numpy(batch[name]) for name in ("input_ids", "labels")}
         loss = model(**inputs).loss.item()

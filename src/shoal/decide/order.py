@@ -125,39 +125,6 @@ def _mixed_in_windows(
     return windows * size + mixed
 
 
-def samples(
-    first_sample: int, num_samples: int, num_examples: int, seed: int, blocks: BlockShuffle | None = None
-) -> tuple[Int64Array, Int64Array]:
-    """Return (epochs, indices), each int64 ``[num_samples]``, of a run of the endless stream.
-
-    A global batch is ``samples(samples_consumed, global_batch_size, …)``; it may cross from one epoch
-    into the next, or over several when there are few examples.
-
-    Raises:
-        ValueError: ``num_examples`` is not positive.
-    """
-    numbers = np.arange(first_sample, first_sample + num_samples)
-    return examples_of(numbers, num_examples, seed, blocks)
-
-
-def examples_of(
-    numbers: npt.ArrayLike, num_examples: int, seed: int, blocks: BlockShuffle | None = None
-) -> tuple[Int64Array, Int64Array]:
-    """Return (epochs, indices) of samples with any numbers, int64 like ``numbers``.
-
-    The order is the full shuffle unless ``blocks`` are given.
-
-    Raises:
-        ValueError: ``num_examples`` is not positive.
-    """
-    if num_examples <= 0:
-        raise ValueError(f"num_examples={num_examples} must be positive")
-    epochs, positions = np.divmod(np.asarray(numbers, dtype=np.int64), num_examples)
-    if blocks is not None:
-        return epochs, block_shuffled(positions, num_examples, seed, epochs, blocks)
-    return epochs, shuffled(positions, num_examples, seed, epochs)
-
-
 class Order(Protocol):
     """Maps the number of a sample in the endless stream to its example. Picklable."""
 
@@ -174,8 +141,17 @@ class ShuffledOrder:
     blocks: BlockShuffle | None = None
 
     def examples_of(self, numbers: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:
-        """Return (epochs, indices) of samples with any numbers, int64 like ``numbers``."""
-        return examples_of(numbers, self.num_examples, self.seed, self.blocks)
+        """Return (epochs, indices) of samples with any numbers, int64 like ``numbers``.
+
+        Raises:
+            ValueError: ``num_examples`` is not positive.
+        """
+        if self.num_examples <= 0:
+            raise ValueError(f"num_examples={self.num_examples} must be positive")
+        epochs, positions = np.divmod(np.asarray(numbers, dtype=np.int64), self.num_examples)
+        if self.blocks is None:
+            return epochs, shuffled(positions, self.num_examples, self.seed, epochs)
+        return epochs, block_shuffled(positions, self.num_examples, self.seed, epochs, self.blocks)
 
 
 def worker_part(size: int, rank: int, num_workers: int) -> range:

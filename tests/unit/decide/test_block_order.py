@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.decide.order import BlockShuffle, block_shuffled, examples_of
+from shoal.decide.order import BlockShuffle, ShuffledOrder, block_shuffled
 from shoal.errors import UsageError
 
 
@@ -33,7 +33,8 @@ def test_positions_can_be_asked_in_any_company():
     epochs, positions = rng.integers(0, 3, 500), rng.integers(0, n, 500)
     assert (block_shuffled(positions, n, 3, epochs, blocks) == whole[epochs, positions]).all()
     assert block_shuffled(5, n, 3, 1, blocks).tolist() == [whole[1, 5]]
-    found_epochs, found = examples_of(epochs * n + positions, n, 3, blocks)
+    order = ShuffledOrder(num_examples=n, seed=3, blocks=blocks)
+    found_epochs, found = order.examples_of(epochs * n + positions)
     assert (found_epochs == epochs).all() and (found == whole[epochs, positions]).all()
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.decide.order import examples_of, micro_batches, samples, shuffled, worker_part
+from shoal.decide.order import ShuffledOrder, micro_batches, shuffled, worker_part
 
 
 @pytest.mark.parametrize("num_examples", [1, 2, 3, 4, 5, 7, 16, 17, 1000, 4095, 4096, 4097, 65_537, 300_007])
@@ -71,7 +71,7 @@ def test_orders_look_random(num_examples):
 
 def test_samples_run_through_each_epoch_once():
     n = 17
-    epochs, indices = samples(0, 5 * n, n, seed=1)
+    epochs, indices = ShuffledOrder(num_examples=n, seed=1).examples_of(np.arange(5 * n))
     assert epochs.tolist() == np.repeat(np.arange(5), n).tolist()
     for epoch in range(5):
         assert sorted(indices[epochs == epoch]) == list(range(n))
@@ -81,16 +81,17 @@ def test_samples_run_through_each_epoch_once():
 @given(first=st.integers(0, 10_000), count=st.integers(0, 100), n=st.integers(1, 60))
 @settings(max_examples=60, deadline=None)
 def test_samples_can_start_anywhere(first, count, n):
-    epochs, indices = samples(first, count, n, seed=4)
+    order = ShuffledOrder(num_examples=n, seed=4)
+    epochs, indices = order.examples_of(np.arange(first, first + count))
     assert len(epochs) == len(indices) == count
     for i in range(count):
-        epoch, index = examples_of([first + i], n, seed=4)
+        epoch, index = order.examples_of([first + i])
         assert (epochs[i], indices[i]) == (epoch[0], index[0])
 
 
 def test_no_examples_is_an_error():
     with pytest.raises(ValueError, match="num_examples=0"):
-        samples(0, 1, 0, seed=0)
+        ShuffledOrder(num_examples=0, seed=0).examples_of([0])
 
 
 @given(size=st.integers(0, 500), num_workers=st.integers(1, 40))

@@ -21,7 +21,7 @@ from shoal.data.loader import Batch, Stream, as_tensors, in_thread
 from shoal.data.steps import DataShard
 from shoal.data.text.sequences import Sequences
 from shoal.data.text.special_tokens import Int64Array
-from shoal.decide.order import micro_batches, samples
+from shoal.decide.order import ShuffledOrder, micro_batches
 from shoal.decide.rng import dropout_keys
 
 
@@ -67,7 +67,8 @@ class TaskSource:
     def global_batch(self, shard: DataShard, step: int) -> tuple[Int64Array, Int64Array]:
         """Return (epochs, sequences) of the global batch after ``step`` completed steps, in their order."""
         size = shard.global_batch_size
-        return samples(step * size, size, len(self.data), self.seed)
+        order = ShuffledOrder(num_examples=len(self.data), seed=self.seed)
+        return order.examples_of(np.arange(step * size, (step + 1) * size))
 
 
 def evaluation_batches(

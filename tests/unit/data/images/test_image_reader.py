@@ -17,7 +17,7 @@ from shoal.data.images.reader import ImageReader, default_decode_threads
 from shoal.data.images.shards import ImageShards
 from shoal.data.loader import LoaderConfig, held_out_batches, streamed_steps, training_steps
 from shoal.data.steps import DataShard
-from shoal.decide.order import BlockShuffle, ShuffledOrder, examples_of
+from shoal.decide.order import BlockShuffle, ShuffledOrder
 from shoal.errors import ShoalError, UsageError
 from synthetic_images import BAD, StampTransform, key_of, random_images, write_images
 
@@ -46,7 +46,7 @@ def reader(directory):
 
 def stamps(numbers, *, blocks=None):
     """What ``StampTransform`` makes of samples, by the definition of the order."""
-    epochs, indices = examples_of(numbers, N, SEED, blocks)
+    epochs, indices = ShuffledOrder(num_examples=N, seed=SEED, blocks=blocks).examples_of(numbers)
     return [
         [index, IMAGES[index][-1], SEED, epoch, index]
         for epoch, index in zip(epochs.tolist(), indices.tolist(), strict=True)

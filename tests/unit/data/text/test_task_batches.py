@@ -17,7 +17,7 @@ from shoal.data.text.task_batches import (
     evaluation_batches,
     evaluation_parts,
 )
-from shoal.decide.order import samples
+from shoal.decide.order import ShuffledOrder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,8 @@ def test_workers_share_each_global_batch(data: TaskData, num_workers: int) -> No
         source = TaskSource(data=data, seed=5)
         parts = [[cut for _, cut in source.micro_batches(shard, step)] for shard in shards]
         dealt = np.concatenate([cut for part in parts for cut in part])
-        assert sorted(dealt) == sorted(samples(12 * step, 12, 37, 5)[1])
+        order = ShuffledOrder(num_examples=37, seed=5)
+        assert sorted(dealt) == sorted(order.examples_of(range(12 * step, 12 * step + 12))[1])
         assert {len(part) for part in parts} == {6 // num_workers}
         tokens = [sum(int(data.lengths[cut].sum()) for cut in part) for part in parts]
         assert max(tokens) - min(tokens) <= 40  # one sequence at most
