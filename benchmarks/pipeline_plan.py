@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.harness import peer_module
 from shoal.decide.autotune import Conditions
 from shoal.decide.cost import Link
-from shoal.decide.layout_search import choose_layout
+from shoal.decide.layout_search import LayoutSearch
 from shoal.decide.partition import Memory
 from shoal.pipelining.export_graph import export_model
 from shoal.pipelining.roofline import Rates, estimate_cost
@@ -33,17 +33,16 @@ def main() -> None:
     model, batch = t5_3b()
     cost = estimate_cost(export_model(model, batch, training=True), A100)
     memory = Memory(limit_bytes=DEVICE_BYTES, optimizer_ratio=6.0, reserved_bytes=2 * 10**9)
-    layouts = choose_layout(
-        cost,
-        NUM_DEVICES,
-        memory,
+    search = LayoutSearch(
+        cost=cost,
+        memory=memory,
         global_batch_size=GLOBAL_BATCH,
         micro_batch_size=MICRO_BATCH,
-        pipelines=[NUM_RANKS],
+        sizes=[MICRO_BATCH],
         conditions=Conditions(link=NVSWITCH),
         data_link=NETWORK,
     )
-    best = layouts[0]
+    best = search.choose(NUM_DEVICES, [NUM_RANKS])[0]
     print(
         json.dumps(
             {

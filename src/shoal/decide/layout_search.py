@@ -9,7 +9,7 @@ tied over ranks is summed over them first. All is predicted from a model's cost,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shoal.decide.autotune import Choice, Conditions, choose_schedule
 from shoal.decide.cost import Link, ModelCost, StageCost, stage_costs
@@ -19,6 +19,8 @@ from shoal.errors import UsageError
 
 _QUICK = ("1f1b", "interleaved", "bfs", "gpipe")
 """Schedules for the first ranking of layouts: those that are cheap to construct."""
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
+"""Sizes of a micro-batch, in samples, for callers without a choice of their own."""
 MAX_PIPELINE = 32
 """Longest pipelines that are tried by default: bubbles and search time grow with the length."""
 _MAX_TIGHT = 8
@@ -80,72 +82,6 @@ class Layout(_Shape):
         )
 
 
-def choose_layout(
-    cost: ModelCost,
-    num_devices: int,
-    memory: Memory,
-    *,
-    global_batch_size: int,
-    micro_batch_size: int = 1,
-    micro_batch_sizes: Sequence[int] | None = None,
-    pipelines: Sequence[int] | None = None,
-    conditions: Conditions | None = None,
-    data_link: Link | None = None,
-    shard: bool = False,
-    num_layouts: int = 5,
-) -> list[Layout]:
-    """Return the layouts that fit, the fastest first, each with the reason for its place.
-
-    All are ranked with one simple schedule; the best ``num_layouts`` get the whole portfolio and refined
-    cuts.
-
-    Args:
-        cost: of a micro-batch of ``micro_batch_size`` samples.
-        micro_batch_sizes: to choose from; the cost is scaled in proportion. Default: ``micro_batch_size``.
-        pipelines: numbers of ranks to choose from. Default: every divisor of ``num_devices`` up to
-            :data:`MAX_PIPELINE`.
-        conditions: link of the pipeline and schedules to choose from; their memory is not used.
-        data_link: between replicas. Default: the pipeline's.
-        shard: whether the state is sharded over the replicas.
-
-    Raises:
-        UsageError: more stages than the model has units, a pipeline that does not divide the devices, or a
-            global batch that no layout divides.
-        DoesNotFit: no layout fits; the message has the missing bytes of the nearest, and one that would fit.
-    """
-    search = _Search(
-        cost=cost,
-        memory=memory,
-        global_batch_size=global_batch_size,
-        micro_batch_size=micro_batch_size,
-        sizes=tuple(micro_batch_sizes or (micro_batch_size,)),
-        given=conditions or Conditions(),
-        data_link=data_link,
-        shard=shard,
-    )
-    if pipelines is not None:
-        for ranks in pipelines:
-            check_num_stages(cost, ranks)
-            if num_devices % ranks:
-                raise UsageError(f"a pipeline of {ranks} ranks does not divide {num_devices} devices")
-    shapes = list(search.shapes(num_devices, pipelines))
-    if not shapes:
-        raise UsageError(
-            f"a global batch of {global_batch_size} cannot be divided over {num_devices} devices in "
-            f"micro-batches of {' or '.join(map(str, search.sizes))}: "
-            "it must be a multiple of replicas × micro-batch size"
-        )
-    best, missing = search.quick(shapes, num_layouts)
-    if best:
-        layouts = [search.layout(shape) for shape in best]
-    else:
-        layouts = search.tight(missing, _MAX_TIGHT)
-        if not layouts:
-            raise _none_fits(search, num_devices, missing)
-    layouts.sort(key=lambda layout: layout.step_s)
-    return [replace(layout, reason=_reason(layout, layouts[0])) for layout in layouts]
-
-
 def averaging_s(
     cost: ModelCost, choice: Choice, *, data: int, link: Link | None, gradient_ratio: float = 1.0
 ) -> float:
@@ -183,24 +119,70 @@ def averaging_s(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Search:
-    """Arguments of :func:`choose_layout`."""
+class LayoutSearch:
+    """The layouts to choose from, except for the number of devices."""
 
     cost: ModelCost
+    """Of a micro-batch of ``micro_batch_size`` samples."""
     memory: Memory
     global_batch_size: int
     micro_batch_size: int
-    sizes: tuple[int, ...]
-    given: Conditions
-    data_link: Link | None
-    shard: bool
+    sizes: Sequence[int]
+    """Sizes of micro-batches to choose from; the cost is scaled in proportion."""
+    conditions: Conditions = field(default_factory=Conditions)
+    """Link of the pipeline and schedules to choose from; their memory is not used."""
+    data_link: Link | None = None
+    """Between replicas. Default: the pipeline's."""
+    shard: bool = False
+    """Whether the state is sharded over the replicas."""
+
+    def choose(
+        self, num_devices: int, pipelines: Sequence[int] | None = None, *, num_layouts: int = 5
+    ) -> list[Layout]:
+        """Return the layouts that fit, the fastest first, each with the reason for its place.
+
+        All are ranked with one simple schedule; the best ``num_layouts`` get the whole portfolio and refined
+        cuts.
+
+        Args:
+            pipelines: numbers of ranks to choose from. Default: every divisor of ``num_devices`` up to
+                :data:`MAX_PIPELINE`.
+
+        Raises:
+            UsageError: more stages than the model has units, a pipeline that does not divide the devices, or
+                a global batch that no layout divides.
+            DoesNotFit: no layout fits; the message has the missing bytes of the nearest, and one that would
+                fit.
+        """
+        for ranks in pipelines or ():
+            check_num_stages(self.cost, ranks)
+            if num_devices % ranks:
+                raise UsageError(f"a pipeline of {ranks} ranks does not divide {num_devices} devices")
+        shapes = list(self.shapes(num_devices, pipelines))
+        if not shapes:
+            raise UsageError(
+                f"a global batch of {self.global_batch_size} cannot be divided over {num_devices} devices in "
+                f"micro-batches of {' or '.join(map(str, self.sizes))}: "
+                "it must be a multiple of replicas × micro-batch size"
+            )
+        best, missing = self.quick(shapes, num_layouts)
+        layouts = [self.layout(shape) for shape in best] or self.tight(missing, _MAX_TIGHT)
+        if not layouts:
+            nearest, lacking = min(missing.items(), key=lambda item: item[1])
+            raise DoesNotFit(
+                f"no layout of {num_devices} devices of {in_gb(self.memory.limit_bytes)} fits: {nearest} "
+                f"comes nearest and lacks {in_gb(lacking)} on its fullest rank; {_remedy(self, num_devices)}",
+                lacking,
+            )
+        layouts.sort(key=lambda layout: layout.step_s)
+        return [replace(layout, reason=_reason(layout, layouts[0])) for layout in layouts]
 
     def shapes(self, num_devices: int, pipelines: Sequence[int] | None) -> Iterator[_Shape]:
         """Yield the layouts that divide devices, batch and model."""
         num_units = len(self.cost.units)
         for ranks in pipelines or range(1, min(num_devices, num_units, MAX_PIPELINE) + 1):
             data = num_devices // ranks
-            if num_devices % ranks or ranks * min(self.given.virtual) > num_units:
+            if num_devices % ranks or ranks * min(self.conditions.virtual) > num_units:
                 continue
             for size in self.sizes:
                 if self.global_batch_size % (data * size) == 0:
@@ -213,11 +195,11 @@ class _Search:
         """Return the time of a step of equal stages without relays and averaging: a lower bound."""
         whole = sum(unit.forward_s + unit.backward_s for unit in self.cost.units)
         batch_s = whole * shape.micro_batch_size / self.micro_batch_size / shape.pipeline
-        return batch_s * (shape.num_micro_batches + (shape.pipeline - 1) / max(self.given.virtual))
+        return batch_s * (shape.num_micro_batches + (shape.pipeline - 1) / max(self.conditions.virtual))
 
     def quick(self, shapes: Sequence[_Shape], num_layouts: int) -> tuple[list[_Shape], dict[_Shape, int]]:
         """Return the best shapes with a simple schedule, and the missing bytes of those that do not fit."""
-        names = [name for name in _QUICK if name in self.given.names] or list(self.given.names)
+        names = [name for name in _QUICK if name in self.conditions.names] or list(self.conditions.names)
         fitting: list[tuple[float, _Shape]] = []
         missing: dict[_Shape, int] = {}
         for shape in sorted(shapes, key=self.least_s):
@@ -252,7 +234,7 @@ class _Search:
         if shape.micro_batch_size != self.micro_batch_size:
             cost = cost.scaled(shape.micro_batch_size / self.micro_batch_size)
         memory = replace(self.memory, shards=shape.data if self.shard else 1)
-        given = replace(self.given, memory=memory, names=names or self.given.names)
+        given = replace(self.conditions, memory=memory, names=names or self.conditions.names)
         choices = choose_schedule(
             cost,
             num_ranks=shape.pipeline,
@@ -284,21 +266,11 @@ def _reason(layout: Layout, best: Layout) -> str:
     return f"{layout.step_s / best.step_s:.2f} times the time of the fastest: {idle}, {averaging}, {spare}"
 
 
-def _none_fits(search: _Search, num_devices: int, missing: dict[_Shape, int]) -> DoesNotFit:
-    """Return the error with the missing bytes and a layout that would fit."""
-    nearest, lacking = min(missing.items(), key=lambda item: item[1])
-    return DoesNotFit(
-        f"no layout of {num_devices} devices of {in_gb(search.memory.limit_bytes)} fits: {nearest} comes "
-        f"nearest and lacks {in_gb(lacking)} on its fullest rank; {_remedy(search, num_devices)}",
-        lacking,
-    )
-
-
-def _remedy(search: _Search, num_devices: int) -> str:
+def _remedy(search: LayoutSearch, num_devices: int) -> str:
     """Return the least change that makes a layout fit: smaller micro-batches, sharding, more devices."""
     least = min(search.sizes)
     halves = [least >> shift for shift in range(1, least.bit_length())]
-    changes: list[tuple[str, _Search, int]] = [
+    changes: list[tuple[str, LayoutSearch, int]] = [
         (f"micro-batches of {size}", replace(search, sizes=(size,)), num_devices)
         for size in halves
         if search.global_batch_size % size == 0

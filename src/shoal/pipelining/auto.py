@@ -11,16 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.decide.autotune import Conditions
-from shoal.decide.layout_search import choose_layout
+from shoal.decide.layout_search import MICRO_BATCH_SIZES, LayoutSearch
 from shoal.decide.partition import Memory, Optimize
 from shoal.pipelining.api import device_of, make_mesh
 from shoal.pipelining.explain import explain_layouts
 from shoal.pipelining.loss import num_rows
 from shoal.pipelining.process_groups import make_process_groups, measure_link
 from shoal.pipelining.stage_sources import Graph
-
-MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
-"""Rows of a micro-batch that are tried, where they divide the batch."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +81,16 @@ def auto_layout(
             name: (tensor[:base] if tensor.ndim else tensor).detach().to(home)
             for name, tensor in global_batch.items()
         }
-        layouts = choose_layout(
-            Graph(model, example).cost(place),
-            groups.num_ranks,
-            memory,
+        search = LayoutSearch(
+            cost=Graph(model, example).cost(place),
+            memory=memory,
             global_batch_size=rows,
             micro_batch_size=base,
-            micro_batch_sizes=sizes,
+            sizes=sizes,
             conditions=Conditions(link=link, optimize=optimize),
             shard=shard,
         )
+        layouts = search.choose(groups.num_ranks)
         best = layouts[0]
         return {
             "pipeline": best.pipeline,

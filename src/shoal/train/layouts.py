@@ -14,15 +14,12 @@ from torch import Tensor, nn
 
 from shoal.decide.autotune import PORTFOLIO, VIRTUAL_CHOICES, Conditions
 from shoal.decide.cost import Link
-from shoal.decide.layout_search import Layout, choose_layout
+from shoal.decide.layout_search import MICRO_BATCH_SIZES, Layout, LayoutSearch
 from shoal.decide.partition import Memory
 from shoal.errors import UsageError
 from shoal.pipelining.export_graph import export_model
 from shoal.pipelining.roofline import Rates, estimate_cost
 from shoal.train.parallel_config import ParallelConfig, parse_bytes
-
-MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
-"""Sizes of a micro-batch, in samples, that are tried if the settings have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +72,7 @@ def search_layouts(
         parallel: the fixed settings; ``pipeline`` is fixed unless ``layout`` is ``auto``.
         num_devices: number of devices to use.
         global_batch_size: samples per optimizer step.
-        micro_batch_size: samples per micro-batch; ``None`` tries :data:`MICRO_BATCH_SIZES`.
+        micro_batch_size: samples per micro-batch; ``None`` tries several.
         optimizer_ratio: bytes of optimizer state per byte of parameters.
 
     Raises:
@@ -88,14 +85,12 @@ def search_layouts(
     base = sizes[len(sizes) // 2]  # costs per launch depend on the size
     with torch.device("meta"):
         graph = export_model(make_model(), make_batch(base), training=True)
-    return choose_layout(
-        estimate_cost(graph, device.rates),
-        num_devices,
-        Memory(limit_bytes=parse_bytes(parallel.memory), optimizer_ratio=optimizer_ratio),
+    search = LayoutSearch(
+        cost=estimate_cost(graph, device.rates),
+        memory=Memory(limit_bytes=parse_bytes(parallel.memory), optimizer_ratio=optimizer_ratio),
         global_batch_size=global_batch_size,
         micro_batch_size=base,
-        micro_batch_sizes=sizes,
-        pipelines=None if parallel.layout == "auto" else (parallel.pipeline,),
+        sizes=sizes,
         conditions=Conditions(
             link=device.near,
             names=PORTFOLIO if parallel.schedule == "auto" else (parallel.schedule,),
@@ -105,3 +100,4 @@ def search_layouts(
         data_link=device.far,
         shard=parallel.shard,
     )
+    return search.choose(num_devices, None if parallel.layout == "auto" else (parallel.pipeline,))

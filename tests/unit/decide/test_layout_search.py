@@ -8,7 +8,7 @@ import pytest
 
 from shoal.decide.autotune import Conditions, choose_schedule
 from shoal.decide.cost import Link, ModelCost, Unit, stage_costs
-from shoal.decide.layout_search import averaging_s, choose_layout
+from shoal.decide.layout_search import LayoutSearch, averaging_s
 from shoal.decide.partition import DoesNotFit, Memory, rank_bytes
 from shoal.decide.pipeline_schedules import make_schedule
 from shoal.decide.pipeline_simulator import simulate
@@ -28,6 +28,13 @@ def blocks(num_blocks, *, forward_s=0.01, parameter_bytes=1000, saved_bytes=100,
         for index in range(num_blocks)
     )
     return ModelCost(units=units, relay_bytes=(relay_bytes,) * (num_blocks - 1))
+
+
+def choose_layout(cost, num_devices, memory, *, pipelines=None, num_layouts=5, micro_batch_size=1, **options):
+    """The search of ``LayoutSearch``, with micro-batches of the measured size if no others are given."""
+    options = {"sizes": (micro_batch_size,), **options}
+    search = LayoutSearch(cost=cost, memory=memory, micro_batch_size=micro_batch_size, **options)
+    return search.choose(num_devices, pipelines, num_layouts=num_layouts)
 
 
 def uneven(seed, num_units):
@@ -201,7 +208,7 @@ def test_micro_batch_sizes_are_chosen_and_the_cost_is_scaled():
     cost = blocks(8, saved_bytes=1000, parameter_bytes=1, relay_bytes=0)
     layouts = choose_layout(
         cost, 4, Memory(limit_bytes=20_000), global_batch_size=16, micro_batch_size=2,
-        micro_batch_sizes=(1, 2, 4), pipelines=(4,),
+        sizes=(1, 2, 4), pipelines=(4,),
     )  # fmt: skip
     assert layouts[0].micro_batch_size == 1  # equal work, least bubble
     assert layouts[0].num_micro_batches == 16
