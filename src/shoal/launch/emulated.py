@@ -22,16 +22,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from shoal.env import HELPERS, HOST_ID, LAUNCH_DIR, SECRET, SECRET_FILE, STORE_FILE, child_environment
 from shoal.env import INTERFACE as INTERFACE_VARIABLE
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.launch.emulated_network import (
+    GRACE_S,
     HELPER_PORT,
     INTERFACE,
     MASTER_PORT,
@@ -47,9 +48,7 @@ HELPER_COMMAND = (sys.executable, "-m", "shoal.comm.server")
 """Command of each helper host's server, before ``--address ADDRESS --port PORT``; it prints a line with
 ``listening on ADDRESS:PORT`` when it is ready."""
 
-_GRACE_S = 2.0
-_HELPER_DEADLINE_S = 60.0
-_KEEPER_DEADLINE_S = 60.0
+_DEADLINE_S = 60.0
 _NOT_INHERITED = (
     LAUNCH_DIR,
     STORE_FILE,
@@ -104,7 +103,7 @@ class Cluster:
         announce_rates: bool = True,
         log_dir: Path | None = None,
     ) -> None:
-        prefix = f"shoal-{secrets.token_hex(3)}"
+        prefix = f"shoal-{secrets.token_hex(4)}"
         self.plan = plan_cluster(hosts=hosts, helpers=helpers, nic=nic, helper_nic=helper_nic, prefix=prefix)
         self.num_hosts = hosts
         self._num_helpers = helpers
@@ -117,10 +116,10 @@ class Cluster:
         self._log_dir = log_dir
         self._num_jobs = 0
         self._tools = _require_tools()
-        self._folder: Path | None = None
-        self._secret_file: Path | None = None
+        self._folder = Path(tempfile.gettempdir()) / f"emulated-{prefix}"
         self._keeper: subprocess.Popen[str] | None = None
-        self._files: dict[str, Any] = {}
+        self._bridge = ""
+        self._host_files: list[tuple[str, str]] = []  # network and UTS namespace
         self._started: list[subprocess.Popen[str]] = []
 
     # ---- lifetime ----------------------------------------------------------------------------------------
@@ -137,7 +136,7 @@ class Cluster:
         self.close()
 
     def _make(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="shoal-emulated-"))  # 0700
+        self._folder.mkdir(mode=0o700)
         self._secret_file = write_secret(self._folder, secrets.token_hex(32).encode())
         keeper = self._keeper = subprocess.Popen(
             [sys.executable, "-m", "shoal.launch.emulated_network"],
@@ -162,35 +161,25 @@ class Cluster:
         )
         if "error" in answer:
             raise _cannot_make(answer["error"])
-        self._files = answer
-        networks = (answer["bridge"], *(network for network, _ in answer["hosts"]))
-        self.namespaces = frozenset(identity(self._path(file)) for file in networks)
+        files = f"/proc/{keeper.pid}/fd"
+        self._bridge = f"{files}/{answer['bridge']}"
+        self._host_files = [(f"{files}/{network}", f"{files}/{uts}") for network, uts in answer["hosts"]]
+        networks = (self._bridge, *(network for network, _ in self._host_files))
+        self.namespaces = frozenset(map(identity, networks))
 
     def close(self) -> None:
         """End all processes and their daemons (SIGTERM, SIGKILL 2 s later) and remove the hosts."""
-        end_process_groups(self._started, grace_s=_GRACE_S)
-        if self._keeper is not None:
-            self._dismiss(self._keeper)
-            self._keeper = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
-
-    def _dismiss(self, keeper: subprocess.Popen[str]) -> None:
-        assert keeper.stdin is not None and keeper.stdout is not None
-        with suppress(BrokenPipeError):
-            keeper.stdin.write("close\n")
-            keeper.stdin.flush()
-        with suppress(BrokenPipeError):
-            keeper.stdin.close()
-        try:
-            keeper.wait(_KEEPER_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            keeper.kill()
-            keeper.wait()
-        keeper.stdout.close()
-        if keeper.returncode != 0 and self.namespaces:  # it was killed: do its work
-            end_processes(self.namespaces, grace_s=0)
+        end_process_groups(self._started, grace_s=GRACE_S)
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            try:
+                keeper.communicate("close\n", _DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                keeper.kill()
+                keeper.communicate()
+            if keeper.returncode != 0 and self.namespaces:  # it was killed: do its work
+                end_processes(self.namespaces, grace_s=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     # ---- hosts -------------------------------------------------------------------------------------------
 
@@ -204,19 +193,16 @@ class Cluster:
 
     def enter(self, host: int) -> list[str]:
         """Return the command prefix that runs a command on a host."""
-        network, uts = self._files["hosts"][host]
-        return [self._tools["nsenter"], f"--net={self._path(network)}", f"--uts={self._path(uts)}", "--"]
+        network, uts = self._host_files[host]
+        return [self._tools["nsenter"], f"--net={network}", f"--uts={uts}", "--"]
 
     def link(self, host: int, *, up: bool) -> None:
         """Plug in or pull the cable of a host: set its bridge port up or down."""
-        bridge = f"--net={self._path(self._files['bridge'])}"
-        state = "up" if up else "down"
-        command = [self._tools["ip"], "link", "set", self.plan[host].port, state]
-        subprocess.run([self._tools["nsenter"], bridge, "--", *command], check=True)
+        command = [self._tools["ip"], "link", "set", self.plan[host].port, "up" if up else "down"]
+        subprocess.run([self._tools["nsenter"], f"--net={self._bridge}", "--", *command], check=True)
 
     def environment(self) -> dict[str, str]:
         """Return the variables of every process on the hosts, the secret's file and the helpers included."""
-        assert self._secret_file is not None
         variables = {
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
@@ -270,7 +256,7 @@ class Cluster:
         """
         if self.helpers or not self._num_helpers:
             return self.helpers
-        folder = self._log_dir or self._temporary("helpers")
+        folder = self._log_dir or self._folder / "helpers"
         folder.mkdir(parents=True, exist_ok=True)
         servers = self.plan[self.num_hosts :]
         for index, helper in enumerate(servers):
@@ -334,7 +320,7 @@ class Cluster:
             One result per worker, in rank order.
         """
         self.start_helpers()
-        folder = self._temporary(f"run{self._num_jobs}")
+        folder = self._folder / f"run{self._num_jobs}"
         folder.mkdir()
         with ExitStack() as files:
 
@@ -359,7 +345,7 @@ class Cluster:
 
     def _await_listening(self, index: int, sign: str) -> None:
         process, log = self.helpers[index], self.helper_logs[index]
-        until = time.monotonic() + _HELPER_DEADLINE_S
+        until = time.monotonic() + _DEADLINE_S
         while not re.search(rf"{re.escape(sign)}\b", text := _text(log)):
             code = process.poll()
             if code is not None or time.monotonic() > until:
@@ -367,14 +353,6 @@ class Cluster:
                 output = "".join(f"\n  {line}" for line in text.splitlines()[-10:]) or " none"
                 raise ShoalError(f"the server of helper host {index} {how}; its output:{output}")
             time.sleep(POLL_S / 2)
-
-    def _path(self, file: int) -> str:
-        assert self._keeper is not None
-        return f"/proc/{self._keeper.pid}/fd/{file}"
-
-    def _temporary(self, name: str) -> Path:
-        assert self._folder is not None
-        return self._folder / name
 
 
 def _text(path: Path) -> str:

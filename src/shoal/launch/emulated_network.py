@@ -33,6 +33,7 @@ from typing import Any
 
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
+from shoal.launch.supervision import POLL_S
 
 MASTER_PORT = 29_500
 HELPER_PORT = 7_070
@@ -46,11 +47,10 @@ _SHAPING = "burst 256k latency 50ms"
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")
 GRACE_S = 2.0
-"""Time from SIGTERM to SIGKILL for processes on the hosts of a killed launcher."""
+"""Time from SIGTERM to SIGKILL for processes on the hosts."""
 
 _CLONE_NEWUTS = 0x04000000
 _CLONE_NEWNET = 0x40000000
-_POLL_S = 0.05
 _TOOL_DEADLINE_S = 60.0
 
 Namespace = tuple[int, int]
@@ -222,7 +222,7 @@ def end_processes(namespaces: Collection[Namespace], *, grace_s: float) -> None:
                 asked.add(pid)
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
 
 
 class Keeper:
@@ -303,7 +303,10 @@ class Keeper:
 def main() -> int:
     """Make the hosts that stdin describes, answer, hold them, and end the processes that are left."""
     request: dict[str, Any] = parse_json(sys.stdin.readline(), "what the launcher asks for")
-    launcher = _open_parent(request["launcher"])
+    # readable when the launcher ends; the end of stdin is no sign of it, if the launcher has forked
+    launcher = os.pidfd_open(request["launcher"])
+    if os.getppid() != request["launcher"]:
+        return 0  # it has ended before
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the launcher's end decides
     try:
@@ -318,17 +321,6 @@ def main() -> int:
     keeper.release()
     shutil.rmtree(request["folder"], ignore_errors=True)
     return 0
-
-
-def _open_parent(pid: int) -> int:
-    """Return a file that becomes readable when the launcher ends.
-
-    The end of stdin is no sign of it: a process forked by the launcher keeps the pipe open.
-    """
-    parent = os.pidfd_open(pid)
-    if os.getppid() != pid:
-        sys.exit(0)  # it has ended before
-    return parent
 
 
 if __name__ == "__main__":

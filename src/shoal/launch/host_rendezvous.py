@@ -28,9 +28,6 @@ from shoal.json_text import parse_json
 
 _NONCE_BYTES = 16
 _MAC_CHARACTERS = 64
-_VALUE_BYTES = 1_024
-"""Largest value, apart from a nonce per host."""
-_HOST_BYTES = 64
 _END_DEADLINE_S = 300.0
 _POLL_S = 0.1
 
@@ -77,61 +74,57 @@ def join_hosts(
 
     Raises:
         ShoalError: a value in the store was not written by a launcher of this job, the launchers do not
-            agree on the number of hosts or workers, or ``host`` cannot be found.
-        Exception: from torch, when the others do not come in time.
+            agree on the number of hosts or workers, ``host`` cannot be found, or the others do not come in
+            time.
     """
     until = time.monotonic() + deadline_s
     listener = listen(host, port, backlog=2 * num_hosts * (1 + num_workers))
-    store = TCPStore(
-        host,
-        port,
-        is_master=listener is not None,
-        timeout=timedelta(seconds=deadline_s),
-        wait_for_workers=False,
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
-    signed = _SignedStore(
-        PrefixStore("shoal/launch", store),
-        address=f"{host}:{port}",
-        secret=secret,
-        most_bytes=_VALUE_BYTES + _HOST_BYTES * num_hosts,
-        until=until,
-    )
-    if listener is not None:
-        _lead(signed, num_hosts=num_hosts, num_workers=num_workers)
-        rank = 0
-    else:
-        rank = _follow(signed, num_hosts=num_hosts, num_workers=num_workers)
-    return Membership(rank=rank, num_hosts=num_hosts, store=signed.store)
+    try:
+        server = TCPStore(
+            host,
+            port,
+            is_master=listener is not None,
+            timeout=timedelta(seconds=deadline_s),
+            wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+        store = PrefixStore("shoal/launch", server)
+        signed = _SignedStore(store, address=f"{host}:{port}", secret=secret, until=until)
+        meet = _follow if listener is None else _lead
+        rank = meet(signed, num_hosts=num_hosts, num_workers=num_workers)
+    except ShoalError:
+        raise
+    except RuntimeError as error:  # from the store
+        raise ShoalError(
+            f"the launchers of {num_hosts} hosts did not come together at {host}:{port} ({error}); start "
+            "the same command with the same --nnodes and --rdzv on each, and see that the port can be reached"
+        ) from error
+    return Membership(rank=rank, num_hosts=num_hosts, store=store)
 
 
 class _SignedStore:
     """JSON objects in a store, each with an HMAC of its key and text."""
 
-    def __init__(self, store: Store, *, address: str, secret: bytes, most_bytes: int, until: float) -> None:
+    def __init__(self, store: Store, *, address: str, secret: bytes, until: float) -> None:
         self.store, self.address = store, address
-        self._secret, self._most_bytes, self._until = secret, most_bytes, until
+        self._secret, self._until = secret, until
 
     def put(self, key: str, value: dict[str, Any]) -> None:
         text = json.dumps(value)
         self.store.set(key, self._mac(key, text.encode()) + text)
 
-    def get(self, key: str, fields: dict[str, type]) -> dict[str, Any]:
+    def get(self, key: str) -> dict[str, Any]:
         """Wait for a value and return it.
 
         Raises:
-            ShoalError: it is not signed with the job's secret, or does not have these fields.
+            ShoalError: it is not signed with the job's secret.
         """
         self.store.wait([key], timedelta(seconds=max(0.001, self._until - time.monotonic())))
         data = self.store.get(key)
-        if len(data) > self._most_bytes:
-            raise self.forged(key)
         mac, text = data[:_MAC_CHARACTERS], data[_MAC_CHARACTERS:]
         if not hmac.compare_digest(mac, self._mac(key, text).encode()):
             raise self.forged(key)
-        value = parse_json(text, f"the value {key!r} in the store")
-        if not isinstance(value, dict) or {name: type(field) for name, field in value.items()} != fields:
-            raise self.forged(key)
+        value: dict[str, Any] = parse_json(text, f"the value {key!r} in the store")
         return value
 
     def forged(self, key: str) -> ShoalError:
@@ -146,20 +139,21 @@ class _SignedStore:
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
 
 
-def _lead(store: _SignedStore, *, num_hosts: int, num_workers: int) -> None:
+def _lead(store: _SignedStore, *, num_hosts: int, num_workers: int) -> int:
     challenge = secrets.token_hex(_NONCE_BYTES)
     store.put("leader", {"challenge": challenge, "hosts": num_hosts, "workers": num_workers})
     answers = []
     for number in range(1, num_hosts):
-        answer = store.get(key := f"host/{number}", {"challenge": str, "nonce": str, "name": str})
+        answer = store.get(key := f"host/{number}")
         if answer["challenge"] != challenge:
             raise store.forged(key)
         answers.append((answer["name"], number, answer["nonce"]))
     store.put("ranks", {"nonces": [nonce for _, _, nonce in sorted(answers)]})
+    return 0
 
 
 def _follow(store: _SignedStore, *, num_hosts: int, num_workers: int) -> int:
-    leader = store.get("leader", {"challenge": str, "hosts": int, "workers": int})
+    leader = store.get("leader")
     for name, key, mine in (("--nnodes", "hosts", num_hosts), ("--workers", "workers", num_workers)):
         if leader[key] != mine:
             raise UsageError(
@@ -175,7 +169,7 @@ def _follow(store: _SignedStore, *, num_hosts: int, num_workers: int) -> int:
     nonce = secrets.token_hex(_NONCE_BYTES)
     answer = {"challenge": leader["challenge"], "nonce": nonce, "name": os.uname().nodename}
     store.put(f"host/{number}", answer)
-    nonces = store.get("ranks", {"nonces": list})["nonces"]
+    nonces = store.get("ranks")["nonces"]
     if nonce not in nonces:
         raise store.forged("ranks")
     return 1 + int(nonces.index(nonce))

@@ -19,7 +19,9 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +36,7 @@ from shoal.env import (
     secret,
     without,
 )
-from shoal.errors import EXIT_STOPPED, ShoalError, UsageError
+from shoal.errors import EXIT_STOPPED, UsageError
 from shoal.launch.supervision import POLL_S, Job, worker_variables, write_secret
 
 if TYPE_CHECKING:
@@ -103,7 +105,18 @@ def launch(
             job_secret = given or secrets.token_hex(32).encode()
             membership = None
             if nnodes > 1:
-                membership = _join(job, host, port, nnodes, num_workers, job_secret, rendezvous_deadline_s)
+                from shoal.launch.host_rendezvous import join_hosts  # imports torch: not for one host
+
+                join = partial(
+                    join_hosts,
+                    host=host,
+                    port=port,
+                    num_hosts=nnodes,
+                    num_workers=num_workers,
+                    secret=job_secret,
+                    deadline_s=rendezvous_deadline_s,
+                )
+                membership = _unless_stopped(job, join)
             if job.stop_requested:
                 return EXIT_STOPPED
             shared = {
@@ -141,46 +154,21 @@ def launch(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _join(
-    job: Job, host: str, port: int, num_hosts: int, num_workers: int, secret: bytes, deadline_s: float
-) -> Membership | None:
-    """Meet the other hosts; return ``None`` as soon as the job is asked to stop.
+def _unless_stopped(job: Job, join: Callable[[], Membership]) -> Membership | None:
+    """Return the result of ``join``, or ``None`` as soon as the job is asked to stop."""
+    found: Future[Membership] = Future()
 
-    Raises:
-        ShoalError: the other hosts did not come in time, or a stranger wrote to their store.
-    """
-    from shoal.launch.host_rendezvous import join_hosts  # imports torch, which one host does not need
-
-    found: list[Membership | Exception] = []
-
-    def join() -> None:
+    def run() -> None:
         try:
-            found.append(
-                join_hosts(
-                    host=host,
-                    port=port,
-                    num_hosts=num_hosts,
-                    num_workers=num_workers,
-                    secret=secret,
-                    deadline_s=deadline_s,
-                )
-            )
+            found.set_result(join())
         except Exception as error:
-            found.append(error)
+            found.set_exception(error)
 
     # in a thread: the store's calls do not return for a signal's handler
-    threading.Thread(target=join, name="rendezvous", daemon=True).start()
-    while not found and not job.stop_requested:
+    threading.Thread(target=run, name="rendezvous", daemon=True).start()
+    while not found.done() and not job.stop_requested:
         time.sleep(POLL_S)
-    result = found[0] if found else None
-    if isinstance(result, Exception):
-        if isinstance(result, ShoalError):
-            raise result
-        raise ShoalError(
-            f"the launchers of {num_hosts} hosts did not come together at {host}:{port} ({result}); start "
-            "the same command with the same --nnodes and --rdzv on each, and see that the port can be reached"
-        ) from result
-    return result
+    return found.result() if found.done() else None
 
 
 def _parse_rendezvous(rdzv: str) -> tuple[str, int]:
