@@ -17,7 +17,7 @@ _ROUNDS_A_CHECK = 4
 """Waiting for the GPU costs more than another round."""
 
 
-def suppress(boxes: Tensor, scores: Tensor, iou_threshold: float, classes: Tensor | None = None) -> Tensor:
+def suppress(boxes: Tensor, scores: Tensor, iou_threshold: float, classes: Tensor) -> Tensor:
     """Return which boxes to keep, bool ``[G, N]``.
 
     A box is dropped if a kept box of the same group and class has a higher score (on a tie, a lower index)
@@ -27,14 +27,14 @@ def suppress(boxes: Tensor, scores: Tensor, iou_threshold: float, classes: Tenso
     Args:
         boxes: float32 ``[G, N, 4]``.
         scores: float32 ``[G, N]``, :data:`NO_BOX` for padding.
-        classes: int64 ``[G, N]``; default: all boxes of a group are of one class.
+        classes: int64 ``[G, N]``.
     """
     if boxes.device.type == "cpu" and native.is_built() and boxes.dtype == torch.float32:
         keep = torch.empty(scores.shape, dtype=torch.uint8)
         native.core().suppress_boxes(
             boxes.detach().contiguous(),
             scores.detach().float().contiguous(),
-            None if classes is None else classes.contiguous(),
+            classes.contiguous(),
             keep,
             iou_threshold,
             torch.get_num_threads(),
@@ -42,23 +42,18 @@ def suppress(boxes: Tensor, scores: Tensor, iou_threshold: float, classes: Tenso
         return keep.view(torch.bool)
     order = scores.sort(dim=1, descending=True, stable=True).indices
     boxes = boxes.gather(1, order[..., None].expand_as(boxes))
-    classes = None if classes is None else classes.gather(1, order)
+    classes = classes.gather(1, order)
     there = scores.gather(1, order) > NO_BOX
     group = max(1, _MAX_PAIRS // max(1, scores.shape[1] ** 2))
     parts = [
-        _suppress_sorted(
-            boxes[n : n + group],
-            there[n : n + group],
-            iou_threshold,
-            None if classes is None else classes[n : n + group],
-        )
+        _suppress_sorted(boxes[n : n + group], there[n : n + group], classes[n : n + group], iou_threshold)
         for n in range(0, len(boxes), group)
     ]
     keep = torch.cat(parts) if parts else there
     return torch.zeros_like(keep).scatter(1, order, keep)
 
 
-def _suppress_sorted(boxes: Tensor, there: Tensor, iou_threshold: float, classes: Tensor | None) -> Tensor:
+def _suppress_sorted(boxes: Tensor, there: Tensor, classes: Tensor, iou_threshold: float) -> Tensor:
     """Compute greedy suppression as the fixed point of "kept, unless a kept box before it overlaps it".
 
     After n rounds the first n boxes are final. The number of rounds is the length of the longest chain of
@@ -66,8 +61,7 @@ def _suppress_sorted(boxes: Tensor, there: Tensor, iou_threshold: float, classes
     """
     over = pairwise_iou(boxes, boxes) > iou_threshold
     over &= torch.ones(over.shape[1:], dtype=torch.bool, device=over.device).triu(1)
-    if classes is not None:
-        over &= classes[:, :, None] == classes[:, None, :]
+    over &= classes[:, :, None] == classes[:, None, :]
     # 0 and 1 times 0 and 1, summed up: "any" as a matrix product, which is above 0 whatever the precision
     over = over.to(torch.float16 if over.is_cuda else torch.float32)
     keep = there

@@ -114,12 +114,11 @@ def test_native_matches_at_every_level(level: str, threads: int) -> None:
 # ---- suppression ----------------------------------------------------------------------------------------
 
 
-def expected_keep(boxes: Tensor, scores: Tensor, threshold: float, classes: Tensor | None) -> Tensor:
+def expected_keep(boxes: Tensor, scores: Tensor, threshold: float, classes: Tensor) -> Tensor:
     keep = torch.zeros(scores.shape, dtype=torch.bool)
-    labels = torch.zeros_like(scores).long() if classes is None else classes
     for group in range(len(boxes)):
-        for label in labels[group].unique():
-            places = torch.where((labels[group] == label) & (scores[group] > NO_BOX))[0]
+        for label in classes[group].unique():
+            places = torch.where((classes[group] == label) & (scores[group] > NO_BOX))[0]
             keep[group, places[nms(boxes[group, places], scores[group, places], threshold)]] = True
     return keep
 
@@ -132,7 +131,7 @@ def test_kept_boxes(form: str, threshold: float, with_classes: bool) -> None:
     scores = (torch.rand(3, 400, generator=torch.Generator().manual_seed(1)) * 20).round() / 20
     scores[1, 300:] = NO_BOX
     scores[2, 1:] = NO_BOX
-    classes = torch.arange(1200).view(3, 400) % 4 - 1 if with_classes else None
+    classes = torch.arange(1200).view(3, 400) % 4 - 1 if with_classes else torch.zeros(3, 400).long()
     keep = suppress(boxes, scores, threshold, classes)
     assert torch.equal(keep, expected_keep(boxes, scores, threshold, classes))
     assert 10 < keep[0].sum() < 400
@@ -143,13 +142,14 @@ def test_long_chain_of_boxes(form: str) -> None:
     """Each box suppresses the next, which would have suppressed the one after: every other one stays."""
     left = torch.arange(100.0) * 4
     boxes = torch.stack([left, torch.zeros(100), left + 10, torch.ones(100)], dim=1)[None]
-    keep = suppress(boxes, torch.linspace(1, 0.1, 100)[None], 0.4)
+    keep = suppress(boxes, torch.linspace(1, 0.1, 100)[None], 0.4, torch.zeros(1, 100).long())
     assert keep[0].tolist() == [True, False] * 50
 
 
 def test_no_boxes(form: str) -> None:
-    assert suppress(torch.empty(0, 7, 4), torch.empty(0, 7), 0.5).shape == (0, 7)
-    assert suppress(torch.empty(2, 0, 4), torch.empty(2, 0), 0.5).shape == (2, 0)
+    for shape in ((0, 7), (2, 0)):
+        classes = torch.zeros(shape, dtype=torch.int64)
+        assert suppress(torch.empty(*shape, 4), torch.empty(shape), 0.5, classes).shape == shape
 
 
 def test_top_places() -> None:
@@ -248,5 +248,6 @@ def test_native_suppression_at_every_level(level: str) -> None:
     boxes = made_boxes(5, 300, seed=21, whole=False)
     scores = torch.rand(5, 300, generator=torch.Generator().manual_seed(2))
     keep = torch.empty(5, 300, dtype=torch.uint8)
-    native.core().suppress_boxes(boxes, scores, None, keep, 0.5, 2, level)
-    assert torch.equal(keep.bool(), expected_keep(boxes, scores, 0.5, None))
+    classes = torch.zeros(5, 300, dtype=torch.int64)
+    native.core().suppress_boxes(boxes, scores, classes, keep, 0.5, 2, level)
+    assert torch.equal(keep.bool(), expected_keep(boxes, scores, 0.5, classes))
