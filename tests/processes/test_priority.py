@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoal.comm.engine import EngineOptions
-from shoal.comm.priority import Prioritized, prioritize, priority_of
+from shoal.comm.priority import Prioritized, prioritize
 from shoal.errors import UsageError
 from shoal.optim.lamb import Lamb, parameter_groups
 from shoal.optim.lars import Lars
@@ -242,15 +242,9 @@ def test_the_first_layers_gradients_travel_first(tmp_path: Path) -> None:
     run_group(messages, 2, tmp_path, hosts=HOSTS)
 
 
-def test_later_buckets_are_more_urgent() -> None:
-    priorities = [priority_of(bucket) for bucket in range(1000)]
-    assert priorities == sorted(set(priorities))
-    assert 0 not in priorities, "which is none"
-
-
 def layer_by_layer(rank: int) -> None:
     model = DistributedDataParallel(layers(), bucket_cap_mb=0.0158)
-    training = prioritize(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    training = prioritize(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(2):
         model(torch.ones(2, 64) * (1 + rank)).square().mean().backward()
         training.step()
@@ -275,14 +269,14 @@ def test_each_layer_waits_for_its_own_step_only(tmp_path: Path) -> None:
 
 
 def refused(rank: int) -> None:
+    model = wrapped()
     for make, words in (
         (lambda p: Lamb(p, lr=0.1, max_grad_norm=1.0), "max_grad_norm=1.0"),
         (lambda p: torch.optim.LBFGS(p), "LBFGS cannot step"),
         (lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))], lr=0.1), "not the model's"),
     ):
         with pytest.raises(UsageError, match=words):
-            prioritize(wrapped(), make)
-    model = wrapped()
+            prioritize(model, make(model.parameters()))
     training = prioritize(model, OPTIMIZERS["sgd"](model))
     with pytest.raises(UsageError, match="communication hook"):
         prioritize(model, training.optimizer)

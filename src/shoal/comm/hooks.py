@@ -153,7 +153,7 @@ class EightBitWire:
         self._back = back
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in parameters}
-        self._residuals: dict[Tensor, Tensor] = {}
+        self._residuals: dict[str, Tensor] = {}
         self._buffers: dict[tuple[int, ...], _BucketBuffers] = {}
         # One thread each, so that buckets pass each stage in order.
         self._adding = ThreadPoolExecutor(1, "shoal-8bit-sums")
@@ -243,9 +243,10 @@ class EightBitWire:
         for parameter in parameters:
             view = flat[begin : begin + parameter.numel()].view(parameter.shape)
             begin += parameter.numel()
-            if parameter in self._residuals:
-                view.copy_(self._residuals[parameter])
-            self._residuals[parameter] = view
+            name = self._names[parameter]
+            if name in self._residuals:
+                view.copy_(self._residuals[name])
+            self._residuals[name] = view
         if begin != count:
             raise UsageError(
                 f"a bucket of {count} numbers for parameters of {begin}: EightBitWire cannot assign them; "
@@ -257,11 +258,11 @@ class EightBitWire:
 
     def residuals(self) -> dict[str, Tensor]:
         """Return this worker's residuals by parameter name, as views that later steps change."""
-        return {self._names[parameter]: value for parameter, value in self._residuals.items()}
+        return dict(self._residuals)
 
     def own_tensors(self) -> dict[str, Tensor]:
         """Return this worker's part of a checkpoint: its residuals as ``RANK.NAME``."""
-        return {f"{self._rank}.{name}": value for name, value in self.residuals().items()}
+        return {f"{self._rank}.{name}": value for name, value in self._residuals.items()}
 
     def tensors_to_read(self, saved: Iterable[str]) -> dict[str, Tensor]:
         """Return empty tensors for the saved residuals that this worker loads.
@@ -284,13 +285,12 @@ class EightBitWire:
         """Set the residuals to the sums of the tensors of :meth:`tensors_to_read`."""
         for value in self._residuals.values():
             value.zero_()
-        parameters = {name: parameter for parameter, name in self._names.items()}
         for full in sorted(tensors, key=lambda full: int(full.partition(".")[0])):
-            parameter = parameters[full.partition(".")[2]]
-            if parameter in self._residuals:
-                self._residuals[parameter].add_(tensors[full])
+            name = full.partition(".")[2]
+            if name in self._residuals:
+                self._residuals[name].add_(tensors[full])
             else:
-                self._residuals[parameter] = tensors[full].clone()
+                self._residuals[name] = tensors[full].clone()
 
 
 def _guarded(step: Callable[[_Exchange], None], exchange: _Exchange) -> None:

@@ -8,7 +8,7 @@
     training.finish()
 
 1.  The backward pass fills buckets from the last layers to the first. The all_reduce of each bucket starts
-    with a priority that grows with the bucket's number (:func:`priority_of`): a later bucket holds layers
+    with a priority that grows with the bucket's number: a later bucket holds layers
     that the next forward pass needs earlier, and overtakes queued ones. ``backward()`` waits for none of
     them.
 2.  ``step()`` records the learning rates and other options of this step and returns.
@@ -27,7 +27,7 @@ Training Acceleration" (SOSP 2019).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,15 +42,8 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from shoal.errors import UsageError
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
-
-def priority_of(bucket: int) -> int:
-    """Return the priority of a DDP bucket by its number: the same on all ranks, higher for later buckets."""
-    return 1 + bucket
-
-
-def prioritize(model: DistributedDataParallel, optimizer: Optimizer | OptimizerFactory) -> Prioritized:
+def prioritize(model: DistributedDataParallel, optimizer: Optimizer) -> Prioritized:
     """Average DDP's gradients in the order of the next forward pass, and step layer by layer.
 
     Call it on all ranks, before the first backward pass. It works on any backend; only ``"shoal"`` sends by
@@ -58,9 +51,8 @@ def prioritize(model: DistributedDataParallel, optimizer: Optimizer | OptimizerF
 
     Args:
         model: without a communication hook.
-        optimizer: over parameters of ``model``, or a function that makes one of them. Do not call its
-        ``step()``
-            afterwards; save and load its state as usual.
+        optimizer: over parameters of ``model``. Do not call its ``step()`` afterwards; save and load its
+            state as usual.
 
     Returns:
         An object whose ``step()`` replaces the optimizer's.
@@ -86,9 +78,7 @@ def prioritize(model: DistributedDataParallel, optimizer: Optimizer | OptimizerF
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UsageError(f"prioritize takes no sparse gradients, as {module} makes; give it sparse=False")
-    return Prioritized(
-        model, optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
-    )
+    return Prioritized(model, optimizer)
 
 
 @dataclass(eq=False)
@@ -116,7 +106,15 @@ class Prioritized:
         self._in_backward = False
         self._called: set[nn.Module] | None = set()  # by the first forward pass; then None
         self._needs: dict[nn.Module, list[Tensor]] = {}
-        self._register()
+        model.register_comm_hook(None, lambda state, bucket: self._begin_sum(bucket))
+        for module in model.module.modules():
+            self._needs[module] = trained(module.parameters(recurse=False))
+            # before the module's own hooks, which may compute a weight from parameters (weight_norm)
+            module.register_forward_pre_hook(self._before, prepend=True)
+        model.module.register_forward_hook(self._after)
+        for owner in (model, model.module, optimizer):
+            owner.register_state_dict_pre_hook(lambda *_: self.finish())
+            owner.register_load_state_dict_pre_hook(lambda *_: self.finish())
 
     # ---- called by the training loop ----------------------------------------------------------------------
 
@@ -133,7 +131,12 @@ class Prioritized:
                 "step() without gradients: it belongs after a backward pass outside of no_sync()"
             )
         for bucket in self._fresh:
-            self._check_unchanged(bucket)
+            for parameter, gradient in bucket.gradients.items():
+                if parameter.grad is not gradient or gradient._version != bucket.versions[parameter]:
+                    raise UsageError(
+                        "the gradients were changed between backward() and step(), when they had not "
+                        "arrived: clipping by the global norm, unscaling and zero_grad() there need plain DDP"
+                    )
         for bucket in self._fresh:
             self._due.update(dict.fromkeys(bucket.gradients, bucket))
             for parameter in bucket.gradients:
@@ -174,7 +177,7 @@ class Prioritized:
         work = (
             dist.all_reduce(buffer, group=group, async_op=True)
             if begin is None
-            else begin(buffer, priority_of(bucket.index()))
+            else begin(buffer, 1 + bucket.index())
         )
         places = zip(bucket.parameters(), bucket.gradients(), strict=True)
         self._fresh.append(_Bucket(work, {p: _laid_out(p, buffer, g) for p, g in places}))
@@ -192,14 +195,6 @@ class Prioritized:
                 parameter.grad = gradient
                 bucket.versions[parameter] = gradient._version
 
-    def _check_unchanged(self, bucket: _Bucket) -> None:
-        for parameter, gradient in bucket.gradients.items():
-            if parameter.grad is not gradient or gradient._version != bucket.versions[parameter]:
-                raise UsageError(
-                    "the gradients were changed between backward() and step(), when they had not arrived: "
-                    "clipping by the global norm, unscaling and zero_grad() there need plain DDP"
-                )
-
     def _detach_fresh(self) -> None:
         """Copy gradients that had no step out of their buckets, because another backward pass accumulates.
 
@@ -213,22 +208,6 @@ class Prioritized:
                     bucket.versions[parameter] = parameter.grad._version
 
     # ---- the forward pass ---------------------------------------------------------------------------------
-
-    def _register(self) -> None:
-        model, optimizer = self._model, self.optimizer
-
-        model.register_comm_hook(None, lambda state, bucket: self._begin_sum(bucket))
-        root = model.module
-        for module in root.modules():
-            self._needs[module] = trained(module.parameters(recurse=False))
-            # before the module's own hooks, which may compute a weight from parameters (weight_norm)
-            module.register_forward_pre_hook(self._before, prepend=True)
-        root.register_forward_hook(self._after)
-        for owner in (model, root):
-            owner.register_state_dict_pre_hook(lambda *_: self.finish())
-            owner.register_load_state_dict_pre_hook(lambda *_: self.finish())
-        optimizer.register_state_dict_pre_hook(lambda _: self.finish())
-        optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
 
     def _before(self, module: nn.Module, inputs: Any) -> None:
         if module is self._model.module:
@@ -343,7 +322,13 @@ class PartialSteps:
         try:
             yield
             for group, options in zip(groups, self._options, strict=True):
-                _check_same_options(self._optimizer, group, options)
+                for name, value in group.items():
+                    if name != "params" and (name not in options or value is not options[name]):
+                        raise UsageError(
+                            f"prioritize: {type(self._optimizer).__name__} keeps {name!r} in its parameter "
+                            "groups and changes it in each step; it cannot step for some parameters at a "
+                            "time; use plain DDP"
+                        )
         finally:
             for group, before in zip(groups, now, strict=True):
                 group.clear()
@@ -368,15 +353,6 @@ def _options_of(group: Options) -> Options:
         for name, value in group.items()
         if name != "params"
     }
-
-
-def _check_same_options(optimizer: Optimizer, group: Options, options: Options) -> None:
-    for name, value in group.items():
-        if name != "params" and (name not in options or value is not options[name]):
-            raise UsageError(
-                f"prioritize: {type(optimizer).__name__} keeps {name!r} in its parameter groups and changes "
-                "it in each step; it cannot step for some parameters at a time; use plain DDP"
-            )
 
 
 def _check(optimizer: Optimizer, model: nn.Module) -> None:
