@@ -122,14 +122,12 @@ local_network = "nvlink"
 local_gbyte_per_s = 10
 network = "emulated"
 nic_gbit_per_s = {parse_rate(setting.nic, option="nic") / 1e9}
-memory_gib = 16
 unpriced = "emulated"
 source = "tc"
 
 [instance.helper]
 network = "emulated"
 nic_gbit_per_s = {parse_rate(setting.nic, option="nic") / 1e9}
-memory_gib = 16
 unpriced = "emulated"
 source = "tc"
 """

@@ -16,14 +16,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import shoal
-from shoal import env
+from shoal import env, native
 from shoal.errors import EXIT_FAILURE, EXIT_OK, ShoalError
-
-if TYPE_CHECKING:
-    from shoal.native import Fabric
 
 OLDEST_PYTHON = (3, 11)
 EXTRAS = {
@@ -76,35 +73,26 @@ def doctor() -> int:
 
 def examine() -> Mapping[str, list[Check]]:
     """Return all checks by topic; prints nothing and raises nothing."""
+    gpus: list[Check] = []
+    training: list[Check] = []
     try:
         import torch
     except Exception as error:  # a broken installation raises any exception
         found = f"cannot be imported ({type(error).__name__}: {error})"
         torch_check = Check("torch", found, "missing", "pip install --force-reinstall torch")
-        with_torch: list[Callable[[], Check]] = []
-        gpus = []
     else:
         cuda = torch.version.cuda
         torch_check = Check("torch", f"imports, built for {f'CUDA {cuda}' if cuda else 'CPU only'}")
-        with_torch = [lambda: _precision(torch), lambda: _backends(torch)]
-        gpus = [_gpus(torch)]
+        gpus.append(_gpus(torch))
+        training += [_precision(torch), _backends(torch)]
+    shoal_check = Check("shoal", shoal.__version__)
+    training.append(_transports())
+    if native.is_built():
+        training.append(fabric_check(native.fabric("127.0.0.1")))
     return {
-        "Software": [
-            _python(),
-            Check("shoal", shoal.__version__),
-            *_packages(),
-            torch_check,
-            _native_core(),
-            _compiler(),
-        ],
+        "Software": [_python(), shoal_check, *_packages(), torch_check, _native_core(), _compiler()],
         "Machine": [_processor(), _memory(), *gpus],
-        "Training": [
-            *(check() for check in with_torch),
-            _transports(),
-            *_libfabric(),
-            _launcher(),
-            _disk(Path.cwd()),
-        ],
+        "Training": [*training, _launcher(), _disk(Path.cwd())],
     }
 
 
@@ -155,11 +143,11 @@ def package_checks(requirements: Sequence[str], installed: Callable[[str], str |
 
 
 def _group_check(extra: str, packages: Sequence[tuple[str, bool]]) -> Check:
-    name, found = f"[{extra}]" if extra else "packages", ", ".join(text for text, _ in packages)
-    purpose = f"{EXTRAS[extra]}: " if extra else ""
-    remedy = f"{purpose}pip install --upgrade '{f'shoal[{extra}]' if extra else 'shoal'}'"
-    state: State = "missing" if not extra or extra in NEEDED_EXTRAS else "note"
-    return _judged(name, found, all(is_well for _, is_well in packages), remedy, state)
+    found, is_well = ", ".join(text for text, _ in packages), all(is_well for _, is_well in packages)
+    if not extra:
+        return _judged("packages", found, is_well, "pip install --upgrade 'shoal'", "missing")
+    remedy = f"{EXTRAS[extra]}: pip install --upgrade 'shoal[{extra}]'"
+    return _judged(f"[{extra}]", found, is_well, remedy, "missing" if extra in NEEDED_EXTRAS else "note")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -169,8 +157,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _native_core() -> Check:
     try:
-        from shoal import native
-
         levels, features = native.simd_levels(), native.cpu_features()
     except Exception as error:  # a module built for another Python or machine raises any exception
         remedy = "install a C++20 compiler and run: pip install --force-reinstall shoal"
@@ -246,16 +232,12 @@ def _precision(torch: Any) -> Check:
 
 
 def _backends(torch: Any) -> Check:
-    from shoal import native
-
     dist = torch.distributed
-    found = [
-        name
-        for name in ("gloo", "nccl", "mpi")
-        if dist.is_available() and getattr(dist, f"is_{name}_available")()
-    ]
-    if dist.is_available() and "shoal" in dist.Backend.backend_list and native.is_built():
-        found.append("shoal")
+    found = []
+    if dist.is_available():
+        found = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
+        if "shoal" in dist.Backend.backend_list and native.is_built():
+            found.append("shoal")
     remedy = "shoal needs gloo: install a torch built with it"
     return _judged("backends", ", ".join(found) or "none", "gloo" in found, remedy, "missing")
 
@@ -268,13 +250,7 @@ def _transports() -> Check:
     return _judged("transports", found, room >= LITTLE_SHARED_BYTES, remedy)
 
 
-def _libfabric() -> list[Check]:
-    from shoal import native
-
-    return [fabric_check(native.fabric("127.0.0.1"))] if native.is_built() else []
-
-
-def fabric_check(fabric: Fabric) -> Check:
+def fabric_check(fabric: native.Fabric) -> Check:
     """Return the usable providers of libfabric; only hosts with EFA or a similar network need it."""
     if not fabric.built:
         remedy = "for EFA and the like: apt-get install libfabric-dev, then install shoal again"
@@ -296,11 +272,8 @@ def _launcher() -> Check:
         return Check("launcher", str(error), "missing", remedy)
     if worker is None:
         return Check("launcher", "none: shoal starts the workers itself")
-    place = worker.place
-    return Check(
-        "launcher",
-        f"{worker.launcher}: worker {place.rank} of {place.num_workers}, meeting at {worker.init_method}",
-    )
+    number = f"worker {worker.place.rank} of {worker.place.num_workers}"
+    return Check("launcher", f"{worker.launcher}: {number}, meeting at {worker.init_method}")
 
 
 def _disk(folder: Path) -> Check:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shoal.errors import ShoalError, UsageError
 
@@ -61,8 +60,7 @@ def cpu_features() -> dict[str, bool]:
     return dict(core().cpu_features())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fabric:
+class Fabric(NamedTuple):
     """State of libfabric on this machine.
 
     Attributes:
@@ -86,7 +84,7 @@ def fabric(address: str) -> Fabric:
         ShoalError: the native core is missing.
     """
     built, version, problem, providers = core().fabric_state(address)
-    return Fabric(built=built, version=version, problem=problem, providers=dict(providers))
+    return Fabric(built, version, problem, dict(providers))
 
 
 def simd_levels() -> tuple[Level, ...]:

@@ -72,8 +72,6 @@ class Instance:
     """Line rate of the host in each direction."""
     flow_bytes_per_s: float
     """Limit of one flow (connection); infinity without a cap."""
-    memory_bytes: int
-    """Of the host."""
     price_per_hour: float | None
     """US dollars; None: not rented by the hour."""
     price_source: str
@@ -180,7 +178,7 @@ class Catalog:
         on_device = {"accelerator", "num_accelerators", "local_network", "local_gbyte_per_s"}
         priced = {"price_per_hour", "price_source"}
         has_device, is_priced = "accelerator" in entry.values, "unpriced" not in entry.values
-        required = {"nic_gbit_per_s", "network", "memory_gib", "source"}
+        required = {"nic_gbit_per_s", "network", "source"}
         required |= (on_device if has_device else set()) | (priced if is_priced else set())
         entry.check_keys(required, {"flow_gbit_per_s", "unpriced", *on_device, *priced})
         has_cap = "flow_gbit_per_s" in entry.values
@@ -193,7 +191,6 @@ class Catalog:
             network=entry.named("network", self.networks),
             nic_bytes_per_s=entry.number("nic_gbit_per_s", _GBIT),
             flow_bytes_per_s=entry.number("flow_gbit_per_s", _GBIT) if has_cap else math.inf,
-            memory_bytes=int(entry.number("memory_gib", GIB)),
             price_per_hour=entry.number("price_per_hour", or_0=True) if is_priced else None,
             price_source=entry.values["price_source" if is_priced else "unpriced"],
             source=entry.values["source"],

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.errors import ShoalError, UsageError, did_you_mean
+from shoal.errors import UsageError, did_you_mean, import_extra
 from shoal.models.profile import profile_step
 from shoal.planner.hardware import shipped
 from shoal.planner.workload import MOMENTUM_BYTES, Layer, Workload
@@ -146,12 +146,7 @@ def _count(
 
 
 def _library(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ShoalError(
-            f"this recipe's model comes from {module} ({error}); pip install 'shoal[{extra}]'"
-        ) from error
+    return import_extra(module, extra, f"this recipe's model comes from {module}")
 
 
 def _resnet() -> Workload:

@@ -24,7 +24,6 @@ local_network = "nvlink"
 local_gbyte_per_s = 150
 network = "ethernet"
 nic_gbit_per_s = 40
-memory_gib = 128
 price_per_hour = 7.5
 price_source = "invoice of May"
 source = "our rack"
@@ -136,7 +135,10 @@ def test_what_does_not_fit_says_how_much_is_missing(
     [
         (("price_per_hour = 7.5", "price_per_hour = -7.5"), "price_per_hour is -7.5; it must be at least 0"),
         (("nic_gbit_per_s = 40\n", ""), "mine.toml: instance 'mine' lacks nic_gbit_per_s; add it"),
-        (("memory_gib = 128\n", "memory_gb = 128\n"), "unknown key 'memory_gb'. Did you mean 'memory_gib'?"),
+        (
+            ("num_accelerators = 4\n", "num_accelerator = 4\n"),
+            "unknown key 'num_accelerator'. Did you mean 'num_accelerators'?",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_catalog(

@@ -23,7 +23,6 @@ local_network = "nvlink"
 local_gbyte_per_s = 150
 network = "ethernet"
 nic_gbit_per_s = 40
-memory_gib = 128
 price_per_hour = 7.5
 price_source = "invoice of May"
 source = "our rack"
@@ -65,7 +64,7 @@ def test_a_users_file_adds_and_replaces(tmp_path: Path) -> None:
     [
         (("price_per_hour = 7.5", "price_per_hour = -7.5"), r"price_per_hour is -7.5; it must be at least 0"),
         (("nic_gbit_per_s = 40\n", ""), r"instance 'mine' lacks nic_gbit_per_s; add it"),
-        (("memory_gib = 128\nprice_per_hour = 7.5\n", ""), r"lacks memory_gib, price_per_hour; add them"),
+        (('network = "ethernet"\nnic_gbit_per_s = 40\n', ""), r"lacks network, nic_gbit_per_s; add them"),
         (
             ("nic_gbit_per_s", "nic_gbits_per_s"),
             r"unknown key 'nic_gbits_per_s'. Did you mean 'nic_gbit_per_s'\?",
