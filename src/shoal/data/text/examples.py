@@ -23,10 +23,10 @@ from shoal.data.text.masking import (
     replace_tokens,
     split_ngrams,
 )
-from shoal.data.text.segments import MIN_TOKENS, PairTask, Segments, Windows
+from shoal.data.text.segments import MIN_TOKENS, PairTask, Segments, Windows, gather
 from shoal.data.text.shards import TextShards
 from shoal.decide.rng import Int64Array, Stream, UInt64Array, draw, dropout_keys, random_keys
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import UsageError
 
 NUM_SPECIAL = 3
 """Special tokens of [CLS] A [SEP] B [SEP]."""
@@ -161,13 +161,6 @@ class ExampleReader(Reader):
     def _lay_out(self, segments: Segments, layout: _Layout) -> Int64Array:
         manifest = self.shards.manifest
         ids = self._gather(segments, layout)
-        if int(ids.max()) >= manifest.vocab_size:
-            row, column = divmod(int(ids.argmax()), ids.shape[1])
-            span = segments.second if layout.second[row, column] else segments.first
-            raise ShoalError(
-                f"{self.shards.shards[int(span.shard[row])].path}.tokens: token id {ids.max()} in a "
-                f"vocabulary of {manifest.vocab_size}; the shard is damaged: prepare the text again"
-            )
         ids[~layout.text] = manifest.pad_id
         ids[:, 0] = manifest.cls_id
         ids[layout.separators] = manifest.sep_id
@@ -178,13 +171,15 @@ class ExampleReader(Reader):
         apart = segments.first.shard != segments.second.shard
         rows = np.flatnonzero(apart)
         if not rows.size:
-            return self._windows.gather(segments.first.shard, layout.source)
+            return gather(self.shards, segments.first.shard, layout.source)
         elsewhere = layout.second & apart[:, None]
-        ids = self._windows.gather(
-            segments.first.shard, np.where(elsewhere, segments.first.start[:, None], layout.source)
+        ids = gather(
+            self.shards,
+            segments.first.shard,
+            np.where(elsewhere, segments.first.start[:, None], layout.source),
         )
         own, start = elsewhere[rows], segments.second.start[rows, None]
-        second = self._windows.gather(segments.second.shard[rows], np.where(own, layout.source[rows], start))
+        second = gather(self.shards, segments.second.shard[rows], np.where(own, layout.source[rows], start))
         ids[rows] = np.where(own, second, ids[rows])
         return ids
 

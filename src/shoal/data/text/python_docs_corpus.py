@@ -26,13 +26,8 @@ from pydoc_data.topics import topics
 from shoal.data.atomic_io import write_atomically
 from shoal.data.process_pool import advance, run_tasks
 from shoal.data.progress import Progress
-from shoal.data.text.sentences import split_sentences
+from shoal.data.text.sentences import split_sentences, word_set
 from shoal.errors import ShoalError
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
 
 _MIN_WORDS = 7
 _MIN_PLAIN = 0.86
@@ -76,7 +71,7 @@ _PLAIN = re.compile(
         [)\"'”’]*[.,;:!?…]*[)\"'”’]*$|[–—-]+$""",
     re.VERBOSE,
 )
-_SMALL = _words(
+_SMALL = word_set(
     "the of and a an to in is are was were be been being it its this that these those for with as on by at"
     " from or not no if when which who whose what where how will would can could may might must should"
     " shall do does did done has have had but then than so such also there their they them he she we you"

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from shoal.data.text.shards import TextShards
 from shoal.decide.rng import Int64Array, Stream, UInt64Array, below, draw, random_keys, uniform
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
 
 BoolArray = npt.NDArray[np.bool_]
 PairTask = Literal["order", "next"]
@@ -112,7 +112,7 @@ class Windows:
         capacity = self._capacity
         documents = self._first_examples.searchsorted(indices, side="right") - 1
         shard = self._shards.first_documents.searchsorted(documents, side="right") - 1
-        groups = rows_by_shard(shard)
+        groups = _rows_by_shard(shard)
         first, last = self._extents(groups, documents)
         spare = np.maximum(last - first - capacity, 0)
         offset = self._places(epochs, documents, indices, spare)
@@ -144,19 +144,12 @@ class Windows:
         number += number >= self._usable.searchsorted(documents)
         other = self._usable[number]
         shard = self._shards.first_documents.searchsorted(other, side="right") - 1
-        groups = rows_by_shard(shard)
+        groups = _rows_by_shard(shard)
         first, last = self._extents(groups, other)
         place = first + below(bits[:, _PLACE], np.maximum(last - first - lengths, 0) + 1)
         snapped, _ = self._sentence_starts(groups, place)
         start = np.where(place - snapped <= self._capacity // 2, snapped, place)
         return Span(shard=shard, start=start, end=np.minimum(start + lengths, last))
-
-    def gather(self, shard: Int64Array, positions: Int64Array) -> Int64Array:
-        """Return the token ids at ``positions`` ``[B, T]`` of each row's shard."""
-        ids = np.empty(positions.shape, dtype=np.int64)
-        for number, rows in rows_by_shard(shard):
-            ids[rows] = self._shards.shards[number].tokens[positions[rows]]
-        return ids
 
     def _places(
         self, epochs: Int64Array, documents: Int64Array, indices: Int64Array, spare: Int64Array
@@ -202,7 +195,25 @@ class Windows:
         return middle
 
 
-def rows_by_shard(shard: Int64Array) -> _Groups:
+def gather(shards: TextShards, shard: Int64Array, positions: Int64Array) -> Int64Array:
+    """Return the token ids at ``positions`` ``[B, T]`` of each row's shard.
+
+    Raises:
+        ShoalError: a shard holds a token id beyond the vocabulary.
+    """
+    ids = np.empty(positions.shape, dtype=np.int64)
+    for number, rows in _rows_by_shard(shard):
+        found = shards.shards[number].tokens[positions[rows]]
+        if int(found.max()) >= shards.manifest.vocab_size:
+            raise ShoalError(
+                f"{shards.shards[number].path}.tokens: token id {found.max()} in a vocabulary of "
+                f"{shards.manifest.vocab_size}; the shard is damaged: prepare the text again"
+            )
+        ids[rows] = found
+    return ids
+
+
+def _rows_by_shard(shard: Int64Array) -> _Groups:
     """Return (shard number, its rows) for each shard that occurs."""
     if (shard == shard[0]).all():
         return [(int(shard[0]), slice(None))]

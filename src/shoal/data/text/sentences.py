@@ -12,26 +12,27 @@ from __future__ import annotations
 import re
 
 
-def _words(text: str) -> frozenset[str]:
+def word_set(text: str) -> frozenset[str]:
+    """Return the words of ``text``."""
     return frozenset(text.split())
 
 
-_JOINING = _words(
+_JOINING = word_set(
     "mr mrs ms messrs mme mlle dr prof rev hon st ste mt ft gen col lt maj capt cmdr adm sgt cpl pvt gov sen"
     " rep supt insp vs cf viz e.g i.e eg ie fig figs eq eqs approx resp ca"
 )
 """Abbreviations after which the sentence always continues."""
 
-_JOINING_NUMBERS = _words("no nos p pp ch chap vol vols op art arts sec secs ver v c b d")
+_JOINING_NUMBERS = word_set("no nos p pp ch chap vol vols op art arts sec secs ver v c b d")
 """Abbreviations before a number; before a word they are words (``The answer is no.``)."""
 
-_NEXT_DECIDES = _words(
+_NEXT_DECIDES = word_set(
     "inc ltd co corp bros llc plc jr sr esq al dept univ assn ave blvd"
     " jan feb mar apr jun jul aug sep sept oct nov dec mon tue wed thu fri"
 )
 """Abbreviations that may end a sentence, as dotted ones do (``U.S``, ``a.m``, ``Ph.D``)."""
 
-_FIRST_WORDS = _words(
+_FIRST_WORDS = word_set(
     "a an the this that these those it its he she they we you his her their our my your there here in on at"
     " by for from with as if when while after before during since until although though however but and or so"
     " then thus hence therefore also note see use to what who why how where which some many most all each"

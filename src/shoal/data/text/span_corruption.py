@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.data.steps import Reader, example_names
-from shoal.data.text.segments import rows_by_shard
+from shoal.data.text.segments import gather
 from shoal.data.text.shards import TextShards
 from shoal.data.text.span_config import SpanConfig, sentinel_id
 from shoal.decide.rng import Int64Array, Stream, UInt64Array, below, draw, dropout_keys, random_keys
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import UsageError
 
 _OTHER, _NOISE = range(2)  # streams of one example
 
@@ -109,17 +109,7 @@ class SpanReader(Reader):
         sizes = self._sizes[shard]
         phase = below(random_keys(self.config.seed, Stream.SPAN_PHASE, epochs, shard), sizes)
         starts = (indices - self._first_examples[shard]) * length + phase
-        ids = np.empty((len(indices), length), dtype=np.int64)
-        for number, rows in rows_by_shard(shard):
-            where = (starts[rows, None] + np.arange(length)) % sizes[rows, None]
-            ids[rows] = self.shards.shards[number].tokens[where]
-        if int(ids.max()) >= self.shards.manifest.vocab_size:
-            row = int(ids.max(axis=1).argmax())
-            raise ShoalError(
-                f"{self.shards.shards[int(shard[row])].path}.tokens: token id {ids.max()} in a vocabulary of "
-                f"{self.shards.manifest.vocab_size}; the shard is damaged: prepare the text again"
-            )
-        return ids
+        return gather(self.shards, shard, (starts[:, None] + np.arange(length)) % sizes[:, None])
 
 
 def span_lengths(keys: UInt64Array, num_other: int, num_noise: int, num_spans: int) -> Int64Array:
