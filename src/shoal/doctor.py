@@ -7,7 +7,6 @@ the drivers, for bug reports; it names no remedies, and starts pip, compilers an
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
@@ -178,8 +177,8 @@ def _compiler() -> Check:
 
 
 def _processor() -> Check:
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return Check("processor", f"{cpu_name(Path('/proc/cpuinfo'))}, {num_cores} cores for this process")
+    name = cpu_name(Path("/proc/cpuinfo"))
+    return Check("processor", f"{name}, {env.num_cores()} cores for this process")
 
 
 def cpu_name(cpuinfo: Path) -> str:

@@ -1,4 +1,4 @@
-"""Reads environment variables; no other module does, which a test enforces.
+"""Reads environment variables, which no other module does (a test enforces it), and counts the cores.
 
 A worker's rank comes from its launcher: torchrun's variables first, then those of Open MPI, MPICH and
 Intel MPI.
@@ -262,6 +262,13 @@ def test_data_dir(environ: Mapping[str, str] | None = None) -> Path:
 def child_environment(**changes: str) -> dict[str, str]:
     """Return a copy of this process's environment for a child, with ``changes`` applied."""
     return {**os.environ, **changes}
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _text(name: str, environ: Mapping[str, str] | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 from shoal.data.atomic_io import PARTIAL, write_atomically, write_error
 from shoal.data.manifest import MANIFEST
+from shoal.data.progress import Progress
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 
@@ -46,6 +48,34 @@ def locked(out: Path) -> Iterator[None]:
         except BlockingIOError:
             raise ShoalError(f"{out}: another process is preparing data into it; wait for its end") from None
         yield
+
+
+@contextmanager
+def preparing(
+    out: Path, plan: dict[str, Any], own_files: re.Pattern[str], *, overwrite: bool, progress: bool
+) -> Iterator[tuple[Progress, bool]]:
+    """Begin the preparation of ``plan`` in ``out``, or continue it; hold the lock meanwhile.
+
+    Yields the progress to report to, and whether ``out`` is already prepared.
+
+    Args:
+        own_files: names of what such a preparation writes, which ``overwrite`` removes, besides the files
+            that every preparation has.
+        progress: whether to report on standard error.
+
+    Raises:
+        UsageError: the directory holds other files, or was started with another plan.
+        ShoalError: the directory cannot be created or written, or another process prepares into it.
+    """
+    with locked(out), Progress(shown=progress, what=plan["kind"]) as shown:
+        if overwrite:
+            _clear(out, plan["kind"], own_files)
+        open_plan(out, plan)
+        is_prepared = (out / MANIFEST).is_file()
+        if is_prepared:
+            shutil.rmtree(out / RECORDS, ignore_errors=True)  # killed while removing them
+            shown.say(f"{out} is already prepared (--overwrite starts from nothing)")
+        yield shown, is_prepared
 
 
 def open_plan(out: Path, plan: dict[str, Any]) -> None:
@@ -111,8 +141,8 @@ def check_finished(out: Path, name: str, files: Mapping[str, Mapping[str, Any]])
             )
 
 
-def clear(out: Path, kind: str, is_ours: Callable[[str], bool]) -> None:
-    """Remove the output of a preparation of ``kind``: plan, manifest, records, files named by ``is_ours``.
+def _clear(out: Path, kind: str, own_files: re.Pattern[str]) -> None:
+    """Remove the output of a preparation of ``kind``: plan, manifest, records, files named by ``own_files``.
 
     Other files stay.
 
@@ -129,7 +159,7 @@ def clear(out: Path, kind: str, is_ours: Callable[[str], bool]) -> None:
             shutil.rmtree(out / RECORDS)
         for file in out.iterdir():
             name = file.name.removesuffix(PARTIAL)
-            if name == MANIFEST or is_ours(name):
+            if name == MANIFEST or own_files.fullmatch(name):
                 file.unlink()
         with contextlib.suppress(FileNotFoundError):
             (out / PLAN).unlink()

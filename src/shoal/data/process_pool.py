@@ -8,7 +8,6 @@ they advance, and stop early when a shared flag is set.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -32,13 +31,6 @@ _stop: Synchronized[int]
 
 class Stopped(Exception):
     """Ends a task early, on the parent's request."""
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def advance(num_bytes: int) -> None:

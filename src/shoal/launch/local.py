@@ -11,7 +11,6 @@ waits 30 s for workers that hang in a collective.
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import socket
@@ -33,6 +32,7 @@ from shoal.env import (
     SECRET_FILE,
     STORE_FILE,
     child_environment,
+    num_cores,
     secret,
     without,
 )
@@ -183,8 +183,7 @@ def _parse_rendezvous(rdzv: str) -> tuple[str, int]:
 def _worker_env(folder: Path, num_workers: int) -> dict[str, str]:
     changes = {LAUNCH_DIR: str(folder)}
     if "OMP_NUM_THREADS" not in child_environment():  # torchrun would set 1
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        changes["OMP_NUM_THREADS"] = str(max(1, num_cores // num_workers))
+        changes["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_workers))
     return changes
 
 

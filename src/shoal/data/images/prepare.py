@@ -39,19 +39,12 @@ from shoal.data.images.sources import (
     Totals,
     write_listing,
 )
-from shoal.data.manifest import MANIFEST, VERSION
-from shoal.data.prepare_dir import (
-    OVERWRITE,
-    RECORDS,
-    check_finished,
-    clear,
-    locked,
-    open_plan,
-    read_record,
-)
-from shoal.data.process_pool import advance, num_cores, run_unfinished
+from shoal.data.manifest import VERSION
+from shoal.data.prepare_dir import OVERWRITE, RECORDS, check_finished, preparing, read_record
+from shoal.data.process_pool import advance, run_unfinished
 from shoal.data.progress import Progress
 from shoal.decide.order import shuffled
+from shoal.env import num_cores
 from shoal.errors import ShoalError, UsageError
 
 OnBad = Literal["refuse", "skip"]
@@ -63,7 +56,7 @@ SKIPPED = "skipped.txt"
 _EPOCH = 1 << 32
 """Epoch numbers of the permutations of preparation, one per split, that no training reaches."""
 _LISTED = "listed.json"
-_SHARD = re.compile(rf"(?:{'|'.join(SPLITS)})-\d{{5}}\.(?:{TAR}|{INDEX})")
+_OWN_FILE = re.compile(rf"(?:{'|'.join(SPLITS)})-\d{{5}}\.(?:{TAR}|{INDEX})|{SKIPPED}")
 _NOT_IN_PLAN = ("processes", "overwrite", "on_bad")
 """Fields that do not change the result of a finished shard: one without a bad image is the same with
 ``--on-bad skip``, so that a run stopped by such an image can continue."""
@@ -112,15 +105,12 @@ def prepare_images(
     """
     config = config or ImagePrepareConfig()
     check_pillow()
-    with locked(out), Progress(shown=progress, what=KIND) as shown:
-        if config.overwrite:
-            clear(out, KIND, lambda name: _SHARD.fullmatch(name) is not None or name == SKIPPED)
-        fields = {key: value for key, value in dataclasses.asdict(config).items() if key not in _NOT_IN_PLAN}
-        state = {"source": source.description, "source_state": source.state()}
-        open_plan(out, {"kind": KIND, "version": VERSION, **state, **fields})
-        if (out / MANIFEST).is_file():
-            shutil.rmtree(out / RECORDS, ignore_errors=True)  # killed while removing them
-            shown.say(f"{out} is already prepared (--overwrite starts from nothing)")
+    fields = {key: value for key, value in dataclasses.asdict(config).items() if key not in _NOT_IN_PLAN}
+    state = {"source": source.description, "source_state": source.state()}
+    plan = {"kind": KIND, "version": VERSION, **state, **fields}
+    begun = preparing(out, plan, _OWN_FILE, overwrite=config.overwrite, progress=progress)
+    with begun as (shown, is_prepared):
+        if is_prepared:
             return ImageManifest.load(out)
         for line in source.remarks:
             shown.say(line)

@@ -22,6 +22,7 @@ from shoal.data.images.shards import ImageShards
 from shoal.data.images.storage import Bytes
 from shoal.data.steps import SizedReader, example_names
 from shoal.decide.rng import Stream, below, draw, random_keys
+from shoal.env import num_cores
 from shoal.errors import ShoalError, UsageError
 
 _RANGES_PER_THREAD = 8
@@ -31,7 +32,7 @@ _RANGES_PER_THREAD = 8
 def default_decode_threads(num_local_workers: int = 1, num_loader_processes: int = 0) -> int:
     """Return the cores of this host per worker, or per loader process if there are any."""
     num_processes = num_local_workers * max(1, num_loader_processes)
-    return max(1, len(os.sched_getaffinity(0)) // num_processes)
+    return max(1, num_cores() // num_processes)
 
 
 class DecodeThreads:

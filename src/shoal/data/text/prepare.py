@@ -23,15 +23,16 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from shoal.data.atomic_io import sha256_of, write_atomically
-from shoal.data.manifest import MANIFEST, VERSION, Manifest, TokenizerInfo
-from shoal.data.prepare_dir import RECORDS, clear, locked, open_plan, read_record
-from shoal.data.process_pool import num_cores, run_unfinished
+from shoal.data.manifest import VERSION, Manifest, TokenizerInfo
+from shoal.data.prepare_dir import RECORDS, preparing, read_record
+from shoal.data.process_pool import run_unfinished
 from shoal.data.progress import Progress
 from shoal.data.text import chunk_worker, tokenizer
 from shoal.data.text.chunk_worker import article_rank
 from shoal.data.text.corpus import Chunk, Errors, SourceFile, cut_chunks, find_files, read_articles
 from shoal.data.text.python_docs_corpus import write_snapshot
 from shoal.data.text.sentences import split_sentences
+from shoal.env import num_cores
 from shoal.errors import UsageError, did_you_mean
 
 BUILTIN = "builtin"
@@ -133,13 +134,10 @@ def prepare_text(config: PrepareConfig, *, progress: bool = True) -> Manifest:
     processes = config.processes or num_cores()
     others = tuple(source for source in config.sources if source != BUILTIN)
     files = find_files(others, config.format) if others or not config.sources else []
-    with locked(config.out), Progress(shown=progress, what="text") as shown:
-        if config.overwrite:
-            clear(config.out, "text", lambda name: _OWN_FILE.fullmatch(name) is not None)
-        open_plan(config.out, _plan(config, files))
-        if (config.out / MANIFEST).is_file():
-            shutil.rmtree(config.out / RECORDS, ignore_errors=True)  # killed while removing them
-            shown.say(f"{config.out} is already prepared (--overwrite starts from nothing)")
+    plan = _plan(config, files)
+    begun = preparing(config.out, plan, _OWN_FILE, overwrite=config.overwrite, progress=progress)
+    with begun as (shown, is_prepared):
+        if is_prepared:
             return Manifest.load(config.out)
         if len(others) < len(config.sources):
             snapshot = config.out / SNAPSHOT
