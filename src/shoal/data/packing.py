@@ -28,25 +28,13 @@ def pack(
     Args:
         input_ids: ``[T]`` token ids, one sequence after the other.
         token_type_ids: ``[T]`` segments.
-        lengths: ``[B]`` tokens per sequence, at least one.
-
-    Raises:
-        ValueError: a sequence is empty, or the lengths do not add up to the tokens.
+        lengths: ``[B]`` tokens per sequence, at least one each; they add up to T.
     """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    num_tokens = int(lengths.sum())
-    if lengths.size == 0 or lengths.min() < 1:
-        raise ValueError(f"lengths {lengths.tolist()} must name at least one sequence, none of them empty")
-    if not num_tokens == len(input_ids) == len(token_type_ids):
-        raise ValueError(
-            f"{len(input_ids)} input_ids and {len(token_type_ids)} token_type_ids, "
-            f"but lengths add up to {num_tokens}"
-        )
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return {
         "input_ids": np.asarray(input_ids, dtype=np.int64),
         "token_type_ids": np.asarray(token_type_ids, dtype=np.int64),
-        "position_ids": np.arange(num_tokens) - np.repeat(cu_seqlens[:-1], lengths),
+        "position_ids": np.arange(len(input_ids)) - np.repeat(cu_seqlens[:-1], lengths),
         "cu_seqlens": cu_seqlens,
         "max_seqlen": int(lengths.max()),
     }
@@ -62,10 +50,10 @@ def pack_padded(
     Args:
         input_ids: ``[B, width]`` token ids.
         token_type_ids: ``[B, width]`` segments.
-        attention_mask: ``[B, width]`` true at tokens, which precede the padding in each row.
+        attention_mask: ``[B, width]`` true at tokens, which precede the padding in each row; one at least.
 
     Raises:
-        ValueError: a row has no token, or a token after padding.
+        ValueError: a row has a token after padding.
     """
     mask = np.asarray(attention_mask, dtype=bool)
     if (mask[:, 1:] > mask[:, :-1]).any():

@@ -41,15 +41,6 @@ def test_padded_batch_loses_only_its_padding() -> None:
     assert packed["max_seqlen"] == 3  # the longest sequence, not the padded width
 
 
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [([], "at least one sequence"), ([3, 0], "none of them empty"), ([2, 2], "lengths add up to 4")],
-)
-def test_lengths_that_cannot_be(lengths: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pack(np.zeros(3, dtype=np.int64), np.zeros(3, dtype=np.int64), np.array(lengths, dtype=np.int64))
-
-
 def test_padding_before_a_token_is_refused() -> None:
     ids = np.ones((2, 3), dtype=np.int64)
     with pytest.raises(ValueError, match="row 1: a token stands after padding"):

@@ -104,7 +104,7 @@ def _spans(
     config: AnswerConfig,
 ) -> list[_Span]:
     """Return the candidates of one question, best first; ties go to the earlier window and token."""
-    kept = _windows_of_starts(features, windows) if config.max_context and len(windows) > 1 else None
+    kept = _windows_of_starts(features, windows)
     found: list[_Span] = []
     for w in windows:
         begin = int(features.bounds[w]) + int(features.context_begin[w])
@@ -112,8 +112,7 @@ def _spans(
         starts, ends = start_logits[begin : begin + length], end_logits[begin : begin + length]
         best_starts = np.argsort(-starts, kind="stable")[: config.n_best]
         best_ends = np.argsort(-ends, kind="stable")[: config.n_best]
-        if kept is not None:
-            best_starts = best_starts[kept[best_starts + first] == w]
+        best_starts = best_starts[kept[best_starts + first] == w]
         tokens = best_ends[None, :] - best_starts[:, None] + 1
         rows, columns = np.nonzero((tokens > 0) & (tokens <= config.max_answer_length))
         for s, e in zip(best_starts[rows].tolist(), best_ends[columns].tolist(), strict=True):

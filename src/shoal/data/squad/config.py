@@ -48,8 +48,6 @@ class AnswerConfig:
     """Most tokens of an answer."""
     null_threshold: float = 0.0
     """SQuAD 2.0: no answer if its score exceeds that of the best answer by more than this."""
-    max_context: bool = True
-    """Take a span only from the window with the most context around its start."""
 
     def __post_init__(self) -> None:
         for name in ("n_best", "max_answer_length"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,22 +224,16 @@ def stands_at(context: str, text: str, start: int) -> bool:
 
 
 def _load(path: Path) -> Any:
-    try:
-        return parse_json(read_text(path), str(path), error=UsageError, object_pairs_hook=_without_repeats)
-    except _Repeated as error:
-        raise UsageError(f"{path}: the key {error.args[0]!r} is there twice in one object") from None
+    """Return the JSON; refuse a key that an object has twice, since Python would silently take the last."""
 
+    def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        tree = dict(pairs)
+        if len(tree) != len(pairs):
+            key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise UsageError(f"{path}: the key {key!r} is there twice in one object")
+        return tree
 
-class _Repeated(Exception):
-    """Raised for a key that a JSON object has twice, of which Python would silently take the last."""
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    tree = dict(pairs)
-    if len(tree) != len(pairs):
-        seen: set[str] = set()
-        raise _Repeated(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
-    return tree
+    return parse_json(read_text(path), str(path), error=UsageError, object_pairs_hook=as_dict)
 
 
 def _object_of_ids(path: Path, of: str) -> dict[str, Any]:

@@ -210,13 +210,9 @@ def make_pairs(data: ClassifyData, tokenizer: Tokenizer, *, max_seq_length: int)
     with plain(tokenizer):
         encoded = [encode_texts(tokenizer, texts, with_offsets=False)[:2] for texts in columns]
     lengths = [np.diff(bounds) for _, bounds in encoded]
-    kept: tuple[Int64Array, ...]
-    if len(columns) == 1:
-        kept = (np.minimum(lengths[0], room),)
-    else:
-        kept = cut_longer(lengths[0], lengths[1], room)
+    kept = cut_longer(lengths[0], lengths[1] if len(columns) > 1 else np.zeros_like(lengths[0]), room)
     tokens, types, bounds, _ = template.fill(
-        *((ids, bounds[:-1], count) for (ids, bounds), count in zip(encoded, kept, strict=True))
+        *((ids, bounds[:-1], count) for (ids, bounds), count in zip(encoded, kept, strict=False))
     )
     return PairFeatures(
         data=data,

@@ -55,7 +55,7 @@ def by_the_rules(
                         f, n = int(features.context_first[v]), int(features.context_length[v])
                         return min(token - f, f + n - 1 - token) + 0.01 * n if f <= token < f + n else -1.0
 
-                    if config.max_context and max(windows, key=context) != w:
+                    if max(windows, key=context) != w:
                         continue
                     if s <= e < s + config.max_answer_length:
                         text = " ".join(words[token : first + e + 1])
@@ -73,12 +73,11 @@ def by_the_rules(
     return predictions, nbest, odds
 
 
-@pytest.mark.parametrize("max_context", [True, False])
 @pytest.mark.parametrize(("n_best", "max_answer_length"), [(20, 30), (3, 2), (1, 1)])
 @pytest.mark.parametrize("version", ["1.1", "2.0"])
-def test_all_pairs(version: str, n_best: int, max_answer_length: int, max_context: bool) -> None:
+def test_all_pairs(version: str, n_best: int, max_answer_length: int) -> None:
     features = make_windows() if version == "2.0" else as_1_1(make_windows())
-    config = AnswerConfig(n_best=n_best, max_answer_length=max_answer_length, max_context=max_context)
+    config = AnswerConfig(n_best=n_best, max_answer_length=max_answer_length)
     outcomes = set()
     for seed in range(10):
         starts, ends = np.random.default_rng(seed).normal(size=(2, len(features.tokens))).astype(np.float32)
