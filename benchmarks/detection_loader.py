@@ -42,10 +42,9 @@ from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from shoal.data.images.prepare import ImagePrepareConfig
 from shoal.data.images.shards import ImageShards
 from shoal.data.loader import LoaderConfig, streamed_steps
-from shoal.data.process_pool import num_cores
 from shoal.data.steps import DataShard
 from shoal.decide.bucketing import GroupedOrder, aspect_groups
-from shoal.env import test_data_dir
+from shoal.env import num_cores, test_data_dir
 
 BATCH = 4
 CONFIG = DetectionAugmentConfig(shorter=(800,), longer=1333, flip=0.5)

@@ -35,9 +35,8 @@ from shoal.data.images.reader import ImageReader
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import TrainTransform, decode, normalisation, resized
 from shoal.data.loader import LoaderConfig, streamed_steps
-from shoal.data.process_pool import num_cores
 from shoal.data.steps import DataShard
-from shoal.env import test_data_dir
+from shoal.env import num_cores, test_data_dir
 
 BATCH, SIZE = 64, 224
 NUM_MADE = 96

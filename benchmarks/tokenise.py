@@ -18,13 +18,14 @@ from tokenizers import Tokenizer
 
 from benchmarks.harness import Benchmark, peer_module
 from shoal.data.prepare_dir import RECORDS
-from shoal.data.process_pool import num_cores, run_tasks
+from shoal.data.process_pool import run_tasks
 from shoal.data.progress import Progress
 from shoal.data.text.chunk_worker import ChunkJob, prepare_chunk, start_worker
 from shoal.data.text.corpus import cut_chunks, find_files
 from shoal.data.text.prepare import BUILTIN, read_sample, training_sentences
 from shoal.data.text.python_docs_corpus import write_snapshot
 from shoal.data.text.tokenizer import Kind, special_ids, tokenizer_json, train_tokenizer, vocab_size
+from shoal.env import num_cores
 
 _CHUNK_BYTES = 1 << 20
 _VOCAB_SIZE = 8192
