@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import shoal
 from shoal import env, native
 from shoal.errors import EXIT_FAILURE, EXIT_OK, ShoalError
+from shoal.formatting import size
 
 OLDEST_PYTHON = (3, 11)
 EXTRAS = {
@@ -190,7 +191,7 @@ def cpu_name(cpuinfo: Path) -> str:
 
 def _memory() -> Check:
     memory = memory_bytes(Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max"))
-    return Check("memory", _gibibytes(memory) if memory else "size unknown")
+    return Check("memory", size(memory) if memory else "size unknown")
 
 
 def memory_bytes(meminfo: Path, cgroup_limit: Path) -> int:
@@ -206,17 +207,13 @@ def _gpus(torch: Any) -> Check:
     if torch.cuda.is_available():
         gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         found = "; ".join(
-            f"{gpu.name} ({_gibibytes(gpu.total_memory)}, capability {gpu.major}.{gpu.minor})" for gpu in gpus
+            f"{gpu.name} ({size(gpu.total_memory)}, capability {gpu.major}.{gpu.minor})" for gpu in gpus
         )
     elif torch.version.cuda:
         found = f"none: no NVIDIA driver for this torch's CUDA {torch.version.cuda}; training runs on the CPU"
     else:
         found = "none"
     return Check("GPUs", found)
-
-
-def _gibibytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 # ---- training ----------------------------------------------------------------------------------------------
@@ -244,7 +241,7 @@ def _backends(torch: Any) -> Check:
 def _transports() -> Check:
     shared = Path("/dev/shm")
     room = shutil.disk_usage(shared).free if shared.is_dir() else 0
-    found = f"shared memory in a host ({_gibibytes(room)} free in {shared}), TCP between hosts"
+    found = f"shared memory in a host ({size(room)} free in {shared}), TCP between hosts"
     remedy = "backend shoal needs about 3 MiB per worker and group there: docker run --shm-size 1g"
     return _judged("transports", found, room >= LITTLE_SHARED_BYTES, remedy)
 
@@ -277,6 +274,6 @@ def _launcher() -> Check:
 
 def _disk(folder: Path) -> Check:
     free = shutil.disk_usage(folder).free
-    found = f"{_gibibytes(free)} free in {folder}"
+    found = f"{size(free)} free in {folder}"
     remedy = "checkpoints need room: free some, or keep the run on another disk with --run.dir"
     return _judged("disk", found, free >= LITTLE_DISK_BYTES, remedy)

@@ -13,11 +13,11 @@ from shoal.data.images.prepare import ImagePrepareConfig, list_images, num_shard
 from shoal.data.images.reencode import check_pillow, reencode
 from shoal.data.images.sources import TRAIN, ImageSource, Listing
 from shoal.env import num_cores
+from shoal.formatting import size
 
 _TRIED = 64
 _MEMBER_BYTES = 512 + 256
 """Header of a tar member, and half a block on average to pad its last one."""
-_GIB, _MIB = 1 << 30, 1 << 20
 
 
 def dry_run(source: ImageSource, config: ImagePrepareConfig) -> list[str]:
@@ -52,15 +52,11 @@ def dry_run(source: ImageSource, config: ImagePrepareConfig) -> list[str]:
     return [
         *(
             f"{split}: {found.num_images:,} images of {len(found.class_counts):,} classes, "
-            f"{_size(found.num_bytes)}, "
+            f"{size(found.num_bytes)}, "
             f"{num_shards(found.num_images, found.num_bytes, config.shard_bytes):,} shards"
             for split, found in totals.items()
         ),
         f"of {len(images)} training images tried, {changed} are encoded again{unreadable}",
-        f"about {_size(after * scale)} of shards, {seconds:,.0f} s with {processes} processes, if the disk "
+        f"about {size(after * scale)} of shards, {seconds:,.0f} s with {processes} processes, if the disk "
         "keeps up; nothing was written",
     ]
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / _GIB:,.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:,.1f} MiB"
