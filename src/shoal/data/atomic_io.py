@@ -38,7 +38,12 @@ def publish(partial: Path, final: Path) -> None:
     The caller has already flushed and fsynced ``partial``.
     """
     partial.replace(final)
-    folder = os.open(final.parent, os.O_RDONLY)
+    sync_folder(final.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush the names of a folder's files to disk."""
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from shoal.data.atomic_io import sync_folder
 from shoal.errors import ShoalError
 from shoal.json_text import parse_json
 
@@ -80,6 +81,10 @@ class Chunk:
     file: str
     key: str
 
+    def __post_init__(self) -> None:
+        if not self.file or Path(self.file).name != self.file:
+            raise ValueError(f"{self.file!r} is not the name of a file in the checkpoint's folder")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
@@ -114,7 +119,7 @@ def step_of(path: Path) -> int:
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Return the checkpoints of the run, the oldest first. Their files are not checked."""
-    return sorted(filter(is_checkpoint, _entries(run_dir)), key=step_of)
+    return sorted(filter(is_checkpoint, (run_dir / FOLDER).glob("*")), key=step_of)
 
 
 def temporary_path(path: Path, owner: int) -> Path:
@@ -211,12 +216,12 @@ def complete(path: Path, step: int, files: Iterable[WrittenFile]) -> int:
     final = path.with_name(f"step-{step:08}")
     replaced = path.with_name(final.name + _REPLACED)
     try:
-        _sync_folder(path)
+        sync_folder(path)
         if final.exists():
             remove_folder(replaced)
             final.rename(replaced)
         path.rename(final)
-        _sync_folder(final.parent)
+        sync_folder(final.parent)
     except OSError as error:
         raise ShoalError(f"cannot complete the checkpoint {final}: {error.strerror}") from error
     remove_folder(replaced)
@@ -269,12 +274,7 @@ def read_contents(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
                 dtype=tensor["dtype"],
                 size=tuple(tensor["size"]),
                 chunks=tuple(
-                    Chunk(
-                        offsets=tuple(chunk["offsets"]),
-                        sizes=tuple(chunk["sizes"]),
-                        file=_name_in_folder(chunk["file"]),
-                        key=chunk["key"],
-                    )
+                    Chunk(**chunk | {"offsets": tuple(chunk["offsets"]), "sizes": tuple(chunk["sizes"])})
                     for chunk in tensor["chunks"]
                 ),
             )
@@ -283,13 +283,6 @@ def read_contents(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
         return tensors, table["values"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ShoalError(f"{path / CONTENTS} cannot be read: {error!r}") from error
-
-
-def _name_in_folder(name: str) -> str:
-    """Return ``name`` if it is one of a file in the checkpoint's folder; raise a ValueError otherwise."""
-    if not name or Path(name).name != name:
-        raise ValueError(f"{name!r} is not the name of a file in the checkpoint's folder")
-    return name
 
 
 def superseded(steps: Iterable[int], *, newest: int, keep: int, damaged: Iterable[int] = ()) -> list[int]:
@@ -304,12 +297,7 @@ def superseded(steps: Iterable[int], *, newest: int, keep: int, damaged: Iterabl
 
 
 def _leftovers(run_dir: Path) -> list[Path]:
-    return [path for path in _entries(run_dir) if _UNNAMED.fullmatch(path.name)]
-
-
-def _entries(run_dir: Path) -> list[Path]:
-    folder = run_dir / FOLDER
-    return list(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in (run_dir / FOLDER).glob("*") if _UNNAMED.fullmatch(path.name)]
 
 
 def _owner_of(path: Path) -> int:
@@ -347,11 +335,3 @@ def _file_damage(path: Path, expected: WrittenFile) -> str | None:
     if f"{checksum:08x}" != expected.crc32:
         return f"{expected.name} has the checksum {checksum:08x} instead of {expected.crc32}"
     return None
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

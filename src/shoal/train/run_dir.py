@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal import env
+from shoal.data.atomic_io import write_atomically
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.train.config import load_toml, to_toml
@@ -412,14 +413,8 @@ def open_run_dir(path: Path, config: Mapping[str, Any], fixed: Sequence[str]) ->
     file = path / CONFIG_FILE
     if file.exists():
         _require_same(path, load_toml(file), config, fixed)
-    text = to_toml(config)
-    temporary = file.with_suffix(".toml.tmp")
-    with temporary.open("w", encoding="utf-8") as out:
-        out.write("# Resolved configuration of this run: `shoal train … --config` reads it back.\n")
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.rename(file)
+    comment = "# Resolved configuration of this run: `shoal train … --config` reads it back.\n"
+    write_atomically(file, (comment + to_toml(config)).encode())
 
 
 def run_dir_of(source: Path) -> Path:
