@@ -148,7 +148,13 @@ def _task_config(
     if kind is QuestionAnswering:
         config.num_labels = 2  # start and end
     elif labels:
-        _check_labels(directory, config, labels)
+        there = [config.id2label[number] for number in sorted(config.id2label)]
+        theirs, asked = ([name.lower() for name in names] for names in (there, labels))
+        if theirs != asked and sorted(theirs) == sorted(asked):
+            raise UsageError(
+                f"{directory / 'config.json'}: the labels there are {', '.join(there)}, asked for are "
+                f"{', '.join(labels)}: give them in the order of the model"
+            )
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
     if dropout is not None:
@@ -157,17 +163,6 @@ def _task_config(
         for name in distilbert if model_type == "distilbert" else others:
             setattr(config, name, dropout)
     return config
-
-
-def _check_labels(directory: Path, config: PretrainedConfig, labels: Sequence[str]) -> None:
-    """Raise UsageError for a head whose logits have these labels in another order."""
-    there = [config.id2label[number] for number in sorted(config.id2label)]
-    theirs, asked = ([name.lower() for name in names] for names in (there, labels))
-    if theirs != asked and sorted(theirs) == sorted(asked):
-        raise UsageError(
-            f"{directory / 'config.json'}: the labels there are {', '.join(there)}, asked for are "
-            f"{', '.join(labels)}: give them in the order of the model"
-        )
 
 
 def _read_weights(

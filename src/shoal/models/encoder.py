@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,14 +100,17 @@ class Encoder:
             dropout_keys: int64 ``[B]``, keys of the samples (:mod:`shoal.dropout`), which training reads;
                 default: drawn from torch's generator.
         """
-        layout = _Layout.of(position_ids, cu_seqlens, max_seqlen)
+        layout = _Layout(position_ids, cu_seqlens, max_seqlen)
         keys = self.sample_keys(dropout_keys, cu_seqlens)
         of_rows, of_weights = self._site_keys(keys, position_ids, cu_seqlens, max_seqlen)
         hidden = embed(self.base, input_ids, token_type_ids, position_ids, of_rows[0])
         last = len(self.layers) - 1
+        run: Callable[..., Tensor] = self._layer
+        if self.activation_checkpointing and self.base.training:
+            run = partial(checkpoint, self._layer, use_reentrant=False, preserve_rng_state=False)
         for number, layer in enumerate(self.layers):
             site_keys = (of_rows[2 * number + 1], of_rows[2 * number + 2], of_weights[number])
-            hidden = self._apply(layer, hidden, wanted if number == last else None, layout, site_keys)
+            hidden = run(layer, hidden, wanted if number == last else None, layout, site_keys)
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
     def sample_keys(self, dropout_keys: Tensor | None, cu_seqlens: Tensor) -> Tensor | None:
@@ -135,14 +138,6 @@ class Encoder:
         heads = torch.arange(self.layers[0].num_heads, device=keys.device)[:, None]
         of_queries = fold_in(padded, sites[num_sites:, None, None])[:, :, None]
         return of_rows, fold_in(of_queries, heads).unbind()
-
-    def _apply(self, *arguments: Any) -> Tensor:
-        if self.activation_checkpointing and self.base.training:
-            hidden: Tensor = checkpoint(
-                self._layer, *arguments, use_reentrant=False, preserve_rng_state=False
-            )
-            return hidden
-        return self._layer(*arguments)
 
     def _layer(
         self,
@@ -197,31 +192,23 @@ def _attend(
     return padded if all_full and wanted is None else _Collect.apply(padded, asking_index)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """Relates the T tokens of a packed batch to the ``B * S`` positions of the padded one."""
+    """Relates the T tokens of a packed batch to the ``B * S`` positions of the padded one.
 
-    num_sequences: int
-    max_seqlen: int
-    unpad_index: Tensor
-    """``[T]`` position of each token in the flattened padded batch."""
-    mask: Tensor | None
-    """bool ``[B, 1, 1, S]``, false in the padding; none if all sequences have the same length."""
+    Attributes:
+        unpad_index: ``[T]`` position of each token in the flattened padded batch.
+        mask: bool ``[B, 1, 1, S]``, false in the padding; none if all sequences have the same length.
+    """
 
-    @classmethod
-    def of(cls, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> _Layout:
-        lengths, num_sequences = cu_seqlens.diff(), cu_seqlens.shape[0] - 1
+    def __init__(self, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
+        lengths = cu_seqlens.diff()
         device, num_tokens = position_ids.device, position_ids.shape[0]
-        firsts = torch.arange(num_sequences, device=device) * max_seqlen
-        mask = None
-        if num_tokens != num_sequences * max_seqlen:  # decided by sizes, so that a GPU is not waited for
-            mask = (torch.arange(max_seqlen, device=device) < lengths[:, None])[:, None, None, :]
-        return cls(
-            num_sequences=num_sequences,
-            max_seqlen=max_seqlen,
-            unpad_index=firsts.repeat_interleave(lengths, output_size=num_tokens) + position_ids,
-            mask=mask,
-        )
+        self.num_sequences, self.max_seqlen = cu_seqlens.shape[0] - 1, max_seqlen
+        firsts = torch.arange(self.num_sequences, device=device) * max_seqlen
+        self.unpad_index = firsts.repeat_interleave(lengths, output_size=num_tokens) + position_ids
+        self.mask: Tensor | None = None
+        if num_tokens != self.num_sequences * max_seqlen:  # by sizes, so that a GPU is not waited for
+            self.mask = (torch.arange(max_seqlen, device=device) < lengths[:, None])[:, None, None, :]
 
 
 class _Spread(torch.autograd.Function):

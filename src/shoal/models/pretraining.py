@@ -51,7 +51,7 @@ class Pretraining(nn.Module):
     @property
     def weights(self) -> PreTrainedModel:
         """The transformers model that holds the weights."""
-        raise NotImplementedError
+        return next(part for part in self.children() if isinstance(part, PreTrainedModel))
 
     def mlm_logits(self, hidden: Tensor) -> Tensor:
         """Return the masked-LM logits ``[M, vocab]`` of ``[M, hidden]``."""
@@ -166,10 +166,6 @@ class AlbertPretraining(Pretraining):
         if config.skip_mlm:
             _freeze(predictions.dense, predictions.LayerNorm, predictions.bias)
 
-    @property
-    def weights(self) -> PreTrainedModel:
-        return self.albert
-
     def mlm_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.albert.predictions(hidden)
         return logits
@@ -197,10 +193,6 @@ class BertPretraining(Pretraining):
             _freeze(self.bert.bert.pooler, self.bert.cls.seq_relationship)
         if config.skip_mlm:
             _freeze(self.bert.cls.predictions.transform, self.bert.cls.predictions.bias)
-
-    @property
-    def weights(self) -> PreTrainedModel:
-        return self.bert
 
     def mlm_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.bert.cls.predictions(hidden)
