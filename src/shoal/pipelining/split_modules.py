@@ -49,7 +49,7 @@ def split_by_modules(model: nn.Module, stages: Sequence[Sequence[str]], inputs: 
         last = first + len(stage)
         received = _specs(values[first - 1], names[first - 1]) if index else ()
         sent = _specs(values[last - 1], names[last - 1]) if index < len(stages) - 1 else ()
-        chain = _Chain(links[first:last], list(inputs), is_first=index == 0, is_last=index == len(stages) - 1)
+        chain = _Chain(links[first:last], list(inputs))
         body = Body(run=chain, input_names=chain.input_names, relayed_in=received, relayed_out=sent)
         weights = nn.Module()
         for link in links[first:last]:
@@ -80,14 +80,14 @@ class _Link:
     name: str
     key: int
 
-    def __call__(self, previous: tuple[Any, ...] | None, inputs: Inputs) -> Any:
-        by_name = {name: inputs[name] for name in self.takes(list(inputs), len(previous or ()))}
-        positional = previous or ()
-        if previous is None and not by_name:  # the parameter name of a Sequential is arbitrary
-            positional = tuple(inputs.values())[:1]
-        device = next((t.device for t in (*positional, *by_name.values()) if isinstance(t, Tensor)), None)
+    def __call__(self, previous: tuple[Any, ...], inputs: Inputs) -> Any:
+        """Run the module on what the one before returned, nothing for the first, and on the inputs."""
+        by_name = {name: inputs[name] for name in self.takes(list(inputs), len(previous))}
+        if not previous and not by_name:  # the parameter name of a Sequential is arbitrary
+            previous = tuple(inputs.values())[:1]
+        device = next((t.device for t in (*previous, *by_name.values()) if isinstance(t, Tensor)), None)
         with own_stream(self.key, device) if device else nullcontext():
-            return self.module(*positional, **by_name)
+            return self.module(*previous, **by_name)
 
     def takes(self, names: list[str], num_positional: int) -> list[str]:
         """Return the model's inputs that the module takes by name, behind its positional arguments."""
@@ -98,37 +98,32 @@ class _Link:
 class _Chain:
     """Runs the modules of one stage on relayed values and on the root inputs that they take."""
 
-    def __init__(self, links: list[_Link], names: list[str], *, is_first: bool, is_last: bool) -> None:
-        self._links, self._is_first, self._is_last = links, is_first, is_last
+    def __init__(self, links: list[_Link], names: list[str]) -> None:
+        self._links = links
         # The number of relayed values is only known at run time: a name is read if any module may take it.
         self.input_names = tuple(
             name for name in names if any(name in link.takes(names, 0) for link in links)
         )
-        if is_first and not links[0].takes(names, 0):
+        if links[0].key == 0 and not links[0].takes(names, 0):
             self.input_names = tuple(dict.fromkeys([names[0], *self.input_names]))
 
     def __call__(self, *values: Tensor) -> tuple[Any, ...]:
         num_relayed = len(values) - len(self.input_names)
         inputs = dict(zip(self.input_names, values[num_relayed:], strict=True))
-        previous = None if self._is_first else values[:num_relayed]
-        value: Any = None
+        value: Any = values[:num_relayed]
         for link in self._links:
-            value = link(previous, inputs)
-            previous = _as_tuple(value)
-        return tuple(pytree.tree_leaves(value)) if self._is_last else _as_tuple(value)
+            value = link(_as_tuple(value), inputs)
+        return tuple(pytree.tree_leaves(value))
 
 
 def _values_between(links: list[_Link], inputs: Inputs) -> list[Any]:
     """Return the output of each module of the chain for the example."""
     values: list[Any] = []
     for link in links:
-        previous = _as_tuple(values[-1]) if values else None
         try:
-            values.append(link(previous, inputs))
+            values.append(link(_as_tuple(values[-1] if values else ()), inputs))
         except (TypeError, RuntimeError, ValueError, IndexError) as error:
-            got = (
-                "the model's inputs" if previous is None else f"what {links[len(values) - 1].name!r} returns"
-            )
+            got = f"what {links[len(values) - 1].name!r} returns" if values else "the model's inputs"
             reason = (str(error).splitlines() or [""])[0]
             raise UsageError(
                 f"module {link.name!r} does not take {got}: {reason}; name modules of which each "
