@@ -65,12 +65,15 @@ def prepared(config: TextConfig, folder: Path, what: TrainBench, *, num_workers:
         data = replace(data, short_seq_prob=0.0)
     section, sizes = _sizes(config)
     micro = what.batch or sizes.micro_batch_size or min(64, sizes.global_batch_size)
-    batch = micro * what.accumulate * num_workers
-    sizes = replace(sizes, micro_batch_size=micro, global_batch_size=batch)
+    sizes = replace(
+        sizes,
+        micro_batch_size=micro,
+        global_batch_size=micro * what.accumulate * num_workers,
+        total_steps=what.warm_up + what.steps,
+    )
     run = replace(
         config.run, name="bench", dir=folder / "run", log_frequency=1, save=False, validation_samples=micro
     )
-    sizes = replace(sizes, total_steps=what.warm_up + what.steps)
     changed: dict[str, Any] = {}
     if isinstance(config, BertConfig):
         sizes = replace(sizes, warmup_steps=0)
@@ -215,6 +218,7 @@ def read_result(script: Script, what: TrainBench, name: str) -> TrainResult:
     rows = read_record(script.config.run.dir)
     start = next(row for row in rows if isinstance(row, Start))
     timed = [row for row in rows if isinstance(row, Step)][what.warm_up :]
+    device = torch.device("cpu" if start.device.startswith("CPU") else "cuda")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[start.precision]
     return TrainResult(
         recipe=name,
@@ -230,9 +234,7 @@ def read_result(script: Script, what: TrainBench, name: str) -> TrainResult:
         parts_s={part: sum(row.parts_s[part] for row in timed) / len(timed) for part in timed[0].parts_s},
         peak_memory_bytes=timed[-1].peak_memory_bytes,
         flops_per_sample=count_flops(script),
-        matmul_flops_per_s=matmul_flops_per_s(
-            torch.device("cpu" if start.device.startswith("CPU") else "cuda"), dtype
-        ),
+        matmul_flops_per_s=matmul_flops_per_s(device, dtype),
     )
 
 

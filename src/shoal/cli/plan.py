@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from shoal.errors import ShoalError, UsageError
+from shoal.data.atomic_io import write_atomically
+from shoal.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +98,8 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
     for count in counts:
         fewer = replace(workers, count=count)
         helping = helpers and replace(helpers, count=max(1, round(helpers.count * count / workers.count)))
-        curve += search(job, fewer, helping, goal=request.goal, algorithms=algorithms, wire_bytes=wire_bytes)[
-            :1
-        ]
+        best = search(job, fewer, helping, goal=request.goal, algorithms=algorithms, wire_bytes=wire_bytes)
+        curve += best[:1]
     print(answer.text_of(plans, curve, compare=request.compare))
     if request.json:
         _write(request.json, json.dumps(answer.json_of(plans, curve), indent=1) + "\n")
@@ -124,8 +124,5 @@ def _sweep_counts(text: str) -> list[int]:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ShoalError(f"{path} cannot be written: {error.strerror}") from error
+    write_atomically(path, text.encode())
     print(f"\n{path}")

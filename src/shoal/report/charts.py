@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from shoal.report.curves import (
     upper_limit,
 )
 from shoal.report.pipeline_timeline import draw_pipeline_step
-from shoal.report.plots import Axes, Line, Mark, Rule
+from shoal.report.plots import Axes, Line, Mark
 from shoal.report.runs import Run, mean_parts_s, metric_names
 from shoal.report.timeline import time_unit
 
@@ -125,7 +125,7 @@ def curve_charts(runs: Sequence[Run]) -> list[Chart]:
         for index, run in enumerate(runs):
             curves.add(index, [(row.step, getattr(row, name)) for row in run.steps], "")
         unit = "before clipping" if name == "grad_norm" else ""
-        charts.append(_step_chart(curves, formatting.metric_title(name), unit))
+        charts.append(_step_chart(curves, formatting.metric_title(name), unit, "", {}))
     return [chart for chart in charts if chart is not None]
 
 
@@ -144,17 +144,17 @@ def _metric_chart(runs: Sequence[Run], name: str) -> Chart | None:
     return _step_chart(curves, formatting.metric_title(name), unit, name, _rules(name, references))
 
 
-def _rules(name: str, references: set[float]) -> list[Rule]:
+def _rules(name: str, references: set[float]) -> dict[float, str]:
     """Return the reference lines of runs; one label gives the range where they differ."""
     if not references:
-        return []
+        return {}
     least, most = (formatting.score(name, value) for value in (min(references), max(references)))
     label = f"{formatting.reference_title(name)} {least if least == most else f'{least} to {most}'}"
-    return [Rule(value, label if value == max(references) else "") for value in sorted(references)]
+    return {value: label if value == max(references) else "" for value in sorted(references)}
 
 
 def _step_chart(
-    curves: _Curves, title: str, unit: str, metric: str = "", rules: Sequence[Rule] = ()
+    curves: _Curves, title: str, unit: str, metric: str, rules: Mapping[float, str]
 ) -> Chart | None:
     """Return the figure over steps or epochs, with a cut or logarithmic axis where a few values need it."""
     if not curves.lines:

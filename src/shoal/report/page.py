@@ -11,7 +11,7 @@ from shoal.record import PipelineStep
 from shoal.report import charts, plots, tables
 from shoal.report.pipeline_timeline import draw_pipeline_step
 from shoal.report.runs import Run, load_runs
-from shoal.report.templates import template
+from shoal.report.templates import fill_template
 from shoal.report.timeline import timeline
 
 FILE_NAME = "report.html"
@@ -36,7 +36,8 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
 
 def render(runs: Sequence[Run]) -> str:
     """Return the page as HTML text."""
-    return template("page.html.jinja").render(
+    return fill_template(
+        "page.html.jinja",
         tables=tables,
         runs=runs,
         run_colours=[plots.css_colour(plots.run_colour(index)) for index in range(len(runs))],

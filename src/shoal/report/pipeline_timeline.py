@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal import formatting
 from shoal.record import PipelineBox, PipelineStep
-from shoal.report.templates import template
+from shoal.report.templates import fill_template
 from shoal.report.timeline import tick_step
 
 _WIDTH, _LEFT, _RIGHT = 1000.0, 58.0, 912.0
@@ -68,7 +68,8 @@ def draw_pipeline_step(row: PipelineStep, *, background: bool = False) -> str:
             {"x": x, "kinds": [f"{action}{c}" for c in range(num_chunks)], "text": _ACTIONS[action]}
         )
         x += 13 * num_chunks + 24 + 6.6 * len(_ACTIONS[action])
-    return template("pipeline.svg.jinja").render(
+    return fill_template(
+        "pipeline.svg.jinja",
         width=_WIDTH,
         height=axis + _AXIS,
         left=_LEFT,

@@ -7,23 +7,20 @@ page. Text stays text: it can be selected, searched and read aloud.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from io import StringIO
 from typing import Any, NamedTuple
 
 from shoal import formatting
-from shoal.errors import ShoalError
+from shoal.errors import import_extra
 from shoal.report.curves import Series
 
-try:
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-except ImportError as error:
-    raise ShoalError(f"a report needs matplotlib ({error}): pip install 'shoal[report]'") from None
+matplotlib = import_extra("matplotlib", "report", "a report needs matplotlib")
+ticker = import_extra("matplotlib.ticker", "report", "a report needs matplotlib")
+Figure = import_extra("matplotlib.figure", "report", "a report needs matplotlib").Figure
 
 OPTIMIZER_STEP = "optimizer step"
 _INK, _MUTED, _GRID, _CARD = "#fd0000", "#fd0001", "#fd0002", "#fd0003"
@@ -82,13 +79,6 @@ class Line:
     dots: str = ""
 
 
-class Rule(NamedTuple):
-    """A horizontal reference line with a label (empty: none)."""
-
-    y: float
-    label: str
-
-
 class Mark(NamedTuple):
     """An event at ``x``: a line for ``resume`` and ``stop``, a tick for ``checkpoint``."""
 
@@ -111,7 +101,8 @@ class Axes:
     top: float | None = None
     """Upper end of the y axis; higher values become triangles at the edge."""
     marks: Sequence[Mark] = ()
-    rules: Sequence[Rule] = ()
+    rules: Mapping[float, str] = field(default_factory=dict)
+    """Horizontal reference lines: the label at each height, or an empty text."""
 
 
 def draw_curves(lines: Sequence[Line], axes: Axes) -> str:
@@ -163,13 +154,13 @@ def _draw_line(plot: Any, line: Line) -> None:
         plot.plot(xs, ys, "o-" if len(xs) == 1 else "-", color=line.colour, linewidth=1.7, markersize=5)
 
 
-def _draw_rules(plot: Any, rules: Sequence[Rule]) -> None:
+def _draw_rules(plot: Any, rules: Mapping[float, str]) -> None:
     low, high = plot.get_ylim()
-    for rule in rules:
-        plot.axhline(rule.y, color=_INK, linewidth=1.0, linestyle=(0, (5, 3)), alpha=0.75)
-        below = (rule.y - low) > 0.85 * (high - low)
+    for y, label in rules.items():
+        plot.axhline(y, color=_INK, linewidth=1.0, linestyle=(0, (5, 3)), alpha=0.75)
+        below = (y - low) > 0.85 * (high - low)
         plot.annotate(
-            rule.label, (1.0, rule.y), xycoords=("axes fraction", "data"), xytext=(0, -3 if below else 3),
+            label, (1.0, y), xycoords=("axes fraction", "data"), xytext=(0, -3 if below else 3),
             textcoords="offset points", ha="right", va="top" if below else "bottom", color=_INK,
         )  # fmt: skip
 
@@ -200,23 +191,23 @@ def _format_axes(plot: Any, axes: Axes) -> None:
     plot.grid(axis="y")
     if axes.log:
         plot.set_yscale("log")
-        plot.yaxis.set_major_locator(LogLocator(numticks=5))
-        plot.yaxis.set_minor_locator(NullLocator())
+        plot.yaxis.set_major_locator(ticker.LogLocator(numticks=5))
+        plot.yaxis.set_minor_locator(ticker.NullLocator())
     else:
-        plot.yaxis.set_major_locator(MaxNLocator(5))
+        plot.yaxis.set_major_locator(ticker.MaxNLocator(5))
         low, high = plot.get_ylim()
-        levels = [rule.y for rule in axes.rules]
         margin = 0.06 * (high - low)
-        low, high = min([low, *(y - margin for y in levels)]), max([high, *(y + margin for y in levels)])
+        low = min([low, *(y - margin for y in axes.rules)])
+        high = max([high, *(y + margin for y in axes.rules)])
         plot.set_ylim(0.0 if axes.from_zero else low, axes.top or high)
     percent = formatting.is_fraction(axes.metric)
 
     def text(value: float, _: int) -> str:
         return f"{formatting.number(100 * value, 3)} %" if percent else formatting.number(value, 4)
 
-    plot.yaxis.set_major_formatter(FuncFormatter(text))
-    plot.xaxis.set_major_locator(MaxNLocator(6, integer=axes.x_name == OPTIMIZER_STEP))
-    plot.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formatting.number(value, 6)))
+    plot.yaxis.set_major_formatter(ticker.FuncFormatter(text))
+    plot.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=axes.x_name == OPTIMIZER_STEP))
+    plot.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: formatting.number(value, 6)))
     plot.set_xlabel(axes.x_name)
 
 

@@ -1,23 +1,23 @@
-"""Loads the templates of this package."""
+"""Fills in the templates of this package."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from shoal.errors import ShoalError
+from shoal.errors import import_extra
 
-try:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-except ImportError as error:
-    raise ShoalError(f"a report needs jinja2 ({error}): pip install 'shoal[report]'") from None
+jinja2 = import_extra("jinja2", "report", "a report needs jinja2")
 
 
-def template(name: str) -> Template:
-    """Return a template, which escapes values and refuses undefined names."""
-    return Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+def fill_template(name: str, **values: Any) -> str:
+    """Return the text of a template with escaped values; undefined names are refused."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
-        undefined=StrictUndefined,
+        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    ).get_template(name)
+    )
+    text: str = environment.get_template(name).render(**values)
+    return text

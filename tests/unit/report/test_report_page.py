@@ -208,7 +208,7 @@ def test_missing_package_names_the_extra(package: str) -> None:
         "except ShoalError as error:\n    print(error)\n"
     )
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert child.stdout.startswith(f"a report needs {package} (")
+    assert child.stdout.startswith(f"a report needs {package}, which cannot be imported (")
     assert child.stdout.endswith("pip install 'shoal[report]'\n")
 
 
