@@ -67,10 +67,9 @@ def emulate(command: Sequence[str], hosts: Hosts, *, log_dir: Path | None = None
     folder = log_dir or Path(tempfile.mkdtemp(prefix="shoal-emulate-"))
     outcome = Outcome(exit_code=EXIT_OK)
     try:
-        # the exit code 75 means nothing special here
-        with Job(folder, merge_outputs=True, after_stop_s=None, after_signal_s=10.0) as job:
+        with Job(folder, error_dir=None) as job:
             _run(job, command, hosts, log_dir=folder)
-        outcome = job.outcome(first_only=True)
+        outcome = job.outcome()
         if job.received is not None and outcome.exit_code != EXIT_OK:
             outcome = Outcome(exit_code=128 + job.received)
         return outcome.report()

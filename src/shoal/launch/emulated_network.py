@@ -255,18 +255,14 @@ class Keeper:
         kernel has retransmitted 8 times, which takes minutes if a cable was pulled.
         """
         for host, (network, _) in zip(self._hosts, self.files, strict=True):
-            self._enter(network)
-            Path("/proc/sys/net/ipv4/tcp_orphan_retries").write_text("1", encoding="ascii")
-            self._restore(INTERFACE)
-            self._enter(self.bridge)
-            self._restore(host.port)
-
-    def _restore(self, device: str) -> None:
-        for command in (
-            [self._tc, "qdisc", "del", "dev", device, "root"],
-            [self._ip, "link", "set", device, "up"],
-        ):
-            subprocess.run(command, stderr=subprocess.DEVNULL, check=False, timeout=_TOOL_DEADLINE_S)
+            for namespace, device in ((network, INTERFACE), (self.bridge, host.port)):
+                self._enter(namespace)
+                Path("/proc/sys/net/ipv4/tcp_orphan_retries").write_text("1", encoding="ascii")
+                for command in (
+                    [self._tc, "qdisc", "del", "dev", device, "root"],
+                    [self._ip, "link", "set", device, "up"],
+                ):
+                    subprocess.run(command, stderr=subprocess.DEVNULL, check=False, timeout=_TOOL_DEADLINE_S)
 
     def _new_namespaces(self, name: str) -> tuple[int, int]:
         """Move into new network and UTS namespaces; return open files of both."""

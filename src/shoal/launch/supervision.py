@@ -26,6 +26,9 @@ EXIT_INTERRUPTED = 130
 POLL_S = 0.05
 AFTER_FAILURE_S = 5.0
 """Time that the other workers may go on after one has failed."""
+_AFTER_STOP_S = 120.0
+"""The same after one has saved and left."""
+_AFTER_SIGNAL_S = 10.0
 
 _FORWARDED_AS = {
     signal.SIGTERM: signal.SIGTERM,
@@ -63,28 +66,18 @@ class Job:
 
     Args:
         log_dir: folder for the output of all workers but rank 0, made if missing.
-        error_dir: folder in which workers report errors (:func:`shoal.launch.worker.write_error`).
-        merge_outputs: write stdout and stderr of a worker to one file.
-        after_stop_s: seconds that the others may go on after one has saved and left; ``None``: no limit.
-        after_signal_s: seconds that all may go on after a request to stop.
+        error_dir: folder in which workers report errors (:func:`shoal.launch.worker.write_error`); ``None``
+            for a command that reports none: its stdout and stderr go to one file, its exit code 75 means
+            nothing special, a request to stop gives it 10 s, and only the first failure counts.
     """
 
-    def __init__(
-        self,
-        log_dir: Path,
-        *,
-        error_dir: Path | None = None,
-        merge_outputs: bool = False,
-        after_stop_s: float | None = 120.0,
-        after_signal_s: float | None = None,
-    ) -> None:
+    def __init__(self, log_dir: Path, *, error_dir: Path | None) -> None:
         self.exit_codes: dict[int, int] = {}
         """Exit codes by rank; minus the signal's number for a death by signal."""
         self.received: int | None = None
         """The last signal that asked to stop."""
         self.num_interrupts = 0
-        self._log_dir, self._error_dir, self._merge_outputs = log_dir, error_dir, merge_outputs
-        self._after_stop_s, self._after_signal_s = after_stop_s, after_signal_s
+        self._log_dir, self._error_dir = log_dir, error_dir
         self._workers: dict[int, subprocess.Popen[str]] = {}
         self._forwarded: list[int] = []
         self._killed: set[int] = set()
@@ -119,11 +112,10 @@ class Job:
         """Return stdout and stderr for a worker: rank 0 gets the terminal, the others files by rank."""
         if rank == 0:
             return None, None
-        path = self._logs[rank] = (
-            self._log_dir / f"worker-{rank:05}.{'log' if self._merge_outputs else 'err'}"
-        )
+        suffix = "log" if self._error_dir is None else "err"
+        path = self._logs[rank] = self._log_dir / f"worker-{rank:05}.{suffix}"
         err = self._files.enter_context(path.open("w"))
-        if self._merge_outputs:
+        if self._error_dir is None:
             return err, subprocess.STDOUT
         return self._files.enter_context(path.with_suffix(".out").open("w")), err
 
@@ -132,6 +124,7 @@ class Job:
         self._workers = dict(workers)
         sent: list[int] = []
         kill_at: dict[str, float] = {}
+        reports = self._error_dir is not None
         while self._poll():
             now = time.monotonic()
             for number in [number for number in self._forwarded if number not in sent]:
@@ -140,27 +133,23 @@ class Job:
                     self._workers[rank].send_signal(number)
             for event, has_come, seconds in (
                 ("failure", self.has_failed, AFTER_FAILURE_S),
-                ("stop", EXIT_STOPPED in self.exit_codes.values(), self._after_stop_s),
-                ("signal", self.received is not None, self._after_signal_s),
+                ("stop", reports and EXIT_STOPPED in self.exit_codes.values(), _AFTER_STOP_S),
+                ("signal", not reports and self.received is not None, _AFTER_SIGNAL_S),
             ):
-                if has_come and seconds is not None:
+                if has_come:
                     kill_at.setdefault(event, now + seconds)
             if self.num_interrupts > 1 or now > min(kill_at.values(), default=now):
                 self._kill()
             time.sleep(POLL_S)
 
-    def outcome(self, *, first_only: bool = False) -> Outcome:
-        """Return what the ends of the workers mean for the job.
-
-        Args:
-            first_only: ignore failures after the first; for commands that report no errors.
-        """
+    def outcome(self) -> Outcome:
+        """Return what the ends of the workers mean for the job."""
         if not self.exit_codes:  # asked to stop before the start
             return Outcome(exit_code=EXIT_STOPPED)
         if self.num_interrupts > 1:
             return Outcome(exit_code=EXIT_INTERRUPTED)
         codes = self.exit_codes
-        if first_only:
+        if self._error_dir is None:
             failed = [self._ended_at[rank] for rank, code in codes.items() if code != EXIT_OK]
             codes = {r: c for r, c in codes.items() if c == EXIT_OK or self._ended_at[r] == min(failed)}
         return decide_outcome(
