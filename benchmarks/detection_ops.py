@@ -107,11 +107,12 @@ def suppression(
     boxes = made_boxes(*shape, random=random, device=device, around=40)
     scores = torch.rand(shape, generator=random).to(device)
     classes = torch.randint(groups, shape, generator=random).to(device)
+    one_class = torch.zeros(num_images * groups, size, dtype=torch.int64, device=device)
     levels = torch.arange(groups).repeat_interleave(size).to(device) if proposals else None
 
     def ours() -> Tensor:
         if proposals:
-            return suppress(boxes.flatten(0, 1), scores.flatten(0, 1), threshold)
+            return suppress(boxes.flatten(0, 1), scores.flatten(0, 1), threshold, one_class)
         return suppress(boxes, scores, threshold, classes)
 
     def peer() -> list[Tensor]:

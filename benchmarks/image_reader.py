@@ -60,7 +60,7 @@ def ours(
         for batch in range(0, NUM_IMAGES, BATCH):
             numbers = np.arange(first + batch, first + min(batch + BATCH, NUM_IMAGES))
             for index in order.examples_of(numbers)[1].tolist():
-                image, label = form(shards.read(index)), shards.label(index)
+                image, label = form(shards.read(index)), int(shards.labels[index])
                 num_bytes += len(image) + (label < 0)
         seconds = time.perf_counter() - begin_s
         check(num_bytes, shards)

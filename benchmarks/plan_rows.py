@@ -197,7 +197,6 @@ def machines_of(row: Row, catalog: Catalog) -> Machines | None:
         network=catalog.networks[network],
         nic_bytes_per_s=nic,
         flow_bytes_per_s=10e9 / 8 if on_ec2 else math.inf,
-        memory_bytes=1 << 40,
         price_per_hour=None,
         price_source="",
         source=row.source,

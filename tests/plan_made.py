@@ -39,7 +39,6 @@ def hosts(
         network=network,
         nic_bytes_per_s=nic,
         flow_bytes_per_s=flow,
-        memory_bytes=1 << 40,
         price_per_hour=price,
         price_source="test",
         source="test",
