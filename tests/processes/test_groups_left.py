@@ -149,7 +149,11 @@ def reconfigure(rank: int, folder: Path, how: str) -> None:
     """End the group when a rank fails and make a smaller one, as torchft does."""
     group = make(folder, rank)
     group.allreduce([ones()]).wait()
+    (folder / f"summed-{rank}").touch()
     if rank == 2:
+        # An abort ends an operation that is complete here and not yet on the others.
+        while not all((folder / f"summed-{other}").exists() for other in (0, 1)):
+            time.sleep(0.01)
         if how == "abort":
             group.abort()
         else:

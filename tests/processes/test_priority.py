@@ -211,13 +211,13 @@ def pushes(rank: int, group: Any, *, taken_over: bool) -> list[int]:
     stepper = prioritize(model, optimizer) if taken_over else optimizer
     for _ in range(3):  # in the second, DDP makes its buckets anew
         group.barrier().wait()
-        group.engine._engine.take_trace()
+        group.engine.take_trace()
         optimizer.zero_grad()
         model(torch.ones(2, 1024) * (1 + rank)).square().mean().backward()
         stepper.step()
         if isinstance(stepper, Prioritized):
             stepper.finish()
-        order = [seq for what, _, _, seq, _ in group.engine._engine.take_trace() if what == "push"]
+        order = [seq for what, _, _, seq, _ in group.engine.take_trace() if what == "push"]
     group.barrier().wait()
     first = min(order)
     return [seq - first for seq in order]
@@ -227,7 +227,7 @@ def messages(rank: int) -> None:
     options = EngineOptions(chunk_bytes=CHUNK, min_window_bytes=CHUNK, window_bytes=CHUNK)
     group: Any = dist.new_group(backend="shoal", pg_options=options)
     group.engine.set_pattern([1])
-    group.engine._engine.trace(True)
+    group.engine.trace(True)
     plain, ours = (pushes(rank, group, taken_over=taken_over) for taken_over in (False, True))
     assert Counter(ours) == Counter(plain)
     assert plain == sorted(plain) and set(plain) == set(range(5))

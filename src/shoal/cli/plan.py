@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from shoal.data.atomic_io import write_atomically
 from shoal.errors import UsageError
 
 
@@ -124,5 +123,7 @@ def _sweep_counts(text: str) -> list[int]:
 
 
 def _write(path: Path, text: str) -> None:
+    from shoal.data.atomic_io import write_atomically
+
     write_atomically(path, text.encode())
     print(f"\n{path}")

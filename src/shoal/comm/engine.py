@@ -337,6 +337,14 @@ class Engine:
         """Return the log messages since the last call: stragglers, lost helpers."""
         return list(self._engine.take_events())
 
+    def trace(self, on: bool) -> None:
+        """Start or stop recording the events of each chunk."""
+        self._engine.trace(on)
+
+    def take_trace(self) -> list[tuple[str, int, int, int, int]]:
+        """Return the events since the last call: name, begin and end in ns, operation number, chunk index."""
+        return list(self._engine.take_trace())
+
 
 _open_engines: WeakSet[Engine] = WeakSet()
 _lost: dict[str, None] = {}

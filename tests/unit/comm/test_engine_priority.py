@@ -28,7 +28,7 @@ def begin(engine: Engine, data: Array, priority: int) -> int:
 
 
 def pushes(engine: Engine) -> Iterator[int]:
-    return (seq for what, _, _, seq, _ in engine._engine.take_trace() if what == "push")
+    return (seq for what, _, _, seq, _ in engine.take_trace() if what == "push")
 
 
 def test_urgent_chunks_overtake_in_the_same_order_everywhere() -> None:
@@ -41,7 +41,7 @@ def test_urgent_chunks_overtake_in_the_same_order_everywhere() -> None:
         sums = [each[0] + each[1] + each[2] for each in data]
 
         def both(rank: int, engine: Engine) -> None:
-            engine._engine.trace(True)
+            engine.trace(True)
             for handle in [begin(engine, data[op][rank], priorities[op]) for op in range(2)]:
                 wait(engine, handle)
 
@@ -114,7 +114,7 @@ def test_any_priorities_give_the_same_bits(hosts: list[str], num_helpers: int) -
 def test_operations_without_a_priority_keep_their_order() -> None:
     with engine_group(["a", "b"], pattern=[1], **WINDOW) as group:
         first, second = group.engines
-        first._engine.trace(True)
+        first.trace(True)
         data = [[np.ones(4 * CHUNK // 4, np.float32) for _ in range(3)] for _ in range(2)]
         ours = [begin(first, each, 0) for each in data[0]]
         theirs = [begin(second, each, 0) for each in data[1]]
