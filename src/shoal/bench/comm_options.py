@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from shoal.errors import UsageError, did_you_mean
+from shoal.launch.emulated_job import Hosts
 from shoal.launch.emulated_network import parse_rate
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "barrier")
@@ -35,14 +39,7 @@ class CommBench:
     """Samples per collective, size and backend."""
     workers: int | None = None
     """Workers on this machine (default 2), or on each emulated host (default 1)."""
-    hosts: int | None = None
-    """Emulated hosts to make. Needs Linux, root and iproute2."""
-    nic: str | None = None
-    """Rate of each emulated host's link, such as 200mbit."""
-    helpers: int = 0
-    """Emulated helper hosts."""
-    helper_nic: str | None = None
-    """Rate of their links; default: --nic."""
+    emulated: Annotated[Hosts, Parameter(name="*")] = field(default_factory=Hosts)
     link: str | None = None
     """Rate of a host's link on a real cluster, such as 10gbit, to compare with what it allows."""
     timeout: float = 300.0
@@ -57,7 +54,7 @@ class CommBench:
     @property
     def link_bytes_per_s(self) -> float | None:
         """Rate of a host's link in each direction, if given."""
-        if rate := self.link or self.nic:
+        if rate := self.link or self.emulated.nic:
             return parse_rate(rate, option="--link" if self.link else "--nic") / 8
         return None
 
@@ -81,8 +78,8 @@ class CommBench:
             raise UsageError(f"--repeats {self.repeats} must be at least 1")
         if not (math.isfinite(self.timeout) and self.timeout > 0):
             raise UsageError(f"--timeout {self.timeout} must be a positive number of seconds")
-        if self.hosts is None and (self.nic or self.helpers or self.helper_nic):
-            raise UsageError("--nic, --helpers and --helper-nic belong to emulated hosts: add --hosts N")
+        if self.emulated.hosts is None and (given := self.emulated.given()):
+            raise UsageError(f"{', '.join(given)} set up emulated hosts: add --hosts N")
         _ = self.link_bytes_per_s
         for path in filter(None, (self.json, self.plot, self.trace)):
             if not path.parent.is_dir():

@@ -37,23 +37,17 @@ def bench_comm(*, options: Annotated[CommBench, Parameter(name="*")] = CommBench
         from shoal.launch.worker import run_worker
 
         run_worker(lambda: measure_all(options, worker))
-    from shoal.launch.emulated_job import Hosts, launch_emulated
+    from shoal.launch.emulated_job import launch_emulated
     from shoal.launch.local import launch
 
     logs = Path(tempfile.mkdtemp(prefix="shoal-bench-"))
     code = 1
     try:
-        if options.hosts is None:
-            code = launch(this_command(), num_workers=options.workers or 2, log_dir=logs)
+        command, hosts = this_command(), options.emulated
+        if hosts.hosts is None:
+            code = launch(command, num_workers=options.workers or 2, log_dir=logs)
         else:
-            hosts = Hosts(
-                hosts=options.hosts,
-                nic=options.nic,
-                helpers=options.helpers,
-                helper_nic=options.helper_nic,
-                workers_per_host=options.workers or 1,
-            )
-            code = launch_emulated(this_command(), hosts, log_dir=logs)
+            code = launch_emulated(command, hosts, workers_per_host=options.workers or 1, log_dir=logs)
     finally:
         if code == EXIT_OK:
             shutil.rmtree(logs, ignore_errors=True)

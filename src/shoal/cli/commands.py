@@ -112,10 +112,8 @@ def emulate(
     """
     from shoal.launch import emulated_job
 
-    where = emulated_job.Hosts(
-        hosts=hosts, nic=nic, helpers=helpers, helper_nic=helper_nic, workers_per_host=workers_per_host
-    )
+    where = emulated_job.Hosts(hosts=hosts, nic=nic, helpers=helpers, helper_nic=helper_nic)
     if dry_run:
-        print(where.check())
+        print(where.check(workers_per_host))
         return EXIT_OK
-    return emulated_job.emulate(command, where, log_dir=log_dir)
+    return emulated_job.emulate(command, where, workers_per_host=workers_per_host, log_dir=log_dir)

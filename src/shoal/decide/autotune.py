@@ -67,73 +67,61 @@ class Choice:
         return max(self.rank_bytes) - memory.limit_bytes if memory is not None else 0
 
 
-def choose_schedule(
-    cost: ModelCost,
-    *,
-    num_ranks: int,
-    num_micro_batches: int,
-    conditions: Conditions | None = None,
-    cuts: Sequence[int] | None = None,
-    num_refined: int = NUM_REFINED,
-) -> list[Choice]:
-    """Return the schedules that fit, each with its own cuts, the best first.
-
-    Every schedule is simulated with the cuts that minimise its slowest stage; the cuts of the fastest ones
-    are then moved to minimise their simulated step. Where nothing fits, ``backward_first`` is tried with ever
-    fewer micro-batches in flight.
-
-    Args:
-        cuts: fixed by the user, for all schedules; they decide the number of stages.
-        num_refined: number of the fastest schedules whose cuts are moved.
-
-    Raises:
-        UsageError: a schedule is unknown, or none supports this number of ranks, stages and micro-batches;
-        the
-            message is that of the first.
-        DoesNotFit: no schedule keeps every rank within its memory; the message has the missing bytes.
-    """
-    given = conditions or Conditions()
-    search = _Search(cost, num_ranks, num_micro_batches, given, cuts)
-    found, refused = [], []
-    for name, num_virtual in search.pairs():
-        try:
-            found.append(search.place(name, num_virtual))
-        except UsageError as error:
-            refused.append(error)
-    if not found:
-        raise refused[0]
-    fitting = [choice for choice in found if choice.missing_bytes(given.memory) <= 0]
-    if not fitting:
-        fitting = [search.tightest(found)]
-    if given.optimize == "memory":
-        return sorted(fitting, key=lambda choice: (max(choice.rank_bytes), choice.timeline.makespan_s))
-    fitting.sort(key=_makespan_s)  # stable: of equally fast ones the first of the portfolio
-    if cuts is None:
-        fitting[:num_refined] = [search.refined(choice) for choice in fitting[:num_refined]]
-        fitting.sort(key=_makespan_s)
-    return fitting
-
-
 def _makespan_s(choice: Choice) -> float:
     return rounded(choice.timeline.makespan_s)
 
 
-@dataclass(frozen=True)
-class _Search:
-    """Arguments of :func:`choose_schedule`."""
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSearch:
+    """The schedules and cuts to choose from."""
 
     cost: ModelCost
     num_ranks: int
     num_micro_batches: int
-    given: Conditions
-    cuts: Sequence[int] | None
+    conditions: Conditions = Conditions()
+    cuts: Sequence[int] | None = None
+    """Fixed by the user, for all schedules; they decide the number of stages."""
+
+    def choose(self, num_refined: int = NUM_REFINED) -> list[Choice]:
+        """Return the schedules that fit, each with its own cuts, the best first.
+
+        Every schedule is simulated with the cuts that minimise its slowest stage; the cuts of the fastest
+        ones are then moved to minimise their simulated step. Where nothing fits, ``backward_first`` is tried
+        with ever fewer micro-batches in flight.
+
+        Args:
+            num_refined: number of the fastest schedules whose cuts are moved.
+
+        Raises:
+            UsageError: a schedule is unknown, or none supports this number of ranks, stages and
+                micro-batches; the message is that of the first.
+            DoesNotFit: no schedule keeps every rank within its memory; the message has the missing bytes.
+        """
+        found, refused = [], []
+        for name, num_virtual in self.pairs():
+            try:
+                found.append(self.place(name, num_virtual))
+            except UsageError as error:
+                refused.append(error)
+        if not found:
+            raise refused[0]
+        fitting = [choice for choice in found if choice.missing_bytes(self.conditions.memory) <= 0]
+        if not fitting:
+            fitting = [self.tightest(found)]
+        if self.conditions.optimize == "memory":
+            return sorted(fitting, key=lambda choice: (max(choice.rank_bytes), choice.timeline.makespan_s))
+        fitting.sort(key=_makespan_s)  # stable: of equally fast ones the first of the portfolio
+        if self.cuts is None:
+            fitting[:num_refined] = [self.refined(choice) for choice in fitting[:num_refined]]
+            fitting.sort(key=_makespan_s)
+        return fitting
 
     def pairs(self) -> list[tuple[str, int]]:
         """Return (schedule, stages per rank) to try."""
-        names, num_ranks, num_units = self.given.names, self.num_ranks, len(self.cost.units)
+        names, num_ranks, num_units = self.conditions.names, self.num_ranks, len(self.cost.units)
         for name in names:
             check_schedule_name(name)
-        virtual = list(self.given.virtual)
+        virtual = list(self.conditions.virtual)
         if self.cuts is not None:
             check_cuts(self.cost, self.cuts)
             num_stages = len(self.cuts) + 1
@@ -167,7 +155,7 @@ class _Search:
         best: Choice | None = None
         for cuts in self._proposals(name, num_virtual):
             choice = self._choice(name, num_virtual, cuts)
-            if choice.missing_bytes(self.given.memory) <= 0:
+            if choice.missing_bytes(self.conditions.memory) <= 0:
                 return choice
             if best is None or max(choice.rank_bytes) < max(best.rank_bytes):
                 best = choice
@@ -176,7 +164,7 @@ class _Search:
 
     def refined(self, choice: Choice) -> Choice:
         """Return the choice with its cuts moved, and the greedy rule applied to the result."""
-        given, schedule = self.given, choice.schedule
+        given, schedule = self.conditions, choice.schedule
         cuts = refine(self.cost, choice.cuts, schedule, link=given.link, memory=given.memory)
         if cuts == choice.cuts:
             return choice
@@ -192,13 +180,13 @@ class _Search:
         Raises:
             DoesNotFit: even one in flight does not fit.
         """
-        memory, tried = self.given.memory, list(found)
+        memory, tried = self.conditions.memory, list(found)
         assert memory is not None
         num_virtual = 1 if self.cuts is None else (len(self.cuts) + 1) // self.num_ranks
-        if "backward_first" in self.given.names and self.num_ranks * num_virtual <= len(self.cost.units):
-            most = min(self.num_micro_batches, self.given.active_micro_batches or self.num_ranks) - 1
+        if "backward_first" in self.conditions.names and self.num_ranks * num_virtual <= len(self.cost.units):
+            most = min(self.num_micro_batches, self.conditions.active_micro_batches or self.num_ranks) - 1
             for active in range(most, 0, -1):
-                less = replace(self, given=replace(self.given, active_micro_batches=active))
+                less = replace(self, conditions=replace(self.conditions, active_micro_batches=active))
                 tried.append(less.place("backward_first", num_virtual))
                 if tried[-1].missing_bytes(memory) <= 0:
                     return tried[-1]
@@ -219,8 +207,8 @@ class _Search:
             num_virtual=num_virtual,
             num_micro_batches=self.num_micro_batches,
             costs=costs,
-            link=self.given.link,
-            active_micro_batches=self.given.active_micro_batches,
+            link=self.conditions.link,
+            active_micro_batches=self.conditions.active_micro_batches,
         )
 
     def _choice(self, name: str, num_virtual: int, cuts: Sequence[int]) -> Choice:
@@ -230,8 +218,8 @@ class _Search:
         return Choice(
             schedule=schedule,
             cuts=tuple(cuts),
-            timeline=simulate(schedule, stage_costs(self.cost, cuts), self.given.link),
-            rank_bytes=rank_bytes(self.cost, cuts, schedule, self.given.memory),
+            timeline=simulate(schedule, stage_costs(self.cost, cuts), self.conditions.link),
+            rank_bytes=rank_bytes(self.cost, cuts, schedule, self.conditions.memory),
         )
 
     def _proposals(self, name: str, num_virtual: int) -> Iterator[tuple[int, ...]]:
@@ -241,7 +229,7 @@ class _Search:
         depends on the whole schedule: so each stage is given less and less of the rank's memory, down to an
         equal part.
         """
-        given, num_stages = self.given, self.num_ranks * num_virtual
+        given, num_stages = self.conditions, self.num_ranks * num_virtual
         if name in GREEDY:  # a guess: it depends on the costs
             active = min(self.num_micro_batches, given.active_micro_batches or self.num_ranks)
             kept = (active,) * num_stages

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.decide.autotune import Choice, Conditions, choose_schedule
+from shoal.decide.autotune import Choice, Conditions, ScheduleSearch
 from shoal.decide.cost import Link, ModelCost, StageCost, stage_costs
 from shoal.decide.partition import DoesNotFit, Memory, check_num_stages, in_gb
 from shoal.decide.server_assignment import ring_seconds
@@ -235,13 +235,10 @@ class LayoutSearch:
             cost = cost.scaled(shape.micro_batch_size / self.micro_batch_size)
         memory = replace(self.memory, shards=shape.data if self.shard else 1)
         given = replace(self.conditions, memory=memory, names=names or self.conditions.names)
-        choices = choose_schedule(
-            cost,
-            num_ranks=shape.pipeline,
-            num_micro_batches=shape.num_micro_batches,
-            conditions=given,
-            num_refined=num_refined,
+        search = ScheduleSearch(
+            cost=cost, num_ranks=shape.pipeline, num_micro_batches=shape.num_micro_batches, conditions=given
         )
+        choices = search.choose(num_refined)
         link = self.data_link or given.link
         ratio = memory.gradient_ratio
         steps = [averaging_s(cost, c, data=shape.data, link=link, gradient_ratio=ratio) for c in choices]

@@ -289,19 +289,15 @@ class Cluster:
         self._num_jobs += 1
         workers = []
         for rank in range(self.num_hosts * workers_per_host):
-            host, local_rank = divmod(rank, workers_per_host)
             variables = worker_variables(
-                host=host,
+                rank,
                 num_hosts=self.num_hosts,
-                local_rank=local_rank,
                 workers_per_host=workers_per_host,
-                master_addr=self.address(0),
-                master_port=port,
+                master=(self.address(0), port),
             )
             stdout, stderr = outputs(rank)
-            workers.append(
-                self.start(host, argv, env={**variables, **(env or {})}, stdout=stdout, stderr=stderr)
-            )
+            host, variables = rank // workers_per_host, {**variables, **(env or {})}
+            workers.append(self.start(host, argv, env=variables, stdout=stdout, stderr=stderr))
         return workers
 
     def run(

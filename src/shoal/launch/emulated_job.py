@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from shoal.env import LAUNCH_DIR
@@ -21,33 +21,36 @@ from shoal.launch.supervision import Job, Outcome
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """Options of an emulated cluster."""
+    """Options of an emulated cluster, with the arguments of :class:`shoal.launch.emulated.Cluster`."""
 
-    hosts: int
+    hosts: int | None = None
+    """Emulated hosts to make. Needs Linux, root and iproute2."""
     nic: str | None = None
+    """Rate of each emulated host's link in each direction, such as 200mbit; default: not limited."""
     helpers: int = 0
+    """Emulated helper hosts, each with a server that sums gradients for backend shoal."""
     helper_nic: str | None = None
-    workers_per_host: int = 1
+    """Rate of the helper hosts' links; default: --nic."""
 
-    @property
-    def num_workers(self) -> int:
-        return self.hosts * self.workers_per_host
+    def given(self) -> list[str]:
+        """Return the options that were given."""
+        given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        return [f"--{name.replace('_', '-')}" for name in given]
 
-    def check(self) -> str:
+    def check(self, workers_per_host: int) -> str:
         """Return a description of the hosts, one per line.
 
         Raises:
             UsageError: a number or a rate is invalid.
         """
-        if self.workers_per_host < 1:
-            raise UsageError(f"{self.workers_per_host} workers per host must be at least 1")
-        plan = plan_cluster(
-            hosts=self.hosts, helpers=self.helpers, nic=self.nic, helper_nic=self.helper_nic, prefix="shoal"
-        )
-        return describe(plan, workers_per_host=self.workers_per_host)
+        if workers_per_host < 1:
+            raise UsageError(f"{workers_per_host} workers per host must be at least 1")
+        return describe(plan_cluster(**asdict(self), prefix="shoal"), workers_per_host=workers_per_host)
 
 
-def emulate(command: Sequence[str], hosts: Hosts, *, log_dir: Path | None = None) -> int:
+def emulate(
+    command: Sequence[str], hosts: Hosts, *, workers_per_host: int = 1, log_dir: Path | None = None
+) -> int:
     """Run any command on emulated hosts and return its exit code: 0, or that of the first failure.
 
     Rank 0 writes to this process's stdout and stderr, the others to files in ``log_dir``; by default to a
@@ -57,7 +60,7 @@ def emulate(command: Sequence[str], hosts: Hosts, *, log_dir: Path | None = None
         UsageError: a number or a rate is invalid, or this machine cannot emulate hosts.
         ShoalError: the hosts could not be made or a helper's server did not start.
     """
-    hosts.check()
+    hosts.check(workers_per_host)
     if not command:
         raise UsageError(
             "no command to run: name it after --, as in shoal emulate --hosts 2 -- python job.py"
@@ -68,7 +71,7 @@ def emulate(command: Sequence[str], hosts: Hosts, *, log_dir: Path | None = None
     outcome = Outcome(exit_code=EXIT_OK)
     try:
         with Job(folder, error_dir=None) as job:
-            _run(job, command, hosts, log_dir=folder)
+            _run(job, command, hosts, workers_per_host, log_dir=folder)
         outcome = job.outcome()
         if job.received is not None and outcome.exit_code != EXIT_OK:
             outcome = Outcome(exit_code=128 + job.received)
@@ -78,7 +81,7 @@ def emulate(command: Sequence[str], hosts: Hosts, *, log_dir: Path | None = None
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def launch_emulated(command: Sequence[str], hosts: Hosts, *, log_dir: Path) -> int:
+def launch_emulated(command: Sequence[str], hosts: Hosts, *, workers_per_host: int, log_dir: Path) -> int:
     """Run a worker command on emulated hosts, as :func:`shoal.launch.local.launch` does on this host.
 
     Returns:
@@ -88,28 +91,32 @@ def launch_emulated(command: Sequence[str], hosts: Hosts, *, log_dir: Path) -> i
         UsageError: a number or a rate is invalid, or this machine cannot emulate hosts.
         ShoalError: the hosts could not be made or a helper's server did not start.
     """
-    hosts.check()
+    hosts.check(workers_per_host)
     folder = Path(tempfile.mkdtemp(prefix="shoal-launch-"))
     try:
         with Job(log_dir, error_dir=folder) as job:
-            _run(job, command, hosts, log_dir=log_dir, env={LAUNCH_DIR: str(folder)})
+            _run(job, command, hosts, workers_per_host, log_dir=log_dir, env={LAUNCH_DIR: str(folder)})
         return job.outcome().report()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run(
-    job: Job, command: Sequence[str], hosts: Hosts, *, log_dir: Path, env: Mapping[str, str] | None = None
+    job: Job,
+    command: Sequence[str],
+    hosts: Hosts,
+    workers_per_host: int,
+    *,
+    log_dir: Path,
+    env: Mapping[str, str] | None = None,
 ) -> None:
     """Make the hosts, run the command to its end on each, and remove the hosts."""
-    with Cluster(
-        hosts=hosts.hosts, nic=hosts.nic, helpers=hosts.helpers, helper_nic=hosts.helper_nic, log_dir=log_dir
-    ) as cluster:
+    with Cluster(**asdict(hosts), log_dir=log_dir) as cluster:
         cluster.start_helpers()
         if job.stop_requested:
             return
         workers = cluster.start_workers(
-            command, workers_per_host=hosts.workers_per_host, env=env, outputs=job.outputs
+            command, workers_per_host=workers_per_host, env=env, outputs=job.outputs
         )
         job.wait(dict(enumerate(workers)))
         for index, helper in enumerate(cluster.helpers):

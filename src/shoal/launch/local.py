@@ -127,17 +127,12 @@ def launch(
                 "TORCHELASTIC_USE_AGENT_STORE": str(membership is not None),
             }
             workers: dict[int, subprocess.Popen[str]] = {}
-            for local_rank in range(num_workers):
-                variables = worker_variables(
-                    host=membership.rank if membership else 0,
-                    num_hosts=nnodes,
-                    local_rank=local_rank,
-                    workers_per_host=num_workers,
-                    master_addr=host,
-                    master_port=port,
-                )
-                rank = int(variables["RANK"])
+            first = membership.rank * num_workers if membership else 0
+            for rank in range(first, first + num_workers):
                 stdout, stderr = job.outputs(rank)
+                variables = worker_variables(
+                    rank, num_hosts=nnodes, workers_per_host=num_workers, master=(host, port)
+                )
                 workers[rank] = subprocess.Popen(
                     list(command),
                     env=child_environment(**shared, **variables),

@@ -199,19 +199,20 @@ def end_process_groups(processes: Sequence[subprocess.Popen[str]], *, grace_s: f
 
 
 def worker_variables(
-    *, host: int, num_hosts: int, local_rank: int, workers_per_host: int, master_addr: str, master_port: int
+    rank: int, *, num_hosts: int, workers_per_host: int, master: tuple[str, int]
 ) -> dict[str, str]:
-    """Return torchrun's environment variables for one worker; hosts have equally many."""
+    """Return torchrun's environment variables for one worker; ``master``: address and port of rank 0."""
+    host, local_rank = divmod(rank, workers_per_host)
     return {
-        "RANK": str(host * workers_per_host + local_rank),
+        "RANK": str(rank),
         "WORLD_SIZE": str(num_hosts * workers_per_host),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(workers_per_host),
         "GROUP_RANK": str(host),
         "GROUP_WORLD_SIZE": str(num_hosts),
         "NODE_RANK": str(host),
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": str(master_port),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
     }
 
 

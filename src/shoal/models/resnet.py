@@ -111,6 +111,11 @@ def norms_of(model: nn.Module) -> list[nn.BatchNorm2d]:
 
 
 def running_statistics(norms: Sequence[nn.BatchNorm2d]) -> list[Tensor]:
-    """Return the running means and variances of ``norms``, in their order."""
+    """Return the running means and variances of ``norms``, in their order.
+
+    Each worker's norms see its own micro-batches. Averaged over the workers after each step (0.2 MB beside
+    ResNet-50's 102 MB of gradients), a checkpoint and an evaluation find the same model on every worker,
+    whenever they come and however the run was interrupted.
+    """
     found = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
     return [buffer for buffer in found if isinstance(buffer, torch.Tensor)]

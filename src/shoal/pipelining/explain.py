@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from shoal.decide.layout_search import Layout
 from shoal.decide.partition import in_gb
 from shoal.decide.pipeline_simulator import Timeline
+from shoal.formatting import plural
 from shoal.pipelining.pipeline_plan import Plan
 
 _WIDTH = 96
@@ -63,7 +64,7 @@ def _head(plan: Plan, predicted: Timeline, title: str, num_replicas: int) -> str
     schedule = plan.schedule
     replicas = f", {num_replicas} replicas" if num_replicas > 1 else ""
     return (
-        f"{title}: {_counted(schedule.num_stages, 'stage')} on {_counted(schedule.num_ranks, 'rank')}"
+        f"{title}: {plural(schedule.num_stages, 'stage')} on {plural(schedule.num_ranks, 'rank')}"
         f"{replicas}, {schedule.num_micro_batches} micro-batches, schedule {schedule.name}\n"
         f"predicted step {_ms(predicted.makespan_s)}, bubble {predicted.bubble:.1%} (costs {plan.source})"
     )
@@ -139,10 +140,6 @@ def _table(rows: Sequence[Sequence[str]], left: set[int]) -> str:
         ).rstrip()
         for row in rows
     )
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number > 1)}"
 
 
 def _ms(seconds: float) -> str:

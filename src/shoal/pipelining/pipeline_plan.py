@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shoal.decide.autotune import Conditions, choose_schedule
+from shoal.decide.autotune import Conditions, ScheduleSearch
 from shoal.decide.cost import Link, ModelCost, StageCost, stage_costs
 from shoal.decide.pipeline_simulator import Action, Schedule, Timeline, simulate
 from shoal.pipelining.process_groups import ProcessGroups
@@ -60,18 +60,19 @@ def decide(
     """Return the plan of the first rank, on all ranks. Only there ``make_cost`` is called.
 
     Raises:
-        UsageError: as :func:`shoal.decide.autotune.choose_schedule`, the same on all ranks.
+        UsageError: as :meth:`shoal.decide.autotune.ScheduleSearch.choose`, the same on all ranks.
     """
 
     def decided() -> dict[str, Any]:
         cost = make_cost()
-        choices = choose_schedule(
-            cost,
+        search = ScheduleSearch(
+            cost=cost,
             num_ranks=groups.num_ranks,
             num_micro_batches=num_micro_batches,
             conditions=conditions,
             cuts=cuts,
         )
+        choices = search.choose()
         best = choices[0]
         plan = Plan(
             schedule=best.schedule,

@@ -1,4 +1,4 @@
-"""Opens images, averages norm statistics, and writes networks for ``resnet50.py`` and ``mask_rcnn.py``."""
+"""Opens images, and writes networks for ``resnet50.py`` and ``mask_rcnn.py``."""
 
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
@@ -170,25 +170,6 @@ def decode_threads(data: ImageDataConfig, world: "World") -> int:
 
 
 # ------------------------------------------------------------------------------------------------- training
-
-
-def average_over_workers(tensors: "list[Tensor]") -> None:
-    """Replace each of ``tensors`` by its mean over all workers.
-
-    Each worker's norms see its own micro-batches. With their running statistics averaged after each step
-    (0.2 MB beside ResNet-50's 102 MB of gradients), a checkpoint and an evaluation find the same model on
-    every worker, whenever they come and however the run was interrupted.
-    """
-    import torch
-    import torch.distributed as dist
-
-    if not tensors:
-        return
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
 
 
 def like_weights(inputs: "Tensor", model: "nn.Module") -> "Tensor":

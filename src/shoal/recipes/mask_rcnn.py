@@ -181,6 +181,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.models.resnet import norms_of, running_statistics
     from shoal.recipes.mask_rcnn_export import Exported, load_weights, write_export
     from shoal.recipes.mask_rcnn_score import Scored, evaluate, gather_results, recorded
+    from shoal.train.gradients import average_over_workers
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
     from shoal.train.world import run_on_all
@@ -241,7 +242,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
                     losses = mean_losses(ddp(images.like_weights(batch["images"], model), targets, keys))
                     step.backward(losses.sum() / step.num_samples)
                     step.add(step.num_samples, **dict(zip(LOSSES, losses, strict=True)))
-                images.average_over_workers(statistics)
+                average_over_workers(statistics, run.world)
                 run.timer.lap("gradient_wait")
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if step.is_done and run.due(config.run.validation_frequency):

@@ -153,7 +153,7 @@ def results_of(found: Mapping[Kind, Mapping[int, Sequence[Detection]]], image: i
 def gather_results(world: World, found: Mapping[Kind, Mapping[int, Sequence[Detection]]]) -> list[Any] | None:
     """Return COCO's results of all workers by image id on the main worker, ``None`` on the others."""
     own = [{"image_id": image, **result} for image in found["bbox"] for result in results_of(found, image)]
-    parts = gather_arrays(world, np.frombuffer(json.dumps(own).encode(), dtype=np.uint8).copy())
+    parts = gather_arrays(world, np.frombuffer(json.dumps(own).encode(), dtype=np.uint8))
     if not world.is_main or parts is None:
         return None
     entries = [

@@ -224,6 +224,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.models.resnet8 import ResNet8
     from shoal.recipes.resnet50_export import Exported, write_export
     from shoal.recipes.resnet50_score import TOP1, estimate_norms, evaluate
+    from shoal.train.gradients import average_over_workers
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
     from shoal.train.weight_averaging import WeightAverage
@@ -333,7 +334,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
                     step.add(step.num_samples, top1_accuracy=right.sum())
                     if data.on_bad == "skip":
                         step.add(0, replaced_images=batch["replaced"].sum())
-                images.average_over_workers(statistics)
+                average_over_workers(statistics, run.world)
                 run.timer.lap("gradient_wait")
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
                 if step.number in epoch_ends:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
 
 from shoal.env import WorkerEnv, worker_env
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch.emulated_job import Hosts, launch_emulated
 from shoal.launch.local import launch
+from shoal.train.config import required
 from shoal.train.run_dir import require_free, require_writable
 
 
@@ -19,50 +22,26 @@ class Launch:
     """Options of starting workers."""
 
     workers: int | None = None
-    """Workers on this host; default: one a GPU, or one."""
+    """Workers on this host (default: one a GPU, or one), or on each emulated host (default: one)."""
     nnodes: int = 1
     """Hosts; start the same command on each, with --rdzv and the same secret in SHOAL_SECRET_FILE."""
     rdzv: str | None = None
     """HOST:PORT of one host, where all meet; it listens there and has rank 0."""
     on: Literal["local", "emulated"] = "local"
     """local: workers on this host; emulated: on hosts with a network of their own, made on this machine."""
-    hosts: int | None = None
-    """Emulated hosts, each with --workers workers."""
-    nic: str | None = None
-    """Rate of each emulated host's link in each direction, such as 200mbit; default: not limited."""
-    helpers: int = 0
-    """Emulated helper hosts, which only sum gradients."""
-    helper_nic: str | None = None
-    """Rate of the helper hosts' links; default: --nic."""
+    emulated: Annotated[Hosts, Parameter(name="*")] = field(default_factory=Hosts)
     dry_run: bool = False
     """Print the resolved settings, the batch arithmetic, parameters and memory, and stop."""
 
-    def emulated_hosts(self) -> Hosts | None:
-        """Return the emulated hosts to run on, or ``None`` for this host.
-
-        Raises:
-            UsageError: options that do not go together.
-        """
-        if self.on == "local":
-            given = {"--hosts": self.hosts, "--nic": self.nic, "--helper-nic": self.helper_nic}
-            names = [name for name, value in given.items() if value is not None]
-            names += ["--helpers"] if self.helpers else []
-            if names:
-                raise UsageError(f"{', '.join(names)} set up emulated hosts: add --on emulated")
-            return None
-        if self.hosts is None:
+    def __post_init__(self) -> None:
+        if self.on == "local" and (given := self.emulated.given()):
+            raise UsageError(f"{', '.join(given)} set up emulated hosts: add --on emulated")
+        if self.on == "emulated" and self.emulated.hosts is None:
             raise UsageError("--on emulated needs --hosts N, the number of hosts to emulate")
-        if self.nnodes != 1 or self.rdzv is not None:
+        if self.on == "emulated" and (self.nnodes != 1 or self.rdzv is not None):
             raise UsageError(
                 "--nnodes and --rdzv name real hosts and do not go with --on emulated: use --hosts"
             )
-        return Hosts(
-            hosts=self.hosts,
-            nic=self.nic,
-            helpers=self.helpers,
-            helper_nic=self.helper_nic,
-            workers_per_host=1 if self.workers is None else self.workers,
-        )
 
 
 def start(
@@ -90,19 +69,21 @@ def start(
         from shoal.launch.worker import run_worker
 
         return run_worker(lambda: work(place))
-    emulated, num_local = how.emulated_hosts(), how.workers
-    if not num_local:
+    num_hosts, num_local, hosts = how.nnodes, how.workers, []
+    if how.on == "emulated":
+        num_hosts, num_local = required(how.emulated.hosts), 1 if num_local is None else num_local
+        hosts = ["emulated hosts", how.emulated.check(num_local)]
+    elif not num_local:
         from torch import cuda  # takes seconds, which a launcher with --workers does without
 
         num_local = max(cuda.device_count(), 1)
-    hosts = [] if emulated is None else ["emulated hosts", emulated.check()]
-    lines = describe(num_local * how.nnodes if emulated is None else emulated.num_workers)
+    lines = describe(num_hosts * num_local)
     if how.dry_run:
         print("\n".join([*lines, *hosts, "dry run: nothing was started"]))
         return EXIT_OK
     require_writable(run_dir)
     require_free(run_dir)  # before the workers' logs are written over
     log_dir = run_dir / "logs"
-    if emulated is not None:
-        return launch_emulated(command, emulated, log_dir=log_dir)
+    if how.on == "emulated":
+        return launch_emulated(command, how.emulated, workers_per_host=num_local, log_dir=log_dir)
     return launch(command, num_workers=num_local, nnodes=how.nnodes, rdzv=how.rdzv, log_dir=log_dir)

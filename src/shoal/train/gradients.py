@@ -204,7 +204,7 @@ class LocalUpdate:
             scale_all(gradients, clip_factor(norm, max_norm) / loss_scale)
         if not per_worker:
             return norm
-        _average(gradients, self._world)
+        average_over_workers(gradients, self._world)
         return norm_of(gradients)
 
     def apply(self, optimizer: Optimizer) -> None:
@@ -235,7 +235,10 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
     return 1.0 if max_norm is None or norm <= max_norm else max_norm / norm
 
 
-def _average(tensors: list[Tensor], world: World) -> None:
+def average_over_workers(tensors: list[Tensor], world: World) -> None:
+    """Replace each of ``tensors`` by its mean over all workers."""
+    if not tensors:
+        return
     flat = torch.cat([tensor.flatten() for tensor in tensors]) / world.num_workers
     dist.all_reduce(flat)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])

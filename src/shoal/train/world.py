@@ -205,20 +205,13 @@ def gather_arrays(world: World, own: npt.NDArray[Any]) -> list[npt.NDArray[Any]]
     sizes = torch.zeros(world.num_workers, dtype=torch.int64)
     sizes[world.place.rank] = len(own)
     dist.all_reduce(sizes, group=world.control)
-    tensor = torch.from_numpy(np.ascontiguousarray(own))
-    if not world.is_main:
-        if len(own):
-            dist.send(tensor, dst=0, group=world.control)
+    padded = torch.from_numpy(np.pad(own, (0, int(sizes.max()) - len(own))))
+    parts = [torch.empty_like(padded) for _ in sizes] if world.is_main else None
+    if len(padded):
+        dist.gather(padded, parts, group=world.control)
+    if parts is None:
         return None
-    parts = []
-    for rank, size in enumerate(sizes.tolist()):
-        part = tensor
-        if rank != world.place.rank:
-            part = torch.empty(size, dtype=tensor.dtype)
-            if size:
-                dist.recv(part, src=rank, group=world.control)
-        parts.append(part.numpy())
-    return parts
+    return [part[:size].numpy() for part, size in zip(parts, sizes.tolist(), strict=True)]
 
 
 def gather_rows(

@@ -8,6 +8,7 @@ import pytest
 
 from shoal.bench.comm_options import CommBench, parse_sizes
 from shoal.errors import UsageError
+from shoal.launch.emulated_job import Hosts
 
 
 def bench(**changes: object) -> CommBench:
@@ -31,10 +32,10 @@ def test_sizes_that_are_none(text: str) -> None:
         ({"dtype": "float23"}, "'float23' is none of .* Did you mean 'float32'"),
         ({"repeats": 0}, "--repeats 0 must be at least 1"),
         ({"timeout": float("nan")}, "--timeout nan must be a positive number"),
-        ({"nic": "1gbit"}, "add --hosts N"),
-        ({"helpers": 2}, "add --hosts N"),
+        ({"emulated": Hosts(nic="1gbit")}, "--nic set up emulated hosts: add --hosts N"),
+        ({"emulated": Hosts(helpers=2)}, "--helpers set up emulated hosts: add --hosts N"),
         ({"link": "fast"}, "--link 'fast' must be a number above 0"),
-        ({"hosts": 2, "nic": "200"}, "--nic '200' must be a number above 0"),
+        ({"emulated": Hosts(hosts=2, nic="200")}, "--nic '200' must be a number above 0"),
         ({"json": Path("/no/such/folder/x.json")}, "the folder /no/such/folder is not there"),
     ],
 )
@@ -45,5 +46,5 @@ def test_options_that_cannot_be_right(changes: dict[str, object], message: str) 
 
 def test_the_rate_of_the_link() -> None:
     assert bench().link_bytes_per_s is None
-    assert bench(hosts=2, nic="200mbit").link_bytes_per_s == 25e6
+    assert bench(emulated=Hosts(hosts=2, nic="200mbit")).link_bytes_per_s == 25e6
     assert bench(link="10gbit").link_bytes_per_s == 1.25e9

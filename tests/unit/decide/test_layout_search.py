@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from shoal.decide.autotune import Conditions, choose_schedule
+from shoal.decide.autotune import Conditions, ScheduleSearch
 from shoal.decide.cost import Link, ModelCost, Unit, stage_costs
 from shoal.decide.layout_search import LayoutSearch, averaging_s
 from shoal.decide.partition import DoesNotFit, Memory, rank_bytes
@@ -47,7 +47,7 @@ def uneven(seed, num_units):
 
 
 def test_equal_blocks_are_interleaved_and_idle_as_the_formula_says():
-    best = choose_schedule(blocks(16, relay_bytes=0), num_ranks=4, num_micro_batches=8)[0]
+    best = ScheduleSearch(cost=blocks(16, relay_bytes=0), num_ranks=4, num_micro_batches=8).choose()[0]
     assert best.schedule.name == "interleaved"
     assert best.num_virtual == 4
     assert best.timeline.bubble == pytest.approx(3 / (4 * 8 + 3))
@@ -58,17 +58,16 @@ def test_the_portfolio_is_ranked_and_each_figure_is_that_of_its_own_cuts():
     cost = uneven(0, 12)
     link = Link(bytes_per_s=50.0, latency_s=0.01)
     memory = Memory(limit_bytes=10**6)
-    choices = choose_schedule(
-        cost, num_ranks=2, num_micro_batches=4, conditions=Conditions(link=link, memory=memory)
-    )
+    given = Conditions(link=link, memory=memory)
+    search = ScheduleSearch(cost=cost, num_ranks=2, num_micro_batches=4, conditions=given)
+    choices = search.choose()
     assert (
         len(choices) == 10
     )  # gpipe, 1f1b, vee; interleaved, bfs, backward_first with 1, 2 and 4 stages per rank,
     # of which 1 is 1f1b and gpipe again
     times = [choice.timeline.makespan_s for choice in choices]
     assert times == sorted(times)
-    given = Conditions(link=link, memory=memory)
-    quick = choose_schedule(cost, num_ranks=2, num_micro_batches=4, conditions=given, num_refined=0)
+    quick = search.choose(num_refined=0)
     quick_times = [choice.timeline.makespan_s for choice in quick]
     assert quick_times == sorted(quick_times)
     assert times[0] <= quick_times[0]
@@ -82,7 +81,7 @@ def test_the_choice_is_close_to_the_best_of_all_schedules_and_cuts(seed):
     cost = uneven(seed, 9)
     link = Link(bytes_per_s=50.0, latency_s=0.01)
     given = Conditions(link=link, names=("1f1b", "interleaved"), virtual=(1, 2))
-    chosen = choose_schedule(cost, num_ranks=2, num_micro_batches=4, conditions=given)[0]
+    chosen = ScheduleSearch(cost=cost, num_ranks=2, num_micro_batches=4, conditions=given).choose()[0]
     best = float("inf")
     for name, virtual in (("1f1b", 1), ("interleaved", 2)):
         schedule = make_schedule(name, num_ranks=2, num_virtual=virtual, num_micro_batches=4)
@@ -92,13 +91,13 @@ def test_the_choice_is_close_to_the_best_of_all_schedules_and_cuts(seed):
 
 
 def test_given_cuts_decide_the_stages():
-    choices = choose_schedule(blocks(8), num_ranks=2, num_micro_batches=4, cuts=(1, 3, 6))
+    choices = ScheduleSearch(cost=blocks(8), num_ranks=2, num_micro_batches=4, cuts=(1, 3, 6)).choose()
     assert {choice.cuts for choice in choices} == {(1, 3, 6)}
     assert {choice.num_virtual for choice in choices} == {2}
     with pytest.raises(
         UsageError, match="2 cuts make 3 stages, which 2 ranks cannot share equally; give 1 cuts"
     ):
-        choose_schedule(blocks(8), num_ranks=2, num_micro_batches=4, cuts=(1, 3))
+        ScheduleSearch(cost=blocks(8), num_ranks=2, num_micro_batches=4, cuts=(1, 3)).choose()
 
 
 def test_memory_decides_between_fast_and_small():
@@ -108,7 +107,7 @@ def test_memory_decides_between_fast_and_small():
     def chosen(limit, *names):
         memory = Memory(limit_bytes=limit)
         given = Conditions(memory=memory, names=names)
-        return choose_schedule(cost, num_ranks=2, num_micro_batches=8, conditions=given)
+        return ScheduleSearch(cost=cost, num_ranks=2, num_micro_batches=8, conditions=given).choose()
 
     assert [c.schedule.name for c in chosen(800, "gpipe", "1f1b")] == ["gpipe", "1f1b"]
     assert [c.schedule.name for c in chosen(799, "gpipe", "1f1b")] == ["1f1b"]
@@ -123,7 +122,7 @@ def test_memory_decides_between_fast_and_small():
 
 def test_optimize_memory_ranks_by_the_fullest_rank():
     given = Conditions(memory=Memory(limit_bytes=10**9), optimize="memory")
-    choices = choose_schedule(blocks(8), num_ranks=2, num_micro_batches=8, conditions=given)
+    choices = ScheduleSearch(cost=blocks(8), num_ranks=2, num_micro_batches=8, conditions=given).choose()
     fullest = [max(choice.rank_bytes) for choice in choices]
     assert fullest == sorted(fullest)
     assert fullest[0] < max(
@@ -142,7 +141,9 @@ def test_optimize_memory_ranks_by_the_fullest_rank():
 )
 def test_what_cannot_be_chosen_is_refused(changes, message):
     with pytest.raises(UsageError, match=re.escape(message)):
-        choose_schedule(blocks(8), num_ranks=4, num_micro_batches=3, conditions=Conditions(**changes))
+        ScheduleSearch(
+            cost=blocks(8), num_ranks=4, num_micro_batches=3, conditions=Conditions(**changes)
+        ).choose()
 
 
 # ---- layouts --------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ def test_averaging_begins_when_a_rank_is_done_and_tied_weights_come_first():
     )
     cost = ModelCost(units=units, relay_bytes=(0,))
     given = Conditions(names=("1f1b",))
-    (choice,) = choose_schedule(cost, num_ranks=2, num_micro_batches=1, conditions=given)
+    (choice,) = ScheduleSearch(cost=cost, num_ranks=2, num_micro_batches=1, conditions=given).choose()
     assert choice.timeline.rank_end_s == (6, 4)
     link = Link(bytes_per_s=10.0, latency_s=0.25)
     # The table: both ranks at 6, two of them: 2 (0.25 + 40 / 20). Then 440 bytes of rank 1 over 4 replicas.

@@ -69,14 +69,7 @@ def test_helpers_are_announced_with_their_ratio() -> None:
 
 def test_workers_find_their_places() -> None:
     for rank in range(6):
-        variables = worker_variables(
-            host=rank // 3,
-            num_hosts=2,
-            local_rank=rank % 3,
-            workers_per_host=3,
-            master_addr="10.77.0.1",
-            master_port=29_501,
-        )
+        variables = worker_variables(rank, num_hosts=2, workers_per_host=3, master=("10.77.0.1", 29_501))
         place = worker_env(variables)
         assert place is not None
         assert (place.place.rank, place.place.num_workers) == (rank, 6)
@@ -105,19 +98,19 @@ def test_description() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "message"),
+    ("hosts", "workers_per_host", "message"),
     [
-        (Hosts(hosts=0), "--hosts 0 must be from 1 to 250"),
-        (Hosts(hosts=251), "--hosts 251"),
-        (Hosts(hosts=1, helpers=-1), "--helpers -1"),
-        (Hosts(hosts=1, helper_nic="1gbit"), "--helper-nic 1gbit needs --helpers"),
-        (Hosts(hosts=1, workers_per_host=0), "0 workers per host must be at least 1"),
-        (Hosts(hosts=1, nic="1"), "--nic '1'"),
+        (Hosts(hosts=0), 1, "--hosts 0 must be from 1 to 250"),
+        (Hosts(hosts=251), 1, "--hosts 251"),
+        (Hosts(hosts=1, helpers=-1), 1, "--helpers -1"),
+        (Hosts(hosts=1, helper_nic="1gbit"), 1, "--helper-nic 1gbit needs --helpers"),
+        (Hosts(hosts=1), 0, "0 workers per host must be at least 1"),
+        (Hosts(hosts=1, nic="1"), 1, "--nic '1'"),
     ],
 )
-def test_what_cannot_be(hosts: Hosts, message: str) -> None:
+def test_what_cannot_be(hosts: Hosts, workers_per_host: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        hosts.check()
+        hosts.check(workers_per_host)
 
 
 def test_not_root(monkeypatch: pytest.MonkeyPatch) -> None:
