@@ -89,8 +89,7 @@ def partition(
         memory: of the device of each stage. Default: no limit, and parameters count for themselves.
         limited: enforce its limit; otherwise it only gives the bytes of state per byte of parameters.
         num_kept: micro-batches that each stage keeps in memory. Default: as 1F1B, ``num_stages`` for the
-        first
-            stage and one less for each further one.
+            first stage and one less for each further one.
         optimize: ``speed`` minimises the slowest stage; ``memory`` the fullest.
         memory_weight: between them, 0 (time alone) to 1 (memory alone). Default: 0 or 0.8.
 

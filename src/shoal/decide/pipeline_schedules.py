@@ -63,9 +63,8 @@ def make_schedule(
             backward takes twice the time of the forward.
         link: time of relays between ranks, for the greedy schedules.
         active_micro_batches: limit of micro-batches in flight, from the first stage's forward to its
-        backward;
-            it bounds the memory of the greedy schedules. Default: the fastest of three, up to twice the
-            ranks.
+            backward; it bounds the memory of the greedy schedules. Default: the fastest of three, up to twice
+            the ranks.
 
     Raises:
         UsageError: the name is unknown, the schedule does not support the number of stages per rank or of

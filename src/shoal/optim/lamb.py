@@ -147,11 +147,9 @@ class Lamb(MomentsOptimizer):
         Args:
             closure: evaluates the model again and returns the loss.
             grad_scale: gradients are multiplied by it on the fly (1 / loss scale, 1 / target tokens); they
-            are not
-                changed.
+                are not changed.
             grad_norm: the global norm of the scaled gradients, if known: from :meth:`grad_norm`, or over
-            several
-                stages of a pipeline.
+                several stages of a pipeline.
 
         Returns:
             The result of the closure.

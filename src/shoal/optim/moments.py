@@ -147,8 +147,7 @@ class MomentsOptimizer(Optimizer):
         Args:
             closure: evaluates the model again and returns the loss.
             grad_scale: gradients are multiplied by it on the fly (1 / loss scale, 1 / target tokens) and stay
-            as
-                they are. For an optimizer that normalises them it only matters relative to an epsilon.
+                as they are. For an optimizer that normalises them it only matters relative to an epsilon.
 
         Returns:
             The result of the closure.

@@ -116,8 +116,7 @@ class Pipeline:
 
         Args:
             batch: this replica's rows, with the names, shapes and dtypes of the example; the same on every
-            rank
-                of the pipeline.
+                rank of the pipeline.
 
         Returns:
             The mean loss over the targets of the global batch, on every rank, ``[]``.
@@ -125,8 +124,7 @@ class Pipeline:
         Raises:
             UsageError: names, shapes or dtypes of the batch differ from the example's.
             ShoalError: another worker was lost, which the message names; or the first step differs from that
-            of
-                the unsplit model (``verify``).
+                of the unsplit model (``verify``).
         """
         parts = self._parts(batch)
         self.module.zero_grad(set_to_none=True)

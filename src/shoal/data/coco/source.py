@@ -72,8 +72,7 @@ class CocoSource:
             on_bad: refuse the first annotation or image that cannot be used, or skip and count such.
             keep_empty: keep training images without objects (crowds do not count); validation keeps all.
             run_lengths: convert every mask to run lengths of the whole image now; otherwise keep polygons,
-            which
-                are rasterised in each training batch.
+                which are rasterised in each training batch.
 
         Raises:
             UsageError: a file is not COCO, an image is missing (unless skipped), or categories differ.

@@ -98,8 +98,7 @@ class CentreTransform:
             size: side of the images in pixels.
             resize: the shorter side is resized to this, then ``size`` pixels are cropped at the centre.
             fraction: instead (with ``resize=None``): this fraction of the shorter side is cropped at the
-            centre
-                and resized to ``size``; .875 is 224 of 256.
+                centre and resized to ``size``; .875 is 224 of 256.
             mean, std: of red, green, blue, for values from 0 to 1.
 
         Raises:
