@@ -15,7 +15,7 @@ stage and one replica. A run continues from its checkpoint in any layout, with t
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.data.text.span_config import MAX_SENTINELS, SpanConfig
 from shoal.decide.batch import BatchPlan, plan_batch
@@ -39,13 +39,12 @@ from shoal.train.config import (
     required,
     settings_lines,
 )
-from shoal.train.parallel_config import ParallelConfig, ScheduleName
+from shoal.train.parallel_config import ParallelConfig
 
 if TYPE_CHECKING:
     from shoal.data.manifest import Manifest
     from shoal.data.text.span_corruption import SpanReader
     from shoal.decide.batch import MemoryEstimate
-    from shoal.decide.layout_search import Layout
     from shoal.models.t5 import T5
     from shoal.pipelining.runtime import Pipeline
     from shoal.record import Evaluation
@@ -173,6 +172,8 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
 
     worker = worker or worker_env()
     if config.parallel.layout == "auto":
+        from shoal.recipes.t5_layouts import find_layouts, with_layout
+
         found = find_layouts(config, worker.place.num_workers if worker else 1)
         config = with_layout(config, found[0])
     parallel = config.parallel
@@ -304,41 +305,6 @@ def make_model(config: T5ModelConfig, manifest: "Manifest") -> "T5":
     return new_t5(config, pad_id=manifest.pad_id, end_id=manifest.sep_id)
 
 
-def with_layout(config: T5Config, layout: "Layout") -> T5Config:
-    """Return the settings that mean ``layout``; its micro-batches replace ``train.micro_batch_size``."""
-    parallel = replace(
-        config.parallel,
-        pipeline=layout.pipeline,
-        data=layout.data,
-        virtual_stages=layout.num_virtual,
-        micro_batches=layout.num_micro_batches,
-        schedule=cast(ScheduleName, layout.choice.schedule.name),
-    )
-    return replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=None))
-
-
-def find_layouts(config: T5Config, num_devices: int) -> "list[Layout]":
-    """Return the layouts that fit, the fastest first; see :func:`shoal.train.layouts.search_layouts`."""
-    import torch
-
-    from shoal.models.t5 import new_t5
-    from shoal.train.layouts import search_layouts
-
-    def batch(size: int) -> dict[str, Any]:
-        lengths = {"input_ids": config.spans().input_length, "labels": config.spans().target_length}
-        return {name: torch.zeros(size, length, dtype=torch.int64) for name, length in lengths.items()}
-
-    return search_layouts(
-        lambda: new_t5(config.model, pad_id=0, end_id=1),
-        batch,
-        config.parallel,
-        num_devices,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        optimizer_ratio=0.01 if config.optim.optimizer == "adafactor" else 2.0,
-    )
-
-
 # ------------------------------------------------------------------------------------------------- scores
 
 
@@ -434,6 +400,7 @@ def check(config: T5Config, num_workers: int, dry_run: bool) -> list[str]:
     predicted = []
     if parallel.layout == "auto" or (dry_run and parallel.memory is not None):
         from shoal.pipelining.explain import explain_layouts
+        from shoal.recipes.t5_layouts import find_layouts, with_layout
 
         layouts = find_layouts(config, devices)
         device = f"{devices:,} {parallel.device.upper()}s of {parallel.memory}"

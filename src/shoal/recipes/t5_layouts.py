@@ -1,4 +1,4 @@
-"""Searches the fastest pipeline layout that fits the memory, with a cost model.
+"""Searches the layout of T5 that trains fastest within the memory, with a cost model.
 
 The result does not depend on the machine, since nothing is measured. Tensors are counted in fp32, the type of
 weights and gradients; bf16 activations need less memory than that.
@@ -6,20 +6,23 @@ weights and gradients; bf16 activations need less memory than that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
 
 from shoal.decide.autotune import PORTFOLIO, VIRTUAL_CHOICES, Conditions
 from shoal.decide.cost import Link
 from shoal.decide.layout_search import MICRO_BATCH_SIZES, Layout, LayoutSearch
 from shoal.decide.partition import Memory
 from shoal.errors import UsageError
+from shoal.models.t5 import new_t5
 from shoal.pipelining.export_graph import export_model
 from shoal.pipelining.roofline import Rates, estimate_cost
-from shoal.train.parallel_config import ParallelConfig, parse_bytes
+from shoal.train.parallel_config import ScheduleName, parse_bytes
+
+if TYPE_CHECKING:
+    from shoal.recipes.t5 import T5Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,41 +57,30 @@ DEVICES = {
 312 and 1.56, H100 990 and 3.35."""
 
 
-def search_layouts(
-    make_model: Callable[[], nn.Module],
-    make_batch: Callable[[int], dict[str, Tensor]],
-    parallel: ParallelConfig,
-    num_devices: int,
-    *,
-    global_batch_size: int,
-    micro_batch_size: int | None,
-    optimizer_ratio: float,
-) -> list[Layout]:
+def find_layouts(config: T5Config, num_devices: int) -> list[Layout]:
     """Return the layouts that fit into memory, the fastest first. Allocates no tensors.
 
-    Args:
-        make_model: returns the model; called on the meta device, as ``make_batch``.
-        make_batch: returns a batch of a given number of samples, by names of the model's arguments.
-        parallel: the fixed settings; ``pipeline`` is fixed unless ``layout`` is ``auto``.
-        num_devices: number of devices to use.
-        global_batch_size: samples per optimizer step.
-        micro_batch_size: samples per micro-batch; ``None`` tries several.
-        optimizer_ratio: bytes of optimizer state per byte of parameters.
+    ``parallel.pipeline`` is fixed unless ``parallel.layout`` is ``auto``.
 
     Raises:
         UsageError: ``parallel.memory`` is not set, or no layout fits; the message has the missing amount.
     """
+    train, parallel, spans = config.train, config.parallel, config.spans()
     device = DEVICES[parallel.device]
     if parallel.memory is None:
         raise UsageError("parallel.layout auto needs the memory of a device, such as --memory 40GB")
-    sizes = (micro_batch_size,) if micro_batch_size else MICRO_BATCH_SIZES
+    sizes = (train.micro_batch_size,) if train.micro_batch_size else MICRO_BATCH_SIZES
     base = sizes[len(sizes) // 2]  # costs per launch depend on the size
+    lengths = {"input_ids": spans.input_length, "labels": spans.target_length}
     with torch.device("meta"):
-        graph = export_model(make_model(), make_batch(base), training=True)
+        model = new_t5(config.model, pad_id=0, end_id=1)
+        batch = {name: torch.zeros(base, size, dtype=torch.int64) for name, size in lengths.items()}
+        graph = export_model(model, batch, training=True)
+    optimizer_ratio = 0.01 if config.optim.optimizer == "adafactor" else 2.0
     search = LayoutSearch(
         cost=estimate_cost(graph, device.rates),
         memory=Memory(limit_bytes=parse_bytes(parallel.memory), optimizer_ratio=optimizer_ratio),
-        global_batch_size=global_batch_size,
+        global_batch_size=train.global_batch_size,
         micro_batch_size=base,
         sizes=sizes,
         conditions=Conditions(
@@ -101,3 +93,16 @@ def search_layouts(
         shard=parallel.shard,
     )
     return search.choose(num_devices, None if parallel.layout == "auto" else (parallel.pipeline,))
+
+
+def with_layout(config: T5Config, layout: Layout) -> T5Config:
+    """Return the settings that mean ``layout``; its micro-batches replace ``train.micro_batch_size``."""
+    parallel = replace(
+        config.parallel,
+        pipeline=layout.pipeline,
+        data=layout.data,
+        virtual_stages=layout.num_virtual,
+        micro_batches=layout.num_micro_batches,
+        schedule=cast(ScheduleName, layout.choice.schedule.name),
+    )
+    return replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=None))
