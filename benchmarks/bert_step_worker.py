@@ -35,6 +35,7 @@ from shoal.train.config import DistributedConfig, OptimConfig
 from shoal.train.gradients import LocalUpdate, LossScale, Precision, choose_precision, wrap_model
 from shoal.train.optimizers import build_optimizer
 from shoal.train.reporting import StepTimer
+from shoal.train.run import Sizes
 from shoal.train.step import Step, Training
 from shoal.train.world import World, join_world
 
@@ -109,7 +110,7 @@ class OurStep:
 
     def take(self, step: int) -> None:
         """Do one optimizer step, from reading to the new weights."""
-        plan = plan_batch(global_batch_size=1, num_workers=1, micro_batch_size=1)
+        plan = plan_batch(Sizes(global_batch_size=1, micro_batch_size=1), 1)
         with Step(self._training, step, [self.read(step)], plan, num_targets=1, commit=self._end) as current:
             for batch in current:
                 current.backward(self.loss(batch))

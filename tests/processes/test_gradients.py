@@ -25,6 +25,7 @@ from shoal.models.text_config import AlbertModelConfig
 from shoal.train.config import DistributedConfig
 from shoal.train.gradients import LocalUpdate, LossScale, choose_precision, wrap_model
 from shoal.train.reporting import StepTimer
+from shoal.train.run import Sizes
 from shoal.train.step import Step, Training
 from shoal.train.world import World, all_gather_json
 
@@ -104,7 +105,7 @@ def compute(
         seed_key=1,
         models=[ddp],
     )
-    plan = plan_batch(global_batch_size=GLOBAL_BATCH, num_workers=num_workers, micro_batch_size=len(rows[0]))
+    plan = plan_batch(Sizes(global_batch_size=GLOBAL_BATCH, micro_batch_size=len(rows[0])), num_workers)
     step = Step(training, 1, batches, plan, num_targets=num_masked, commit=lambda step: None)
     with step:
         for batch in step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from shoal.errors import UsageError
 
@@ -41,23 +42,31 @@ class BatchPlan:
         return f"{product} = {self.global_batch_size:,} {self.unit} a step"
 
 
+class BatchSizes(Protocol):
+    """The sizes of a batch, as a section of settings or :class:`shoal.train.run.Sizes` has them."""
+
+    @property
+    def global_batch_size(self) -> int: ...
+
+    @property
+    def micro_batch_size(self) -> int | None: ...
+
+
 def plan_batch(
-    *,
-    global_batch_size: int,
-    num_workers: int,
-    micro_batch_size: int | None,
-    section: str = "train",
-    unit: str = "sequences",
+    sizes: BatchSizes, num_workers: int, *, section: str = "train", unit: str = "sequences"
 ) -> BatchPlan:
     """Derive the accumulation; the micro-batch defaults to the largest divisor up to 64.
 
     Args:
+        sizes: of the global batch and, or ``None``, of the micro-batch.
+        num_workers: workers, or replicas of a pipeline, that share the global batch.
         section: section of the settings that has the sizes, for messages.
         unit: name of the samples.
 
     Raises:
         UsageError: the sizes do not divide; the message names the nearest sizes that do.
     """
+    global_batch_size, micro_batch_size = sizes.global_batch_size, sizes.micro_batch_size
     if global_batch_size % num_workers:
         raise UsageError(
             f"{section}.global_batch_size {global_batch_size} does not divide over {num_workers} workers; "

@@ -334,11 +334,7 @@ def make_plan(config: FinetuneConfig, *, num_sequences: int, num_workers: int) -
             f"optim.warmup_steps {warmup} must lie between 0 and the {total} steps of the run; shorten it or "
             "train longer"
         )
-    batch = plan_batch(
-        global_batch_size=train.global_batch_size,
-        num_workers=num_workers,
-        micro_batch_size=train.micro_batch_size,
-    )
+    batch = plan_batch(train, num_workers)
     rates = replace(optim, warmup_steps=warmup)
     return Plan(total_steps=total, batch=batch, schedule=schedule_of(rates, optim, total))
 

@@ -360,12 +360,7 @@ def make_plan(config: MaskRCNNTrainConfig, *, num_examples: int, num_workers: in
         UsageError: the sizes do not divide, or the schedule does not fit the run.
     """
     train = config.train
-    batch = plan_batch(
-        global_batch_size=train.global_batch_size,
-        num_workers=num_workers,
-        micro_batch_size=train.micro_batch_size,
-        unit="images",
-    )
+    batch = plan_batch(train, num_workers, unit="images")
     schedule, decay = make_schedule(config.optim, train.total_steps)
     epochs = train.total_steps * train.global_batch_size / num_examples
     lines = (

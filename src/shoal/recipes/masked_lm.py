@@ -13,7 +13,6 @@ from shoal.models.text_config import EncoderConfig
 from shoal.recipes import load
 from shoal.recipes.prepared_text import PreparedTextConfig, open_shards, read_manifest
 from shoal.train.config import (
-    BatchSizes,
     DistributedConfig,
     LoopConfig,
     OptimizerConfig,
@@ -25,6 +24,7 @@ from shoal.train.config import (
 
 if TYPE_CHECKING:
     from shoal.data.text.examples import ExampleReader
+    from shoal.decide.batch import BatchSizes
     from shoal.models.pretraining import Pretraining
     from shoal.record import Evaluation
 
@@ -222,7 +222,7 @@ def describe(
     config: MaskedLMConfig,
     num_workers: int,
     num_parameters: int,
-    phases: Sequence[tuple[str, BatchSizes, int, int, int]],
+    phases: "Sequence[tuple[str, BatchSizes, int, int, int]]",
 ) -> list[str]:
     """Check the settings; return the lines of a dry run: settings, arithmetic, parameters, memory.
 
@@ -239,12 +239,7 @@ def describe(
     num_tokens = sum(shard.num_tokens for shard in manifest.shards("train"))
     lines, memories = [], []
     for section, batch, num_steps, length, predictions in phases:
-        plan = plan_batch(
-            global_batch_size=batch.global_batch_size,
-            num_workers=num_workers,
-            micro_batch_size=batch.micro_batch_size,
-            section=section,
-        )
+        plan = plan_batch(batch, num_workers, section=section)
         name = f"{section}: " if len(phases) > 1 else ""
         sequences = num_steps * plan.global_batch_size
         lines += [
@@ -267,13 +262,7 @@ def describe(
             )
         )
     if config.finetune.at:
-        short = config.finetune
-        plan_batch(
-            global_batch_size=short.global_batch_size,
-            num_workers=num_workers,
-            micro_batch_size=short.micro_batch_size,
-            section="finetune",
-        )
+        plan_batch(config.finetune, num_workers, section="finetune")
         squad = load("squad")
         squad.read_files(squad.short_config(config).data)
     memory = max(memories, key=lambda estimate: estimate.total_bytes)

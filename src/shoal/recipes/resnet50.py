@@ -427,12 +427,7 @@ def make_plan(config: ResNetTrainConfig, *, num_examples: int, num_workers: int)
         UsageError: the sizes do not divide, or the rates are not in order.
     """
     train, optim = config.train, config.optim
-    batch = plan_batch(
-        global_batch_size=train.global_batch_size,
-        num_workers=num_workers,
-        micro_batch_size=train.micro_batch_size,
-        unit="images",
-    )
+    batch = plan_batch(train, num_workers, unit="images")
     if train.mixup and batch.micro_batch_size % 2:
         raise UsageError(
             f"train.mixup pairs neighbours, but a micro-batch has {batch.micro_batch_size} images: choose an "

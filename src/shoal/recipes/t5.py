@@ -287,12 +287,8 @@ def plan(config: T5Config, num_workers: int) -> BatchPlan:
     """
     train, replicas = config.train, config.parallel.replicas(num_workers)
     share = train.global_batch_size // replicas
-    found = plan_batch(
-        global_batch_size=train.global_batch_size,
-        num_workers=replicas,
-        micro_batch_size=config.parallel.micro_batch_size(share, train.micro_batch_size),
-    )
-    return replace(found, replicas=True)
+    size = config.parallel.micro_batch_size(share, train.micro_batch_size)
+    return replace(plan_batch(replace(train, micro_batch_size=size), replicas), replicas=True)
 
 
 # ------------------------------------------------------------------------------------------------- model

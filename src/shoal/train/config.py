@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import Schedule
@@ -53,16 +53,6 @@ class TrainConfig(LoopConfig):
     """Sequences in one optimizer step, over all workers."""
     micro_batch_size: int | None = None
     """Sequences per forward pass of a worker; default: the largest divisor of its share up to 64."""
-
-
-class BatchSizes(Protocol):
-    """The sizes of a batch as settings give them, such as :class:`TrainConfig`."""
-
-    @property
-    def global_batch_size(self) -> int: ...
-
-    @property
-    def micro_batch_size(self) -> int | None: ...
 
 
 OPTIMIZER_OPTIONS: Mapping[str, Mapping[str, Any]] = {

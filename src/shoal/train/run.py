@@ -46,12 +46,12 @@ from torch import Tensor, nn
 from shoal import record
 from shoal.data.sources import StepSource, as_source
 from shoal.data.steps import DataShard
-from shoal.decide.batch import BatchPlan, plan_batch
+from shoal.decide.batch import BatchPlan, BatchSizes, plan_batch
 from shoal.decide.rng import Stream, random_keys
 from shoal.env import WorkerEnv, alone, worker_env
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.train.checkpoint import Checkpointer, Restored
-from shoal.train.config import BatchSizes, DistributedConfig, LoopConfig, RunOutputConfig, as_tree
+from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, as_tree
 from shoal.train.gradients import DataParallel, LocalUpdate, LossScale, Update, choose_precision, wrap_model
 from shoal.train.reporting import (
     Progress,
@@ -328,13 +328,7 @@ class Run:
         """
         index, num_replicas = replica or (self.world.place.rank, self.world.num_workers)
         if not isinstance(batch, BatchPlan):
-            batch = plan_batch(
-                global_batch_size=batch.global_batch_size,
-                num_workers=num_replicas,
-                micro_batch_size=batch.micro_batch_size,
-                section=section,
-                unit=self.unit,
-            )
+            batch = plan_batch(batch, num_replicas, section=section, unit=self.unit)
         self._batch, self._section, self._until, self._total = batch, section, until, total or until
         self.is_over = self._has_ended()
         if self.is_over:
