@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.albert import AlbertForPreTraining
 
 from benchmarks.train_step import GLOBAL_BATCH, SEQUENCE
-from shoal.data.atomic_io import sha256_of
+from shoal.atomic_io import sha256_of
 from shoal.data.manifest import Manifest, TokenizerInfo
 from shoal.data.sources import ReaderSource
 from shoal.data.text.examples import ExampleReader

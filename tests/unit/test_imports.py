@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "shoal"
 CSRC = ROOT / "csrc"
 
-NOUNS = frozenset({"errors", "json_text", "record", "env", "formatting"})
+NOUNS = frozenset({"errors", "json_text", "atomic_io", "record", "env", "formatting"})
 DECIDERS = NOUNS | {"decide"}
 DOERS = frozenset({"comm", "pipelining", "optim", "data", "models"})
 NATIVE = frozenset({"native", "_core"})
@@ -30,6 +30,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "shoal": frozenset(),
     "errors": frozenset(),
     "json_text": frozenset({"errors"}),
+    "atomic_io": frozenset({"errors"}),
     "record": frozenset({"errors", "json_text"}),
     "env": frozenset({"errors"}),
     "formatting": frozenset(),
@@ -42,7 +43,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "recipes": BELOW_RECIPES | {"launch"},
     "planner": DECIDERS | {"models"},
     "launch": frozenset({"errors", "json_text", "env"}),
-    "report": frozenset({"errors", "record", "formatting"}),
+    "report": frozenset({"errors", "atomic_io", "record", "formatting"}),
     "bench": DECIDERS | NATIVE | {"comm", "launch"},
     "doctor": BELOW_RECIPES,
     "cli": BELOW_RECIPES | {"recipes", "planner", "launch", "report", "bench", "doctor"},

@@ -91,7 +91,7 @@ def _sizes(config: TextConfig) -> tuple[str, Any]:
 
 def write_text(folder: Path, vocab_size: int) -> None:
     """Write shards of random tokens, in the format of ``shoal prepare text``."""
-    from shoal.data.atomic_io import sha256_of
+    from shoal.atomic_io import sha256_of
     from shoal.data.manifest import Manifest, ShardInfo, TokenizerInfo
     from shoal.data.text.shards import ShardWriter
 

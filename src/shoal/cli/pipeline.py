@@ -77,12 +77,11 @@ def show_t5(
     """
     from shoal.pipelining.explain import explain_layouts
     from shoal.pipelining.trace import step_row
-    from shoal.recipes.t5_layouts import find_layouts
     from shoal.report.page import write_figure
 
     layout: Literal["given", "auto"] = "given" if settings.parallel.pipeline > 1 else "auto"
     parallel = replace(settings.parallel, layout=layout, devices=devices, memory=memory)
-    layouts = find_layouts(replace(settings, parallel=parallel), devices)
+    layouts = t5.find_layouts(replace(settings, parallel=parallel), devices)
     title = f"T5 on {devices:,} {parallel.device.upper()}s of {memory}, by a cost model, not measured"
     print(explain_layouts(layouts, title=title))
     if svg is not None:

@@ -123,7 +123,7 @@ def _sweep_counts(text: str) -> list[int]:
 
 
 def _write(path: Path, text: str) -> None:
-    from shoal.data.atomic_io import write_atomically
+    from shoal.atomic_io import write_atomically
 
     write_atomically(path, text.encode())
     print(f"\n{path}")

@@ -3,8 +3,7 @@
 ``text``, ``images``, ``coco`` and ``squad`` each prepare, read and score one kind of data. They share:
 
 1. ``prepare_dir`` locks the output directory and records the plan, so that a killed preparation continues;
-   ``process_pool`` runs its tasks, ``atomic_io`` writes files that are complete or absent, and ``manifest``
-   describes the finished shards.
+   ``process_pool`` runs its tasks, and ``manifest`` describes the finished shards.
 2. ``steps`` maps a step number to a worker's examples; ``loader`` prefetches them with threads or processes.
    The state is one integer, the number of samples consumed.
 3. ``packing`` removes the padding of a batch of sequences.

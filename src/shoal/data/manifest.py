@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 
-from shoal.data.atomic_io import sha256_of, write_atomically
+from shoal.atomic_io import sha256_of, write_atomically
 from shoal.errors import ShoalError, UsageError, did_you_mean
 from shoal.json_text import parse_json
 

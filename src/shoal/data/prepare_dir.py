@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shoal.data.atomic_io import PARTIAL, write_atomically, write_error
+from shoal.atomic_io import PARTIAL, write_atomically, write_error
 from shoal.data.manifest import MANIFEST
 from shoal.data.progress import Progress
 from shoal.errors import ShoalError, UsageError

@@ -226,7 +226,7 @@ def write_directory(out: Path, model: "nn.Module", tree: Mapping[str, Any]) -> N
     """Write the weights and ``tree``, whole or not at all; an older export in ``out`` is replaced."""
     from safetensors.torch import save_file
 
-    from shoal.data.atomic_io import write_atomically
+    from shoal.atomic_io import write_atomically
 
     temporary = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

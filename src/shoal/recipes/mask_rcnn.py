@@ -172,7 +172,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
     """
     import torch
 
-    from shoal.data.atomic_io import write_atomically
+    from shoal.atomic_io import write_atomically
     from shoal.data.coco import score as coco
     from shoal.data.coco.results import write_results
     from shoal.data.coco.source import CATEGORIES

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shoal.data.atomic_io import write_atomically
+from shoal.atomic_io import write_atomically
 from shoal.data.coco.augment import DetectionAugmentConfig, placement
 from shoal.data.coco.masks import bitmaps
 from shoal.data.coco.reader import SIZE_STEP

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from shoal.data.atomic_io import write_atomically
+from shoal.atomic_io import write_atomically
 from shoal.data.images.shards import ImageShards
 from shoal.env import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError

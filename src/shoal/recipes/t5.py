@@ -15,7 +15,7 @@ stage and one replica. A run continues from its checkpoint in any layout, with t
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from shoal.data.text.span_config import MAX_SENTINELS, SpanConfig
 from shoal.decide.batch import BatchPlan, plan_batch
@@ -39,12 +39,13 @@ from shoal.train.config import (
     required,
     settings_lines,
 )
-from shoal.train.parallel_config import ParallelConfig
+from shoal.train.parallel_config import ParallelConfig, ScheduleName, parse_bytes
 
 if TYPE_CHECKING:
     from shoal.data.manifest import Manifest
     from shoal.data.text.span_corruption import SpanReader
     from shoal.decide.batch import MemoryEstimate
+    from shoal.decide.layout_search import Layout
     from shoal.models.t5 import T5
     from shoal.pipelining.runtime import Pipeline
     from shoal.record import Evaluation
@@ -172,8 +173,6 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
 
     worker = worker or worker_env()
     if config.parallel.layout == "auto":
-        from shoal.recipes.t5_layouts import find_layouts, with_layout
-
         found = find_layouts(config, worker.place.num_workers if worker else 1)
         config = with_layout(config, found[0])
     parallel = config.parallel
@@ -301,6 +300,69 @@ def make_model(config: T5ModelConfig, manifest: "Manifest") -> "T5":
     return new_t5(config, pad_id=manifest.pad_id, end_id=manifest.sep_id)
 
 
+def with_layout(config: T5Config, layout: "Layout") -> T5Config:
+    """Return the settings that mean ``layout``; its micro-batches replace ``train.micro_batch_size``."""
+    parallel = replace(
+        config.parallel,
+        pipeline=layout.pipeline,
+        data=layout.data,
+        virtual_stages=layout.num_virtual,
+        micro_batches=layout.num_micro_batches,
+        schedule=cast(ScheduleName, layout.choice.schedule.name),
+    )
+    return replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=None))
+
+
+def find_layouts(config: T5Config, num_devices: int) -> "list[Layout]":
+    """Return the layouts that fit into memory by a cost model, the fastest first. Allocates no tensors.
+
+    ``parallel.pipeline`` is fixed unless ``parallel.layout`` is ``auto``. Nothing is measured, so that the
+    result does not depend on the machine. Tensors are counted in fp32, the type of weights and gradients;
+    bf16 activations need less memory than that.
+
+    Raises:
+        UsageError: ``parallel.memory`` is not set, or no layout fits; the message has the missing amount.
+    """
+    import torch
+
+    from shoal.decide.autotune import PORTFOLIO, VIRTUAL_CHOICES, Conditions
+    from shoal.decide.layout_search import MICRO_BATCH_SIZES, LayoutSearch
+    from shoal.decide.partition import Memory
+    from shoal.models.t5 import new_t5
+    from shoal.pipelining.export_graph import export_model
+    from shoal.pipelining.roofline import estimate_cost
+    from shoal.train.device_rates import DEVICES
+
+    train, parallel, spans = config.train, config.parallel, config.spans()
+    device = DEVICES[parallel.device]
+    if parallel.memory is None:
+        raise UsageError("parallel.layout auto needs the memory of a device, such as --memory 40GB")
+    sizes = (train.micro_batch_size,) if train.micro_batch_size else MICRO_BATCH_SIZES
+    base = sizes[len(sizes) // 2]  # costs per launch depend on the size
+    lengths = {"input_ids": spans.input_length, "labels": spans.target_length}
+    with torch.device("meta"):
+        model = new_t5(config.model, pad_id=0, end_id=1)
+        batch = {name: torch.zeros(base, size, dtype=torch.int64) for name, size in lengths.items()}
+        graph = export_model(model, batch, training=True)
+    optimizer_ratio = 0.01 if config.optim.optimizer == "adafactor" else 2.0
+    search = LayoutSearch(
+        cost=estimate_cost(graph, device.rates),
+        memory=Memory(limit_bytes=parse_bytes(parallel.memory), optimizer_ratio=optimizer_ratio),
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=base,
+        sizes=sizes,
+        conditions=Conditions(
+            link=device.near,
+            names=PORTFOLIO if parallel.schedule == "auto" else (parallel.schedule,),
+            virtual=VIRTUAL_CHOICES if parallel.virtual_stages is None else (parallel.virtual_stages,),
+            optimize=parallel.optimize,
+        ),
+        data_link=device.far,
+        shard=parallel.shard,
+    )
+    return search.choose(num_devices, None if parallel.layout == "auto" else (parallel.pipeline,))
+
+
 # ------------------------------------------------------------------------------------------------- scores
 
 
@@ -396,7 +458,6 @@ def check(config: T5Config, num_workers: int, dry_run: bool) -> list[str]:
     predicted = []
     if parallel.layout == "auto" or (dry_run and parallel.memory is not None):
         from shoal.pipelining.explain import explain_layouts
-        from shoal.recipes.t5_layouts import find_layouts, with_layout
 
         layouts = find_layouts(config, devices)
         device = f"{devices:,} {parallel.device.upper()}s of {parallel.memory}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.errors import ShoalError, UsageError
+from shoal.atomic_io import write_atomically
+from shoal.errors import UsageError
 from shoal.record import PipelineStep
 from shoal.report import charts, plots, tables
 from shoal.report.pipeline_timeline import draw_pipeline_step
@@ -30,7 +30,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     if not runs:
         raise UsageError("a report needs at least one run directory: shoal report RUN [RUN…]")
     target = out if out is not None else runs[0] / FILE_NAME
-    _write_atomically(target, render(load_runs(runs)))
+    write_atomically(target, render(load_runs(runs)).encode())
     return target
 
 
@@ -56,15 +56,5 @@ def write_figure(row: PipelineStep, out: Path) -> Path:
     Raises:
         ShoalError: it cannot be written.
     """
-    _write_atomically(out, draw_pipeline_step(row, background=True) + "\n")
+    write_atomically(out, (draw_pipeline_step(row, background=True) + "\n").encode())
     return out
-
-
-def _write_atomically(target: Path, text: str) -> None:
-    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(target)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise ShoalError(f"{target} cannot be written: {error.strerror}") from None

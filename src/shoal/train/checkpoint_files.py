@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from shoal.data.atomic_io import sync_folder
+from shoal.atomic_io import sync_folder
 from shoal.errors import ShoalError
 from shoal.json_text import parse_json
 

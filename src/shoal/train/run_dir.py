@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal import env
-from shoal.data.atomic_io import write_atomically
+from shoal.atomic_io import write_atomically
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.train.config import load_toml, to_toml

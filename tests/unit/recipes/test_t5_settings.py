@@ -18,9 +18,10 @@ from shoal.recipes.t5 import (
     T5Config,
     T5OptimConfig,
     check,
+    find_layouts,
     plan,
+    with_layout,
 )
-from shoal.recipes.t5_layouts import find_layouts, with_layout
 from shoal.train.config import RunConfig, TrainConfig
 from shoal.train.parallel_config import ParallelConfig, parse_bytes
 from synthetic_text import prepare, random_documents

@@ -191,12 +191,12 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(ShoalError, match=r"holds no record\.jsonl: it is not the directory of a shoal run"):
         write_report([tmp_path])
     made = records.write_run(tmp_path / "run", [records.start()])
-    with pytest.raises(ShoalError, match=r"nowhere/page\.html cannot be written: No such file or directory"):
+    with pytest.raises(ShoalError, match=r"nowhere/page\.html: cannot be written: No such file or directory"):
         write_report([made], tmp_path / "nowhere" / "page.html")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ShoalError, match="folder cannot be written: Is a directory"):
+    with pytest.raises(ShoalError, match="folder: cannot be written: Is a directory"):
         write_report([made], tmp_path / "folder")
-    assert not list(tmp_path.glob(".*.tmp"))
+    assert not list(tmp_path.rglob("*.partial"))
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from shoal.data.atomic_io import write_atomically
+from shoal.atomic_io import write_atomically
 from shoal.data.coco.annotations import CocoAnnotations, CocoObject, read_annotations
 from shoal.data.coco.bad_entries import OnBad
 from shoal.data.coco.masks import as_compressed, evaluation_library, mask_library

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from shoal.data.atomic_io import write_atomically
+from shoal.atomic_io import write_atomically
 from shoal.data.coco.annotations import (
     CocoAnnotations,
     CocoImage,

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.data.atomic_io import PARTIAL, publish
+from shoal.atomic_io import PARTIAL, publish
 from shoal.data.images.manifest import TAR, ImageShardInfo
 from shoal.errors import UsageError
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.data.atomic_io import MAX_WHOLE_BYTES, read_whole
+from shoal.atomic_io import MAX_WHOLE_BYTES, read_whole
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
 from shoal.errors import ShoalError, UsageError, did_you_mean
 

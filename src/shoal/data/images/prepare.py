@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from shoal.data.atomic_io import write_atomically
+from shoal.atomic_io import write_atomically
 from shoal.data.images.headers import BadImage
 from shoal.data.images.manifest import INDEX, TAR, ImageManifest, ImageShardInfo
 from shoal.data.images.reencode import MAX_IMAGE_BYTES, ReencodeConfig, check_pillow, reencode

@@ -23,7 +23,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from shoal.data.atomic_io import AtomicFile
+from shoal.atomic_io import AtomicFile
 from shoal.data.images.cache import CacheConfig, CacheCounts, ShardCache
 from shoal.data.images.manifest import INDEX, TAR, ImageShardInfo
 from shoal.data.images.storage import Bytes, LocalStorage, open_storage

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from shoal.data.atomic_io import AtomicFile, write_atomically
+from shoal.atomic_io import AtomicFile, write_atomically
 from shoal.errors import ShoalError
 from shoal.json_text import parse_json
 

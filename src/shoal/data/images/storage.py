@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from shoal.data.atomic_io import MAX_WHOLE_BYTES
+from shoal.atomic_io import MAX_WHOLE_BYTES
 from shoal.data.images.manifest import INDEX, TAR, ImageManifest, ImageShardInfo
 from shoal.data.manifest import MANIFEST, map_file
 from shoal.errors import ShoalError, UsageError, import_extra

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.data.atomic_io import read_text, write_atomically
+from shoal.atomic_io import read_text, write_atomically
 from shoal.errors import UsageError, did_you_mean
 from shoal.json_text import parse_json
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from shoal.data.atomic_io import write_atomically
+from shoal.atomic_io import write_atomically
 from shoal.data.manifest import ShardInfo
 from shoal.data.prepare_dir import RECORDS, check_finished, read_record
 from shoal.data.process_pool import advance

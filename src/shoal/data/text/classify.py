@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from shoal.data.atomic_io import read_text
+from shoal.atomic_io import read_text
 from shoal.data.text.sequences import TaskData
 from shoal.data.text.special_tokens import Int32Array, Int64Array, SequenceTemplate, encode_texts, plain
 from shoal.errors import UsageError, did_you_mean

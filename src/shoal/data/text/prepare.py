@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from shoal.data.atomic_io import sha256_of, write_atomically
+from shoal.atomic_io import sha256_of, write_atomically
 from shoal.data.manifest import VERSION, Manifest, TokenizerInfo
 from shoal.data.prepare_dir import RECORDS, preparing, read_record
 from shoal.data.process_pool import run_unfinished

@@ -23,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from shoal.data.atomic_io import write_atomically
+from shoal.atomic_io import write_atomically
 from shoal.data.process_pool import advance, run_tasks
 from shoal.data.progress import Progress
 from shoal.data.text.sentences import split_sentences, word_set

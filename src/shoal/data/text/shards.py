@@ -24,7 +24,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from shoal.data.atomic_io import AtomicFile
+from shoal.atomic_io import AtomicFile
 from shoal.data.manifest import VERSION, Manifest, ShardInfo, check_version, map_file
 from shoal.errors import ShoalError
 

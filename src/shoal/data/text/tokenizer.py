@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from shoal.data.atomic_io import read_text
+from shoal.atomic_io import read_text
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
 

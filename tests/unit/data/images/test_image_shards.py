@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.data.atomic_io import sha256_of
+from shoal.atomic_io import sha256_of
 from shoal.data.images.cache import CacheConfig
 from shoal.data.images.manifest import ImageManifest
 from shoal.data.images.shards import RECORD, ImageShards

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from shoal.data.atomic_io import sha256_of
+from shoal.atomic_io import sha256_of
 from shoal.data.manifest import Manifest
 from shoal.data.text.shards import ShardWriter, TextShards
 from shoal.errors import ShoalError, UsageError
