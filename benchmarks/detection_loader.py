@@ -42,7 +42,7 @@ from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from shoal.data.images.prepare import ImagePrepareConfig
 from shoal.data.images.shards import ImageShards
 from shoal.data.loader import LoaderConfig, streamed_steps
-from shoal.data.steps import DataShard
+from shoal.data.steps import DataShard, StepReader
 from shoal.decide.bucketing import GroupedOrder, aspect_groups
 from shoal.env import num_cores, test_data_dir
 
@@ -134,12 +134,14 @@ def ours(directory: Path, num_images: int) -> Measured:
 
     def batches() -> Iterable[list[tuple[Any, int, int]]]:
         steps = streamed_steps(
-            reader,
-            DataShard(global_batch_size=BATCH, micro_batch_size=BATCH),
+            StepReader(
+                reader=reader,
+                share=DataShard(global_batch_size=BATCH, micro_batch_size=BATCH),
+                samples_consumed=next(passes) * num_images,
+                order=order,
+            ),
             LoaderConfig(),
             num_steps=num_images // BATCH,
-            samples_consumed=next(passes) * num_images,
-            order=order,
         )
         for step in steps:
             for batch in step:

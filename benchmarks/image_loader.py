@@ -35,7 +35,7 @@ from shoal.data.images.reader import ImageReader
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import TrainTransform, decode, normalisation, resized
 from shoal.data.loader import LoaderConfig, streamed_steps
-from shoal.data.steps import DataShard
+from shoal.data.steps import DataShard, StepReader
 from shoal.env import num_cores, test_data_dir
 
 BATCH, SIZE = 64, 224
@@ -151,11 +151,13 @@ def ours(shards: ImageShards, num_images: int) -> Measured:
 
     def read() -> float:
         steps = streamed_steps(
-            reader,
-            DataShard(global_batch_size=BATCH, micro_batch_size=BATCH),
+            StepReader(
+                reader=reader,
+                share=DataShard(global_batch_size=BATCH, micro_batch_size=BATCH),
+                samples_consumed=next(passes) * num_images,
+            ),
             LoaderConfig(),
             num_steps=num_images // BATCH,
-            samples_consumed=next(passes) * num_images,
         )
         return rate(num_images, (batch["images"] for step in steps for batch in step))
 

@@ -129,26 +129,17 @@ class LoaderConfig:
 
 
 def training_steps(
-    reader: Reader,
-    share: DataShard,
-    config: LoaderConfig,
-    *,
-    num_steps: int,
-    samples_consumed: int = 0,
-    order: Order | None = None,
-    pin_memory: bool = False,
+    steps: StepReader, config: LoaderConfig, *, num_steps: int, pin_memory: bool = False
 ) -> Stream[list[Batch]]:
     """Yield, for each of ``num_steps`` optimizer steps, this worker's micro-batches.
 
-    The order is the full shuffle by the reader's seed unless another one is given. The first step begins
-    after ``samples_consumed`` samples; after step ``i`` (from 0) the state is
-    ``samples_consumed + (i + 1) * global_batch_size``. Batches are made ahead, in pinned memory if asked (for
-    asynchronous copies to a GPU). Closing the iterator ends its thread and processes.
+    After step ``i`` (from 0) the state is ``samples_consumed + (i + 1) * global_batch_size``. Batches are
+    made ahead, in pinned memory if asked (for asynchronous copies to a GPU). Closing the iterator ends its
+    thread and processes.
 
     Raises:
         ShoalError: a shard is damaged; a loader process died or hangs.
     """
-    steps = StepReader(reader=reader, share=share, samples_consumed=samples_consumed, order=order)
     pool = _Pool(steps, config, num_threads=1)
     blocks = (range(num_steps)[i : i + steps.steps_at_once] for i in range(0, num_steps, steps.steps_at_once))
 
@@ -161,33 +152,26 @@ def training_steps(
 
 
 def streamed_steps(
-    reader: SizedReader,
-    share: DataShard,
-    config: LoaderConfig,
-    *,
-    num_steps: int,
-    samples_consumed: int = 0,
-    order: Order | None = None,
-    pin_memory: bool = False,
+    steps: StepReader, config: LoaderConfig, *, num_steps: int, pin_memory: bool = False
 ) -> Stream[Iterator[Batch]]:
     """Yield, for each of ``num_steps`` optimizer steps, an iterator over this worker's micro-batches.
 
-    Batches and state are those of ``training_steps``, for examples of
-    which a whole step is too large to hold or to wait for: micro-batches are made one by one, and up to
+    Batches and state are those of ``training_steps``, for a ``SizedReader``, of whose examples a whole step
+    is too large to hold or to wait for: micro-batches are made one by one, and up to
     ``config.max_prefetched_bytes`` are prefetched across steps. Micro-batches that an iterator was not asked
     for before the next step are dropped. Closing the outer iterator ends threads and processes.
 
     Raises:
         ShoalError: as for ``training_steps``.
     """
-    steps = StepReader(reader=reader, share=share, samples_consumed=samples_consumed, order=order)
+    assert isinstance(steps.reader, SizedReader)
     pool = _Pool(steps, config, num_threads=_NUM_STREAMED)
     places = product(range(num_steps), range(steps.num_micro_batches))
-    num_fitting = config.max_prefetched_bytes // (share.micro_batch_size * reader.example_bytes)
+    batch_bytes = steps.share.micro_batch_size * steps.reader.example_bytes
     batches = in_order(
         lambda place: pool.submit(StepReader.read_one, lambda made: as_tensors(made, pin_memory), *place),
         places,
-        max(1, config.num_loader_processes, num_fitting),
+        max(1, config.num_loader_processes, config.max_prefetched_bytes // batch_bytes),
     )
 
     def in_steps() -> Iterator[Iterator[Batch]]:

@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import DataLoader, default_collate
 
 from shoal.data.loader import LoaderConfig, Stream, in_thread, streamed_steps, training_steps
-from shoal.data.steps import DataShard, Reader, SizedReader
+from shoal.data.steps import DataShard, Reader, SizedReader, StepReader
 from shoal.decide.order import Order, ShuffledOrder, micro_batches, worker_part
 from shoal.errors import UsageError
 
@@ -41,15 +41,9 @@ class ReaderSource:
         if self.whole:
             shard = replace(shard, micro_batch_size=shard.global_batch_size // shard.num_workers)
         make: Any = streamed_steps if isinstance(self.reader, SizedReader) else training_steps
-        stream: Stream[Any] = make(
-            self.reader,
-            shard,
-            self.config,
-            num_steps=len(steps),
-            samples_consumed=steps.start * shard.global_batch_size,
-            order=self.order,
-            pin_memory=pin_memory,
-        )
+        consumed = steps.start * shard.global_batch_size
+        reader = StepReader(reader=self.reader, share=shard, samples_consumed=consumed, order=self.order)
+        stream: Stream[Any] = make(reader, self.config, num_steps=len(steps), pin_memory=pin_memory)
         return stream
 
     def names(self, shard: DataShard, step: int) -> list[str]:

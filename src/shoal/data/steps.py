@@ -134,7 +134,7 @@ class StepReader:
 
     reader: Reader
     share: DataShard
-    samples_consumed: int
+    samples_consumed: int = 0
     order: Order | None = None
 
     @property

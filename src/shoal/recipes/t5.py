@@ -377,7 +377,7 @@ def evaluate(
     from contextlib import closing
 
     from shoal.data.loader import LoaderConfig, to_device, training_steps
-    from shoal.data.steps import DataShard
+    from shoal.data.steps import DataShard, StepReader
 
     size = run.batch.global_batch_size
     num_batches = max(min(limit, reader.num_examples) // size, 1)
@@ -387,9 +387,10 @@ def evaluate(
         rank=run.world.place.rank // pipeline,
         num_workers=run.batch.num_workers,
     )
+    steps = StepReader(reader=reader, share=shard)
     losses: list[float] = []
     num_correct = num_targets = 0
-    with closing(training_steps(reader, shard, LoaderConfig(), num_steps=num_batches)) as batches:
+    with closing(training_steps(steps, LoaderConfig(), num_steps=num_batches)) as batches:
         for (batch,) in batches:
             inputs = to_device({name: batch[name] for name in MODEL_INPUTS}, run.world.device)
             with run.precision.autocast():

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from shoal.data.images.reader import ImageReader
 from shoal.data.images.shards import ImageShards
 from shoal.data.loader import LoaderConfig, StepDataset, training_steps
-from shoal.data.steps import DataShard
+from shoal.data.steps import DataShard, StepReader
 from shoal.data.text.examples import ExampleConfig, ExampleReader
 from shoal.data.text.shards import TextShards
 from shoal.errors import UsageError
@@ -79,7 +79,9 @@ def test_one_example_and_those_that_are_not_there(text: ExampleReader) -> None:
 
 
 def expected(reader: ExampleReader, consumed: int = 0) -> list[dict[str, Any]]:
-    steps = training_steps(reader, SHARD, LoaderConfig(), num_steps=NUM_STEPS, samples_consumed=consumed)
+    steps = training_steps(
+        StepReader(reader=reader, share=SHARD, samples_consumed=consumed), LoaderConfig(), num_steps=NUM_STEPS
+    )
     return [batch for step in steps for batch in step]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shoal.data.loader import LoaderConfig, held_out_batches, training_steps
-from shoal.data.steps import DataShard
+from shoal.data.steps import DataShard, StepReader
 from shoal.data.text.examples import ExampleConfig, ExampleReader
 from shoal.data.text.shards import TextShards
 from shoal.errors import ShoalError, UsageError
@@ -69,16 +69,18 @@ def global_batches(
     """Put the parts of all workers together, in rank order, for each step."""
     workers = [
         training_steps(
-            reader,
-            DataShard(
-                global_batch_size=global_batch_size,
-                micro_batch_size=micro_batch_size,
-                rank=rank,
-                num_workers=num_workers,
+            StepReader(
+                reader=reader,
+                share=DataShard(
+                    global_batch_size=global_batch_size,
+                    micro_batch_size=micro_batch_size,
+                    rank=rank,
+                    num_workers=num_workers,
+                ),
+                samples_consumed=samples_consumed,
             ),
             LoaderConfig(num_loader_processes=num_loader_processes),
             num_steps=num_steps,
-            samples_consumed=samples_consumed,
         )
         for rank in range(num_workers)
     ]
@@ -145,8 +147,10 @@ def test_packed_examples_are_those_of_the_reader(reader):
 
 def test_micro_batches_have_their_size(reader):
     steps = training_steps(
-        reader,
-        DataShard(global_batch_size=GLOBAL_BATCH, micro_batch_size=4, rank=1, num_workers=2),
+        StepReader(
+            reader=reader,
+            share=DataShard(global_batch_size=GLOBAL_BATCH, micro_batch_size=4, rank=1, num_workers=2),
+        ),
         LoaderConfig(),
         num_steps=2,
     )
@@ -198,8 +202,7 @@ def test_a_global_batch_larger_than_the_data(reader):
 @pytest.mark.parametrize("num_loader_processes", [0, 2])
 def test_closing_early_ends_what_was_started(reader, num_loader_processes):
     steps = training_steps(
-        reader,
-        DataShard(global_batch_size=GLOBAL_BATCH, micro_batch_size=6),
+        StepReader(reader=reader, share=DataShard(global_batch_size=GLOBAL_BATCH, micro_batch_size=6)),
         LoaderConfig(num_loader_processes=num_loader_processes, num_prefetched_steps=4),
         num_steps=10_000,
     )
@@ -218,8 +221,7 @@ def test_damage_met_while_reading_is_one_clear_error(tmp_path, num_loader_proces
     path = tmp_path / "train-00000.tokens"
     path.write_bytes(b"\xff" * path.stat().st_size)
     steps = training_steps(
-        reader,
-        DataShard(global_batch_size=4, micro_batch_size=4),
+        StepReader(reader=reader, share=DataShard(global_batch_size=4, micro_batch_size=4)),
         LoaderConfig(num_loader_processes=num_loader_processes),
         num_steps=3,
     )
@@ -242,8 +244,10 @@ class DyingReader(ExampleReader):
 
 def test_a_killed_loader_process_is_one_clear_error(reader):
     steps = training_steps(
-        DyingReader(reader.shards, reader.config),
-        DataShard(global_batch_size=4, micro_batch_size=4),
+        StepReader(
+            reader=DyingReader(reader.shards, reader.config),
+            share=DataShard(global_batch_size=4, micro_batch_size=4),
+        ),
         LoaderConfig(num_loader_processes=1),
         num_steps=3,
     )
@@ -257,12 +261,13 @@ from pathlib import Path
 from shoal.data.text.examples import ExampleConfig, ExampleReader
 from shoal.data.loader import LoaderConfig, training_steps
 from shoal.data.text.shards import TextShards
-from shoal.data.steps import DataShard
+from shoal.data.steps import DataShard, StepReader
 
 if __name__ == "__main__":
     reader = ExampleReader(TextShards(Path(sys.argv[1]), "train"), ExampleConfig(max_seq_length=64))
     share = DataShard(global_batch_size=4, micro_batch_size=4)
-    for step in training_steps(reader, share, LoaderConfig(num_loader_processes=2), num_steps=10**9):
+    steps = StepReader(reader=reader, share=share)
+    for step in training_steps(steps, LoaderConfig(num_loader_processes=2), num_steps=10**9):
         print("step", flush=True)
         sys.stdin.readline()
 """

@@ -24,7 +24,7 @@ from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from shoal.data.images.manifest import ImageManifest
 from shoal.data.images.shards import ImageShards, ImageShardWriter
 from shoal.data.loader import LoaderConfig, held_out_batches, streamed_steps
-from shoal.data.steps import DataShard
+from shoal.data.steps import DataShard, StepReader
 from shoal.decide.bucketing import GroupedOrder, aspect_groups
 from shoal.env import test_data_dir as data_dir
 from shoal.errors import ShoalError
@@ -152,12 +152,16 @@ def names(
     size = 4 * RUN
     workers = [
         streamed_steps(
-            reader,
-            DataShard(global_batch_size=size, micro_batch_size=RUN, rank=rank, num_workers=num_workers),
+            StepReader(
+                reader=reader,
+                share=DataShard(
+                    global_batch_size=size, micro_batch_size=RUN, rank=rank, num_workers=num_workers
+                ),
+                samples_consumed=first,
+                order=order,
+            ),
             LoaderConfig(),
             num_steps=num_steps,
-            samples_consumed=first,
-            order=order,
         )
         for rank in range(num_workers)
     ]

@@ -15,7 +15,7 @@ from shoal.data.images.reader import ImageReader
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import TrainTransform
 from shoal.data.loader import LoaderConfig, streamed_steps
-from shoal.data.steps import DataShard
+from shoal.data.steps import DataShard, StepReader
 from shoal.errors import ShoalError, UsageError
 from synthetic_images import write_images
 
@@ -40,7 +40,11 @@ def shards(tmp_path):
 
 def batches(reader):
     share = DataShard(global_batch_size=8, micro_batch_size=4)
-    return [batch for step in streamed_steps(reader, share, LoaderConfig(), num_steps=3) for batch in step]
+    return [
+        batch
+        for step in streamed_steps(StepReader(reader=reader, share=share), LoaderConfig(), num_steps=3)
+        for batch in step
+    ]
 
 
 def test_images_are_those_of_the_cpu(shards):

@@ -16,7 +16,7 @@ from shoal.data.images.cache import CacheConfig
 from shoal.data.images.reader import ImageReader, default_decode_threads
 from shoal.data.images.shards import ImageShards
 from shoal.data.loader import LoaderConfig, held_out_batches, streamed_steps, training_steps
-from shoal.data.steps import DataShard
+from shoal.data.steps import DataShard, StepReader
 from shoal.decide.order import BlockShuffle, ShuffledOrder
 from shoal.errors import ShoalError, UsageError
 from synthetic_images import BAD, StampTransform, key_of, random_images, write_images
@@ -63,17 +63,19 @@ def streamed(
     """Return the rows of each global batch, workers' parts in rank order."""
     workers = [
         streamed_steps(
-            reader,
-            DataShard(
-                global_batch_size=GLOBAL_BATCH,
-                micro_batch_size=micro_batch_size,
-                rank=rank,
-                num_workers=num_workers,
+            StepReader(
+                reader=reader,
+                share=DataShard(
+                    global_batch_size=GLOBAL_BATCH,
+                    micro_batch_size=micro_batch_size,
+                    rank=rank,
+                    num_workers=num_workers,
+                ),
+                samples_consumed=consumed,
+                order=ShuffledOrder(num_examples=N, seed=SEED, blocks=blocks) if blocks else None,
             ),
             LoaderConfig(num_loader_processes=processes, max_prefetched_bytes=5000),
             num_steps=num_steps,
-            samples_consumed=consumed,
-            order=ShuffledOrder(num_examples=N, seed=SEED, blocks=blocks) if blocks else None,
         )
         for rank in range(num_workers)
     ]
@@ -110,9 +112,16 @@ def test_resuming_within_an_epoch_at_another_world_size(reader, blocks):
 
 def test_streams_are_what_whole_steps_are(reader):
     share = DataShard(global_batch_size=GLOBAL_BATCH, micro_batch_size=5, rank=1, num_workers=2)
-    whole = list(training_steps(reader, share, LoaderConfig(), num_steps=4, samples_consumed=17))
+    whole = list(
+        training_steps(
+            StepReader(reader=reader, share=share, samples_consumed=17), LoaderConfig(), num_steps=4
+        )
+    )
     parts = [
-        list(step) for step in streamed_steps(reader, share, LoaderConfig(), num_steps=4, samples_consumed=17)
+        list(step)
+        for step in streamed_steps(
+            StepReader(reader=reader, share=share, samples_consumed=17), LoaderConfig(), num_steps=4
+        )
     ]
     assert [len(step) for step in parts] == [3] * 4
     for a, b in zip(chain(*whole), chain(*parts), strict=True):
@@ -170,7 +179,9 @@ def test_progressive_resolution_takes_the_larger_size_at_the_border(directory):
     shapes = [
         tuple(batch["images"].shape)
         for step in streamed_steps(
-            reader, DataShard(global_batch_size=20, micro_batch_size=20), LoaderConfig(), num_steps=4
+            StepReader(reader=reader, share=DataShard(global_batch_size=20, micro_batch_size=20)),
+            LoaderConfig(),
+            num_steps=4,
         )
         for batch in step
     ]
@@ -208,7 +219,7 @@ class Counting(ImageReader):
 def stream_of(reader, *, max_prefetched_bytes, num_steps=10):
     share = DataShard(global_batch_size=GLOBAL_BATCH, micro_batch_size=4)
     config = LoaderConfig(max_prefetched_bytes=max_prefetched_bytes)
-    return streamed_steps(reader, share, config, num_steps=num_steps)
+    return streamed_steps(StepReader(reader=reader, share=share), config, num_steps=num_steps)
 
 
 def test_the_first_micro_batch_does_not_wait_for_its_step(directory):

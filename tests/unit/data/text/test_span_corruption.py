@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shoal.data.loader import LoaderConfig, training_steps
-from shoal.data.steps import DataShard
+from shoal.data.steps import DataShard, StepReader
 from shoal.data.text.shards import TextShards
 from shoal.data.text.span_config import MAX_SENTINELS, SpanConfig, sentinel_id
 from shoal.data.text.span_corruption import SpanReader, corrupt, span_lengths
@@ -155,7 +155,9 @@ def test_an_example_depends_on_seed_epoch_and_index_alone(reader: SpanReader, sh
 def test_global_batches_do_not_depend_on_replicas(reader: SpanReader, num_workers: int) -> None:
     def stream(rank: int, of: int) -> list[list[int]]:
         share = DataShard(global_batch_size=24, micro_batch_size=24 // of, rank=rank, num_workers=of)
-        steps = training_steps(reader, share, LoaderConfig(), num_steps=4, samples_consumed=17)
+        steps = training_steps(
+            StepReader(reader=reader, share=share, samples_consumed=17), LoaderConfig(), num_steps=4
+        )
         return [batch["labels"].tolist() for (batch,) in steps]
 
     parts = [stream(rank, num_workers) for rank in range(num_workers)]
