@@ -53,3 +53,16 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?`` with the choice nearest to ``word``, or an empty string."""
     near = get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def require_positive(section: str, config: object, *names: str, least: int = 1) -> None:
+    """Raise a :class:`UsageError` if one of the named settings is there and below ``least``.
+
+    Args:
+        section: of the settings, which messages name before the setting; empty: none.
+    """
+    prefix = section and f"{section}."
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None and value < least:
+            raise UsageError(f"{prefix}{name} {value} must be at least {least}")

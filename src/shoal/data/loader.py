@@ -38,7 +38,7 @@ from shoal.data.steps import (
 )
 from shoal.decide.order import Order, micro_batches, worker_part
 from shoal.decide.rng import Int64Array
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError, require_positive
 
 _Task = TypeVar("_Task")
 _Made = TypeVar("_Made")
@@ -119,13 +119,8 @@ class LoaderConfig:
     """Bytes that ``streamed_steps`` prefetches; at least one micro-batch, and one per loader process."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("num_loader_processes", 0),
-            ("num_prefetched_steps", 1),
-            ("max_prefetched_bytes", 0),
-        ):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name} {getattr(self, name)} must be at least {least}")
+        require_positive("", self, "num_prefetched_steps")
+        require_positive("", self, "num_loader_processes", "max_prefetched_bytes", least=0)
 
 
 def training_steps(

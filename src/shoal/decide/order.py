@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.decide.rng import Int64Array, Stream, UInt64Array, below, draw, random_keys
-from shoal.errors import UsageError
+from shoal.errors import require_positive
 
 _ODD = np.uint64(0xD6E8FEB86659FD93)  # a multiplier that mixes well with shifts of 29 to 32
 _ROTATION, _BLOCKS, _WINDOWS = range(3)  # streams of an epoch that is shuffled by blocks
@@ -84,9 +84,7 @@ class BlockShuffle:
     """Blocks that are mixed with each other; their bytes should fit a cache of shards."""
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "blocks_in_window"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} {getattr(self, name)} must be at least 1")
+        require_positive("", self, "block_size", "blocks_in_window")
 
 
 def block_shuffled(

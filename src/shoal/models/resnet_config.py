@@ -5,7 +5,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.errors import UsageError
+from shoal.errors import UsageError, require_positive
 
 Network = Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet8"]
 
@@ -43,10 +43,7 @@ class ResNetConfig:
     """The logits are multiplied by this."""
 
     def __post_init__(self) -> None:
-        for name in ("num_classes", "width"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"model.{name} {value} must be at least 1")
+        require_positive("model", self, "num_classes", "width")
         if not 0 < self.norm_momentum <= 1:
             raise UsageError(f"model.norm_momentum {self.norm_momentum} must be above 0 and at most 1")
         if not (self.norm_eps > 0 and self.logit_scale > 0):

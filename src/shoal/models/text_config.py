@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shoal.errors import UsageError
+from shoal.errors import UsageError, require_positive
 
 NUM_BUCKETS = 32
 """Rows of each T5 stack's table of relative positions, as in all published T5."""
@@ -148,9 +148,7 @@ class T5ModelConfig:
     """The run, checkpoint or transformers directory that load_from names."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"model.{name} {getattr(self, name)} must be at least 1")
+        require_positive("model", self, "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
         if not 0 <= self.dropout < 1:
             raise UsageError(f"model.dropout {self.dropout} must be at least 0 and below 1")
         if not self.z_loss >= 0:

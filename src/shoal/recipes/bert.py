@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from shoal.env import WorkerEnv
-from shoal.errors import EXIT_STOPPED, UsageError
+from shoal.errors import EXIT_STOPPED, UsageError, require_positive
 from shoal.models.text_config import BertModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import load, masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
 from shoal.recipes.prepared_text import load_weights
-from shoal.train.config import Rates, check_warmup, require_positive, required, schedule_of
+from shoal.train.config import Rates, check_warmup, required, schedule_of
 
 # ------------------------------------------------------------------------------------------------- config
 

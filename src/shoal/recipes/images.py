@@ -16,7 +16,7 @@ from shoal.data.images.shards import ImageShards
 from shoal.data.images.sources import TRAIN, VALIDATION
 from shoal.data.manifest import MANIFEST
 from shoal.decide.batch import MemoryEstimate
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError, require_positive
 from shoal.json_text import parse_json
 from shoal.train.config import (
     DistributedConfig,
@@ -24,7 +24,6 @@ from shoal.train.config import (
     RunOutputConfig,
     VisionOptimizerConfig,
     check_wire,
-    require_positive,
     required,
 )
 from shoal.train.parallel_config import parse_bytes

@@ -24,7 +24,7 @@ from shoal.data.coco.augment import DetectionAugmentConfig
 from shoal.decide.batch import BatchPlan, MemoryEstimate, plan_batch
 from shoal.decide.bucketing import GroupedOrder, aspect_groups
 from shoal.env import WorkerEnv
-from shoal.errors import UsageError
+from shoal.errors import UsageError, require_positive
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.optim.lr_schedules import AnySchedule, Cosine, Schedule, Steps, learning_rate, set_learning_rate
 from shoal.recipes import images, run_script
@@ -33,7 +33,7 @@ from shoal.train.config import (
     LoopConfig,
     RunOutputConfig,
     VisionOptimizerConfig,
-    require_positive,
+    check_warmup,
     required,
     settings_lines,
 )
@@ -377,10 +377,7 @@ def make_schedule(optim: OptimConfig, total_steps: int) -> tuple[Schedule | Cosi
     Raises:
         UsageError: warm-up or milestones do not fit into the run.
     """
-    if not 0 <= optim.warmup_steps <= total_steps:
-        raise UsageError(
-            f"optim.warmup_steps {optim.warmup_steps} must lie between 0 and train.total_steps {total_steps}"
-        )
+    check_warmup("optim", optim.warmup_steps, "train", total_steps)
     base, end = optim.learning_rate, optim.end_factor * optim.learning_rate
     warmed = {
         "base": base,

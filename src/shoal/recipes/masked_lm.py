@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shoal.errors import UsageError
+from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import EncoderConfig
 from shoal.recipes import load
 from shoal.recipes.prepared_text import PreparedTextConfig, open_shards, read_manifest
@@ -18,7 +18,6 @@ from shoal.train.config import (
     OptimizerConfig,
     RunConfig,
     check_wire,
-    require_positive,
     settings_lines,
 )
 

@@ -28,7 +28,7 @@ from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.decide.epochs import Epochs
 from shoal.decide.order import BlockShuffle, ShuffledOrder
 from shoal.env import WorkerEnv
-from shoal.errors import UsageError
+from shoal.errors import UsageError, require_positive
 from shoal.models.resnet_config import ResNetConfig
 from shoal.optim.lr_schedules import Schedule, learning_rate, linear_scaled, set_learning_rate
 from shoal.recipes import images, run_script
@@ -37,7 +37,6 @@ from shoal.train.config import (
     LoopConfig,
     RunOutputConfig,
     VisionOptimizerConfig,
-    require_positive,
     required,
     settings_lines,
 )

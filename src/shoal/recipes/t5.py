@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast
 from shoal.data.text.span_config import MAX_SENTINELS, SpanConfig
 from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.env import WorkerEnv, worker_env
-from shoal.errors import UsageError
+from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import InverseSquareRoot, learning_rate, set_learning_rate
 from shoal.recipes import run_script
@@ -35,7 +35,6 @@ from shoal.train.config import (
     OptimizerConfig,
     RunConfig,
     TrainConfig,
-    require_positive,
     required,
     settings_lines,
 )

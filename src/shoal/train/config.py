@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
-from shoal.errors import UsageError
+from shoal.errors import UsageError, require_positive
 from shoal.optim.lr_schedules import Schedule
 
 T = TypeVar("T")
@@ -283,14 +283,6 @@ def required(value: T | None) -> T:
     """Return a setting that the command line has filled in."""
     assert value is not None, "the command line must fill this setting in"
     return value
-
-
-def require_positive(section: str, config: object, *names: str, least: int = 1) -> None:
-    """Raise a :class:`UsageError` if one of the named settings is there and below ``least``."""
-    for name in names:
-        value = getattr(config, name, None)
-        if value is not None and value < least:
-            raise UsageError(f"{section}.{name} {value} must be at least {least}")
 
 
 def as_tree(config: object) -> dict[str, Any]:

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.errors import UsageError
-from shoal.train.config import require_positive
+from shoal.errors import UsageError, require_positive
 
 ScheduleName = Literal["auto", "gpipe", "1f1b", "interleaved", "bfs", "vee", "backward_first"]
 

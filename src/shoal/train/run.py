@@ -414,21 +414,20 @@ class Run:
             return self.step in every
         return self.step == self._until or bool(every and self.step % every == 0)
 
-    def evaluation(
-        self, split: str, metrics: Mapping[str, float], *, num_samples: int, seconds: float | None = None
-    ) -> None:
+    def evaluation(self, split: str, metrics: Mapping[str, float], *, num_samples: int) -> None:
         """Write scores of the step just done to the record and the terminal.
+
+        Their time counts from the end of the step, or from the last evaluation.
 
         Args:
             split: what was evaluated, such as ``validation``.
             metrics: the same on all workers, or used on the first alone.
             num_samples: over how many samples.
-            seconds: how long it took; default: since the step, or since the last evaluation.
         """
         now = time.monotonic()
         row = record.Evaluation(
             step=self.step, split=split, num_samples=num_samples, metrics=dict(metrics),
-            seconds=now - self._last_end if seconds is None else seconds,
+            seconds=now - self._last_end,
         )  # fmt: skip
         if self.log:
             self.log.write(row)

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from shoal.decide.rng import Stream, draw, random_keys, uniform
-from shoal.errors import UsageError
+from shoal.errors import UsageError, require_positive
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -80,10 +80,7 @@ class AugmentConfig:
     """Divisor of red, green, blue after the subtraction."""
 
     def __post_init__(self) -> None:
-        for name in ("size", "first_size"):
-            side = getattr(self, name)
-            if side is not None and side < 1:
-                raise UsageError(f"{name} {side} must be at least 1 pixel")
+        require_positive("", self, "size", "first_size")
         if self.first_size is not None and self.crop == "padded":
             raise UsageError("first_size needs crop 'resized': a padded crop has one size; leave it out")
         for name, high in {"flip": 1, "hue": 0.5, "erase": 1}.items():

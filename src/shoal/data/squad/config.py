@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shoal.errors import UsageError
+from shoal.errors import UsageError, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +27,8 @@ class WindowConfig:
     """Most tokens of a question; a longer one is truncated at the end."""
 
     def __post_init__(self) -> None:
-        for name in ("max_seq_length", "doc_stride", "max_question_length"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} {getattr(self, name)} must be at least 1")
-        if self.overlap is not None and self.overlap < 0:
-            raise UsageError(f"overlap {self.overlap} must be at least 0")
+        require_positive("", self, "max_seq_length", "doc_stride", "max_question_length")
+        require_positive("", self, "overlap", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +47,6 @@ class AnswerConfig:
     """SQuAD 2.0: no answer if its score exceeds that of the best answer by more than this."""
 
     def __post_init__(self) -> None:
-        for name in ("n_best", "max_answer_length"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} {getattr(self, name)} must be at least 1")
+        require_positive("", self, "n_best", "max_answer_length")
         if math.isnan(self.null_threshold):
             raise UsageError("null_threshold must be a number")

@@ -26,7 +26,7 @@ from shoal.data.text.masking import (
 from shoal.data.text.segments import MIN_TOKENS, PairTask, Segments, Windows, gather
 from shoal.data.text.shards import TextShards
 from shoal.decide.rng import Int64Array, Stream, UInt64Array, draw, dropout_keys, random_keys
-from shoal.errors import UsageError
+from shoal.errors import UsageError, require_positive
 
 NUM_SPECIAL = 3
 """Special tokens of [CLS] A [SEP] B [SEP]."""
@@ -58,8 +58,7 @@ class ExampleConfig:
                 f"max_predictions_per_seq {self.max_predictions_per_seq} must be at least 1 and less than "
                 f"max_seq_length {self.max_seq_length}"
             )
-        if self.max_ngram < 1:
-            raise UsageError(f"max_ngram {self.max_ngram} must be at least 1")
+        require_positive("", self, "max_ngram")
         for name in ("mask_prob", "short_seq_prob"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UsageError(f"{name} {getattr(self, name)} must be a probability, from 0 to 1")

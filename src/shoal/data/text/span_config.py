@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from shoal.errors import UsageError
+from shoal.errors import UsageError, require_positive
 
 MAX_SENTINELS = 100
 """Number of sentinels in T5's vocabulary."""
@@ -26,8 +26,7 @@ class SpanConfig:
     seed: int = 42
 
     def __post_init__(self) -> None:
-        if self.input_length < 4:
-            raise UsageError(f"input_length {self.input_length} must be at least 4")
+        require_positive("", self, "input_length", least=4)
         if not 0 < self.noise_density < 1:
             raise UsageError(f"noise_density {self.noise_density} must lie between 0 and 1")
         if not self.mean_span_length >= 1:

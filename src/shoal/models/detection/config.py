@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shoal.errors import UsageError
+from shoal.errors import UsageError, require_positive
 
 BoxLoss = Literal["smooth_l1", "giou"]
 
@@ -56,17 +56,9 @@ class MaskRCNNConfig:
             raise UsageError(f"model.frozen_stages {self.frozen_stages} must be from 0 to 5")
         if len(self.anchor_sizes) != 5 or min(self.anchor_sizes) < 1:
             raise UsageError(f"model.anchor_sizes {self.anchor_sizes} must be five sides of at least 1 pixel")
-        for name, least in {
-            "channels": 1,
-            "proposal_samples": 2,
-            "proposals_a_level": 2,
-            "proposals": 2,
-            "proposals_used": 1,
-            "region_samples": 4,
-            "detections": 1,
-        }.items():
-            if getattr(self, name) < least:
-                raise UsageError(f"model.{name} {getattr(self, name)} must be at least {least}")
+        require_positive("model", self, "channels", "proposals_used", "detections")
+        require_positive("model", self, "proposal_samples", "proposals_a_level", "proposals", least=2)
+        require_positive("model", self, "region_samples", least=4)
         for name in ("label_smoothing", "least_score"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"model.{name} {getattr(self, name)} must be at least 0 and below 1")
