@@ -307,7 +307,7 @@ class Run:
         """Yield each optimizer step that is left, up to step ``until``.
 
         Args:
-            data: a :class:`~shoal.data.loader.StepSource`; an indexable dataset, whose order is then exact at
+            data: a :class:`~shoal.data.sources.StepSource`; an indexable dataset, whose order is then exact at
                 any number of workers; or a DataLoader or another iterable of micro-batches, each worker its
                 own.
             batch: sizes of the global batch and the micro-batch, or a finished plan.
