@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
 _SHORT = {"sequences": "seq"}
@@ -140,3 +140,15 @@ def ranges(numbers: Sequence[int], limit: int = 6) -> str:
         return ", ".join(f"{n:,}" for n in numbers)
     shown = ", ".join(f"{n:,}" for n in numbers[: limit - 1])
     return f"{shown}, … {numbers[-1]:,} ({len(numbers):,} in all)"
+
+
+def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """Align the cells of a table: those of the columns ``left`` to the left, others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -15,8 +15,8 @@ For vision there are :class:`Cosine` (Loshchilov and Hutter, arXiv 1608.03983, w
 :class:`Steps` (Goyal et al., arXiv 1706.02677; Mask R-CNN). :func:`linear_scaled` gives the base rate for a
 larger batch.
 
-T5 does not know the number of steps in advance: :class:`InverseSquareRoot` for pre-training,
-:class:`Constant` for fine-tuning (Raffel et al., arXiv 1910.10683, sections 3.1.2 and 3.1.3).
+T5's pre-training does not know the number of steps in advance: :class:`InverseSquareRoot` (Raffel et al.,
+arXiv 1910.10683, section 3.1.2); its fine-tuning has a constant rate.
 """
 
 from __future__ import annotations
@@ -137,12 +137,7 @@ class InverseSquareRoot(_Checked):
     hold_steps: int = 10_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Constant(_Checked):
-    """``base`` at every step."""
-
-
-AnySchedule = Schedule | Cosine | Steps | InverseSquareRoot | Constant
+AnySchedule = Schedule | Cosine | Steps | InverseSquareRoot
 
 
 def learning_rate(schedule: AnySchedule, step: int) -> float:
@@ -157,8 +152,6 @@ def learning_rate(schedule: AnySchedule, step: int) -> float:
     """
     if step < 0:
         raise UsageError(f"step={step} must be at least 0")
-    if isinstance(schedule, Constant):
-        return schedule.base
     if isinstance(schedule, InverseSquareRoot):
         return schedule.base / math.sqrt(max(step, schedule.hold_steps))
     if step < schedule.warmup_steps:

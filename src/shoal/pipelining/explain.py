@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shoal.decide.layout_search import Layout
 from shoal.decide.partition import in_gb
 from shoal.decide.pipeline_simulator import Timeline
-from shoal.formatting import plural
+from shoal.formatting import plural, table
 from shoal.pipelining.pipeline_plan import Plan
 
 _WIDTH = 96
@@ -81,7 +81,7 @@ def _stages(plan: Plan) -> str:
                 in_gb(stage.parameter_bytes), in_gb(stage.saved_bytes), in_gb(stage.relay_bytes),
             )
         )  # fmt: skip
-    return _table(rows, left={2}) + "\ntimes, saved and sent bytes are of one micro-batch"
+    return table(rows, left={2}) + "\ntimes, saved and sent bytes are of one micro-batch"
 
 
 def _ranks(plan: Plan, predicted: Timeline) -> str:
@@ -96,7 +96,7 @@ def _ranks(plan: Plan, predicted: Timeline) -> str:
                 in_gb(predicted.peak_saved_bytes[rank]),
             )
         )  # fmt: skip
-    return _table(rows, left={1})
+    return table(rows, left={1})
 
 
 def _why(plan: Plan) -> str:
@@ -108,7 +108,7 @@ def _why(plan: Plan) -> str:
          in_gb(other.largest_rank_bytes))
         for other in plan.alternatives[:7]
     ]  # fmt: skip
-    return f"why: the best of {len(plan.alternatives)} that fit, by simulation\n{_table(rows, left={0})}"
+    return f"why: the best of {len(plan.alternatives)} that fit, by simulation\n{table(rows)}"
 
 
 def _drawn(name: str, timeline: Timeline, plan: Plan) -> str:
@@ -129,17 +129,6 @@ def _drawn(name: str, timeline: Timeline, plan: Plan) -> str:
                 row[begin:end] = (label + fill * (end - begin))[: end - begin]
         lines.append(f"{rank:>3} {''.join(row)}")
     return "\n".join(lines)
-
-
-def _table(rows: Sequence[Sequence[str]], left: set[int]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
 
 
 def _ms(seconds: float) -> str:

@@ -307,9 +307,9 @@ class Run:
         """Yield each optimizer step that is left, up to step ``until``.
 
         Args:
-            data: a :class:`~shoal.data.sources.StepSource`; an indexable dataset, whose order is then exact at
-                any number of workers; or a DataLoader or another iterable of micro-batches, each worker its
-                own.
+            data: a :class:`~shoal.data.sources.StepSource`; an indexable dataset, whose order is then exact
+                at any number of workers; or a DataLoader or another iterable of micro-batches, each worker
+                its own.
             batch: sizes of the global batch and the micro-batch, or a finished plan.
             until: the last step, counted over the whole run from 1.
             since: the step after which this data begins.

@@ -8,7 +8,6 @@ import torch
 
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import (
-    Constant,
     Cosine,
     InverseSquareRoot,
     Schedule,
@@ -104,16 +103,17 @@ def test_t5_is_level_and_then_falls_with_the_root_of_the_steps() -> None:
     assert learning_rate(schedule, 10_001) < 0.01
     assert learning_rate(schedule, 1_000_000) == pytest.approx(1e-3, rel=1e-12)
     assert learning_rate(InverseSquareRoot(base=2.0, hold_steps=4), 16) == pytest.approx(0.5)
-    assert [learning_rate(Constant(base=1e-3), step) for step in (0, 7, 10**9)] == [1e-3] * 3
+    constant = Schedule(base=1e-3, power=0.0, total_steps=10)
+    assert [learning_rate(constant, step) for step in (0, 7, 10**9)] == [1e-3] * 3
 
 
 def test_wrong_values_of_endless_schedules_are_refused() -> None:
     with pytest.raises(UsageError, match="hold_steps=0 must be at least 1"):
         InverseSquareRoot(hold_steps=0)
     with pytest.raises(UsageError, match="base=-1"):
-        Constant(base=-1.0)
+        InverseSquareRoot(base=-1.0)
     with pytest.raises(UsageError, match="step=-1"):
-        learning_rate(Constant(base=1.0), -1)
+        learning_rate(InverseSquareRoot(), -1)
 
 
 def test_resnet_of_16384_images_a_step() -> None:

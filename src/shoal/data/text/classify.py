@@ -18,6 +18,7 @@ from shoal.atomic_io import read_text
 from shoal.data.text.sequences import TaskData
 from shoal.data.text.special_tokens import Int32Array, Int64Array, SequenceTemplate, encode_texts, plain
 from shoal.errors import UsageError, did_you_mean
+from shoal.formatting import table
 from shoal.json_text import parse_json
 
 MNLI_LABELS = ("entailment", "neutral", "contradiction")
@@ -119,10 +120,7 @@ class ClassifyScores:
         lines = [["", *self.labels, "recall %"]]
         for label, row, recall in zip(self.labels, self.counts, recalls, strict=True):
             lines.append([label, *map(str, row), recall])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines
-        )
+        return table(lines)
 
 
 def score_classify(labels: Sequence[str], gold: Iterable[int], predicted: Iterable[int]) -> ClassifyScores:
