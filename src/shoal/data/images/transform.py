@@ -210,8 +210,8 @@ def resized(pixels: Pixels, box: Box | None, height: int, width: int) -> Pixels:
         return pixels
     # torch resizes dense channels-last pixels fastest; copying the crop is cheaper than a strided resize
     dense = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
-    resize = _torchvision().transforms.v2.functional.resize_image
-    smaller: Pixels = resize(dense, [height, width], antialias=True).permute(1, 2, 0).numpy()
+    small: torch.Tensor = _torchvision().resize_image(dense, [height, width], antialias=True)
+    smaller: Pixels = small.permute(1, 2, 0).numpy()
     return smaller
 
 
@@ -234,4 +234,5 @@ def _mirrored_crop(pixels: Pixels, box: Box) -> Pixels:
 
 @cache
 def _torchvision() -> Any:
-    return import_extra("torchvision", "vision", "images are decoded by torchvision")
+    """Return torchvision's functions of images; importing them also loads its decoders."""
+    return import_extra("torchvision.transforms.v2.functional", "vision", "images are decoded by torchvision")
