@@ -95,7 +95,7 @@ def _record_counters(path: Path) -> None:
     original = ShoalProcessGroup.shutdown
 
     def shutdown(group: ShoalProcessGroup) -> None:
-        if not group._closed:
+        if not group.operations.is_closed:
             counted = {
                 "test": os.environ["SUITE_TEST"],
                 "inner_groups": int(group.gloo._group is not None),

@@ -20,19 +20,17 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.harness import Benchmark
 from benchmarks.memory_device import MemoryDevice
+from shoal.comm.collectives import collective
 from shoal.comm.cuda_device import CudaDevice
 from shoal.comm.d2h_pipeline import CopyPipeline, DeviceWork, Transfer
 from shoal.comm.devices import Device
-from shoal.comm.engine import EngineOptions
+from shoal.comm.engine import EngineOptions, SingleProcessEngine
 from shoal.comm.routes import flat_route
-from shoal.comm.single_process import SingleProcessEngine
-from shoal.comm.tensors import CollectiveRequest
 
 MIB = 1 << 20
 SIZES_MIB = (1, 25, 256)
@@ -57,12 +55,12 @@ class _NoFailure:
 
 
 def staged_and_back(pipeline: CopyPipeline, device: Device, tensor: torch.Tensor) -> None:
-    request = CollectiveRequest(kind="all_reduce", input=tensor, output=tensor)
-    engine: Any = SingleProcessEngine()
+    operation = collective("all_reduce", tensor, tensor)
     work = DeviceWork(device, "all_reduce", [tensor], lambda: None, lambda: None)
     pipeline.begin(
         Transfer(
-            route=flat_route(request, engine, 0, 1), ready=device.current_stream().record_event(),
+            route=flat_route(operation, SingleProcessEngine(), 0, 1),
+            ready=device.current_stream().record_event(),
             deadline=time.monotonic() + 60, work=work, on_end=lambda: None,
         )
     )  # fmt: skip

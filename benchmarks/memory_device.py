@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from shoal.comm.collectives import collective
 from shoal.comm.devices import Stream
-from shoal.comm.engine import EngineOptions, Operation
+from shoal.comm.engine import EngineOptions
 from shoal.comm.rendezvous import connect_engine
-from shoal.comm.tensors import ENGINE_DTYPES
 
 _CPU = torch.device("cpu")
 
@@ -168,19 +168,16 @@ class MemoryIntraHostGroup:
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
         self._engine = connect_engine(store, rank, size, name, rank, timeout, EngineOptions())
-        self._timeout_s = timeout.total_seconds()
+        self._timeout = timeout
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
-        self._run("reduce_scatter", output, input, output.numel(), op)
+        self._run("reduce_scatter", output, input, op)
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
-        self._run("all_gather", output, input, input.numel(), "sum")
+        self._run("all_gather", output, input, "sum")
 
-    def _run(self, kind: str, output: Tensor, input: Tensor, count: int, op: str) -> None:
-        operation = Operation(
-            kind=kind, input=input.data_ptr(), output=output.data_ptr(), count=count,
-            dtype=ENGINE_DTYPES[input.dtype], op=op, timeout_s=self._timeout_s,
-        )  # fmt: skip
+    def _run(self, kind: str, output: Tensor, input: Tensor, op: str) -> None:
+        operation = collective(kind, input, output, op=op, timeout=self._timeout)
         self._engine.wait(self._engine.submit(operation))
 
     def abort(self, reason: str) -> None:

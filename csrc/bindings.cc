@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <exception>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -318,23 +319,59 @@ void connect(shoal::Engine& engine, const std::vector<PeerTuple>& peers, const s
   engine.connect(std::move(peer_infos), std::move(helper_infos), pattern, segment, timeout_s);
 }
 
-std::uint64_t submit(shoal::Engine& engine, const std::string& kind, std::uintptr_t input, std::uintptr_t output,
-                     std::uint64_t count, const std::string& dtype, const std::string& op, int root,
-                     const std::vector<std::int64_t>& shape, double timeout_s, int priority) {
+// Reads the options of shoal.comm.engine.Engine; those that only Python uses are left out.
+shoal::EngineOptions options_of(const nb::dict& given) {
+  shoal::EngineOptions options;
+  const auto read = [&]<class T>(const char* name, T& field) { field = nb::cast<T>(given[name]); };
+  read("rank", options.rank);
+  read("size", options.size);
+  read("group", options.group);
+  read("address", options.address);
+  read("chunk_bytes", options.chunk_bytes);
+  read("shared_chunk_bytes", options.shared_chunk_bytes);
+  read("num_slots", options.num_slots);
+  read("min_window_bytes", options.min_window_bytes);
+  read("window_bytes", options.window_bytes);
+  read("target_rtt_s", options.target_rtt_s);
+  read("unexpected_bytes", options.unexpected_bytes);
+  read("connections_per_peer", options.connections_per_peer);
+  read("send_buffer_bytes", options.send_buffer_bytes);
+  read("fabric", options.fabric);
+  read("peer_grace_s", options.peer_grace_s);
+  read("straggler_s", options.straggler_s);
+  read("workers_serve", options.workers_serve);
+  options.wide_partials = nb::cast<std::string>(given["partial_dtype"]) == "float32";
+  options.secret = secret_of(nb::cast<nb::bytes>(given["secret"]));
+  return options;
+}
+
+// Submits a shoal.comm.engine.Operation.
+std::uint64_t submit(shoal::Engine& engine, const nb::object& operation) {
+  const auto get = [&]<class T>(const char* name, T) { return nb::cast<T>(operation.attr(name)); };
   shoal::OpSpec spec;
-  spec.kind = shoal::kind_named(kind);
-  spec.element = shoal::element_named(dtype);
-  spec.count = count;
-  spec.root = root;
-  spec.input = reinterpret_cast<const std::byte*>(input);
-  spec.output = reinterpret_cast<std::byte*>(output);
-  spec.timeout_s = timeout_s;
-  spec.priority = priority;
-  spec.shape = shape;
+  spec.kind = shoal::kind_named(get("kind", std::string()));
+  spec.element = shoal::element_named(get("dtype", std::string()));
+  spec.count = get("count", spec.count);
+  spec.root = get("root", spec.root);
+  spec.input = reinterpret_cast<const std::byte*>(get("input", std::uintptr_t{}));
+  spec.output = reinterpret_cast<std::byte*>(get("output", std::uintptr_t{}));
+  spec.timeout_s = get("timeout_s", spec.timeout_s);
+  spec.priority = get("priority", spec.priority);
+  spec.shape = get("shape", spec.shape);
+  const auto op = get("op", std::string());
   if (spec.kind == shoal::Kind::delegated) spec.name = op;
   else spec.combine = shoal::combine_named(op);
   nb::gil_scoped_release release;
   return engine.submit(std::move(spec));
+}
+
+// Raises a GroupError as shoal.comm.engine.CommError, which Python defines.
+void raise_comm_error(const std::exception_ptr& error, void*) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const shoal::GroupError& failure) {
+    PyErr_SetString(nb::module_::import_("shoal.comm.engine").attr("CommError").ptr(), failure.what());
+  }
 }
 
 std::vector<std::tuple<std::string, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>> take_trace(
@@ -348,30 +385,9 @@ std::vector<std::tuple<std::string, std::uint64_t, std::uint64_t, std::uint64_t,
 
 void bind_engine(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
-  nb::exception<shoal::GroupError>(m, "GroupError", PyExc_RuntimeError);
-  nb::class_<shoal::EngineOptions>(m, "EngineOptions")
-      .def(nb::init<>())
-      .def_rw("rank", &shoal::EngineOptions::rank)
-      .def_rw("size", &shoal::EngineOptions::size)
-      .def_rw("group", &shoal::EngineOptions::group)
-      .def_rw("address", &shoal::EngineOptions::address)
-      .def_rw("chunk_bytes", &shoal::EngineOptions::chunk_bytes)
-      .def_rw("shared_chunk_bytes", &shoal::EngineOptions::shared_chunk_bytes)
-      .def_rw("num_slots", &shoal::EngineOptions::num_slots)
-      .def_rw("min_window_bytes", &shoal::EngineOptions::min_window_bytes)
-      .def_rw("target_rtt_s", &shoal::EngineOptions::target_rtt_s)
-      .def_rw("window_bytes", &shoal::EngineOptions::window_bytes)
-      .def_rw("unexpected_bytes", &shoal::EngineOptions::unexpected_bytes)
-      .def_rw("connections_per_peer", &shoal::EngineOptions::connections_per_peer)
-      .def_rw("send_buffer_bytes", &shoal::EngineOptions::send_buffer_bytes)
-      .def_rw("fabric", &shoal::EngineOptions::fabric)
-      .def_rw("peer_grace_s", &shoal::EngineOptions::peer_grace_s)
-      .def_rw("straggler_s", &shoal::EngineOptions::straggler_s)
-      .def_rw("wide_partials", &shoal::EngineOptions::wide_partials)
-      .def_rw("workers_serve", &shoal::EngineOptions::workers_serve)
-      .def("set_secret", [](shoal::EngineOptions& options, const nb::bytes& secret) { options.secret = secret_of(secret); });
+  nb::register_exception_translator(raise_comm_error);
   nb::class_<shoal::Engine>(m, "Engine")
-      .def(nb::init<shoal::EngineOptions>())
+      .def("__init__", [](shoal::Engine* self, const nb::dict& options) { new (self) shoal::Engine(options_of(options)); })
       .def_prop_ro("port", &shoal::Engine::port)
       .def("connect", &connect)
       .def("set_pattern", &shoal::Engine::set_pattern, Release())

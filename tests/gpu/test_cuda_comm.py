@@ -251,7 +251,7 @@ def check_parts(rank: int) -> None:
         dist.all_reduce(tensor)
         total = sum(part(each, dtype).double() for each in range(dist.get_world_size()))
         assert torch.equal(tensor.cpu().double(), Tensor(total))
-    assert world._resources.device_groups[tensor.device]._hierarchical is not None
+    assert world.device_groups[tensor.device]._hierarchical is not None
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -16,8 +16,8 @@ from shoal.comm.device_group import DeviceGroup
 def small_pieces(group: Any = None, num_bytes: int = 4 * 128, num_buffers: int = 2) -> None:
     """Let tensors of a few kilobytes travel in several chunks, through few buffers."""
     group = group or dist.group.WORLD
-    options = replace(group._membership.options, staging_bytes=num_bytes, staging_buffers=num_buffers)
-    group._membership = replace(group._membership, options=options)
+    options = replace(group.member.options, staging_bytes=num_bytes, staging_buffers=num_buffers)
+    group.member = replace(group.member, options=options)
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def check_async(rank: int) -> None:
     dist.barrier()
     dist.barrier()
     world: Any = dist.group.WORLD
-    assert len(world._pending) <= 1, "what is done is let go"
+    assert len(world.operations.pending) <= 1, "what is done is let go"
     objects: Any = dist.barrier(async_op=True)
     objects.get_future().wait()
 
@@ -136,7 +136,7 @@ def check_groups(rank: int) -> None:
     dist.all_reduce(tensor, group=gloo)
     assert tensor.item() == 24
     world.set_timeout(timedelta(seconds=77))
-    assert world._timeout == timedelta(seconds=77)
+    assert world.operations.timeout == timedelta(seconds=77)
     assert not has_inner_group()
 
 

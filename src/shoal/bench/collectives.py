@@ -18,8 +18,8 @@ from shoal.bench import comm_results
 from shoal.bench.chrome_trace import Span, rank_events, write_trace
 from shoal.bench.comm_options import CommBench, parse_sizes, split_list
 from shoal.bench.comm_results import Network, Row, formula_seconds, limit_seconds
-from shoal.comm.addresses import host_identity
 from shoal.comm.helpers import helper_bandwidths
+from shoal.comm.rendezvous import host_identity
 from shoal.env import HELPERS, WorkerEnv, helpers, without
 from shoal.errors import EXIT_OK, ShoalError, UsageError
 from shoal.json_text import parse_json

@@ -6,13 +6,13 @@
 The path of one gradient:
 
 1.  ``init_process_group`` finds the name ``"shoal"`` through an entry point and calls
-    ``backend.create_group``. ``rendezvous`` exchanges the ranks' addresses through torch's store, finds out
-    which ranks share a host, reads the helper hosts from the environment, and creates the group's ``Engine``.
+    ``backend.create_group``. ``rendezvous`` exchanges the ranks' addresses through the job's store, finds out
+    which ranks share a host, selects the helper hosts (``helpers``), and creates the group's ``Engine``.
 2.  ``DistributedDataParallel`` fills a bucket and calls ``all_reduce``. ``ShoalProcessGroup.allreduce``
-    passes the tensor's address to the engine and returns a ``Work`` at once. Tensors that are not contiguous
-    are copied first (``tensors``), and many small ones are fused into one (``coalescing``).
-3.  The engine numbers the operation. Where ranks submit different operations under one number, they exchange
-    names, dtypes and shapes, and all raise an error with both sides instead of hanging.
+    (``backend``) has an ``Operation`` built for it (``collectives``: tensors that are not contiguous are
+    copied, and many small ones are fused into one), submits it (``operations``) and returns a ``Work``.
+3.  The engine (``engine``) numbers the operation. Where ranks submit different operations under one number,
+    they exchange names, dtypes and shapes, and all raise an error with both sides instead of hanging.
 4.  Workers of one host first reduce in shared memory, in rank order, so that the network carries a bucket
     once per host.
 5.  The bucket is cut into chunks, and ``decide.server_assignment`` assigns each chunk to a server: the

@@ -1,7 +1,8 @@
 """Implements the process group of ``init_process_group("shoal")``: torch's collectives on the engine.
 
-torch calls several methods by an old or a new name, depending on its version; both are defined here. A
-missing one would not raise: FSDP2 would bypass the engine.
+A method for each of torch's: it checks the tensors, has :class:`CollectiveBuilder` build operations, and
+submits them. torch calls several methods by an old or a new name, depending on its version; both are defined
+here. A missing one would not raise: FSDP2 would bypass the engine.
 """
 
 # torch's stubs of ProcessGroup differ between its versions and lack what only some have.
@@ -9,10 +10,10 @@ missing one would not raise: FSDP2 would bypass the engine.
 
 from __future__ import annotations
 
+import importlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,30 +26,30 @@ from torch._C._distributed_c10d import (
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
+    PrefixStore,
+    ProcessGroup,
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
+    Store,
     Work,
 )
+from torch.distributed import distributed_c10d
 
-from shoal.comm.coalescing import Coalescer, check_rows
-from shoal.comm.engine import EngineOptions, Operation
-from shoal.comm.gloo_fallback import GlooWork, PointToPointWork, Start
-from shoal.comm.group import EngineGroup, refuse_other_backends
+from shoal.comm import BACKEND_NAME
+from shoal.comm.collectives import DEVICES, CollectiveBuilder, check_tensors, options_of, single_tensor
+from shoal.comm.device_group import DeviceGroup
+from shoal.comm.devices import BounceBuffers, Device
+from shoal.comm.engine import CollectiveEngine, CommError, EngineOptions, Operation, SingleProcessEngine
+from shoal.comm.gloo_fallback import GlooCollectives, GlooFallback, PointToPointWork
+from shoal.comm.operations import Membership, Operations
+from shoal.comm.rendezvous import LOOPBACK, connect_engine, local_address
 from shoal.comm.store import monitored_barrier
-from shoal.comm.tensors import (
-    CollectiveRequest,
-    Finish,
-    as_contiguous,
-    as_movable,
-    check_tensors,
-    copy_back,
-    options_of,
-    output_buffer,
-    single_tensor,
-)
-from shoal.comm.work import NO_TIMEOUT, opaque_to_dynamo
+from shoal.comm.work import NO_TIMEOUT, BaseWork, JoinedWork, opaque_to_dynamo
 from shoal.errors import UsageError
+
+_CPU = torch.device("cpu")
+_ACCELERATOR_BACKENDS = ("nccl", "xccl", "ucc", "mpi")
 
 
 def create_group(backend_options: Any, options: Any) -> ShoalProcessGroup:
@@ -80,27 +81,132 @@ def create_group(backend_options: Any, options: Any) -> ShoalProcessGroup:
     )
 
 
-@opaque_to_dynamo
-class ShoalProcessGroup(EngineGroup):
-    """Collectives of the backend ``"shoal"``. They do not block; each returns a ``Work``."""
+def _open_cuda(device: torch.device) -> Device:
+    return importlib.import_module("shoal.comm.cuda_device").CudaDevice(device)  # type: ignore[no-any-return]
 
-    @cached_property
-    def _coalescer(self) -> Coalescer:
-        return Coalescer(self._submit, self._rank, self._size)
+
+class _FalsyDevices(list[torch.device]):
+    """A group's devices, as a list that is false.
+
+    torch's flight recorder attaches only to groups with a C++ backend and raises for others, but skips a
+    group where ``not group._device_types``. All other code of torch iterates over the list.
+    """
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@opaque_to_dynamo
+class ShoalProcessGroup(ProcessGroup):
+    """A process group of backend ``"shoal"``. Collectives do not block; each returns a ``Work``.
+
+    Attributes:
+        engine: of CPU tensors; it announces the collectives on others.
+        operations: submits to the engine, and keeps what is in flight.
+        gloo: the inner group, for operations that the engine does not have.
+        devices: makes the device of tensors that pass through the copy pipeline, by device type.
+        device_groups: the collectives on each of these devices.
+    """
+
+    supports_splitting = True
+    supports_coalescing = False
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        global_ranks: list[int],
+        options: EngineOptions | None = None,
+    ) -> None:
+        super().__init__(rank, size)
+        self._name, self._description = name, "undefined"
+        self._global_ranks = global_ranks
+        options = options or EngineOptions()
+        self.engine: CollectiveEngine
+        if size == 1:
+            self.engine, address = SingleProcessEngine(), LOOPBACK
+        else:
+            self.engine = connect_engine(store, rank, size, name, global_ranks[rank], timeout, options)
+            address = local_address(store)
+        self.member = Membership(
+            store=store, rank=rank, size=size, name=name, global_rank=global_ranks[rank],
+            engine=self.engine, options=options,
+        )  # fmt: skip
+        self._build = CollectiveBuilder(rank, size)
+        self.gloo = GlooFallback(self.member, address, timeout)
+        self.operations = Operations(self.member, self.gloo, timeout)
+        self.devices: dict[str, Callable[[torch.device], Device]] = {"cuda": _open_cuda}
+        self.device_groups: dict[torch.device, DeviceGroup] = {}
+        self._coalescing: list[BaseWork] | None = None
+        self._splits = 0
+
+    # ---- submission ---------------------------------------------------------------------------------------
+
+    def _submit(self, operations: Sequence[Operation], result: Any = None) -> BaseWork:
+        """Submit operations; several are one work with this result."""
+        works = [self._submit_one(operation) for operation in operations]
+        return works[0] if len(works) == 1 else JoinedWork(works, result)
+
+    def _submit_one(self, operation: Operation) -> BaseWork:
+        if operation.timeout_s <= 0:
+            operation.timeout_s = self.operations.timeout.total_seconds()
+        device_group = None if operation.source is None else self._device_group(operation.source.device)
+        if device_group is not None:
+            return self._coalesced(
+                device_group.submit(operation, begin=self._begin, idle=self.operations.idle)
+            )
+        self._check_first()
+        return self._coalesced(self.operations.submit(operation))
+
+    def _begin(self, operation: Operation) -> int:
+        self._check_first()
+        return self.operations.begin(operation)
+
+    def _check_first(self) -> None:
+        if self.operations.sequence == 0:
+            refuse_mixed_configuration(self)
+
+    def _coalesced(self, work: BaseWork) -> BaseWork:
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def _device_group(self, device: torch.device) -> DeviceGroup | None:
+        """Return the collectives on tensors of a device; ``None`` if the group's engine takes them."""
+        if device.type not in self.devices:
+            return None
+        if device not in self.device_groups:
+            if self.operations.is_closed:
+                raise CommError(
+                    f"collective on {device}: this process group has been shut down; make a new one"
+                )
+            store = PrefixStore(f"device/{len(self.device_groups)}/", self.member.store)
+            place = self.devices[device.type](device)
+            group = DeviceGroup(place, self.member, store, self.operations.timeout)
+            self.operations.resources.callback(group.stop)
+            self.device_groups[device] = group
+        return self.device_groups[device]
+
+    def _bounce_buffers(self, device: torch.device) -> BounceBuffers | None:
+        group = self._device_group(device)
+        return None if group is None else group.bounce_buffers
 
     # ---- collectives of the engine ------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
         (tensor,), opts = single_tensor(tensors, "all_reduce"), options_of(opts, AllreduceOptions, timeout)
         if tensor.layout == torch.sparse_coo and tensor.device.type == "cpu":
-            return self._delegate("sparse_all_reduce", lambda g: g.allreduce([tensor], opts), opts)
+            return self._inner.run("sparse_all_reduce", lambda g: g.allreduce([tensor], opts), opts)
         check_tensors([tensor], "all_reduce")
-        return self._coalescer.reduce([tensor], opts)
+        return self._submit(self._build.reduce([tensor], opts))
 
     def reduce(self, tensors: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
         (tensor,), opts = single_tensor(tensors, "reduce"), options_of(opts, ReduceOptions, timeout)
         check_tensors([tensor], "reduce")
-        return self._coalescer.reduce([tensor], opts, root=opts.rootRank)
+        return self._submit(self._build.reduce([tensor], opts, root=opts.rootRank))
 
     def all_reduce_with_priority(self, tensor: Tensor, priority: int) -> Work:
         """Sum a tensor in place, with a priority over other queued operations.
@@ -108,60 +214,51 @@ class ShoalProcessGroup(EngineGroup):
         Args:
             tensor: as in ``all_reduce``.
             priority: higher priorities are sent first; rank 0's apply to all ranks. Operations with priority
-            0,
-                as all other collectives have, are not queued behind any. The bits of the result do not depend
-                on it. Where ranks share a host, operations are sent in the order of the calls.
+                0, as all other collectives have, are not queued behind any. The bits of the result do not
+                depend on it. Where ranks share a host, operations are sent in the order of the calls.
         """
         check_tensors([tensor], "all_reduce")
-        return self._coalescer.reduce([tensor], options_of(None, AllreduceOptions), priority=priority)
+        return self._submit(self._build.reduce([tensor], AllreduceOptions(), priority=priority))
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         opts = options_of(opts, AllreduceCoalescedOptions)
         check_tensors(tensors, "all_reduce_coalesced")
-        return self._coalescer.reduce(list(tensors), opts)
+        return self._submit(self._build.reduce(list(tensors), opts), tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
-        (tensor,) = single_tensor(tensors, "broadcast")
-        opts = options_of(opts, BroadcastOptions, timeout)
+        (tensor,), opts = single_tensor(tensors, "broadcast"), options_of(opts, BroadcastOptions, timeout)
         check_tensors([tensor], "broadcast")
-        root = opts.rootRank
-        output, finish = output_buffer(tensor)
-        source = as_contiguous(tensor) if root == self._rank else output
-        return self._submit(
-            CollectiveRequest(
-                kind="broadcast", input=as_movable(source), output=as_movable(output),
-                root=root, shape=tensor.shape, timeout=opts.timeout, result=[tensor],
-                finish=finish if root != self._rank else None,
-            )
-        )  # fmt: skip
+        return self._submit(self._build.broadcast(tensor, opts))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
         if outputs and isinstance(outputs[0], Tensor):  # all_gather(list, tensor)
             outputs = [outputs]
         (tensor,), opts = single_tensor(inputs, "all_gather"), options_of(opts, AllgatherOptions, timeout)
         check_tensors([tensor, *outputs[0]], "all_gather")
-        return self._coalescer.all_gather_list(list(outputs[0]), tensor, opts)
+        return self._submit(self._build.all_gather_list(list(outputs[0]), tensor, opts))
 
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta = NO_TIMEOUT
     ) -> Work:
         opts = options_of(opts, AllgatherOptions, timeout)
         check_tensors([output, input], "all_gather_into_tensor")
-        return self._coalescer.all_gather([output], [input], opts)
+        return self._submit(self._build.all_gather([output], [input], opts))
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         opts = options_of(opts, AllgatherOptions)
         check_tensors([*outputs, *inputs], "all_gather_into_tensor_coalesced")
-        return self._coalescer.all_gather(list(outputs), list(inputs), opts)
+        return self._submit(self._build.all_gather(list(outputs), list(inputs), opts))
 
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         opts = options_of(opts, AllgatherOptions)
         check_tensors([*inputs, *itertools.chain(*output_lists)], "all_gather_coalesced")
-        return self._coalescer.all_gather_lists([list(each) for each in output_lists], list(inputs), opts)
+        return self._submit(
+            self._build.all_gather_lists([list(each) for each in output_lists], list(inputs), opts)
+        )
 
     def reduce_scatter(
         self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
@@ -171,28 +268,25 @@ class ShoalProcessGroup(EngineGroup):
         (output,) = single_tensor(outputs, "reduce_scatter")
         opts = options_of(opts, ReduceScatterOptions, timeout)
         check_tensors([output, *input_lists[0]], "reduce_scatter")
-        return self._coalescer.reduce_scatter_list(output, list(input_lists[0]), opts)
+        return self._submit(self._build.reduce_scatter_list(output, list(input_lists[0]), opts))
 
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta = NO_TIMEOUT
     ) -> Work:
         opts = options_of(opts, ReduceScatterOptions, timeout)
         check_tensors([output, input], "reduce_scatter_tensor")
-        return self._coalescer.reduce_scatter([output], [input], opts)
+        return self._submit(self._build.reduce_scatter([output], [input], opts))
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         opts = options_of(opts, ReduceScatterOptions)
         check_tensors([*outputs, *inputs], "reduce_scatter_tensor_coalesced")
-        return self._coalescer.reduce_scatter(list(outputs), list(inputs), opts)
+        return self._submit(self._build.reduce_scatter(list(outputs), list(inputs), opts), outputs)
 
     def barrier(self, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
         opts = options_of(opts, BarrierOptions, timeout)
-        nothing = torch.empty(0, dtype=torch.uint8)
-        return self._submit(
-            CollectiveRequest(kind="barrier", input=nothing, output=nothing, timeout=opts.timeout, result=[])
-        )
+        return self._submit([Operation(kind="barrier", timeout_s=opts.timeout.total_seconds(), result=[])])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; rank 0 names the ranks that did not come.
@@ -200,141 +294,154 @@ class ShoalProcessGroup(EngineGroup):
         Raises:
             CommError: on rank 0, ranks are missing; on other ranks, rank 0 did not answer.
         """
-        self._sequence += 1
-        limit = self._timeout if timeout is None else timeout
-        monitored_barrier(self._store, self._sequence, self._rank, self._size, limit, wait_all_ranks)
+        self.operations.sequence += 1
+        member, limit = self.member, self.operations.timeout if timeout is None else timeout
+        monitored_barrier(
+            member.store, self.operations.sequence, member.rank, member.size, limit, wait_all_ranks
+        )
 
     # ---- operations of the inner gloo group ---------------------------------------------------------------
 
-    def _delegate(
-        self, name: str, start: Start, opts: Any,
-        *, root: int = 0, shape: Sequence[int] = (), num_bytes: int = 0, result: Any = None,
-        finish: Finish | None = None,
-    ) -> Work:  # fmt: skip
-        """Announce a collective on the engine, which counts it, and start it on the inner group."""
-        opts.timeout = self._limit(opts.timeout)
-        timeout_s = opts.timeout.total_seconds()
-        handle = self._begin(
-            Operation(kind="delegated", op=name, root=root, count=num_bytes, shape=shape, timeout_s=timeout_s)
-        )
-
-        def on_end() -> None:
-            self.engine.finish_delegated(handle)
-
-        try:
-            work = start(self.gloo.group())
-        except Exception:
-            on_end()
-            raise
-        return GlooWork(self.gloo, work, name, on_end, result, finish)
-
-    def _gloo_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors for gloo to read: the given ones, or host copies of device tensors."""
-        group = self._device_group(tensors[0].device) if tensors else None
-        return list(tensors) if group is None else group.bounce_buffers.to_host(tensors)
-
-    def _gloo_outputs(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Finish | None]:
-        """Return tensors for gloo to write, and a function that copies them to the device, if needed."""
-        group = self._device_group(tensors[0].device) if tensors else None
-        return (list(tensors), None) if group is None else group.bounce_buffers.for_outputs(tensors)
+    @property
+    def _inner(self) -> GlooCollectives:
+        """The inner group's operations; not kept, or this group would refer to itself."""
+        return GlooCollectives(self.gloo, self.member, self._begin, self._bounce_buffers)
 
     def gather(
         self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
     ) -> Work:
         opts = options_of(opts, GatherOptions, timeout)
         check_tensors([*inputs, *itertools.chain(*output_lists)], "gather")
-        sources = self._gloo_inputs(inputs)
-        targets = [self._gloo_outputs(outputs) for outputs in output_lists]
-        finish = targets[0][1] if targets else None
-        return self._delegate(
-            "gather", lambda g: g.gather([target for target, _ in targets], sources, opts), opts,
-            root=opts.rootRank, shape=inputs[0].shape, finish=finish, result=output_lists if finish else None,
-        )  # fmt: skip
+        return self._inner.gather(output_lists, inputs, opts)
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        opts = options_of(opts, GatherOptions)
-        rows: list[list[Tensor]] = []
-        if opts.rootRank == self._rank:
-            check_rows(self._size, "gather_into_tensor", "output", output, "input", input)
-            rows = [list(output.view(self._size, *input.shape).unbind())]
-        return self.gather(rows, [input], opts)
+        return self._inner.gather_rows(output, input, options_of(opts, GatherOptions))
 
     def scatter(
         self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
     ) -> Work:
         opts = options_of(opts, ScatterOptions, timeout)
         check_tensors([*outputs, *itertools.chain(*input_lists)], "scatter")
-        sources = [self._gloo_inputs(inputs) for inputs in input_lists]
-        targets, finish = self._gloo_outputs(outputs)
-        return self._delegate(
-            "scatter", lambda g: g.scatter(targets, sources, opts), opts,
-            root=opts.rootRank, shape=outputs[0].shape, finish=finish, result=outputs if finish else None,
-        )  # fmt: skip
+        return self._inner.scatter(outputs, input_lists, opts)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        opts = options_of(opts, AllToAllOptions)
         check_tensors([*outputs, *inputs], "all_to_all")
-        outputs, sizes = list(outputs), [output.numel() for output in outputs]
-        source = torch.cat([as_contiguous(tensor).view(-1) for tensor in self._gloo_inputs(inputs)])
-        target = torch.empty(sum(sizes), dtype=source.dtype)  # gloo takes no lists
-        targets, to_device = self._gloo_outputs(outputs)
-        unpack = copy_back(targets, target)
-
-        def finish() -> None:
-            unpack()
-            if to_device is not None:
-                to_device()
-
-        return self._delegate(
-            "all_to_all",
-            lambda g: g.alltoall_base(target, source, sizes, [tensor.numel() for tensor in inputs], opts),
-            opts, result=outputs, finish=finish,
-        )  # fmt: skip
+        return self._inner.all_to_all(list(outputs), inputs, options_of(opts, AllToAllOptions))
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Work:
         opts = options_of(opts, AllToAllOptions)
         check_tensors([output, input], "all_to_all_single")
-        (source,), ((target,), finish) = self._gloo_inputs([input]), self._gloo_outputs([output])
-        return self._delegate(
-            "all_to_all_single",
-            lambda g: g.alltoall_base(target, source, output_sizes, input_sizes, opts),
-            opts, num_bytes=input.numel() * input.element_size(), finish=finish,
-            result=[output] if finish else None,
-        )  # fmt: skip
+        return self._inner.all_to_all_single(output, input, output_sizes, input_sizes, opts)
 
-    # Point-to-point operations have no number in the group's sequence: only two ranks take part.
-
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> PointToPointWork:
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
         check_tensors(tensors, "send")
-        sources = self._gloo_inputs(tensors)
-        return self._message(to, lambda g: g.send(sources, to, tag))
+        return self._coalesced(self._inner.send(tensors, to, tag))
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> PointToPointWork:
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
         check_tensors(tensors, "recv")
-        targets, finish = self._gloo_outputs(tensors)
-        return self._message(source, lambda g: g.recv(targets, source, tag), finish)
-
-    def _message(self, peer: int, start: Start, finish: Finish | None = None) -> PointToPointWork:
-        if not 0 <= peer < self._size or peer == self._rank:
-            raise UsageError(
-                f"a message between rank {self._rank} and rank {peer} of a group of {self._size}"
-            )
-        work = self.gloo.message(peer, start, finish)
-        self._coalesced(work)
-        return work
+        return self._coalesced(self._inner.recv(tensors, source, tag))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> PointToPointWork:
-        """Receive from any rank. gloo connects to all ranks for it, so all create their inner group."""
         check_tensors(tensors, "recv")
-        group = self.gloo.connect_all()
-        targets, finish = self._gloo_outputs(tensors)
-        work = PointToPointWork(self.gloo, self._timeout, finish)
-        work.started(group.recv_anysource(targets, tag))
-        return work
+        return self._inner.recv_anysource(tensors, tag)
 
-    # names that torch 2.11 to 2.14 call
+    def start_coalescing(self, device: torch.device | None = None) -> None:
+        self._coalescing = []
+
+    def end_coalescing(self, device: torch.device | None = None) -> Work:
+        works, self._coalescing = self._coalescing or [], None
+        return JoinedWork(works, [])
+
+    # ---- the group ----------------------------------------------------------------------------------------
+
+    def split_group(
+        self, ranks: Sequence[int], timeout: timedelta | None = None, opts: Any = None,
+        group_name: str | None = None, group_desc: str | None = None, device_types: Any = None,
+    ) -> ShoalProcessGroup | None:  # fmt: skip
+        """Return a group of the given ranks of this group, or ``None`` on other ranks."""
+        ranks = list(ranks)
+        if self.member.rank not in ranks:
+            return None
+        self._splits += 1
+        name = group_name or f"{self._name}:split:{self._splits}:{'-'.join(map(str, ranks))}"
+        subgroup = ShoalProcessGroup(
+            PrefixStore(f"{name}/", self.member.store), ranks.index(self.member.rank), len(ranks),
+            timeout or self.operations.timeout, name, [self._global_ranks[rank] for rank in ranks],
+        )  # fmt: skip
+        if group_desc is not None:
+            subgroup.setGroupDesc(group_desc)
+        return subgroup
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Do nothing: a group is connected on construction."""
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing: ranks outside a subgroup take no part in its construction."""
+
+    def getBackendName(self) -> str:
+        return BACKEND_NAME
+
+    def getRank(self) -> int:
+        return self.member.rank
+
+    def getSize(self) -> int:
+        return self.member.size
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def get_group_store(self) -> Store:
+        return self.member.store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return _FalsyDevices([_CPU, *([torch.device("cuda")] if torch.cuda.is_available() else [])])
+
+    def _get_backend(self, device: torch.device) -> ShoalProcessGroup:
+        """Return this group, which is its own backend.
+
+        Raises:
+            UsageError: the device is not one of :data:`DEVICES`.
+        """
+        if torch.device(device).type not in DEVICES:
+            raise UsageError(f"backend shoal serves {', '.join(DEVICES)} tensors, and {device} was asked for")
+        return self
+
+    def getSequenceNumberForGroup(self) -> int:
+        return self.operations.sequence
+
+    def setSequenceNumberForGroup(self) -> None:
+        """Do nothing: every group starts at 0."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of later operations that have none of their own."""
+        self.operations.timeout = timeout
+        self.gloo.set_timeout(timeout)
+
+    def abort(self) -> None:
+        """Fail all pending operations here and on all other ranks of the group."""
+        if not self.operations.is_closed:
+            self.engine.abort(f"rank {self.member.rank} of group {self._name} aborted it")
+
+    def shutdown(self) -> None:
+        """Leave the group. Other ranks are not affected unless they wait for this rank.
+
+        A group that is garbage-collected without it is shut down shortly after.
+        """
+        self.operations.close()
+
+    # names that torch 2.11 to 2.14 call, and its wrappers
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -342,3 +449,57 @@ class ShoalProcessGroup(EngineGroup):
     alltoall_base = all_to_all_single
     gather_into_tensor = gather_single
     recvAnysource = recv_anysource
+    get_backend = _get_backend
+    _start_coalescing = start_coalescing
+    _end_coalescing = end_coalescing
+    _get_sequence_number_for_group = getSequenceNumberForGroup
+    _set_sequence_number_for_group = setSequenceNumberForGroup
+    _set_default_timeout = set_timeout
+
+
+# ---- mixed backends -------------------------------------------------------------------------------------
+
+
+def refuse_other_backends(options: Any) -> None:
+    """Refuse a group for which torch was asked to make a second backend for CUDA tensors.
+
+    torch replaces the whole group by one that is written in Python, so this backend would silently serve the
+    tensors of the other one. For a second backend of CPU tensors it does that.
+
+    Args:
+        options: torch's ``DistributedBackendOptions``.
+
+    Raises:
+        UsageError: another backend was asked for.
+    """
+    group = getattr(options, "process_group", None)
+    if group is None:  # torch 2.11: the configuration is known once the group is registered
+        return
+    # Backends that exist already are in the group; of later ones the accelerator's is the default.
+    _refuse(
+        [
+            *(group._get_backend(each).name() for each in group._device_types if each.type != "cpu"),
+            group.name(),
+        ]
+    )
+
+
+def refuse_mixed_configuration(group: Any) -> None:
+    """Make the same check on a registered group, before its first operation.
+
+    Raises:
+        UsageError: another backend was asked for.
+    """
+    configuration = distributed_c10d._world.pg_backend_config.get(group, "")
+    _refuse([each.rpartition(":")[2] for each in configuration.split(",")])
+
+
+def _refuse(names: list[str]) -> None:
+    for name in names:
+        if name in _ACCELERATOR_BACKENDS:
+            raise UsageError(
+                f"the backend of this group mixes {BACKEND_NAME} and {name}; torch lets a group have one "
+                f"backend where {BACKEND_NAME} is among them, and {name} would not be used: write "
+                f'"{BACKEND_NAME}" for CPU and CUDA tensors, or make two groups, '
+                f'init_process_group("{name}") and new_group(backend="{BACKEND_NAME}") for the CPU tensors'
+            )

@@ -26,11 +26,11 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.futures import Future
 
+from shoal.comm.collectives import collective
 from shoal.comm.devices import Device, Event
-from shoal.comm.engine import CommError, Operation
+from shoal.comm.engine import CommError
 from shoal.comm.routes import Route
-from shoal.comm.tensors import ENGINE_DTYPES
-from shoal.comm.work import NO_TIMEOUT, BaseWork, opaque_to_dynamo, wait_until
+from shoal.comm.work import BaseWork, opaque_to_dynamo
 
 _SLICE_S = 0.5
 _MAX_QUEUED_COPIES = 2
@@ -71,24 +71,17 @@ class DeviceWork(BaseWork):
         self._delivered = threading.Event()
         self._event: Event | None = None
 
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Make work that the calling thread queues from now on see the result.
-
-        The thread blocks until the last result has been received and its copy is queued; it does not wait for
-        the device.
-
-        Raises:
-            CommError: the group has failed, or ``timeout`` has passed and the operation continues.
-        """
-        wait_until(self._name, timeout, self._delivered.wait, slice_s=_SLICE_S, poll=self._poll)
-        self._raise_error()
-        self._device.current_stream().wait_event(self._event)
+    def _advance(self, left_s: float) -> bool:
+        """Wait until the copy of the result is queued, and make the calling thread's stream wait for it."""
+        if not self._delivered.wait(min(_SLICE_S, left_s)):
+            self._idle()
+            if (reason := self._group_error()) and not self._delivered.wait(_OWN_ERROR_S):
+                raise CommError(reason)
+            if not self._delivered.is_set():
+                return False
+        if self._error is None:
+            self._device.current_stream().wait_event(self._event)
         return True
-
-    def _poll(self) -> None:
-        self._idle()
-        if (reason := self._group_error()) and not self._delivered.wait(_OWN_ERROR_S):
-            raise CommError(reason)
 
     def deliver(self, event: Event) -> None:
         """Publish the result, which is valid after ``event``."""
@@ -253,19 +246,15 @@ class CopyPipeline:
     def _submit(self, chunk: _Chunk) -> None:
         """Submit a chunk to the engine once it is in host memory."""
         transfer = chunk.transfer
-        route, request = transfer.route, transfer.route.request
+        route, asked = transfer.route, transfer.route.operation
         assert route.engine is not None and chunk.buffer.free_after is not None
         chunk.buffer.free_after.synchronize()
-        input, output = _input(chunk), _output(chunk)
-        chunk.handle = route.engine.submit(
-            Operation(
-                kind=request.kind, input=input.data_ptr(), output=output.data_ptr(),
-                count=chunk.columns.stop - chunk.columns.start, dtype=ENGINE_DTYPES[route.source.dtype],
-                op=route.op, root=route.root,
-                shape=request.shape, timeout_s=max(transfer.deadline - time.monotonic(), 1e-3),
-                priority=request.priority,
-            )
+        left = timedelta(seconds=max(transfer.deadline - time.monotonic(), 1e-3))
+        operation = collective(
+            asked.kind, _input(chunk), _output(chunk),
+            op=route.op, root=route.root, shape=asked.shape, priority=asked.priority, timeout=left,
         )  # fmt: skip
+        chunk.handle = route.engine.submit(operation)
         self._in_flight.put(chunk)
 
     # ---- host to device -----------------------------------------------------------------------------------
@@ -302,7 +291,7 @@ class CopyPipeline:
         assert transfer.sent is not None
         stream = self._h2d
         stream.wait_event(transfer.sent)
-        for step in (transfer.route.end, transfer.route.request.finish):
+        for step in (transfer.route.end, transfer.route.operation.finish):
             if step is not None:
                 stream.run(step)
         event = stream.record_event()
@@ -323,7 +312,7 @@ class CopyPipeline:
         if transfer.error is None:
             transfer.error = self._group.explain(problem)
         if not self._group.error():
-            self._group.abort(f"{transfer.route.request.kind}: {problem}")
+            self._group.abort(f"{transfer.route.operation.kind}: {problem}")
 
 
 def _copy(target: Tensor, source: Tensor) -> Step:
@@ -340,13 +329,13 @@ def _rows(chunk: _Chunk, first: int, last: int) -> Tensor:
 
 def _input(chunk: _Chunk) -> Tensor:
     route = chunk.transfer.route
-    if route.request.kind == "all_gather":
+    if route.operation.kind == "all_gather":
         return _rows(chunk, route.rank, route.rank + 1)
     return _rows(chunk, 0, route.source.shape[0])
 
 
 def _output(chunk: _Chunk) -> Tensor:
     route = chunk.transfer.route
-    if route.request.kind == "reduce_scatter":
+    if route.operation.kind == "reduce_scatter":
         return _rows(chunk, route.size, route.size + 1)
     return _rows(chunk, 0, route.target.shape[0])

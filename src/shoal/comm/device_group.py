@@ -19,15 +19,13 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.comm.addresses import host_identity
 from shoal.comm.d2h_pipeline import CopyPipeline, DeviceWork, Transfer
-from shoal.comm.devices import Device, IntraHostGroup
+from shoal.comm.devices import BounceBuffers, Device, IntraHostGroup
 from shoal.comm.engine import CommError, Engine, Operation
-from shoal.comm.gloo_fallback import BounceBuffers
-from shoal.comm.rendezvous import Membership, connect_engine
+from shoal.comm.operations import Membership
+from shoal.comm.rendezvous import connect_engine, host_identity
 from shoal.comm.routes import INTRA_HOST_OPS, HierarchicalRoutes, RankLayout, Route, flat_route
 from shoal.comm.store import wait_for_keys
-from shoal.comm.tensors import CollectiveRequest
 from shoal.comm.work import first_cause
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
@@ -65,7 +63,7 @@ class DeviceGroup:
 
     def submit(
         self,
-        request: CollectiveRequest,
+        operation: Operation,
         *,
         begin: Callable[[Operation], int],
         idle: Callable[[], None],
@@ -73,49 +71,49 @@ class DeviceGroup:
         """Submit a collective, ordered after the work that the caller has queued on the device.
 
         Args:
-            request: the collective; its ``finish`` is queued on the device after the result.
-            begin: submits an operation to the group's engine and counts it. Like ``idle`` it is a method of
-                the group and is not stored here, where threads would keep the group alive.
+            operation: the collective; its ``finish`` is queued on the device after the result.
+            begin: submits an operation to the group's engine and counts it. Like ``idle`` it belongs to the
+                group's operations and is not stored here, where threads would keep them alive.
             idle: called by threads that wait for long.
 
         Raises:
             CommError: the group has failed, or a rank did not join the first collective.
             UsageError: the stream is being captured into a graph.
         """
-        device, kind = self._device.torch_device.type, request.kind
+        device, kind = self._device.torch_device.type, operation.kind
         if self._device.is_capturing():
             raise UsageError(
                 f"{kind} on {device} while a graph is captured: the network's part is the processor's and "
                 "cannot be replayed; capture forward and backward pass and average the gradients outside"
             )
-        handle = begin(_announcement(f"{device}_{kind}", request))
+        handle = begin(_announcement(f"{device}_{kind}", operation))
         try:
-            route = self._route(request)
+            route = self._route(operation)
         except Exception:
             self._group.engine.finish_delegated(handle)
             raise
-        work = DeviceWork(self._device, kind, request.result, self.error, idle)
+        work = DeviceWork(self._device, kind, operation.result, self.error, idle)
         self.pipeline.begin(
             Transfer(
                 route=route,
                 ready=self._device.current_stream().record_event(),
-                deadline=time.monotonic() + request.timeout.total_seconds(),
+                deadline=time.monotonic() + operation.timeout_s,
                 work=work,
                 on_end=lambda: self._group.engine.finish_delegated(handle),
             )
         )
         return work
 
-    def _route(self, request: CollectiveRequest) -> Route:
-        if self._group.size == 1 or request.output.numel() == 0:
-            return flat_route(request, None, 0, 1)
+    def _route(self, operation: Operation) -> Route:
+        if self._group.size == 1 or operation.target.numel() == 0:
+            return flat_route(operation, None, 0, 1)
         self._exchange_layout()
-        if self._hierarchical is not None and request.op in INTRA_HOST_OPS:
-            return self._hierarchical.route(request)
+        if self._hierarchical is not None and operation.op in INTRA_HOST_OPS:
+            return self._hierarchical.route(operation)
         if self._flat is None:
             self._exchange("all", None)
             self._flat = self._connect("all", self._group.rank, self._group.size)
-        return flat_route(request, self._flat, self._group.rank, self._group.size)
+        return flat_route(operation, self._flat, self._group.rank, self._group.size)
 
     # ---- rendezvous ---------------------------------------------------------------------------------------
 
@@ -246,18 +244,17 @@ class DeviceGroup:
         self._device.close()
 
 
-def _announcement(name: str, request: CollectiveRequest) -> Operation:
+def _announcement(name: str, operation: Operation) -> Operation:
     """Return the delegated operation that announces a device collective on the group's engine.
 
     The engine compares name, dtype and root of delegated operations. The operation and its root are therefore
     part of the name, and a checksum of the element count takes the place of the root.
     """
-    if request.op != "sum":
-        name += f"_{request.op}"
-    if request.kind in ("broadcast", "reduce"):
-        name += f"_{'from' if request.kind == 'broadcast' else 'to'}_{request.root}"
-    count = request.count
+    if operation.op != "sum":
+        name += f"_{operation.op}"
+    if operation.kind in ("broadcast", "reduce"):
+        name += f"_{'from' if operation.kind == 'broadcast' else 'to'}_{operation.root}"
     return Operation(
-        kind="delegated", op=name, root=zlib.crc32(f"{count}".encode()) >> 1, count=count,
-        dtype=request.dtype, shape=request.shape, timeout_s=request.timeout.total_seconds(),
+        kind="delegated", op=name, root=zlib.crc32(f"{operation.count}".encode()) >> 1,
+        count=operation.count, dtype=operation.dtype, shape=operation.shape, timeout_s=operation.timeout_s,
     )  # fmt: skip

@@ -1,13 +1,16 @@
 """Device interface of the copy pipeline: streams, events, pinned host buffers and the intra-host group.
 
+:class:`BounceBuffers` uses it for single copies, of tensors that gloo takes.
+
 ``cuda_device`` implements it for GPUs. ``benchmarks/memory_device.py`` implements it with threads as streams
 and CPU tensors, so that the tests run all code above this interface without a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -82,3 +85,28 @@ class Device(Protocol):
         """Run the body of a thread with this as its current device."""
 
     def close(self) -> None: ...
+
+
+class BounceBuffers:
+    """Copies device tensors to and from host memory for gloo. The calling thread blocks for each copy."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._stream = device.new_stream()
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return host copies of tensors, made after the work that the caller has queued."""
+        copies, _ = self.for_outputs(tensors)
+        self._copy(copies, tensors)
+        return copies
+
+    def for_outputs(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+        """Return host tensors for results, and a function that copies them to the device."""
+        copies = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+        self._stream.wait_event(self._device.current_stream().record_event())
+        return copies, lambda: self._copy(tensors, copies)
+
+    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self._stream.run(partial(target.detach().copy_, source.detach()))
+        self._stream.record_event().synchronize()

@@ -1,24 +1,25 @@
-"""Wraps the C++ engine of one group: submits collectives on raw memory and waits for them with a deadline.
+"""Submits collectives on raw memory to the engine of a group, and waits for them with a deadline.
 
-Independent of torch: an operation is described by addresses, a count and an element type. The work is done in
-``csrc/engine``; this module names things and turns failures into :class:`CommError`.
+:class:`Operation` is a collective from the process group to the core. :class:`CollectiveEngine` is what the
+rest of the package calls; :class:`Engine` implements it in C++ (``csrc/engine``), and
+:class:`SingleProcessEngine` for a group of one rank. Independent of torch.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
-from collections.abc import Sequence
+import queue
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from shoal import native
 from shoal.errors import ShoalError, UsageError
 
-_PYTHON_OPTIONS = frozenset(
-    {"partial_dtype", "order", "transport", "staging_bytes", "staging_buffers", "ordered_callbacks"}
-)
-"""Options that the core does not have under the same name."""
 _FABRIC = "ofi:"
 _MAX_BYTES = 1 << 40
 _RANGES: dict[str, tuple[float, float, int]] = {
@@ -160,24 +161,27 @@ class EngineOptions:
 
 @dataclass(kw_only=True, slots=True)
 class Operation:
-    """A collective, as one rank submits it.
+    """A collective, as one rank submits it. The core reads the fields up to ``priority``.
 
     Attributes:
         kind: all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, or delegated (announced to
-        the
-            other ranks, but moves no data).
+            the other ranks, but moves no data).
         input: address of the elements, which must stay valid until the operation completes.
         output: address for the result; may equal ``input``.
         count: number of elements of the tensor; of the input for all_gather, of the output for
-        reduce_scatter.
+            reduce_scatter.
         dtype: float32, float64, float16, bfloat16, int8, uint8, int32 or int64.
         op: sum, avg, prod, min, max, band, bor or bxor; for a delegated operation, its name.
         root: source rank of a broadcast, destination rank of a reduce.
         shape: for messages.
-        timeout_s: the operation's deadline; 0 for none.
+        timeout_s: the operation's deadline; 0 for none, or for that of the process group.
         priority: of an all_reduce. Operations with priority 0 are sent in call order, before all others. The
             others are sent by descending priority, in an order that rank 0 sets for all ranks. All ranks give
             a priority, or none does. The bits of the result do not depend on it.
+        source: tensor at ``input``, flat and contiguous.
+        target: tensor at ``output``, flat and contiguous.
+        result: value of the work's future.
+        finish: completes the result after the engine has written ``output``.
     """
 
     kind: str
@@ -188,8 +192,12 @@ class Operation:
     op: str = "sum"
     root: int = 0
     shape: Sequence[int] = ()
-    timeout_s: float
+    timeout_s: float = 0.0
     priority: int = 0
+    source: Any = None
+    target: Any = None
+    result: Any = None
+    finish: Callable[[], None] | None = None
 
     @property
     def name(self) -> str:
@@ -197,8 +205,56 @@ class Operation:
         return self.op if self.kind == "delegated" else self.kind
 
 
+class CollectiveEngine(Protocol):
+    """One rank's membership in a group: operations that have the same number on all ranks."""
+
+    def submit(self, operation: Operation) -> int:
+        """Begin a collective and return its handle, its number in the group. Never waits for peers.
+
+        Raises:
+            CommError: the group has failed.
+            ValueError: a name is unknown, or the dtype does not support the operation.
+        """
+
+    def finish_delegated(self, handle: int) -> None:
+        """Complete a delegated operation on this rank."""
+
+    def wait(self, handle: int, timeout_s: float | None = None) -> bool:
+        """Wait for an operation; return ``False`` if it has not completed after ``timeout_s``.
+
+        Raises:
+            CommError: the operation failed.
+        """
+
+    def is_done(self, handle: int) -> bool:
+        """Return whether the operation has completed or failed."""
+
+    def watch(self, handle: int) -> None:
+        """Make :meth:`next_watched` report the operation once it is done."""
+
+    def next_watched(self, timeout_s: float) -> list[int]:
+        """Wait for a watched operation; return those that are done and were not yet reported."""
+
+    def error(self) -> str | None:
+        """Return the reason for which the group has failed, if it has."""
+
+    def abort(self, reason: str) -> None:
+        """Fail the group here and on all peers; pending waits raise this reason."""
+
+    def close(self) -> None:
+        """Leave the group. Peers are not affected unless they wait for this rank."""
+
+    def counters(self) -> dict[str, int]:
+        """Return bytes, frames, and operations by kind, since construction."""
+
+    def take_events(self) -> list[str]:
+        """Return the log messages since the last call: stragglers, lost helpers."""
+
+
 class Engine:
-    """One rank's membership in a group. Listens on construction; :meth:`connect` connects to the others.
+    """A :class:`CollectiveEngine` of several ranks, in C++.
+
+    It listens on construction; :meth:`connect` connects to the others.
 
     Raises:
         CommError: the address is not available.
@@ -214,16 +270,10 @@ class Engine:
         address: str,
         options: EngineOptions,
     ) -> None:
-        settings = native.core().EngineOptions()
-        settings.set_secret(secret)
-        settings.rank, settings.size, settings.group = rank, size, group
-        settings.address = address
-        settings.wide_partials = options.partial_dtype == "float32"
-        settings.fabric = fabric_providers(options.transport)
-        for name, value in asdict(options).items():
-            if name not in _PYTHON_OPTIONS:
-                setattr(settings, name, value)
-        self._group_error: type[Exception] = native.core().GroupError
+        settings = {
+            **asdict(options), "fabric": fabric_providers(options.transport),
+            "rank": rank, "size": size, "group": group, "secret": secret, "address": address,
+        }  # fmt: skip
         try:
             self._engine = native.core().Engine(settings)
         except RuntimeError as error:
@@ -271,70 +321,41 @@ class Engine:
         self._engine.set_pattern(list(pattern))
 
     def submit(self, operation: Operation) -> int:
-        """Begin a collective and return its handle, its number in the group. Never waits for peers.
-
-        Raises:
-            CommError: the group has failed.
-            ValueError: a name is unknown, or the dtype does not support the operation.
-        """
-        try:
-            handle: int = self._engine.submit(
-                operation.kind, operation.input, operation.output, operation.count, operation.dtype,
-                operation.op, operation.root, list(operation.shape), operation.timeout_s, operation.priority,
-            )  # fmt: skip
-        except self._group_error as error:
-            raise CommError(str(error)) from None
+        handle: int = self._engine.submit(operation)
         return handle
 
     def finish_delegated(self, handle: int) -> None:
-        """Complete a delegated operation on this rank."""
         self._engine.finish_delegated(handle)
 
     def wait(self, handle: int, timeout_s: float | None = None) -> bool:
-        """Wait for an operation; return ``False`` if it has not completed after ``timeout_s``.
-
-        Raises:
-            CommError: the operation failed.
-        """
-        try:
-            done: bool = self._engine.wait(handle, -1.0 if timeout_s is None else max(timeout_s, 0.0))
-        except self._group_error as error:
-            raise CommError(str(error)) from None
+        done: bool = self._engine.wait(handle, -1.0 if timeout_s is None else max(timeout_s, 0.0))
         return done
 
     def is_done(self, handle: int) -> bool:
-        """Return whether the operation has completed or failed."""
         return bool(self._engine.is_done(handle))
 
     def watch(self, handle: int) -> None:
-        """Make :meth:`next_watched` report the operation once it is done."""
         self._engine.watch(handle)
 
     def next_watched(self, timeout_s: float) -> list[int]:
-        """Wait for a watched operation; return those that are done and were not yet reported."""
         return list(self._engine.next_watched(timeout_s))
 
     def error(self) -> str | None:
-        """Return the reason for which the group has failed, if it has."""
         return self._engine.error() or None
 
     def abort(self, reason: str) -> None:
-        """Fail the group here and on all peers; pending waits raise this reason."""
         self._engine.abort(reason)
 
     def close(self) -> None:
-        """Leave the group. Peers are not affected unless they wait for this rank."""
         if os.getpid() == self._pid:
             _lost.update(dict.fromkeys(self._engine.lost_helpers()))
             _open_engines.discard(self)
             self._engine.close()
 
     def counters(self) -> dict[str, int]:
-        """Return bytes, frames, and operations by kind, since construction."""
         return dict(self._engine.counters())
 
     def take_events(self) -> list[str]:
-        """Return the log messages since the last call: stragglers, lost helpers."""
         return list(self._engine.take_events())
 
     def trace(self, on: bool) -> None:
@@ -364,3 +385,61 @@ def _close_all() -> None:
     """Close open groups at interpreter exit, so that data in flight to other ranks arrives."""
     for engine in list(_open_engines):
         engine.close()
+
+
+_ITEM_BYTES = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1,
+}  # fmt: skip
+
+
+class SingleProcessEngine:
+    """A :class:`CollectiveEngine` of one rank. Completes on submission: the reduction is a copy."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._watched: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._counts: Counter[str] = Counter()
+        self._error: str | None = None
+
+    def submit(self, operation: Operation) -> int:
+        num_bytes = operation.count * _ITEM_BYTES[operation.dtype]
+        moves = operation.kind not in ("barrier", "delegated") and operation.input != operation.output
+        if num_bytes and moves:
+            ctypes.memmove(operation.output, operation.input, num_bytes)
+        self._counts[f"ops_{operation.name}"] += 1
+        self._counts[f"bytes_{operation.name}"] += num_bytes
+        self._next += 1
+        return self._next
+
+    def finish_delegated(self, handle: int) -> None:
+        pass
+
+    def wait(self, handle: int, timeout_s: float | None = None) -> bool:
+        return True
+
+    def is_done(self, handle: int) -> bool:
+        return True
+
+    def watch(self, handle: int) -> None:
+        self._watched.put(handle)
+
+    def next_watched(self, timeout_s: float) -> list[int]:
+        try:
+            return [self._watched.get(timeout=timeout_s)]
+        except queue.Empty:
+            return []
+
+    def error(self) -> str | None:
+        return self._error
+
+    def abort(self, reason: str) -> None:
+        self._error = reason
+
+    def close(self) -> None:
+        pass
+
+    def counters(self) -> dict[str, int]:
+        return {"bytes_sent": 0, "bytes_received": 0, **self._counts}
+
+    def take_events(self) -> list[str]:
+        return []

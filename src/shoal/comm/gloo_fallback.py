@@ -1,33 +1,38 @@
 """Runs operations that the engine does not implement on an inner gloo group, created on first use.
 
-Creating it waits for no other rank: each rank publishes its address in the store, and gloo connects two ranks
-when they first exchange data. Two ranks can therefore exchange messages while a third one is busy.
+:class:`GlooFallback` is that group, and :class:`GlooCollectives` has the operations that torch asks for.
+
+Creating the inner group waits for no other rank: each rank publishes its address in the store, and gloo
+connects two ranks when they first exchange data. Two ranks can therefore exchange messages while a third one
+is busy.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Work
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 from torch.futures import Future
 
-from shoal.comm.devices import Device
-from shoal.comm.engine import CommError
-from shoal.comm.rendezvous import Membership
-from shoal.comm.store import InterruptibleStore, wait_for_keys
-from shoal.comm.tensors import Finish
-from shoal.comm.work import NO_TIMEOUT, BaseWork, first_cause, opaque_to_dynamo, wait_until
+from shoal.comm.collectives import Finish, as_contiguous, check_rows, copy_back
+from shoal.comm.devices import BounceBuffers
+from shoal.comm.engine import CommError, Operation
+from shoal.comm.operations import Membership
+from shoal.comm.store import wait_for_keys
+from shoal.comm.work import NO_TIMEOUT, BaseWork, first_cause, opaque_to_dynamo
+from shoal.errors import UsageError
 
 _POLL_S = 0.2
+_RENDEZVOUS_LIMIT = timedelta(minutes=30)
 _ENGINE_ERROR_S = 3.0
 """Time within which the engine names a rank that has died."""
 _ABORT_TAG = 0x7FFF_FFF0
@@ -39,15 +44,15 @@ Start = Callable[[Any], Work]
 class GlooFallback:
     """The inner gloo group of a process group, aborted when the engine reports a failure."""
 
-    def __init__(self, group: Membership, address: str, timeout: timedelta) -> None:
-        self._store, self._rank, self._size = group.store, group.rank, group.size
-        self._address, self._timeout = address, timeout
-        self.error = group.engine.error
+    def __init__(self, member: Membership, address: str, timeout: timedelta) -> None:
+        self._store, self._rank, self._size = member.store, member.rank, member.size
+        self._address, self.timeout = address, timeout
+        self.error = member.engine.error
         self._group: Any = None
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._aborted = False
-        self._rendezvous = InterruptibleStore(PrefixStore("gloo/", group.store), self._must_end)
+        self._rendezvous = _InterruptibleStore(PrefixStore("gloo/", member.store), self._must_end)
         self._peers: dict[int, _PeerQueue] = {}
 
     def group(self) -> Any:
@@ -59,7 +64,7 @@ class GlooFallback:
                 gloo: Any = ProcessGroupGloo
                 options = gloo._Options()
                 options._devices = [gloo.create_device(hostname=self._address, lazy_init=True)]
-                options._timeout = self._timeout
+                options._timeout = self.timeout
                 self._group = gloo(self._rendezvous, self._rank, self._size, options)
                 self._store.set(f"inner/{self._rank}", "1")
                 threading.Thread(target=self._watch, name="shoal-inner-group", daemon=True).start()
@@ -80,7 +85,7 @@ class GlooFallback:
         self._store.set("inner/wanted", "1")
         for peer in range(self._size):
             if peer != self._rank:
-                self.wait_for_peer(peer, self._timeout)
+                self.wait_for_peer(peer, self.timeout)
         return group
 
     def is_ready(self, peer: int) -> bool:
@@ -105,7 +110,7 @@ class GlooFallback:
         with self._lock:
             if peer not in self._peers:
                 self._peers[peer] = _PeerQueue(self, peer)
-        return self._peers[peer].start(group, start, self._timeout, finish)
+        return self._peers[peer].start(group, start, self.timeout, finish)
 
     def explain(self, problem: Exception) -> Exception:
         """Return the engine's error, which names the rank, if the group has failed; else ``problem``."""
@@ -134,7 +139,7 @@ class GlooFallback:
                 group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+        self.timeout = timeout
         if self._group is not None:
             self._group._set_default_timeout(timeout)
 
@@ -179,20 +184,44 @@ class GlooWork(BaseWork):
             raise self._error from problem
         return value if self._result is None else self._result
 
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        wait_until(self._name, timeout, self._done.wait, slice_s=_POLL_S, poll=self._poll)
-        self._raise_error()
-        return True
-
-    def _poll(self) -> None:
+    def _advance(self, left_s: float) -> bool:
+        if self._done.wait(min(_POLL_S, left_s)):
+            return True
         if reason := self._fallback.error():
             raise CommError(reason)
+        return False
 
     def is_completed(self) -> bool:
         return self._done.is_set()
 
     def get_future(self) -> Future[Any]:
         return self._future
+
+
+class _InterruptibleStore(Store):
+    """A store whose waits end when the group does.
+
+    gloo's threads wait in it for ranks that may never come. A group whose threads block cannot be destroyed.
+    """
+
+    def __init__(self, store: Store, must_end: Callable[[], bool]) -> None:
+        super().__init__()
+        self._store = store
+        self._must_end = must_end
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta = _RENDEZVOUS_LIMIT) -> None:
+        if not wait_for_keys(self._store, keys, self._must_end, timeout):
+            raise RuntimeError(f"no rank wrote {', '.join(keys)}")
 
 
 class _PeerQueue:
@@ -240,10 +269,9 @@ class PointToPointWork(BaseWork):
     """A send or receive."""
 
     def __init__(self, fallback: GlooFallback, timeout: timedelta, finish: Finish | None = None) -> None:
-        super().__init__("a message", None)
+        super().__init__("a message", None, timeout)
         self._fallback = fallback
         self._finish = finish
-        self._timeout = timeout
         self._is_started = threading.Event()
         self._work: Work | None = None
         self._done = False
@@ -256,22 +284,19 @@ class PointToPointWork(BaseWork):
         self._error = error
         self._is_started.set()
 
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        if self._error is None and not self._done:
-            limit = timeout if timeout > NO_TIMEOUT else self._timeout
-            begin = time.monotonic()
-            if not self._is_started.wait(limit.total_seconds()):
-                raise CommError(f"a message was not taken within {limit.total_seconds():g} s by its peer")
-            if self._work is not None:
-                left = limit - timedelta(seconds=time.monotonic() - begin)
-                try:
-                    self._work.wait(max(left, timedelta(milliseconds=1)))
-                    if self._finish is not None:
-                        self._finish()
-                    self._done = True
-                except RuntimeError as problem:
-                    self._error = self._fallback.explain(problem)
-        self._raise_error()
+    def _advance(self, left_s: float) -> bool:
+        if not self._is_started.wait(min(_POLL_S, left_s)):
+            return False
+        if self._work is not None and self._error is None and not self._done:
+            # A wait that times out closes gloo's connections: there is only one, of the whole time.
+            limit = self._timeout if math.isinf(left_s) else timedelta(seconds=left_s)
+            try:
+                self._work.wait(max(limit, timedelta(milliseconds=1)))
+                if self._finish is not None:
+                    self._finish()
+                self._done = True
+            except RuntimeError as problem:
+                self._error = self._fallback.explain(problem)
         return True
 
     def is_completed(self) -> bool:
@@ -285,26 +310,137 @@ class PointToPointWork(BaseWork):
     _source_rank = source_rank
 
 
-class BounceBuffers:
-    """Copies device tensors to and from host memory for gloo. The calling thread blocks for each copy."""
+# ---- the operations that torch asks for -----------------------------------------------------------------
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._stream = device.new_stream()
 
-    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return host copies of tensors, made after the work that the caller has queued."""
-        copies, _ = self.for_outputs(tensors)
-        self._copy(copies, tensors)
-        return copies
+class GlooCollectives:
+    """Collectives and messages of one group that run on its inner group.
 
-    def for_outputs(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Finish]:
-        """Return host tensors for results, and a function that copies them to the device."""
-        copies = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
-        self._stream.wait_event(self._device.current_stream().record_event())
-        return copies, lambda: self._copy(tensors, copies)
+    A collective is announced on the engine, which gives it a number and so detects a mismatch. A message is
+    not, since only two ranks take part.
 
-    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            self._stream.run(partial(target.detach().copy_, source.detach()))
-        self._stream.record_event().synchronize()
+    Args:
+        fallback: the inner group.
+        member: this rank of the group.
+        begin: submits an operation to the group's engine.
+        bounce_buffers: returns what copies the tensors of a device; ``None`` if gloo takes them.
+    """
+
+    def __init__(
+        self,
+        fallback: GlooFallback,
+        member: Membership,
+        begin: Callable[[Operation], int],
+        bounce_buffers: Callable[[torch.device], BounceBuffers | None],
+    ) -> None:
+        self._fallback, self._member = fallback, member
+        self._begin, self._bounce_buffers = begin, bounce_buffers
+
+    def run(
+        self, name: str, start: Start, opts: Any,
+        *, root: int = 0, shape: Sequence[int] = (), num_bytes: int = 0, result: Any = None,
+        finish: Finish | None = None,
+    ) -> GlooWork:  # fmt: skip
+        """Announce a collective and start it on the inner group."""
+        if opts.timeout <= NO_TIMEOUT:
+            opts.timeout = self._fallback.timeout
+        handle = self._begin(
+            Operation(
+                kind="delegated", op=name, root=root, count=num_bytes, shape=shape,
+                timeout_s=opts.timeout.total_seconds(),
+            )
+        )  # fmt: skip
+        engine = self._member.engine
+        try:
+            work = start(self._fallback.group())
+        except Exception:
+            engine.finish_delegated(handle)
+            raise
+        return GlooWork(self._fallback, work, name, lambda: engine.finish_delegated(handle), result, finish)
+
+    def _inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors for gloo to read: the given ones, or host copies of device tensors."""
+        copies = self._bounce_buffers(tensors[0].device) if tensors else None
+        return list(tensors) if copies is None else copies.to_host(tensors)
+
+    def _outputs(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Finish | None]:
+        """Return tensors for gloo to write, and a function that copies them to the device, if needed."""
+        copies = self._bounce_buffers(tensors[0].device) if tensors else None
+        return (list(tensors), None) if copies is None else copies.for_outputs(tensors)
+
+    def gather(self, output_lists: Sequence[list[Tensor]], inputs: list[Tensor], opts: Any) -> GlooWork:
+        sources = self._inputs(inputs)
+        targets, finish = self._outputs(list(itertools.chain(*output_lists)))
+        lists = [targets] if output_lists else []
+        return self.run(
+            "gather", lambda g: g.gather(lists, sources, opts), opts,
+            root=opts.rootRank, shape=inputs[0].shape, finish=finish, result=output_lists if finish else None,
+        )  # fmt: skip
+
+    def gather_rows(self, output: Tensor, input: Tensor, opts: Any) -> GlooWork:
+        """Gather each rank's tensor into a row of the root's output."""
+        size, rows = self._member.size, []
+        if opts.rootRank == self._member.rank:
+            check_rows(size, "gather_into_tensor", "output", output, "input", input)
+            rows = [list(output.view(size, *input.shape).unbind())]
+        return self.gather(rows, [input], opts)
+
+    def scatter(self, outputs: list[Tensor], input_lists: Sequence[list[Tensor]], opts: Any) -> GlooWork:
+        sources = [self._inputs(inputs) for inputs in input_lists]
+        targets, finish = self._outputs(outputs)
+        return self.run(
+            "scatter", lambda g: g.scatter(targets, sources, opts), opts,
+            root=opts.rootRank, shape=outputs[0].shape, finish=finish, result=outputs if finish else None,
+        )  # fmt: skip
+
+    def all_to_all(self, outputs: list[Tensor], inputs: Sequence[Tensor], opts: Any) -> GlooWork:
+        sizes = [output.numel() for output in outputs]
+        source = torch.cat([as_contiguous(tensor).view(-1) for tensor in self._inputs(inputs)])
+        target = torch.empty(sum(sizes), dtype=source.dtype)  # gloo takes no lists
+        targets, to_device = self._outputs(outputs)
+        unpack = copy_back(targets, target)
+
+        def finish() -> None:
+            unpack()
+            if to_device is not None:
+                to_device()
+
+        return self.run(
+            "all_to_all",
+            lambda g: g.alltoall_base(target, source, sizes, [tensor.numel() for tensor in inputs], opts),
+            opts, result=outputs, finish=finish,
+        )  # fmt: skip
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
+    ) -> GlooWork:
+        (source,), ((target,), finish) = self._inputs([input]), self._outputs([output])
+        return self.run(
+            "all_to_all_single",
+            lambda g: g.alltoall_base(target, source, output_sizes, input_sizes, opts),
+            opts, num_bytes=input.numel() * input.element_size(), finish=finish,
+            result=[output] if finish else None,
+        )  # fmt: skip
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> PointToPointWork:
+        self._check_peer(to)
+        sources = self._inputs(tensors)
+        return self._fallback.message(to, lambda g: g.send(sources, to, tag))
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> PointToPointWork:
+        self._check_peer(source)
+        targets, finish = self._outputs(tensors)
+        return self._fallback.message(source, lambda g: g.recv(targets, source, tag), finish)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> PointToPointWork:
+        """Receive from any rank. gloo connects to all ranks for it, so all create their inner group."""
+        group = self._fallback.connect_all()
+        targets, finish = self._outputs(tensors)
+        work = PointToPointWork(self._fallback, self._fallback.timeout, finish)
+        work.started(group.recv_anysource(targets, tag))
+        return work
+
+    def _check_peer(self, peer: int) -> None:
+        rank, size = self._member.rank, self._member.size
+        if not 0 <= peer < size or peer == rank:
+            raise UsageError(f"a message between rank {rank} and rank {peer} of a group of {size}")

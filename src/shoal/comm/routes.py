@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.devices import IntraHostGroup
-from shoal.comm.engine import Engine
-from shoal.comm.tensors import CollectiveRequest
+from shoal.comm.engine import CollectiveEngine, Operation
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 INTRA_HOST_OPS = ("sum", "avg", "prod", "min", "max")
@@ -78,9 +77,9 @@ class RankLayout:
 class Route:
     """The route of a collective. ``source`` and ``target`` are [rows, width], sent in chunks of columns."""
 
-    engine: Engine | None
+    engine: CollectiveEngine | None
     """engine of the ranks that exchange the chunks; ``None`` if nothing leaves the host"""
-    request: CollectiveRequest
+    operation: Operation
     op: str = "sum"
     root: int = 0
     rank: int = 0
@@ -97,7 +96,7 @@ class Route:
     @property
     def rows(self) -> int:
         """Rows of a chunk in its host buffer."""
-        return {"all_gather": self.size, "reduce_scatter": self.size + 1}.get(self.request.kind, 1)
+        return {"all_gather": self.size, "reduce_scatter": self.size + 1}.get(self.operation.kind, 1)
 
     def chunks(self, buffer_bytes: int) -> Iterator[tuple[int, int]]:
         """Yield the column range of each chunk, the same on all ranks."""
@@ -108,26 +107,26 @@ class Route:
             yield first, min(first + step, width)
 
 
-def flat_route(request: CollectiveRequest, engine: Engine | None, rank: int, size: int) -> Route:
+def flat_route(operation: Operation, engine: CollectiveEngine | None, rank: int, size: int) -> Route:
     """Return the route of the whole tensor over an engine of all ranks, or none in a group of one."""
-    source, target = request.input.view(-1), request.output.view(-1)
+    source, target = operation.source.view(-1), operation.target.view(-1)
     if engine is None:
         same = source.data_ptr() == target.data_ptr()
         end = None if same else partial(target.copy_, source)
-        return Route(engine=None, request=request, source=source[None], target=target[None], end=end)
-    kind = request.kind
+        return Route(engine=None, operation=operation, source=source[None], target=target[None], end=end)
+    kind = operation.kind
     rooted = kind in ("reduce", "broadcast")
     return Route(
         engine=engine,
-        request=request,
-        op=request.op,
-        root=request.root,
+        operation=operation,
+        op=operation.op,
+        root=operation.root,
         rank=rank,
         size=size,
         source=source.view(size, -1) if kind == "reduce_scatter" else source[None],
         target=target.view(size, -1) if kind == "all_gather" else target[None],
-        sends=kind != "broadcast" or rank == request.root,
-        receives=not rooted or (rank == request.root) == (kind == "reduce"),
+        sends=kind != "broadcast" or rank == operation.root,
+        receives=not rooted or (rank == operation.root) == (kind == "reduce"),
     )
 
 
@@ -145,7 +144,7 @@ class HierarchicalRoutes:
     """
 
     layout: RankLayout
-    rail: Engine | None
+    rail: CollectiveEngine | None
     d2h_ranks: IntraHostGroup
     h2d_ranks: IntraHostGroup
     widen: bool
@@ -155,51 +154,51 @@ class HierarchicalRoutes:
         self._num_hosts, self._num_local = len(self.layout.hosts), len(self.layout.hosts[0])
         self._size = self._num_hosts * self._num_local
 
-    def route(self, request: CollectiveRequest) -> Route:
-        match request.kind:
+    def route(self, operation: Operation) -> Route:
+        match operation.kind:
             case "broadcast":
-                return self._broadcast(request)
+                return self._broadcast(operation)
             case "all_gather":
-                return self._all_gather(request)
+                return self._all_gather(operation)
             case "reduce_scatter":
-                return self._reduce_scatter(request)
+                return self._reduce_scatter(operation)
             case _:
-                return self._reduce(request)
+                return self._reduce(operation)
 
-    def _rail_route(self, request: CollectiveRequest, source: Tensor, target: Tensor, **more: Any) -> Route:
+    def _rail_route(self, operation: Operation, source: Tensor, target: Tensor, **more: Any) -> Route:
         if self.rail is None:
             more["sends"] = more["receives"] = False
         return Route(
-            engine=self.rail, request=request, source=source, target=target,
+            engine=self.rail, operation=operation, source=source, target=target,
             rank=self.layout.host, size=self._num_hosts, **more,
         )  # fmt: skip
 
-    def _accumulation_dtype(self, request: CollectiveRequest) -> tuple[torch.dtype, str]:
+    def _accumulation_dtype(self, operation: Operation) -> tuple[torch.dtype, str]:
         """Return the dtype of partial results and the operation that combines them."""
-        averages = request.op == "avg"
-        widened = request.input.dtype in SIXTEEN_BITS and request.op in ("sum", "avg", "prod")
-        dtype = torch.float32 if widened and (self.widen or averages) else request.input.dtype
-        return dtype, "sum" if averages else request.op
+        averages = operation.op == "avg"
+        widened = operation.source.dtype in SIXTEEN_BITS and operation.op in ("sum", "avg", "prod")
+        dtype = torch.float32 if widened and (self.widen or averages) else operation.source.dtype
+        return dtype, "sum" if averages else operation.op
 
-    def _divisor(self, request: CollectiveRequest, like: Tensor) -> Tensor | None:
+    def _divisor(self, operation: Operation, like: Tensor) -> Tensor | None:
         # A tensor: division by a Python number multiplies by the reciprocal on a GPU, which rounds once more.
-        return (
-            torch.full((), self._size, dtype=like.dtype, device=like.device) if request.op == "avg" else None
-        )
+        if operation.op != "avg":
+            return None
+        return torch.full((), self._size, dtype=like.dtype, device=like.device)
 
-    def _reduce(self, request: CollectiveRequest) -> Route:
-        count, local = request.input.numel(), self._num_local
+    def _reduce(self, operation: Operation) -> Route:
+        count, local = operation.source.numel(), self._num_local
         width = -(-count // local)
-        dtype, op = self._accumulation_dtype(request)
-        source, target = request.input.view(-1), request.output.view(-1)
+        dtype, op = self._accumulation_dtype(operation)
+        source, target = operation.source.view(-1), operation.target.view(-1)
         fits = count == width * local
         given = source if fits and dtype == source.dtype else source.new_empty(width * local, dtype=dtype)
         part = source.new_empty(width, dtype=dtype)
         result = part if dtype == source.dtype else part.new_empty(width, dtype=source.dtype)
-        divisor = self._divisor(request, part)
-        root = self.layout.host_of(request.root)
-        writes = request.kind == "all_reduce" or request.root == self.layout.rank
-        ends = request.kind == "all_reduce" or root == self.layout.host
+        divisor = self._divisor(operation, part)
+        root = self.layout.host_of(operation.root)
+        writes = operation.kind == "all_reduce" or operation.root == self.layout.rank
+        ends = operation.kind == "all_reduce" or root == self.layout.host
         gathered = target if fits and writes else result.new_empty(width * local)
 
         def begin() -> None:
@@ -219,16 +218,16 @@ class HierarchicalRoutes:
 
         table = part[None]
         return self._rail_route(
-            request, table, table,
+            operation, table, table,
             op=op, root=root, receives=ends, begin=begin, end=end if ends else None,
         )  # fmt: skip
 
-    def _broadcast(self, request: CollectiveRequest) -> Route:
-        source, target = (each.view(-1).view(torch.uint8) for each in (request.input, request.output))
+    def _broadcast(self, operation: Operation) -> Route:
+        source, target = (each.view(-1).view(torch.uint8) for each in (operation.source, operation.target))
         count, local = source.numel(), self._num_local
         width = -(-count // local)
-        host, root = self.layout.host, self.layout.host_of(request.root)
-        is_root = request.root == self.layout.rank
+        host, root = self.layout.host, self.layout.host_of(operation.root)
+        is_root = operation.root == self.layout.rank
         whole, part = source.new_empty(width * local), source.new_empty(width)
 
         def begin() -> None:  # all other ranks add zero bytes: the sum has the bits of the root
@@ -243,13 +242,13 @@ class HierarchicalRoutes:
                 target.copy_(whole[:count])
 
         return self._rail_route(
-            request, part[None], part[None],
+            operation, part[None], part[None],
             root=root, sends=host == root, receives=host != root,
             begin=begin if host == root else None, end=end,
         )  # fmt: skip
 
-    def _all_gather(self, request: CollectiveRequest) -> Route:
-        source, target = request.input.view(-1), request.output.view(self._size, -1)
+    def _all_gather(self, operation: Operation) -> Route:
+        source, target = operation.source.view(-1), operation.target.view(self._size, -1)
         rows = source.new_empty(self._num_hosts, source.numel())
         whole = source.new_empty(self._size, source.numel())
         order = self._row_order(source)
@@ -259,16 +258,16 @@ class HierarchicalRoutes:
             target.index_copy_(0, order, whole)
 
         begin = partial(rows[0].copy_, source) if self.rail is None else None
-        return self._rail_route(request, source[None], rows, begin=begin, end=end)
+        return self._rail_route(operation, source[None], rows, begin=begin, end=end)
 
-    def _reduce_scatter(self, request: CollectiveRequest) -> Route:
-        source, target = request.input.view(self._size, -1), request.output.view(-1)
-        dtype, op = self._accumulation_dtype(request)
+    def _reduce_scatter(self, operation: Operation) -> Route:
+        source, target = operation.source.view(self._size, -1), operation.target.view(-1)
+        dtype, op = self._accumulation_dtype(operation)
         order = self._row_order(source)
         given = source.new_empty(source.shape, dtype=dtype)
         part = given.new_empty(self._num_hosts, target.numel())
         total = part[:1] if self.rail is None else given.new_empty(1, target.numel())
-        divisor = self._divisor(request, part)
+        divisor = self._divisor(operation, part)
 
         def begin() -> None:
             given.copy_(source.index_select(0, order))
@@ -279,7 +278,7 @@ class HierarchicalRoutes:
                 total.div_(divisor)
             target.copy_(total[0])
 
-        return self._rail_route(request, part, total, op=op, begin=begin, end=end)
+        return self._rail_route(operation, part, total, op=op, begin=begin, end=end)
 
     def _row_order(self, like: Tensor) -> Tensor:
         if self._order is None:

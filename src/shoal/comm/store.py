@@ -1,7 +1,8 @@
-"""Exchanges signed records through torch's store, and waits on the store without outliving the group.
+"""Exchanges signed records through the job's key-value store, and waits on it without outliving the group.
 
-Every process that reaches the store can write to it. With a secret of the job, each record therefore carries
-an HMAC-SHA256 over its key, the group's name and its text, and every record is checked when it is read.
+A store is any object with the methods of :class:`Store`, such as a ``torch.distributed.Store``. Every process
+that reaches the store can write to it. With a secret of the job, each record therefore carries an HMAC-SHA256
+over its key, the group's name and its text, and every record is checked when it is read.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
-
-from torch._C._distributed_c10d import Store
+from typing import Any, Protocol
 
 from shoal.comm.engine import CommError
 from shoal.errors import UsageError
@@ -26,7 +25,6 @@ _MAC_DIGITS = 64
 MAX_ERROR = 4096
 """Largest number of characters in a record ``{"error": reason}``, which raises the reason in its readers."""
 _READERS_LIMIT = timedelta(seconds=10)
-_GLOO_LIMIT = timedelta(minutes=30)
 _POLL_S = 0.01
 _ANSWER_MARGIN_S = 1.0
 _ERROR = {"error": rf"[^\x00]{{1,{MAX_ERROR}}}"}
@@ -66,11 +64,29 @@ RULES: Rule = {
 """
 
 
+class Store(Protocol):
+    """A key-value store that all processes of the job reach."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value of a key; wait for it where there is none."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether the store has all of these keys."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to the number under a key, 0 at first, and return the sum."""
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Wait until the store has all of these keys; raise an error after ``timeout``."""
+
+
 class Records:
     """The records of one group in the store.
 
     Args:
-        store: torch's store.
+        store: of the job.
         group: name of the group.
         secret: the job's secret; ``None`` leaves records unsigned.
         timeout: limit of each read.
@@ -107,7 +123,7 @@ class Records:
         except Exception as problem:  # the store's error classes differ between versions
             if time.monotonic() - begun < limit_s / 2:
                 raise CommError(
-                    f"torch's store was lost while this rank waited for rank {rank} of the group: the "
+                    f"the job's store was lost while this rank waited for rank {rank} of the group: the "
                     f"process that holds it (rank 0's, as a rule) has ended; see what it printed: {problem}"
                 ) from problem
             raise CommError(
@@ -184,32 +200,6 @@ def wait_for_keys(store: Store, keys: list[str], must_end: Callable[[], bool], t
             return False
         time.sleep(_POLL_S)
     return True
-
-
-class InterruptibleStore(Store):
-    """A store whose waits end when the group does.
-
-    gloo's threads wait in it for ranks that may never come. A group whose threads block cannot be destroyed.
-    """
-
-    def __init__(self, store: Store, must_end: Callable[[], bool]) -> None:
-        super().__init__()
-        self._store = store
-        self._must_end = must_end
-
-    def set(self, key: str, value: Any) -> None:
-        self._store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._store.get(key)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta = _GLOO_LIMIT) -> None:
-        if not wait_for_keys(self._store, keys, self._must_end, timeout):
-            raise RuntimeError(f"no rank wrote {', '.join(keys)}")
 
 
 def monitored_barrier(

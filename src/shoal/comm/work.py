@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -16,8 +17,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch.autograd.graph import _engine_run_backward
 from torch.futures import Future
 
-from shoal.comm.engine import CommError
-from shoal.comm.tensors import CollectiveRequest
+from shoal.comm.engine import CommError, Operation
 
 NO_TIMEOUT = timedelta(0)
 _POLL_S = 0.03
@@ -43,37 +43,6 @@ def opaque_to_dynamo(cls: _Class) -> _Class:
     return cls
 
 
-def wait_until(
-    name: str,
-    timeout: timedelta,
-    wait_once: Callable[[float], bool],
-    *,
-    slice_s: float = 1.0,
-    poll: Callable[[], None] | None = None,
-) -> None:
-    """Wait in slices, so that Python handles signals and ``poll`` runs between two of them.
-
-    Args:
-        name: the operation, for the error message.
-        timeout: the longest wait; none if zero.
-        wait_once: waits for at most the given number of seconds; returns whether the operation has completed.
-        slice_s: the longest single wait.
-        poll: called after each slice in which the operation did not complete; may raise.
-
-    Raises:
-        CommError: ``timeout`` has passed.
-    """
-    deadline = time.monotonic() + timeout.total_seconds() if timeout > NO_TIMEOUT else None
-    while not wait_once(slice_s if deadline is None else max(0.0, min(slice_s, deadline - time.monotonic()))):
-        if deadline is not None and time.monotonic() >= deadline:
-            raise CommError(
-                f"{name}: waited {timeout.total_seconds():g} s as asked and it is still pending; wait "
-                "longer, or find out which rank is late"
-            )
-        if poll is not None:
-            poll()
-
-
 def first_cause(problem: Exception, error: Callable[[], str | None], limit_s: float) -> Exception:
     """Return the engine's error, which names the rank, if the group fails in time; else ``problem``.
 
@@ -93,27 +62,51 @@ def first_cause(problem: Exception, error: Callable[[], str | None], limit_s: fl
     return CommError(reason)
 
 
-class WorkOwner(Protocol):
-    """Operations of a process group that its works call."""
-
-    def is_done(self, handle: int) -> bool: ...
-    def wait_once(self, handle: int, timeout_s: float) -> bool: ...
-    def forget(self, handle: int) -> None: ...
-    def complete_later(self, work: EngineWork) -> None: ...
-
-
 @opaque_to_dynamo
 class BaseWork(Work):
-    """State of a single operation: its result or its error."""
+    """A single operation: its result or its error. :meth:`wait` is the same for all kinds of operations.
 
-    def __init__(self, name: str, result: Any) -> None:
+    Args:
+        name: the operation, for messages.
+        result: value of the future.
+        timeout: the longest wait of a caller who gives none; zero: no limit.
+    """
+
+    def __init__(self, name: str, result: Any, timeout: timedelta = NO_TIMEOUT) -> None:
         super().__init__()
         self._name = name
         self._result = result
+        self._timeout = timeout
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._completion: Future[Any] | None = None
         self._future: Future[Any] | None = None
+
+    def _advance(self, left_s: float) -> bool:
+        """Wait a short while, and at most ``left_s``; return whether the outcome is known.
+
+        Raises:
+            CommError: the group has failed while the operation is pending.
+        """
+        raise NotImplementedError
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Block until the result is available, in short waits, so that Python handles signals.
+
+        Raises:
+            CommError: the group has failed, or ``timeout`` has passed (the operation itself continues until
+                the deadline with which it was submitted).
+        """
+        limit = timeout if timeout > NO_TIMEOUT else self._timeout
+        end = time.monotonic() + limit.total_seconds() if limit > NO_TIMEOUT else math.inf
+        while not self._advance(max(0.0, end - time.monotonic())):
+            if time.monotonic() >= end:
+                raise CommError(
+                    f"{self._name}: waited {limit.total_seconds():g} s and it is still pending; wait longer, "
+                    "or find out which rank is late"
+                )
+        self._raise_error()
+        return True
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -146,73 +139,63 @@ class BaseWork(Work):
             return self._future, is_new
 
 
-@opaque_to_dynamo
-class EngineWork(BaseWork):
-    """An operation of the engine.
+class InFlight:
+    """An operation that the engine has begun: its memory, and its outcome once it has one.
 
-    Args:
-        group: the process group.
-        handle: the engine's number of the operation.
-        request: its tensors are kept alive until the operation completes; its ``finish`` runs once, after
-            that and before the result is visible.
+    It does not refer to its process group, which keeps it until it is settled: a group that was dropped can
+    be collected while operations are in flight.
     """
 
-    def __init__(self, group: WorkOwner, handle: int, request: CollectiveRequest) -> None:
-        super().__init__(request.kind, request.result)
-        self._group = group
+    def __init__(self, handle: int, operation: Operation) -> None:
         self.handle = handle
-        self._request: CollectiveRequest | None = request
-        self._settled = False
+        self.error: Exception | None = None
+        self._operation: Operation | None = operation
+        self._lock = threading.Lock()
 
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Block until the result is available.
+    @property
+    def is_settled(self) -> bool:
+        return self._operation is None
 
-        Raises:
-            CommError: the group has failed, or ``timeout`` has passed (the operation itself continues until
-            the
-                deadline with which it was submitted).
-        """
-        if not self._settled:
-            try:
-                wait_until(self._name, timeout, lambda slice_s: self._group.wait_once(self.handle, slice_s))
-            except CommError as error:
-                if not self._group.is_done(self.handle):
-                    raise
-                self._settle(error)
-            else:
-                self._settle(None)
-        self._raise_error()
-        return True
-
-    def _settle(self, error: Exception | None) -> None:
-        """Record the outcome of an operation that the engine has completed."""
+    def settle(self, error: Exception | None) -> None:
+        """Complete the result of an operation that has ended, record the outcome, and release the memory."""
         with self._lock:
-            if self._request is None:
+            if self._operation is None:
                 return
             try:
-                if error is None and self._request.finish is not None:
-                    self._request.finish()
+                if error is None and self._operation.finish is not None:
+                    self._operation.finish()
             except Exception as problem:
                 error = problem
-            self._error = error
-            self._request = None
-            self._settled = True
-        self._group.forget(self.handle)
+            self.error = error
+            self._operation = None
 
-    def _settle_now(self) -> None:
-        """Record the outcome of an operation that has completed, or whose group shuts down."""
-        error: CommError | None = None
-        try:
-            if not self._group.wait_once(self.handle, 0.0):
-                error = CommError(f"{self._name}: this process group was shut down before it had ended")
-        except CommError as problem:
-            error = problem
-        self._settle(error)
+
+class WorkOwner(Protocol):
+    """What an :class:`EngineWork` needs of its process group."""
+
+    def advance(self, flight: InFlight, left_s: float) -> bool:
+        """Wait a short while, and at most ``left_s``; return whether the operation is settled."""
+
+    def complete_later(self, work: EngineWork) -> None:
+        """Have :meth:`EngineWork.complete_future` called once the operation is done."""
+
+
+@opaque_to_dynamo
+class EngineWork(BaseWork):
+    """An operation of the engine. It keeps the group's operations, and so the engine, alive."""
+
+    def __init__(self, owner: WorkOwner, flight: InFlight, operation: Operation) -> None:
+        super().__init__(operation.kind, operation.result)
+        self.handle = flight.handle
+        self._owner, self._flight = owner, flight
+
+    def _advance(self, left_s: float) -> bool:
+        is_settled = self._owner.advance(self._flight, left_s)
+        self._error = self._flight.error
+        return is_settled
 
     def is_completed(self) -> bool:
-        if not self._settled and self._group.is_done(self.handle):
-            self._settle_now()
-        return self._settled
+        return self._advance(0.0)
 
     def get_future(self) -> Future[Any]:
         """Return a future of the output tensors."""
@@ -221,13 +204,13 @@ class EngineWork(BaseWork):
             return typed_future(self._result)
         future, is_new = self._future_of([])
         if is_new:
-            self._group.complete_later(self)
+            self._owner.complete_later(self)
         return future
 
     def complete_future(self) -> None:
-        """Set the future. The completer calls it once the engine has completed the operation."""
-        if not self._settled:
-            self._settle_now()
+        """Set the future, once the engine has completed the operation or the group shuts down."""
+        if not self._advance(0.0):  # its memory stays with the group until the engine is closed
+            self._error = CommError(f"{self._name}: this process group was shut down before it had ended")
         if self._completion is not None:
             self._completion.set_result(None)
 
@@ -261,13 +244,15 @@ def typed_future(tensors: list[torch.Tensor]) -> Future[Any]:
 class JoinedWork(BaseWork):
     """Several works as one."""
 
-    def __init__(self, works: Sequence[Work], result: Any) -> None:
+    def __init__(self, works: Sequence[BaseWork], result: Any) -> None:
         super().__init__("several collectives", result)
         self._works = tuple(works)
 
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+    def _advance(self, left_s: float) -> bool:
         for work in self._works:
-            work.wait(timeout)
+            if not work._advance(left_s):
+                return False
+            work._raise_error()
         return True
 
     def is_completed(self) -> bool:

@@ -13,11 +13,17 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from shoal import env
-from shoal.comm import addresses, rendezvous
-from shoal.comm.engine import CommError, Operation
-from shoal.comm.single_process import SingleProcessEngine
+from shoal.comm import rendezvous
+from shoal.comm.collectives import (
+    ENGINE_DTYPES,
+    as_contiguous,
+    as_movable,
+    output_buffer,
+    overlaps,
+    reduction_of,
+)
+from shoal.comm.engine import CommError, Operation, SingleProcessEngine
 from shoal.comm.store import monitored_barrier
-from shoal.comm.tensors import ENGINE_DTYPES, as_contiguous, as_movable, output_buffer, overlaps, reduction_of
 from shoal.errors import UsageError
 
 # ---- environment ----------------------------------------------------------------------------------------
@@ -40,30 +46,30 @@ def test_wrong_helpers_are_named(entry: str) -> None:
 
 
 def test_host_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = addresses.host_identity()
-    assert own == addresses.host_identity()
+    own = rendezvous.host_identity()
+    assert own == rendezvous.host_identity()
     assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in own
     monkeypatch.setenv("SHOAL_HOST_ID", "other")
-    assert addresses.host_identity() == "other"
+    assert rendezvous.host_identity() == "other"
 
 
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert addresses.interface_address("10.1.2.3") == "10.1.2.3"
-    assert addresses.interface_address("lo") == "127.0.0.1"
+    assert rendezvous.interface_address("10.1.2.3") == "10.1.2.3"
+    assert rendezvous.interface_address("lo") == "127.0.0.1"
     with pytest.raises(UsageError, match=r"SHOAL_INTERFACE=nowhere0.*this host has .*lo"):
-        addresses.interface_address("nowhere0")
+        rendezvous.interface_address("nowhere0")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert addresses.local_address(dist.PrefixStore("a/", dist.PrefixStore("b/", store))) == "127.0.0.1"
+    assert rendezvous.local_address(dist.PrefixStore("a/", dist.PrefixStore("b/", store))) == "127.0.0.1"
     monkeypatch.setenv("SHOAL_INTERFACE", "127.0.0.9")
-    assert addresses.local_address(store) == "127.0.0.9"
+    assert rendezvous.local_address(store) == "127.0.0.9"
 
 
 def test_loopback_addresses_reach_only_their_network() -> None:
-    one, other = addresses.Endpoint("a", "127.0.1.1", "x"), addresses.Endpoint("b", "10.0.0.2", "y")
-    addresses.refuse_loopback([one, addresses.Endpoint("c", "127.0.0.2", "x")])
-    addresses.refuse_loopback([other, addresses.Endpoint("c", "10.0.0.3", "x")])
+    one, other = rendezvous.Endpoint("a", "127.0.1.1", "x"), rendezvous.Endpoint("b", "10.0.0.2", "y")
+    rendezvous.refuse_loopback([one, rendezvous.Endpoint("c", "127.0.0.2", "x")])
+    rendezvous.refuse_loopback([other, rendezvous.Endpoint("c", "10.0.0.3", "x")])
     with pytest.raises(UsageError, match=r"rank 1 on host a listens at 127\.0\.1\.1, which rank 0 on host b"):
-        addresses.refuse_loopback([other, one])
+        rendezvous.refuse_loopback([other, one])
 
 
 def test_a_rank_that_cannot_take_part_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shoal.comm.collectives import collective
 from shoal.comm.routes import RankLayout, Route, flat_route
-from shoal.comm.tensors import CollectiveRequest
 
 
 def place(hosts: str, devices: str, rank: int = 0) -> RankLayout:
@@ -31,11 +31,9 @@ def test_hosts_come_in_the_order_of_their_lowest_ranks() -> None:
 
 def route(kind: str, rank: int = 0, root: int = 0, count: int = 1000, size: int = 3) -> Route:
     wide = torch.zeros(count * size)
-    asked = CollectiveRequest(
-        kind=kind, root=root,
-        input=wide if kind == "reduce_scatter" else wide[:count],
-        output=wide if kind == "all_gather" else wide[:count],
-    )  # fmt: skip
+    source = wide if kind == "reduce_scatter" else wide[:count]
+    target = wide if kind == "all_gather" else wide[:count]
+    asked = collective(kind, source, target, root=root)
     engine: object = "an engine"
     return flat_route(asked, engine, rank, size)  # type: ignore[arg-type]
 

@@ -128,6 +128,6 @@ def test_a_store_that_ends_is_not_a_rank_that_is_late() -> None:
     store = TCPStore("127.0.0.1", ours.recv(), timeout=timedelta(seconds=60), wait_for_workers=False)
     records = Records(store, "g", None, timedelta(seconds=60))
     threading.Timer(0.3, lambda: ours.send(None)).start()
-    with pytest.raises(CommError, match="torch's store was lost while this rank waited for rank 3"):
+    with pytest.raises(CommError, match="the job's store was lost while this rank waited for rank 3"):
         records.get("peer/3", 3, LOCATION)
     process.join()
