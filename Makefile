@@ -61,10 +61,11 @@ bench: $(STAMP)  ## the figures of the README, to benchmarks/results (an hour on
 	  $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json \
 	    --markdown benchmarks/results/$$name.md || true; done
 
-lint: $(STAMP)  ## ruff and mypy
+lint: $(STAMP)  ## ruff and mypy, and clang's check of locks in the C++ core
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	.ci/thread-safety
 
 clean:  ## remove the virtual environment and the build
 	rm -rf $(VENV) build

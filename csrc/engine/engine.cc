@@ -1,7 +1,8 @@
 #include "engine/engine.h"
 
-#include <cstdio>
+#include <algorithm>
 #include <cstring>
+#include <future>
 #include <stdexcept>
 
 #include "base/clock.h"
@@ -11,6 +12,9 @@
 namespace shoal {
 
 namespace {
+
+constexpr double kFlushS = 1.0;
+constexpr double kAbortS = 5.0;
 
 // Input is read while output is written, so the two may overlap only where they are the same element.
 void require_apart(const OpSpec& spec, int rank, int size) {
@@ -27,31 +31,87 @@ void require_apart(const OpSpec& spec, int rank, int size) {
                               "; clone one of them first");
 }
 
+// Copies this rank's input of an all_gather to the output, on the caller's thread.
+void prepare_own_part(Op& op, int rank) {
+  if (op.spec.kind != Kind::all_gather) return;
+  const std::size_t bytes = op.spec.count * op.width();
+  std::byte* to = op.spec.output + static_cast<std::size_t>(rank) * bytes;
+  if (bytes && to != op.spec.input) std::memmove(to, op.spec.input, bytes);
+}
+
+TransportOptions transport_options(const EngineOptions& options) {
+  TransportOptions transport;
+  transport.tcp.address = options.address;
+  transport.tcp.secret = options.secret;
+  transport.tcp.send_buffer_bytes = options.send_buffer_bytes;
+  transport.tcp.grace_s = options.peer_grace_s;
+  transport.fabric = options.fabric;
+  transport.shuffle = options.shuffle;
+  transport.payload_bytes = std::max(transport.payload_bytes, 2 * options.chunk_bytes);  // 16-bit elements may be sent as 32-bit ones
+  return transport;
+}
+
 }  // namespace
 
-// ---- callers' interface ---------------------------------------------------------------------------------
+Engine::Engine(EngineOptions options) : options_(std::move(options)), ops_(options_.group) {
+  shoal::require_possible(options_);
+  transport_ = open_transport(transport_options(options_), *this);
+}
+
+Engine::~Engine() {
+  HostStage* const stage = this->stage();
+  if (getpid() != pid_) {  // threads do not survive a fork: nothing to join in the child
+    const MutexLock lock(mutex_);
+    static_cast<void>(stage_.release());
+    static_cast<void>(protocol_.release());
+    static_cast<void>(transport_.release());
+    return;
+  }
+  transport_->stop();
+  if (stage) stage->stop();
+  if (protocol_) protocol_->path.clear();  // a queue that is released may post to the transport
+}
+
+Engine::Protocol::Protocol(Engine& engine)
+    : mailbox(*engine.transport_, engine.members_, engine.ops_),
+      router(*engine.topology_, engine.options_.workers_serve),
+      liveness(engine.members_, *engine.topology_, router, engine.ops_, mailbox, engine.journal_, engine.options_.straggler_s),
+      mismatch(engine.members_, engine.ops_, mailbox),
+      path({engine.options_, engine.members_, *engine.topology_, router, engine.ops_, mailbox, liveness, mismatch,
+            engine.journal_, engine.pool_,
+            [&engine](const Op& op, std::uint64_t index) {
+              if (HostStage* stage = engine.stage()) stage->finish(op, index);
+            },
+            [&engine](std::function<void()> step) { engine.post(std::move(step)); }}) {}
+
+// ---- callers --------------------------------------------------------------------------------------------
 
 void Engine::set_pattern(std::vector<int> pattern) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(submit_mutex_);
   topology_->set_pattern(std::move(pattern));
   fused_ = {};
 }
 
 std::uint64_t Engine::submit(OpSpec spec) {
-  const std::lock_guard lock(mutex_);
-  if (!error_.empty()) throw GroupError(error_);
-  if (closed_ || !topology_) throw GroupError("group '" + options_.group + "' is not open");
+  const MutexLock lock(submit_mutex_);
+  ops_.require_open();
   require_possible(spec);
   const OpPtr op = make_op(std::move(spec));
-  if (op->spec.kind == Kind::delegated) return op->seq;
-  prepare_own_part(*op);
-  if (stage_) {
-    stage_->submit(op);
-    const bool receives = !op->sums() && topology_->num_hosts() > 1;
-    if (receives) transport_->post([this] { broadcast(FrameType::heartbeat, 0, 0, 0, ""); });
-  } else {
-    transport_->post([this, op] { begin(op); });
+  ops_.add(op);
+  journal_.count(op->spec);
+  if (protocol_->mismatch.issued(*op)) {
+    post([this, op]() SHOAL_NO_ANALYSIS { protocol_->mismatch.begun(*op); });
   }
+  if (op->spec.kind == Kind::delegated) return op->seq;
+  prepare_own_part(*op, options_.rank);
+  HostStage* const stage = this->stage();
+  if (!stage) {
+    post([this, op]() SHOAL_NO_ANALYSIS { protocol_->path.begin(op); });
+    return op->seq;
+  }
+  stage->submit(op);
+  const bool receives = !op->sums() && topology_->num_hosts() > 1;
+  if (receives) post([this]() SHOAL_NO_ANALYSIS { protocol_->mailbox.broadcast({FrameType::heartbeat}); });
   return op->seq;
 }
 
@@ -67,219 +127,201 @@ void Engine::require_possible(const OpSpec& spec) const {
   require_apart(spec, options_.rank, options_.size);
 }
 
-// Numbers the operation, cuts it into chunks and records it. Requires the mutex.
 OpPtr Engine::make_op(OpSpec spec) {
   auto op = std::make_shared<Op>();
   op->spec = std::move(spec);
-  op->seq = next_seq_++;
   op->signature = signature_of(op->spec);
   op->begun = Clock::now();
-  if (op->spec.kind != Kind::delegated) {
-    const std::size_t most = topology_->num_hosts() == 1 ? options_.shared_chunk_bytes : options_.chunk_bytes;
-    op->chunks = topology_->cut(op->spec, most, fused_);
-    op->parts.resize(op->chunks.size());
-    // where ranks share a host, the host stage emits chunks in call order
-    op->ordered = op->spec.priority && op->spec.kind == Kind::all_reduce && !topology_->any_host_shared();
-  }
-  const std::string name(op->spec.kind == Kind::delegated ? op->spec.name : std::string(name_of(op->spec.kind)));
-  counts_["ops_" + name] += 1;
-  counts_["bytes_" + name] += op->spec.count * op->width();
-  records_[op->seq % kRecords] = {op->seq, op->signature, describe(op->spec)};
-  ops_[op->seq] = op;
-  submitted_ = next_seq_;
-  const bool told = mismatch_reported_.erase(op->seq) > 0;
-  if (told || announced_.count(op->seq)) {
-    transport_->post([this, op] {
-      announce(*op);
-      std::vector<Announcement> heard;
-      {
-        const std::lock_guard lock(mutex_);
-        const auto found = announced_.find(op->seq);
-        if (found != announced_.end()) heard = found->second;
-      }
-      for (const Announcement& each : heard) compare(op->seq, {op->seq, op->signature, describe(op->spec)}, each);
-      diagnose(op->seq);
-    });
-  }
+  if (op->spec.kind == Kind::delegated) return op;
+  const bool one_host = topology_->num_hosts() == 1;
+  if (one_host && options_.size > 1 && HostStage::is_direct(op->spec, options_.size)) return op;  // it moves as a whole
+  op->chunks = topology_->cut(op->spec, one_host ? options_.shared_chunk_bytes : options_.chunk_bytes, fused_);
+  op->parts.resize(op->chunks.size());
+  // where ranks share a host, the host stage emits chunks in call order
+  op->ordered = op->spec.priority && op->spec.kind == Kind::all_reduce && !topology_->any_host_shared();
   return op;
 }
 
-// Copies this rank's input of an all_gather to the output, on the caller's thread.
-void Engine::prepare_own_part(Op& op) {
-  if (op.spec.kind != Kind::all_gather) return;
-  const std::size_t bytes = op.spec.count * op.width();
-  std::byte* to = op.spec.output + static_cast<std::size_t>(options_.rank) * bytes;
-  if (bytes && to != op.spec.input) std::memmove(to, op.spec.input, bytes);
-}
-
 void Engine::finish_delegated(std::uint64_t seq) {
-  if (const OpPtr op = find(seq)) finished_one(op);
+  if (const OpPtr op = ops_.find(seq)) ops_.release(op);
 }
 
 bool Engine::wait(std::uint64_t seq, double timeout_s) {
-  std::unique_lock lock(mutex_);
-  const auto over = [&] { return !ops_.count(seq); };
-  if (timeout_s < 0) changed_.wait(lock, over);
-  else if (!changed_.wait_for(lock, seconds(timeout_s), over)) return false;
-  if (failed_ops_.count(seq)) throw GroupError(error_);
-  return true;
+  const auto begin = Clock::now();
+  HostStage* const stage = this->stage();
+  if (stage && topology_->num_hosts() == 1) {
+    if (const OpPtr op = ops_.find(seq)) stage->drive(*op, timeout_s);
+  }
+  const double left_s = timeout_s - std::chrono::duration<double>(Clock::now() - begin).count();
+  return ops_.wait(seq, timeout_s < 0 ? timeout_s : std::max(0.0, left_s));
 }
 
 bool Engine::is_done(std::uint64_t seq) {
-  const std::lock_guard lock(mutex_);
-  return !ops_.count(seq);
+  if (ops_.is_done(seq)) return true;
+  HostStage* const stage = this->stage();
+  return stage && stage->advance() && ops_.is_done(seq);
 }
 
 void Engine::watch(std::uint64_t seq) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (ops_.count(seq)) watched_.insert(seq);
-    else watched_done_.push_back(seq);
-  }
-  changed_.notify_all();
-}
-
-std::vector<std::uint64_t> Engine::next_watched(double timeout_s) {
-  std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, seconds(timeout_s), [&] { return !watched_done_.empty(); });
-  std::vector<std::uint64_t> done(watched_done_.begin(), watched_done_.end());
-  watched_done_.clear();
-  return done;
-}
-
-std::string Engine::error() {
-  const std::lock_guard lock(mutex_);
-  return closed_ ? "" : error_;
+  ops_.watch(seq);
+  if (HostStage* stage = this->stage()) stage->advance_alone();
 }
 
 void Engine::abort(const std::string& reason) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_ || !topology_) return;
-  }
+  if (!started_ || ops_.is_closed()) return;
   auto done = std::make_shared<std::promise<void>>();
   transport_->post([this, reason, done] {
+    loop_.assert_here();
     fail(reason);
     done->set_value();
   });
-  done->get_future().wait_for(std::chrono::seconds(5));
+  done->get_future().wait_for(seconds(kAbortS));
 }
 
-// ---- frames from peers (transport thread) ----------------------------------------------------------------
+void Engine::close() {
+  if (!ops_.close() || !protocol_) return;
+  post([this]() SHOAL_NO_ANALYSIS { protocol_->path.send_withheld(); });
+  transport_->post([this] {
+    loop_.assert_here();
+    protocol_->mailbox.broadcast({FrameType::goodbye});
+  });
+  transport_->flush(kFlushS);
+  if (HostStage* stage = this->stage()) stage->stop();
+  transport_->stop();
+  ops_.end_all("group '" + options_.group + "' was closed");
+}
+
+std::map<std::string, std::uint64_t> Engine::counters() {
+  auto counts = transport_->counters();
+  counts.merge(journal_.counters());
+  counts["held_bytes"] = protocol_ ? protocol_->path.held_bytes() : 0;
+  return counts;
+}
+
+std::vector<std::string> Engine::lost_helpers() {
+  const MutexLock lock(mutex_);
+  return lost_helpers_;
+}
+
+HostStage* Engine::stage() {
+  const MutexLock lock(mutex_);
+  return stage_.get();
+}
+
+// ---- the transport's thread -----------------------------------------------------------------------------
+
+template <class Step>
+void Engine::guarded(const Step& step) {
+  if (failed_) return;
+  try {
+    try {
+      step();
+    } catch (const ProtocolError& error) {
+      const std::string what = std::string("sent a malformed frame: ") + error.what();
+      if (!members_.is_helper(error.peer)) throw GroupFailure(members_.name_of(error.peer) + " " + what);
+      lose_helper(error.peer, "it " + what, true);
+    }
+  } catch (const GroupFailure& error) {
+    fail(error.what());
+  } catch (const ProtocolError& error) {  // while a helper's chunks were moved
+    fail(members_.name_of(error.peer) + " sent a malformed frame: " + error.what());
+  }
+}
+
+void Engine::post(std::function<void()> step) {
+  transport_->post([this, step = std::move(step)] {
+    loop_.assert_here();
+    guarded(step);
+  });
+}
 
 void Engine::on_frame(int peer, const FrameHeader& header, Payload payload) {
-  on_progress(peer, header);
-  if (failed_) return;
-  if (diverged_ && carries_data(header.type)) return;
+  loop_.assert_here();
+  guarded([&]() SHOAL_NO_ANALYSIS { dispatch(peer, header, std::move(payload)); });
+}
+
+void Engine::dispatch(int peer, const FrameHeader& header, Payload payload) {
+  Protocol& on = *protocol_;
+  if (on.liveness.heard(peer, header)) on.path.on_begun(peer);
+  if (on.mismatch.diverged() && carries_data(header.type)) return;
   switch (header.type) {
-    case FrameType::push: {
-      std::string wrong = check_sender(peer, header);
-      if (wrong.empty()) wrong = server_->contribute(peer, header, std::move(payload));
-      if (!wrong.empty()) malformed(peer, wrong);
-      return;
-    }
-    case FrameType::result: return deliver(peer, header, std::move(payload));
-    case FrameType::supply: {
-      std::string wrong = check_sender(peer, header);
-      if (wrong.empty()) wrong = server_->supply(peer, header, std::move(payload));
-      if (!wrong.empty()) malformed(peer, wrong);
-      return;
-    }
+    case FrameType::push: return on.path.on_push(peer, header, std::move(payload));
+    case FrameType::result: return on.path.deliver(peer, header, std::move(payload));
+    case FrameType::supply: return on.path.on_supply(peer, header, std::move(payload));
     case FrameType::heartbeat: return;
-    case FrameType::order: return on_order(peer, header);
+    case FrameType::order: return on.path.on_order(peer, header);
     case FrameType::server_down:
-      return helper_lost(static_cast<int>(header.chunk), printable(text_of(payload)), false);
-    case FrameType::announce:
-      if (topology_->is_helper(peer)) return malformed(peer, "a helper issues no operations");
-      return on_announcement(peer, header, printable(text_of(payload)));
-    case FrameType::mismatch: return on_mismatch(peer, header);
+      if (header.chunk >= members_.helpers.size()) throw ProtocolError(peer, "there is no helper " + std::to_string(header.chunk));
+      return lose_helper(members_.size() + static_cast<int>(header.chunk), printable(text_of(payload)), false);
+    case FrameType::announce: return on.mismatch.on_announcement(peer, header, printable(text_of(payload)));
+    case FrameType::mismatch: return on.mismatch.on_mismatch(peer, header);
     case FrameType::fail:
-      return fail((topology_->is_helper(peer) ? server_name(peer) + " reports: " : "") + printable(text_of(payload)));
+      throw GroupFailure((members_.is_helper(peer) ? members_.name_of(peer) + " reports: " : "") + printable(text_of(payload)));
     case FrameType::goodbye:
-      if (!topology_->is_helper(peer)) states_[static_cast<std::size_t>(peer)].left = true;
+      if (!members_.is_helper(peer)) on.liveness.left(peer);
       return;
     case FrameType::fabric: return;  // from a helper with libfabric; this rank has none
   }
 }
 
-// Checks what SumServer cannot know: the sender and the root.
-std::string Engine::check_sender(int peer, const FrameHeader& header) const {
-  if (topology_->is_helper(peer)) return "a helper contributes nothing";
-  const auto kind = static_cast<Kind>(header.kind);
-  const bool rooted = kind == Kind::broadcast || kind == Kind::reduce;
-  if (rooted && (header.root < 0 || header.root >= options_.size)) return "there is no rank " + std::to_string(header.root);
-  return "";
+void Engine::on_down(int peer, const std::string& why) {
+  loop_.assert_here();
+  guarded([&]() SHOAL_NO_ANALYSIS {
+    if (members_.is_helper(peer)) return lose_helper(peer, why, true);
+    if (!protocol_->liveness.has_left(peer)) throw GroupFailure(members_.name_of(peer) + " was lost: " + why);
+    on_tick();
+  });
 }
 
-// ---- completion -----------------------------------------------------------------------------------------
-
-void Engine::finished_one(const OpPtr& op) {
-  if (op->pending.fetch_sub(1) == 1) complete(op);
+void Engine::on_tick() {
+  loop_.assert_here();
+  guarded([&]() SHOAL_NO_ANALYSIS {
+    Protocol& on = *protocol_;
+    on.liveness.tick([&](const Op& op) SHOAL_NO_ANALYSIS { on.mismatch.announce(op); });
+    const std::uint64_t done = on.liveness.num_completed_by_all();
+    on.path.forget_below(done);
+    on.mismatch.forget_below(done);
+  });
 }
 
-void Engine::complete(const OpPtr& op) {
+void Engine::on_error(const std::string& what) {
+  loop_.assert_here();
+  guarded([&] { throw GroupFailure("an error of " + members_.name_of(options_.rank) + " itself: " + what); });
+}
+
+void Engine::lose_helper(int server, const std::string& why, bool tell) {
+  if (!protocol_->router.lose(server)) return;
+  transport_->drop(server);
+  const std::string& name = members_.helper(server).name;
+  const auto index = static_cast<std::uint64_t>(server - members_.size());
+  if (tell) protocol_->mailbox.broadcast({FrameType::server_down, 0, index, 0, why});
   {
-    const std::lock_guard lock(mutex_);
-    if (!ops_.erase(op->seq)) return;
-    if (watched_.erase(op->seq)) watched_done_.push_back(op->seq);
-    completed_ = ops_.empty() ? next_seq_ : ops_.begin()->first;
+    const MutexLock lock(mutex_);
+    lost_helpers_.push_back(name);
   }
-  changed_.notify_all();
+  journal_.note("helper " + name + " was lost (" + why + "); the others take over its chunks");
+  protocol_->path.reroute(server);
 }
 
-OpPtr Engine::find(std::uint64_t seq) {
-  const std::lock_guard lock(mutex_);
-  const auto found = ops_.find(seq);
-  return found == ops_.end() ? nullptr : found->second;
+// Fails every operation and notifies the others; the first cause wins. Callers' memory is not accessed afterwards:
+// first everything that points into it is dropped, then the operations end.
+void Engine::fail(const std::string& cause) {
+  if (std::exchange(failed_, true)) return;
+  const std::string message = with_pending(cause);
+  protocol_->mailbox.broadcast({FrameType::fail, 0, 0, 0, cause});
+  transport_->drop_data();
+  protocol_->path.clear();
+  if (HostStage* stage = this->stage()) stage->stop();
+  ops_.end_all(message);
 }
 
-HostStage* Engine::stage() {
-  const std::lock_guard lock(mutex_);
-  return stage_.get();
-}
-
-std::vector<OpPtr> Engine::pending_ops() {
-  const std::lock_guard lock(mutex_);
-  std::vector<OpPtr> ops;
-  for (const auto& [seq, op] : ops_) ops.push_back(op);
-  return ops;
-}
-
-// ---- counters, events, trace ----------------------------------------------------------------------------
-
-std::map<std::string, std::uint64_t> Engine::counters() {
-  auto counts = transport_->counters();
-  const std::lock_guard lock(mutex_);
-  counts.insert(counts_.begin(), counts_.end());
-  counts["held_bytes"] = server_ ? server_->held_bytes() : 0;
-  return counts;
-}
-
-void Engine::note(const std::string& text) {
-  std::fprintf(stderr, "shoal: %s\n", text.c_str());
-  const std::lock_guard lock(mutex_);
-  events_.push_back(text);
-}
-
-std::vector<std::string> Engine::take_events() {
-  const std::lock_guard lock(mutex_);
-  return std::exchange(events_, {});
-}
-
-std::vector<std::string> Engine::lost_helpers() {
-  const std::lock_guard lock(mutex_);
-  return names_of_lost_;
-}
-
-void Engine::traced(const char* what, std::uint64_t begin_ns, std::uint64_t seq, std::uint64_t chunk) {
-  if (!tracing_) return;
-  const std::lock_guard lock(mutex_);
-  events_trace_.push_back({what, begin_ns, now_ns(), seq, chunk});
-}
-
-std::vector<TraceEvent> Engine::take_trace() {
-  const std::lock_guard lock(mutex_);
-  return std::exchange(events_trace_, {});
+std::string Engine::with_pending(const std::string& cause) {
+  const std::vector<OpPtr> pending = ops_.pending();
+  const std::string text = "group '" + options_.group + "', " + members_.name_of(options_.rank) + ": " + cause;
+  if (pending.empty()) return text;
+  const Op& first = *pending.front();
+  return text + "; under way here: " + numbered(first.seq) + ", " + describe(first.spec) +
+         (pending.size() > 1 ? " and " + std::to_string(pending.size() - 1) + " more" : "");
 }
 
 }  // namespace shoal

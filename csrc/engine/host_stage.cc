@@ -1,5 +1,6 @@
 #include "engine/host_stage.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -17,32 +18,55 @@ void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
   if (bytes) std::memcpy(to, from, bytes);
 }
 
-bool is_half(Element element) { return element == Element::float16 || element == Element::bfloat16; }
+constexpr int kSpins = 2000;  // pauses of a waiting caller before it yields: about 25 us
+constexpr int kYields = 16;   // before it sleeps
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
 
 }  // namespace
 
-HostStage::HostStage(const Topology& topology, const std::string& segment, const ShmLayout& layout,
-                     bool wide_partials, double timeout_s, StageHooks hooks)
+ShmLayout stage_layout(const Topology& topology, const EngineOptions& options) {
+  const bool alone = topology.num_hosts() == 1;
+  ShmLayout layout;
+  layout.num_ranks = static_cast<int>(topology.my_locals().size());
+  layout.slot_bytes = alone ? options.shared_chunk_bytes : options.chunk_bytes;
+  layout.result_bytes = alone ? layout.slot_bytes : 2 * layout.slot_bytes;
+  layout.num_slots = alone ? options.num_slots : kSlotsBetweenHosts * options.num_slots;
+  layout.num_cells = alone ? DirectExchange::kNumCells : 0;
+  layout.cell_bytes = DirectExchange::cell_bytes(layout.num_ranks);
+  return layout;
+}
+
+HostStage::HostStage(const Topology& topology, const std::string& segment, const EngineOptions& options,
+                     double timeout_s, StageHooks hooks)
     : topology_(topology),
-      shm_(segment, topology.local_index(), layout, timeout_s),
-      wide_partials_(wide_partials),
+      shm_(segment, topology.local_index(), stage_layout(topology, options), timeout_s),
+      wide_partials_(options.wide_partials),
       hooks_(std::move(hooks)),
       me_(topology.local_index()),
-      num_locals_(static_cast<int>(topology.my_locals().size())) {
-  thread_ = std::thread([this] { run(); });
-}
+      num_locals_(static_cast<int>(topology.my_locals().size())),
+      may_spin_(static_cast<unsigned>(num_locals_) <= std::thread::hardware_concurrency()),
+      direct_(shm_, me_, hooks_),
+      thread_([this] { run(); }) {}
 
 HostStage::~HostStage() { stop(); }
 
 void HostStage::stop() {
-  const std::lock_guard lock(stop_mutex_);  // a failure and close() may run concurrently
+  const MutexLock lock(stop_mutex_);
   if (!thread_.joinable()) return;
   stopping_ = true;
-  shm_.ring(me_);
+  shm_.wake_all(me_);
+  { const MutexLock no_step(step_mutex_); }  // a caller may be in the middle of one
   thread_.join();
 }
 
-void HostStage::submit(OpPtr op) {
+void HostStage::submit(const OpPtr& op) {
   for (std::uint64_t index = 0; index < op->chunks.size(); ++index) {
     if (op->bytes_of(index) <= shm_.layout().slot_bytes) continue;
     throw std::logic_error("chunk " + std::to_string(index) + " of " + numbered(op->seq) + " has " +
@@ -50,14 +74,97 @@ void HostStage::submit(OpPtr op) {
                            std::to_string(shm_.layout().slot_bytes));
   }
   {
-    const std::lock_guard lock(mutex_);
-    submitted_.push_back(std::move(op));
+    const MutexLock lock(submit_mutex_);
+    submitted_.push_back(op);
   }
+  if (!op->chunks.empty() || !advance()) shm_.ring(me_);
+}
+
+// ---- who advances ---------------------------------------------------------------------------------------
+
+void HostStage::run() {
+  while (!stopping_) {
+    const std::uint32_t seen = shm_.bell(me_);
+    if (shm_.num_driving(me_) == 0) {
+      const MutexLock lock(step_mutex_);
+      if (step()) continue;
+      if (idle()) shm_.advances_alone(me_) = 0;
+    }
+    shm_.sleep(me_, Sleeper::stage, seen, kNapMs);
+  }
+}
+
+bool HostStage::advance() {
+  if (!step_mutex_.try_lock()) return false;
+  step();
+  step_mutex_.unlock();
+  return true;
+}
+
+void HostStage::advance_alone() {
+  shm_.advances_alone(me_) = 1;
   shm_.ring(me_);
 }
 
+// The stage's thread leaves the work to a caller that drives, and gets it back with what is left of it.
+void HostStage::drive(const Op& op, double timeout_s) {
+  if (op.ended || timeout_s == 0) return static_cast<void>(advance());
+  constexpr double kLongS = 1e9;
+  const auto until = std::chrono::steady_clock::now() + seconds(timeout_s < 0 ? kLongS : timeout_s);
+  shm_.num_driving(me_).fetch_add(1);
+  int num_idle = 0;
+  bool left_over = false;
+  while (!op.ended && !stopping_) {
+    const std::uint32_t seen = shm_.bell(me_);
+    bool moved;
+    {
+      const MutexLock lock(step_mutex_);
+      moved = step();
+      left_over = !entries_.empty() || (!direct_.idle() && shm_.advances_alone(me_));
+    }
+    if (op.ended) break;
+    if (moved) num_idle = 0;
+    else if (num_idle >= kYields && std::chrono::steady_clock::now() >= until) break;
+    else relax(num_idle, seen, until);
+  }
+  const bool others_drive = shm_.num_driving(me_).fetch_sub(1) > 1;
+  if (left_over || others_drive) shm_.ring(me_);
+}
+
+// Waits for the bell: spins, then yields, then sleeps.
+void HostStage::relax(int& num_idle, std::uint32_t seen, std::chrono::steady_clock::time_point until) {
+  if (num_idle == 0 && may_spin_) {
+    for (int spin = 0; spin < kSpins && shm_.bell(me_) == seen; ++spin) pause();
+  }
+  if (num_idle++ < kYields) {
+    if (shm_.bell(me_) == seen) std::this_thread::yield();
+    return;
+  }
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - std::chrono::steady_clock::now()).count();
+  shm_.sleep(me_, Sleeper::caller, seen, static_cast<int>(std::clamp<std::int64_t>(left + 1, 0, kNapMs)));
+}
+
+// Does all that can be done now. Returns whether anything moved.
+bool HostStage::step() {
+  if (stopping_) return false;
+  try {
+    bool moved = take_submissions();
+    moved |= direct_.step();
+    if (direct_.diverged()) stopping_ = true;
+    if (entries_.empty()) return moved;
+    moved |= enter();
+    moved |= own();
+    moved |= leave();
+    return moved;
+  } catch (const std::exception& error) {
+    stopping_ = true;
+    hooks_.error(error.what());
+    return false;
+  }
+}
+
 void HostStage::finish(const Op& op, std::uint64_t index) {
-  const std::uint64_t ticket = op.first_ticket + index;
+  const std::uint64_t ticket = op.ticket + index;
   shm_.ready(ticket).store(ticket + 1, std::memory_order_release);
   ring_others();
   shm_.ring(me_);
@@ -69,33 +176,18 @@ void HostStage::ring_others() {
   }
 }
 
-void HostStage::run() {
-  try {
-    while (!stopping_) {
-      const std::uint32_t seen = shm_.bell(me_);
-      if (!step()) shm_.sleep(me_, seen, kNapMs);
-    }
-  } catch (const std::exception& error) {
-    hooks_.error(error.what());
-  }
-}
-
-bool HostStage::step() {
-  bool moved = take_submissions();
-  moved |= enter();
-  moved |= own();
-  moved |= leave();
-  return moved;
-}
-
 bool HostStage::take_submissions() {
   std::vector<OpPtr> fresh;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(submit_mutex_);
     fresh.swap(submitted_);
   }
   for (OpPtr& op : fresh) {
-    op->first_ticket = end_;
+    if (op->chunks.empty()) {
+      direct_.add(std::move(op));
+      continue;
+    }
+    op->ticket = end_;
     for (std::uint64_t index = 0; index < op->chunks.size(); ++index) entries_.push_back({op, index, next_number_});
     end_ += op->chunks.size();
     ++next_number_;
@@ -144,7 +236,7 @@ bool HostStage::enter() {
 
 // ---- owning: reduction, or transfer to other hosts ------------------------------------------------------
 
-bool HostStage::contributions_are_in(const Entry&, std::uint64_t ticket) {
+bool HostStage::contributions_are_in(std::uint64_t ticket) {
   for (int rank = 0; rank < num_locals_; ++rank) {
     if (shm_.entered(rank, ticket).load(std::memory_order_acquire) != ticket + 1) return false;
   }
@@ -172,17 +264,13 @@ bool HostStage::own() {
     if (each.index == 0 && !agreed(each)) break;
     const int owner = topology_.owner(topology_.my_host(), each.op->spec, each.index, each.op->chunks[each.index]);
     if (owner != topology_.rank()) continue;
-    if (!contributions_are_in(each, to_own_)) break;
-    act(each, to_own_);
+    if (!contributions_are_in(to_own_)) break;
+    if (each.op->sums()) add_up(each, to_own_);
+    else hand_round(each, to_own_);
     moved = true;
   }
   if (moved) ring_others();
   return moved;
-}
-
-void HostStage::act(const Entry& each, std::uint64_t ticket) {
-  if (each.op->sums()) add_up(each, ticket);
-  else hand_round(each, ticket);
 }
 
 void HostStage::add_up(const Entry& each, std::uint64_t ticket) {

@@ -32,13 +32,14 @@ struct Op {
   std::uint64_t seq = 0;
   std::uint64_t signature = 0;
   std::vector<Chunk> chunks;
-  std::vector<Part> parts;                    // network thread
+  std::vector<Part> parts;                    // transport's thread
   std::map<std::uint64_t, Payload> retained;  // results received from helpers, in case one is lost
-  std::atomic<int> pending{1};                // steps left before the operation completes here
+  std::atomic<int> pending{1};                // see OpTable
+  std::atomic<bool> ended{false};
   std::chrono::steady_clock::time_point begun;
   bool ordered = false;                       // sent in rank 0's order
   bool announced = false, named = false;      // to the other ranks; stragglers were logged
-  std::uint64_t first_ticket = 0;             // host stage: ticket of the first chunk
+  std::uint64_t ticket = 0;                   // host stage: of the first chunk, or of the direct exchange
 
   std::size_t width() const { return size_of(spec.element); }
 
@@ -56,5 +57,10 @@ struct Op {
 };
 
 using OpPtr = std::shared_ptr<Op>;
+
+inline bool is_half(Element element) { return element == Element::float16 || element == Element::bfloat16; }
+
+// Kinds whose results go to ranks that contribute nothing, and so may not have begun the operation.
+inline bool forwards(Kind kind) { return kind == Kind::broadcast || kind == Kind::all_gather; }
 
 }  // namespace shoal

@@ -10,6 +10,7 @@
 namespace shoal {
 
 enum class Kind : std::uint8_t { all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, delegated };
+inline constexpr std::size_t kNumKinds = 7;
 
 // Returns whether every host contributes; the other kinds move one rank's data.
 inline bool adds_up(Kind kind) { return kind != Kind::broadcast && kind != Kind::all_gather; }

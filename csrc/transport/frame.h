@@ -1,6 +1,7 @@
 // Messages between two processes: a header of fixed size and a payload, each with a checksum.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -22,7 +23,7 @@ enum class FrameType : std::uint8_t {
   fabric,       // payload: libfabric addresses of this process; between transports only
 };
 
-// Little-endian on the wire, as on all supported machines.
+// Little-endian on the wire, as on all supported machines. Fields that nothing sets yet are zero.
 struct FrameHeader {
   std::uint32_t magic = 0;
   FrameType type = FrameType::heartbeat;
@@ -35,19 +36,26 @@ struct FrameHeader {
   std::uint16_t needed = 0;  // contributions of a complete chunk
   std::uint16_t divisor = 1;
   std::int32_t root = -1;
-  std::uint64_t seq = 0;
+  std::uint32_t group = 0;       // of the groups that share a connection
+  std::uint32_t generation = 0;  // of the group's members
+  std::uint32_t server = 0;
+  std::uint64_t seq = 0;  // number of the operation
   std::uint64_t chunk = 0;
   std::uint64_t signature = 0;
   std::uint64_t submitted = 0;  // operations that the sender has begun
   std::uint64_t completed = 0;  // operations completed by the sender (from a helper: by every rank)
+  std::uint64_t counter = 0;    // of the sender's frames, for authentication
+  std::uint32_t step = 0;       // of the training, for servers that update weights
+  std::uint32_t table = 0;      // of the tensors' layout there
+  std::array<std::uint8_t, 16> tag{};  // authenticates the frame
   std::uint32_t payload_bytes = 0;
   std::uint32_t payload_crc = 0;
-  std::uint32_t server = 0;
+  std::uint32_t reserved = 0;
   std::uint32_t header_crc = 0;  // of all bytes before this field
 };
-static_assert(sizeof(FrameHeader) == 80);
+static_assert(sizeof(FrameHeader) == 120);
 
-inline constexpr std::uint32_t kFrameMagic = 0x314c4853;  // "SHL1"
+inline constexpr std::uint32_t kFrameMagic = 0x324c4853;  // "SHL2"
 inline constexpr std::size_t kMaxPayload = std::size_t{16} << 20;
 
 // Bytes with an owner: the user's tensor, a pooled buffer, or a result that is sent to many peers.

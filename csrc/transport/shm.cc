@@ -19,7 +19,7 @@ namespace shoal {
 
 namespace {
 
-using Word = std::atomic<std::uint64_t>;
+using Word = SharedSegment::Word;
 constexpr std::size_t kPage = 4096;
 
 std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
@@ -33,7 +33,8 @@ std::runtime_error failed(const std::string& name, const char* what) {
 
 struct alignas(64) SharedSegment::Bell {
   std::atomic<std::uint32_t> count;
-  std::atomic<std::uint32_t> sleeping;
+  std::atomic<std::uint32_t> stage_sleeps, num_callers_asleep;
+  std::atomic<std::uint32_t> num_driving, advances_alone;
 };
 
 namespace {
@@ -60,8 +61,13 @@ SharedSegment::SharedSegment(const std::string& name, int local_rank, const ShmL
   left_at_ = reserve(ranks * layout.num_slots * sizeof(Word));
   tags_at_ = reserve(ranks * kSignatures * sizeof(Word));
   signatures_at_ = reserve(ranks * kSignatures * sizeof(Word));
+  rounds_at_ = reserve(layout.num_cells * sizeof(Round));
+  progress_at_ = reserve(ranks * sizeof(Progress));
+  cell_signatures_at_ = reserve(ranks * layout.num_cells * sizeof(Word));
   data_at_ = reserve(ranks * layout.num_slots * layout.slot_bytes);
   results_at_ = reserve(layout.num_slots * layout.result_bytes);
+  cells_at_ = reserve(ranks * layout.num_cells * layout.cell_bytes);
+  cell_results_at_ = reserve(layout.num_cells * layout.cell_bytes);
   bytes_ = at;
 
   const std::string path = "/shoal-" + name;
@@ -138,22 +144,77 @@ Word& SharedSegment::signature(int rank, std::uint64_t index) {
   return word(signatures_at_, static_cast<std::size_t>(rank) * kSignatures + index % kSignatures);
 }
 
+SharedSegment::Round& SharedSegment::round(std::uint64_t number) {
+  return reinterpret_cast<Round*>(base_ + rounds_at_)[number % layout_.num_cells];
+}
+
+SharedSegment::Progress& SharedSegment::progress(int rank) { return reinterpret_cast<Progress*>(base_ + progress_at_)[rank]; }
+
+Word& SharedSegment::cell_signature(int rank, std::uint64_t number) {
+  return word(cell_signatures_at_, static_cast<std::size_t>(rank) * layout_.num_cells + number % layout_.num_cells);
+}
+
+std::byte* SharedSegment::cell(int rank, std::uint64_t number) {
+  const std::size_t index = static_cast<std::size_t>(rank) * layout_.num_cells + number % layout_.num_cells;
+  return base_ + cells_at_ + index * layout_.cell_bytes;
+}
+
+std::byte* SharedSegment::cell_result(std::uint64_t number) {
+  return base_ + cell_results_at_ + number % layout_.num_cells * layout_.cell_bytes;
+}
+
+// ---- bells ----------------------------------------------------------------------------------------------
+// A sleeper announces itself, then the kernel compares the count with what it saw before it last looked for work; a
+// ringer raises the count, then looks for sleepers. In whatever order the two run, the sleeper does not miss the ring.
+
 SharedSegment::Bell& SharedSegment::bell_at(int rank) const { return reinterpret_cast<Bell*>(base_ + kPage)[rank]; }
 
 std::uint32_t SharedSegment::bell(int rank) const { return bell_at(rank).count.load(); }
 
+std::atomic<std::uint32_t>& SharedSegment::num_driving(int rank) { return bell_at(rank).num_driving; }
+
+std::atomic<std::uint32_t>& SharedSegment::advances_alone(int rank) { return bell_at(rank).advances_alone; }
+
+void SharedSegment::wake(Bell& bell, Sleeper who) {
+  syscall(SYS_futex, &bell.count, FUTEX_WAKE_BITSET, INT_MAX, nullptr, nullptr, static_cast<std::uint32_t>(who));
+}
+
 void SharedSegment::ring(int rank) {
   Bell& bell = bell_at(rank);
   bell.count.fetch_add(1);
-  if (bell.sleeping.load()) syscall(SYS_futex, &bell.count, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  if (bell.num_callers_asleep.load()) wake(bell, Sleeper::caller);
+  if (!bell.num_driving.load() && bell.stage_sleeps.load()) wake(bell, Sleeper::stage);
 }
 
-void SharedSegment::sleep(int rank, std::uint32_t seen, int timeout_ms) {
+void SharedSegment::ring_caller(int rank) {
   Bell& bell = bell_at(rank);
-  bell.sleeping.fetch_add(1);
-  const timespec timeout{timeout_ms / 1000, timeout_ms % 1000 * 1'000'000L};
-  syscall(SYS_futex, &bell.count, FUTEX_WAIT, seen, &timeout, nullptr, 0);
-  bell.sleeping.fetch_sub(1);
+  bell.count.fetch_add(1);
+  if (bell.num_callers_asleep.load()) wake(bell, Sleeper::caller);
+  if (bell.advances_alone.load() && !bell.num_driving.load() && bell.stage_sleeps.load()) wake(bell, Sleeper::stage);
+}
+
+void SharedSegment::wake_all(int rank) {
+  Bell& bell = bell_at(rank);
+  bell.count.fetch_add(1);
+  wake(bell, Sleeper::caller);
+  wake(bell, Sleeper::stage);
+}
+
+void SharedSegment::sleep(int rank, Sleeper who, std::uint32_t seen, int timeout_ms) {
+  Bell& bell = bell_at(rank);
+  std::atomic<std::uint32_t>& asleep = who == Sleeper::stage ? bell.stage_sleeps : bell.num_callers_asleep;
+  asleep.fetch_add(1);
+  // FUTEX_WAIT_BITSET takes an absolute time.
+  timespec until{};
+  clock_gettime(CLOCK_MONOTONIC, &until);
+  until.tv_sec += timeout_ms / 1000;
+  until.tv_nsec += timeout_ms % 1000 * 1'000'000L;
+  if (until.tv_nsec >= 1'000'000'000L) {
+    until.tv_nsec -= 1'000'000'000L;
+    ++until.tv_sec;
+  }
+  syscall(SYS_futex, &bell.count, FUTEX_WAIT_BITSET, seen, &until, nullptr, static_cast<std::uint32_t>(who));
+  asleep.fetch_sub(1);
 }
 
 }  // namespace shoal

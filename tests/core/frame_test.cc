@@ -211,7 +211,7 @@ TEST(connection_pure_noise_ends_with_an_error) {
   std::mt19937_64 random(4);
   for (int round = 0; round < 50; ++round) {
     Pair pair;
-    std::vector<std::uint8_t> noise(80 + random() % 3000);
+    std::vector<std::uint8_t> noise(sizeof(FrameHeader) + random() % 3000);
     for (auto& byte : noise) byte = static_cast<std::uint8_t>(random());
     CHECK_EQ(write(pair.raw, noise.data(), noise.size()), static_cast<ssize_t>(noise.size()));
     CHECK_EQ(CHECK_THROWS(std::runtime_error, pair.connection->read([](const FrameHeader&, Payload) { CHECK(false); })),

@@ -13,13 +13,15 @@ namespace {
 // The invariant of the slots is the stage's own, whatever cut the operation.
 TEST(host_stage_refuses_a_chunk_that_is_larger_than_a_slot) {
   const std::string name = "stage-" + std::to_string(getpid());
-  const shoal::ShmLayout layout{2, 4, 1024, 1024};
   shoal_test::on_threads(2, [&](int rank) {
     const shoal::Topology topology(rank, {"a", "a"}, 0, {0, 1});
+    shoal::EngineOptions options;
+    options.shared_chunk_bytes = 1024;
+    options.num_slots = 4;
     shoal::StageHooks hooks;
     hooks.trace = [](const char*, std::uint64_t, std::uint64_t, std::uint64_t) {};
     hooks.done = [](const shoal::OpPtr&) {};
-    shoal::HostStage stage(topology, name, layout, true, 10.0, std::move(hooks));
+    shoal::HostStage stage(topology, name, options, 10.0, std::move(hooks));
     const auto op = std::make_shared<shoal::Op>();
     op->spec.kind = shoal::Kind::all_reduce;
     op->spec.element = shoal::Element::float32;

@@ -94,11 +94,12 @@ TEST(shm_a_bell_is_never_missed) {
   const auto begin = std::chrono::steady_clock::now();
   shoal_test::on_threads(2, [&](int rank) {
     SharedSegment& mine = *all[static_cast<std::size_t>(rank)];
+    const auto who = rank ? shoal::Sleeper::stage : shoal::Sleeper::caller;
     for (int round = 0; round < kRounds; ++round) {
       while (true) {
         const std::uint32_t seen = mine.bell(rank);
         if (turn.load() % 2 == rank) break;
-        mine.sleep(rank, seen, 60'000);
+        mine.sleep(rank, who, seen, 60'000);
       }
       turn.fetch_add(1);
       mine.ring(1 - rank);

@@ -1,0 +1,321 @@
+#include "engine/chunk_path.h"
+
+#include <cstring>
+
+#include "base/clock.h"
+#include "engine/combine.h"
+
+namespace shoal {
+
+ChunkPath::ChunkPath(Parts parts)
+    : with_(std::move(parts)),
+      me_(with_.members.rank),
+      flow_(with_.options, with_.topology, with_.liveness, with_.mailbox),
+      server_(
+          with_.pool,
+          SumServer::Members{with_.topology.num_hosts(), [this](int rank) { return with_.topology.host_of(rank); }},
+          [this](int peer, const FrameHeader& header, const Payload& payload) SHOAL_NO_ANALYSIS { answer(peer, header, payload); },
+          [this](const SumServer::Conflict& conflict) SHOAL_NO_ANALYSIS { with_.mismatch.on_conflict(conflict); }),
+      withheld_(static_cast<std::size_t>(with_.members.size())) {}
+
+// ---- contributions --------------------------------------------------------------------------------------
+
+void ChunkPath::begin(const OpPtr& op) {
+  const OpSpec& spec = op->spec;
+  const bool wide = with_.options.wide_partials && with_.topology.any_host_shared() && is_half(spec.element) && op->sums();
+  for (std::uint64_t index = 0; index < op->chunks.size(); ++index) {
+    const Chunk& chunk = op->chunks[index];
+    const bool source = spec.kind == Kind::broadcast ? spec.root == me_ : chunk.server == me_;
+    with_.ops.hold(*op);
+    if (!op->sums() && !source) {
+      expect(op, index, op->output_at(index, me_));
+      continue;
+    }
+    std::byte* destination = nullptr;
+    if (spec.kind == Kind::all_reduce || spec.kind == Kind::barrier || (spec.kind == Kind::reduce && spec.root == me_) ||
+        (spec.kind == Kind::reduce_scatter && source)) {
+      destination = op->output_at(index, me_);
+    }
+    Payload data{op->input_at(index, me_), op->bytes_of(index), nullptr, 0, false};
+    if (wide) {
+      const auto buffer = with_.pool.take(chunk.count * sizeof(float));
+      widen(reinterpret_cast<float*>(buffer.get()), data.data, chunk.count, spec.element);
+      data = {buffer.get(), chunk.count * sizeof(float), buffer, 0, false};
+    }
+    push(op, index, std::move(data), wide ? Element::float32 : spec.element, destination);
+  }
+  if (forwards(spec.kind)) with_.mailbox.broadcast({FrameType::heartbeat});
+  if (op->ordered && me_ != 0) with_.mailbox.beat(0);  // rank 0 may schedule it now
+  with_.ops.release(op);
+}
+
+void ChunkPath::push(const OpPtr& op, std::uint64_t index, Payload data, Element input, std::byte* destination) {
+  Op::Part& part = op->parts[index];
+  part.step = Op::Step::waiting;
+  part.contributed = true;
+  part.input = input;
+  part.destination = destination;
+  part.server = with_.router.route(op->seq, index, op->chunks[index].server);
+  if (forwards(op->spec.kind)) {
+    data.owner = with_.ops.held(op);
+    const auto early = early_.find(op->seq);  // a root expects no result: an early one belongs to another operation
+    if (index == 0 && early != early_.end() && early->second.front().header.signature != op->signature) {
+      return with_.mismatch.on_unexpected_result(early->second.front().peer, early->second.front().header);
+    }
+  }
+  part.contribution = std::move(data);
+  flow_.add(op, index);
+  pump();
+}
+
+void ChunkPath::expect(const OpPtr& op, std::uint64_t index, std::byte* destination) {
+  Op::Part& part = op->parts[index];
+  part.step = Op::Step::waiting;
+  part.destination = destination;
+  part.server = op->chunks[index].server;
+  replay_early(op->seq);
+}
+
+// Sends queued chunks while the windows are open.
+void ChunkPath::pump() {
+  if (pumping_) return;  // this rank's own server has answered inside send_contribution()
+  struct Guard {
+    bool& flag;
+    ~Guard() { flag = false; }
+  } guard{pumping_ = true};
+  while (!with_.mismatch.diverged()) {
+    const auto next = flow_.next();
+    if (!next) return;
+    send_contribution(next->first, next->second);
+  }
+}
+
+void ChunkPath::send_contribution(const OpPtr& op, std::uint64_t index) {
+  Op::Part& part = op->parts[index];
+  const FrameHeader header = header_of(*op, index, FrameType::push);
+  Payload payload = forwards(op->spec.kind) ? std::move(part.contribution) : part.contribution;
+  if (forwards(op->spec.kind)) part.contribution = {nullptr, payload.size, nullptr, 0, false};
+  part.sent_ns = now_ns();
+  with_.journal.traced("push", part.sent_ns, op->seq, index);
+  if (part.server != me_) return with_.mailbox.send(part.server, header, std::move(payload));
+  const std::string wrong = server_.contribute(me_, header, std::move(payload));
+  if (!wrong.empty()) throw GroupFailure(with_.members.name_of(me_) + " made a malformed contribution: " + wrong);
+}
+
+FrameHeader ChunkPath::header_of(const Op& op, std::uint64_t index, FrameType type) const {
+  const Op::Part& part = op.parts[index];
+  FrameHeader header;
+  header.type = type;
+  header.kind = static_cast<std::uint8_t>(op.spec.kind);
+  header.element = static_cast<std::uint8_t>(op.spec.element);
+  header.input = static_cast<std::uint8_t>(part.input);
+  header.combine = static_cast<std::uint8_t>(op.spec.combine);
+  header.redo = part.server != op.chunks[index].server;
+  header.needed = static_cast<std::uint16_t>(op.sums() ? with_.topology.num_hosts() : 1);
+  header.host = static_cast<std::uint16_t>(op.sums() ? with_.topology.my_host() : 0);
+  header.divisor = static_cast<std::uint16_t>(with_.members.size());
+  header.root = op.spec.kind == Kind::all_gather ? me_ : op.spec.root;
+  header.seq = op.seq;
+  header.chunk = index;
+  header.signature = op.signature;
+  header.server = static_cast<std::uint32_t>(part.server);
+  return header;
+}
+
+// ---- this rank's server ---------------------------------------------------------------------------------
+
+// Checks what SumServer cannot know: the sender and the root.
+void ChunkPath::check_sender(int peer, const FrameHeader& header) const {
+  if (with_.members.is_helper(peer)) throw ProtocolError(peer, "a helper contributes nothing");
+  const auto kind = static_cast<Kind>(header.kind);
+  const bool rooted = kind == Kind::broadcast || kind == Kind::reduce;
+  if (!rooted || (0 <= header.root && header.root < with_.members.size())) return;
+  throw ProtocolError(peer, "there is no rank " + std::to_string(header.root));
+}
+
+void ChunkPath::on_push(int peer, const FrameHeader& header, Payload payload) {
+  check_sender(peer, header);
+  const std::string wrong = server_.contribute(peer, header, std::move(payload));
+  if (!wrong.empty()) throw ProtocolError(peer, wrong);
+}
+
+void ChunkPath::on_supply(int peer, const FrameHeader& header, Payload payload) {
+  check_sender(peer, header);
+  const std::string wrong = server_.supply(peer, header, std::move(payload));
+  if (!wrong.empty()) throw ProtocolError(peer, wrong);
+}
+
+// Answers a contributor: with the result if it needs it, else with an empty confirmation.
+void ChunkPath::answer(int peer, const FrameHeader& header, const Payload& payload) {
+  const auto kind = static_cast<Kind>(header.kind);
+  with_.journal.traced("sum", now_ns(), header.seq, header.chunk);
+  if (forwards(kind)) return forward(peer, header, payload);
+  const bool needed = kind == Kind::all_reduce || kind == Kind::barrier || (kind == Kind::reduce && peer == header.root) ||
+                      (kind == Kind::reduce_scatter && peer == me_);
+  send_result(peer, header, needed ? payload : Payload{});
+}
+
+// Sends a contribution on to every other host. The contributor is confirmed when the last copy has been sent, so its
+// window also bounds the data queued here for a rank that does not read.
+void ChunkPath::forward(int peer, const FrameHeader& header, const Payload& payload) {
+  const auto kind = static_cast<Kind>(header.kind);
+  Payload forwarded = payload;
+  if (peer == me_) {
+    send_result(peer, header, {});
+  } else {
+    const auto confirm = [this, peer, header, owner = payload.owner](const void*) {
+      with_.post([this, peer, header]() SHOAL_NO_ANALYSIS { send_result(peer, header, {}); });
+    };
+    forwarded.owner = {payload.data, confirm};
+  }
+  for (int host = 0; host < with_.topology.num_hosts(); ++host) {
+    if (host == with_.topology.host_of(peer)) continue;
+    const int root = kind == Kind::broadcast ? header.root : me_;
+    send_result(with_.topology.owner(host, kind, root, header.chunk, me_), header, forwarded);
+  }
+}
+
+void ChunkPath::send_result(int peer, FrameHeader header, const Payload& payload) {
+  header.type = FrameType::result;
+  if (peer == me_) return deliver(peer, header, payload);
+  Withheld& withheld = withheld_[static_cast<std::size_t>(peer)];
+  if (forwards(static_cast<Kind>(header.kind)) && payload.size > 0 && with_.liveness.num_begun(peer) <= header.seq) {
+    if (withheld.sent_bytes + payload.size > with_.options.unexpected_bytes) {
+      withheld.results.emplace_back(header, payload);
+      return;
+    }
+    withheld.sent_bytes += payload.size;
+  }
+  with_.mailbox.send(peer, header, payload);
+}
+
+void ChunkPath::on_begun(int rank) {
+  Withheld withheld = std::exchange(withheld_[static_cast<std::size_t>(rank)], {});
+  for (auto& [header, payload] : withheld.results) send_result(rank, header, payload);
+}
+
+void ChunkPath::send_withheld() {
+  for (std::size_t rank = 0; rank < withheld_.size(); ++rank) {
+    Withheld withheld = std::exchange(withheld_[rank], {});
+    for (auto& [header, payload] : withheld.results) with_.mailbox.send(static_cast<int>(rank), header, std::move(payload));
+  }
+}
+
+// ---- results --------------------------------------------------------------------------------------------
+
+void ChunkPath::deliver(int peer, const FrameHeader& header, Payload payload) {
+  if (with_.mismatch.diverged()) return;
+  const std::uint64_t begun = with_.ops.num_submitted();  // before find(): a later operation finds its results in early_
+  const OpPtr op = with_.ops.find(header.seq);
+  if (!op) {
+    if (header.seq >= begun) early_[header.seq].push_back({peer, header, std::move(payload)});
+    else if (with_.mismatch.differs(header)) with_.mismatch.on_unexpected_result(peer, header);  // it may have completed
+    return;
+  }
+  if (op->signature != header.signature) return with_.mismatch.on_unexpected_result(peer, header);
+  if (header.chunk >= op->parts.size()) {
+    throw GroupFailure("the ranks cut " + numbered(header.seq) + " differently; give all of them the same options");
+  }
+  switch (op->parts[header.chunk].step) {
+    case Op::Step::done: return;
+    case Op::Step::idle: early_[header.seq].push_back({peer, header, std::move(payload)}); return;
+    case Op::Step::waiting: break;
+  }
+  check_result(peer, header, *op, payload.size);
+  finish(op, header.chunk, std::move(payload));
+  pump();
+}
+
+void ChunkPath::check_result(int peer, const FrameHeader& header, const Op& op, std::size_t bytes) {
+  const Op::Part& part = op.parts[header.chunk];
+  const std::string chunk = "chunk " + std::to_string(header.chunk) + " of " + numbered(header.seq);
+  // The original server may have answered before it was lost.
+  if (peer != part.server && peer != op.chunks[header.chunk].server) {
+    throw ProtocolError(peer, "a result of " + chunk + ", which " + with_.members.name_of(part.server) + " serves");
+  }
+  const std::size_t expected = part.destination ? op.bytes_of(header.chunk) : 0;
+  if (bytes == expected) return;
+  throw ProtocolError(peer, "a result of " + std::to_string(bytes) + " bytes where " + std::to_string(expected) +
+                                " were expected, " + chunk);
+}
+
+void ChunkPath::finish(const OpPtr& op, std::uint64_t index, Payload payload) {
+  Op::Part& part = op->parts[index];
+  if (part.destination && payload.size) std::memcpy(part.destination, payload.data, payload.size);
+  with_.journal.traced("pull", now_ns(), op->seq, index);
+  part.step = Op::Step::done;
+  if (part.contributed) {
+    flow_.answered(*op, index);
+    part.contribution = {};
+  }
+  if (with_.topology.is_helper(part.server)) {
+    op->retained[index] = std::move(payload);
+    retained_[op->seq] = op;
+  }
+  if (with_.finish_on_host && (op->sums() || !part.contributed)) with_.finish_on_host(*op, index);
+  with_.ops.release(op);
+}
+
+void ChunkPath::replay_early(std::uint64_t seq) {
+  const auto found = early_.find(seq);
+  if (found == early_.end()) return;
+  std::vector<EarlyFrame> early = std::move(found->second);
+  early_.erase(found);
+  for (EarlyFrame& each : early) deliver(each.peer, each.header, std::move(each.payload));
+}
+
+void ChunkPath::on_order(int peer, const FrameHeader& header) {
+  flow_.on_order(peer, header);
+  pump();
+}
+
+// ---- lost helpers ---------------------------------------------------------------------------------------
+
+// Sends chunks that a lost helper has not answered to their stand-ins, which reduce them in the same order. They
+// bypass the window: queued behind it, two ranks could each have a window full of chunks that the other holds back.
+void ChunkPath::reroute(int server) {
+  std::map<std::uint64_t, OpPtr> affected = retained_;
+  for (const OpPtr& op : with_.ops.pending()) affected[op->seq] = op;
+  for (const auto& [seq, op] : affected) reroute(server, op);
+  pump();
+}
+
+void ChunkPath::reroute(int server, const OpPtr& op) {
+  for (std::uint64_t index = 0; index < op->parts.size(); ++index) {
+    Op::Part& part = op->parts[index];
+    if (part.step == Op::Step::idle || part.server != server) continue;
+    part.server = with_.router.route(op->seq, index, server);
+    if (part.step == Op::Step::waiting) {
+      if (part.sent_ns == 0) continue;  // still queued: it goes to the stand-in
+      if (part.server == me_) flow_.retire(*op, index);
+      send_contribution(op, index);
+      continue;
+    }
+    const auto held = op->retained.find(index);
+    if (held == op->retained.end()) continue;
+    const FrameHeader header = header_of(*op, index, FrameType::supply);
+    if (part.server != me_) {
+      with_.mailbox.send(part.server, header, held->second);
+      continue;
+    }
+    const std::string wrong = server_.supply(me_, header, held->second);
+    if (!wrong.empty()) throw GroupFailure(with_.members.name_of(me_) + " supplied a malformed result: " + wrong);
+  }
+}
+
+// ---- the end --------------------------------------------------------------------------------------------
+
+void ChunkPath::forget_below(std::uint64_t seq) {
+  retained_.erase(retained_.begin(), retained_.lower_bound(seq));
+  server_.forget_below(seq);
+}
+
+void ChunkPath::clear() {
+  flow_.clear();
+  for (Withheld& each : withheld_) each = {};
+  server_.clear();
+  early_.clear();
+  retained_.clear();
+}
+
+}  // namespace shoal

@@ -1,0 +1,81 @@
+#include "engine/flow_control.h"
+
+#include <algorithm>
+
+#include "base/clock.h"
+
+namespace shoal {
+
+namespace {
+
+constexpr std::size_t kRunsAhead = 4;
+constexpr int kRanksAWindow = 64;
+
+}  // namespace
+
+FlowControl::FlowControl(const EngineOptions& options, const Topology& topology, const Liveness& liveness, Mailbox& mailbox)
+    : options_(options),
+      liveness_(liveness),
+      mailbox_(mailbox),
+      min_window_(static_cast<double>(options.min_window_bytes) * (topology.num_hosts() + topology.num_helpers())) {}
+
+void FlowControl::add(const OpPtr& op, std::uint64_t index) {
+  if (op->ordered) ordered_.add(op, index);
+  else outbox_.add(op, index);
+}
+
+std::size_t FlowControl::room(const Window& window) const {
+  return static_cast<std::size_t>(std::max(window.bytes, min_window_));
+}
+
+std::optional<Outgoing> FlowControl::next() {
+  if (auto next = outbox_.next(room(window_), options_.rank)) return next;
+  if (options_.rank == 0) set_order();
+  return ordered_.next(room(ordered_window_), options_.rank);
+}
+
+// On rank 0: sends the others the order of the next chunks, far enough ahead that they never wait for it, and no
+// further, since urgent chunks can only go after it. A run is one window, and more with many ranks to notify.
+void FlowControl::set_order() {
+  const std::size_t bytes = room(ordered_window_) * static_cast<std::size_t>(1 + options_.size / kRanksAWindow);
+  while (ordered_.bytes_ahead() < kRunsAhead * bytes) {
+    const auto run = ordered_.choose(liveness_.num_begun_by_all(), bytes);
+    if (!run) return;
+    ordered_.extend(num_runs_, *run);
+    mailbox_.broadcast({FrameType::order, run->seq, run->end, num_runs_++, ""});
+  }
+}
+
+void FlowControl::on_order(int peer, const FrameHeader& header) {
+  if (peer != 0) throw ProtocolError(peer, "it sent an order, which only rank 0 may");
+  ordered_.extend(header.signature, {header.seq, header.chunk});
+}
+
+void FlowControl::retire(const Op& op, std::uint64_t index) {
+  if (op.ordered) ordered_.arrived(op, index);
+  else outbox_.arrived(op, index);
+}
+
+// Adapts the window so that a round trip takes about target_rtt_s. A larger window only fills queues on the path,
+// where flows to one server starve those to another, and the last server determines when the sum is complete. 8 + 8
+// hosts at 200 Mbit/s, 16 MiB: 0.96 s with 2 MiB in flight per server, 0.71 s with 32 KiB.
+void FlowControl::answered(const Op& op, std::uint64_t index) {
+  const Op::Part& part = op.parts[index];
+  if (part.server == options_.rank) return;
+  retire(op, index);
+  Window& window = op.ordered ? ordered_window_ : window_;
+  window.answered += part.contribution.size;
+  window.bytes = std::max(window.bytes, min_window_);
+  if (static_cast<double>(window.answered) < window.bytes) return;
+  const double took_s = static_cast<double>(now_ns() - part.sent_ns) * 1e-9;
+  window.bytes *= std::clamp(options_.target_rtt_s / std::max(took_s, 1e-6), 0.5, 2.0);
+  window.bytes = std::clamp(window.bytes, min_window_, std::max(min_window_, static_cast<double>(options_.window_bytes)));
+  window.answered = 0;
+}
+
+void FlowControl::clear() {
+  outbox_ = {};
+  ordered_ = {};
+}
+
+}  // namespace shoal

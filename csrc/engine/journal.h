@@ -1,0 +1,52 @@
+// Record of an engine for its users: counters, log lines and the trace of chunks. Any thread.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "engine/types.h"
+
+namespace shoal {
+
+struct TraceEvent {
+  std::string what;
+  std::uint64_t begin_ns, end_ns, seq, chunk;
+};
+
+class Journal {
+ public:
+  void count(const OpSpec& spec);
+  // "ops_<name>" and "bytes_<name>" of each kind of operation that was counted.
+  std::map<std::string, std::uint64_t> counters();
+
+  // Writes a line to stderr and keeps it for take_events().
+  void note(const std::string& text);
+  std::vector<std::string> take_events();
+
+  void trace(bool on) { tracing_ = on; }
+  void traced(const char* what, std::uint64_t begin_ns, std::uint64_t seq, std::uint64_t chunk) {
+    if (tracing_.load(std::memory_order_relaxed)) add_trace(what, begin_ns, seq, chunk);
+  }
+  std::vector<TraceEvent> take_trace();
+
+ private:
+  void add_trace(const char* what, std::uint64_t begin_ns, std::uint64_t seq, std::uint64_t chunk);
+
+  struct Count {
+    std::atomic<std::uint64_t> ops{0}, bytes{0};
+  };
+
+  std::array<Count, kNumKinds> counts_;
+  std::atomic<bool> tracing_{false};
+  Mutex mutex_;
+  std::map<std::string, std::uint64_t> delegated_ GUARDED_BY(mutex_);
+  std::vector<std::string> events_ GUARDED_BY(mutex_);
+  std::vector<TraceEvent> trace_ GUARDED_BY(mutex_);
+};
+
+}  // namespace shoal

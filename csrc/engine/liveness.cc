@@ -1,0 +1,138 @@
+#include "engine/liveness.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "base/clock.h"
+
+namespace shoal {
+
+namespace {
+
+constexpr std::size_t kNamedRanks = 8;
+constexpr int kRanksATick = 64;
+
+std::string tenths(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f", value);
+  return text;
+}
+
+double age_of(const Op& op) { return std::chrono::duration<double>(std::chrono::steady_clock::now() - op.begun).count(); }
+
+}  // namespace
+
+Liveness::Liveness(const Members& members, const Topology& topology, const Router& router, OpTable& ops,
+                   Mailbox& mailbox, Journal& journal, double straggler_s)
+    : members_(members),
+      topology_(topology),
+      router_(router),
+      ops_(ops),
+      mailbox_(mailbox),
+      journal_(journal),
+      straggler_s_(straggler_s),
+      states_(static_cast<std::size_t>(members.num_servers())) {
+  for (State& state : states_) state.last_frame_ns = now_ns();
+}
+
+bool Liveness::heard(int peer, const FrameHeader& header) {
+  State& state = at(peer);
+  state.last_frame_ns = now_ns();
+  if (members_.is_helper(peer)) return false;
+  state.completed = std::max(state.completed, header.completed);
+  if (header.submitted <= state.submitted) return false;
+  state.submitted = header.submitted;
+  return true;
+}
+
+std::uint64_t Liveness::num_begun_by_all() const {
+  std::uint64_t num = ops_.num_submitted();
+  for (int rank = 0; rank < members_.size(); ++rank) {
+    if (rank != members_.rank) num = std::min(num, at(rank).submitted);
+  }
+  return num;
+}
+
+std::uint64_t Liveness::num_completed_by_all() const {
+  std::uint64_t num = ops_.num_completed();
+  for (int rank = 0; rank < members_.size(); ++rank) {
+    if (rank != members_.rank) num = std::min(num, at(rank).completed);
+  }
+  return num;
+}
+
+void Liveness::tick(const std::function<void(const Op&)>& announce) {
+  beat();
+  const std::vector<OpPtr> pending = ops_.pending();
+  for (const OpPtr& op : pending) check(*op, announce);
+  if (pending.empty()) return;
+  Op& first = *pending.front();  // later operations wait for the same ranks
+  const double age_s = age_of(first);
+  if (age_s > straggler_s_ && !first.named) first.named = name_stragglers(first, age_s);
+}
+
+// One rank of each host monitors the other hosts at every tick. The other pairs of a large group alternate, or
+// heartbeats would be most of its traffic: 63,000 per second with 128 ranks. The end of a process is detected at once
+// through its connections, independently of heartbeats.
+void Liveness::beat() {
+  const auto stride = static_cast<std::uint64_t>(std::max(1, members_.size() / kRanksATick));
+  for (int peer = 0; peer < members_.num_servers(); ++peer) {
+    if (peer == members_.rank) continue;
+    const bool speaks = topology_.local_index() == 0 &&
+                        (members_.is_helper(peer) || topology_.locals(topology_.host_of(peer))[0] == peer);
+    if (speaks || (num_ticks_ + static_cast<std::uint64_t>(peer + members_.rank)) % stride == 0) mailbox_.beat(peer);
+  }
+  ++num_ticks_;
+}
+
+void Liveness::check(Op& op, const std::function<void(const Op&)>& announce) {
+  for (int rank = 0; rank < members_.size(); ++rank) {
+    const State& state = at(rank);
+    if (!state.left || state.completed > op.seq) continue;
+    throw GroupFailure(members_.name_of(rank) + " has left the group after " + std::to_string(state.completed) +
+                       " operations");
+  }
+  const double age_s = age_of(op);
+  if (age_s > straggler_s_ && !op.announced) {
+    op.announced = true;
+    announce(op);
+  }
+  if (op.spec.timeout_s <= 0 || age_s <= op.spec.timeout_s) return;
+  bool somebody = false;
+  throw GroupFailure("the timeout of " + tenths(op.spec.timeout_s) + " s passed for " + numbered(op.seq) + ", " +
+                     describe(op.spec) + ": " + missing(op, somebody));
+}
+
+double Liveness::silent_s(int peer) const { return static_cast<double>(now_ns() - at(peer).last_frame_ns) * 1e-9; }
+
+// Logs the ranks for which an operation waits; only the lowest waiting rank does. Returns whether there is a
+// straggler: the silence of a rank that has begun shows only after a while.
+bool Liveness::name_stragglers(const Op& op, double age_s) {
+  bool somebody = false;
+  const std::string late = missing(op, somebody);
+  if (!somebody) return false;
+  for (int rank = 0; rank < members_.rank; ++rank) {
+    if (at(rank).submitted > op.seq && silent_s(rank) < straggler_s_) return true;
+  }
+  journal_.note("straggler: " + numbered(op.seq) + ", " + describe(op.spec) + ", has waited " + tenths(age_s) + " s: " + late);
+  return true;
+}
+
+std::string Liveness::missing(const Op& op, bool& somebody) const {
+  std::string text;
+  std::size_t count = 0;
+  for (int rank = 0; rank < members_.num_servers(); ++rank) {
+    if (rank == members_.rank || router_.is_lost(rank)) continue;
+    const bool helper = members_.is_helper(rank);
+    const bool silent = silent_s(rank) > straggler_s_, begun = helper || at(rank).submitted > op.seq;
+    if ((begun && !silent) || ++count > kNamedRanks) continue;
+    const std::string name = helper ? "helper " + members_.helper(rank).name : members_.name_of(rank);
+    text += (text.empty() ? "" : "; ") + name + (begun ? "" : " has not begun it") +
+            (silent ? std::string(begun ? "" : " and") + " has been silent for " + tenths(silent_s(rank)) + " s" : "");
+  }
+  somebody = count > 0;
+  if (count > kNamedRanks) text += "; and " + std::to_string(count - kNamedRanks) + " more";
+  return somebody ? text : "every rank has begun it, but data is still missing";
+}
+
+}  // namespace shoal

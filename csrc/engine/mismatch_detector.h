@@ -1,0 +1,90 @@
+// Finds out which ranks issued different collectives under the same number.
+//
+// A frame that conflicts with another one, or with this rank's operation, raises a suspicion, which all ranks share.
+// Every rank then announces the operation that it issued. Different announcements fail the group with both; a frame
+// that contradicts its sender's own announcement fails it with that rank. Until then nothing completes, since a
+// result may be of tensors that do not belong together.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "engine/mailbox.h"
+#include "engine/sum_server.h"
+
+namespace shoal {
+
+class MismatchDetector {
+ public:
+  MismatchDetector(const Members& members, OpTable& ops, Mailbox& mailbox)
+      : members_(members), ops_(ops), mailbox_(mailbox), records_(kRecords) {}
+
+  // ---- any thread ----
+
+  // This rank has issued an operation. Returns whether others have already said something about it: begun() is due.
+  bool issued(const Op& op);
+
+  // ---- transport's thread; all throw GroupFailure with the diagnosis ----
+
+  void begun(const Op& op) REQUIRES(transport_thread);
+  // Tells the other ranks which operation this one has issued.
+  void announce(const Op& op) REQUIRES(transport_thread);
+  void on_announcement(int rank, const FrameHeader& header, const std::string& text) REQUIRES(transport_thread);
+
+  // A server has received two frames of a chunk that conflict.
+  void on_conflict(const SumServer::Conflict& conflict) REQUIRES(transport_thread);
+  // A frame of `rank` about operation `seq` has another signature than expected: tells all ranks.
+  void suspect(std::uint64_t seq, int rank, std::uint64_t signature) REQUIRES(transport_thread);
+  void on_mismatch(int reporter, const FrameHeader& header) REQUIRES(transport_thread);
+  // A result with this header is not of this rank's operation of that number. A helper reduces only what matches, so
+  // it is broken; a rank may have issued another operation. A forwarded result is attributed to its root.
+  void on_unexpected_result(int peer, const FrameHeader& header) REQUIRES(transport_thread);
+  // Whether this rank's operation `seq`, which may have completed, has another signature than the frame.
+  bool differs(const FrameHeader& header) REQUIRES(transport_thread);
+
+  // Ranks have diverged: nothing may complete.
+  bool diverged() const REQUIRES(transport_thread) { return diverged_; }
+  // All ranks have completed the operations below `seq`.
+  void forget_below(std::uint64_t seq) REQUIRES(transport_thread);
+
+ private:
+  struct Record {  // a recent operation of this rank
+    std::uint64_t seq = ~std::uint64_t{0}, signature = 0;
+    OpSpec spec;
+  };
+  struct Announcement {
+    std::uint64_t signature;
+    std::string text;
+  };
+  struct Suspicion {  // a frame of `rank` with this signature, and the rank or helper that reports it
+    int rank;
+    std::uint64_t signature;
+    int reporter;
+  };
+
+  static constexpr std::size_t kRecords = 1024;
+
+  Record record_of(std::uint64_t seq);
+  std::map<int, Announcement> announced(std::uint64_t seq);
+  void compare(std::uint64_t seq) REQUIRES(transport_thread);
+  void add(std::uint64_t seq, const Suspicion& suspicion) REQUIRES(transport_thread);
+  void diagnose(std::uint64_t seq) REQUIRES(transport_thread);
+
+  const Members& members_;
+  OpTable& ops_;
+  Mailbox& mailbox_;
+
+  Mutex mutex_;
+  std::vector<Record> records_ GUARDED_BY(mutex_);
+  std::map<std::uint64_t, std::map<int, Announcement>> announced_ GUARDED_BY(mutex_);  // by operation and rank
+  std::set<std::uint64_t> told_ GUARDED_BY(mutex_);  // suspected operations that this rank has not issued yet
+  std::uint64_t num_issued_ GUARDED_BY(mutex_) = 0;
+  std::map<std::uint64_t, std::vector<Suspicion>> suspicions_ GUARDED_BY(transport_thread);
+  bool diverged_ GUARDED_BY(transport_thread) = false;
+};
+
+}  // namespace shoal

@@ -1,0 +1,32 @@
+// Server of each chunk: the one of the pattern, or its stand-in once that helper is lost. On the transport's thread.
+#pragma once
+
+#include <vector>
+
+#include "base/mutex.h"
+#include "engine/errors.h"
+#include "engine/topology.h"
+
+namespace shoal {
+
+class Router {
+ public:
+  Router(const Topology& topology, bool workers_serve)
+      : topology_(topology), workers_serve_(workers_serve), lost_(static_cast<std::size_t>(topology.num_helpers())) {}
+
+  // Returns the server that reduces the chunk, where the pattern gives `server`. Throws GroupFailure if none is left.
+  int route(std::uint64_t seq, std::uint64_t index, int server) const REQUIRES(transport_thread);
+
+  bool is_lost(int server) const REQUIRES(transport_thread) {
+    return topology_.is_helper(server) && lost_[static_cast<std::size_t>(server - topology_.size())];
+  }
+  // Returns false if there is no such helper or it was lost before.
+  bool lose(int server) REQUIRES(transport_thread);
+
+ private:
+  const Topology& topology_;
+  const bool workers_serve_;
+  std::vector<bool> lost_ GUARDED_BY(transport_thread);  // by helper
+};
+
+}  // namespace shoal
