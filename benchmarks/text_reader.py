@@ -116,8 +116,8 @@ def compare(bench: Benchmark, directory: Path, max_seq_length: int, target: floa
         begin_s = time.perf_counter()
         for step in steps.read(range(number * NUM_BATCHES, (number + 1) * NUM_BATCHES)):
             for batch in step:
-                for array in batch.values():
-                    torch.from_numpy(array)
+                for value in batch.values():
+                    torch.as_tensor(value)
         return (time.perf_counter() - begin_s) * 1e3 / NUM_BATCHES
 
     with tempfile.TemporaryDirectory() as folder:
