@@ -74,7 +74,7 @@ Engine::~Engine() {
 
 Engine::Protocol::Protocol(Engine& engine)
     : mailbox(*engine.transport_, engine.members_, engine.ops_),
-      router(*engine.topology_, engine.options_.workers_serve),
+      router(engine.members_, *engine.topology_, engine.options_.workers_serve),
       liveness(engine.members_, *engine.topology_, router, engine.ops_, mailbox, engine.journal_, engine.options_.straggler_s),
       mismatch(engine.members_, engine.ops_, mailbox),
       path({engine.options_, engine.members_, *engine.topology_, router, engine.ops_, mailbox, liveness, mismatch,

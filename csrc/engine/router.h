@@ -5,25 +5,27 @@
 
 #include "base/mutex.h"
 #include "engine/errors.h"
+#include "engine/options.h"
 #include "engine/topology.h"
 
 namespace shoal {
 
 class Router {
  public:
-  Router(const Topology& topology, bool workers_serve)
-      : topology_(topology), workers_serve_(workers_serve), lost_(static_cast<std::size_t>(topology.num_helpers())) {}
+  Router(const Members& members, const Topology& topology, bool workers_serve)
+      : members_(members), topology_(topology), workers_serve_(workers_serve), lost_(members.helpers.size()) {}
 
   // Returns the server that reduces the chunk, where the pattern gives `server`. Throws GroupFailure if none is left.
   int route(std::uint64_t seq, std::uint64_t index, int server) const REQUIRES(transport_thread);
 
   bool is_lost(int server) const REQUIRES(transport_thread) {
-    return topology_.is_helper(server) && lost_[static_cast<std::size_t>(server - topology_.size())];
+    return members_.is_helper(server) && lost_[static_cast<std::size_t>(server - members_.size())];
   }
   // Returns false if there is no such helper or it was lost before.
   bool lose(int server) REQUIRES(transport_thread);
 
  private:
+  const Members& members_;
   const Topology& topology_;
   const bool workers_serve_;
   std::vector<bool> lost_ GUARDED_BY(transport_thread);  // by helper

@@ -98,7 +98,7 @@ struct Parts {
   shoal::OpTable ops{"g"};
   shoal::Journal journal;
   shoal::Mailbox mailbox{transport, members, ops};
-  shoal::Router router{topology, true};
+  shoal::Router router{members, topology, true};
 };
 
 }  // namespace made

@@ -7,14 +7,23 @@
 namespace {
 
 using shoal::GroupFailure;
+using shoal::Members;
 using shoal::Router;
 using shoal::Topology;
+
+Members members_of(std::vector<std::string> hosts, std::vector<std::string> helpers) {
+  Members members;
+  for (std::string& host : hosts) members.peers.push_back({std::move(host), "10.0.0.1", 1, 0, 1});
+  for (std::string& name : helpers) members.helpers.push_back({"10.0.1.1", 4000, std::move(name)});
+  return members;
+}
 
 TEST(router_sends_chunks_of_a_lost_helper_to_stand_ins_that_all_ranks_agree_on) {
   shoal::LoopThread thread;
   thread.assert_here();
   const Topology mine(0, {"a", "b", "c"}, 2, {0, 1, 2, 3, 4}), theirs(2, {"a", "b", "c"}, 2, {0, 1, 2, 3, 4});
-  Router router(mine, true), other(theirs, true);
+  const Members members = members_of({"a", "b", "c"}, {"h0", "h1"});
+  Router router(members, mine, true), other(members, theirs, true);
   CHECK_EQ(router.route(5, 0, 3), 3);
   for (Router* each : {&router, &other}) CHECK(each->lose(3));
   CHECK(!router.lose(3));  // known
@@ -35,10 +44,11 @@ TEST(router_fails_the_group_where_no_server_is_left) {
   shoal::LoopThread thread;
   thread.assert_here();
   const Topology topology(0, {"a", "b"}, 1, {2});
-  Router router(topology, false);
+  const Members members = members_of({"a", "b"}, {"h0"});
+  Router router(members, topology, false);
   CHECK(router.lose(2));
   CHECK_EQ(CHECK_THROWS(GroupFailure, router.route(0, 0, 2)),
-           "no server is left: the last helper was lost and workers do not serve");
+           "no server is left: helper h0 (10.0.1.1:4000) was lost, and workers do not serve");
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Self
 
 MARK = b"SHOAL\0\0\2"
-FRAME_MAGIC = 0x314C4853
+FRAME_MAGIC = 0x324C4853
 TIMEOUT_S = 10.0
 IDENTITY_BYTES = 184
 PUSH, RESULT, SUPPLY, HEARTBEAT, ORDER, SERVER_DOWN, ANNOUNCE, TELL, FAIL, GOODBYE = range(10)
@@ -173,12 +173,12 @@ class Frame:
         size = len(self.payload) if self.payload_bytes is None else self.payload_bytes
         crc = crc32c(self.payload) if self.payload_crc is None else self.payload_crc
         head = struct.pack(
-            "<I6B3Hi4x5Q3I",
+            "<I6B3Hi3I6Q2I16s3I",
             self.magic,
             *(self.type, self.kind, self.element, self.input, self.combine, self.redo),
-            *(self.host, self.needed, self.divisor, self.root),
-            *(self.seq, self.chunk, self.signature, self.submitted, self.completed),
-            *(size, crc, self.server),
+            *(self.host, self.needed, self.divisor, self.root, 0, 0, self.server),
+            *(self.seq, self.chunk, self.signature, self.submitted, self.completed, 0),
+            *(0, 0, bytes(16), size, crc, 0),
         )
         return (
             head
