@@ -47,6 +47,14 @@ class KeptTransport : public shoal::Transport {
   std::vector<Sending> sent;
 };
 
+inline shoal::Members members() {
+  shoal::Members members{"g", 0, {}, {{"10.0.1.0", 2, "h0"}}};
+  for (int rank = 0; rank < 3; ++rank) {
+    members.peers.push_back({std::string(1, static_cast<char>('a' + rank)), "10.0.0." + std::to_string(rank), 1, rank, 100 + rank});
+  }
+  return members;
+}
+
 struct Parts {
   static constexpr int kMe = 0, kFirst = 1, kSecond = 2, kHelper = 3;
 
@@ -54,11 +62,6 @@ struct Parts {
     options.rank = kMe;
     options.size = 3;
     options.group = "g";
-    members.group = "g";
-    for (int rank = 0; rank < 3; ++rank) {
-      members.peers.push_back({std::string(1, static_cast<char>('a' + rank)), "10.0.0." + std::to_string(rank), 1, rank, 100 + rank});
-    }
-    members.helpers.push_back({"10.0.1.0", 2, "h0"});
     ops.open();
     thread.assert_here();
   }
@@ -90,7 +93,7 @@ struct Parts {
 
   shoal::LoopThread thread;
   shoal::EngineOptions options;
-  shoal::Members members;
+  shoal::Members members = made::members();
   shoal::Topology topology{kMe, {"a", "b", "c"}, 1, {0, 1, 2, 3}};
   shoal::FusedBuffer fused;
   shoal::BufferPool pool;
