@@ -14,13 +14,13 @@ EXTRAS  := text,vision,aws,report,dev,bench
 STAMP   := $(VENV)/.installed
 # Whole files: what a file's tests share is made once.
 TWO     := -n 2 --dist loadfile --no-loadscope-reorder
-SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.inc')
+SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name '*.map')
 
 comma   := ,
 # $(call core_tests,NAME,SANITIZERS): builds and runs them in build/core-NAME.
 core_tests = $(BIN)/cmake -S . -B build/core-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 	  -DSHOAL_BUILD_TESTS=ON -DSHOAL_SANITIZE=$(2) --log-level=WARNING >/dev/null && \
-	$(BIN)/cmake --build build/core-$(1) -- --quiet && build/core-$(1)/shoal_core_tests
+	$(BIN)/cmake --build build/core-$(1) -- --quiet && build/core-$(1)/shoal_core_tests && build/core-$(1)/shoal_c_api_test
 
 .PHONY: help setup train test test-core test-all bench lint clean
 

@@ -4,11 +4,13 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <exception>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -16,6 +18,7 @@
 #include <vector>
 
 #include "base/cpu.h"
+#include "c_api/group.h"
 #include "detection/match.h"
 #include "detection/paste.h"
 #include "detection/suppress.h"
@@ -374,6 +377,11 @@ void raise_comm_error(const std::exception_ptr& error, void*) {
   }
 }
 
+// Returns the address of a new shoal_group (csrc/c_api/shoal.h), which keeps the engine's Python object alive.
+std::uintptr_t c_group(std::shared_ptr<shoal::Engine> engine, int rank, int size) {
+  return reinterpret_cast<std::uintptr_t>(shoal::share_engine(std::move(engine), rank, size));
+}
+
 std::vector<std::tuple<std::string, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>> take_trace(
     shoal::Engine& engine) {
   std::vector<std::tuple<std::string, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>> events;
@@ -390,6 +398,7 @@ void bind_engine(nb::module_& m) {
       .def("__init__", [](shoal::Engine* self, const nb::dict& options) { new (self) shoal::Engine(options_of(options)); })
       .def_prop_ro("port", &shoal::Engine::port)
       .def("connect", &connect)
+      .def("c_group", &c_group)
       .def("set_pattern", &shoal::Engine::set_pattern, Release())
       .def("submit", &submit)
       .def("finish_delegated", &shoal::Engine::finish_delegated, Release())

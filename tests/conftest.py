@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 
+from shoal.env import NATIVE_GROUP
 from shoal.env import test_data_dir as data_dir
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +20,12 @@ training job took 97 s with two threads beside another test, and 16 s with one).
 
 MAY_BE_MISSING = [r"CUDA", r"GPU"]
 """What a machine may lack and ``.ci/run`` cannot install; the real test data only if it is not there."""
+
+
+@pytest.fixture(params=["python", "native"])
+def both_groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test with each process group of backend ``"shoal"``: that in Python and that in C++."""
+    monkeypatch.setenv(NATIVE_GROUP, "1" if request.param == "native" else "0")
 
 
 def _reasons(config: pytest.Config) -> list[str]:

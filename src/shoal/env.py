@@ -38,6 +38,10 @@ TRANSPORT = "SHOAL_TRANSPORT"
 """Transport of the backend: ``tcp``, or ``ofi:`` and libfabric's providers; the same on all hosts."""
 HOST_ID = "SHOAL_HOST_ID"
 """Overrides the identity of this host; tests emulate several hosts on one machine with it."""
+NATIVE_GROUP = "SHOAL_NATIVE_GROUP"
+"""1 or 0: whether the backend uses its process group in C++."""
+CACHE_DIR = "SHOAL_CACHE_DIR"
+"""Folder for what is built once per machine; default: ``~/.cache/shoal``."""
 
 _SLURM_JOB_ID = "SLURM_JOB_ID"
 
@@ -242,6 +246,33 @@ def interface(environ: Mapping[str, str] | None = None) -> str | None:
 def transport(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the transport in ``SHOAL_TRANSPORT``, or ``None``."""
     return _text(TRANSPORT, environ)
+
+
+def native_group(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether ``SHOAL_NATIVE_GROUP`` asks for the process group in C++.
+
+    Raises:
+        UsageError: it is neither 0 nor 1.
+    """
+    value = _text(NATIVE_GROUP, environ) or "0"
+    if value not in ("0", "1"):
+        raise UsageError(
+            f"{NATIVE_GROUP}={value!r} must be 1 for the process group in C++ or 0 for that in Python"
+        )
+    return value == "1"
+
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Return the folder for what is built once per machine: ``SHOAL_CACHE_DIR``, else in the user's cache."""
+    if value := _text(CACHE_DIR, environ):
+        return Path(value)
+    user = _text("XDG_CACHE_HOME", environ)
+    return (Path(user) if user else Path.home() / ".cache") / "shoal"
+
+
+def compiler(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the C++ compiler in ``CXX``, or ``None``."""
+    return _text("CXX", environ)
 
 
 def host_id(environ: Mapping[str, str] | None = None) -> str | None:

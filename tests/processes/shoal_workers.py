@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 
 import shoal.comm  # registers the backend where the installed package is older than its entry point
 from forked import fork_process, wait_for
+from shoal import env
+from shoal.comm import native_group
 
 
 def run_group(function: Callable[..., None], size: int, folder: Path, *args: Any, **given: Any) -> None:
@@ -26,14 +30,19 @@ def exit_codes(
     *args: Any,
     backend: str = "shoal",
     hosts: Sequence[str] | None = None,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | Sequence[Mapping[str, str]] = MappingProxyType({}),
     deadline_s: float = 120,
 ) -> list[int | None]:
-    """Run ``function(rank, *args)`` on ``size`` workers, on these hosts, and return how each has ended."""
+    """Run ``function(rank, *args)`` on ``size`` workers, on these hosts, and return how each has ended.
+
+    ``environment`` is that of all workers, or a list with one per rank.
+    """
     folder.mkdir(exist_ok=True)
     meeting = folder / f"meeting-{backend.replace(':', '-')}-{len(list(folder.iterdir()))}"
+    chosen = {name: os.environ[name] for name in (env.NATIVE_GROUP, env.CACHE_DIR) if name in os.environ}
+    given = [environment] * size if isinstance(environment, Mapping) else environment
     environments = [
-        {**(environment or {}), **({"SHOAL_HOST_ID": hosts[rank]} if hosts else {})} for rank in range(size)
+        {**chosen, **given[rank], **({"SHOAL_HOST_ID": hosts[rank]} if hosts else {})} for rank in range(size)
     ]
     processes = [
         fork_process(_worker, function, rank, size, meeting, backend, environments[rank], args)
@@ -59,11 +68,25 @@ def _worker(
         dist.destroy_process_group()
 
 
-def group_counters() -> dict[str, int]:
-    """Return the counters of this worker's default group."""
-    group: Any = dist.group.WORLD
-    counters: dict[str, int] = group.engine.counters()
-    return counters
+def shoal_group(group: Any = None) -> Any:
+    """Return the ``ShoalProcessGroup`` of a group or beside a native one; default: of the default group."""
+    return native_group.python_group(group or dist.group.WORLD)
+
+
+def is_native(group: Any = None) -> bool:
+    return native_group.native_backend(group or dist.group.WORLD) is not None
+
+
+def num_pending() -> int:
+    """Return how many operations the default group keeps for an end that nobody has waited for."""
+    if (backend := native_group.native_backend(dist.group.WORLD)) is not None:
+        return int(sys.modules["shoal_torch"].num_pending(backend))
+    return len(shoal_group().operations.pending)
+
+
+def group_counters(group: Any = None) -> dict[str, int]:
+    """Return the counters of a group's engine; default: of the default group."""
+    return native_group.counters(group or dist.group.WORLD)
 
 
 def ops(kind: str) -> int:
@@ -71,5 +94,4 @@ def ops(kind: str) -> int:
 
 
 def has_inner_group(group: Any = None) -> bool:
-    group = group or dist.group.WORLD
-    return group.gloo._group is not None
+    return shoal_group(group).gloo._group is not None

@@ -11,11 +11,15 @@ import torch.distributed as dist
 from benchmarks.memory_device import MemoryDevice
 
 from shoal.comm.device_group import DeviceGroup
+from shoal.comm.native_group import python_group
+
+PYTHON_GROUP = {"SHOAL_NATIVE_GROUP": "0"}
+"""Environment of the workers: with the native group CPU tensors do not pass through Python."""
 
 
 def small_pieces(group: Any = None, num_bytes: int = 4 * 128, num_buffers: int = 2) -> None:
     """Let tensors of a few kilobytes travel in several chunks, through few buffers."""
-    group = group or dist.group.WORLD
+    group = python_group(group or dist.group.WORLD)
     options = replace(group.member.options, staging_bytes=num_bytes, staging_buffers=num_buffers)
     group.member = replace(group.member, options=options)
 

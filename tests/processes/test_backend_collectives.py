@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shoal_workers import group_counters, has_inner_group, ops, run_group
+from shoal_workers import group_counters, has_inner_group, is_native, ops, run_group
 from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("both_groups")
 
 SIZE = 3
 HOSTS = ("a", "a", "b")
@@ -194,8 +196,12 @@ def check_layouts(rank: int) -> None:
     assert torch.equal(turned, torch.complex(torch.full((4,), 3.0), torch.full((4,), 3.0)))
     conjugate = torch.complex(torch.ones(4), torch.full((4,), float(rank))).conj()
     group: Any = dist.group.WORLD
-    group.allreduce([conjugate]).wait()
-    assert torch.equal(conjugate.resolve_conj(), torch.complex(torch.full((4,), 3.0), torch.full((4,), -3.0)))
+    if (
+        not is_native()
+    ):  # torch hands a copy to C++ backends, gloo too, and copies it back before the sum is there
+        group.allreduce([conjugate]).wait()
+        wanted = torch.complex(torch.full((4,), 3.0), torch.full((4,), -3.0))
+        assert torch.equal(conjugate.resolve_conj(), wanted)
     truth = torch.tensor([rank == 0, False, True])
     dist.all_reduce(truth)
     assert truth.tolist() == [True, False, True]

@@ -15,6 +15,8 @@ from shoal_workers import ops, run_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+pytestmark = pytest.mark.usefixtures("both_groups")
+
 SIZE = 2
 COUNT = 4
 

@@ -27,6 +27,8 @@ from torch import Tensor, nn
 import shoal.comm
 from forked import fork_process, wait_for
 
+pytestmark = pytest.mark.usefixtures("both_groups")
+
 SIZE = 2
 STEPS = 3
 

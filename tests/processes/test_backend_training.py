@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
-from shoal_workers import exit_codes, has_inner_group, ops, run_group
+from shoal_workers import exit_codes, group_counters, has_inner_group, ops, run_group
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
@@ -25,6 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.usefixtures("both_groups")
 
 SIZE = 2
 
@@ -136,7 +138,7 @@ def _fsdp(rank: int, **settings: Any) -> dict[str, Tensor]:
     # every layer is gathered and its gradient scattered in each of 3 steps
     if is_ours():
         group: Any = mesh.get_group()
-        counters = group.engine.counters()
+        counters = group_counters(group)
         assert counters["ops_all_gather"] >= 3 * 4, counters
         assert counters["ops_reduce_scatter"] == 3 * 4, counters
         assert not has_inner_group(group)
@@ -285,8 +287,8 @@ def _grid(rank: int) -> None:
         torch.testing.assert_close(value.full_tensor(), single.state_dict()[name])
     shard: Any = mesh.get_group("shard")
     replicate: Any = mesh.get_group("replicate")
-    assert shard.engine.counters()["ops_reduce_scatter"] == 3
-    assert replicate.engine.counters()["ops_all_reduce"] == 3
+    assert group_counters(shard)["ops_reduce_scatter"] == 3
+    assert group_counters(replicate)["ops_all_reduce"] == 3
 
 
 def test_hybrid_sharding_on_a_mesh(tmp_path: Path) -> None:

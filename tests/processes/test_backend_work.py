@@ -16,10 +16,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shoal_workers import exit_codes, group_counters, has_inner_group, run_group
+from shoal_workers import (
+    exit_codes,
+    group_counters,
+    has_inner_group,
+    is_native,
+    num_pending,
+    run_group,
+    shoal_group,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.comm.engine import CommError
+
+pytestmark = pytest.mark.usefixtures("both_groups")
 
 
 def _is_at_least_2_15() -> bool:
@@ -55,7 +65,7 @@ def check_async(rank: int) -> None:
     halved = future.then(lambda done: done.value()[0] / 2)
     assert halved.then(lambda done: done.value().sum().item()).wait() == 15
     assert future.wait()[0] is tensor or torch.equal(future.wait()[0], tensor)
-    assert work.get_future() is future
+    assert is_native() or work.get_future() is future  # torch wraps a C++ future in a new object each time
     assert work.wait(timedelta(seconds=5))
     # without any wait: also a result that must be copied back arrives
     strided = torch.full((4, 4), float(rank)).t()[1:]
@@ -70,8 +80,7 @@ def check_async(rank: int) -> None:
     gc.collect()
     dist.barrier()
     dist.barrier()
-    world: Any = dist.group.WORLD
-    assert len(world.operations.pending) <= 1, "what is done is let go"
+    assert num_pending() <= 1, "what is done is let go"
     objects: Any = dist.barrier(async_op=True)
     objects.get_future().wait()
 
@@ -105,7 +114,7 @@ def test_a_wait_may_end_before_its_operation(tmp_path: Path) -> None:
 def check_groups(rank: int) -> None:
     world: Any = dist.group.WORLD
     assert dist.get_backend() == "shoal"
-    assert world.name() == "shoal"
+    assert is_native() or world.name() == "shoal"  # of a C++ backend that torch does not know: "custom"
     assert world.group_name == dist.distributed_c10d._world.pg_names[world]
     before = world._get_sequence_number_for_group()
     dist.barrier()
@@ -136,7 +145,7 @@ def check_groups(rank: int) -> None:
     dist.all_reduce(tensor, group=gloo)
     assert tensor.item() == 24
     world.set_timeout(timedelta(seconds=77))
-    assert world.operations.timeout == timedelta(seconds=77)
+    assert shoal_group().operations.timeout == timedelta(seconds=77)
     assert not has_inner_group()
 
 
@@ -153,7 +162,7 @@ def check_again(rank: int, folder: Path) -> None:
         dist.init_process_group(
             "cpu:shoal", init_method=f"file://{folder}/again{attempt}", rank=rank, world_size=2
         )
-        assert type(dist.group.WORLD).__name__ == "ShoalProcessGroup"
+        assert type(shoal_group()).__name__ == "ShoalProcessGroup"
 
 
 def test_groups_end_and_begin_again_in_one_process(tmp_path: Path) -> None:
@@ -285,8 +294,9 @@ def check_refused(rank: int) -> None:
         dist.all_reduce(tensor.short())
     with raises(ValueError, "avg of a torch.bool"):
         dist.all_reduce(tensor.bool(), dist.ReduceOp.AVG)
-    with raises(ValueError, "meta", "CPU and CUDA tensors"):
-        dist.all_reduce(tensor.to("meta"))
+    if not is_native():  # with a C++ backend torch itself takes tensors without data, and does nothing
+        with raises(ValueError, "meta", "CPU and CUDA tensors"):
+            dist.all_reduce(tensor.to("meta"))
     with raises(ValueError, "share memory"):
         dist.all_reduce(torch.ones(1).expand(5))
     with raises(ValueError, "(5,)", "(2,)", "2 (the ranks of the group) times"):

@@ -140,7 +140,7 @@ def test_bf16_is_added_in_float32_and_rounded_once(tmp_path: Path) -> None:
 
 
 def bytes_sent(group: Any) -> int:
-    return int(group.engine.counters()["bytes_sent"])
+    return group_counters(group)["bytes_sent"]
 
 
 def count_bytes(rank: int, count: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shoal_workers import group_counters, has_inner_group, ops, run_group
-from staged_group import small_pieces, staged
+from staged_group import PYTHON_GROUP, small_pieces, staged
 from torch import Tensor
 
 REDUCTIONS = {
@@ -147,4 +147,13 @@ slow = pytest.mark.slow
 )
 def test_collectives_have_the_bits_of_the_plain_way(placement: str, tmp_path: Path) -> None:
     hosts, identity, is_hierarchical = PLACEMENTS[placement]
-    run_group(check_all, len(hosts), tmp_path, len(hosts), identity, is_hierarchical, hosts=hosts)
+    run_group(
+        check_all,
+        len(hosts),
+        tmp_path,
+        len(hosts),
+        identity,
+        is_hierarchical,
+        hosts=hosts,
+        environment=PYTHON_GROUP,
+    )

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shoal_workers import exit_codes, run_group
-from staged_group import device_of, small_pieces, staged
+from staged_group import PYTHON_GROUP, device_of, small_pieces, staged
 from test_backend_work import raises
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -110,7 +110,7 @@ def check_order_and_training(rank: int) -> None:
 
 
 def test_order_with_the_callers_lane_and_training(tmp_path: Path) -> None:
-    run_group(check_order_and_training, 2, tmp_path, hosts=("a", "b"))
+    run_group(check_order_and_training, 2, tmp_path, hosts=("a", "b"), environment=PYTHON_GROUP)
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def check_lost(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("hosts", [pytest.param(("a", "b"), marks=pytest.mark.slow), ("a", "a", "b", "b")])
 def test_a_lost_rank_is_named(hosts: tuple[str, ...], tmp_path: Path) -> None:
-    codes = exit_codes(check_lost, len(hosts), tmp_path, len(hosts), hosts=hosts)
+    codes = exit_codes(check_lost, len(hosts), tmp_path, len(hosts), hosts=hosts, environment=PYTHON_GROUP)
     assert codes == [0] * (len(hosts) - 1) + [-signal.SIGKILL]
 
 
@@ -156,4 +156,4 @@ def check_wrong(rank: int) -> None:
 
 
 def test_what_one_rank_does_wrong_all_are_told(tmp_path: Path) -> None:
-    run_group(check_wrong, 2, tmp_path, hosts=("a", "b"))
+    run_group(check_wrong, 2, tmp_path, hosts=("a", "b"), environment=PYTHON_GROUP)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_group import SECRET, Group, HelperProcess, expected, stream
-from shoal_workers import run_group
+from shoal_workers import group_counters, run_group
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal import env, native
@@ -96,7 +96,7 @@ def train(rank: int, transport: str, saved: Path) -> None:
     rows = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, weights)
     assert all(torch.equal(row, rows[0]) for row in rows)
-    over_fabric = group.engine.counters().get("fabric_bytes_sent", 0)
+    over_fabric = group_counters(group).get("fabric_bytes_sent", 0)
     assert (over_fabric > 0) == (transport != "tcp")
     if rank == 0:
         torch.save(weights, saved)

@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import distributed_c10d
 
-from shoal.comm import BACKEND_NAME
+from shoal.comm import BACKEND_NAME, native_group
 from shoal.comm.collectives import DEVICES, CollectiveBuilder, check_tensors, options_of, single_tensor
 from shoal.comm.device_group import DeviceGroup
 from shoal.comm.devices import BounceBuffers, Device
@@ -52,8 +52,8 @@ _CPU = torch.device("cpu")
 _ACCELERATOR_BACKENDS = ("nccl", "xccl", "ucc", "mpi")
 
 
-def create_group(backend_options: Any, options: Any) -> ShoalProcessGroup:
-    """Create the process group that torch asks for.
+def create_group(backend_options: Any, options: Any) -> Any:
+    """Create the process group that torch asks for: the C++ backend, or a ``ShoalProcessGroup`` without it.
 
     Args:
         backend_options: torch's ``DistributedBackendOptions``.
@@ -64,13 +64,14 @@ def create_group(backend_options: Any, options: Any) -> ShoalProcessGroup:
         UsageError: the options have another type, another backend was asked for as well, or an environment
             variable is wrong.
     """
-    refuse_other_backends(backend_options)
+    if native_group.load() is None:
+        refuse_other_backends(backend_options)
     if not isinstance(options, EngineOptions | None):
         raise UsageError(
             f"pg_options is {type(options).__name__}; backend shoal takes shoal.comm.engine.EngineOptions, "
             "the same on all ranks, or nothing"
         )
-    return ShoalProcessGroup(
+    group = ShoalProcessGroup(
         backend_options.store,
         backend_options.group_rank,
         backend_options.group_size,
@@ -79,6 +80,7 @@ def create_group(backend_options: Any, options: Any) -> ShoalProcessGroup:
         list(backend_options.global_ranks_in_group) or list(range(backend_options.group_size)),
         options,
     )
+    return native_group.wrap(group)
 
 
 def _open_cuda(device: torch.device) -> Device:

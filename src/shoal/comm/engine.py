@@ -278,7 +278,7 @@ class Engine:
             self._engine = native.core().Engine(settings)
         except RuntimeError as error:
             raise CommError(f"group {group!r}, rank {rank}: {error}") from error
-        self._group, self._rank, self._pid = group, rank, os.getpid()
+        self._group, self._rank, self._size, self._pid = group, rank, size, os.getpid()
         _open_engines.add(self)
 
     @property
@@ -315,6 +315,10 @@ class Engine:
             raise CommError(
                 f"group {self._group!r}, rank {self._rank} cannot meet the others: {error}"
             ) from error
+
+    def c_group(self) -> int:
+        """Return the address of a new reference to this group as a ``shoal_group`` of ``shoal.h``."""
+        return int(self._engine.c_group(self._rank, self._size))
 
     def set_pattern(self, pattern: Sequence[int]) -> None:
         """Set the servers of later chunks. All ranks call it between the same two operations."""

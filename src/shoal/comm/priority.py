@@ -40,6 +40,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from shoal.comm.native_group import python_group
 from shoal.errors import UsageError
 
 
@@ -173,7 +174,7 @@ class Prioritized:
         group = self._model.process_group
         buffer = bucket.buffer()
         buffer.mul_(1.0 / dist.get_world_size(group))  # as DDP without a hook; a division gives other bits
-        begin = getattr(group, "all_reduce_with_priority", None)
+        begin = getattr(python_group(group), "all_reduce_with_priority", None)
         work = (
             dist.all_reduce(buffer, group=group, async_op=True)
             if begin is None

@@ -1,0 +1,371 @@
+// The process group of backend "shoal" in C++: a c10d::Backend whose frequent collectives of contiguous CPU tensors go
+// to the engine without Python and without the GIL. Everything else is passed to the ShoalProcessGroup beside it, which
+// has the same engine, so that all operations have one sequence of numbers.
+//
+// Built on first use by shoal/comm/native_group.py. Uses the engine through the C interface only (shoal.h).
+#include <shoal.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "group_state.h"
+#include "works.h"
+
+namespace shoal_torch {
+namespace {
+
+// ---- tensors that the engine takes ----------------------------------------------------------------------
+
+std::optional<shoal_dtype> dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return SHOAL_FLOAT32;
+    case at::kDouble: return SHOAL_FLOAT64;
+    case at::kHalf: return SHOAL_FLOAT16;
+    case at::kBFloat16: return SHOAL_BFLOAT16;
+    case at::kChar: return SHOAL_INT8;
+    case at::kByte: return SHOAL_UINT8;
+    case at::kInt: return SHOAL_INT32;
+    case at::kLong: return SHOAL_INT64;
+    default: return std::nullopt;
+  }
+}
+
+// Returns whether the tensor's memory holds its elements in order, and the engine knows their type.
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() && !tensor.is_neg() &&
+         dtype_of(tensor).has_value();
+}
+
+bool is_plain(const std::vector<at::Tensor>& tensors) { return tensors.size() == 1 && is_plain(tensors[0]); }
+
+// Returns the engine's reduction of a tensor if it needs no step before or after it.
+std::optional<shoal_reduction> reduction_of(const c10d::ReduceOp& op, const at::Tensor& tensor) {
+  const bool is_float = tensor.is_floating_point();
+  switch (op.op_) {
+    case c10d::ReduceOp::SUM: return SHOAL_SUM;
+    case c10d::ReduceOp::AVG: return is_float ? std::optional(SHOAL_AVG) : std::nullopt;
+    case c10d::ReduceOp::PRODUCT: return SHOAL_PROD;
+    case c10d::ReduceOp::MIN: return SHOAL_MIN;
+    case c10d::ReduceOp::MAX: return SHOAL_MAX;
+    case c10d::ReduceOp::BAND: return is_float ? std::nullopt : std::optional(SHOAL_BAND);
+    case c10d::ReduceOp::BOR: return is_float ? std::nullopt : std::optional(SHOAL_BOR);
+    case c10d::ReduceOp::BXOR: return is_float ? std::nullopt : std::optional(SHOAL_BXOR);
+    default: return std::nullopt;
+  }
+}
+
+bool overlap(const at::Tensor& one, const at::Tensor& other) {
+  const auto* a = static_cast<const char*>(one.const_data_ptr());
+  const auto* b = static_cast<const char*>(other.const_data_ptr());
+  return a < b + other.nbytes() && b < a + one.nbytes();
+}
+
+shoal_operation operation_of(shoal_kind kind, const at::Tensor& input, const at::Tensor& output) {
+  shoal_operation operation{};
+  operation.struct_size = sizeof operation;
+  operation.kind = kind;
+  operation.dtype = *dtype_of(input);
+  operation.input = input.const_data_ptr();
+  operation.output = output.data_ptr();
+  operation.count = static_cast<std::uint64_t>(input.numel());
+  operation.shape = input.sizes().data();
+  operation.num_dims = static_cast<std::uint32_t>(input.dim());
+  return operation;
+}
+
+// ---- the backend ----------------------------------------------------------------------------------------
+
+class ShoalBackend final : public c10d::Backend {
+ public:
+  ShoalBackend(std::shared_ptr<GroupState> state, int rank, int size)
+      : c10d::Backend(rank, size), state_(std::move(state)) {}
+
+  const py::object& python() const { return state_->python(); }
+  GroupState& state() { return *state_; }
+
+  const std::string getBackendName() const override { return "shoal"; }
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return c10::make_intrusive<Options>(getBackendName(), state_->timeout());
+  }
+
+  // ---- collectives of the engine
+
+  WorkPtr allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override {
+    const auto reduction = is_plain(tensors) ? reduction_of(opts.reduceOp, tensors[0]) : std::nullopt;
+    if (!reduction || opts.sparseIndices) return delegate("allreduce", tensors, opts);
+    shoal_operation operation = operation_of(SHOAL_ALL_REDUCE, tensors[0], tensors[0]);
+    operation.reduction = *reduction;
+    return submit("all_reduce", c10d::OpType::ALLREDUCE, operation, opts.timeout, tensors[0], tensors[0]);
+  }
+
+  WorkPtr reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& opts) override {
+    const auto reduction = is_plain(tensors) ? reduction_of(opts.reduceOp, tensors[0]) : std::nullopt;
+    if (!reduction) return delegate("reduce", tensors, opts);
+    shoal_operation operation = operation_of(SHOAL_REDUCE, tensors[0], tensors[0]);
+    operation.reduction = *reduction;
+    operation.root = static_cast<std::int32_t>(opts.rootRank);
+    return submit("reduce", c10d::OpType::REDUCE, operation, opts.timeout, tensors[0], tensors[0]);
+  }
+
+  WorkPtr broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& opts) override {
+    if (!is_plain(tensors)) return delegate("broadcast", tensors, opts);
+    shoal_operation operation = operation_of(SHOAL_BROADCAST, tensors[0], tensors[0]);
+    operation.root = static_cast<std::int32_t>(opts.rootRank);
+    return submit("broadcast", c10d::OpType::BROADCAST, operation, opts.timeout, tensors[0], tensors[0]);
+  }
+
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
+    const bool fits = is_plain(output) && is_plain(input) && has_rows(output, input);
+    const auto row_begin = fits ? static_cast<const char*>(output.const_data_ptr()) + rank_ * input.nbytes() : nullptr;
+    if (!fits || (overlap(output, input) && input.const_data_ptr() != row_begin)) {
+      return delegate("_allgather_base", output, input, opts);
+    }
+    const shoal_operation operation = operation_of(SHOAL_ALL_GATHER, input, output);
+    return submit("all_gather", c10d::OpType::_ALLGATHER_BASE, operation, opts.timeout, input, output);
+  }
+
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override {
+    const bool fits = is_plain(output) && is_plain(input) && has_rows(input, output) && !overlap(output, input);
+    const auto reduction = fits ? reduction_of(opts.reduceOp, input) : std::nullopt;
+    if (!reduction) return delegate("_reduce_scatter_base", output, input, opts);
+    shoal_operation operation = operation_of(SHOAL_REDUCE_SCATTER, output, output);
+    operation.input = input.const_data_ptr();
+    operation.reduction = *reduction;
+    return submit("reduce_scatter", c10d::OpType::_REDUCE_SCATTER_BASE, operation, opts.timeout, input, output);
+  }
+
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override {
+    shoal_operation operation{};
+    operation.struct_size = sizeof operation;
+    operation.kind = SHOAL_BARRIER;
+    operation.dtype = SHOAL_UINT8;
+    return submit("barrier", c10d::OpType::BARRIER, operation, opts.timeout, at::Tensor(), at::Tensor());
+  }
+
+  // ---- collectives that Python prepares
+
+  WorkPtr allreduce_sparse(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override {
+    return delegate("allreduce", tensors, opts);
+  }
+  WorkPtr allreduce_coalesced(std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
+    return delegate("allreduce_coalesced", tensors, opts);
+  }
+  WorkPtr allgather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                    const c10d::AllgatherOptions& opts) override {
+    return delegate("allgather", outputs, inputs, opts);
+  }
+  WorkPtr allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                              const c10d::AllgatherOptions& opts) override {
+    return delegate("allgather_coalesced", outputs, inputs, opts);
+  }
+  WorkPtr allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                                          const c10d::AllgatherOptions& opts) override {
+    return delegate("allgather_into_tensor_coalesced", outputs, inputs, opts);
+  }
+  WorkPtr reduce_scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
+                         const c10d::ReduceScatterOptions& opts) override {
+    return delegate("reduce_scatter", outputs, inputs, opts);
+  }
+  WorkPtr reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override {
+    return delegate("reduce_scatter_tensor_coalesced", outputs, inputs, opts);
+  }
+  WorkPtr gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                 const c10d::GatherOptions& opts) override {
+    return delegate("gather", outputs, inputs, opts);
+  }
+  // torch 2.11 does not have it: an override from 2.12 on.
+  WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
+    return delegate("gather_into_tensor", output, input, opts);
+  }
+  WorkPtr scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
+                  const c10d::ScatterOptions& opts) override {
+    return delegate("scatter", outputs, inputs, opts);
+  }
+  WorkPtr alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                   const c10d::AllToAllOptions& opts) override {
+    return delegate("alltoall", outputs, inputs, opts);
+  }
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                        std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& opts) override {
+    return delegate("alltoall_base", output, input, output_sizes, input_sizes, opts);
+  }
+
+  // ---- messages, which have no number in the group's sequence
+
+  WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override { return ask("send", tensors, to, tag); }
+  WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override { return ask("recv", tensors, from, tag); }
+  WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override {
+    return ask("recv_anysource", tensors, tag);
+  }
+
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
+    const py::gil_scoped_acquire gil;
+    python().attr("monitored_barrier")(state_->limit(opts.timeout), wait_all_ranks);
+  }
+
+  // ---- coalescing
+
+  void startCoalescing() override {
+    const std::lock_guard lock(coalescing_mutex_);
+    coalescing_.emplace();
+  }
+  WorkPtr endCoalescing() override {
+    const std::lock_guard lock(coalescing_mutex_);
+    auto works = std::exchange(coalescing_, std::nullopt).value_or(std::vector<WorkPtr>{});
+    return c10::make_intrusive<JoinedWork>(std::move(works));
+  }
+
+  // ---- the group
+
+  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Options>& opts) override;
+
+  uint64_t getSequenceNumberForGroup() override {
+    const py::gil_scoped_acquire gil;
+    return state_->num_submitted() + python().attr("getSequenceNumberForGroup")().cast<uint64_t>();
+  }
+  void setSequenceNumberForGroup() override {}
+
+  void setTimeout(Milliseconds timeout) override {
+    state_->set_timeout(timeout);
+    const py::gil_scoped_acquire gil;
+    python().attr("set_timeout")(timeout);
+  }
+
+  void abort() override {
+    const py::gil_scoped_acquire gil;
+    python().attr("abort")();
+  }
+  void shutdown() override { state_->shutdown(); }
+
+ private:
+  bool has_rows(const at::Tensor& large, const at::Tensor& small) const {
+    return large.scalar_type() == small.scalar_type() && large.numel() == size_ * small.numel();
+  }
+
+  WorkPtr submit(const char* name, c10d::OpType type, shoal_operation operation, Milliseconds timeout,
+                 const at::Tensor& input, const at::Tensor& output) {
+    operation.timeout_s = seconds(state_->limit(timeout));
+    const shoal_handle handle = state_->submit(name, operation, input, output);
+    std::vector<at::Tensor> outputs;
+    if (output.defined()) outputs.push_back(output);
+    return coalesced(c10::make_intrusive<EngineWork>(state_, handle, type, name, std::move(outputs)));
+  }
+
+  // Calls a method of the Python group that begins a collective.
+  template <class... Args>
+  WorkPtr delegate(const char* method, const Args&... args) {
+    state_->begin(method, [] {});
+    return ask(method, args...);
+  }
+
+  // Calls a method of the Python group that returns a work.
+  template <class... Args>
+  WorkPtr ask(const char* method, const Args&... args) {
+    const py::gil_scoped_acquire gil;
+    return coalesced(c10::make_intrusive<PythonWork>(python().attr(method)(args...)));
+  }
+
+  WorkPtr coalesced(WorkPtr work) {
+    const std::lock_guard lock(coalescing_mutex_);
+    if (coalescing_) coalescing_->push_back(work);
+    return work;
+  }
+
+  const std::shared_ptr<GroupState> state_;
+  std::mutex coalescing_mutex_;
+  std::optional<std::vector<WorkPtr>> coalescing_;
+};
+
+// The groups of the process, for `end`.
+std::mutex all_mutex;
+std::vector<std::weak_ptr<GroupState>> all_groups;
+
+// Lets no callback run after this, when the interpreter ends.
+void end() {
+  const py::gil_scoped_release released;
+  std::vector<std::weak_ptr<GroupState>> groups;
+  {
+    const std::lock_guard lock(all_mutex);
+    groups.swap(all_groups);
+  }
+  for (const auto& each : groups) {
+    if (const auto group = each.lock()) group->end();
+  }
+}
+
+// Makes the backend of a ShoalProcessGroup. `group` is the address of a reference to its engine's C group, which the
+// backend takes over; 0 for a group of one rank.
+c10::intrusive_ptr<c10d::Backend> create(py::object python, py::object idle, std::uintptr_t group, int rank, int size,
+                                         Milliseconds timeout, bool ordered) {
+  CGroup owned(reinterpret_cast<shoal_group*>(group));
+  if (!owned) {
+    shoal_group_options options{};
+    options.struct_size = sizeof options;
+    options.size = 1;
+    shoal_group* made = nullptr;
+    const shoal_status status = shoal_group_create(&options, &made);
+    if (status != SHOAL_SUCCESS) raise_status(status, shoal_last_error());
+    owned.reset(made);
+  }
+  auto state = std::make_shared<GroupState>(std::move(python), std::move(idle), std::move(owned), timeout, ordered);
+  {
+    const std::lock_guard lock(all_mutex);
+    std::erase_if(all_groups, [](const auto& each) { return each.expired(); });
+    all_groups.push_back(state);
+  }
+  return c10::make_intrusive<ShoalBackend>(std::move(state), rank, size);
+}
+
+c10::intrusive_ptr<c10d::Backend> ShoalBackend::split(const c10::intrusive_ptr<c10d::Store>&,
+                                                      const std::vector<int>& ranks,
+                                                      const c10::intrusive_ptr<Options>& opts) {
+  const py::gil_scoped_acquire gil;
+  const py::object group = python().attr("split_group")(ranks, opts->timeout, py::none(), opts->group_name);
+  if (group.is_none()) return nullptr;
+  return py::module_::import("shoal.comm.native_group").attr("wrap")(group).cast<c10::intrusive_ptr<c10d::Backend>>();
+}
+
+ShoalBackend& native(const c10::intrusive_ptr<c10d::Backend>& backend) {
+  auto* found = dynamic_cast<ShoalBackend*>(backend.get());
+  if (!found) throw py::type_error("the backend is not shoal's native one");
+  return *found;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.doc() = "shoal's process group in C++; use it through shoal.comm.native_group";
+  module.def("create", &create);
+  module.def("end", &end);
+  module.def("is_native", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
+    return dynamic_cast<ShoalBackend*>(backend.get()) != nullptr;
+  });
+  module.def("python_group", [](const c10::intrusive_ptr<c10d::Backend>& backend) { return native(backend).python(); });
+  module.def("num_pending", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
+    GroupState& state = native(backend).state();
+    return state.operands().num_pending(state.group());
+  });
+  // Of a group of one rank, whose operations the Python group's engine does not see; empty for others.
+  module.def("own_counters", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
+    std::map<std::string, std::uint64_t> counts;
+    const auto add = [](void* context, const char* name, uint64_t value) {
+      (*static_cast<std::map<std::string, std::uint64_t>*>(context))[name] = value;
+    };
+    GroupState& state = native(backend).state();
+    if (state.is_single()) shoal_group_counters(state.group(), add, &counts);
+    return counts;
+  });
+  module.def("num_submitted",
+             [](const c10::intrusive_ptr<c10d::Backend>& backend) { return native(backend).state().num_submitted(); });
+}
+
+}  // namespace shoal_torch

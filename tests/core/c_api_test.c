@@ -1,0 +1,214 @@
+/* A program in C on libshoal.so: groups of one and of two ranks, each rank a thread. Exits with 1 at a failed check. */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "shoal.h"
+
+#define COUNT 1000
+#define NUM_OPERATIONS 3
+#define DEADLINE_S 30.0
+
+#define CHECK(condition)                                                                       \
+  do {                                                                                         \
+    if (!(condition)) {                                                                        \
+      fprintf(stderr, "%s:%d: %s is false: %s\n", __FILE__, __LINE__, #condition, shoal_last_error()); \
+      exit(1);                                                                                 \
+    }                                                                                          \
+  } while (0)
+
+static shoal_group_options options_of(int rank, int size) {
+  return (shoal_group_options){.struct_size = sizeof(shoal_group_options), .rank = rank, .size = size, .name = "c",
+                               .secret = "a secret of 16 bytes", .secret_bytes = 20};
+}
+
+static shoal_operation all_reduce_of(const float* input, float* output) {
+  return (shoal_operation){.struct_size = sizeof(shoal_operation), .kind = SHOAL_ALL_REDUCE, .count = COUNT,
+                           .input = input, .output = output, .timeout_s = DEADLINE_S};
+}
+
+/* ---- a group of one ----------------------------------------------------------------------------------- */
+
+struct calls {
+  atomic_int num;
+  shoal_handle handles[NUM_OPERATIONS];
+  int num_failed;
+};
+
+static void note(void* context, shoal_handle handle, shoal_status status, const char* message) {
+  struct calls* calls = context;
+  const int k = atomic_load(&calls->num);
+  calls->handles[k % NUM_OPERATIONS] = handle;
+  calls->num_failed += status != SHOAL_SUCCESS || strcmp(message, "") != 0;
+  atomic_store(&calls->num, k + 1);
+}
+
+static void count_all_reduces(void* context, const char* name, uint64_t value) {
+  if (strcmp(name, "ops_all_reduce") == 0) *(uint64_t*)context = value;
+}
+
+static void test_one_rank(void) {
+  const shoal_group_options options = options_of(0, 1);
+  shoal_group* group = NULL;
+  CHECK(shoal_group_create(&options, &group) == SHOAL_SUCCESS);
+  CHECK(shoal_group_rank(group) == 0 && shoal_group_size(group) == 1 && shoal_group_port(group) == 0);
+  float input[COUNT], output[COUNT] = {0};
+  for (int i = 0; i < COUNT; ++i) input[i] = (float)i;
+  struct calls calls = {0};
+  shoal_operation operations[NUM_OPERATIONS];
+  for (int k = 0; k < NUM_OPERATIONS; ++k) {
+    operations[k] = all_reduce_of(input, output);
+    operations[k].on_complete = note;
+    operations[k].context = &calls;
+  }
+  shoal_handle handles[NUM_OPERATIONS];
+  CHECK(shoal_submit(group, operations, NUM_OPERATIONS, handles) == SHOAL_SUCCESS);
+  CHECK(handles[0] == 0 && handles[2] == 2 && shoal_test(group, handles[2]));
+  CHECK(memcmp(input, output, sizeof input) == 0);
+  uint64_t num_all_reduces = 0;
+  CHECK(shoal_group_counters(group, count_all_reduces, &num_all_reduces) == SHOAL_SUCCESS && num_all_reduces == 3);
+
+  /* the second of three is invalid: the first has been submitted */
+  operations[1].dtype = 99;
+  CHECK(shoal_submit(group, operations, NUM_OPERATIONS, handles) == SHOAL_INVALID_ARGUMENT);
+  CHECK(strcmp(shoal_last_error(), "the dtype is 99; it is 0 to 7 (see shoal.h)") == 0);
+  CHECK(handles[0] == 3 && handles[1] == SHOAL_NO_HANDLE && handles[2] == SHOAL_NO_HANDLE);
+
+  CHECK(shoal_group_close(group) == SHOAL_SUCCESS);
+  CHECK(atomic_load(&calls.num) == 4 && calls.num_failed == 0); /* all, and in order */
+  CHECK(calls.handles[0] == 3 && calls.handles[1] == 1 && calls.handles[2] == 2);
+  CHECK(shoal_submit(group, operations, 1, handles) == SHOAL_GROUP_FAILED);
+  CHECK(strstr(shoal_last_error(), "closed"));
+  shoal_group_release(group);
+}
+
+/* A caller with an older, shorter structure, and one with a newer one. */
+static void test_versions(void) {
+  const shoal_group_options options = options_of(0, 1);
+  shoal_group* group = NULL;
+  CHECK(shoal_group_create(&options, &group) == SHOAL_SUCCESS);
+  struct {
+    size_t struct_size;
+    int32_t kind, dtype, reduction, root;
+    uint64_t count;
+    const void* input;
+    void* output;
+  } old = {.struct_size = sizeof old, .count = 1};
+  float in = 3, out = 0;
+  old.input = &in;
+  old.output = &out;
+  CHECK(shoal_submit(group, (const shoal_operation*)(const void*)&old, 1, NULL) == SHOAL_SUCCESS && out == 3);
+  struct {
+    shoal_operation known;
+    uint64_t added;
+  } new_one = {.known = all_reduce_of(&in, &out)};
+  new_one.known.struct_size = sizeof new_one;
+  new_one.known.count = 1;
+  CHECK(shoal_submit(group, &new_one.known, 1, NULL) == SHOAL_SUCCESS);
+  new_one.added = 1;
+  CHECK(shoal_submit(group, &new_one.known, 1, NULL) == SHOAL_INVALID_ARGUMENT);
+  CHECK(strstr(shoal_last_error(), "update the library"));
+  shoal_group_release(group);
+  const shoal_group_options none = {0};
+  CHECK(shoal_group_create(&none, &group) == SHOAL_INVALID_ARGUMENT && strstr(shoal_last_error(), "struct_size is 0"));
+}
+
+/* ---- two ranks ---------------------------------------------------------------------------------------- */
+
+struct rank {
+  int rank;
+  shoal_group* group;
+  const shoal_members* members;
+  pthread_barrier_t* meet;
+};
+
+static void check_sums(struct rank* self) {
+  float inputs[NUM_OPERATIONS][COUNT], outputs[NUM_OPERATIONS][COUNT];
+  struct calls calls = {0};
+  shoal_operation operations[NUM_OPERATIONS];
+  shoal_handle handles[NUM_OPERATIONS];
+  for (int k = 0; k < NUM_OPERATIONS; ++k) {
+    for (int i = 0; i < COUNT; ++i) inputs[k][i] = (float)(i + 10 * k + self->rank);
+    operations[k] = all_reduce_of(inputs[k], outputs[k]);
+    operations[k].on_complete = note;
+    operations[k].context = &calls;
+  }
+  operations[1].reduction = SHOAL_MAX;
+  CHECK(shoal_submit(self->group, operations, NUM_OPERATIONS, handles) == SHOAL_SUCCESS);
+  for (int k = NUM_OPERATIONS - 1; k >= 0; --k) {
+    CHECK(shoal_wait(self->group, handles[k], DEADLINE_S) == SHOAL_SUCCESS && shoal_test(self->group, handles[k]));
+    for (int i = 0; i < COUNT; ++i) {
+      const int mine = i + 10 * k;
+      CHECK(outputs[k][i] == (float)(k == 1 ? mine + 1 : 2 * mine + 1));
+    }
+  }
+  while (atomic_load(&calls.num) < NUM_OPERATIONS) continue;
+  CHECK(calls.num_failed == 0 && calls.handles[0] == 0 && calls.handles[1] == 1 && calls.handles[2] == 2);
+}
+
+static void check_failure(struct rank* self) {
+  int64_t shape[2] = {5, 8 + self->rank};
+  float tensor[45] = {0};
+  shoal_operation other = all_reduce_of(tensor, tensor);
+  other.count = 5 * (uint64_t)shape[1];
+  other.num_dims = 2;
+  other.shape = shape;
+  shoal_handle handle;
+  CHECK(shoal_submit(self->group, &other, 1, &handle) == SHOAL_SUCCESS);
+  CHECK(shoal_wait(self->group, handle, DEADLINE_S) == SHOAL_GROUP_FAILED);
+  CHECK(strstr(shoal_last_error(), "float32[5, 8]") && strstr(shoal_last_error(), "float32[5, 9]"));
+}
+
+static void* run_rank(void* given) {
+  struct rank* self = given;
+  CHECK(shoal_group_connect(self->group, self->members, DEADLINE_S) == SHOAL_SUCCESS);
+  check_sums(self);
+  /* rank 0 waits for an operation that rank 1 begins later */
+  shoal_operation barrier = {.struct_size = sizeof barrier, .kind = SHOAL_BARRIER, .timeout_s = DEADLINE_S};
+  shoal_handle handle;
+  if (self->rank == 1) pthread_barrier_wait(self->meet);
+  CHECK(shoal_submit(self->group, &barrier, 1, &handle) == SHOAL_SUCCESS);
+  if (self->rank == 0) {
+    CHECK(shoal_wait(self->group, handle, 0.01) == SHOAL_TIMED_OUT && !shoal_test(self->group, handle));
+    pthread_barrier_wait(self->meet);
+  }
+  CHECK(shoal_wait(self->group, handle, -1) == SHOAL_SUCCESS);
+  check_failure(self);
+  CHECK(shoal_group_close(self->group) == SHOAL_SUCCESS);
+  return NULL;
+}
+
+static void test_two_ranks(int num_hosts) {
+  struct rank ranks[2];
+  shoal_peer peers[2];
+  char segment[64];
+  pthread_barrier_t meet;
+  CHECK(pthread_barrier_init(&meet, NULL, 2) == 0);
+  snprintf(segment, sizeof segment, "c-api-test-%d-%p", num_hosts, (void*)&meet);
+  const shoal_members members = {.struct_size = sizeof members, .peers = peers, .num_peers = 2, .segment = segment};
+  for (int rank = 0; rank < 2; ++rank) {
+    const shoal_group_options options = options_of(rank, 2);
+    ranks[rank] = (struct rank){.rank = rank, .members = &members, .meet = &meet};
+    CHECK(shoal_group_create(&options, &ranks[rank].group) == SHOAL_SUCCESS);
+    peers[rank] = (shoal_peer){.host = rank && num_hosts == 2 ? "b" : "a", .address = "127.0.0.1",
+                               .port = shoal_group_port(ranks[rank].group), .global_rank = rank};
+  }
+  pthread_t threads[2];
+  for (int rank = 0; rank < 2; ++rank) CHECK(pthread_create(&threads[rank], NULL, run_rank, &ranks[rank]) == 0);
+  for (int rank = 0; rank < 2; ++rank) CHECK(pthread_join(threads[rank], NULL) == 0);
+  for (int rank = 0; rank < 2; ++rank) shoal_group_release(ranks[rank].group);
+  pthread_barrier_destroy(&meet);
+}
+
+int main(void) {
+  CHECK(shoal_api_version() == SHOAL_API_VERSION);
+  CHECK(strcmp(shoal_last_error(), "") == 0);
+  test_one_rank();
+  test_versions();
+  test_two_ranks(1);
+  test_two_ranks(2);
+  puts("the C interface: all passed");
+  return 0;
+}
