@@ -248,6 +248,8 @@ def test_the_rest_runs_on_gloo(tmp_path: Path) -> None:
 def check_messages(rank: int) -> None:
     if rank == 0:
         send: Any = dist.isend(torch.tensor([5.0]), 1)  # nobody is there to take it yet
+        with raises(CommError, "a message", "waited 0.1 s", "still pending"):
+            send.wait(timedelta(seconds=0.1))
         dist.barrier()
         send.wait()
         found = torch.empty(1)

@@ -79,7 +79,7 @@ class CollectiveBuilder:
     ) -> list[Operation]:
         """Reduce tensors in place, on all ranks or on ``root`` only."""
         operations = []
-        for same in _by_dtype(tensors, tensors):
+        for same in _by_dtype(tensors):
             group = [tensors[index] for index in same]
             op = reduction_of(opts.reduceOp, group[0])
             if len(group) == 1:
@@ -211,7 +211,7 @@ class CollectiveBuilder:
         for output, input in zip(outputs, inputs, strict=True):
             check_rows(self.size, "reduce_scatter_tensor", "input", input, "output", output)
         operations = []
-        for same in _by_dtype(outputs, inputs):
+        for same in _by_dtype(inputs):
             tables = [as_contiguous(inputs[index]).view(self.size, -1) for index in same]
             table = tables[0] if len(tables) == 1 else torch.cat(tables, dim=1)
             operations += self._reduce_scatter_table([outputs[index] for index in same], table, opts)
@@ -275,11 +275,16 @@ def check_rows(size: int, name: str, large_name: str, large: Tensor, small_name:
         )
 
 
-def _by_dtype(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[list[int]]:
-    if not outputs:
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the indices of the tensors of each dtype.
+
+    Raises:
+        UsageError: there are no tensors.
+    """
+    if not tensors:
         raise UsageError("a collective of an empty list of tensors: give at least one")
     groups: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(inputs):
+    for index, tensor in enumerate(tensors):
         groups.setdefault(tensor.dtype, []).append(index)
     return list(groups.values())
 

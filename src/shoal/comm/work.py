@@ -112,6 +112,7 @@ class BaseWork(Work):
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
+        self.is_completed()  # records the outcome
         return self._error
 
     def synchronize(self) -> None:
