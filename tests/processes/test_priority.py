@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shoal_workers import run_group
+from shoal_workers import run_group, shoal_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -211,13 +211,13 @@ def pushes(rank: int, group: Any, *, taken_over: bool) -> list[int]:
     stepper = prioritize(model, optimizer) if taken_over else optimizer
     for _ in range(3):  # in the second, DDP makes its buckets anew
         group.barrier().wait()
-        group.engine.take_trace()
+        shoal_group(group).engine.take_trace()
         optimizer.zero_grad()
         model(torch.ones(2, 1024) * (1 + rank)).square().mean().backward()
         stepper.step()
         if isinstance(stepper, Prioritized):
             stepper.finish()
-        order = [seq for what, _, _, seq, _ in group.engine.take_trace() if what == "push"]
+        order = [seq for what, _, _, seq, _ in shoal_group(group).engine.take_trace() if what == "push"]
     group.barrier().wait()
     first = min(order)
     return [seq - first for seq in order]
@@ -226,8 +226,8 @@ def pushes(rank: int, group: Any, *, taken_over: bool) -> list[int]:
 def messages(rank: int) -> None:
     options = EngineOptions(chunk_bytes=CHUNK, min_window_bytes=CHUNK, window_bytes=CHUNK)
     group: Any = dist.new_group(backend="shoal", pg_options=options)
-    group.engine.set_pattern([1])
-    group.engine.trace(True)
+    shoal_group(group).engine.set_pattern([1])
+    shoal_group(group).engine.trace(True)
     plain, ours = (pushes(rank, group, taken_over=taken_over) for taken_over in (False, True))
     assert Counter(ours) == Counter(plain)
     assert plain == sorted(plain) and set(plain) == set(range(5))
