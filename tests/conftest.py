@@ -28,6 +28,12 @@ def both_groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(NATIVE_GROUP, "1" if request.param == "native" else "0")
 
 
+@pytest.fixture(params=["python", pytest.param("native", marks=pytest.mark.slow)])
+def both_groups_or_python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``both_groups``; the quick tests use the group in Python only, which is the default."""
+    monkeypatch.setenv(NATIVE_GROUP, "1" if request.param == "native" else "0")
+
+
 def _reasons(config: pytest.Config) -> list[str]:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     skipped = reporter.stats.get("skipped", []) if reporter else []
