@@ -54,7 +54,7 @@ TEST(direct_exchange_and_chunks_mix_in_any_order) {
   }
 }
 
-// Nobody waits: whoever watches, polls or does nothing still gets its result.
+// Nobody waits: a rank that watches, polls or does nothing still gets its result.
 TEST(direct_exchange_completes_without_a_waiting_caller) {
   Group group({"", {"a", "a"}});
   group.each([&](int rank, Engine& engine) {

@@ -36,7 +36,7 @@ class Membership:
 
 
 class InnerGroup(Protocol):
-    """What :class:`Operations` needs of the group's :class:`~shoal.comm.gloo_fallback.GlooFallback`."""
+    """The part of :class:`~shoal.comm.gloo_fallback.GlooFallback` that :class:`Operations` uses."""
 
     def join_if_wanted(self) -> None: ...
     def stop(self) -> None: ...

@@ -172,7 +172,7 @@ class InFlight:
 
 
 class WorkOwner(Protocol):
-    """What an :class:`EngineWork` needs of its process group."""
+    """The part of a process group that an :class:`EngineWork` uses."""
 
     def advance(self, flight: InFlight, left_s: float) -> bool:
         """Wait a short while, and at most ``left_s``; return whether the operation is settled."""
