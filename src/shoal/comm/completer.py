@@ -6,7 +6,8 @@ operations of the group and wait for these or any others without deadlock:
 - Futures of operations that a callback submitted do not wait for that callback to return. A free thread sets
   them, in their own order.
 - A callback that waits for anything else, such as an operation submitted after its own, blocks the operation
-  it waits for. A callback whose thread uses no CPU time for ``_CHECK_S`` therefore stops blocking later ones.
+  it waits for. A callback whose thread sleeps and uses no CPU time for ``_CHECK_S`` therefore stops blocking
+  later ones. A thread that is ready to run, on a busy machine, does not sleep.
 
 A *task* is a future to be set; its *depth* is 0 if the program submitted the operation, 1 if a callback of
 such an operation did, and so on. The invariant, whenever the lock is free:
@@ -17,8 +18,8 @@ such an operation did, and so on. The invariant, whenever the lock is free:
 3.  A thread whose callbacks wait loses the turn to another: at once if they wait for a future that they have
     requested, else when the watchdog finds them blocked.
 
-Each future is so set soon after its operation has completed. The number of threads is the number of callbacks
-that wait, plus one, plus the watchdog.
+Each future is so set soon after its operation has completed. The number of threads is the largest number of
+callbacks that waited at a time, plus one, plus the watchdog.
 
 A callback runs at a different time on each rank. If both the program and the callback submit operations,
 ranks may submit them in different orders and reduce unrelated tensors. ``Operations.begin`` refuses that.
@@ -32,6 +33,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 from shoal.comm.engine import CollectiveEngine, CommError
 from shoal.comm.work import EngineWork
@@ -44,6 +46,22 @@ class Turn:
     """The right to poll the engine, of one thread; valid until another is made."""
 
 
+class ThreadUse:
+    """Tells how the calling thread uses the CPU, to other threads."""
+
+    def __init__(self) -> None:
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._stat = Path(f"/proc/self/task/{threading.get_native_id()}/stat")
+
+    def used_s(self) -> float:
+        """Return the CPU time that the thread has used, in seconds."""
+        return time.clock_gettime(self._clock)
+
+    def is_ready(self) -> bool:
+        """Return whether the thread runs, or would if a CPU were free."""
+        return self._stat.read_text().rpartition(")")[2].split()[0] == "R"
+
+
 @dataclass(eq=False)
 class Task:
     """A future to be set."""
@@ -54,17 +72,16 @@ class Task:
     """number of operations that the program had submitted when the future was requested"""
     turn: Turn | None = None
     """of the thread that runs the callbacks, once they run"""
-    clock: int | None = None
-    """CPU-time clock of that thread"""
+    thread: ThreadUse | None = None
     used_s: float = -1.0
     is_blocked: bool = False
 
     def check_blocked(self) -> bool:
-        """Return whether the callbacks have blocked: their thread used no CPU time since the last check."""
-        if self.clock is None or self.is_blocked:
+        """Return whether the callbacks have blocked: their thread sleeps and has not run since last time."""
+        if self.thread is None or self.is_blocked:
             return False
-        before_s, self.used_s = self.used_s, time.clock_gettime(self.clock)
-        self.is_blocked = before_s == self.used_s
+        before_s, self.used_s = self.used_s, self.thread.used_s()
+        self.is_blocked = before_s == self.used_s and not self.thread.is_ready()
         return self.is_blocked
 
 
@@ -92,7 +109,8 @@ class Completer:
         self._watchdog_paused = False
         self._turn: Turn | None = None
         self._is_offered = False
-        self._num_free = 0
+        self._num_threads = 0
+        """that set futures"""
         self._threads: list[threading.Thread] = []
         self._stopping = False
 
@@ -151,14 +169,15 @@ class Completer:
         self._threads[-1].start()
 
     def _offer_turn(self) -> None:
-        """Take the turn from its thread and offer it to a free one."""
+        """Take the turn from its thread and offer it to one that runs no callbacks."""
         self._turn, self._is_offered = None, True
         self._changed.notify_all()
-        if not self._num_free:
+        if sum(task.turn is not None for task in self._tasks.values()) == self._num_threads:
+            self._num_threads += 1
             self._start(self._run, "shoal-futures")
 
     def _run(self) -> None:
-        clock = time.pthread_getcpuclockid(threading.get_ident())
+        thread = ThreadUse()
         while not self._stopping:
             turn = self._take_turn()
             while self._has_work(turn):
@@ -166,7 +185,7 @@ class Completer:
                 with self._changed:
                     self._done.update(done)
                 while (task := self._next_due(turn)) is not None:
-                    self._current.task, task.clock = task, clock
+                    self._current.task, task.thread = task, thread
                     task.work.complete_future()
                     self._current.task = None
                     self._end(task)
@@ -174,9 +193,7 @@ class Completer:
     def _take_turn(self) -> Turn:
         """Wait, as a free thread, until the turn is offered."""
         with self._changed:
-            self._num_free += 1
             self._changed.wait_for(lambda: self._is_offered or self._stopping)
-            self._num_free -= 1
             self._turn, self._is_offered = Turn(), False
             return self._turn
 

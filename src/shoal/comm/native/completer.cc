@@ -2,12 +2,14 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <fstream>
 #include <map>
 #include <optional>
 #include <string>
@@ -22,11 +24,32 @@ namespace {
 constexpr double kWaitS = 0.1;
 constexpr std::chrono::milliseconds kCheck{100};
 
-double seconds_used(clockid_t clock) {
-  timespec time{};
-  clock_gettime(clock, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
+// Tells other threads how the thread that made it uses the processor.
+class ThreadUse {
+ public:
+  ThreadUse() : stat_("/proc/self/task/" + std::to_string(syscall(SYS_gettid)) + "/stat") {
+    pthread_getcpuclockid(pthread_self(), &clock_);
+  }
+
+  double used_s() const {
+    timespec time{};
+    clock_gettime(clock_, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+  }
+
+  // True if the thread runs, or would if a processor were free.
+  bool ready() const {
+    std::ifstream file(stat_);
+    std::string line;
+    std::getline(file, line);
+    const std::size_t name_end = line.rfind(") ");  // "number (name) state ..."
+    return name_end != std::string::npos && line.size() > name_end + 2 && line[name_end + 2] == 'R';
+  }
+
+ private:
+  std::string stat_;
+  clockid_t clock_{};
+};
 
 }  // namespace
 
@@ -39,7 +62,7 @@ struct Completer::Task {
 // The futures of one depth.
 struct Completer::Lane {
   struct Running {
-    clockid_t clock;  // processor time of the thread that runs the callbacks
+    ThreadUse thread;  // of the thread that runs the callbacks
     double used_s = -1;
   };
   std::map<std::uint64_t, Task> tasks;
@@ -194,9 +217,7 @@ void Completer::serve(Shared& shared, unsigned depth, unsigned turn) {
       continue;
     }
     Task task = std::move(lane.tasks.extract(handle).mapped());
-    clockid_t clock{};
-    pthread_getcpuclockid(pthread_self(), &clock);
-    lane.running = {clock};
+    lane.running.emplace();
     lock.unlock();
     Shared::here = &shared;
     Shared::task_here = &task;
@@ -224,8 +245,8 @@ void Completer::watch(const std::shared_ptr<Shared>& shared) {
       if (state->resumed.wait_for(lock, kCheck, [&] { return state->stopping; })) return;
       for (auto& [depth, lane] : state->lanes) {
         if (!lane.running) continue;
-        const double before_s = std::exchange(lane.running->used_s, seconds_used(lane.running->clock));
-        if (before_s == lane.running->used_s) start(shared, depth);
+        const double before_s = std::exchange(lane.running->used_s, lane.running->thread.used_s());
+        if (before_s == lane.running->used_s && !lane.running->thread.ready()) start(shared, depth);
       }
     }
   });
