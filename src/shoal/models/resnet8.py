@@ -33,7 +33,7 @@ class ResNet8(nn.Module):
 
     def __init__(self, config: ResNetConfig, num_classes: int) -> None:
         super().__init__()
-        width = config.first_width
+        width = config.width or 64
         self.logit_scale = config.logit_scale
         self.stem = Patches()
         self.stages = nn.Sequential()
