@@ -247,7 +247,7 @@ def test_an_overflow_skips_the_step_on_all_workers_alike(data: Path, tmp_path: P
         {
             "optim": {"clip": "worker"},
             "train": {"micro_batch_size": 2, "precision": "bf16"},
-            "model": {"skip_sop": True, "activation_checkpointing": True},
+            "model": {"activation_checkpointing": True},
         },
         {
             "train": {"precision": "fp16"},
@@ -260,7 +260,6 @@ def test_an_overflow_skips_the_step_on_all_workers_alike(data: Path, tmp_path: P
         pytest.param({"model": {"activation_checkpointing": True}}, marks=pytest.mark.slow),
         pytest.param({"model": {"pre_layer_norm": True, "hidden_dropout_prob": 0.1}}, marks=pytest.mark.slow),
         pytest.param({"train": {"micro_batch_size": 2}}, marks=pytest.mark.slow),
-        pytest.param({"model": {"skip_sop": True}}, marks=pytest.mark.slow),
         pytest.param({"train": {"compile": True}}, marks=pytest.mark.slow),
     ],
     ids=lambda changes: ".".join(f"{k}-{'-'.join(v)}" for k, v in changes.items()),

@@ -189,11 +189,9 @@ def test_a_signal_in_the_second_phase_saves_and_other_workers_go_on(
         {
             "optim": {"optimizer": "lans", "max_grad_norm": None},
             "data": {"whole_words": True, "loader_processes": 1},
-            "model": {"skip_nsp": True},
         },
         pytest.param({"optim": {"optimizer": "lans", "max_grad_norm": None}}, marks=pytest.mark.slow),
         pytest.param({"data": {"whole_words": True, "loader_processes": 1}}, marks=pytest.mark.slow),
-        pytest.param({"model": {"skip_nsp": True}}, marks=pytest.mark.slow),
         pytest.param({"train": {"precision": "fp16"}}, marks=pytest.mark.slow),
         pytest.param({"phase1": {"total_steps": 0}}, marks=pytest.mark.slow),
     ],

@@ -35,18 +35,9 @@ class Pretraining(nn.Module):
     """Masked-LM and sentence losses of a packed micro-batch, the base of ALBERT and BERT.
 
     A subclass creates ``encoder`` and the two heads.
-
-    Args:
-        skip_mlm: leave the masked language model out.
-        skip_sentence: leave the sentence task out.
     """
 
     encoder: Encoder
-
-    def __init__(self, *, skip_mlm: bool, skip_sentence: bool) -> None:
-        super().__init__()
-        self.skip_mlm = skip_mlm
-        self.skip_sentence = skip_sentence
 
     @property
     def weights(self) -> PreTrainedModel:
@@ -86,20 +77,16 @@ class Pretraining(nn.Module):
         """
         keys = self.encoder.sample_keys(dropout_keys, packed["cu_seqlens"])
         first_rows = packed["cu_seqlens"][:-1].long()
-        num_first = 0 if self.skip_sentence else len(first_rows)
-        parts = [first_rows] * (not self.skip_sentence) + [masked_rows] * (not self.skip_mlm)
-        hidden = self.encoder(**packed, wanted=torch.cat(parts), dropout_keys=keys)
-        zero = hidden.new_zeros((), dtype=torch.float32)
-        mlm_loss = mlm_correct = sentence_loss = sentence_correct = zero
-        if not self.skip_mlm:
-            logits = at_least_fp32(self.mlm_logits(hidden[num_first:]))
-            mlm_loss = F.cross_entropy(logits, masked_ids, reduction="sum")
-            mlm_correct = _num_correct(logits.detach(), masked_ids)
-        if not self.skip_sentence:
-            logits = at_least_fp32(self.sentence_logits(hidden[:num_first], keys))
-            sentence_loss = F.cross_entropy(logits, labels, reduction="sum")
-            sentence_correct = _num_correct(logits.detach(), labels)
-        return mlm_loss, mlm_correct, sentence_loss, sentence_correct
+        num_first = len(first_rows)
+        hidden = self.encoder(**packed, wanted=torch.cat([first_rows, masked_rows]), dropout_keys=keys)
+        mlm_logits = at_least_fp32(self.mlm_logits(hidden[num_first:]))
+        sentence_logits = at_least_fp32(self.sentence_logits(hidden[:num_first], keys))
+        return (
+            F.cross_entropy(mlm_logits, masked_ids, reduction="sum"),
+            _num_correct(mlm_logits.detach(), masked_ids),
+            F.cross_entropy(sentence_logits, labels, reduction="sum"),
+            _num_correct(sentence_logits.detach(), labels),
+        )
 
 
 @torch.inference_mode()
@@ -142,11 +129,11 @@ class AlbertPretraining(Pretraining):
     """Masked LM and sentence order (Lan et al. 2019, arXiv 1909.11942).
 
     Args:
-        config: sizes and switches.
+        config: its sizes.
     """
 
     def __init__(self, config: AlbertModelConfig) -> None:
-        super().__init__(skip_mlm=config.skip_mlm, skip_sentence=config.skip_sop)
+        super().__init__()
         self.config = config
         self.albert = AlbertForPreTraining(transformers_config(config))
         predictions = self.albert.predictions
@@ -161,10 +148,6 @@ class AlbertPretraining(Pretraining):
             activation_checkpointing=config.activation_checkpointing,
             final_norm=self.final_norm,
         )
-        if config.skip_sop:
-            _freeze(self.albert.albert.pooler, self.albert.sop_classifier)
-        if config.skip_mlm:
-            _freeze(predictions.dense, predictions.LayerNorm, predictions.bias)
 
     def mlm_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.albert.predictions(hidden)
@@ -181,18 +164,14 @@ class BertPretraining(Pretraining):
     """Masked LM and next sentence (Devlin et al. 2018, arXiv 1810.04805).
 
     Args:
-        config: sizes and switches.
+        config: its sizes.
     """
 
     def __init__(self, config: BertModelConfig) -> None:
-        super().__init__(skip_mlm=config.skip_mlm, skip_sentence=config.skip_nsp)
+        super().__init__()
         self.config = config
         self.bert = BertForPreTraining(transformers_config(config))
         self.encoder = Encoder(self.bert.bert, activation_checkpointing=config.activation_checkpointing)
-        if config.skip_nsp:
-            _freeze(self.bert.bert.pooler, self.bert.cls.seq_relationship)
-        if config.skip_mlm:
-            _freeze(self.bert.cls.predictions.transform, self.bert.cls.predictions.bias)
 
     def mlm_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.bert.cls.predictions(hidden)
@@ -208,10 +187,7 @@ def at_least_fp32(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
-_OURS = frozenset(
-    {"load_from", "checkpoint_path", "activation_checkpointing", "pre_layer_norm"}
-    | {"skip_mlm", "skip_nsp", "skip_sop"}
-)
+_OURS = frozenset({"load_from", "checkpoint_path", "activation_checkpointing", "pre_layer_norm"})
 """Settings that the configurations of transformers do not have."""
 
 
@@ -225,8 +201,3 @@ def _num_correct(logits: Tensor, targets: Tensor) -> Tensor:
     # A maximum is vectorised where argmax is not.
     best = logits.gather(1, targets[:, None]).squeeze(1) >= logits.amax(dim=1)
     return best.sum(dtype=torch.float32)
-
-
-def _freeze(*parts: nn.Module | nn.Parameter) -> None:
-    for part in parts:
-        part.requires_grad_(False)

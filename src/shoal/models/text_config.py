@@ -53,8 +53,6 @@ class EncoderConfig:
     """The run, checkpoint or transformers directory that load_from names."""
     activation_checkpointing: bool = False
     """Recompute layers in the backward pass: about a third more time for much less memory."""
-    skip_mlm: bool = False
-    """Train without the masked language model."""
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads:
@@ -62,9 +60,6 @@ class EncoderConfig:
                 f"model.hidden_size {self.hidden_size} must be a multiple of "
                 f"model.num_attention_heads {self.num_attention_heads}"
             )
-        for name in ("skip_sop", "skip_nsp"):
-            if self.skip_mlm and getattr(self, name, False):
-                raise UsageError(f"model.{name} and model.skip_mlm together leave nothing to train; drop one")
         _check_source(self.load_from, self.checkpoint_path)
 
     @property
@@ -90,8 +85,6 @@ class AlbertModelConfig(EncoderConfig):
     """Dropout before the sentence-order classifier."""
     pre_layer_norm: bool = False
     """Normalise before attention and feed-forward instead of after (not exportable to transformers)."""
-    skip_sop: bool = False
-    """Train without sentence-order prediction."""
 
     @property
     def num_parameters(self) -> int:
@@ -107,9 +100,6 @@ class AlbertModelConfig(EncoderConfig):
 @dataclass(frozen=True, kw_only=True)
 class BertModelConfig(EncoderConfig):
     """The model: its sizes, where its weights come from, what is trained."""
-
-    skip_nsp: bool = False
-    """Train without next-sentence prediction."""
 
     @property
     def num_parameters(self) -> int:

@@ -28,7 +28,6 @@ SIZES: dict[str, Any] = {
 }
 ALBERT = AlbertModelConfig(**SIZES, embedding_size=16, classifier_dropout_prob=0.0)
 BERT = BertModelConfig(**SIZES)
-SKIPS_SENTENCE = {"albert": "skip_sop", "bert": "skip_nsp"}
 Config = AlbertModelConfig | BertModelConfig
 both = pytest.mark.parametrize("config", [ALBERT, BERT], ids=["albert", "bert"])
 
@@ -123,22 +122,6 @@ def test_a_batch_without_masked_tokens_has_finite_gradients(config: Config) -> N
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-@both
-@pytest.mark.parametrize(("task", "kept"), [("sentence", 0), ("mlm", 2)])
-def test_a_skipped_task_has_no_loss_and_leaves_no_gradient_out(config: Config, task: str, kept: int) -> None:
-    name = "albert" if isinstance(config, AlbertModelConfig) else "bert"
-    switch = SKIPS_SENTENCE[name] if task == "sentence" else "skip_mlm"
-    whole, model = make(config).double(), make(replace(config, **{switch: True})).double()
-    _, batch = example()
-    sums = model(**batch)
-    assert sums[2 - kept] == sums[3 - kept] == 0
-    assert sums[kept].item() == pytest.approx(whole(**batch)[kept].item(), rel=1e-12)
-    sums[kept].backward()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert all(p.grad is not None for p in trained)  # DistributedDataParallel waits for all of them
-    assert len(trained) < len(list(model.parameters()))
-
-
 def test_pre_layer_norm_trains_its_last_norm_too() -> None:
     model, (_, batch) = make(replace(ALBERT, pre_layer_norm=True)), example()
     our_loss(model, batch).backward()
@@ -172,7 +155,6 @@ def test_weights_have_transformers_names_and_no_others(config: Config) -> None:
     ("changes", "message"),
     [
         ({"num_attention_heads": 5}, "hidden_size 32 must be a multiple"),
-        ({"skip_nsp": True, "skip_mlm": True}, "leave nothing to train"),
         ({"load_from": "transformers"}, "do not go together"),
         ({"checkpoint_path": Path("x")}, "do not go together"),
     ],
