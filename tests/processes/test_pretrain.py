@@ -284,7 +284,7 @@ def test_a_run_starts_from_the_weights_of_another(
     config = jobs.small_config(
         data,
         tmp_path / "run",
-        model={"load_from": load_from, "checkpoint_path": source},
+        model={"checkpoint_path": source},
         optim={"learning_rate": 0.0},
         train={"total_steps": 2},
     )

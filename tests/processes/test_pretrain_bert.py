@@ -73,7 +73,7 @@ def test_the_second_phase_begins_with_a_fresh_optimizer(data: Path, tmp_path: Pa
         data,
         tmp_path / "alone",
         phase1={"total_steps": 0},
-        model={**sure, "load_from": "checkpoint", "checkpoint_path": border},
+        model={**sure, "checkpoint_path": border},
     )
     assert jobs.run(alone, 1) == [EXIT_OK]
     found, wanted = jobs.losses(tmp_path / "alone"), jobs.losses(tmp_path / "whole")

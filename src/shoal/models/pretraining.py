@@ -187,7 +187,7 @@ def at_least_fp32(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
-_OURS = frozenset({"load_from", "checkpoint_path", "activation_checkpointing", "pre_layer_norm"})
+_OURS = frozenset({"checkpoint_path", "activation_checkpointing", "pre_layer_norm"})
 """Settings that the configurations of transformers do not have."""
 
 

@@ -7,22 +7,11 @@ Standard library only, so that ``--help`` does not wait for torch.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from shoal.errors import UsageError, require_positive
 
 NUM_BUCKETS = 32
 """Rows of each T5 stack's table of relative positions, as in all published T5."""
-
-LoadFrom = Literal["scratch", "checkpoint", "transformers"]
-
-
-def _check_source(load_from: LoadFrom, checkpoint_path: Path | None) -> None:
-    if (load_from == "scratch") != (checkpoint_path is None):
-        raise UsageError(
-            f"model.load_from {load_from!r} and model.checkpoint_path {checkpoint_path} "
-            "do not go together: a path belongs to 'checkpoint' and 'transformers', none to 'scratch'"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +36,8 @@ class EncoderConfig:
     """Dropout on attention weights."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
-    load_from: LoadFrom = "scratch"
-    """Initial weights: random, a checkpoint of a shoal run, or a transformers directory."""
     checkpoint_path: Path | None = None
-    """The run, checkpoint or transformers directory that load_from names."""
+    """Initial weights: a shoal run, one of its checkpoints, or a transformers directory; default: random."""
     activation_checkpointing: bool = False
     """Recompute layers in the backward pass: about a third more time for much less memory."""
 
@@ -60,7 +47,6 @@ class EncoderConfig:
                 f"model.hidden_size {self.hidden_size} must be a multiple of "
                 f"model.num_attention_heads {self.num_attention_heads}"
             )
-        _check_source(self.load_from, self.checkpoint_path)
 
     @property
     def layer_parameters(self) -> int:
@@ -132,10 +118,8 @@ class T5ModelConfig:
     """Dropout everywhere."""
     z_loss: float = 1e-4
     """Weight of log² Z beside the cross-entropy, in training: keeps the softmax's denominator near 1."""
-    load_from: LoadFrom = "scratch"
-    """Initial weights: random, a checkpoint of a shoal run, or a transformers directory."""
     checkpoint_path: Path | None = None
-    """The run, checkpoint or transformers directory that load_from names."""
+    """Initial weights: a shoal run, one of its checkpoints, or a transformers directory; default: random."""
 
     def __post_init__(self) -> None:
         require_positive("model", self, "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
@@ -143,7 +127,6 @@ class T5ModelConfig:
             raise UsageError(f"model.dropout {self.dropout} must be at least 0 and below 1")
         if not self.z_loss >= 0:
             raise UsageError(f"model.z_loss {self.z_loss} must be at least 0")
-        _check_source(self.load_from, self.checkpoint_path)
 
     @property
     def num_parameters(self) -> int:

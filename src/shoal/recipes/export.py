@@ -65,7 +65,6 @@ def export_run(source: Path, out: Path | None = None) -> Path:
         raise UsageError(f"{run_dir} is a run of {recipe}; pretraining runs ({known}) can be exported")
     data = Path(tree["data"]["path"])
     sizes = {name: value for name, value in tree["model"].items() if name != "checkpoint_path"}
-    sizes["load_from"] = "scratch"
     if recipe == "t5":
         model: Any = t5.make_model(T5ModelConfig(**sizes), Manifest.load(data))
         write: Callable[[Any, Path, Path], None] = t5.write_export

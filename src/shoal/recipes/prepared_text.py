@@ -64,7 +64,10 @@ def load_weights(model: "nn.Module", config: EncoderConfig | T5ModelConfig) -> N
     from shoal.models.directory import copy_weights
     from shoal.train.checkpoint import load_model
 
-    if config.load_from == "transformers":
-        copy_weights(model, required(config.checkpoint_path))
-    elif config.load_from == "checkpoint":
-        load_model(required(config.checkpoint_path), model)
+    source = config.checkpoint_path
+    if source is None:
+        return
+    if (source / "config.json").is_file():  # what transformers writes
+        copy_weights(model, source)
+    else:
+        load_model(source, model)

@@ -126,7 +126,6 @@ def test_directories_that_are_none(tmp_path: Path) -> None:
         ({"num_heads": 0}, "model.num_heads 0 must be at least 1"),
         ({"dropout": 1.0}, "model.dropout 1.0 must be at least 0 and below 1"),
         ({"z_loss": -1.0}, "model.z_loss -1.0 must be at least 0"),
-        ({"load_from": "checkpoint"}, "do not go together"),
     ],
 )
 def test_sizes_that_cannot_be(changes: dict[str, float], message: str) -> None:
