@@ -14,7 +14,7 @@ out of the decay and of the ratio: :func:`parameter_groups`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from shoal.optim.moments import (
     MomentsOptimizer,
     Scale,
     Squares,
-    loss_of,
     native_grads,
     root_of_sum,
     whole_squares,
@@ -118,12 +117,20 @@ class Lamb(MomentsOptimizer):
         defaults |= {"bias_correction": bias_correction, "trust_ratio": True}
         super().__init__(params, defaults, implementation=implementation)
 
-    def grad_norm(self, *, grad_scale: float = 1.0) -> Tensor | float:
-        """Return the global norm of the current gradients times ``grad_scale``, before any clipping.
+    def _take_step(self, scale: Scale) -> None:
+        if self.max_grad_norm is None:
+            super()._take_step(scale)
+            return
+        norm = self._gradients_norm() * scale
+        # as apex: no epsilon, and gradients below the limit stay as they are
+        excess = norm / self.max_grad_norm
+        super()._take_step(
+            scale / (excess.clamp(min=1.0) if isinstance(excess, Tensor) else max(1.0, excess))
+        )
+        self._grad_norm = norm
 
-        Pass it to :meth:`step` to avoid a second pass over the gradients. A tensor on the parameters' device,
-        or a float where the native kernel was used.
-        """
+    def _gradients_norm(self) -> Tensor | float:
+        """Return the global norm; a float where the native kernel was used for all, else a tensor."""
         batches = [batch for group in self.param_groups for batch in self._batches(group)]
         local = [parameter for is_native, params in batches if is_native for parameter in params]
         threads = torch.get_num_threads()
@@ -132,43 +139,7 @@ class Lamb(MomentsOptimizer):
         for is_native, params in batches:
             if not is_native:
                 squares.append(whole_squares(params, [parameter.grad for parameter in params]).sum())
-        return (root_of_sum(squares) if len(squares) > 1 else native_norm) * grad_scale
-
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self,
-        closure: Callable[[], float] | None = None,
-        *,
-        grad_scale: float = 1.0,
-        grad_norm: Tensor | float | None = None,
-    ) -> float | None:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
-            grad_scale: gradients are multiplied by it on the fly (1 / loss scale, 1 / target tokens); they
-                are not changed.
-            grad_norm: the global norm of the scaled gradients, if known: from :meth:`grad_norm`, or over
-                several stages of a pipeline.
-
-        Returns:
-            The result of the closure.
-
-        Raises:
-            UsageError: a gradient is sparse, or a parameter does not suit the implementation.
-        """
-        loss = loss_of(closure)
-        scale: Scale = grad_scale
-        if self.max_grad_norm is not None:
-            grad_norm = self.grad_norm(grad_scale=grad_scale) if grad_norm is None else grad_norm
-            # as apex: no epsilon, and gradients below the limit stay as they are
-            excess = grad_norm / self.max_grad_norm
-            clip = excess.clamp(min=1.0) if isinstance(excess, Tensor) else max(1.0, excess)
-            scale = grad_scale / clip
-        self._take_step(scale)
-        if grad_norm is not None:
-            self._grad_norm = grad_norm
-        return loss
+        return root_of_sum(squares) if len(squares) > 1 else native_norm
 
     def _update(self, batch: Batch) -> Squares:
         group, weights, grads, scale = batch.group, batch.weights, batch.grads, batch.scale

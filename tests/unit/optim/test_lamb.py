@@ -163,26 +163,14 @@ def test_native_and_foreach_agree_over_many_blocks_and_waves() -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_norms_and_given_grad_norm(implementation: str) -> None:
+def test_norms_are_of_scaled_gradients_before_clipping(implementation: str) -> None:
     params = make_parameters()
     optimizer = Lamb(groups_of(params), lr=0.01, max_grad_norm=0.5, implementation=implementation)
     set_gradients(params, 0)
     grad_norm = math.sqrt(sum(float((p.grad.double() ** 2).sum()) for p in params)) * 0.25
     weight_norm = math.sqrt(sum(float((p.detach().double() ** 2).sum()) for p in params))
-    assert float(optimizer.grad_norm(grad_scale=0.25)) == pytest.approx(grad_norm, rel=1e-6)
-    twin_params = [nn.Parameter(p.detach().clone()) for p in params]
-    twin = Lamb(groups_of(twin_params), lr=0.01, max_grad_norm=0.5, implementation=implementation)
-    set_gradients(twin_params, 0)
     optimizer.step(grad_scale=0.25)
-    twin.step(grad_scale=0.25, grad_norm=optimizer.grad_norm(grad_scale=0.25))
     assert optimizer.norms() == pytest.approx((grad_norm, weight_norm), rel=1e-6)
-    assert twin.norms() == optimizer.norms()
-    assert all(torch.equal(a, b) for a, b in zip(params, twin_params, strict=True))
-    before = [p.detach().clone() for p in params]
-    twin.step(grad_scale=0.25, grad_norm=1e9)  # another norm, as from other stages, is believed
-    optimizer.step(grad_scale=0.25)
-    assert any(not torch.equal(a, b) for a, b in zip(params, twin_params, strict=True))
-    assert any(not torch.equal(a, b) for a, b in zip(params, before, strict=True))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
