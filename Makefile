@@ -10,7 +10,7 @@ DATA    ?= runs/builtin-text
 RUN     ?= runs/first-light
 BIN     := $(VENV)/bin
 UV      := $(BIN)/uv pip install --quiet --python $(BIN)/python
-EXTRAS  := text,vision,aws,report,dev,bench
+EXTRAS  := text,vision,aws,report,dev,bench,docs
 STAMP   := $(VENV)/.installed
 # Whole files: what a file's tests share is made once.
 TWO     := -n 2 --dist loadfile --no-loadscope-reorder
@@ -22,7 +22,7 @@ core_tests = $(BIN)/cmake -S . -B build/core-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=
 	  -DSHOAL_BUILD_TESTS=ON -DSHOAL_SANITIZE=$(2) --log-level=WARNING >/dev/null && \
 	$(BIN)/cmake --build build/core-$(1) -- --quiet && build/core-$(1)/shoal_core_tests && build/core-$(1)/shoal_c_api_test
 
-.PHONY: help setup train test test-core test-all bench lint clean
+.PHONY: help setup train test test-core test-all bench lint docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -66,6 +66,9 @@ lint: $(STAMP)  ## ruff and mypy, and clang's check of locks in the C++ core
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	.ci/thread-safety
+
+docs: $(STAMP)  ## the documentation site in build/site; any warning or broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove the virtual environment and the build
 	rm -rf $(VENV) build

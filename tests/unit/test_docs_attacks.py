@@ -1,4 +1,4 @@
-"""Checks the threat model in docs/communication.md: each letter is explained, each test it names exists."""
+"""Checks the threat model in docs/security.md: each letter is explained, each test it names exists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_no_names_tests_that_exist() -> None:
-    page = (ROOT / "docs/communication.md").read_text()
+    page = (ROOT / "docs/security.md").read_text()
     section = page.split("## Threat model")[1].split("\n## ")[0]
     table, tests = section.split("\nTests: ")
     rows = [row.split("|")[2:5] for row in table.splitlines() if row.startswith("| ") and "---" not in row]
@@ -33,4 +33,4 @@ def test_every_no_names_tests_that_exist() -> None:
             if name.endswith(".py")
             else re.search(rf"\b{name}[()]", sources)
         )
-        assert found, f"docs/communication.md names the test {name}, which does not exist"
+        assert found, f"docs/security.md names the test {name}, which does not exist"

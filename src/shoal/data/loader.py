@@ -264,8 +264,7 @@ class StepDataset(IterableDataset[Batch]):
         """Continue at a position that ``state_dict`` returned.
 
         Raises:
-            UsageError: it lies before the first step, or is not at the beginning of a step of this batch
-            size.
+            UsageError: it lies before the first step, or is not where a step of this batch size begins.
         """
         samples = state["samples_consumed"] - self._steps.samples_consumed
         step, rest = divmod(samples, self._steps.share.global_batch_size)

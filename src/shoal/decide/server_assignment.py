@@ -235,7 +235,8 @@ def two_hop_seconds(
     """Return the time of an all-reduce of ``num_bytes`` per host in two hops.
 
     Args:
-        host_bandwidths, helper_bandwidths: bytes/s in each direction.
+        host_bandwidths: bytes/s of each host in each direction.
+        helper_bandwidths: the same of each helper.
         latency_s: per hop.
         num_chunks: pieces that a host's bytes travel in. The first sum only returns when the first piece has
             arrived, which adds a piece's time; None assumes infinitely small pieces.

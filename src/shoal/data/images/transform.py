@@ -99,7 +99,8 @@ class CentreTransform:
             resize: the shorter side is resized to this, then ``size`` pixels are cropped at the centre.
             fraction: instead (with ``resize=None``): this fraction of the shorter side is cropped at the
                 centre and resized to ``size``; .875 is 224 of 256.
-            mean, std: of red, green, blue, for values from 0 to 1.
+            mean: of red, green and blue, for values from 0 to 1.
+            std: the same for the standard deviation.
 
         Raises:
             UsageError: a value is out of its range.

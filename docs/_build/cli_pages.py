@@ -1,0 +1,53 @@
+"""Writes the reference of the commands from the commands themselves, a page for each."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from cyclopts.docs.markdown import generate_markdown_docs
+from mkdocs.structure.files import File
+
+from shoal.cli.app import app
+
+FOLDER = "reference/cli"
+_INTRODUCTION = """# Commands
+
+`shoal COMMAND --help` prints what these pages say. In a terminal, a misspelt option gets a suggestion.
+
+| command | does |
+|---|---|
+"""
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Add the pages, and a table of all commands."""
+    rows = []
+    for name in sorted(command for command in app if not command.startswith("-")):
+        text = generate_markdown_docs(
+            app, commands_filter=[name], generate_toc=False, heading_level=2, no_root_title=True
+        )
+        content = f"# shoal {name}\n\n{by_section(text)}"
+        files.append(File.generated(config, f"{FOLDER}/{name}.md", content=content))
+        summary = app[name].help.strip().splitlines()[0]
+        rows.append(f"| [`{name}`]({name}.md) | {summary} |\n")
+    files.append(File.generated(config, f"{FOLDER}/index.md", content=_INTRODUCTION + "".join(rows)))
+    return files
+
+
+def by_section(text: str) -> str:
+    """Put a title above the options of each section of a recipe's settings, such as --train.seed."""
+    lines: list[str] = []
+    section = None
+    for line in text.splitlines():
+        if line.startswith("* "):
+            found = re.match(r"\* `--([a-z]+)\.", line)
+            if found and found[1] != section:
+                lines.append(f"\n**{found[1]}**\n")
+            elif section and not found:
+                lines.append("\n**others**\n")
+            section = found[1] if found else None
+        elif line and not line.startswith(" "):
+            section = None
+        lines.append(line)
+    return "\n".join(lines) + "\n"
