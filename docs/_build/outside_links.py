@@ -36,7 +36,7 @@ def on_files(files: Any, *, config: Any) -> Any:
             page = _page(root / target, target, config)
             _pages[target] = page.src_uri
             files.append(page)
-            if page.src_uri.endswith((".md")):
+            if page.src_uri.endswith(".md"):
                 queue.append((_place(target, root), page.src_uri))
     return files
 
@@ -52,9 +52,10 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
     def moved(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(here), match[1]))
-        if target not in _pages:
+        known = _pages.get(target) or _pages.get(f"{target}/index.md")  # a folder of docs has an index
+        if known is None:
             return match[0]
-        return posixpath.relpath(_pages[target], posixpath.dirname(uri) or ".") + (match[2] or "")
+        return posixpath.relpath(known, posixpath.dirname(uri) or ".") + (match[2] or "")
 
     return _LINK.sub(moved, markdown)
 
