@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from benchmarks import results_page
 
+import shoal
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/results.md", "docs/log.md")
@@ -32,6 +34,12 @@ def test_commands_of_the_pages_exist() -> None:
     named = set(re.findall(r"\bmake ([a-z-]+)`", "".join((ROOT / page).read_text("utf-8") for page in PAGES)))
     assert {"train", "test"} <= named
     assert named <= targets
+
+
+def test_counted_things_are_as_many() -> None:
+    assert "has nine scripts" in README and len(list((ROOT / "examples").glob("*.py"))) == 9
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert "the 18 names of `import shoal`" in contributing and len(shoal.__all__) == 18 + 1  # its version
 
 
 # ---- links -----------------------------------------------------------------------------------------------
