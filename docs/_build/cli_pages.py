@@ -27,6 +27,7 @@ def on_files(files: Any, *, config: Any) -> Any:
         text = generate_markdown_docs(
             app, commands_filter=[name], generate_toc=False, heading_level=2, no_root_title=True
         )
+        text = text.replace(" *[default: ()]*", "").replace(' *[default: ""]*', "")
         content = f"# shoal {name}\n\n{by_section(text)}"
         files.append(File.generated(config, f"{FOLDER}/{name}.md", content=content))
         summary = app[name].help.strip().splitlines()[0]
