@@ -95,6 +95,17 @@ def test_figures_without_samples_stand_in_their_source(row: dict[str, Any]) -> N
     assert set(FIGURE.findall(row["reached"])) <= source, f"{row['reached']} is not in {row['source']}"
 
 
+def test_output_of_make_train_is_that_of_a_recorded_run() -> None:
+    file = "make_train_epyc-2core_2026-11-23.md"
+    recorded = (results_page.RESULTS / file).read_text(encoding="utf-8").split("\n## ")[1].splitlines()
+    block = README.split("It prints:")[1].split("![")[0]
+    shown = [line for line in block.splitlines() if line.strip() not in ("", "…")]
+    assert len(shown) >= 12
+    rest = iter(recorded)
+    for line in shown:
+        assert line in rest, f"{line.strip()!r} is not in {file}, or in another order"
+
+
 def test_times_of_the_published_targets_are_those_of_the_posts() -> None:
     sentence = README.split("**Published targets.**")[1].split("They need")[0]
     figures = re.findall(r"([\d.]+ (?:min|h|days))", sentence)
