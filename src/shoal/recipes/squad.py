@@ -252,7 +252,7 @@ def finetune_copy(source: Path, config: SquadConfig, run: "Run") -> dict[str, fl
 
     devices = [run.world.device] if run.world.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        inner = inner_run(run, loop=config.train, distributed=config.distributed)
+        inner = inner_run(run, config)
         _, scores = train(config, source, inner)
     return None if inner.stopped else scores
 

@@ -122,26 +122,22 @@ class Run:
         world: World,
         directory: Path | None,
         *,
-        name: str,
-        recipe: str,
-        unit: str,
-        config: Mapping[str, Any],
+        config: object | None,
         settings: RunOutputConfig,
         loop: LoopConfig,
         distributed: DistributedConfig,
+        recipe: str,
         stop: StopRequest,
-        memory_remedy: str,
-        longer: str,
     ) -> None:
         self.world, self.directory, self.seed = world, directory, loop.seed
-        self.name, self.recipe, self.unit = name, recipe, unit
+        self.recipe, self.unit = recipe, getattr(config, "unit", "samples")
         self.precision = choose_precision(loop.precision, world.device)
         self.timer = StepTimer(world.device)
         self.log: RunLog | None = None
         self.step = 0
         self.stopped = self.is_over = self.writes_line = False
         self._config, self._settings, self._loop, self._distributed = config, settings, loop, distributed
-        self.stop_request, self._memory_remedy, self._longer = stop, memory_remedy, longer
+        self.stop_request, self._tree = stop, _tree(config)
         self._checkpointer: Checkpointer | None = None
         if directory is not None and settings.save:
             self._checkpointer = Checkpointer(directory, keep=settings.keep_checkpoints)
@@ -203,7 +199,7 @@ class Run:
         settings = settings or _section(config, "run", RunOutputConfig)
         loop = loop or _section(config, "train", LoopConfig)
         distributed = distributed or _section(config, "distributed", DistributedConfig)
-        directory, tree = Path(directory), {} if config is None else as_tree(config)
+        directory, tree = Path(directory), _tree(config)
         stop = StopRequest()
         with ExitStack() as stack:
             worker = worker or worker_env() or alone(Path(stack.enter_context(TemporaryDirectory())))
@@ -213,10 +209,8 @@ class Run:
                 world.control, lambda: open_run_dir(directory, tree, immutable) if world.is_main else None
             )
             run = cls(
-                world, directory, name=settings.name or directory.name, recipe=recipe,
-                unit=getattr(config, "unit", "samples"), config=tree, settings=settings, loop=loop,
-                distributed=distributed, stop=stop, longer=getattr(config, "longer", "until"),
-                memory_remedy=getattr(config, "memory_remedy", "a smaller model"),
+                world, directory, config=config, settings=settings, loop=loop, distributed=distributed,
+                recipe=recipe, stop=stop,
             )  # fmt: skip
             stack.enter_context(run._stack)
             try:
@@ -224,7 +218,8 @@ class Run:
             except (RuntimeError, MemoryError) as error:
                 if run._batch is None or not is_out_of_memory(error):
                     raise
-                raise out_of_memory(error, run._batch, run._memory_remedy, section=run._section) from error
+                remedy = getattr(config, "memory_remedy", "a smaller model")
+                raise out_of_memory(error, run._batch, remedy, section=run._section) from error
             finally:  # what has threads of its own ends before the process groups do
                 run._kept.clear()
                 run._training.models.clear()
@@ -482,7 +477,8 @@ class Run:
             if self.world.is_main:
                 print(
                     f"{self.directory} is finished: {self.step:,} of {self._total:,} steps. To train longer, "
-                    f"raise {self._longer}; to begin again, name another --run.dir or remove {self.directory}"
+                    f"raise {getattr(self._config, 'longer', 'until')}; to begin again, name another "
+                    f"--run.dir or remove {self.directory}"
                 )
             return EXIT_OK
         if self._checkpointer is not None:
@@ -521,7 +517,7 @@ class Run:
             **({"wire": wires[-1]} if wires else {}),
             "loss_scale": self._training.scale.state_dict(),
             "samples": self._samples,
-            "config": self._config,
+            "config": self._tree,
         }
 
     def _has_ended(self) -> bool:
@@ -542,10 +538,10 @@ class Run:
             self.log = self._stack.enter_context(RunLog(self.directory, progress))
             self.log.write(
                 record.Start(
-                    run=self.name,
+                    run=self._settings.name or self.directory.name,
                     recipe=self.recipe,
                     command=sys.orig_argv,
-                    config=dict(self._config),
+                    config=self._tree,
                     num_workers=self.world.num_workers,
                     num_hosts=self.world.num_hosts,
                     backend=self.world.backend,
@@ -648,10 +644,13 @@ def _section(config: object, name: str, kind: type[T]) -> T:
     return found if isinstance(found, kind) else kind()
 
 
-def inner_run(run: Run, *, loop: LoopConfig, distributed: DistributedConfig) -> Run:
+def _tree(config: object | None) -> dict[str, Any]:
+    return {} if config is None else as_tree(config)
+
+
+def inner_run(run: Run, config: Any) -> Run:
     """Return a run on the workers of another that writes nothing, for a short training inside that one."""
     return Run(
-        run.world, None, name=run.name, recipe=run.recipe, unit=run.unit, config={}, longer="",
-        settings=run._settings, loop=loop, distributed=distributed, stop=run.stop_request,
-        memory_remedy=run._memory_remedy,
+        run.world, None, config=config, settings=run._settings, loop=config.train,
+        distributed=config.distributed, recipe=run.recipe, stop=run.stop_request,
     )  # fmt: skip
