@@ -213,7 +213,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
     from torch import Tensor, nn
 
     from shoal.data.images.gpu import EncodedReader, GpuTransform
-    from shoal.data.images.mixing import mix, mixup_weight, soft_targets
+    from shoal.data.images.mixing import mix, mixup_weight
     from shoal.data.images.reader import ImageReader
     from shoal.data.images.synthetic import make_images
     from shoal.data.images.transform import CentreTransform, TrainTransform
@@ -324,10 +324,9 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
                 for batch in step:
                     labels = batch["labels"].to(run.world.device, non_blocking=True)
                     logits = ddp(mix(images.like_weights(images_of(batch), model), weight)).float()
-                    targets = soft_targets(
-                        labels, num_classes, weight=weight, smoothing=config.train.label_smoothing
-                    )
-                    loss = F.cross_entropy(logits, targets, reduction="sum")
+                    targets = mix(F.one_hot(labels, num_classes).float(), weight)
+                    smoothing = config.train.label_smoothing
+                    loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
                     step.backward(loss / step.num_samples)
                     right = logits.argmax(dim=1) == targets.argmax(dim=1)  # the larger part of a mixed image
                     step.add(step.num_samples, top1_accuracy=right.sum())

@@ -1,4 +1,4 @@
-"""Mixup and soft targets: the same at any number of workers, the right distribution, the right loss."""
+"""Mixup of images and labels: the same at any number of workers, the right distribution, the right loss."""
 
 import math
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, one_hot
 
-from shoal.data.images.mixing import mix, mixup_weight, soft_targets
+from shoal.data.images.mixing import mix, mixup_weight
 from shoal.decide.order import micro_batches, worker_part
-from shoal.errors import UsageError
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
@@ -53,8 +52,8 @@ def test_workers_and_micro_batches_do_not_change_what_is_mixed(num_workers, micr
     ]
     parts = [slice(cut.start, cut.stop) for cut in cuts]
     assert torch.equal(torch.cat([mix(images[part], 0.3) for part in parts]), mix(images, 0.3))
-    targets = torch.cat([soft_targets(labels[part], 10, weight=0.3, smoothing=0.1) for part in parts])
-    assert torch.equal(targets, soft_targets(labels, 10, weight=0.3, smoothing=0.1))
+    targets = one_hot(labels, 10).float()
+    assert torch.equal(torch.cat([mix(targets[part], 0.3) for part in parts]), mix(targets, 0.3))
 
 
 @pytest.mark.parametrize(("weight", "smoothing"), [(1.0, 0.0), (1.0, 0.1), (0.3, 0.0), (0.3, 0.1)])
@@ -62,21 +61,7 @@ def test_the_loss_is_that_of_both_labels(weight, smoothing):
     torch.manual_seed(0)
     logits, labels = torch.randn(8, 10), torch.randint(10, (8,))
     partners = labels.reshape(4, 2).flip(1).flatten()
-    loss = cross_entropy(logits, soft_targets(labels, 10, weight=weight, smoothing=smoothing))
+    loss = cross_entropy(logits, mix(one_hot(labels, 10).float(), weight), label_smoothing=smoothing)
     expected = weight * cross_entropy(logits, labels, label_smoothing=smoothing)
     expected += (1 - weight) * cross_entropy(logits, partners, label_smoothing=smoothing)
     torch.testing.assert_close(loss, expected)
-
-
-def test_targets_without_softening_are_one_hot():
-    labels = torch.tensor([3, 0, 2])
-    assert torch.equal(soft_targets(labels, 4), one_hot(labels, 4).float())
-
-
-def test_odd_parts_and_values_out_of_range_are_refused():
-    with pytest.raises(UsageError, match="a micro-batch has 3 images: make the micro-batch"):
-        mix(torch.zeros(3, 3, 2, 2), 0.5)
-    with pytest.raises(UsageError, match=r"alpha 1\.5 must be from 0"):
-        mixup_weight(1.5, 0, 0)
-    with pytest.raises(UsageError, match=r"smoothing 1\.0 must be"):
-        soft_targets(torch.zeros(2, dtype=torch.int64), 4, smoothing=1.0)
