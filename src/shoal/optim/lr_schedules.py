@@ -12,8 +12,7 @@ One formula, :class:`Schedule`, covers most forms in use:
 - AWS's ResNet-50 and MLPerf's LARS: a warm-up from a small rate (``warmup_from``), then ``power=2``.
 
 For vision there are :class:`Cosine` (Loshchilov and Hutter, arXiv 1608.03983, without restarts) and
-:class:`Steps` (Goyal et al., arXiv 1706.02677; Mask R-CNN). :func:`linear_scaled` gives the base rate for a
-larger batch.
+:class:`Steps` (Goyal et al., arXiv 1706.02677; Mask R-CNN).
 
 T5's pre-training does not know the number of steps in advance: :class:`InverseSquareRoot` (Raffel et al.,
 arXiv 1910.10683, section 3.1.2); its fine-tuning has a constant rate.
@@ -165,19 +164,6 @@ def learning_rate(schedule: AnySchedule, step: int) -> float:
     return _polynomial(schedule, step)
 
 
-def linear_scaled(base: float, base_batch: int, global_batch: int) -> float:
-    """Return the rate for a global batch by the linear scaling rule from ``base`` at ``base_batch``.
-
-    Source: Goyal et al., "Accurate, Large Minibatch SGD" (arXiv 1706.02677), section 2.1; ResNet-50 has 0.1
-    per 256 images.
-
-    Raises:
-        UsageError: a value is out of its range.
-    """
-    _check({"base": base, "base_batch": base_batch, "global_batch": global_batch})
-    return base * global_batch / base_batch
-
-
 def _polynomial(schedule: Schedule, step: int) -> float:
     held_steps = schedule.warmup_steps + schedule.constant_steps
     if step < held_steps:
@@ -193,9 +179,7 @@ def _left(step: int, begin: int, end: int) -> float:
 
 
 _RATES = frozenset({"base", "warmup_from", "end", "power", "factor"})
-_LEAST = {"warmup_steps": 0, "constant_steps": 0} | dict.fromkeys(
-    ("total_steps", "hold_steps", "base_batch", "global_batch"), 1
-)
+_LEAST = {"warmup_steps": 0, "constant_steps": 0, "total_steps": 1, "hold_steps": 1}
 
 
 def _check(values: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ from shoal.decide.order import BlockShuffle, ShuffledOrder
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError, require_positive
 from shoal.models.resnet_config import ResNetConfig
-from shoal.optim.lr_schedules import Schedule, learning_rate, linear_scaled, set_learning_rate
+from shoal.optim.lr_schedules import Schedule, learning_rate, set_learning_rate
 from shoal.recipes import images, run_script
 from shoal.recipes.images import ImageDataConfig, ImageTrainConfig
 from shoal.train.config import (
@@ -396,7 +396,7 @@ def count_classes(config: ResNetTrainConfig, found: int) -> int:
 # ------------------------------------------------------------------------------------------------- dry run
 
 BASE_BATCH = 256
-"""Batch of ``optim.base_learning_rate`` (Goyal et al. 2017, arXiv 1706.02677, section 2.1)."""
+"""Batch of ``optim.base_learning_rate``; others scale it linearly (Goyal et al. 2017, arXiv 1706.02677)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,7 +438,7 @@ def make_plan(config: ResNetTrainConfig, *, num_examples: int, num_workers: int)
             f"train.total_epochs {train.total_epochs:g} of {num_examples:,} images are less than half of one "
             f"train.global_batch_size {train.global_batch_size}: train longer or lower the batch"
         )
-    scaled = linear_scaled(optim.base_learning_rate, BASE_BATCH, train.global_batch_size)
+    scaled = optim.base_learning_rate * train.global_batch_size / BASE_BATCH
     base = scaled if optim.learning_rate is None else optim.learning_rate
     schedule = Schedule(
         base=base,
