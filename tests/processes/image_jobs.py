@@ -12,12 +12,12 @@ from shoal.data.images.synthetic import make_images
 from shoal.models.resnet_config import ResNetConfig
 from shoal.recipes.resnet50 import (
     DataConfig,
-    EpochRunConfig,
     OptimConfig,
     ResNetTrainConfig,
     TrainConfig,
     ValidationConfig,
 )
+from shoal.train.config import RunOutputConfig
 
 NUM_TRAIN, NUM_VALIDATION, NUM_CLASSES = 50, 23, 4
 
@@ -54,6 +54,6 @@ def small_config(images: Path, run_dir: Path, **changes: Any) -> ResNetTrainConf
         ),
         optim=OptimConfig(learning_rate=0.05, warmup_epochs=0.5, momentum=0.9),
         validation=ValidationConfig(size=24, resize=26, mirror=True, batch_size=5),
-        run=EpochRunConfig(name="test", dir=run_dir, log_frequency=1),
+        run=RunOutputConfig(name="test", dir=run_dir, log_frequency=1),
     )
     return jobs.changed(config, changes)

@@ -148,14 +148,6 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochRunConfig(RunOutputConfig):
-    """Place of the run, and when it writes lines and checkpoints; each epoch ends with a line."""
-
-    checkpoint_every_epochs: int = 1
-    """Epochs between checkpoints, besides those by steps."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ResNetTrainConfig(ImageTrainConfig):
     """All settings of training a residual network; presets are TOML files in ``presets/resnet50``."""
 
@@ -168,7 +160,7 @@ class ResNetTrainConfig(ImageTrainConfig):
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
-    run: EpochRunConfig = field(default_factory=EpochRunConfig)
+    run: RunOutputConfig = field(default_factory=RunOutputConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -306,7 +298,6 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
         last = plan.schedule.total_steps
         epoch_ends = plan.epochs.ends(1, last)
         validation_ends = plan.epochs.ends(validation.every_epochs, last)
-        checkpoint_ends = plan.epochs.ends(config.run.checkpoint_every_epochs, last)
         statistics = running_statistics(norms_of(model))
         scored: nn.Module | None = None
         steps = run.steps(
@@ -343,7 +334,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
                 average.update(model, step.number)
             if run.due(validation_ends):
                 scored = score()
-            if run.due(checkpoint_ends):
+            if run.due(epoch_ends):
                 run.save()
         if scored is None and not run.stopped and not run.is_over:  # a kill came before the end
             scored = score()

@@ -201,9 +201,7 @@ class RunOutputConfig:
 
     def __post_init__(self) -> None:
         require_positive("run", self, "log_frequency", "checkpoint_frequency", "keep_checkpoints")
-        require_positive(
-            "run", self, "validation_samples", "evaluation_batch_size", "checkpoint_every_epochs"
-        )
+        require_positive("run", self, "validation_samples", "evaluation_batch_size")
         require_positive("run", self, "validation_frequency", least=0)
 
 

@@ -16,7 +16,6 @@ from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.resnet50 import (
     PRESETS,
     DataConfig,
-    EpochRunConfig,
     OptimConfig,
     Plan,
     ResNetTrainConfig,
@@ -24,6 +23,7 @@ from shoal.recipes.resnet50 import (
     ValidationConfig,
     make_plan,
 )
+from shoal.train.config import RunOutputConfig
 
 IMAGENET = 1_281_167
 SECTIONS = {
@@ -33,7 +33,7 @@ SECTIONS = {
     "train": TrainConfig,
     "optim": OptimConfig,
     "validation": ValidationConfig,
-    "run": EpochRunConfig,
+    "run": RunOutputConfig,
 }
 
 
