@@ -21,32 +21,12 @@ def pairwise_iou(first: Tensor, second: Tensor) -> Tensor:
 
     Leading dimensions broadcast. The result ``[..., N, M]`` has the bits of torchvision's ``box_iou``.
     """
-    inter, union = _inter_union(first[..., :, None, :], second[..., None, :, :])
-    return inter / union
-
-
-def giou_loss(predicted: Tensor, wanted: Tensor, eps: float = 1e-7) -> Tensor:
-    """Return 1 - GIoU ``[...]`` of corresponding boxes, both ``[..., 4]``.
-
-    GIoU is the IoU less the part of the smallest box around both that neither covers (Rezatofighi et al.,
-    arXiv 1902.09630, algorithm 1), in (-1, 1], with a gradient for disjoint boxes.
-
-    Args:
-        eps: avoids 0 / 0 for boxes without an area.
-    """
-    inter, union = _inter_union(predicted, wanted)
-    low = torch.minimum(predicted[..., :2], wanted[..., :2])
-    high = torch.maximum(predicted[..., 2:], wanted[..., 2:])
-    around = (high[..., 0] - low[..., 0]) * (high[..., 1] - low[..., 1])
-    return 1 - (inter / (union + eps) - (around - union) / (around + eps))
-
-
-def _inter_union(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = first[..., :, None, :], second[..., None, :, :]
     low = torch.maximum(first[..., :2], second[..., :2])
     high = torch.minimum(first[..., 2:], second[..., 2:])
     sides = (high - low).clamp(min=0)
     inter = sides[..., 0] * sides[..., 1]
-    return inter, _areas(first) + _areas(second) - inter
+    return inter / (_areas(first) + _areas(second) - inter)
 
 
 def _areas(boxes: Tensor) -> Tensor:

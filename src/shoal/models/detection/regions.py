@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.errors import import_extra
-from shoal.models.detection.boxes import Weights, clipped, decode, encode, giou_loss
+from shoal.models.detection.boxes import Weights, clipped, decode, encode
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.models.detection.matching import BELOW_LOW, match_boxes, sample_balanced
 from shoal.models.detection.proposals import Proposals
@@ -121,7 +121,7 @@ def region_losses(
     found = deltas.view(len(deltas), -1, 4)[rows, sampled.labels[rows]].float()
     regions, wanted = sampled.regions[rows], boxes[image[rows], sampled.objects[rows]]
     if config.box_loss == "giou":
-        box = giou_loss(decode(found, regions[:, 1:], _WEIGHTS), wanted)
+        box = torchvision().ops.generalized_box_iou_loss(decode(found, regions[:, 1:], _WEIGHTS), wanted)
     else:
         targets = encode(wanted, regions[:, 1:], _WEIGHTS)
         box = F.smooth_l1_loss(found, targets, beta=_BETA, reduction="none").sum(dim=1)
