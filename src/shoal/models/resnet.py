@@ -8,10 +8,8 @@ with scale 0, the classifier normal with standard deviation 0.01.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from shoal.errors import import_extra
@@ -50,19 +48,3 @@ class ScaledLinear(nn.Linear):
 
     def forward(self, features: Tensor) -> Tensor:
         return super().forward(features) * self.scale
-
-
-def norms_of(model: nn.Module) -> list[nn.BatchNorm2d]:
-    """Return the norms of ``model`` in their order."""
-    return [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
-
-
-def running_statistics(norms: Sequence[nn.BatchNorm2d]) -> list[Tensor]:
-    """Return the running means and variances of ``norms``, in their order.
-
-    Each worker's norms see its own micro-batches. Averaged over the workers after each step (0.2 MB beside
-    ResNet-50's 102 MB of gradients), a checkpoint and an evaluation find the same model on every worker,
-    whenever they come and however the run was interrupted.
-    """
-    found = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
-    return [buffer for buffer in found if isinstance(buffer, torch.Tensor)]

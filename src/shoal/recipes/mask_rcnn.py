@@ -178,12 +178,11 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.coco.source import CATEGORIES
     from shoal.data.coco.synthetic import make_coco
     from shoal.models.detection.mask_rcnn import MaskRCNN
-    from shoal.models.resnet import norms_of, running_statistics
     from shoal.recipes.mask_rcnn_export import Exported, load_weights, write_export
     from shoal.recipes.mask_rcnn_score import Scored, evaluate, gather_results, recorded
-    from shoal.train.gradients import average_over_workers
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
+    from shoal.train.weight_averaging import average_norms
     from shoal.train.world import run_on_all
 
     with Run.open(
@@ -220,7 +219,6 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
             return scored
 
         # ----------------------------------------------------------------------------------------- loop
-        statistics = running_statistics(norms_of(model))
         scored: Scored | None = None
         steps = run.steps(
             source,
@@ -242,7 +240,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
                     losses = mean_losses(ddp(images.like_weights(batch["images"], model), targets, keys))
                     step.backward(losses.sum() / step.num_samples)
                     step.add(step.num_samples, **dict(zip(LOSSES, losses, strict=True)))
-                average_over_workers(statistics, run.world)
+                average_norms(model, run.world)
                 run.timer.lap("gradient_wait")
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if step.is_done and run.due(config.run.validation_frequency):

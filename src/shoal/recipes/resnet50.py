@@ -211,14 +211,13 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.images.transform import CentreTransform, TrainTransform
     from shoal.data.loader import Batch, LoaderConfig, held_out_batches
     from shoal.data.sources import ReaderSource
-    from shoal.models.resnet import new_resnet, norms_of, running_statistics
+    from shoal.models.resnet import new_resnet
     from shoal.models.resnet8 import ResNet8
     from shoal.recipes.resnet50_export import Exported, write_export
     from shoal.recipes.resnet50_score import TOP1, estimate_norms, evaluate
-    from shoal.train.gradients import average_over_workers
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
-    from shoal.train.weight_averaging import WeightAverage
+    from shoal.train.weight_averaging import WeightAverage, average_norms
 
     with Run.open(
         required(config.run.dir), config=config, recipe="resnet50", immutable=IMMUTABLE, worker=worker
@@ -298,7 +297,6 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
         last = plan.schedule.total_steps
         epoch_ends = plan.epochs.ends(1, last)
         validation_ends = plan.epochs.ends(validation.every_epochs, last)
-        statistics = running_statistics(norms_of(model))
         scored: nn.Module | None = None
         steps = run.steps(
             source,
@@ -323,7 +321,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
                     step.add(step.num_samples, top1_accuracy=right.sum())
                     if data.on_bad == "skip":
                         step.add(0, replaced_images=batch["replaced"].sum())
-                average_over_workers(statistics, run.world)
+                average_norms(model, run.world)
                 run.timer.lap("gradient_wait")
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
                 if step.number in epoch_ends:

@@ -1,4 +1,4 @@
-"""Averages weights over steps, and computes batch-norm statistics for averaged weights.
+"""Averages weights over steps, and the statistics of batch norms over workers and images.
 
     a = decay a + (1 - decay) w          after each optimizer step
 
@@ -22,6 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.errors import UsageError
 from shoal.optim.moments import indices_by_kind
+from shoal.train.gradients import average_over_workers
+from shoal.train.world import World
 
 T = TypeVar("T")
 
@@ -62,6 +64,16 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 # ---- statistics of batch norms ----------------------------------------------------------------------------
 
 
+def average_norms(model: nn.Module, world: World) -> None:
+    """Replace the running means and variances of batch norms by their averages over all workers.
+
+    Each worker's norms see its own micro-batches. Averaged after each step (0.2 MB beside ResNet-50's 102 MB
+    of gradients), a checkpoint and an evaluation find the same model on every worker, whenever they come and
+    however the run was interrupted.
+    """
+    average_over_workers(_running(_norms(model)), world)
+
+
 @torch.no_grad()
 def reestimate_norms(
     model: nn.Module,
@@ -86,8 +98,7 @@ def reestimate_norms(
     Raises:
         UsageError: there are no batches.
     """
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    norms = [norm for norm in norms if norm.running_mean is not None]
+    norms = _norms(model)
     if not norms:
         return 0
     total = torch.zeros_like(_statistics(norms))
@@ -131,6 +142,11 @@ def _per_batch_statistics(model: nn.Module, norms: list[_BatchNorm]) -> Iterator
             module.training = training
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
+
+
+def _norms(model: nn.Module) -> list[_BatchNorm]:
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return [norm for norm in norms if norm.running_mean is not None]
 
 
 def _running(norms: list[_BatchNorm]) -> list[Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shoal.errors import UsageError
-from shoal.models.resnet import new_resnet, norms_of
+from shoal.models.resnet import new_resnet
 from shoal.models.resnet8 import ResNet8
 from shoal.models.resnet_config import ResNetConfig
 from shoal.optim.lamb import parameter_groups
@@ -52,7 +52,7 @@ def test_settings_reach_norms_and_logits() -> None:
     images = torch.randn(2, 3, 64, 64)
     torch.manual_seed(0)
     model = new_resnet(ResNetConfig(network="resnet18", norm_eps=1e-3, norm_momentum=0.25), 3).eval()
-    norms = norms_of(model)
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     assert len(norms) == 20 and {(norm.eps, norm.momentum) for norm in norms} == {(1e-3, 0.25)}
     config = ResNetConfig(network="resnet18", norm_eps=1e-3, logit_scale=0.125)
     scaled = new_resnet(config, 3).eval()
