@@ -14,7 +14,8 @@ from shoal.data.manifest import Manifest
 from shoal.decide.order import ShuffledOrder
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.optim.lr_schedules import learning_rate
-from shoal.recipes.t5 import ACCURACY, LOSS, open_text
+from shoal.recipes.t5 import open_text
+from shoal.recipes.t5_score import ACCURACY, LOSS
 from shoal.record import read_record
 
 LAST = 6

@@ -166,7 +166,7 @@ def make_script(config: Config, folder: Path, what: TrainBench, *, num_workers: 
     from shoal.data.loader import held_out_batches
     from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, BertPretraining
     from shoal.models.resnet import new_resnet
-    from shoal.models.t5 import new_t5
+    from shoal.models.t5 import MODEL_INPUTS, new_t5
     from shoal.recipes import albert, bert, masked_lm, resnet50, t5
 
     if isinstance(config, ResNetTrainConfig):
@@ -193,7 +193,7 @@ def make_script(config: Config, folder: Path, what: TrainBench, *, num_workers: 
             config=text,
             sequence_length=config.data.input_length,
             make_model=lambda: new_t5(config.model, pad_id=0, end_id=3),
-            batch=lambda: batch_of(t5.open_text(text, verify=False)[0], t5.MODEL_INPUTS),
+            batch=lambda: batch_of(t5.open_text(text, verify=False)[0], MODEL_INPUTS),
             loss=lambda output: output.loss,
         )
     write_text(folder, config.model.vocab_size)

@@ -18,6 +18,8 @@ from shoal.models.directory import load_weights, model_type_of
 from shoal.models.pretraining import at_least_fp32
 from shoal.models.text_config import NUM_BUCKETS, T5ModelConfig
 
+MODEL_INPUTS = ("input_ids", "labels")
+"""Keys of a batch that :class:`T5` takes."""
 IGNORED = -100
 """Label of positions without a target."""
 
