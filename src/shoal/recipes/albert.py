@@ -91,9 +91,7 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 
-    with Run.open(
-        required(config.run.dir), config=config, recipe="albert", immutable=IMMUTABLE, worker=worker
-    ) as run:
+    with Run.open(config=config, recipe="albert", immutable=IMMUTABLE, worker=worker) as run:
         # ----------------------------------------------------------------------------------------- data
         train, held_out = masked_lm.open_text(config, config.data, pairs="order", verify=run.world.is_main)
         references = masked_lm.reference_lines("sop", held_out, config.run.validation_samples)

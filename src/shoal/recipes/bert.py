@@ -127,9 +127,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 
-    with Run.open(
-        required(config.run.dir), config=config, recipe="bert", immutable=IMMUTABLE, worker=worker
-    ) as run:
+    with Run.open(config=config, recipe="bert", immutable=IMMUTABLE, worker=worker) as run:
         # ----------------------------------------------------------------------------------------- model
         torch.manual_seed(run.seed)
         model = BertPretraining(config.model)

@@ -84,9 +84,7 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.train.run import Run
 
     finetuning.require_paths(config, config.data, "examples")
-    with Run.open(
-        required(config.run.dir), config=config, recipe="classify", immutable=IMMUTABLE, worker=worker
-    ) as run:
+    with Run.open(config=config, recipe="classify", immutable=IMMUTABLE, worker=worker) as run:
         # ----------------------------------------------------------------------------------------- data
         source, length = finetuning.open_source(config.model, run), config.data.max_seq_length
         finetuning.check_length(source, "data.max_seq_length", length)

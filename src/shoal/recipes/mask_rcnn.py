@@ -185,10 +185,8 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.train.weight_averaging import average_norms
     from shoal.train.world import run_on_all
 
-    with Run.open(
-        required(config.run.dir), config=config, recipe="mask_rcnn", immutable=IMMUTABLE, worker=worker
-    ) as run:
-        device, directory = run.world.device, required(config.run.dir)
+    with Run.open(config=config, recipe="mask_rcnn", immutable=IMMUTABLE, worker=worker) as run:
+        device, directory = run.world.device, required(run.directory)
 
         # ----------------------------------------------------------------------------------------- data
         images.make_images(config, run.world, make_coco, last_file=CATEGORIES)

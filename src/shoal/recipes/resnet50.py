@@ -219,9 +219,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.train.run import Run
     from shoal.train.weight_averaging import WeightAverage, average_norms
 
-    with Run.open(
-        required(config.run.dir), config=config, recipe="resnet50", immutable=IMMUTABLE, worker=worker
-    ) as run:
+    with Run.open(config=config, recipe="resnet50", immutable=IMMUTABLE, worker=worker) as run:
         # ----------------------------------------------------------------------------------------- data
         data, augment, validation = config.data, config.augment, config.validation
         images.make_images(config, run.world, partial(make_images, num_classes=NUM_CLASSES_MADE))
@@ -338,7 +336,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
             scored = score()
 
         # ----------------------------------------------------------------------------------------- export
-        directory = required(config.run.dir) / images.EXPORT
+        directory = required(run.directory) / images.EXPORT
 
         def export(_: Path) -> None:
             network = Exported(

@@ -78,9 +78,7 @@ def main(config: SquadConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.train.run import Run
 
     finetuning.require_paths(config, config.data, "questions")
-    with Run.open(
-        required(config.run.dir), config=config, recipe="squad", immutable=IMMUTABLE, worker=worker
-    ) as run:
+    with Run.open(config=config, recipe="squad", immutable=IMMUTABLE, worker=worker) as run:
         source = finetuning.open_source(config.model, run)
         model, _ = train(config, source, run)
         return finetuning.finish(run, model, source)

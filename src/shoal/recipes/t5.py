@@ -172,9 +172,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
         config = with_layout(config, found[0])
     parallel = config.parallel
     with (
-        Run.open(
-            required(config.run.dir), config=config, recipe="t5", immutable=IMMUTABLE, worker=worker
-        ) as run,
+        Run.open(config=config, recipe="t5", immutable=IMMUTABLE, worker=worker) as run,
         ExitStack() as stack,
     ):
         # ----------------------------------------------------------------------------------------- data

@@ -21,7 +21,6 @@ from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import classify, finetuning, run_script
 from shoal.recipes.classify import ClassifyDataConfig
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneOptimConfig
-from shoal.train.config import required
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,9 +101,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.train.run import Run
 
     finetuning.require_paths(config, config.data, "examples")
-    with Run.open(
-        required(config.run.dir), config=config, recipe="t5_classify", immutable=IMMUTABLE, worker=worker
-    ) as run:
+    with Run.open(config=config, recipe="t5_classify", immutable=IMMUTABLE, worker=worker) as run:
         # ----------------------------------------------------------------------------------------- model
         source, length = finetuning.open_source(config.model, run), config.data.max_seq_length
         tokenizer = finetuning.read_source_tokenizer(source)

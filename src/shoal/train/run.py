@@ -51,7 +51,7 @@ from shoal.decide.rng import Stream, random_keys
 from shoal.env import WorkerEnv, alone, worker_env
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.train.checkpoint import Checkpointer, Restored
-from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, as_tree
+from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, as_tree, required
 from shoal.train.gradients import DataParallel, LocalUpdate, LossScale, Update, choose_precision, wrap_model
 from shoal.train.reporting import (
     Progress,
@@ -166,7 +166,7 @@ class Run:
     @contextmanager
     def open(
         cls,
-        directory: Path | str,
+        directory: Path | str | None = None,
         *,
         config: object | None = None,
         settings: RunOutputConfig | None = None,
@@ -179,7 +179,8 @@ class Run:
         """Join the workers and open or continue the run in ``directory``.
 
         Args:
-            directory: on a file system that all hosts share; the same directory continues the run.
+            directory: on a file system that all hosts share; the same directory continues the run. Default:
+                ``dir`` of the settings.
             config: a dataclass of dataclasses to write beside the run and into checkpoints. Its sections
                 ``run``, ``train`` and ``distributed`` are the next three arguments by default. Messages use
                 its attributes ``unit`` (what samples are called, such as ``images``), ``memory_remedy`` (an
@@ -199,7 +200,8 @@ class Run:
         settings = settings or _section(config, "run", RunOutputConfig)
         loop = loop or _section(config, "train", LoopConfig)
         distributed = distributed or _section(config, "distributed", DistributedConfig)
-        directory, tree = Path(directory), _tree(config)
+        directory = Path(directory or required(settings.dir))
+        tree = _tree(config)
         stop = StopRequest()
         with ExitStack() as stack:
             worker = worker or worker_env() or alone(Path(stack.enter_context(TemporaryDirectory())))
