@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -31,7 +31,8 @@ class ReaderSource:
     """Batches of a reader: a step's micro-batches are made together, or one by one if examples are large."""
 
     reader: Reader
-    config: LoaderConfig = field(default_factory=LoaderConfig)
+    processes: int = 0
+    """Loader processes; without any, threads of the worker make the batches."""
     order: Order | None = None
     """Instead of the full shuffle by the reader's seed."""
     whole: bool = False
@@ -43,7 +44,8 @@ class ReaderSource:
         make: Any = streamed_steps if isinstance(self.reader, SizedReader) else training_steps
         consumed = steps.start * shard.global_batch_size
         reader = StepReader(reader=self.reader, share=shard, samples_consumed=consumed, order=self.order)
-        stream: Stream[Any] = make(reader, self.config, num_steps=len(steps), pin_memory=pin_memory)
+        config = LoaderConfig(num_loader_processes=self.processes)
+        stream: Stream[Any] = make(reader, config, num_steps=len(steps), pin_memory=pin_memory)
         return stream
 
     def names(self, shard: DataShard, step: int) -> list[str]:

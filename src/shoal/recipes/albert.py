@@ -85,7 +85,7 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
     """
     import torch
 
-    from shoal.data.loader import LoaderConfig, held_out_batches
+    from shoal.data.loader import held_out_batches
     from shoal.data.sources import ReaderSource
     from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, evaluate
     from shoal.train.optimizers import build_optimizer
@@ -95,7 +95,6 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
         # ----------------------------------------------------------------------------------------- data
         train, held_out = masked_lm.open_text(config, config.data, pairs="order", verify=run.world.is_main)
         references = masked_lm.reference_lines("sop", held_out, config.run.validation_samples)
-        loader = LoaderConfig(num_loader_processes=config.data.loader_processes)
 
         # ----------------------------------------------------------------------------------------- model
         torch.manual_seed(run.seed)
@@ -122,7 +121,7 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
 
         # ----------------------------------------------------------------------------------------- loop
         steps = run.steps(
-            ReaderSource(reader=train, config=loader),
+            ReaderSource(reader=train, processes=config.data.loader_processes),
             config.train,
             until=config.train.total_steps,
             targets=lambda batch: len(batch["masked_ids"]),

@@ -120,7 +120,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
     """
     import torch
 
-    from shoal.data.loader import LoaderConfig, held_out_batches
+    from shoal.data.loader import held_out_batches
     from shoal.data.sources import ReaderSource
     from shoal.data.text.examples import ExampleReader
     from shoal.models.pretraining import PRETRAINING_INPUTS, BertPretraining, evaluate
@@ -169,9 +169,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
                 run.keep(optimizer=optimizer)
             schedule = schedule_of(phase, config.optim, phase.total_steps)
             steps = run.steps(
-                ReaderSource(
-                    reader=train, config=LoaderConfig(num_loader_processes=config.data.loader_processes)
-                ),
+                ReaderSource(reader=train, processes=config.data.loader_processes),
                 phase,
                 since=begin,
                 until=end,

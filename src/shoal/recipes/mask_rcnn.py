@@ -316,7 +316,6 @@ def open_data(config: MaskRCNNTrainConfig, world: "World") -> "tuple[ReaderSourc
     from shoal.data.coco.reader import DetectionReader
     from shoal.data.coco.source import read_categories
     from shoal.data.coco.transform import DetectionTransform
-    from shoal.data.loader import LoaderConfig
     from shoal.data.sources import ReaderSource
 
     train, held_out = images.open_shards(config, world)
@@ -331,7 +330,7 @@ def open_data(config: MaskRCNNTrainConfig, world: "World") -> "tuple[ReaderSourc
         order=GroupedOrder(
             aspect_groups(train.sizes), run_size=config.train.micro_batch_size, seed=config.train.seed
         ),
-        config=LoaderConfig(num_loader_processes=config.data.loader_processes),
+        processes=config.data.loader_processes,
     )
     return source, make_reader(held_out, DetectionTransform(config.validation.view))
 

@@ -209,7 +209,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.images.reader import ImageReader
     from shoal.data.images.synthetic import make_images
     from shoal.data.images.transform import CentreTransform, TrainTransform
-    from shoal.data.loader import Batch, LoaderConfig, held_out_batches
+    from shoal.data.loader import Batch, held_out_batches
     from shoal.data.sources import ReaderSource
     from shoal.models.resnet import new_resnet
     from shoal.models.resnet8 import ResNet8
@@ -249,7 +249,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
         source = ReaderSource(
             reader=train_reader,
             order=ShuffledOrder(num_examples=len(train), seed=run.seed, blocks=blocks),
-            config=LoaderConfig(num_loader_processes=data.loader_processes),
+            processes=data.loader_processes,
         )
 
         # ----------------------------------------------------------------------------------------- model

@@ -156,7 +156,6 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
     import numpy as np
     import torch
 
-    from shoal.data.loader import LoaderConfig
     from shoal.data.sources import ReaderSource
     from shoal.models.t5 import MODEL_INPUTS
     from shoal.pipelining.api import make_mesh, pipeline
@@ -180,7 +179,6 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
         train, held_out = open_text(config, verify=run.world.is_main)
         manifest, spans = train.shards.manifest, config.spans()
         references = {LOSS: reference_loss(held_out)}
-        loader = LoaderConfig(num_loader_processes=config.data.loader_processes)
         example = train.batch(0, np.arange(batch.worker_batch_size) % train.num_examples)
 
         # ----------------------------------------------------------------------------------------- model
@@ -218,7 +216,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
 
         # ----------------------------------------------------------------------------------------- loop
         steps = run.steps(
-            ReaderSource(reader=train, config=loader, whole=True),
+            ReaderSource(reader=train, processes=config.data.loader_processes, whole=True),
             batch,
             until=config.train.total_steps,
             replica=(run.world.place.rank // parallel.pipeline, batch.num_workers),
