@@ -7,6 +7,7 @@ traceback.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
@@ -55,8 +56,10 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def require_positive(section: str, config: object, *names: str, least: int = 1) -> None:
-    """Raise a :class:`UsageError` if one of the named settings is there and below ``least``.
+def require_positive(
+    section: str, config: object, *names: str, least: float = 1, below: float = math.inf
+) -> None:
+    """Raise a :class:`UsageError` if one of the named settings is there and not in [``least``, ``below``).
 
     Args:
         section: of the settings, which messages name before the setting; empty: none.
@@ -64,5 +67,6 @@ def require_positive(section: str, config: object, *names: str, least: int = 1) 
     prefix = section and f"{section}."
     for name in names:
         value = getattr(config, name, None)
-        if value is not None and value < least:
-            raise UsageError(f"{prefix}{name} {value} must be at least {least}")
+        if value is not None and not least <= value < below:
+            limit = f" and below {below}" if below < math.inf else ""
+            raise UsageError(f"{prefix}{name} {value} must be at least {least}{limit}")

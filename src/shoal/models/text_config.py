@@ -123,10 +123,8 @@ class T5ModelConfig:
 
     def __post_init__(self) -> None:
         require_positive("model", self, "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
-        if not 0 <= self.dropout < 1:
-            raise UsageError(f"model.dropout {self.dropout} must be at least 0 and below 1")
-        if not self.z_loss >= 0:
-            raise UsageError(f"model.z_loss {self.z_loss} must be at least 0")
+        require_positive("model", self, "dropout", least=0, below=1)
+        require_positive("model", self, "z_loss", least=0)
 
     @property
     def num_parameters(self) -> int:

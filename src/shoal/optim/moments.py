@@ -155,7 +155,10 @@ class MomentsOptimizer(Optimizer):
         Raises:
             UsageError: a gradient is sparse, or a parameter does not suit the implementation.
         """
-        loss = loss_of(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self._take_step(grad_scale)
         return loss
 
@@ -248,14 +251,6 @@ def _laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
 def native_grads(params: Sequence[Tensor]) -> list[Tensor]:
     """Return the parameters' gradients with the memory layout that native kernels expect."""
     return [_laid_out_like(p, grad) for p in params if (grad := p.grad) is not None]
-
-
-def loss_of(closure: Callable[[], float] | None) -> float | None:
-    """Evaluate the closure of a step with gradients enabled; return its loss, or ``None`` without one."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def check_options(group: Mapping[str, Any]) -> None:

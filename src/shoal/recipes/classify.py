@@ -175,7 +175,6 @@ def evaluate(
             lambda batch: model(**packed_inputs(batch)),
             run,
             batch_size=config.run.evaluation_batch_size,
-            per_token=False,
         )
         predicted = None if logits is None else [int(label) for label in logits.argmax(axis=1)]
         record_scores(run, file.data, file.data.labels, predicted)

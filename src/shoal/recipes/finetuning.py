@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shoal.errors import UsageError
+from shoal.errors import UsageError, require_positive
 from shoal.json_text import parse_json
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
     OptimConfig,
     RunOutputConfig,
+    check_warmup,
     check_wire,
     load_toml,
     required,
@@ -133,8 +134,7 @@ class FinetuneConfig:
             raise UsageError(f"train.epochs {self.train.epochs} must be above 0")
         if not 0 <= self.optim.warmup_share <= 1:
             raise UsageError(f"optim.warmup_share {self.optim.warmup_share} must lie between 0 and 1")
-        if self.model.dropout is not None and not 0 <= self.model.dropout < 1:
-            raise UsageError(f"model.dropout {self.model.dropout} must be at least 0 and below 1")
+        require_positive("model", self.model, "dropout", least=0, below=1)
 
 
 IMMUTABLE = (
@@ -329,11 +329,7 @@ def make_plan(config: FinetuneConfig, *, num_sequences: int, num_workers: int) -
     train, optim = config.train, config.optim
     total = train.total_steps or math.ceil(train.epochs * num_sequences / train.global_batch_size)
     warmup = optim.warmup_steps or round(optim.warmup_share * total)
-    if not 0 <= warmup <= total:
-        raise UsageError(
-            f"optim.warmup_steps {warmup} must lie between 0 and the {total} steps of the run; shorten it or "
-            "train longer"
-        )
+    check_warmup("optim", warmup, "train", total)
     batch = plan_batch(train, num_workers)
     rates = replace(optim, warmup_steps=warmup)
     return Plan(total_steps=total, batch=batch, schedule=schedule_of(rates, optim, total))
@@ -349,7 +345,7 @@ def outputs_of(
     run: "Run",
     *,
     batch_size: int,
-    per_token: bool,
+    per_token: bool = False,
 ) -> "Float32Array | None":
     """Return the model's outputs in the order of ``data`` on the first worker, ``None`` on the others.
 

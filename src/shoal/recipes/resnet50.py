@@ -99,9 +99,7 @@ class TrainConfig(LoopConfig):
         require_positive("train", self, "norm_images", "whiten_images", least=0)
         if not self.total_epochs > 0:
             raise UsageError(f"train.total_epochs {self.total_epochs} must be above 0")
-        for name in ("label_smoothing", "average_decay"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UsageError(f"train.{name} {getattr(self, name)} must be at least 0 and below 1")
+        require_positive("train", self, "label_smoothing", "average_decay", least=0, below=1)
         if not 0 <= self.mixup <= 1:
             raise UsageError(f"train.mixup {self.mixup} must be from 0 (off) to 1")
 

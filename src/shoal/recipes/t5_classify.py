@@ -178,7 +178,6 @@ def evaluate(model: "T5", files: "list[TextToText]", config: T5ClassifyConfig, r
             partial(_generated, model, file.longest_word),
             run,
             batch_size=config.run.evaluation_batch_size,
-            per_token=False,
         )
         predicted = None if tokens is None else [file.label_of(row) for row in tokens.astype("int64")]
         classify.record_scores(run, file.data, (*file.data.labels, NO_LABEL), predicted)

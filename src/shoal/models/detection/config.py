@@ -59,9 +59,7 @@ class MaskRCNNConfig:
         require_positive("model", self, "channels", "proposals_used", "detections")
         require_positive("model", self, "proposal_samples", "proposals_a_level", "proposals", least=2)
         require_positive("model", self, "region_samples", least=4)
-        for name in ("label_smoothing", "least_score"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UsageError(f"model.{name} {getattr(self, name)} must be at least 0 and below 1")
+        require_positive("model", self, "label_smoothing", "least_score", least=0, below=1)
 
     @property
     def stages_frozen(self) -> int:
