@@ -57,7 +57,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
         [("weight", p) for group in groups for p in group["params"]], VisionOptimizerConfig(), 0.05
     ),
     "adafactor": without_ratio(Adafactor),
-    "adafactor, factored": without_ratio(partial(Adafactor, min_factored_size=9, beta1=0.5)),
+    "adafactor, factored": without_ratio(partial(Adafactor, min_factored_size=9)),
     "adamw": without_ratio(torch.optim.AdamW),
     "adamw, fused": without_ratio(partial(torch.optim.AdamW, fused=True)),
 }

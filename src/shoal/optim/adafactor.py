@@ -1,16 +1,17 @@
 """Adafactor: Adam's second moment in two vectors per matrix, steps relative to the size of the weights.
 
-    beta2 = 1 - t^-decay_rate                                  0 in the first step
+    beta2 = 1 - t^-0.8                                         0 in the first step
     R = beta2 R + (1 - beta2) mean over columns of (g^2 + eps1)
     C = beta2 C + (1 - beta2) mean over rows of (g^2 + eps1)
     V = R C / mean(R)                                          unfactored: as Adam's
-    u = g / sqrt(V)          u = u / max(1, rms(u) / clip_threshold)
-    w = w - lr max(eps2, rms(w)) u
+    u = g / sqrt(V)          u = u / max(1, rms(u))
+    w = w - lr max(0.001, rms(w)) u
 
 Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235),
-algorithms 4 to 6, with the rule of T5's own code for factoring: the two largest dims, where both have at
-least 128 elements. The paper's relative step is ``lr = min(1e-2, 1 / sqrt(t))``, which is T5's schedule of
-pre-training (:class:`shoal.optim.lr_schedules.InverseSquareRoot`).
+algorithms 4 to 6 with its constants and, as T5, without momentum, and the rule of T5's own code for
+factoring: the two largest dims, where both have at least 128 elements. The paper's relative step is
+``lr = min(1e-2, 1 / sqrt(t))``, which is T5's schedule of pre-training
+(:class:`shoal.optim.lr_schedules.InverseSquareRoot`).
 
 ``torch.optim.Adafactor`` computes the same for matrices with large gradients, which a test checks, but
 differs from T5 elsewhere:
@@ -33,26 +34,25 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from shoal.errors import UsageError
 from shoal.optim.moments import Batch, MomentsOptimizer, Squares, local_box, local_part, sum_shards
+
+_DECAY_RATE = 0.8
+_LEAST_RMS = 1e-3
+"""Of the weights, to which a step is relative."""
 
 
 class Adafactor(MomentsOptimizer):
     """Implements Adafactor for any device, any floating type and FSDP2's shards.
 
     The state of a factored parameter is ``step``, ``row_var`` and ``col_var``, kept whole by every worker
-    that holds a shard (they have the tensor's rows plus columns), of any other ``step`` and ``variance``, and
-    ``exp_avg`` with momentum; all of the parameter's type. A step needs memory for one more copy of the
-    gradients. Gradients that are not finite make weights that are not finite: check before the step.
+    that holds a shard (they have the tensor's rows plus columns), of any other ``step`` and ``variance``; all
+    of the parameter's type. A step needs memory for one more copy of the gradients. Gradients that are not
+    finite make weights that are not finite: check before the step.
 
     Args:
         params: parameters or groups; a group may set ``lr``, ``weight_decay`` and the other options.
         lr: size of the step relative to the weights' root mean square.
         eps1: added to each squared gradient.
-        eps2: lower bound of the root mean square that a step is relative to.
-        clip_threshold: largest root mean square of an update before it is scaled.
-        decay_rate: power of the second moment's decay.
-        beta1: decay of a first moment of the updates; 0, as in T5, keeps none.
         weight_decay: decoupled, times ``lr``.
         min_factored_size: least size of both dims of a factored second moment.
 
@@ -66,35 +66,16 @@ class Adafactor(MomentsOptimizer):
         lr: float,
         *,
         eps1: float = 1e-30,
-        eps2: float = 1e-3,
-        clip_threshold: float = 1.0,
-        decay_rate: float = 0.8,
-        beta1: float = 0.0,
         weight_decay: float = 0.0,
         min_factored_size: int = 128,
     ) -> None:
         defaults = {
             "lr": lr,
             "eps1": eps1,
-            "eps2": eps2,
-            "clip_threshold": clip_threshold,
-            "decay_rate": decay_rate,
-            "beta1": beta1,
             "weight_decay": weight_decay,
             "min_factored_size": min_factored_size,
         }
         super().__init__(params, defaults)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; what it does not set is as given at construction.
-
-        Raises:
-            UsageError: a value is out of its range.
-        """
-        threshold = param_group.get("clip_threshold", self.defaults["clip_threshold"])
-        if not threshold > 0:
-            raise UsageError(f"clip_threshold={threshold} must be above 0")
-        super().add_param_group(param_group)
 
     def _new_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         entry: dict[str, Any] = {"step": torch.tensor(0.0)}
@@ -105,8 +86,6 @@ class Adafactor(MomentsOptimizer):
             local = local_part(parameter)
             entry["row_var"] = local.new_zeros(_without(tuple(parameter.shape), dims[1]))
             entry["col_var"] = local.new_zeros(_without(tuple(parameter.shape), dims[0]))
-        if group["beta1"]:
-            entry["exp_avg"] = torch.zeros_like(parameter)
         return entry
 
     def _update(self, batch: Batch) -> Squares:
@@ -116,14 +95,10 @@ class Adafactor(MomentsOptimizer):
         grad_squares, weight_squares = batch.squares(grads), batch.squares(weights)
         updates = _normalised(batch, grads)
         sizes = torch.tensor([parameter.numel() for parameter in batch.params], device=weight_squares.device)
-        clips = (batch.squares(updates) / sizes).sqrt() / group["clip_threshold"]
-        sizes_of_steps = batch.lr * (weight_squares / sizes).sqrt().clamp(min=group["eps2"])
+        clips = (batch.squares(updates) / sizes).sqrt()
+        sizes_of_steps = batch.lr * (weight_squares / sizes).sqrt().clamp(min=_LEAST_RMS)
         factors = (sizes_of_steps / clips.clamp(min=1.0)).to(weights[0].dtype)
         torch._foreach_mul_(updates, list(factors.unbind()))
-        if group["beta1"]:
-            averages = batch.entries("exp_avg")
-            torch._foreach_lerp_(averages, updates, 1.0 - group["beta1"])
-            updates = averages
         if group["weight_decay"] != 0.0:
             torch._foreach_mul_(weights, 1.0 - batch.lr * group["weight_decay"])
         torch._foreach_sub_(weights, updates)
@@ -148,7 +123,7 @@ def _normalised(batch: Batch, grads: list[Tensor]) -> list[Tensor]:
     updates = list(grads)
     for k, (row_mean, col_mean) in zip(factored, means, strict=True):
         rows, cols = states[k]["row_var"], states[k]["col_var"]
-        share = float(states[k]["step"]) ** -group["decay_rate"]
+        share = float(states[k]["step"]) ** -_DECAY_RATE
         rows.lerp_(row_mean + eps1, share)
         cols.lerp_(col_mean + eps1, share)
         dims = factored_dims(tuple(params[k].shape), group["min_factored_size"])
@@ -161,7 +136,7 @@ def _normalised(batch: Batch, grads: list[Tensor]) -> list[Tensor]:
     for k, state in enumerate(states):
         if "variance" in state:
             variance = local_part(state["variance"])
-            variance.lerp_(grads[k].square().add_(eps1), float(state["step"]) ** -group["decay_rate"])
+            variance.lerp_(grads[k].square().add_(eps1), float(state["step"]) ** -_DECAY_RATE)
             updates[k] = variance.rsqrt().mul_(grads[k])
     return updates
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from shoal import native
 from shoal.errors import UsageError
 
-_AT_LEAST_0 = ("lr", "eps", "eps1", "eps2", "weight_decay", "decay_rate", "eta")
+_AT_LEAST_0 = ("lr", "eps", "eps1", "weight_decay", "eta")
 _DECAYS = ("beta1", "beta2", "momentum")
 
 
