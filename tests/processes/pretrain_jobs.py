@@ -28,7 +28,7 @@ from shoal.recipes.resnet50_score import Scoring
 from shoal.recipes.t5 import DataConfig as T5DataConfig
 from shoal.recipes.t5 import T5Config, T5OptimConfig
 from shoal.record import Step, read_record
-from shoal.train.config import LoopConfig, OptimConfig, OptimizerConfig, RunConfig, TrainConfig
+from shoal.train.config import LoopConfig, OptimConfig, PhasesOptimConfig, RunConfig, TrainConfig
 
 AnyConfig = AlbertConfig | BertConfig | T5Config | ResNetTrainConfig | MaskRCNNTrainConfig
 Config = TypeVar(
@@ -146,7 +146,7 @@ def small_bert_config(text: Path, run_dir: Path, **changes: Any) -> BertConfig:
             warmup_steps=1,
         ),
         train=LoopConfig(precision="fp32"),
-        optim=OptimizerConfig(power=0.5, decay_from="start"),
+        optim=PhasesOptimConfig(power=0.5, decay_from="start"),
         run=RunConfig(
             name="test",
             dir=run_dir,

@@ -26,7 +26,7 @@ from shoal.decide.bucketing import GroupedOrder, aspect_groups
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError, require_positive
 from shoal.models.detection.config import MaskRCNNConfig
-from shoal.optim.lr_schedules import AnySchedule, Cosine, Schedule, Steps, learning_rate, set_learning_rate
+from shoal.optim.lr_schedules import Cosine, Steps, learning_rate, set_learning_rate
 from shoal.recipes import images, run_script
 from shoal.recipes.images import ImageTrainConfig
 from shoal.train.config import (
@@ -86,14 +86,14 @@ class OptimConfig(VisionOptimizerConfig):
     """Steps of linear warm-up."""
     warmup_factor: float = 0.001
     """First rate of the warm-up, as a part of the learning rate."""
-    decay: Literal["steps", "cosine", "polynomial"] = "steps"
-    """After the warm-up: down at milestones; along half a cosine; or a polynomial, by power."""
+    decay: Literal["steps", "cosine"] = "steps"
+    """After the warm-up: down at milestones, or along half a cosine."""
     milestones: tuple[int, ...] = (60_000, 80_000)
     """With steps: after so many optimizer steps the rate is multiplied."""
     milestone_factor: float = 0.1
     """With steps: by this."""
     end_factor: float = 0.0
-    """With cosine and polynomial: the last rate, as a part of the learning rate."""
+    """With cosine: the last rate, as a part of the learning rate."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -343,7 +343,7 @@ class Plan:
     """Arithmetic of a run."""
 
     batch: BatchPlan
-    schedule: AnySchedule
+    schedule: Cosine | Steps
     lines: tuple[str, ...]
     """Epochs and learning rates in words."""
 
@@ -366,7 +366,7 @@ def make_plan(config: MaskRCNNTrainConfig, *, num_examples: int, num_workers: in
     return Plan(batch=batch, schedule=schedule, lines=lines)
 
 
-def make_schedule(optim: OptimConfig, total_steps: int) -> tuple[Schedule | Cosine | Steps, str]:
+def make_schedule(optim: OptimConfig, total_steps: int) -> tuple[Cosine | Steps, str]:
     """Return the schedule that the settings name, and its decay in words.
 
     Raises:
@@ -381,15 +381,6 @@ def make_schedule(optim: OptimConfig, total_steps: int) -> tuple[Schedule | Cosi
     }
     if optim.decay == "cosine":
         return Cosine(**warmed, total_steps=total_steps, end=end), f"to {end:g} along a cosine"  # type: ignore[arg-type]
-    if optim.decay == "polynomial":
-        schedule = Schedule(
-            **warmed,  # type: ignore[arg-type]
-            total_steps=total_steps,
-            end=end,
-            power=optim.power,
-            decay_from=optim.decay_from,
-        )
-        return schedule, f"to {end:g} with power {optim.power:g}"
     if optim.milestones and optim.milestones[-1] >= total_steps:
         raise UsageError(
             f"optim.milestones {optim.milestones} must lie within train.total_steps {total_steps}: lower "
@@ -439,17 +430,6 @@ def check(config: MaskRCNNTrainConfig, num_workers: int, dry_run: bool) -> list[
     ]
 
 
-def largest_sides(augment: DetectionAugmentConfig) -> tuple[int, int]:
-    """Return height and width of the largest batch to train on, in pixels."""
-    from shoal.data.coco.reader import SIZE_STEP
-
-    sides = (min(max(augment.shorter), augment.longer), augment.longer)
-    if augment.scales is not None:
-        sides = (augment.canvas, augment.canvas)
-    height, width = (-(-side // SIZE_STEP) * SIZE_STEP for side in sides)
-    return height, width
-
-
 def estimate(config: MaskRCNNTrainConfig, num_categories: int) -> tuple[int, MemoryEstimate]:
     """Return the number of parameters that learn, and a worker's memory at the largest images.
 
@@ -463,7 +443,7 @@ def estimate(config: MaskRCNNTrainConfig, num_categories: int) -> tuple[int, Mem
     num_images = config.train.micro_batch_size
     with torch.device("meta"):
         model = MaskRCNN(config.model, num_categories)
-        inputs = torch.empty(num_images, 3, *largest_sides(config.augment))
+        inputs = torch.empty(num_images, 3, *config.augment.largest_batch)
     profile = profile_step(model, lambda: largest_step(model, inputs), num_samples=num_images)
     return profile.num_trainable, images.memory_of(profile, config)
 

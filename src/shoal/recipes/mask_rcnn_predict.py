@@ -16,9 +16,8 @@ import numpy.typing as npt
 import torch
 
 from shoal.atomic_io import write_atomically
-from shoal.data.coco.augment import DetectionAugmentConfig, placement
+from shoal.data.coco.augment import SIZE_STEP, DetectionAugmentConfig, placement
 from shoal.data.coco.masks import bitmaps
-from shoal.data.coco.reader import SIZE_STEP
 from shoal.data.coco.results import KINDS
 from shoal.data.coco.transform import unflipped_pixels
 from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD

@@ -15,7 +15,7 @@ from shoal.recipes.prepared_text import PreparedTextConfig, open_shards, read_ma
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
-    OptimizerConfig,
+    PhasesOptimConfig,
     RunConfig,
     check_wire,
     settings_lines,
@@ -82,7 +82,7 @@ class MaskedLMConfig:
     model: EncoderConfig
     data: TextConfig = field(default_factory=TextConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
-    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optim: PhasesOptimConfig = field(default_factory=PhasesOptimConfig)
     finetune: ShortFinetuneConfig = field(default_factory=ShortFinetuneConfig)
     run: RunConfig = field(default_factory=RunConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)

@@ -34,6 +34,7 @@ from shoal.optim.lr_schedules import Schedule, learning_rate, set_learning_rate
 from shoal.recipes import images, run_script
 from shoal.recipes.images import ImageDataConfig, ImageTrainConfig
 from shoal.train.config import (
+    DecayConfig,
     LoopConfig,
     RunOutputConfig,
     VisionOptimizerConfig,
@@ -105,9 +106,11 @@ class TrainConfig(LoopConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig(VisionOptimizerConfig):
+class OptimConfig(DecayConfig, VisionOptimizerConfig):
     """Optimizer and schedule, in epochs."""
 
+    power: float = 2.0
+    """Power of the polynomial decay."""
     base_learning_rate: float = 0.1
     """Learning rate for a batch of 256; the run's is in proportion to its batch (linear scaling)."""
     learning_rate: float | None = None

@@ -77,7 +77,7 @@ OPTIMIZER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer and the form of its schedule.
+    """The optimizer.
 
     Options that only some optimizers have are ``None`` by default; :meth:`options` resolves them.
 
@@ -87,11 +87,6 @@ class OptimizerConfig:
 
     optimizer: Literal["lamb", "lans", "adamw", "adafactor"] = "lamb"
     """LAMB or LANS for large batches, torch's AdamW, or T5's Adafactor."""
-    power: float = 1.0
-    """Power of the polynomial decay."""
-    decay_from: Literal["warmup", "start"] = "warmup"
-    """Count the decay from the end of warm-up and constant rate, or from step 0 (Google's ALBERT, NVIDIA's
-    BERT; the rate drops after warm-up)."""
     weight_decay: float = 0.01
     """Weight decay; biases and norms have none."""
     beta1: float | None = None
@@ -133,8 +128,6 @@ class VisionOptimizerConfig(OptimizerConfig):
 
     optimizer: Literal["sgd", "lars", "novograd", "lamb", "adamw"] = "sgd"  # type: ignore[assignment]
     """torch's SGD with momentum; LARS, NovoGrad or LAMB for large batches; torch's AdamW."""
-    power: float = 2.0
-    """Power of the polynomial decay."""
     weight_decay: float = 1e-4
     """Weight decay; biases and norms have none."""
     bias_rate: float = 1.0
@@ -178,7 +171,23 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig(Rates, OptimizerConfig):
+class DecayConfig:
+    """The form of a polynomial decay."""
+
+    power: float = 1.0
+    """Power of the polynomial decay."""
+    decay_from: Literal["warmup", "start"] = "warmup"
+    """Count the decay from the end of warm-up and constant rate, or from step 0 (Google's ALBERT, NVIDIA's
+    BERT; the rate drops after warm-up)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhasesOptimConfig(DecayConfig, OptimizerConfig):
+    """The optimizer, and the form of the schedules of several phases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(Rates, PhasesOptimConfig):
     """The optimizer and its schedule, in optimizer steps."""
 
 
@@ -250,7 +259,7 @@ def check_wire(distributed: DistributedConfig, *, precision: str, clip: str) -> 
         )
 
 
-def schedule_of(rates: Rates, optim: OptimizerConfig, total_steps: int) -> Schedule:
+def schedule_of(rates: Rates, optim: DecayConfig, total_steps: int) -> Schedule:
     """Return the learning-rate schedule of the settings."""
     return Schedule(
         base=rates.learning_rate,

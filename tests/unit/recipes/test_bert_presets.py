@@ -12,7 +12,7 @@ from shoal.errors import UsageError
 from shoal.models.text_config import BertModelConfig
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.bert import PRESETS, BertConfig, PhaseConfig
-from shoal.train.config import LoopConfig, OptimizerConfig, RunConfig, schedule_of
+from shoal.train.config import LoopConfig, PhasesOptimConfig, RunConfig, schedule_of
 
 
 def preset(name: str) -> BertConfig:
@@ -24,7 +24,7 @@ def preset(name: str) -> BertConfig:
         phase1=PhaseConfig(**tree["phase1"]),
         phase2=PhaseConfig(**tree["phase2"]),
         train=LoopConfig(**tree.get("train", {})),
-        optim=OptimizerConfig(**optim),
+        optim=PhasesOptimConfig(**optim),
         run=RunConfig(**tree.get("run", {})),
     )
 

@@ -28,7 +28,6 @@ from shoal.recipes.mask_rcnn import (
     ValidationConfig,
     check,
     estimate,
-    largest_sides,
     make_plan,
 )
 
@@ -182,7 +181,7 @@ def test_images_to_validate_on_must_be_there(tmp_path: Path) -> None:
 def test_the_size_of_the_published_network() -> None:
     """torchvision's maskrcnn_resnet50_fpn has 44,401,393 weights; the stem and the first stage stay."""
     config = preset("coco-1x")
-    assert largest_sides(config.augment) == (800, 1_344)
+    assert config.augment.largest_batch == (800, 1_344)
     parameters, memory = estimate(config, 90)
     assert parameters == 44_401_393 + 53_120  # torchvision's norms are frozen, these learn
     from_trained = replace(config, model=replace(config.model, weights=Path("w.safetensors")))

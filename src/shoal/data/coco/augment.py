@@ -15,6 +15,8 @@ import numpy as np
 from shoal.decide.rng import Stream, draw, random_keys, uniform
 from shoal.errors import UsageError
 
+SIZE_STEP = 32
+"""Sides of batches are multiples of it: the coarsest feature map of a ResNet has a stride of 32."""
 _FLIP, _SHORTER, _SCALE, _TOP, _LEFT = range(5)
 
 
@@ -48,6 +50,15 @@ class DetectionAugmentConfig:
             raise UsageError(f"flip={self.flip} must be from 0 to 1")
         if self.scales is not None and not 0 < self.scales[0] <= self.scales[1]:
             raise UsageError(f"scales={self.scales} must be two factors above 0, the smaller first")
+
+    @property
+    def largest_batch(self) -> tuple[int, int]:
+        """Height and width of the largest batch, in pixels."""
+        sides = (min(max(self.shorter), self.longer), self.longer)
+        if self.scales is not None:
+            sides = (self.canvas, self.canvas)
+        height, width = (-(-side // SIZE_STEP) * SIZE_STEP for side in sides)
+        return height, width
 
 
 @dataclass(frozen=True, kw_only=True)

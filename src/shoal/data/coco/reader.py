@@ -11,21 +11,20 @@ part of the image that holds it. The bitmaps of an image are concatenated in one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from shoal.data.coco.augment import SIZE_STEP
 from shoal.data.coco.masks import Bitmaps, crops
 from shoal.data.coco.transform import DetectionObjects, DetectionTransform
 from shoal.data.images.reader import DecodeThreads, ShardReader
 from shoal.data.images.shards import ImageShards
 from shoal.data.steps import example_names
 from shoal.errors import ShoalError
-
-SIZE_STEP = 32
-"""Sides of batches are multiples of it: the coarsest feature map of a ResNet has a stride of 32."""
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -57,9 +56,7 @@ class DetectionReader(ShardReader):
         super().__init__(shards, seed)
         self.transform = transform
         self.categories = dict(categories)
-        config = transform.config
-        sides = (max(config.shorter) + SIZE_STEP) * (config.longer + SIZE_STEP)
-        self.example_tokens = 3 * (sides if config.scales is None else config.canvas**2)
+        self.example_tokens = 3 * math.prod(transform.config.largest_batch)
         self._threads = DecodeThreads(threads)
         self._labels = {category: label for label, category in enumerate(self.categories, 1)}
 

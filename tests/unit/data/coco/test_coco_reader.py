@@ -16,9 +16,9 @@ from made_coco import CATEGORIES, made_truth
 from PIL import Image
 from pycocotools import mask as official
 
-from shoal.data.coco.augment import DetectionAugmentConfig
+from shoal.data.coco.augment import SIZE_STEP, DetectionAugmentConfig
 from shoal.data.coco.masks import bitmaps
-from shoal.data.coco.reader import SIZE_STEP, DetectionReader
+from shoal.data.coco.reader import DetectionReader
 from shoal.data.coco.transform import DetectionTransform
 from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from shoal.data.images.manifest import ImageManifest
