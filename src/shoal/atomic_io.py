@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -60,6 +61,15 @@ def write_atomically(path: Path, data: bytes) -> None:
         file.write(data)
         file.close()
         file.publish()
+
+
+def write_json(path: Path, tree: Mapping[str, Any]) -> None:
+    """Write ``tree`` to ``path`` as :func:`write_atomically` does, for readers too.
+
+    Raises:
+        ShoalError: the disk is full or the folder cannot be written.
+    """
+    write_atomically(path, json.dumps(tree, indent=2).encode() + b"\n")
 
 
 def read_whole(path: Path) -> bytes:

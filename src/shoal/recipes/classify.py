@@ -188,8 +188,7 @@ def record_scores(
     Files of the run directory: ``predictions-NAME.txt`` with one label per line, in the order of the labelled
     examples, and ``scores-NAME.json``.
     """
-    from shoal.atomic_io import write_atomically
-    from shoal.data.squad.dataset import write_json
+    from shoal.atomic_io import write_atomically, write_json
     from shoal.data.text.classify import score_classify
 
     accuracy = 0.0

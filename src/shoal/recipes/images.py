@@ -2,7 +2,6 @@
 
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -225,14 +224,14 @@ def write_directory(out: Path, model: "nn.Module", tree: Mapping[str, Any]) -> N
     """Write the weights and ``tree``, whole or not at all; an older export in ``out`` is replaced."""
     from safetensors.torch import save_file
 
-    from shoal.atomic_io import write_atomically
+    from shoal.atomic_io import write_json
 
     temporary = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-    write_atomically(temporary / CONFIG, (json.dumps(tree, indent=1, ensure_ascii=False) + "\n").encode())
+    write_json(temporary / CONFIG, tree)
     shutil.rmtree(out, ignore_errors=True)
     temporary.rename(out)
 

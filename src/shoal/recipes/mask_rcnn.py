@@ -13,7 +13,6 @@ scored by COCO's rules, by all workers.
 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +27,6 @@ from shoal.errors import UsageError, require_positive
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.optim.lr_schedules import Cosine, Steps, learning_rate, set_learning_rate
 from shoal.recipes import images, run_script
-from shoal.recipes.images import ImageTrainConfig
 from shoal.train.config import (
     LoopConfig,
     RunOutputConfig,
@@ -136,7 +134,7 @@ class DetectionRunConfig(RunOutputConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskRCNNTrainConfig(ImageTrainConfig):
+class MaskRCNNTrainConfig(images.ImageTrainConfig):
     """All settings of training Mask R-CNN; presets are TOML files in ``presets/mask_rcnn``."""
 
     longer: ClassVar[str] = "--train.total-steps"
@@ -172,7 +170,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
     """
     import torch
 
-    from shoal.atomic_io import write_atomically
+    from shoal.atomic_io import write_json
     from shoal.data.coco import score as coco
     from shoal.data.coco.results import write_results
     from shoal.data.coco.source import CATEGORIES
@@ -252,8 +250,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
         def export(_: Path) -> None:
             found, validation = required(scored), config.validation
             write_results(directory / RESULTS, required(results))
-            figures = coco.as_tree(required(found.truth), found.scores)
-            write_atomically(directory / SCORES, json.dumps(figures, indent=2).encode() + b"\n")
+            write_json(directory / SCORES, coco.as_tree(required(found.truth), found.scores))
             detector = Exported(
                 model=model, categories=categories, shorter=validation.shorter, longer=validation.longer
             )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from shoal.atomic_io import write_atomically
+from shoal.atomic_io import write_json
 from shoal.data.images.shards import ImageShards
 from shoal.env import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError
@@ -176,7 +175,7 @@ def score(source: Path, what: Scoring, joined: WorkerEnv) -> int:
             )
             if what.json is not None:
                 tree = {"num_images": num_images, "top1": right[0], "top5": right[1], **metrics}
-                write_atomically(what.json, (json.dumps(tree, indent=1) + "\n").encode())
+                write_json(what.json, tree)
         return EXIT_OK
 
 

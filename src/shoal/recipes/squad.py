@@ -174,7 +174,7 @@ def evaluate(
     """
     import torch
 
-    from shoal.data.squad.dataset import write_json
+    from shoal.atomic_io import write_json
     from shoal.models.encoder import packed_inputs
     from shoal.train.world import all_gather_json
 

@@ -11,7 +11,6 @@ Matching and averaging are faster-coco-eval's compiled functions with the rules 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from shoal.atomic_io import write_atomically
+from shoal.atomic_io import write_json
 from shoal.data.coco.annotations import CocoAnnotations, CocoObject, read_annotations
 from shoal.data.coco.bad_entries import OnBad
 from shoal.data.coco.masks import as_compressed, evaluation_library, mask_library
@@ -244,7 +243,7 @@ def evaluate(annotations: Path, results: Sequence[Path], *, on_bad: OnBad, out: 
     if out is not None:
         tree = as_tree(truth, scores)
         tree["skipped"] = {str(entries.path): entries.counts for entries in bad if entries.counts}
-        write_atomically(out, json.dumps(tree, indent=2).encode() + b"\n")
+        write_json(out, tree)
     return "\n\n".join(f"{_WORDS[score.kind]} ({score.kind})\n{score.table()}" for score in scores)
 
 

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from shoal.atomic_io import write_atomically
+from shoal.atomic_io import write_json
 from shoal.data.coco.annotations import (
     CocoAnnotations,
     CocoImage,
@@ -150,7 +150,7 @@ def write_categories(out: Path, categories: Mapping[int, str]) -> None:
     """
     entries = [{"id": number, "name": name} for number, name in categories.items()]
     tree = {"format": FORMAT, "version": VERSION, "categories": entries}
-    write_atomically(out / CATEGORIES, json.dumps(tree, indent=1).encode() + b"\n")
+    write_json(out / CATEGORIES, tree)
 
 
 def read_categories(location: Path | str) -> dict[int, str]:

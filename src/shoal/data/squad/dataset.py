@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.atomic_io import read_text, write_atomically
+from shoal.atomic_io import read_text
 from shoal.errors import UsageError, did_you_mean
 from shoal.json_text import parse_json
 
@@ -150,15 +150,6 @@ def read_null_odds(path: Path) -> dict[str, float]:
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             raise UsageError(f"{path}: {key!r} is {_shown(value)}; it must be a number")
     return {key: float(value) for key, value in tree.items()}
-
-
-def write_json(path: Path, tree: Mapping[str, Any]) -> None:
-    """Write predictions, n-best lists, null odds or scores.
-
-    Raises:
-        ShoalError: the disk is full or the folder cannot be written.
-    """
-    write_atomically(path, json.dumps(tree, indent=2).encode() + b"\n")
 
 
 def shorten(names: tuple[str, ...] | list[str]) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.atomic_io import write_json
 from shoal.data.squad.dataset import (
     Question,
     SquadData,
@@ -27,7 +28,6 @@ from shoal.data.squad.dataset import (
     read_predictions,
     read_squad,
     shorten,
-    write_json,
 )
 from shoal.errors import UsageError
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from shoal.atomic_io import write_json
 from shoal.data.squad.dataset import (
     Answer,
     describe_misplaced,
     read_null_odds,
     read_predictions,
     read_squad,
-    write_json,
 )
 from shoal.errors import UsageError
 

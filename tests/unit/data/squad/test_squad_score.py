@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from forked import shoal
+from shoal.atomic_io import write_json
 from shoal.data.squad.dataset import (
     Answer,
     Question,
@@ -17,7 +18,6 @@ from shoal.data.squad.dataset import (
     Version,
     read_predictions,
     read_squad,
-    write_json,
 )
 from shoal.data.squad.score import normalise_answer, score_squad, token_f1
 from shoal.env import test_data_dir as data_dir
