@@ -9,6 +9,7 @@ import os
 import re
 from collections import Counter
 
+import hypothesis
 import pytest
 
 from shoal.env import NATIVE_GROUP
@@ -17,6 +18,9 @@ from shoal.env import test_data_dir as data_dir
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Tests run side by side, each with processes of its own: more threads a process only get in the way (a small
 training job took 97 s with two threads beside another test, and 16 s with one)."""
+
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")  # an example may take any time on a busy machine
 
 MAY_BE_MISSING = [r"CUDA", r"GPU"]
 """What a machine may lack and ``.ci/run`` cannot install; the real test data only if it is not there."""

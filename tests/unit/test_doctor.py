@@ -145,7 +145,7 @@ def test_package_missing_or_too_old(
 def test_every_extra_for_users_is_known() -> None:
     """A new extra needs a word on what it is for, or must be one for developers."""
     extras = set(metadata.metadata("shoal").get_all("Provides-Extra") or [])
-    assert extras - {"dev", "bench"} == set(doctor.EXTRAS)
+    assert extras - {"dev", "docs", "bench"} == set(doctor.EXTRAS)
 
 
 def test_machine_facts_come_from_files(tmp_path: Path) -> None:
