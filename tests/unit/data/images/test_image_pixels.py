@@ -52,7 +52,7 @@ def finished(image, jitter=(), *, out=None, **options):
 
 
 def numpys(image, jitter, *, flip, scale, shift):
-    """What ``finish`` computes, in NumPy."""
+    """Compute what ``finish`` does, in NumPy."""
     seen = image[:, ::-1] if flip else image
     rgb = np.ascontiguousarray(seen.transpose(2, 0, 1)).astype(np.float32)
     for name, factor in jitter:
