@@ -1,7 +1,7 @@
 """Reads environment variables, which no other module does (a test enforces it), and counts the cores.
 
-A worker's rank comes from its launcher: torchrun's variables first, then those of Open MPI, MPICH and
-Intel MPI.
+A worker's rank comes from its launcher: torchrun's variables first, then those of Open MPI, of MPICH's Hydra
+and Intel MPI, and of Slurm.
 """
 
 from __future__ import annotations
@@ -42,8 +42,13 @@ NATIVE_GROUP = "SHOAL_NATIVE_GROUP"
 """1 or 0: whether the backend uses its process group in C++."""
 CACHE_DIR = "SHOAL_CACHE_DIR"
 """Folder for what is built once per machine; default: ``~/.cache/shoal``."""
+PROGRESS_FILE = "SHOAL_PROGRESS_FILE"
+"""File in which the first worker writes the step of each checkpoint, for the launcher of a cluster's job."""
 
 _SLURM_JOB_ID = "SLURM_JOB_ID"
+_SLURM_SPECIAL_STEPS = 0xFFFFFFF0
+"""Numbers from which Slurm counts steps that are no srun: the batch script, the shell of salloc."""
+_FIRST_JOB_PORT, _NUM_JOB_PORTS = 20_000, 10_000
 
 # (rank, number of workers, local rank, local number of workers) of each launcher
 _MPI_NAMES = {
@@ -74,6 +79,30 @@ class WorkerPlace:
     def is_main(self) -> bool:
         """True for the worker that prints, writes the record and owns the run directory."""
         return self.rank == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmStep:
+    """Place of this process among the tasks of an ``srun``."""
+
+    job: int
+    restarts: int
+    """Times that Slurm has requeued the job."""
+    place: WorkerPlace
+    """The task, its number among all tasks and among those of its node."""
+    node: int
+    num_nodes: int
+    first_node: str
+
+    @property
+    def port(self) -> int:
+        """A port for the rendezvous, which other jobs on the same nodes do not have."""
+        return _FIRST_JOB_PORT + self.job % _NUM_JOB_PORTS
+
+    @property
+    def run_id(self) -> str:
+        """A name of this start of the job."""
+        return f"{self.job}.{self.restarts}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +143,21 @@ def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
         UsageError: a variable is missing or is not a number in its range.
     """
     environ = os.environ if environ is None else environ
+    mpi = [item for item in _MPI_NAMES.items() if item[1][0] in environ and item[1][1] in environ]
+    step = slurm_step(environ)
     if "RANK" in environ and "WORLD_SIZE" in environ:
         names, launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "torchrun"
-    else:
-        mpi = [item for item in _MPI_NAMES.items() if item[1][0] in environ and item[1][1] in environ]
-        if not mpi:
-            return None
+    elif step is not None and (not mpi or mpi[0][1][2] not in environ):  # srun --mpi=pmi2 sets PMI_RANK too
+        return _slurm_worker(step, environ) if step.place.num_workers > 1 else None
+    elif mpi:
         launcher, names = mpi[0]
+    elif "PMIX_RANK" in environ and "PMIX_NAMESPACE" in environ:
+        raise UsageError(
+            "PMIx has started this process (PMIX_RANK) and no variable says how many workers there are; "
+            "export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, or unset PMIX_RANK to run alone"
+        )
+    else:
+        return None
     rank, num_workers = (_number(environ, name) for name in names[:2])
     local_rank = _number(environ, names[2], default=rank)
     num_local = _number(environ, names[3], default=num_workers)
@@ -148,6 +185,92 @@ def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
         launcher=launcher,
         store_file=Path(store) if store else None,
     )
+
+
+def slurm_step(environ: Mapping[str, str] | None = None) -> SlurmStep | None:
+    """Return the place of this process in an ``srun`` of Slurm, else ``None``.
+
+    The batch script and the shell of ``salloc`` have most of Slurm's variables but are no tasks.
+
+    Raises:
+        UsageError: a variable of Slurm is missing or malformed.
+    """
+    environ = os.environ if environ is None else environ
+    number = environ.get("SLURM_STEP_ID", "")
+    if not number.isdecimal() or int(number) >= _SLURM_SPECIAL_STEPS:
+        return None
+    node = _number(environ, "SLURM_NODEID")
+    counts = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if node >= len(counts):
+        raise UsageError(
+            f"SLURM_NODEID={node} and SLURM_STEP_TASKS_PER_NODE={environ.get('SLURM_STEP_TASKS_PER_NODE')!r} "
+            "contradict each other: start the command with srun"
+        )
+    return SlurmStep(
+        job=_number(environ, _SLURM_JOB_ID),
+        restarts=_number(environ, "SLURM_RESTART_COUNT", default=0),
+        place=WorkerPlace(
+            rank=_number(environ, "SLURM_PROCID"),
+            num_workers=sum(counts),
+            local_rank=_number(environ, "SLURM_LOCALID"),
+            num_local_workers=counts[node],
+        ),
+        node=node,
+        num_nodes=len(counts),
+        first_node=first_node(environ.get("SLURM_STEP_NODELIST", "")),
+    )
+
+
+def first_node(node_list: str) -> str:
+    """Return the first name of a node list of Slurm, such as ``gpu-[003-010,12],login1``.
+
+    Raises:
+        UsageError: the list is empty or malformed.
+    """
+    match = re.match(r"([\w.-]+)(?:\[(\d+)[^][]*\]([\w.-]*))?(?=,|$)", node_list)
+    if match is None:
+        raise UsageError(f"the node list {node_list!r} is not one of Slurm: start the command with srun")
+    return "".join(part or "" for part in match.groups())
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Return the numbers of tasks of ``2(x3),1``: 2, 2, 2, 1."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
+        if match is None:
+            raise UsageError(
+                f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of the form 2(x3),1: start the command with srun"
+            )
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def _slurm_worker(step: SlurmStep, environ: Mapping[str, str]) -> WorkerEnv:
+    return WorkerEnv(
+        place=step.place,
+        master_addr=environ.get("MASTER_ADDR") or (step.first_node if step.num_nodes > 1 else "127.0.0.1"),
+        master_port=_number(environ, "MASTER_PORT", default=step.port),
+        launcher="Slurm",
+    )
+
+
+def workers_first_node(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the first node of the first group of a heterogeneous job of Slurm, or ``None``."""
+    nodes = _text("SLURM_JOB_NODELIST_HET_GROUP_0", environ)
+    return first_node(nodes) if nodes else None
+
+
+def rendezvous(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return ``MASTER_ADDR:MASTER_PORT`` (default port 29500), or ``None`` without MASTER_ADDR."""
+    address = _text("MASTER_ADDR", environ)
+    return f"{address}:{_text('MASTER_PORT', environ) or _DEFAULT_PORT}" if address else None
+
+
+def progress_file(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Return the file for the step of the last checkpoint, or ``None``."""
+    value = _text(PROGRESS_FILE, environ)
+    return Path(value) if value else None
 
 
 def alone(folder: Path) -> WorkerEnv:
@@ -226,6 +349,11 @@ def helpers(environ: Mapping[str, str] | None = None) -> list[HelperAddress]:
             )
         found.append(HelperAddress(address=address, port=int(port), bandwidth=bandwidth))
     return found
+
+
+def set_variables(changes: Mapping[str, str]) -> None:
+    """Set variables of this process's environment, which its children inherit."""
+    os.environ.update(changes)
 
 
 @contextmanager

@@ -18,6 +18,8 @@ EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_STOPPED = 75
 """A signal ended the run after it saved: start the same command again (sysexits.h, EX_TEMPFAIL)."""
+EXIT_LOST = 76
+"""Another host is gone, or a worker on it: the run continues from its last checkpoint when started again."""
 
 
 class ShoalError(RuntimeError):

@@ -244,3 +244,77 @@ def test_only_rank_0_is_main() -> None:
         WorkerPlace(rank=rank, num_workers=4, local_rank=rank % 2, num_local_workers=2) for rank in range(4)
     ]
     assert [place.is_main for place in places] == [True, False, False, False]
+
+
+# Recorded in a step of `srun --ntasks-per-node=2` on Slurm 22.05, second node, first task.
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.78.0.1",
+}
+
+
+def test_place_in_a_step_of_slurm() -> None:
+    given = env.worker_env(SLURM)
+    place = WorkerPlace(rank=2, num_workers=4, local_rank=0, num_local_workers=2)
+    assert given == env.WorkerEnv(place=place, master_addr="n1", master_port=24_711, launcher="Slurm")
+    assert env.worker_env({**SLURM, "PMI_RANK": "2", "PMI_SIZE": "4"}) == given  # srun --mpi=pmi2
+    assert env.worker_env({**SLURM, "PMIX_RANK": "2", "PMIX_NAMESPACE": "slurm.4711.2"}) == given
+    hydra = env.worker_env({**SLURM, **MPICH, **MEETING})
+    assert hydra is not None and (hydra.launcher, hydra.place) == ("MPICH", PLACE)
+    again = env.slurm_step({**SLURM, "SLURM_RESTART_COUNT": "3"})
+    assert again is not None and (again.run_id, again.port) == ("4711.3", 24_711)
+
+
+@pytest.mark.parametrize("step", ["", "4294967290", "4294967291", "4294967292"])
+def test_the_batch_script_and_the_shell_of_salloc_are_no_workers(step: str) -> None:
+    assert env.worker_env({**SLURM, "SLURM_STEP_ID": step}) is None
+
+
+def test_one_task_of_slurm_may_start_workers_itself() -> None:
+    single = {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}
+    assert env.worker_env({**SLURM, **single}) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x"}, r"SLURM_STEP_TASKS_PER_NODE='2\(x' is not of the form"),
+        ({"SLURM_NODEID": "2"}, "SLURM_NODEID=2 and SLURM_STEP_TASKS_PER_NODE"),
+        ({"SLURM_STEP_NODELIST": ""}, "the node list '' is not one of Slurm"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x' must be a whole number"),
+    ],
+)
+def test_variables_of_slurm_that_are_wrong(changes: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        env.worker_env({**SLURM, **changes})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu-[003-010,12],login1", "gpu-003"),
+        ("rack[1,3]-node,x", "rack1-node"),
+        ("ip-10-0-0-7.ec2.internal", "ip-10-0-0-7.ec2.internal"),
+    ],
+)
+def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
+    assert env.first_node(nodes) == first
+
+
+def test_pmix_alone_does_not_say_how_many_workers_there_are() -> None:
+    with pytest.raises(UsageError, match=r"PMIX_RANK.* export RANK, WORLD_SIZE"):
+        env.worker_env({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-1"})
+
+
+def test_the_rendezvous_from_an_environment_with_an_address_only() -> None:
+    assert env.rendezvous({"MASTER_ADDR": "a"}) == "a:29500"
+    assert env.rendezvous({"MASTER_ADDR": "a", "MASTER_PORT": "7"}) == "a:7"
+    assert env.rendezvous({"MASTER_PORT": "7"}) is None

@@ -23,6 +23,7 @@ RUN_BY_OTHERS = {
     "shoal.cli.bench": ("processes/test_bench_comm.py", '"bench"'),
     "shoal.cli.bench_train": ("unit/bench/test_step_timing.py", '"bench", "train"'),
     "shoal.cli.evaluate": ("unit/data/coco/test_coco_score.py", '"evaluate"'),
+    "shoal.cli.launch": ("processes/test_launch_in_job.py", '"launch"'),
     "shoal.cli.pipeline": ("unit/report/test_pipeline_figure.py", '"pipeline"'),
     "shoal.cli.prepare": ("processes/test_prepare_images.py", '"prepare"'),
     "shoal.cli.settings": ("processes/test_train_command.py", '"--train.total-steps"'),

@@ -29,7 +29,7 @@ def serve(
     report_every_s: float = 0.0,
     transport: str | None = None,
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C; return the exit code.
+    """Serve until SIGTERM or Ctrl-C; return the exit code. SIGUSR1 and SIGHUP change nothing.
 
     Args:
         address: IPv4 address of the interface to listen on, and on no other.
@@ -59,6 +59,8 @@ def serve(
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    for number in (signal.SIGUSR1, signal.SIGHUP):  # schedulers warn all of a job's processes by them
+        signal.signal(number, signal.SIG_IGN)
     server.start()
     print(f"shoal serve: listening on {address}:{server.port}", flush=True)
     # Short waits: signal handlers run between two of them, whichever thread received the signal.

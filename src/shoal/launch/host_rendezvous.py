@@ -23,13 +23,19 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from shoal.errors import ShoalError, UsageError
+from shoal import __version__
+from shoal.errors import EXIT_LOST, EXIT_OK, EXIT_STOPPED, ShoalError, UsageError
 from shoal.json_text import parse_json
 
 _NONCE_BYTES = 16
 _MAC_CHARACTERS = 64
 _END_DEADLINE_S = 300.0
+_OTHERS_END_S = 12.0
+"""Time for the other hosts to notice a failure, end their workers and say so."""
 _POLL_S = 0.1
+_NAME_DEADLINE_S = 60.0
+"""Time for a host's name to appear: a pod's comes after the pod."""
+_MAX_TEXT = 4_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +49,48 @@ class Membership:
     rank: int
     num_hosts: int
     store: Store
+    signed: _SignedStore
 
-    def leave(self, *, wait: bool) -> None:
-        """Announce the end of this host; with ``wait``, rank 0 waits up to 300 s for the other hosts."""
+    def cause(self, exit_code: int, text: str) -> tuple[int, str]:
+        """Tell the other hosts how this one has ended, and return the exit code and text of the cause.
+
+        These are the given ones, unless this host merely lost another (:data:`~shoal.errors.EXIT_LOST`) and
+        that one says within 12 s how it has failed.
+        """
+        with suppress(Exception):  # the store has gone with its host
+            end: dict[str, Any] = {
+                "code": exit_code,
+                "text": text[:_MAX_TEXT],
+                "name": os.uname().nodename,
+            }
+            self.signed.put(self._end_key(self.rank), end)
+            until = time.monotonic() + _OTHERS_END_S
+            while exit_code == EXIT_LOST and time.monotonic() < until:
+                for other in range(self.num_hosts):
+                    if not self.store.check([key := self._end_key(other)]):
+                        continue
+                    end = self.signed.get(key)
+                    if end["code"] not in (EXIT_OK, EXIT_STOPPED, EXIT_LOST):
+                        said = "".join(c if c.isprintable() or c == "\n" else "?" for c in end["text"])
+                        return int(end["code"]), f"on host {end['name']}: {said}"
+                time.sleep(_POLL_S)
+        return exit_code, text
+
+    def leave(self, *, wait: bool, has_failed: bool = False) -> None:
+        """Announce the end of this host; with ``wait``, rank 0 waits for the other hosts.
+
+        It waits up to 300 s, and 12 s after a failure.
+        """
         with suppress(Exception):  # the store has gone with its host
             self.store.add("num_left", 1)
-            until = time.monotonic() + _END_DEADLINE_S
+            until = time.monotonic() + (_OTHERS_END_S if has_failed else _END_DEADLINE_S)
             while wait and self.rank == 0 and self.store.add("num_left", 0) < self.num_hosts:
                 if time.monotonic() > until:
                     return
                 time.sleep(_POLL_S)
+
+    def _end_key(self, rank: int) -> str:
+        return f"end/{self.signed.challenge}/{rank}"
 
 
 def join_hosts(
@@ -78,7 +116,7 @@ def join_hosts(
             time.
     """
     until = time.monotonic() + deadline_s
-    listener = listen(host, port, backlog=2 * num_hosts * (1 + num_workers))
+    listener = listen(host, port, backlog=2 * num_hosts * (1 + num_workers), until=until)
     try:
         server = TCPStore(
             host,
@@ -99,7 +137,7 @@ def join_hosts(
             f"the launchers of {num_hosts} hosts did not come together at {host}:{port} ({error}); start "
             "the same command with the same --nnodes and --rdzv on each, and see that the port can be reached"
         ) from error
-    return Membership(rank=rank, num_hosts=num_hosts, store=store)
+    return Membership(rank=rank, num_hosts=num_hosts, store=store, signed=signed)
 
 
 class _SignedStore:
@@ -107,6 +145,8 @@ class _SignedStore:
 
     def __init__(self, store: Store, *, address: str, secret: bytes, until: float) -> None:
         self.store, self.address = store, address
+        self.challenge = ""
+        """The leader's, once it is known."""
         self._secret, self._until = secret, until
 
     def put(self, key: str, value: dict[str, Any]) -> None:
@@ -140,8 +180,9 @@ class _SignedStore:
 
 
 def _lead(store: _SignedStore, *, num_hosts: int, num_workers: int) -> int:
-    challenge = secrets.token_hex(_NONCE_BYTES)
-    store.put("leader", {"challenge": challenge, "hosts": num_hosts, "workers": num_workers})
+    challenge = store.challenge = secrets.token_hex(_NONCE_BYTES)
+    settings = {"hosts": num_hosts, "workers": num_workers, "version": __version__}
+    store.put("leader", {"challenge": challenge, **settings})
     answers = []
     for number in range(1, num_hosts):
         answer = store.get(key := f"host/{number}")
@@ -154,11 +195,16 @@ def _lead(store: _SignedStore, *, num_hosts: int, num_workers: int) -> int:
 
 def _follow(store: _SignedStore, *, num_hosts: int, num_workers: int) -> int:
     leader = store.get("leader")
-    for name, key, mine in (("--nnodes", "hosts", num_hosts), ("--workers", "workers", num_workers)):
+    store.challenge = leader["challenge"]
+    for name, key, mine in (
+        ("--nnodes", "hosts", num_hosts),
+        ("--workers", "workers", num_workers),
+        ("shoal's version", "version", __version__),
+    ):
         if leader[key] != mine:
             raise UsageError(
                 f"{name} is {mine} here and {leader[key]} on {store.address.rpartition(':')[0]}: give all "
-                "hosts the same"
+                f"hosts the same (here: {os.uname().nodename})"
             )
     number = store.store.add("num_hosts", 1)
     if not 0 < number < num_hosts:
@@ -175,20 +221,21 @@ def _follow(store: _SignedStore, *, num_hosts: int, num_workers: int) -> int:
     return 1 + int(nonces.index(nonce))
 
 
-def listen(host: str, port: int, *, backlog: int) -> socket.socket | None:
+def listen(host: str, port: int, *, backlog: int, until: float = 0.0) -> socket.socket | None:
     """Return a socket that listens at ``host:port``, or ``None`` on another machine than ``host``.
 
     It listens on that one address, unless the name of this machine stands for its loopback interface
     (Debian's /etc/hosts has it so): the other hosts come by another address then. ``None`` too if somebody
     listens there already: the launcher of another "host" on this machine.
 
+    Args:
+        until: time of ``time.monotonic()`` at which a name that cannot be found is an error; 60 s from now
+            if that is earlier.
+
     Raises:
         ShoalError: there is no such host, or the port may not be used.
     """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ShoalError(f"--rdzv: the host {host!r} cannot be found: {error}") from error
+    found = _addresses(host, port, min(until, time.monotonic() + _NAME_DEADLINE_S))
     for family, _, _, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
         name = str(address[0])
         is_loopback = ip_address(name).is_loopback
@@ -203,6 +250,19 @@ def listen(host: str, port: int, *, backlog: int) -> socket.socket | None:
                 return None
             raise ShoalError(f"--rdzv: cannot listen at {host}:{port}: {error.strerror}") from error
     return None
+
+
+def _addresses(host: str, port: int, until: float) -> list[Any]:
+    """Return the addresses of a name, as ``getaddrinfo`` does; try again until the deadline."""
+    pause_s = _POLL_S
+    while True:
+        try:
+            return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            if time.monotonic() + pause_s > until:
+                raise ShoalError(f"--rdzv: the host {host!r} cannot be found: {error}") from error
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 2.0)
 
 
 def _source_towards(family: int, address: Any) -> str | None:

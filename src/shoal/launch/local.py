@@ -11,15 +11,18 @@ waits 30 s for workers that hang in a collective.
 
 from __future__ import annotations
 
+import fcntl
 import secrets
 import shutil
 import socket
+import struct
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,22 +36,22 @@ from shoal.env import (
     STORE_FILE,
     child_environment,
     num_cores,
+    rendezvous,
     secret,
     without,
 )
 from shoal.errors import EXIT_STOPPED, UsageError
-from shoal.launch.supervision import POLL_S, Job, worker_variables, write_secret
+from shoal.launch.supervision import POLL_S, Job, Outcome, worker_variables, write_secret
 
 if TYPE_CHECKING:
     from shoal.launch.host_rendezvous import Membership
 
 _LISTENS_ON = (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "shoal",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "TORCHELASTIC_MAX_RESTARTS": "0",
-}
-"""By these libraries recognise a worker that has been started for them."""
+_ELSEWHERE = "192.0.2.1"
+"""An address for documentation, which no host has: the way there is the default route."""
+_SIOCGIFADDR = 0x8915
+_RESTARTS = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+"""By these, and TORCHELASTIC_RUN_ID, libraries recognise a worker that has been started for them."""
 
 
 def launch(
@@ -59,6 +62,7 @@ def launch(
     nnodes: int = 1,
     rdzv: str | None = None,
     rendezvous_deadline_s: float = 900.0,
+    run_id: str = "shoal",
 ) -> int:
     """Run ``command`` as ``num_workers`` workers on this host and return the exit code of the job.
 
@@ -77,8 +81,10 @@ def launch(
         num_workers: workers on this host; the same on every host.
         log_dir: folder for the other workers' output; made if missing.
         nnodes: number of hosts; start the same command on each.
-        rdzv: ``host:port`` of one of them, where the launchers meet; required for several hosts.
+        rdzv: ``host:port`` of one of them, where the launchers meet; required for several hosts, unless
+            MASTER_ADDR and MASTER_PORT say it.
         rendezvous_deadline_s: seconds to wait for the other hosts.
+        run_id: name of this start of the job, which workers find in TORCHELASTIC_RUN_ID.
 
     Returns:
         0, :data:`~shoal.errors.EXIT_STOPPED` when the workers saved and left, or that of the first failure.
@@ -90,6 +96,7 @@ def launch(
     """
     if num_workers < 1 or nnodes < 1:
         raise UsageError(f"--workers {num_workers} and --nnodes {nnodes} must be at least 1")
+    rdzv = rdzv or (rendezvous() if nnodes > 1 else None)
     if nnodes > 1 and rdzv is None:
         raise UsageError(f"--nnodes {nnodes} needs --rdzv HOST:PORT, the same on every host")
     host, port = ("", 0) if rdzv is None else _parse_rendezvous(rdzv)
@@ -122,8 +129,9 @@ def launch(
             shared = {
                 SECRET_FILE: str(write_secret(folder, job_secret)),
                 **_worker_env(folder, num_workers),
-                **(_one_host_env(folder) if membership is None else {}),
-                **_TORCHRUN,
+                **(_one_host_env(folder) if membership is None else _several_hosts_env(host)),
+                **_RESTARTS,
+                "TORCHELASTIC_RUN_ID": run_id,
                 "TORCHELASTIC_USE_AGENT_STORE": str(membership is not None),
             }
             workers: dict[int, subprocess.Popen[str]] = {}
@@ -142,9 +150,12 @@ def launch(
                     start_new_session=True,
                 )
             job.wait(workers)
+            outcome = job.outcome()
             if membership is not None:
-                membership.leave(wait=not job.has_failed and job.num_interrupts < 2)
-        return job.outcome().report()
+                code, text = membership.cause(outcome.exit_code, outcome.text)
+                outcome = Outcome(exit_code=code, text=text)
+                membership.leave(wait=job.num_interrupts < 2, has_failed=job.has_failed)
+        return outcome.report()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -193,3 +204,45 @@ def _one_host_env(folder: Path) -> dict[str, str]:
         STORE_FILE: str(folder / "store"),
         **{name: loopback for name in _LISTENS_ON if not inherited.get(name)},
     }
+
+
+def _several_hosts_env(master: str) -> dict[str, str]:
+    """Return the interface for gloo and shoal where they would choose the loopback interface themselves.
+
+    gloo listens at the address of this host's own name, which Debian's /etc/hosts has as 127.0.1.1, and shoal
+    on the way to ``master``, which on that host itself may be the same.
+    """
+    inherited = child_environment()
+    suspects = {"GLOO_SOCKET_IFNAME": socket.gethostname(), INTERFACE: master}
+    loopback = [name for name, host in suspects.items() if not inherited.get(name) and _is_loopback(host)]
+    found = outgoing_interface(master) if loopback else None
+    return dict.fromkeys(loopback, found) if found else {}
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return socket.gethostbyname(host).startswith("127.")
+    except OSError:
+        return True
+
+
+def outgoing_interface(towards: str) -> str | None:
+    """Return the interface by which this machine reaches a host, or else other networks, or its only one."""
+    addresses = _interface_addresses()
+    for host in (towards, _ELSEWHERE):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.connect((host, 9))  # sends nothing, only selects a route
+            if name := addresses.get(probe.getsockname()[0]):
+                return name
+    return next(iter(addresses.values())) if len(addresses) == 1 else None
+
+
+def _interface_addresses() -> dict[str, str]:
+    """Return the names of the interfaces with an IPv4 address, by this address, without loopback."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found[socket.inet_ntoa(answer[20:24])] = name
+    return {address: name for address, name in found.items() if not address.startswith("127.")}

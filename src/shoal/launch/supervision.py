@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Self
 
-from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED
+from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED
 from shoal.launch.worker import WorkerError, read_errors
 
 EXIT_INTERRUPTED = 130
@@ -270,7 +270,7 @@ def decide_outcome(
     if errors:
         first = min(errors.values(), key=lambda error: error.time_s)
         return Outcome(
-            exit_code=EXIT_FAILURE,
+            exit_code=EXIT_LOST,
             text=f"worker {first.rank} lost another worker, which runs on another host: look for the error "
             f"in that host's output. Its own error: {first.message}{_where(first.rank, logs)}",
         )

@@ -44,11 +44,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal import record
+from shoal.atomic_io import write_atomically
 from shoal.data.sources import StepSource, as_source
 from shoal.data.steps import DataShard
 from shoal.decide.batch import BatchPlan, BatchSizes, plan_batch
 from shoal.decide.rng import Stream, random_keys
-from shoal.env import WorkerEnv, alone, worker_env
+from shoal.env import WorkerEnv, alone, progress_file, worker_env
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, as_tree, required
@@ -582,6 +583,8 @@ class Run:
             for row in self._checkpointer.poll():
                 if self.log:
                     self.log.write(row)
+                if self.world.is_main and (file := progress_file()):
+                    write_atomically(file, f"{row.step}\n".encode())
 
     def _last_evaluations(self) -> dict[str, record.Evaluation]:
         """Return the evaluations of the last step; those of an earlier process group are in the record."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from forked import free_port
 from shoal.errors import ShoalError, UsageError
+from shoal.launch import host_rendezvous
 from shoal.launch.host_rendezvous import Membership, join_hosts, listen
 
 SECRET = b"the secret of these hosts"
@@ -72,11 +74,36 @@ def test_the_host_with_the_store_leaves_last() -> None:
     assert left[0] == 1 and sorted(left) == [0, 1, 2]  # the first may return as the third does
 
 
-def test_after_a_failure_nobody_waits_for_the_others() -> None:
-    first, _ = meet(*(host(port, 2) for port in [free_port()] * 2))
+def test_a_host_that_lost_another_learns_how_that_one_failed() -> None:
+    first, failed, lost = meet(*(host(port) for port in [free_port()] * 3))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lost.cause, 76, "worker 2 lost another worker")
+        assert first.cause(75, "") == (75, "")
+        assert failed.cause(3, "the disk\x1b is full\n") == (3, "the disk\x1b is full\n")
+        assert waiting.result(20) == (3, f"on host {os.uname().nodename}: the disk? is full\n")
+
+
+def test_a_host_that_only_others_lost_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_rendezvous, "_OTHERS_END_S", 0.3)
+    first, second = meet(*(host(port, 2) for port in [free_port()] * 2))
+    assert first.cause(76, "lost") == (76, "lost")
     began = time.monotonic()
-    first.leave(wait=False)
+    first.leave(wait=True, has_failed=True)
     assert time.monotonic() - began < 20
+    assert second.cause(0, "") == (0, "")
+
+
+def test_another_version_of_shoal_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        leading = pool.submit(host(port, 2))
+        store_at(port).wait(["leader"])
+        with monkeypatch.context() as patch:
+            patch.setattr(host_rendezvous, "__version__", "0.0.1")
+            with pytest.raises(UsageError, match=r"shoal's version is 0\.0\.1 here and .* on 127"):
+                host(port, 2)()
+        assert host(port, 2)().rank == 1
+        assert leading.result().rank == 0
 
 
 @pytest.mark.parametrize(

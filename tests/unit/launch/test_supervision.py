@@ -63,7 +63,7 @@ def test_an_error_beats_a_stop() -> None:
 
 def test_only_lost_peers_point_to_another_host() -> None:
     outcome = decide_outcome({0: 1, 1: 1}, {0: error(0, 2.0, lost=True), 1: error(1, 1.0, lost=True)})
-    assert (outcome.exit_code, outcome.text.split(",")[0]) == (1, "worker 1 lost another worker")
+    assert (outcome.exit_code, outcome.text.split(",")[0]) == (76, "worker 1 lost another worker")
 
 
 def test_the_log_of_a_silent_worker_is_quoted(tmp_path: Path) -> None:

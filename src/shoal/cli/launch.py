@@ -1,0 +1,80 @@
+"""Defines ``shoal launch``: one host's part in a cluster's job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from shoal.errors import UsageError
+
+
+def launch(
+    *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    role: Literal["worker", "helper"] = "worker",
+    job: Path | None = None,
+    workers: int | None = None,
+    nnodes: int | None = None,
+    rdzv: str | None = None,
+    helpers: int = 0,
+    helpers_required: bool = False,
+    helpers_wait_s: float = 60.0,
+    global_batch: int | None = None,
+    interface: str | None = None,
+    log_dir: Path | None = None,
+) -> int:
+    """Do this host's part in a job: `srun shoal launch -- python train.py`, once per host.
+
+    The command runs once per worker with torchrun's variables, SHOAL_HELPERS and the job's secret. Exit code
+    75: a signal asked to stop, and the workers saved. 76: another host is gone; start again to continue from
+    the last checkpoint.
+
+    Parameters
+    ----------
+    command
+        The command of a worker and its arguments, after `--`.
+    role
+        worker: start workers; helper: run a server that sums gradients, until SIGTERM.
+    job
+        Folder on a file system that all hosts share, where they meet. In Slurm by default jobs/ID.
+    workers
+        Workers per host; default: one a GPU, or one.
+    nnodes
+        Number of worker hosts; default: the nodes of the Slurm step, or one.
+    rdzv
+        HOST:PORT of the first worker host; default: from Slurm, or from MASTER_ADDR and MASTER_PORT.
+    helpers
+        Number of helper hosts that come to the job's folder.
+    helpers_required
+        Fail if helpers are missing. By default the run starts without them, after a warning.
+    helpers_wait_s
+        Seconds to wait for helpers.
+    global_batch
+        Samples a step: use the largest number of hosts over whose workers it divides; the others stay idle.
+    interface
+        Network interface, such as eth0, for shoal, gloo and NCCL.
+    log_dir
+        Folder for the output of all workers but the first; default: logs, in the job's folder if it has one.
+    """
+    from shoal.launch.in_job import InJob, in_job
+
+    for option, number in (("workers", workers), ("nnodes", nnodes), ("global-batch", global_batch)):
+        if number is not None and number < 1:
+            raise UsageError(f"--{option} {number} must be at least 1")
+    if helpers < 0:
+        raise UsageError(f"--helpers {helpers} must be at least 0")
+    how = InJob(
+        helper=role == "helper",
+        job=job,
+        workers=workers,
+        nnodes=nnodes,
+        rdzv=rdzv,
+        num_helpers=helpers,
+        helpers_required=helpers_required,
+        helpers_wait_s=helpers_wait_s,
+        global_batch=global_batch,
+        interface=interface,
+        log_dir=log_dir,
+    )
+    return in_job(command, how)

@@ -1,0 +1,297 @@
+"""Does one host's part in a job that a scheduler has started: ``shoal launch -- COMMAND``.
+
+On a worker host it starts the command once per worker with torchrun's variables, SHOAL_HELPERS and the
+job's secret; on a helper host it runs the server. Slurm tells each host its place; elsewhere ``--nnodes`` and
+``--rdzv`` (or MASTER_ADDR and MASTER_PORT) do. In Slurm a step with one task per worker is understood too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from shoal.env import (
+    HELPERS,
+    INTERFACE,
+    PROGRESS_FILE,
+    SECRET_FILE,
+    SlurmStep,
+    child_environment,
+    helpers,
+    rendezvous,
+    secret,
+    set_variables,
+    slurm_step,
+    workers_first_node,
+)
+from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, ShoalError, UsageError
+from shoal.launch.emulated import HELPER_COMMAND
+from shoal.launch.local import launch
+from shoal.launch.meeting import Meeting, usable_hosts
+from shoal.launch.supervision import worker_variables
+
+_LISTENS_ON = (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_NAME_DEADLINE_S = 60.0
+_REACH_PAUSE_S = 0.5
+_READY = re.compile(r"listening on (\S+:\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InJob:
+    """Options of ``shoal launch``."""
+
+    helper: bool = False
+    """Run a helper's server here, not workers."""
+    job: Path | None = None
+    """Folder that all hosts share, in which they meet; ``None``: jobs/ID in Slurm, else none."""
+    workers: int | None = None
+    """Workers per host; ``None``: one a GPU, or one."""
+    nnodes: int | None = None
+    """Worker hosts; ``None``: those of the Slurm step, or one."""
+    rdzv: str | None = None
+    """``HOST:PORT`` of the first worker host; ``None``: Slurm's first node, or MASTER_ADDR:MASTER_PORT."""
+    num_helpers: int = 0
+    """Helper hosts to wait for in the shared folder."""
+    helpers_required: bool = False
+    """Whether missing helpers are an error."""
+    helpers_wait_s: float = 60.0
+    global_batch: int | None = None
+    """Samples of a step: use as many hosts as it divides over."""
+    interface: str | None = None
+    """Name of the network interface for all libraries."""
+    log_dir: Path | None = None
+    """Folder for the output of all workers but the first; ``None``: logs in the job's folder, or logs."""
+
+
+def in_job(command: Sequence[str], how: InJob) -> int:
+    """Do this host's part and return the exit code; 75: saved, 76: another host is gone.
+
+    Raises:
+        UsageError: options that contradict each other or the job.
+        ShoalError: the other hosts, the helpers or the shared folder did not come.
+    """
+    step = slurm_step()
+    _check(command, how, step)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, _leave)
+    if how.interface:
+        set_variables(dict.fromkeys(_LISTENS_ON, how.interface))
+    job = how.job or (Path("jobs") / str(step.job) if step else None)
+    meeting = Meeting(job, step.run_id if step else "0.0") if job else None
+    if how.helper:
+        return _serve(_required(meeting), step, how)
+    if step is not None and step.place.num_workers != step.num_nodes:
+        return _become_worker(command, how, step, _required(meeting))
+    return _launch_host(command, how, step, meeting)
+
+
+def _check(command: Sequence[str], how: InJob, step: SlurmStep | None) -> None:
+    if how.helper and command:
+        raise UsageError("--role helper runs shoal's server and takes no command")
+    if not how.helper and not command:
+        raise UsageError("name the command of the workers after --: shoal launch -- python train.py")
+    if step is None and (how.helper or how.num_helpers) and how.job is None:
+        raise UsageError("hosts meet their helpers in a folder that all share: --job DIR")
+    if step is not None and how.nnodes not in (None, step.num_nodes):
+        raise UsageError(
+            f"--nnodes {how.nnodes}, but Slurm has started this step on {step.num_nodes} nodes; leave it out"
+        )
+    if step is not None and step.place.num_workers != step.num_nodes and how.workers not in (None, 1):
+        raise UsageError(
+            f"--workers {how.workers}, but Slurm has started {step.place.num_workers} tasks on "
+            f"{step.num_nodes} nodes, and several tasks of a node are a worker each: start one task per node "
+            "(srun --ntasks-per-node=1), or leave out --workers"
+        )
+
+
+# ---- worker hosts ------------------------------------------------------------------------------------------
+
+
+def _launch_host(command: Sequence[str], how: InJob, step: SlurmStep | None, meeting: Meeting | None) -> int:
+    """Start the workers of this host."""
+    num_workers = how.workers or _num_gpus()
+    given = how.nnodes or (step.num_nodes if step else 1)
+    num_hosts = usable_hosts(given, num_workers, how.global_batch)
+    if num_hosts < given and (step is None or step.node == 0):
+        print(
+            f"shoal launch: {given - num_hosts} of {given} hosts stay idle: the global batch of "
+            f"{how.global_batch} divides over {num_hosts} × {num_workers} workers",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    if step is not None and step.node >= num_hosts:
+        return EXIT_OK
+    rdzv = how.rdzv or (f"{step.first_node}:{step.port}" if step else None)
+    is_first = step is None or step.node == 0
+    set_variables(_meet(meeting, how, is_first=is_first))
+    log_dir = how.log_dir or (meeting.job / "logs" if meeting else Path("logs"))
+    code = launch(
+        command,
+        num_workers=num_workers,
+        nnodes=num_hosts,
+        rdzv=rdzv if num_hosts > 1 else None,
+        log_dir=log_dir,
+        run_id=meeting.run_id if meeting else "shoal",
+    )
+    if code == EXIT_STOPPED and meeting is not None and is_first:
+        meeting.saved()
+    return code
+
+
+def _become_worker(command: Sequence[str], how: InJob, step: SlurmStep, meeting: Meeting) -> NoReturn:
+    """Replace this process, one of several tasks on its node, by the command as one worker."""
+    place = step.place
+    if place.num_workers != step.num_nodes * place.num_local_workers:
+        raise UsageError(
+            f"Slurm has started {place.num_workers} tasks on {step.num_nodes} nodes, not the same number on "
+            "each; use srun --ntasks-per-node"
+        )
+    variables = _meet(meeting, how, is_first=place.rank == 0)
+    variables |= worker_variables(
+        place.rank,
+        num_hosts=step.num_nodes,
+        workers_per_host=place.num_local_workers,
+        master=(step.first_node, step.port),
+    )
+    variables |= {"LOCAL_RANK": str(place.local_rank), "TORCHELASTIC_RUN_ID": meeting.run_id}
+    try:
+        os.execvpe(command[0], list(command), child_environment(**variables))
+    except OSError as problem:
+        raise ShoalError(f"{command[0]} cannot be started: {problem.strerror}") from None
+
+
+def _meet(meeting: Meeting | None, how: InJob, *, is_first: bool) -> dict[str, str]:
+    """Return the variables of the secret, the helpers and the progress for this host's workers."""
+    found: dict[str, str] = {}
+    if meeting is not None:
+        given = secret() is not None
+        if is_first:
+            secret_file = meeting.begin()
+            found[PROGRESS_FILE] = str(meeting.progress_file.absolute())
+        elif not given:
+            secret_file = meeting.await_secret()
+        if not given:
+            found[SECRET_FILE] = str(secret_file.absolute())
+        if how.num_helpers:
+            wait_s = how.helpers_wait_s
+            found[HELPERS] = (
+                meeting.gather_helpers(how.num_helpers, deadline_s=wait_s, required=how.helpers_required)
+                if is_first
+                else meeting.await_helpers(deadline_s=wait_s)
+            )
+    elif helpers() and how.rdzv is None:
+        _await_named_helpers(how)
+    return found
+
+
+def _await_named_helpers(how: InJob) -> None:
+    """Wait until the servers of SHOAL_HELPERS accept connections; say which do not.
+
+    Raises:
+        ShoalError: some do not and are required.
+    """
+    until = time.monotonic() + how.helpers_wait_s
+    left = [(helper.address, helper.port) for helper in helpers()]
+    while left and time.monotonic() < until:
+        left = [server for server in left if not _accepts(server)]
+        if left:
+            time.sleep(_REACH_PAUSE_S)
+    if not left:
+        return
+    names = ", ".join(f"{name}:{port}" for name, port in left)
+    if how.helpers_required:
+        raise ShoalError(f"helpers did not answer within {how.helpers_wait_s:g} s: {names}")
+    print(
+        f"shoal launch: WARNING: no answer within {how.helpers_wait_s:g} s from {names}; the run starts "
+        "without them",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+
+
+def _accepts(server: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(server, timeout=_REACH_PAUSE_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _num_gpus() -> int:
+    from torch import cuda  # takes seconds, which a launcher with --workers does without
+
+    return max(cuda.device_count(), 1)
+
+
+# ---- helper hosts ------------------------------------------------------------------------------------------
+
+
+def _serve(meeting: Meeting, step: SlurmStep | None, how: InJob) -> int:
+    """Run the server of this helper host until SIGTERM, at an address that the first worker host reaches."""
+    secret_file = meeting.secret_file if secret() is None else None
+    if secret_file is not None:
+        meeting.await_secret()
+    host, _, _ = (how.rdzv or rendezvous() or "").rpartition(":")
+    towards = host or workers_first_node() or (step.first_node if step else "")
+    if not towards:
+        raise UsageError("a helper needs the first worker host's name: --rdzv HOST:PORT")
+    arguments = ["--address", address_towards(towards), "--port", "0"]
+    if secret_file is not None:
+        arguments += ["--secret-file", str(secret_file)]
+    server = subprocess.Popen([*HELPER_COMMAND, *arguments], stdout=subprocess.PIPE, text=True)
+    for number in (signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.terminate())
+    assert server.stdout is not None
+    for line in server.stdout:
+        print(line, end="", flush=True)
+        if ready := _READY.search(line):
+            meeting.publish_helper(step.place.rank if step else 0, ready[1])
+    code = server.wait()
+    return code if code >= 0 else EXIT_FAILURE
+
+
+# ---- names and addresses -----------------------------------------------------------------------------------
+
+
+def address_towards(host: str, *, deadline_s: float = _NAME_DEADLINE_S) -> str:
+    """Return the IPv4 address of this machine from which ``host`` is reached.
+
+    Names are asked for again until the deadline, with growing pauses: that of a pod or of a node that has
+    just booted comes later than the node.
+
+    Raises:
+        ShoalError: the name has no IPv4 address.
+    """
+    until, pause_s = time.monotonic() + deadline_s, 0.1
+    while True:
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, 9))  # sends nothing, only selects a route
+                return str(probe.getsockname()[0])
+        except OSError as problem:
+            if time.monotonic() + pause_s > until:
+                raise ShoalError(
+                    f"the host {host!r} cannot be found by {os.uname().nodename} ({problem}); see /etc/hosts "
+                    "and the name servers there"
+                ) from None
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 2.0)
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    """Leave while nothing runs yet: nothing was lost."""
+    sys.exit(EXIT_STOPPED)
+
+
+def _required(meeting: Meeting | None) -> Meeting:
+    assert meeting is not None
+    return meeting

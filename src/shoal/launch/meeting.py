@@ -1,0 +1,245 @@
+"""Brings the hosts of a job together through a folder that all of them share.
+
+The job's folder outlives its starts (a requeued job starts again); each start has a folder of its own in it:
+
+    progress              step of the last checkpoint, from the first worker
+    starts.json           the starts so far, each with the progress at its beginning
+    starts/4711.2/secret  made by the first worker host, new for each start
+    starts/4711.2/helper-00003   address of a helper's server
+    starts/4711.2/helpers        those that the first worker host waited for, which all workers use
+
+Whatever a host reads here was renamed into place, so that it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
+
+T = TypeVar("T")
+
+SHARED_DEADLINE_S = 90.0
+"""Time for the first worker host's files to appear on the others."""
+MAX_IDLE_STARTS = 3
+"""Starts in a row without progress after which a job does not start again."""
+_SAY_AFTER_S = 10.0
+_PAUSES_S = (0.1, 2.0)
+_SERVER = re.compile(r"[0-9a-zA-Z.:_-]{1,256}:[1-9][0-9]{0,4}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A start of the job."""
+
+    run_id: str
+    progress: str
+    """The file ``progress`` at its beginning; empty: there was none."""
+    saved: bool = False
+    """Whether workers that write no progress left with the exit code for "saved"."""
+
+
+class Meeting:
+    """The shared folder of one start of a job.
+
+    Args:
+        job: folder of the job; made if missing.
+        run_id: name of this start, the same on all its hosts.
+    """
+
+    def __init__(self, job: Path, run_id: str) -> None:
+        self.job, self.run_id = job, run_id
+        self.folder = job / "starts" / run_id
+        self.progress_file = job / "progress"
+
+    # ---- the first worker host ---------------------------------------------------------------------------
+
+    def begin(self) -> Path:
+        """Write down this start, make its secret and return the secret's file.
+
+        Raises:
+            ShoalError: the last starts have made no progress, or the folder cannot be written.
+        """
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as problem:
+            raise ShoalError(
+                f"--job {self.job} cannot be made: {problem.strerror}; it has to be on a file system that "
+                "all hosts share, and that you can write to"
+            ) from None
+        starts = self._starts()
+        if not any(start.run_id == self.run_id for start in starts):
+            now = self._progress()
+            if not may_start(starts, now, job=self.run_id.partition(".")[0]):
+                raise ShoalError(
+                    f"the job does not start again: its last {MAX_IDLE_STARTS} starts ended without a new "
+                    f"checkpoint ({'the last is of step ' + now if now else 'there is none'}). See why in "
+                    f"its output; then remove {self.job / 'starts.json'} and submit it again"
+                )
+            self._write_starts([*starts, Start(run_id=self.run_id, progress=now)])
+        if not self.secret_file.exists():  # a second command in the same allocation uses the first one's
+            _write(self.secret_file, secrets.token_hex(32))
+        return self.secret_file
+
+    def saved(self) -> None:
+        """Note that the workers saved, which counts as progress where they report none."""
+        starts = self._starts()
+        self._write_starts([replace(s, saved=s.saved or s.run_id == self.run_id) for s in starts])
+
+    def gather_helpers(self, count: int, *, deadline_s: float, required: bool) -> str:
+        """Wait for the addresses of ``count`` servers and publish those that came; return SHOAL_HELPERS.
+
+        Raises:
+            ShoalError: some did not come and are required.
+        """
+        names = [f"helper-{number:05}" for number in range(count)]
+        until, begun, said = time.monotonic() + deadline_s, time.monotonic(), False
+        while missing := [name for name in names if not (self.folder / name).exists()]:
+            if time.monotonic() > until:
+                break
+            if not said and time.monotonic() - begun > _SAY_AFTER_S:
+                said = True
+                print(f"shoal launch: waiting for {len(missing)} of {count} helpers", file=sys.stderr)
+            time.sleep(_PAUSES_S[0])
+        if missing and required:
+            raise ShoalError(
+                f"{', '.join(missing)} did not come within {deadline_s:g} s, and --helpers-required was "
+                "given; see their output in the job's"
+            )
+        if missing:
+            print(
+                f"shoal launch: WARNING: {', '.join(missing)} did not come within {deadline_s:g} s; the run "
+                f"starts with {count - len(missing)} of {count} helpers"
+                + ("" if len(missing) < count else ": the workers' hosts do all the sums"),
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        servers = ",".join(_server(self.folder / name) for name in names if name not in missing)
+        _write(self.folder / "helpers", servers)
+        return servers
+
+    # ---- the others --------------------------------------------------------------------------------------
+
+    @property
+    def secret_file(self) -> Path:
+        """File with the secret of this start."""
+        return self.folder / "secret"
+
+    def await_secret(self) -> Path:
+        """Return the secret's file when the first worker host has made it.
+
+        Raises:
+            ShoalError: it does not come.
+        """
+        _await(lambda: self.secret_file.exists() or None, self.secret_file, SHARED_DEADLINE_S)
+        return self.secret_file
+
+    def await_helpers(self, *, deadline_s: float) -> str:
+        """Return the value of SHOAL_HELPERS that the first worker host has published."""
+        path = self.folder / "helpers"
+        _await(lambda: path.exists() or None, path, deadline_s + SHARED_DEADLINE_S)
+        return ",".join(filter(None, map(str.strip, path.read_text("utf-8").split(","))))
+
+    def publish_helper(self, number: int, server: str) -> None:
+        """Write the address of a helper's server."""
+        _write(self.folder / f"helper-{number:05}", server)
+
+    def _progress(self) -> str:
+        try:
+            return self.progress_file.read_text("utf-8").strip()[:64]
+        except OSError:
+            return ""
+
+    def _starts(self) -> list[Start]:
+        path = self.job / "starts.json"
+        if not path.exists():
+            return []
+        rows = parse_json(path.read_bytes(), str(path), remedy=f"remove {path}")
+        try:
+            return [Start(**row) for row in rows]
+        except TypeError:
+            raise ShoalError(f"{path} is not what shoal launch writes; remove it") from None
+
+    def _write_starts(self, starts: list[Start]) -> None:
+        _write(self.job / "starts.json", json.dumps([asdict(start) for start in starts], indent=1))
+
+
+def may_start(starts: list[Start], progress: str, *, job: str) -> bool:
+    """Return whether a job may start again, given its earlier starts and its progress now.
+
+    Args:
+        starts: of the folder, in their order; those of other jobs (another part before the dot) do not count.
+        progress: what the first worker has written; empty: nothing.
+        job: part of the run's name before the dot.
+    """
+    own = [start for start in starts if start.run_id.partition(".")[0] == job]
+    values = [start.progress for start in own] + [progress]
+    idle = 0
+    for number, start in enumerate(own):
+        moved = values[number + 1] != start.progress or (start.saved and not values[number + 1])
+        idle = 0 if moved else idle + 1
+    return idle < MAX_IDLE_STARTS
+
+
+def usable_hosts(num_hosts: int, workers_per_host: int, global_batch: int | None) -> int:
+    """Return the largest number of hosts, up to ``num_hosts``, over whose workers a global batch divides.
+
+    >>> usable_hosts(7, 8, 512)
+    4
+
+    Raises:
+        UsageError: it does not divide over the workers of one host.
+    """
+    if global_batch is None:
+        return num_hosts
+    for count in range(num_hosts, 0, -1):
+        if global_batch % (count * workers_per_host) == 0:
+            return count
+    raise UsageError(
+        f"--global-batch {global_batch} does not divide over the {workers_per_host} workers of one host; "
+        f"give a multiple of {workers_per_host}"
+    )
+
+
+def _server(path: Path) -> str:
+    text = path.read_text("utf-8").strip()
+    if not _SERVER.fullmatch(text):
+        raise ShoalError(f"{path} has {text!r:.100}, which is no ADDRESS:PORT; start the job again")
+    return text
+
+
+def _await(find: Callable[[], T | None], path: Path, deadline_s: float) -> T:
+    begun, pause_s, said = time.monotonic(), _PAUSES_S[0], False
+    while (found := find()) is None:
+        waited_s = time.monotonic() - begun
+        if waited_s > deadline_s:
+            raise ShoalError(
+                f"{path} did not appear on {os.uname().nodename} in {deadline_s:g} s: either the first "
+                "worker host did not start (see its output), or this folder is not shared; --job has to name "
+                "one on a file system that all hosts mount"
+            )
+        if not said and waited_s > _SAY_AFTER_S:
+            said = True
+            print(f"shoal launch: {os.uname().nodename} waits for {path}", file=sys.stderr, flush=True)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _PAUSES_S[1])
+    return found
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, complete from the moment it has its name."""
+    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    with os.fdopen(os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)

@@ -1,0 +1,75 @@
+"""What ``shoal launch`` refuses, and the addresses that it finds."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from shoal.errors import ShoalError, UsageError
+from shoal.launch.in_job import InJob, address_towards, in_job
+from shoal.launch.local import outgoing_interface
+
+
+def slurm(tasks: str) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "4",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
+        "SLURM_STEP_NODELIST": "n[1-2]",
+    }
+
+
+@pytest.mark.parametrize(
+    ("variables", "command", "how", "said"),
+    [
+        ({}, (), InJob(), "name the command of the workers after --"),
+        ({}, ("true",), InJob(helper=True), "takes no command"),
+        ({}, ("true",), InJob(num_helpers=2), "a folder that all share: --job DIR"),
+        ({}, (), InJob(helper=True), "a folder that all share: --job DIR"),
+        (slurm("1(x2)"), ("true",), InJob(nnodes=3), "Slurm has started this step on 2 nodes; leave it out"),
+        (slurm("2(x2)"), ("true",), InJob(workers=4), "4 tasks on 2 nodes, and several tasks of a node are"),
+        (slurm("3,1"), ("true",), InJob(), "4 tasks on 2 nodes, not the same number on each"),
+        ({}, ("true",), InJob(nnodes=2, workers=1), "--nnodes 2 needs --rdzv HOST:PORT"),
+    ],
+)
+def test_what_cannot_be(
+    variables: dict[str, str],
+    command: tuple[str, ...],
+    how: InJob,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(UsageError, match=said):
+        in_job(command, how)
+
+
+def test_the_own_address_on_the_way_to_another_host() -> None:
+    assert address_towards("localhost") == "127.0.0.1"
+    with pytest.raises(ShoalError, match=r"the host 'no-such-host\.invalid' cannot be found by .*/etc/hosts"):
+        address_towards("no-such-host.invalid", deadline_s=0.3)
+
+
+def test_a_name_that_appears_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([OSError("not yet"), OSError("not yet")])
+    real = socket.socket.connect
+
+    class Late(socket.socket):
+        def connect(self, address: tuple[str, int]) -> None:  # type: ignore[override]
+            if (problem := next(answers, None)) is not None:
+                raise problem
+            real(self, address)
+
+    monkeypatch.setattr("socket.socket", Late)
+    assert address_towards("localhost") == "127.0.0.1"
+
+
+def test_the_interface_for_others_is_not_loopback() -> None:
+    others = {name for _, name in socket.if_nameindex() if name != "lo"}
+    assert outgoing_interface("localhost") in {*others, None}

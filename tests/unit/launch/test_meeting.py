@@ -1,0 +1,133 @@
+"""The shared folder of a job: secrets, helpers, starts without progress, hosts that a batch divides over."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import ShoalError, UsageError
+from shoal.launch import meeting
+from shoal.launch.meeting import Meeting, Start, may_start, usable_hosts
+
+
+def test_each_start_has_a_secret_of_its_own_for_its_owner_only(tmp_path: Path) -> None:
+    first, again = Meeting(tmp_path, "7.0"), Meeting(tmp_path, "7.1")
+    secrets = [first.begin().read_text(), again.begin().read_text()]
+    assert len(set(secrets)) == 2 and all(len(text.strip()) == 64 for text in secrets)
+    assert stat.S_IMODE(first.secret_file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(first.folder.stat().st_mode) == 0o700
+
+
+def test_a_second_command_in_the_same_allocation_has_the_first_ones_secret(tmp_path: Path) -> None:
+    secrets = [Meeting(tmp_path, "7.0").begin().read_text() for _ in range(5)]
+    assert len(set(secrets)) == 1, "and is no further start"
+
+
+def test_the_fourth_start_without_progress_is_refused(tmp_path: Path) -> None:
+    for restart in range(3):
+        Meeting(tmp_path, f"7.{restart}").begin()
+    with pytest.raises(ShoalError, match=r"last 3 starts ended without a new checkpoint \(there is none\)"):
+        Meeting(tmp_path, "7.3").begin()
+    Meeting(tmp_path, "8.0").begin()  # another job in the same folder
+
+
+def test_progress_between_starts_lets_them_go_on(tmp_path: Path) -> None:
+    for restart in range(8):
+        current = Meeting(tmp_path, f"7.{restart}")
+        current.begin()
+        if restart % 3 == 2:
+            current.progress_file.write_text(f"{restart * 100}\n")
+    Meeting(tmp_path, "7.8").begin()
+    with pytest.raises(ShoalError, match=r"the last is of step 500"):
+        Meeting(tmp_path, "7.9").begin()
+
+
+def test_workers_that_write_no_progress_but_save_go_on(tmp_path: Path) -> None:
+    for restart in range(8):
+        current = Meeting(tmp_path, f"7.{restart}")
+        current.begin()
+        current.saved()
+
+
+@pytest.mark.parametrize(
+    ("progress", "saved", "now", "allowed"),
+    [
+        (["", "", ""], False, "", False),
+        (["", "", ""], False, "100", True),
+        (["100", "100", "100"], False, "100", False),
+        (["100", "100", "100"], True, "100", False),  # saved the step that it had begun with
+        (["", "", ""], True, "", True),
+        (["", ""], False, "", True),
+        (["100", "100", "100", "200"], False, "200", True),
+    ],
+)
+def test_may_start(progress: list[str], saved: bool, now: str, allowed: bool) -> None:
+    starts = [Start(run_id=f"7.{n}", progress=text, saved=saved) for n, text in enumerate(progress)]
+    assert may_start(starts, now, job="7") is allowed
+
+
+def test_helpers_that_come_are_published_to_all(tmp_path: Path) -> None:
+    first, other = Meeting(tmp_path, "7.0"), Meeting(tmp_path, "7.0")
+    first.begin()
+    other.publish_helper(1, "10.0.0.9:4001")
+    later = threading.Timer(0.3, other.publish_helper, (0, "10.0.0.8:4000"))
+    later.start()
+    assert first.gather_helpers(2, deadline_s=20, required=True) == "10.0.0.8:4000,10.0.0.9:4001"
+    assert other.await_helpers(deadline_s=20) == "10.0.0.8:4000,10.0.0.9:4001"
+
+
+def test_helpers_that_do_not_come_are_one_loud_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = Meeting(tmp_path, "7.0")
+    first.begin()
+    first.publish_helper(1, "10.0.0.9:4001")
+    assert first.gather_helpers(2, deadline_s=0.1, required=False) == "10.0.0.9:4001"
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "WARNING: helper-00000 did not come within 0.1 s" in said
+    with pytest.raises(ShoalError, match=r"helper-00000 did not come .* --helpers-required"):
+        first.gather_helpers(2, deadline_s=0.1, required=True)
+
+
+@pytest.mark.parametrize("text", ["", "10.0.0.9", "10.0.0.9:0", "a b:1", "a:1,b:2", "x" * 400])
+def test_an_address_that_is_none(tmp_path: Path, text: str) -> None:
+    first = Meeting(tmp_path, "7.0")
+    first.begin()
+    first.publish_helper(0, text)
+    with pytest.raises(ShoalError, match=r"helper-00000 has .* which is no ADDRESS:PORT"):
+        first.gather_helpers(1, deadline_s=1, required=False)
+
+
+def test_a_folder_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "SHARED_DEADLINE_S", 0.2)
+    with pytest.raises(ShoalError, match=r"starts/7.0/secret did not appear .* --job has to name one"):
+        Meeting(tmp_path, "7.0").await_secret()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ShoalError, match=r"--job .*/file/job cannot be made: Not a directory"):
+        Meeting(tmp_path / "file" / "job", "7.0").begin()
+
+
+@pytest.mark.parametrize("text", ["{}x", '[{"run": 1}]'])
+def test_a_list_of_starts_of_somebody_else(tmp_path: Path, text: str) -> None:
+    (tmp_path / "starts.json").write_text(text)
+    with pytest.raises(ShoalError, match=r"starts\.json"):
+        Meeting(tmp_path, "7.0").begin()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "workers", "batch", "usable"),
+    [(8, 8, 512, 8), (7, 8, 512, 4), (7, 8, 448, 7), (5, 1, 6, 3), (3, 2, None, 3), (1, 4, 4, 1)],
+)
+def test_usable_hosts(hosts: int, workers: int, batch: int | None, usable: int) -> None:
+    assert usable_hosts(hosts, workers, batch) == usable
+
+
+def test_a_batch_that_no_host_can_divide() -> None:
+    with pytest.raises(UsageError, match="--global-batch 12 does not divide over the 8 workers of one host"):
+        usable_hosts(4, 8, 12)
