@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import queue
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,13 +25,19 @@ from shoal.comm.devices import Stream
 from shoal.comm.engine import EngineOptions
 from shoal.comm.rendezvous import connect_engine
 
+_DELAYS_S = (0.0, 0.0, 0.0, 0.0005, 0.002)
 _CPU = torch.device("cpu")
 
 
 class MemoryEvent:
-    """An event that the stream's thread sets, with the first error of the work before it."""
+    """An event that the stream's thread sets, with the first error of the work before it.
 
-    def __init__(self) -> None:
+    Args:
+        check: raises where the calling thread must not look at events.
+    """
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        self._check = check
         self._reached = threading.Event()
         self._failure: Exception | None = None
 
@@ -38,18 +46,30 @@ class MemoryEvent:
         self._reached.set()
 
     def synchronize(self) -> None:
+        self._check()
+        self.passed()
+
+    def passed(self) -> None:
+        """Wait, as a stream does."""
         self._reached.wait()
         if self._failure is not None:
             raise self._failure
 
     def query(self) -> bool:
+        self._check()
         return self._reached.is_set()
 
 
 class MemoryStream:
-    """A thread that executes steps in order. After a failure it skips them and passes the error to events."""
+    """A thread that executes steps in order. After a failure it skips them and passes the error to events.
 
-    def __init__(self) -> None:
+    Args:
+        check: of its events.
+        delays: draws the seconds before each step and event; default: none.
+    """
+
+    def __init__(self, check: Callable[[], None] = lambda: None, delays: random.Random | None = None) -> None:
+        self._check, self._delays = check, delays
         self._steps: queue.SimpleQueue[Callable[[], object] | MemoryEvent | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         threading.Thread(target=self._run, name="shoal-memory-stream", daemon=True).start()
@@ -57,6 +77,8 @@ class MemoryStream:
     def _run(self) -> None:
         with torch.no_grad():
             while (step := self._steps.get()) is not None:
+                if self._delays is not None:
+                    time.sleep(self._delays.choice(_DELAYS_S))
                 if isinstance(step, MemoryEvent):
                     step.set(self._failure)
                 elif self._failure is None:
@@ -69,10 +91,10 @@ class MemoryStream:
         self._steps.put(step)
 
     def wait_event(self, event: MemoryEvent) -> None:
-        self._steps.put(event.synchronize)
+        self._steps.put(event.passed)
 
     def record_event(self) -> MemoryEvent:
-        event = MemoryEvent()
+        event = MemoryEvent(self._check)
         self._steps.put(event)
         return event
 
@@ -101,11 +123,13 @@ class MemoryDevice:
     Args:
         identity: the same string on ranks that share the device, as processes can share a GPU; default: each
             process has its own.
+        seed: delays each stream at random, so that what no event orders happens in another order.
     """
 
     torch_device = _CPU
 
-    def __init__(self, identity: str | None = None) -> None:
+    def __init__(self, identity: str | None = None, *, seed: int | None = None) -> None:
+        self._seed = seed
         self._identity = identity or f"memory of process {os.getpid()}"
         self._streams: list[MemoryStream] = []
         self._of_thread = threading.local()
@@ -129,18 +153,25 @@ class MemoryDevice:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Behave as during the capture of a graph."""
+        """Behave as during the capture of a graph, in CUDA's mode ``global``: threads other than those of
+        :meth:`run_thread` must not look at events nor allocate."""
         self._capturing = True
         try:
             yield
         finally:
             self._capturing = False
 
+    def _check(self) -> None:
+        if self._capturing and not getattr(self._of_thread, "relaxed", False):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
     def new_stream(self) -> MemoryStream:
-        self._streams.append(MemoryStream())
+        delays = None if self._seed is None else random.Random(1_000 * self._seed + len(self._streams))
+        self._streams.append(MemoryStream(self._check, delays))
         return self._streams[-1]
 
     def host_buffer(self, num_bytes: int) -> Tensor:
+        self._check()
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def intra_host_group(
@@ -155,6 +186,7 @@ class MemoryDevice:
         return []
 
     def run_thread(self, work: Callable[[], None]) -> None:
+        self._of_thread.relaxed = True
         with torch.no_grad():
             work()
 

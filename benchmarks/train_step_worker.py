@@ -136,8 +136,7 @@ def our_steps(run: Run, config: AlbertConfig, reader: ExampleReader) -> Iterator
     torch.manual_seed(run.seed)
     model = AlbertPretraining(config.model)
     ddp = run.data_parallel(model)
-    if config.train.compiles("cpu"):
-        model.compile(dynamic=True)
+    run.compile(model, dynamic=True)
     optimizer = build_optimizer(model.named_parameters(), config.optim)
     schedule = schedule_of(config.optim, config.optim, config.train.total_steps)
     run.keep(model=model, optimizer=optimizer)

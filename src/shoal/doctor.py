@@ -83,7 +83,7 @@ def examine() -> Mapping[str, list[Check]]:
     else:
         cuda = torch.version.cuda
         torch_check = Check("torch", f"imports, built for {f'CUDA {cuda}' if cuda else 'CPU only'}")
-        gpus.append(_gpus(torch))
+        gpus += [_gpus(torch), *_kernels(torch)]
         training += [_precision(torch), _backends(torch)]
     shoal_check = Check("shoal", shoal.__version__)
     training.append(_transports())
@@ -214,6 +214,15 @@ def _gpus(torch: Any) -> Check:
     else:
         found = "none"
     return Check("GPUs", found)
+
+
+def _kernels(torch: Any) -> list[Check]:
+    """Return whether kernels for a GPU can be compiled, on a machine with one."""
+    if not torch.cuda.is_available():
+        return []
+    problem = env.compiler_problem()
+    what, _, remedy = problem.partition(": ")
+    return [_judged("kernels", what or "torch.compile can make them", not problem, remedy)]
 
 
 # ---- training ----------------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
+import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -428,6 +430,19 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def compiler_problem(environ: Mapping[str, str] | None = None) -> str:
+    """Return what torch.compile lacks on this host to make kernels for a GPU, and how to get it; else empty.
+
+    Triton compiles the launcher of each kernel as an extension module in C.
+    """
+    if not _text("CC", environ) and not any(map(shutil.which, ("gcc", "clang"))):
+        return "torch.compile needs a C compiler on the host of a GPU: apt-get install gcc, or set CC"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.is_file():
+        return f"torch.compile needs {header} on the host of a GPU: apt-get install python3-dev"
+    return ""
 
 
 def _text(name: str, environ: Mapping[str, str] | None) -> str | None:

@@ -25,10 +25,14 @@ def small_pieces(group: Any = None, num_bytes: int = 4 * 128, num_buffers: int =
 
 
 @contextmanager
-def staged(identity: str | None = None, group: Any = None) -> Iterator[DeviceGroup]:
-    """Send what is begun inside through staging. The device is made at the first use and stays."""
+def staged(identity: str | None = None, group: Any = None, seed: int | None = None) -> Iterator[DeviceGroup]:
+    """Send what is begun inside through staging. The device is made at the first use and stays.
+
+    Args:
+        seed: delays the device's streams at random.
+    """
     group = group or dist.group.WORLD
-    device = MemoryDevice(identity=identity)
+    device = MemoryDevice(identity=identity, seed=seed)
     group.devices["cpu"] = lambda _: device
     try:
         device_group: DeviceGroup = group._device_group(device.torch_device)

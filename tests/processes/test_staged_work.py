@@ -98,15 +98,32 @@ def trained(rank: int, wrap: str) -> list[Tensor]:
 def check_training(rank: int) -> None:
     for wrap in ("ddp", "bf16", "fsdp"):
         plain = trained(rank, wrap)
-        with staged():
-            found = trained(rank, wrap)
-        assert all(map(torch.equal, plain, found)), wrap
+        for seed in (None, 7 + rank):  # the second: streams of the device late at random
+            with staged(seed=seed):
+                found = trained(rank, wrap)
+            assert all(map(torch.equal, plain, found)), (wrap, seed)
+
+
+def check_captures(rank: int) -> None:
+    """The pipeline's threads go on while another thread captures a graph, and do not end the capture."""
+    with staged(seed=rank) as side:
+        tensors = [torch.full((5000,), float(rank + i)) for i in range(4)]
+        works: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        with device_of(side).capturing():
+            deadline = time.monotonic() + 30
+            while not side.pipeline.is_idle and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert side.pipeline.is_idle
+        for work in works:
+            work.wait()
+        assert [set(tensor.tolist()) for tensor in tensors] == [{2.0 * i + 1} for i in range(4)]
 
 
 def check_order_and_training(rank: int) -> None:
     small_pieces()
     check_order(rank)
     check_training(rank)
+    check_captures(rank)
 
 
 def test_order_with_the_callers_lane_and_training(tmp_path: Path) -> None:

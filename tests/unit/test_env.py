@@ -116,6 +116,17 @@ def test_child_environment_changes_only_the_child() -> None:
     assert env.test_data_dir() != Path("/elsewhere")
 
 
+def test_what_compiling_for_a_gpu_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(env.shutil, "which", lambda name: None)
+    assert "apt-get install gcc, or set CC" in env.compiler_problem({})
+    monkeypatch.setattr(env.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert f"needs {tmp_path}/Python.h" in env.compiler_problem({"CC": "cc"})
+    (tmp_path / "Python.h").touch()
+    assert env.compiler_problem({"CC": "cc"}) == ""
+    monkeypatch.setattr(env.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "clang" else None)
+    assert env.compiler_problem({}) == ""
+
+
 def test_groups_made_without_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env.HELPERS, "10.0.0.7:4400")
     with env.without(env.HELPERS):

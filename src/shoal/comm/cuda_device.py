@@ -7,6 +7,8 @@ them alive until a later event is reached.
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,6 +17,10 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store
 from torch.distributed import ReduceOp
+
+_log = logging.getLogger(__name__)
+_RELAXED = 2
+"""``cudaStreamCaptureModeRelaxed``."""
 
 _OPS: dict[str, Any] = {
     "sum": ReduceOp.SUM,
@@ -81,10 +87,32 @@ class CudaDevice:
 
     def run_thread(self, work: Callable[[], None]) -> None:
         with torch.cuda.device(self.torch_device), torch.no_grad():
+            permit_captures()
             work()
 
     def close(self) -> None:
         """Do nothing: torch pools its streams."""
+
+
+def permit_captures() -> None:
+    """Let this thread wait for events and allocate while another one captures a graph.
+
+    By default (``capture_error_mode="global"``) these calls fail in every thread of the process and end the
+    capture. torch's own threads for NCCL do the same.
+    """
+    mode = ctypes.c_int(_RELAXED)
+    try:  # torch has loaded CUDA's runtime
+        exchange = ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode
+    except AttributeError:
+        code = -1
+    else:
+        code = exchange(ctypes.byref(mode))
+    if code:
+        _log.warning(
+            "graphs cannot be captured while collectives are under way, unless with "
+            'capture_error_mode="thread_local" (cudaThreadExchangeStreamCaptureMode: error %d)',
+            code,
+        )
 
 
 class NcclIntraHostGroup:

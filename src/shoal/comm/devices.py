@@ -82,7 +82,10 @@ class Device(Protocol):
         """Return the ``devices`` argument of a future of tensors on this device."""
 
     def run_thread(self, work: Callable[[], None]) -> None:
-        """Run the body of a thread with this as its current device."""
+        """Run the body of a thread with this as its current device.
+
+        Only such threads may wait for events and allocate buffers while another one captures a graph.
+        """
 
     def close(self) -> None: ...
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from shoal.decide.partition import Memory, Optimize
 from shoal.errors import UsageError, did_you_mean
 from shoal.pipelining.device_placement import move_stages, shard_stages
 from shoal.pipelining.init_meta import Initialise, init_meta
-from shoal.pipelining.loss import Count, default_count, micro_batches
+from shoal.pipelining.loss import Batch, Count, default_count, micro_batches
 from shoal.pipelining.pipeline_plan import decide
 from shoal.pipelining.process_groups import make_process_groups, measure_link
 from shoal.pipelining.runtime import Pipeline, Settings
@@ -85,6 +87,7 @@ def pipeline(
     verify: bool = False,
     device: torch.device | str | None = None,
     initialise: Initialise | None = None,
+    autocast: torch.dtype | None = None,
 ) -> Pipeline:
     """Split ``model`` over the ranks of ``mesh`` and return this rank's part. A collective call.
 
@@ -122,6 +125,9 @@ def pipeline(
         device: default: the current GPU for a mesh of GPUs, else the CPU.
         initialise: fills the weights of a module on the meta device. Default: the model's own way
             (transformers' ``_init_weights``, ``reset_parameters``).
+        autocast: dtype of matrix products in the forward pass, such as ``torch.bfloat16``; do not run
+            :meth:`Pipeline.step` inside ``torch.autocast``, since it runs the backward pass too. Default:
+            that of the parameters.
 
     Raises:
         UsageError: the model cannot be exported or split as requested, or fits no device; the message is the
@@ -173,7 +179,11 @@ def pipeline(
     placement = plan.schedule.placement
     used_by = users([stage.parameter_names.values() for stage in stages], placement)
     mine = [stage for stage, rank in zip(stages, placement, strict=True) if rank == groups.rank]
-    runners = {stage.index: StageRunner(stage) for stage in mine}
+    # Without a cache of casted weights, which would keep them for all micro-batches.
+    lower: Callable[[], AbstractContextManager[object]] = nullcontext
+    if autocast is not None:
+        lower = partial(torch.autocast, place.type, autocast, cache_enabled=False)
+    runners = {stage.index: StageRunner(stage, lower) for stage in mine}
     if next(model.parameters()).is_meta:
         groups.together(lambda: init_meta(mine, model, place, initialise=initialise, seed=seed))
     else:
@@ -183,6 +193,11 @@ def pipeline(
     checked = verify or plan.schedule.name in SPLIT_BACKWARD
     if checked and any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError("verify needs a model that is not on the meta device: it is run unsplit")
+
+    def unsplit(part: Batch) -> object:
+        with lower():
+            return source.unsplit(part)
+
     return Pipeline(
         plan,
         runners,
@@ -195,7 +210,7 @@ def pipeline(
             title=type(model).__name__,
         ),
         aliases=source.aliases,
-        unsplit=(model, source.unsplit) if checked else None,
+        unsplit=(model, unsplit) if checked else None,
     )
 
 

@@ -6,7 +6,8 @@ received values that may have a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,13 +23,19 @@ _CARRIERS = {8: torch.float64, 4: torch.float32, 2: torch.float16, 1: torch.floa
 class StageRunner(nn.Module):
     """A stage, in training or evaluation mode.
 
+    Args:
+        stage: on its device.
+        autocast: returns the context of the forward pass; the backward pass runs outside of it.
+
     Attributes:
         outputs, losses: results of the last stage for each micro-batch of the last evaluation.
     """
 
-    def __init__(self, stage: StageModule) -> None:
+    def __init__(
+        self, stage: StageModule, autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
         super().__init__()
-        self.stage = stage
+        self.stage, self._autocast = stage, autocast
         self.outputs: list[Any] = []
         self.losses: list[Tensor] = []
 
@@ -36,7 +43,8 @@ class StageRunner(nn.Module):
         """Run the stage; the last one returns its loss alone."""
         stage, specs = self.stage, self.stage.body.relayed_in
         values = [decode(value, spec.dtype) for value, spec in zip(received, specs, strict=True)]
-        outputs = stage(*values, **inputs)
+        with self._autocast():
+            outputs = stage(*values, **inputs)
         if stage.index < stage.num_stages - 1:
             return tuple(encode(value) for value in outputs)
         result = tree_unflatten(list(outputs), stage.output_spec)

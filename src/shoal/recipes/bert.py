@@ -133,8 +133,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
         model = BertPretraining(config.model)
         load_weights(model, config.model)
         ddp = run.data_parallel(model, average=config.optim.clip == "global")
-        if config.train.compiles(run.world.device.type):
-            model.compile(dynamic=True)  # packed: no two micro-batches have the same shape
+        run.compile(model, dynamic=True)  # packed: no two micro-batches have the same shape
         optimizer = build_optimizer(model.named_parameters(), config.optim)
         run.keep(model=model, optimizer=optimizer)
 

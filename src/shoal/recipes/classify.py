@@ -98,8 +98,7 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
         labels = training.data.labels
         model = load_task_model(SequenceClassification, source, labels=labels, **config.model.options)
         ddp = run.data_parallel(model, average=config.optim.clip == "global")
-        if config.train.compile:
-            model.compile(dynamic=True)
+        run.compile(model, dynamic=True, by_default=False)
         optimizer = build_optimizer(model.named_parameters(), config.optim)
         run.keep(model=model, optimizer=optimizer)
 

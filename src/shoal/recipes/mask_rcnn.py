@@ -198,8 +198,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
         if config.train.channels_last:
             model.to(memory_format=torch.channels_last)
         ddp = run.data_parallel(model, average=config.optim.clip == "global")
-        if config.train.compile:
-            model.backbone.compile()
+        run.compile(model.backbone, by_default=False)
         optimizer = build_optimizer(model.named_parameters(), config.optim)
         run.keep(model=model, optimizer=optimizer)
         weights = "the checkpoint" if run.step else "random"

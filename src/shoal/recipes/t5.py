@@ -198,6 +198,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
             shard=parallel.shard,
             seed=run.seed,
             device=run.world.device,
+            autocast=run.precision.dtype,
         )
         del model  # this worker keeps its stages
         stack.callback(stage.close)
@@ -232,8 +233,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
             with step, stage.tracing() if step.number == traced else nullcontext():
                 set_learning_rate(optimizer, learning_rate(config.optim.schedule, step.number - 1))
                 for inputs in step:  # one batch: the stage cuts it into micro-batches
-                    with run.precision.autocast():
-                        loss = stage.step(**{name: inputs[name] for name in MODEL_INPUTS})
+                    loss = stage.step(**{name: inputs[name] for name in MODEL_INPUTS})
                     step.observe(loss, "pipeline")
                     step.add(run.world.num_workers, **{LOSS: loss})  # the same on all workers
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)

@@ -109,8 +109,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
         model = read_t5(source, **config.model.options)
         sizes = model.weights.config
         ddp = run.data_parallel(model, average=config.optim.clip == "global")
-        if config.train.compile:
-            model.compile(dynamic=True)
+        run.compile(model, dynamic=True, by_default=False)
         optimizer = build_optimizer(model.named_parameters(), config.optim)
         run.keep(model=model, optimizer=optimizer)
 

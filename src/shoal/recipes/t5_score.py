@@ -39,8 +39,7 @@ def evaluate(
     with closing(training_steps(steps, LoaderConfig(), num_steps=num_batches)) as batches:
         for (batch,) in batches:
             inputs = to_device({name: batch[name] for name in MODEL_INPUTS}, run.world.device)
-            with run.precision.autocast():
-                found = stage.evaluate(**inputs)
+            found = stage.evaluate(**inputs)
             losses.append(float(found.loss))
             if found.outputs is not None:  # on the workers of the last stage
                 num_correct += sum(int(output.num_correct.sum()) for output in found.outputs)

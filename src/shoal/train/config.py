@@ -30,17 +30,13 @@ class LoopConfig:
     loss_scale: float | None = None
     """Static loss scale for fp16; default: dynamic."""
     compile: bool | None = None
-    """torch.compile the model; default: on GPUs."""
+    """torch.compile the model; default: on GPUs, where there is a C compiler."""
     max_nonfinite_steps: int = 5
     """Stop after this many consecutive steps whose loss is not finite."""
 
     def __post_init__(self) -> None:
         require_positive("train", self, "max_nonfinite_steps")
         require_positive("train", self, "total_steps", "global_batch_size", "micro_batch_size")
-
-    def compiles(self, device_type: str) -> bool:
-        """Return whether to compile the model for a device of this type."""
-        return self.compile if self.compile is not None else device_type == "cuda"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from io import RawIOBase
+from itertools import pairwise
 from os import SEEK_END
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,9 @@ from shoal.train.run_dir import flat_settings, own
 class StepTimer:
     """Adds up the time between laps, each under the name of the lap that ends it.
 
-    On a GPU a lap is a CUDA event on the current stream, and :meth:`end_step` waits for it. Names are those
-    of :data:`shoal.record.PARTS` or specific to a recipe (``pipeline``: forward, backward and messages of all
+    On a GPU a lap is a CUDA event on the current stream. The events of a step are read at the end of the next
+    one, which has passed them, so that no step waits for its own. Names are those of
+    :data:`shoal.record.PARTS` or specific to a recipe (``pipeline``: forward, backward and messages of all
     micro-batches). Time outside of laps is ``other``.
 
     Args:
@@ -62,6 +64,7 @@ class StepTimer:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._laps: list[tuple[str, float | torch.cuda.Event]] = []
+        self._unread: list[list[tuple[str, float | torch.cuda.Event]]] = []
         self._step_begin = time.perf_counter()
         self.reset()
 
@@ -70,6 +73,7 @@ class StepTimer:
         self.num_steps = 0
         self.total_s = 0.0
         self._seconds: dict[str, float] = defaultdict(float)
+        self._unread.clear()
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -83,14 +87,15 @@ class StepTimer:
 
     def end_step(self) -> None:
         """End the step and begin the next."""
-        for (_, before), (part, after) in zip(self._laps, self._laps[1:], strict=False):
-            self._seconds[part] += _seconds_between(before, after)
+        self._unread.append(self._laps)
+        self._read(all_but=1)
         self.total_s += time.perf_counter() - self._step_begin
         self.num_steps += 1
         self.begin_step()
 
     def parts_s(self) -> dict[str, float]:
         """Return the mean seconds per step of each part; their sum is :meth:`step_s`."""
+        self._read()
         steps = max(self.num_steps, 1)
         names = [*PARTS, *sorted(set(self._seconds) - set(PARTS))]
         parts = {part: self._seconds.get(part, 0.0) / steps for part in names if part != "other"}
@@ -100,6 +105,13 @@ class StepTimer:
     def step_s(self) -> float:
         """Return the mean seconds per step."""
         return self.total_s / max(self.num_steps, 1)
+
+    def _read(self, all_but: int = 0) -> None:
+        """Add up the laps of the ended steps, without the ``all_but`` newest."""
+        while len(self._unread) > all_but:
+            laps = self._unread.pop(0)
+            for (_, before), (part, after) in pairwise(laps):
+                self._seconds[part] += _seconds_between(before, after)
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._on_gpu:

@@ -49,7 +49,7 @@ from shoal.data.sources import StepSource, as_source
 from shoal.data.steps import DataShard
 from shoal.decide.batch import BatchPlan, BatchSizes, plan_batch
 from shoal.decide.rng import Stream, random_keys
-from shoal.env import WorkerEnv, alone, progress_file, worker_env
+from shoal.env import WorkerEnv, alone, compiler_problem, progress_file, worker_env
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, as_tree, required
@@ -153,6 +153,7 @@ class Run:
             seed_key=int(random_keys(loop.seed, Stream.DROPOUT, world.place.rank).item()),
         )
         self._kept: dict[str, Any] = {}
+        self._notes: list[str] = []
         self._restored: Restored | None = None
         self._samples, self._until, self._total = 0, 0, 0
         self._batch: BatchPlan | None = None
@@ -253,6 +254,27 @@ class Run:
         self._training.models.append(ddp)
         return ddp
 
+    def compile(self, module: nn.Module, *, dynamic: bool | None = None, by_default: bool = True) -> None:
+        """torch.compile ``module`` in place if the settings say so.
+
+        Args:
+            module: the model that :meth:`data_parallel` has wrapped, or a part of it.
+            dynamic: whether shapes vary; default: torch finds out.
+            by_default: where the settings leave it open, compile on a GPU if there is a C compiler.
+        """
+        wanted = self._loop.compile
+        if wanted is None and by_default and self.world.device.type == "cuda":
+            problem = compiler_problem()
+            wanted = not problem
+            if problem:
+                self._notes.append(f"not compiled: {problem}")
+        if not wanted:
+            return
+        if self.world.num_workers == 1:
+            # Else dynamo cuts the graph at DDP's buckets, so that sums begin early; here nothing is summed.
+            torch._dynamo.config.optimize_ddp = False
+        module.compile(dynamic=dynamic)
+
     def keep(self, **stateful: Any) -> None:
         """Name what checkpoints hold, and restore it if the run has a checkpoint.
 
@@ -332,7 +354,7 @@ class Run:
         if self.is_over:
             return
         if self.directory is not None and not self.stopped:
-            self._begin(batch, references or {}, [f"batch: {batch}", *notes])
+            self._begin(batch, references or {}, [f"batch: {batch}", *self._notes, *notes])
         if phase is not None and self.log and self.step == since:
             self.log.write(
                 record.Phase(

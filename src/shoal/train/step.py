@@ -152,6 +152,7 @@ class Step:
         self.grad_norm = training.update.finish_gradients(
             optimizer, max_norm=max_norm, per_worker=per_worker, loss_scale=training.scale.value
         )
+        self.loss = float(self._loss)  # here, where a GPU is waited for anyway, and not after the optimizer
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         training = self._training
@@ -167,6 +168,5 @@ class Step:
         optimizer.zero_grad()
         training.timer.lap("optimizer")
         self.is_done = True
-        self.loss = float(self._loss)
         self._commit(self)
         return False

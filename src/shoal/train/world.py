@@ -93,6 +93,15 @@ def choose_backend(config: DistributedConfig, device: torch.device) -> str:
     return config.backend.lower()
 
 
+def choose_kernels() -> None:
+    """Choose among torch's CUDA kernels for batches whose shapes vary.
+
+    cuDNN's attention builds a plan for every new shape, which takes 20 to 1,000 ms, and is torch's first
+    choice for masked attention on Hopper; packed text has a new shape in almost every micro-batch.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 @contextmanager
 def join_world(joined: WorkerEnv, config: DistributedConfig) -> Iterator[World]:
     """Initialize the process groups in this block.
@@ -110,6 +119,7 @@ def join_world(joined: WorkerEnv, config: DistributedConfig) -> Iterator[World]:
     timeout = timedelta(seconds=config.timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        choose_kernels()
     dist.init_process_group(
         backend,
         init_method=joined.init_method,

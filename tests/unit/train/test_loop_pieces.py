@@ -6,13 +6,17 @@ import math
 import os
 import time
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
 
+from shoal.env import alone
 from shoal.errors import UsageError
 from shoal.recipes.albert import IMMUTABLE, AlbertConfig
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneTrainConfig
@@ -20,6 +24,7 @@ from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.resnet50 import TrainConfig as ImageTrainConfig
 from shoal.recipes.t5 import T5Config
 from shoal.record import PARTS, Step
+from shoal.train import world
 from shoal.train.config import DistributedConfig, TrainConfig, as_tree, check_wire, load_toml, to_toml
 from shoal.train.gradients import LossScale, choose_precision, has_native_bf16
 from shoal.train.reporting import Progress, RunningMetrics, StepTimer, duration, peak_memory_bytes
@@ -27,6 +32,12 @@ from shoal.train.run_dir import open_run_dir
 from shoal.train.world import choose_backend, choose_device
 
 CPU = torch.device("cpu")
+
+
+@contextmanager
+def alone_in_a_world(config: DistributedConfig) -> Iterator[None]:
+    with TemporaryDirectory() as folder, world.join_world(alone(Path(folder)), config):
+        yield
 
 
 def test_auto_precision_is_bf16_only_where_it_is_native() -> None:
@@ -40,6 +51,19 @@ def test_autocast_computes_in_the_type_that_was_asked_for() -> None:
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
         with choose_precision(name, CPU).autocast():
             assert (x @ x).dtype == dtype
+
+
+def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's attention makes a plan for each shape."""
+    monkeypatch.setattr(world, "choose_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        with alone_in_a_world(DistributedConfig(backend="gloo")):
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            assert torch.backends.cuda.mem_efficient_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def test_a_dynamic_scale_halves_at_an_overflow_and_doubles_after_the_interval() -> None:
@@ -82,6 +106,39 @@ def test_the_parts_of_the_timer_sum_up_to_the_step() -> None:
     assert parts["backward"] < parts["forward"]
     timer.reset()
     assert timer.num_steps == 0
+
+
+class LateEvent:
+    """A CUDA event that a GPU passes when it is told to."""
+
+    passed_s = 0.0
+    now_s = 0.0
+
+    def __init__(self, **options: object) -> None:
+        pass
+
+    def record(self) -> None:
+        LateEvent.now_s += 1.0
+        self.at_s = LateEvent.now_s
+
+    def synchronize(self) -> None:
+        assert self.at_s <= LateEvent.passed_s, "the host waits for the GPU"
+
+    def elapsed_time(self, other: LateEvent) -> float:
+        return 1_000 * (other.at_s - self.at_s)
+
+
+def test_the_timer_does_not_wait_for_the_step_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    timer = StepTimer(torch.device("cuda"))
+    for _ in range(3):
+        timer.begin_step()
+        timer.lap("forward")
+        timer.lap("optimizer")
+        timer.end_step()  # the events of the step before were passed meanwhile, these are not
+        LateEvent.passed_s = LateEvent.now_s
+    parts = timer.parts_s()
+    assert parts["forward"] == parts["optimizer"] == 1.0
 
 
 def test_running_means_leave_skipped_steps_out_of_the_norm() -> None:

@@ -11,6 +11,8 @@ Not measured: it was compared with the CPU's path on a machine without a GPU.
 
 from __future__ import annotations
 
+import io
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from shoal.data.images.augment import JITTERS, AugmentConfig, Key, draws
-from shoal.data.images.headers import BadImage, check_jpeg
+from shoal.data.images.augment import JITTERS, AugmentConfig, Draws, Key, draws
+from shoal.data.images.headers import JPEG_BEGIN, BadImage, check_jpeg
 from shoal.data.images.reader import ShardReader
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import decode, normalisation
@@ -78,7 +80,7 @@ class GpuTransform:
         """Augment as ``config`` describes.
 
         Raises:
-            UsageError: ``config`` jitters colours or pads crops.
+            UsageError: ``config`` jitters colours or pads crops, or torchvision was built without nvJPEG.
         """
         refused = [f"{name} {getattr(config, name)}" for name in JITTERS if getattr(config, name)]
         if config.crop == "padded":
@@ -88,16 +90,35 @@ class GpuTransform:
                 f"{refused[0]} is not done on the device: leave it out, or set data.decode 'host'"
             )
         self.config, self.seed, self.device = config, seed, device
+        self._probe()
+        self.num_refused = 0
+        """JPEGs that the device's decoder refused, decoded on the host instead."""
         scale, shift = normalisation(config.mean, config.std)
         self._scale, self._shift = (
             torch.tensor(x, device=device).reshape(1, 3, 1, 1) for x in (scale, shift)
         )
+
+    def _probe(self) -> None:
+        """Decode one image, so that a decoder that is missing is found before the run."""
+        from PIL import Image
+
+        file = io.BytesIO()
+        Image.new("RGB", (16, 16)).save(file, "JPEG")
+        try:
+            decode_on(self.device, [torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)])
+        except RuntimeError as error:
+            text = str(error).partition("\n")[0]
+            raise UsageError(
+                f"data.decode device: torchvision cannot decode a JPEG on {self.device} ({text}); install a "
+                "torchvision with nvJPEG, or set data.decode 'host'"
+            ) from None
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the images of a batch, float32 ``[B, 3, S, S]`` on the device.
 
         Raises:
             ShoalError: an image cannot be decoded; it is named by its index.
+            torch.OutOfMemoryError: the device has no memory for the pixels.
         """
         keys = [
             (self.seed, *names)
@@ -105,38 +126,57 @@ class GpuTransform:
         ]
         size = max(self.config.size_at(epoch) for _, epoch, _ in keys)
         encoded = torch.split(batch["encoded"], batch["lengths"].tolist())
-        made = [
-            self._cropped(image, key, size)
-            for image, key in zip(self._decoded(encoded, keys), keys, strict=True)
+        images = self._decoded(encoded, keys)
+        drawn = [
+            draws(self.config, key, image.shape[1], image.shape[2], size)
+            for image, key in zip(images, keys, strict=True)
         ]
-        return torch.stack(made)
-
-    def _cropped(self, image: Tensor, key: Key, size: int) -> Tensor:
-        drawn = draws(self.config, key, image.shape[1], image.shape[2], size)
-        box = drawn.crop
-        crop = image[None, :, box.top : box.top + box.height, box.left : box.left + box.width].float()
-        pixels = interpolate(crop, (size, size), mode="bilinear", antialias=True).round_().clamp_(0, 255)
-        if drawn.flip:
-            pixels = pixels.flip(3)
-        light = torch.tensor(drawn.light, device=self.device).reshape(1, 3, 1, 1) * 255.0
-        made = ((pixels + light) * self._scale + self._shift)[0]
-        if (box_ := drawn.erased) is not None:
-            made[:, box_.top : box_.top + box_.height, box_.left : box_.left + box_.width] = 0
+        light = torch.tensor([one.light for one in drawn]).view(-1, 3, 1, 1) * 255.0
+        light = light.to(self.device, non_blocking=True)
+        crops = [self._cropped(image, one, size) for image, one in zip(images, drawn, strict=True)]
+        made = (torch.stack(crops) + light) * self._scale + self._shift
+        for image, one in zip(made, drawn, strict=True):
+            if (box := one.erased) is not None:
+                image[:, box.top : box.top + box.height, box.left : box.left + box.width] = 0
         return made
 
-    def _decoded(self, encoded: Sequence[Tensor], keys: Sequence[Key]) -> list[Tensor]:
-        """Return uint8 ``[3, H, W]`` each, on the device; decode one by one on the host if nvJPEG fails."""
-        from torchvision.io import decode_jpeg
+    def _cropped(self, image: Tensor, drawn: Draws, size: int) -> Tensor:
+        box = drawn.crop
+        crop = image[None, :, box.top : box.top + box.height, box.left : box.left + box.width].float()
+        pixels = interpolate(crop, (size, size), mode="bilinear", antialias=True)[0].round_().clamp_(0, 255)
+        return pixels.flip(2) if drawn.flip else pixels
 
+    def _decoded(self, encoded: Sequence[Tensor], keys: Sequence[Key]) -> list[Tensor]:
+        """Return uint8 ``[3, H, W]`` each, on the device; what its decoder refuses is decoded on the host."""
+        jpegs = [place for place, data in enumerate(encoded) if _is_jpeg(data)]
         try:
-            for data in encoded:
-                check_jpeg(data.numpy().tobytes())
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torchvision: the argument device is in beta
-                images: list[Tensor] = decode_jpeg(list(encoded), mode="RGB", device=self.device)
-            return images
-        except (BadImage, RuntimeError, ValueError):
-            return [self._decoded_here(data, key) for data, key in zip(encoded, keys, strict=True)]
+            found: list[Any] = decode_on(self.device, [encoded[place] for place in jpegs])
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # one image makes the whole call fail
+            found = [self._decoded_alone(encoded[place], keys[place]) for place in jpegs]
+        images: dict[int, Tensor | None] = dict(zip(jpegs, found, strict=True))
+        decoded = []
+        for place, (data, key) in enumerate(zip(encoded, keys, strict=True)):
+            image = images.get(place)
+            decoded.append(self._decoded_here(data, key) if image is None else image)
+        return decoded
+
+    def _decoded_alone(self, data: Tensor, key: Key) -> Tensor | None:
+        """Return an image, or ``None`` where the device's decoder refuses it, which is reported once."""
+        try:
+            return decode_on(self.device, [data])[0]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not self.num_refused:
+                text = str(error).partition("\n")[0]
+                sys.stderr.write(
+                    f"image {key[2]} of the split is decoded on the host, as are others of its kind, which "
+                    f"is slower: {text}\n"
+                )
+            self.num_refused += 1
+            return None
 
     def _decoded_here(self, data: Tensor, key: Key) -> Tensor:
         try:
@@ -144,3 +184,27 @@ class GpuTransform:
         except ShoalError as error:
             raise ShoalError(f"image {key[2]} of the split: {error}") from None
         return torch.from_numpy(pixels).permute(2, 0, 1).to(self.device)
+
+
+def decode_on(device: torch.device, encoded: list[Tensor]) -> list[Tensor]:
+    """Return the pixels uint8 ``[3, H, W]`` of JPEGs, on ``device``.
+
+    Raises:
+        RuntimeError: the decoder refuses one of them (torch.OutOfMemoryError: the device is out of memory).
+    """
+    from torchvision.io import decode_jpeg
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchvision: the argument device is in beta
+        images: list[Tensor] = decode_jpeg(encoded, mode="RGB", device=device) if encoded else []
+    return images
+
+
+def _is_jpeg(data: Tensor) -> bool:
+    """Return whether an image is a JPEG of a size that may be decoded; the host names what is wrong."""
+    encoded = data.numpy().tobytes()
+    try:
+        check_jpeg(encoded)
+    except BadImage:
+        return False
+    return encoded.startswith(JPEG_BEGIN)

@@ -6,6 +6,7 @@ A box is x1, y1, x2, y2 in pixels with ``x1 < x2`` and ``y1 < y2``. All function
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -14,6 +15,14 @@ Weights = tuple[float, float, float, float]
 
 _MAX_GROWTH = math.log(1000 / 16)
 """torchvision's limit before the exponential, which keeps it finite."""
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which products of ``tensor`` keep its dtype.
+
+    Detectors run inside autocast, which would round masks and geometry to the 8 bits of bfloat16.
+    """
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def pairwise_iou(first: Tensor, second: Tensor) -> Tensor:

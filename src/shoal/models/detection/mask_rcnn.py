@@ -7,6 +7,7 @@ With the same weights and the same samples, losses and detections are torchvisio
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -179,6 +180,25 @@ def largest_step(model: MaskRCNN, images: Tensor) -> Tensor:
     return torch.stack([one.sum() for one in (*logits, *deltas, classes, boxes, masks)]).sum()
 
 
+@cache
+def frozen_norm() -> Any:
+    """Return torchvision's ``FrozenBatchNorm2d`` that computes in the type of its input.
+
+    Theirs multiplies bf16 activations by fp32 constants, so that all activations of the backbone become fp32:
+    28 bytes moved for each element instead of 4.
+    """
+    base: Any = torchvision().ops.FrozenBatchNorm2d
+
+    class FrozenNorm(base):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            scale = self.weight * (self.running_var + self.eps).rsqrt()
+            shift = self.bias - self.running_mean * scale
+            shift, scale = (v.to(x.dtype).view(1, -1, 1, 1) for v in (shift, scale))
+            return torch.addcmul(shift, x, scale)
+
+    return FrozenNorm
+
+
 def _regions(image: Tensor, boxes: Tensor) -> Tensor:
     """Return rows of image and box ``[N, 5]``; ``image`` broadcasts over ``boxes [..., 4]``."""
     numbers = image.expand(boxes.shape[:-1])[..., None].to(boxes.dtype)
@@ -188,7 +208,7 @@ def _regions(image: Tensor, boxes: Tensor) -> Tensor:
 def _new_parts(config: MaskRCNNConfig, num_labels: int) -> Any:
     """Return torchvision's model with its initial weights; its layers are used."""
     detection, channels = torchvision().models.detection, config.channels
-    norm = torchvision().ops.FrozenBatchNorm2d if config.norms_frozen else nn.BatchNorm2d
+    norm = frozen_norm() if config.norms_frozen else nn.BatchNorm2d
     backbone = detection.backbone_utils.resnet_fpn_backbone(
         backbone_name=config.backbone,
         weights=None,

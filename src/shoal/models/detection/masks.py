@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal import native
+from shoal.models.detection.boxes import without_autocast
 
 _MAX_VALUES = 1 << 26
 """Pixels of masks in memory at once (256 MiB); objects come in groups."""
@@ -72,7 +73,8 @@ def paste_probabilities(masks: Tensor, boxes: Tensor, height: int, width: int) -
     padded = torch.nn.functional.pad(masks, (1, 1, 1, 1))
     columns = _interpolation(first[:, 0], lengths[:, 0], width, size + 2, masks.dtype)
     rows = _interpolation(first[:, 1], lengths[:, 1], height, size + 2, masks.dtype)
-    return torch.bmm(rows, torch.bmm(padded, columns.transpose(1, 2)))
+    with without_autocast(masks):
+        return torch.bmm(rows, torch.bmm(padded, columns.transpose(1, 2)))
 
 
 def _interpolation(first: Tensor, lengths: Tensor, num_pixels: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -124,7 +126,8 @@ def project_masks(
         row, column = (torch.arange(n, device=masks.device) for n in (height, width))
         at = start[:, None, None] + row[:, None] * shape[1][:, None, None] + column
         bits = masks[images[part][:, None, None], at.clamp(max=masks.shape[1] - 1)].to(boxes.dtype)
-        out[part] = rows @ bits @ columns.transpose(1, 2)
+        with without_autocast(boxes):
+            out[part] = rows @ bits @ columns.transpose(1, 2)
     return out
 
 

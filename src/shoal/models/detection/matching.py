@@ -34,11 +34,11 @@ def match_boxes(
 ) -> Tensor:
     """Return the object of each anchor, int64 ``[B, A]``: its number, :data:`BELOW_LOW` or :data:`BETWEEN`.
 
-    An anchor gets the object with the highest IoU, the first of equals, if that is at least ``high``; below
-    ``low`` it is background, and in between it is ignored. With ``allow_low_quality``, an anchor with the
-    highest IoU of all anchors for some object (every such anchor on a tie) gets the object that it overlaps
-    most, however little (Ren et al., arXiv 1506.01497, section 3.1.2; torchvision's ``Matcher``). An image
-    without objects is all background.
+    An anchor gets the object with the highest IoU (the first of equals on a CPU, any of them on a GPU) if
+    that is at least ``high``; below ``low`` it is background, and in between it is ignored. With
+    ``allow_low_quality``, an anchor with the highest IoU of all anchors for some object (every such anchor on
+    a tie) gets the object that it overlaps most, however little (Ren et al., arXiv 1506.01497, section 3.1.2;
+    torchvision's ``Matcher``). An image without objects is all background.
 
     Args:
         objects: float32 ``[B, M, 4]``, padded at the end of each image; the padding may hold any numbers.

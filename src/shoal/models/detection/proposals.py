@@ -71,19 +71,24 @@ def propose(found: Predicted, sizes: Tensor, *, most_a_level: int, most: int) ->
         most_a_level: candidates per level before suppression.
         most: boxes per image after it.
     """
-    places, levels, first = [], [], 0
-    for level, count in enumerate(found.level_counts):
+    places, first = [], 0
+    most_a_level = min(most_a_level, max(found.level_counts))
+    for count in found.level_counts:
         best = found.logits[:, first : first + count].topk(min(most_a_level, count), dim=1).indices
-        places.append(best + first)
-        levels.append(torch.full_like(best, level))
+        places.append(F.pad(best + first, (0, most_a_level - best.shape[1]), value=-1))
         first += count
-    place, level_of = torch.cat(places, dim=1), torch.cat(levels, dim=1)
+    levels = torch.stack(places, dim=1)  # [B, L, K]: only boxes of one level compete
+    padding, place = levels.flatten(1) < 0, levels.flatten(1).clamp(min=0)
     deltas = found.deltas.gather(1, place[..., None].expand(-1, -1, 4)).float()
     boxes = clipped(decode(deltas, found.anchors[place], _WEIGHTS), sizes)
     scores = found.logits.gather(1, place).float().sigmoid()
     too_small = ((boxes[..., 2:] - boxes[..., :2]) < _LEAST_SIDE).any(dim=-1)
-    scores = scores.masked_fill(too_small, NO_BOX)
-    kept, there = top_places(scores, suppress(boxes, scores, _MOST_OVERLAP, level_of), most)
+    scores = scores.masked_fill(too_small | padding, NO_BOX)
+    by_level = levels.flatten(0, 1)
+    keep = suppress(
+        boxes.view(*by_level.shape, 4), scores.view_as(by_level), _MOST_OVERLAP, torch.zeros_like(by_level)
+    )
+    kept, there = top_places(scores, keep.view_as(scores), most)
     return Proposals(boxes=boxes.gather(1, kept[..., None].expand(-1, -1, 4)), there=there)
 
 

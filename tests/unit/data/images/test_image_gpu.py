@@ -9,8 +9,9 @@ import torch
 from PIL import Image
 
 from image_files import announcing
+from shoal.data.images import gpu
 from shoal.data.images.augment import AugmentConfig
-from shoal.data.images.gpu import EncodedReader, GpuTransform
+from shoal.data.images.gpu import EncodedReader, GpuTransform, decode_on
 from shoal.data.images.reader import ImageReader
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import TrainTransform
@@ -77,6 +78,60 @@ def test_a_header_that_announces_too_much_is_named(tmp_path, form, words):
         ShoalError, match=f"image 1 of the split: not an image that can be decoded: it {words}"
     ):
         GpuTransform(CONFIG, seed=5, device=CPU)({k: torch.from_numpy(v) for k, v in arrays.items()})
+
+
+def a_batch(shards, indices):
+    reader = EncodedReader(shards, seed=5)
+    arrays = reader.micro_batch(reader.batch(0, indices))
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def test_an_image_that_the_device_refuses_is_decoded_on_the_host_alone(shards, monkeypatch, capsys):
+    """nvJPEG refuses what libjpeg decodes, such as arithmetic coding, and then the whole call fails."""
+    calls = []
+
+    def picky(device, images):
+        calls.append(len(images))
+        if any(torch.equal(image, refused) for image in images):
+            raise RuntimeError("nvjpegDecode failed: 2\nat line 1")
+        return decode_on(device, images)
+
+    batch = a_batch(shards, [0, 1, 2, 3])
+    refused = batch["encoded"].split(batch["lengths"].tolist())[1]
+    transform = GpuTransform(CONFIG, seed=5, device=CPU)
+    wanted = transform(batch)
+    assert transform.num_refused == 0
+    monkeypatch.setattr(gpu, "decode_on", picky)
+    found = transform(batch)
+    assert torch.equal(found, wanted)  # libjpeg decodes on both sides
+    assert calls == [3, 1, 1, 1]  # the PNG goes to the host at once
+    assert transform.num_refused == 1
+    transform(batch)
+    words = "image 1 of the split is decoded on the host, as are others of its kind, which is slower: nvjpeg"
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+    assert transform.num_refused == 2
+
+
+def test_lack_of_memory_is_no_reason_to_decode_on_the_host(shards, monkeypatch):
+    def full(device, images):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    transform = GpuTransform(CONFIG, seed=5, device=CPU)
+    monkeypatch.setattr(gpu, "decode_on", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        transform(a_batch(shards, [0, 1]))
+
+
+def test_a_missing_decoder_is_found_before_the_run(monkeypatch):
+    def missing(device, images):
+        raise RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG support")
+
+    monkeypatch.setattr(gpu, "decode_on", missing)
+    with pytest.raises(
+        UsageError, match=r"cannot decode a JPEG on cpu \(decode_jpegs_cuda: .*set data.decode"
+    ):
+        GpuTransform(CONFIG, seed=5, device=CPU)
 
 
 def test_what_it_does_not_do_is_refused():

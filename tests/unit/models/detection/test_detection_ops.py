@@ -19,7 +19,7 @@ from shoal import native
 from shoal.decide.rng import Stream, random_keys
 from shoal.models.detection import matching, suppression
 from shoal.models.detection.boxes import pairwise_iou
-from shoal.models.detection.masks import paste_bitmaps, paste_probabilities
+from shoal.models.detection.masks import paste_bitmaps, paste_probabilities, project_masks
 from shoal.models.detection.matching import BELOW_LOW, match_boxes, sample_balanced
 from shoal.models.detection.suppression import NO_BOX, suppress, top_places
 
@@ -128,6 +128,43 @@ def test_long_chain_of_boxes(form: str) -> None:
     boxes = torch.stack([left, torch.zeros(100), left + 10, torch.ones(100)], dim=1)[None]
     keep = suppress(boxes, torch.linspace(1, 0.1, 100)[None], 0.4, torch.zeros(1, 100).long())
     assert keep[0].tolist() == [True, False] * 50
+
+
+def test_overlaps_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: of many boxes, only some overlaps are in memory at a time."""
+    monkeypatch.setattr("shoal.models.detection.suppression.native.is_built", lambda: False)
+    boxes, scores = made_boxes(2, 300, seed=11, side=80), torch.rand(2, 300)
+    classes = torch.arange(600).view(2, 300) % 3
+    whole = suppress(boxes, scores, 0.4, classes)
+    monkeypatch.setattr("shoal.models.detection.suppression._MAX_OVERLAPS", 7 * 2 * 300)
+    assert torch.equal(suppress(boxes, scores, 0.4, classes), whole)
+    assert torch.equal(whole, expected_keep(boxes, scores, 0.4, classes))
+    monkeypatch.setattr("shoal.models.detection.suppression._MAX_PAIRS", 1)
+    assert torch.equal(suppress(boxes, scores, 0.4, classes), whole)
+
+
+def test_autocast_rounds_neither_overlaps_nor_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.models.detection.suppression.native.is_built", lambda: False)
+    boxes, scores = made_boxes(2, 300, seed=12, side=80), torch.rand(2, 300)
+    classes = torch.zeros(2, 300, dtype=torch.int64)
+    masks = torch.ones(1, 5000, dtype=torch.uint8)
+    places, image = torch.tensor([[0, 3, 5, 50, 90]]).expand(4, -1), torch.zeros(4, dtype=torch.int64)
+    corners = torch.tensor([[1.3, 2.7, 60.1, 40.9], [7, 8, 99, 31], [0, 0, 17.7, 19.9], [3, 4, 5, 6]])
+    sizes = torch.tensor([[70, 110]]).expand(4, -1)
+
+    def found() -> list[Tensor]:
+        pasted = paste_probabilities(torch.rand(4, 28, 28, generator=torch.Generator().manual_seed(1)), corners, 70, 110)  # fmt: skip  # noqa: E501
+        return [
+            suppress(boxes, scores, 0.4, classes).float(),
+            project_masks(masks, places, image, corners, sizes, 14),
+            pasted,
+        ]
+
+    exact = found()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (boxes[0] @ boxes[0].T).dtype == torch.bfloat16
+        for one, other in zip(found(), exact, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_no_boxes(form: str) -> None:

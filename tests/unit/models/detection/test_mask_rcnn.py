@@ -14,13 +14,13 @@ from torchvision.models.detection import MaskRCNN as TheirMaskRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.models.detection.image_list import ImageList
-from torchvision.ops import generalized_box_iou_loss, roi_align
+from torchvision.ops import FrozenBatchNorm2d, generalized_box_iou_loss, roi_align
 
 from shoal.dropout import fold_in
 from shoal.errors import UsageError
 from shoal.models.detection.boxes import decode
 from shoal.models.detection.config import MaskRCNNConfig
-from shoal.models.detection.mask_rcnn import MaskRCNN
+from shoal.models.detection.mask_rcnn import MaskRCNN, frozen_norm
 from shoal.models.detection.masks import project_masks
 from shoal.models.detection.matching import sample_balanced
 from shoal.models.detection.regions import Sampled, region_losses
@@ -212,6 +212,24 @@ def test_losses_belong_to_their_images() -> None:
         alone = ours(images[n : n + 1], one, keys[n : n + 1])
         for name, values in both_images.items():
             torch.testing.assert_close(values[n], alone[name][0], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_frozen_norms_keep_the_type_of_activations() -> None:
+    torch.manual_seed(2)
+    theirs, ours = FrozenBatchNorm2d(6), frozen_norm()(6)
+    for buffer in theirs.buffers():
+        buffer.uniform_(0.5, 2.0)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 6, 5, 4, requires_grad=True)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6, atol=1e-6)
+    halves = ours(x.bfloat16())
+    assert halves.dtype == torch.bfloat16
+    torch.testing.assert_close(halves.float(), theirs(x.bfloat16().float()), rtol=2**-7, atol=2**-7)
+    model = MaskRCNN(replace(CONFIG, frozen_norms=True), CLASSES)
+    assert sum(isinstance(part, frozen_norm()) for part in model.modules()) == 20
+    with torch.autocast("cpu", torch.bfloat16):
+        levels = model.backbone(torch.randn(1, 3, 64, 64))
+    assert {level.dtype for level in levels.values()} == {torch.bfloat16}
 
 
 def test_a_narrow_network() -> None:
