@@ -111,9 +111,10 @@ void HelperServer::on_frame(int peer, const FrameHeader& header, Payload payload
   if (member == members_.end()) return;
   Group& group = groups_[member->second.group];
   std::string wrong;
+  const std::uint64_t summed_before = group.server->num_summed();
   if (header.type == FrameType::push) wrong = group.server->contribute(peer, header, std::move(payload));
   if (header.type == FrameType::supply) wrong = group.server->supply(peer, header, std::move(payload));
-  num_summed_ = group.server->num_summed();
+  num_summed_ += group.server->num_summed() - summed_before;  // of all groups, those that ended too
   if (!wrong.empty()) {  // frames arrive intact, so the sender is broken: the group must not continue with it
     FrameHeader fail;
     fail.type = FrameType::fail;
