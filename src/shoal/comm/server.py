@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from shoal import env, native
@@ -28,6 +29,7 @@ def serve(
     secret_file: Path | None = None,
     report_every_s: float = 0.0,
     transport: str | None = None,
+    metrics: str | None = None,
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; return the exit code. SIGUSR1 and SIGHUP change nothing.
 
@@ -39,9 +41,11 @@ def serve(
         report_every_s: Seconds between prints of counters; 0 for never.
         transport: tcp, or ofi: and libfabric's providers, as for the workers; default: SHOAL_TRANSPORT, or
             tcp.
+        metrics: PORT, on the loopback interface, or ADDRESS:PORT, at which to serve the counters over HTTP
+            for Prometheus; default: do not.
 
     Raises:
-        UsageError: there is no secret, or the transport is unknown.
+        UsageError: there is no secret, or the transport or the place of the metrics is malformed.
         ShoalError: the address, the port or the transport is not available.
     """
     secret = env.secret({env.SECRET_FILE: str(secret_file)} if secret_file else None)
@@ -61,15 +65,23 @@ def serve(
         signal.signal(number, lambda *_: stop.set())
     for number in (signal.SIGUSR1, signal.SIGHUP):  # schedulers warn all of a job's processes by them
         signal.signal(number, signal.SIG_IGN)
-    server.start()
-    print(f"shoal serve: listening on {address}:{server.port}", flush=True)
-    # Short waits: signal handlers run between two of them, whichever thread received the signal.
-    next_report = time.monotonic() + report_every_s
-    while not stop.wait(0.5):
-        if report_every_s and time.monotonic() >= next_report:
-            next_report += report_every_s
-            print(f"shoal serve: {_report(server.counters())}", flush=True)
-    print(f"shoal serve: stopped; {_report(server.counters())}", flush=True)
+    with ExitStack() as stack:
+        pages = None
+        if metrics is not None:
+            from shoal.comm.metrics import MetricsServer  # an HTTP server, loaded where it is used
+
+            pages = stack.enter_context(MetricsServer(metrics, server.counters))
+        server.start()
+        print(f"shoal serve: listening on {address}:{server.port}", flush=True)
+        if pages is not None:
+            print(f"shoal serve: metrics at {pages.url}", flush=True)
+        # Short waits: signal handlers run between two of them, whichever thread received the signal.
+        next_report = time.monotonic() + report_every_s
+        while not stop.wait(0.5):
+            if report_every_s and time.monotonic() >= next_report:
+                next_report += report_every_s
+                print(f"shoal serve: {_report(server.counters())}", flush=True)
+        print(f"shoal serve: stopped; {_report(server.counters())}", flush=True)
     server.stop()
     return EXIT_OK
 
@@ -91,6 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     option("--secret-file", type=Path, help="file with the job's secret, which others cannot read")
     option("--report-every-s", type=float, default=0.0, help="seconds between prints of counters; 0: never")
     option("--transport", help="tcp, or ofi:PROVIDER,... as the workers' (default: SHOAL_TRANSPORT)")
+    option("--metrics", metavar="PORT", help="serve the counters for Prometheus at PORT or ADDRESS:PORT")
     given = parser.parse_args(argv)
     try:
         return serve(**vars(given))
