@@ -10,7 +10,7 @@ DATA    ?= runs/builtin-text
 RUN     ?= runs/first-light
 BIN     := $(VENV)/bin
 UV      := $(BIN)/uv pip install --quiet --python $(BIN)/python
-EXTRAS  := text,vision,aws,report,dev,bench,docs
+EXTRAS  := torch,text,vision,aws,report,dev,bench,docs
 STAMP   := $(VENV)/.installed
 # Whole files: what a file's tests share is made once.
 TWO     := -n 2 --dist loadfile --no-loadscope-reorder
@@ -22,7 +22,7 @@ core_tests = $(BIN)/cmake -S . -B build/core-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=
 	  -DSHOAL_BUILD_TESTS=ON -DSHOAL_SANITIZE=$(2) --log-level=WARNING >/dev/null && \
 	$(BIN)/cmake --build build/core-$(1) -- --quiet && build/core-$(1)/shoal_core_tests && build/core-$(1)/shoal_c_api_test
 
-.PHONY: help setup train test test-core test-all bench lint docs clean
+.PHONY: help setup train test test-core test-real test-all bench lint docs wheels wheels-all clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -45,13 +45,16 @@ train: $(STAMP)  ## pretrain the tiny ALBERT on English found in this Python, th
 	$(BIN)/shoal report $(RUN)
 
 test: test-core  ## the tests of every change (at most 12 minutes on 2 cores)
-	$(BIN)/pytest -m 'not slow' $(TWO)
+	$(BIN)/pytest -m 'not slow' --ignore=tests/real $(TWO)
 
 test-core: $(STAMP)  ## the C++ tests under address-, undefined-behaviour and thread sanitizer
 	@$(call core_tests,asan,address$(comma)undefined)
 	@$(call core_tests,tsan,thread)
 
-test-all: $(STAMP)  ## all tests, the complete matrices too; then the quick ones on the oldest torch
+test-real: wheels  ## the tests with what the real world brings: a wheel in fresh environments
+	$(BIN)/pytest -m 'not slow' tests/real
+
+test-all: $(STAMP) wheels-all  ## all tests, the complete matrices too; then the quick ones on the oldest torch
 	$(BIN)/pytest $(TWO)
 	$(MAKE) VENV=.venv-oldest TORCH='$(OLDEST)' test
 
@@ -70,5 +73,15 @@ lint: $(STAMP)  ## ruff and mypy, and clang's check of locks in the C++ core
 docs: $(STAMP)  ## the documentation site in build/site; any warning or broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+wheels: $(STAMP)  ## the wheel for this Python and the sdist in dist/; auditwheel finds which Linux it needs
+	rm -rf build/untagged dist
+	$(BIN)/uv build --quiet --python $(BIN)/python --sdist --wheel --out-dir build/untagged
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/untagged/*.whl
+	mv build/untagged/*.tar.gz dist
+	ls -l dist
+
+wheels-all: wheels  ## the wheel for Python 3.12 and newer too, built with Debian 13's in build/trixie (root, debootstrap)
+	.ci/abi3-wheel $(BIN)
+
 clean:  ## remove the virtual environment and the build
-	rm -rf $(VENV) build
+	rm -rf $(VENV) build dist

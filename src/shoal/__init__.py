@@ -17,8 +17,6 @@ Everything else is imported from its module. The command line is ``shoal --help`
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
-
 _MODULES = {
     "Checkpointer": "shoal.train.checkpoint",
     "EightBitWire": "shoal.comm.hooks",
@@ -44,10 +42,26 @@ __all__ = ["__version__", *sorted(_MODULES)]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _MODULES:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    try:
+        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        if not (needs := import_module("shoal.errors").missing_extra(error)):
+            raise
+        raise ModuleNotFoundError(f"shoal.{name} {needs}", name=error.name) from None
     return value
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("shoal")
+    except PackageNotFoundError:  # a source folder on the path
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

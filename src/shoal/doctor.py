@@ -24,13 +24,14 @@ from shoal.formatting import size
 
 OLDEST_PYTHON = (3, 11)
 EXTRAS = {
+    "torch": "for the backend, the optimizers, pipelines and training",
     "text": "to train ALBERT and to prepare text",
     "report": "to write reports",
     "vision": "to train on images",
     "aws": "to start runs on AWS",
 }
 """The optional dependencies and their use."""
-NEEDED_EXTRAS = frozenset({"text"})
+NEEDED_EXTRAS = frozenset({"torch", "text"})
 LITTLE_DISK_BYTES = 5 * 2**30
 """A few checkpoints of a large model."""
 LITTLE_SHARED_BYTES = 128 * 2**20
@@ -66,9 +67,18 @@ def doctor() -> int:
     missing = [check.name for checks in topics.values() for check in checks if check.state == "missing"]
     if missing:
         print(f"\nTraining cannot run here until these are put right: {', '.join(missing)}")
+        if not {"native core", "packages"} & set(missing):
+            print("`shoal serve`, on helper hosts, needs none of them.")
         return EXIT_FAILURE
     print("\nTraining can run here.")
     return EXIT_OK
+
+
+def version_text() -> str:
+    """Return the version, and the commit that it was built from if git was there."""
+    written = Path(shoal.__file__).with_name("commit.txt")  # by the build, as [tool.setuptools_scm] says
+    commit = written.read_text(encoding="utf-8").strip().removeprefix("g") if written.is_file() else "None"
+    return f"shoal {shoal.__version__}" + (f", built from commit {commit}" if commit != "None" else "")
 
 
 def examine() -> Mapping[str, list[Check]]:
@@ -79,13 +89,15 @@ def examine() -> Mapping[str, list[Check]]:
         import torch
     except Exception as error:  # a broken installation raises any exception
         found = f"cannot be imported ({type(error).__name__}: {error})"
-        torch_check = Check("torch", found, "missing", "pip install --force-reinstall torch")
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        remedy = "pip install 'shoal[torch]'" if is_absent else "pip install --force-reinstall torch"
+        torch_check = Check("torch", found, "missing", remedy)
     else:
         cuda = torch.version.cuda
         torch_check = Check("torch", f"imports, built for {f'CUDA {cuda}' if cuda else 'CPU only'}")
         gpus += [_gpus(torch), *_kernels(torch)]
         training += [_precision(torch), _backends(torch)]
-    shoal_check = Check("shoal", shoal.__version__)
+    shoal_check = Check("shoal", version_text().removeprefix("shoal "))
     training.append(_transports())
     if native.is_built():
         training.append(fabric_check(native.fabric("127.0.0.1")))
@@ -145,8 +157,8 @@ def package_checks(requirements: Sequence[str], installed: Callable[[str], str |
 def _group_check(extra: str, packages: Sequence[tuple[str, bool]]) -> Check:
     found, is_well = ", ".join(text for text, _ in packages), all(is_well for _, is_well in packages)
     if not extra:
-        return _judged("packages", found, is_well, "pip install --upgrade 'shoal'", "missing")
-    remedy = f"{EXTRAS[extra]}: pip install --upgrade 'shoal[{extra}]'"
+        return _judged("packages", found, is_well, "pip install 'shoal'", "missing")
+    remedy = f"{EXTRAS[extra]}: pip install 'shoal[{extra}]'"
     return _judged(f"[{extra}]", found, is_well, remedy, "missing" if extra in NEEDED_EXTRAS else "note")
 
 

@@ -21,6 +21,15 @@ EXIT_STOPPED = 75
 EXIT_LOST = 76
 """Another host is gone, or a worker on it: the run continues from its last checkpoint when started again."""
 
+MODULES_OF_EXTRAS = {
+    "torch": ("torch", "safetensors", "tensorboardX"),
+    "text": ("transformers", "tokenizers", "sentencepiece", "google"),
+    "vision": ("torchvision", "PIL", "faster_coco_eval"),
+    "aws": ("boto3",),
+    "report": ("matplotlib", "jinja2"),
+}
+"""Modules that each optional dependency of users adds to numpy and cyclopts."""
+
 
 class ShoalError(RuntimeError):
     """Something outside the program failed (a damaged file, a full disk, a lost peer): exit code 1."""
@@ -36,6 +45,22 @@ class UsageError(ShoalError, ValueError):
 
 class RetryStep(ShoalError):
     """An optimizer step could not be completed on any worker and may be repeated: nothing was changed."""
+
+
+def missing_extra(error: ImportError) -> str:
+    """Return what to install for an import that failed, to follow the name of the feature that needs it.
+
+    Returns:
+        Like ``needs torch, which is not installed: pip install 'shoal[torch]'``; empty for other modules.
+    """
+    absent = error if error.name else error.__cause__  # cyclopts wraps the error of a command's import
+    if not isinstance(absent, ModuleNotFoundError) or not absent.name:
+        return ""
+    module = absent.name.partition(".")[0]
+    for extra, modules in MODULES_OF_EXTRAS.items():
+        if module in modules:
+            return f"needs {module}, which is not installed: pip install 'shoal[{extra}]'"
+    return ""
 
 
 def import_extra(module: str, extra: str, purpose: str) -> Any:

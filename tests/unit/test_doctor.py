@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
 from importlib import metadata
 from itertools import chain
@@ -13,16 +14,18 @@ import pytest
 
 from shoal import doctor
 from shoal.doctor import Check, examine
+from shoal.errors import MODULES_OF_EXTRAS
 
 REQUIREMENTS = [
-    "torch>=2.11",
     "numpy>=1.26",
+    "cyclopts>=5.0",
+    'torch>=2.11; extra == "torch"',
     'transformers>=5.0; extra == "text"',
     'matplotlib>=3.9; extra == "report"',
     "boto3 (>=1.40) ; extra == 'aws'",
     'pytest>=8.4; extra == "dev"',
 ]
-COMPLETE = {"torch": "2.11.0+cpu", "numpy": "1.26", "transformers": "5.23.0", "matplotlib": "3.11", "boto3": "1.40.2"}  # fmt: skip  # noqa: E501
+COMPLETE = {"torch": "2.11.0+cpu", "numpy": "1.26", "cyclopts": "5.1", "transformers": "5.23.0", "matplotlib": "3.11", "boto3": "1.40.2"}  # fmt: skip  # noqa: E501
 
 
 def by_name(checks: Iterable[Check]) -> dict[str, Check]:
@@ -55,7 +58,7 @@ def test_this_machine_can_train() -> None:
 @pytest.mark.parametrize(
     ("prelude", "said", "remedy"),
     [
-        ("sys.modules['torch'] = None", "torch         cannot be imported", "reinstall torch"),
+        ("sys.modules['torch'] = None", "torch         cannot be imported", "'shoal[torch]'"),
         ("sys.modules['shoal._core'] = None", "native core cannot be loaded", "install a C++20 compiler"),
     ],
 )
@@ -112,25 +115,26 @@ def test_launcher_is_recognised_and_its_mistakes_are_told(monkeypatch: pytest.Mo
 
 def test_complete_packages() -> None:
     checks = by_name(doctor.package_checks(REQUIREMENTS, COMPLETE.get))
-    assert list(checks) == ["packages", "[text]", "[report]", "[aws]"]
+    assert list(checks) == ["packages", "[torch]", "[text]", "[report]", "[aws]"]
     assert {check.state for check in checks.values()} == {"ok"}
-    assert checks["packages"].found == "torch 2.11.0+cpu, numpy 1.26"
+    assert checks["packages"].found == "numpy 1.26, cyclopts 5.1"
+    assert checks["[torch]"].found == "torch 2.11.0+cpu"
     assert all(check.remedy == "" for check in checks.values())
 
 
 @pytest.mark.parametrize(
     ("package", "version", "name", "state", "found", "remedy"),
     [
-        ("torch", "2.10.1+cpu", "packages", "missing", "torch 2.10.1+cpu (too old, needs 2.11), numpy 1.26",
-         "pip install --upgrade 'shoal'"),
-        ("numpy", None, "packages", "missing", "torch 2.11.0+cpu, numpy not installed",
-         "pip install --upgrade 'shoal'"),
+        ("torch", "2.10.1+cpu", "[torch]", "missing", "torch 2.10.1+cpu (too old, needs 2.11)",
+         "for the backend, the optimizers, pipelines and training: pip install 'shoal[torch]'"),
+        ("numpy", None, "packages", "missing", "numpy not installed, cyclopts 5.1",
+         "pip install 'shoal'"),
         ("transformers", "4.57.3", "[text]", "missing", "transformers 4.57.3 (too old, needs 5.0)",
-         "to train ALBERT and to prepare text: pip install --upgrade 'shoal[text]'"),
+         "to train ALBERT and to prepare text: pip install 'shoal[text]'"),
         ("matplotlib", None, "[report]", "note", "matplotlib not installed",
-         "to write reports: pip install --upgrade 'shoal[report]'"),
+         "to write reports: pip install 'shoal[report]'"),
         ("boto3", "1.4.2", "[aws]", "note", "boto3 1.4.2 (too old, needs 1.40)",
-         "to start runs on AWS: pip install --upgrade 'shoal[aws]'"),
+         "to start runs on AWS: pip install 'shoal[aws]'"),
     ],
 )  # fmt: skip
 def test_package_missing_or_too_old(
@@ -144,8 +148,9 @@ def test_package_missing_or_too_old(
 
 def test_every_extra_for_users_is_known() -> None:
     """A new extra needs a word on what it is for, or must be one for developers."""
-    extras = set(metadata.metadata("shoal").get_all("Provides-Extra") or [])
-    assert extras - {"dev", "docs", "bench"} == set(doctor.EXTRAS)
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = set(pyproject["project"]["optional-dependencies"])
+    assert extras - {"dev", "docs", "bench"} == set(doctor.EXTRAS) == set(MODULES_OF_EXTRAS)
 
 
 def test_machine_facts_come_from_files(tmp_path: Path) -> None:

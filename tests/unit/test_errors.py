@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
 import pytest
 
-from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, ShoalError, UsageError, did_you_mean
+from shoal.errors import (
+    EXIT_FAILURE,
+    EXIT_OK,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    MODULES_OF_EXTRAS,
+    ShoalError,
+    UsageError,
+    did_you_mean,
+    missing_extra,
+)
 
 
 def test_exit_codes_differ_and_the_errors_carry_theirs() -> None:
@@ -32,3 +47,39 @@ def test_usage_error_is_caught_as_either() -> None:
 def test_did_you_mean(word: str, text: str) -> None:
     assert did_you_mean(word, iter(["learning_rate", "warmup_steps", "weight_decay"])) == text
     assert did_you_mean(word, []) == ""
+
+
+# ---- packages that are not installed -----------------------------------------------------------------------
+
+
+NAMESAKES = {"googleapis-common-protos"}
+"""Distributions that only share the name of a module with one that an extra requires."""
+
+
+def test_modules_of_extras_are_those_that_the_package_requires() -> None:
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = pyproject["project"]["optional-dependencies"]
+    distributions = metadata.packages_distributions()
+    for extra, modules in MODULES_OF_EXTRAS.items():
+        required = {re.split(r"[^\w-]", requirement)[0].lower() for requirement in extras[extra]}
+        found = {name.lower() for module in modules for name in distributions[module]}
+        assert required <= found and found - required <= NAMESAKES
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("torch", "needs torch, which is not installed: pip install 'shoal[torch]'"),
+        ("torch.distributed", "needs torch, which is not installed: pip install 'shoal[torch]'"),
+        ("google.protobuf", "needs google, which is not installed: pip install 'shoal[text]'"),
+        ("torchlike", ""),
+        ("", ""),
+    ],
+)
+def test_missing_extra(module: str, text: str) -> None:
+    absent = ModuleNotFoundError("No module", name=module)
+    assert missing_extra(absent) == text
+    wrapped = ImportError("cannot import the command")
+    wrapped.__cause__ = absent
+    assert missing_extra(wrapped) == text
+    assert missing_extra(ImportError("no such name", name="torch")) == ""  # it is there, but too old

@@ -6,18 +6,18 @@ It starts fast because each command imports its modules when it runs.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 import cyclopts
 from cyclopts import App
 
-import shoal
 from shoal.cli.commands import emulate, export, predict, report
 from shoal.cli.plan import plan
-from shoal.errors import EXIT_OK, EXIT_USAGE, ShoalError
+from shoal.errors import EXIT_OK, EXIT_USAGE, ShoalError, missing_extra
 
 app = App(
     name="shoal",
-    version=f"shoal {shoal.__version__}",
+    version=lambda: import_module("shoal.doctor").version_text(),
     help="""Train PyTorch models on many machines in the least time.
 
 A first run, from text to a report:
@@ -73,6 +73,11 @@ def main() -> None:
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except ImportError as error:
+        if not (needs := missing_extra(error)):
+            raise
+        print(f"shoal: this command {needs}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(result if isinstance(result, int) else EXIT_OK)
