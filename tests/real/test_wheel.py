@@ -1,0 +1,185 @@
+"""Tests the wheel that ``make wheels`` leaves in ``dist/``, in fresh environments where no compiler is found.
+
+One environment has what ``pip install shoal`` brings and nothing else. The other borrows torch and the
+packages of the extras from the environment of the tests: they are gigabytes, and not what is tested.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAX_BYTES = 3_000_000
+ADDS_TORCH = "needs torch, which is not installed: pip install 'shoal[torch]'"
+STEPS = 20
+NOT_FOR_CHILDREN = ("CC", "CXX", "PYTHONPATH", "VIRTUAL_ENV")
+
+ALL_REDUCE = """
+import torch
+import torch.distributed as dist
+
+import shoal
+
+dist.init_process_group("shoal")
+values = torch.arange(1000.0) * (dist.get_rank() + 1)
+dist.all_reduce(values)
+assert torch.equal(values, torch.arange(1000.0) * 3), values
+print("summed over", dist.get_world_size(), "by", shoal.__file__)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel() -> Path:
+    """Return the wheel for this Python."""
+    tags = {f"cp{sys.version_info.major}{sys.version_info.minor}"}
+    if sys.version_info >= (3, 12):
+        tags.add("abi3")
+    found = [each for each in (ROOT / "dist").glob("shoal-*.whl") if tags & set(each.name.split("-"))]
+    assert len(found) == 1, f"make wheels leaves one wheel for this Python in dist/, there are {found}"
+    return found[0]
+
+
+class Environment:
+    """A virtual environment with the wheel and what it requires; PATH is its own folder alone."""
+
+    def __init__(self, folder: Path, wheel: Path) -> None:
+        self.folder, self.python = folder, folder / "bin" / "python"
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        self.run("-m", "pip", "install", "--quiet", str(wheel))
+
+    def run(self, *argv: str, exit_code: int = 0) -> str:
+        """Run Python with ``argv`` and return what it printed to both streams."""
+        kept = {name: value for name, value in os.environ.items() if name not in NOT_FOR_CHILDREN}
+        done = subprocess.run(
+            [self.python, *argv],
+            cwd=self.folder,
+            env=kept | {"PATH": str(self.python.parent), "COLUMNS": "200"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=200,
+        )
+        assert done.returncode == exit_code, done.stdout[-4000:]
+        return done.stdout
+
+    def shoal(self, *argv: str, exit_code: int = 0) -> str:
+        """Run the command ``shoal``."""
+        return self.run(str(self.folder / "bin" / "shoal"), *argv, exit_code=exit_code)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Environment:
+    """Make the environment of ``pip install shoal``."""
+    return Environment(tmp_path_factory.mktemp("small"), wheel)
+
+
+@pytest.fixture(scope="module")
+def with_torch(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Environment:
+    """Make one that finds the packages of the tests too; their editable shoal is not among them."""
+    made = Environment(tmp_path_factory.mktemp("with-torch"), wheel)
+    site_packages = next((made.folder / "lib").glob("python*/site-packages"))
+    borrowed = [entry for entry in sys.path if entry.endswith("site-packages")]
+    (site_packages / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
+    return made
+
+
+# ---- the wheel as a file -----------------------------------------------------------------------------------
+
+
+def test_it_is_small_and_tagged_and_holds_its_notices(wheel: Path) -> None:
+    assert wheel.stat().st_size <= MAX_BYTES
+    assert "-manylinux_2_" in wheel.name
+    names = zipfile.ZipFile(wheel).namelist()
+    for file in ("LICENSE", "THIRD_PARTY_NOTICES.md"):
+        assert sum(name.endswith(f".dist-info/licenses/{file}") for name in names) == 1
+    assert {"shoal/lib/libshoal.so", "shoal/include/shoal.h", "shoal/py.typed", "shoal/commit.txt"} <= set(
+        names
+    )
+    assert not [name for name in names if not name.startswith(("shoal/", "shoal-"))]
+
+
+# ---- with numpy and cyclopts alone -------------------------------------------------------------------------
+
+
+def test_it_requires_numpy_and_cyclopts_alone(small: Environment) -> None:
+    listed = (
+        "from importlib.metadata import requires; print(*(r for r in requires('shoal') if 'extra' not in r))"
+    )
+    assert [name.partition(">")[0] for name in small.run("-c", listed).split()] == ["numpy", "cyclopts"]
+    assert "No module named 'torch'" in small.run("-c", "import shoal, torch", exit_code=1)
+
+
+def test_what_needs_no_torch_runs_without_it(small: Environment) -> None:
+    assert "built from commit" in small.shoal("--version")
+    assert "serve" in small.shoal("--help")
+    assert "--port" in small.shoal("serve", "--help")
+    assert "--cluster" in small.shoal("plan", "--help")
+    assert "--train.total-steps" in small.shoal("train", "albert", "--help")
+    summed = "import numpy as np; from shoal import native; out = np.empty(3, np.float32); "
+    summed += "native.sum_in_rank_order(out, [np.ones(3, np.float32)] * 2); print(out)"
+    assert small.run("-c", summed) == "[2. 2. 2.]\n"
+
+
+def test_doctor_says_what_is_missing(small: Environment) -> None:
+    said = small.shoal("doctor", exit_code=1)
+    assert "pip install 'shoal[torch]'" in said
+    assert "ok  native core" in said
+    assert "C++ compiler  none found" in said
+    assert "`shoal serve`, on helper hosts, needs none of them." in said
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train", "albert", "--preset", "tiny", "--data.path", "."),
+        ("plan", "bert-large", "--cluster", "8xp3dn.24xlarge"),
+        ("export", "run"),
+    ],
+)
+def test_a_command_that_needs_torch_says_what_adds_it(small: Environment, command: tuple[str, ...]) -> None:
+    assert small.shoal(*command, exit_code=2) == f"shoal: this command {ADDS_TORCH}\n"
+
+
+def test_a_name_that_needs_torch_says_what_adds_it(small: Environment) -> None:
+    said = small.run("-c", "import shoal; shoal.Lamb", exit_code=1)
+    assert said.endswith(f"ModuleNotFoundError: shoal.Lamb {ADDS_TORCH}\n")
+    said = small.shoal("prepare", "text", "builtin", "--out", "text", exit_code=2)
+    assert said == "shoal: this command needs tokenizers, which is not installed: pip install 'shoal[text]'\n"
+
+
+# ---- with torch --------------------------------------------------------------------------------------------
+
+
+def test_the_backend_sums_over_two_ranks(with_torch: Environment, tmp_path: Path) -> None:
+    script = tmp_path / "sum.py"
+    script.write_text(ALL_REDUCE)
+    said = with_torch.run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
+    assert said.count(f"summed over 2 by {with_torch.folder}/lib") == 2
+
+
+def test_it_trains(with_torch: Environment, tmp_path: Path) -> None:
+    assert "Training can run here." in with_torch.shoal("doctor")
+    words = ["quick", "brown", "fox", "jumps", "over", "lazy", "dog", "seven", "small", "boats", "sail"]
+    articles = [
+        " ".join(
+            " ".join(words[k * step % 11] for k in range(1, 9)) + "." for step in range(first, first + 9)
+        )
+        for first in range(400)
+    ]
+    text, data, run = tmp_path / "text.txt", str(tmp_path / "data"), str(tmp_path / "run")
+    text.write_text("\n".join(articles) + "\n")
+    with_torch.shoal("prepare", "text", str(text), "--format", "lines", "--out", data, "--vocab-size", "64")
+    said = with_torch.shoal(
+        *("train", "albert", "--preset", "tiny", "--data.path", data, "--run.dir", run),
+        *("--train.total-steps", str(STEPS), "--optim.warmup-steps", "2"),
+    )
+    assert f"finished {STEPS} steps" in said
+    assert list(Path(run, "checkpoints").glob(f"*{STEPS}"))
