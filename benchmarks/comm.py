@@ -34,6 +34,7 @@ KIB, MIB = 1 << 10, 1 << 20
 NUM_HOSTS = 8
 NIC = "200mbit"
 FAST_NIC = "400mbit"
+SLOW_NIC = "50mbit"
 ALL_REDUCE = "all_reduce"
 
 
@@ -112,6 +113,34 @@ def fast_helpers_rows(bench: Benchmark) -> None:
         f"{NUM_HOSTS} workers + 4 helpers × 2, away from formula", away, 10.0, unit="%",
         formula=f"10 % of the formula's gain over a ring, {gain:.3f}", foreign_cores=[measured.foreign],
     )  # fmt: skip
+
+
+def growth_rows(bench: Benchmark) -> None:
+    """As many helpers as workers: time must not grow with their number, whatever a link lets through at once.
+
+    With ``--quick`` 4 and 16 hosts instead of 32: 64 processes take two minutes to start on two cores.
+    """
+    big, most = (ALL_REDUCE, 16 * MIB), 16 if bench.quick else 32
+    for burst_bytes in (32_000, 1_000_000):
+        took: dict[int, Measured] = {}
+        for hosts in (4, most) if bench.quick else (4, 16, most):
+            with Cluster(
+                hosts=hosts, helpers=hosts, nic=SLOW_NIC, burst_bytes=burst_bytes, announce_rates=False
+            ) as cluster:
+                spec = spec_of({"helpers": hosts}, [big], 3)
+                took[hosts] = on_cluster(cluster, spec, most_retaken=0)
+        for hosts, measured in took.items():
+            if hosts == 4:
+                continue
+            bench.add(
+                f"{hosts} + {hosts} hosts, {SLOW_NIC}, bursts of {burst_bytes // 1000} KB, 16 MiB",
+                ours=[1e3 * seconds for seconds in measured.samples[f"{ALL_REDUCE} {16 * MIB}"]["helpers"]],
+                peer=[1e3 * seconds for seconds in took[4].samples[f"{ALL_REDUCE} {16 * MIB}"]["helpers"]],
+                peer_name="4 + 4 hosts, rates measured in both",
+                unit="ms",
+                target=1 / 1.05,
+                foreign_cores=[measured.foreign],
+            )
 
 
 def size_of(num_bytes: int) -> str:
@@ -223,6 +252,7 @@ def mpi_rows(bench: Benchmark) -> None:
 PARTS: dict[str, Callable[[Benchmark], None]] = {
     "helpers": helpers_rows,
     "fast-helpers": fast_helpers_rows,
+    "growth": growth_rows,
     "one-host": one_host_rows,
     "buckets": bucket_rows,
     "rounding": rounding_rows,

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
+import math
 import socket
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from shoal import env
@@ -25,12 +27,14 @@ REACH_S = 3.0
 _PAUSE_S = 0.1
 
 _PROBE_HOST_S = 0.15
-_PROBE_ALL_HELPERS_S = 0.25
+_PROBE_ALL_HELPERS_S = 0.125
 _PROBE_HELPER_S = 0.04
 _PROBE_MIN_BYTES = 128 << 10
 _PROBE_MAX_BYTES = 64 << 20
-_PROBE_TIMEOUT_S = 30.0
 _MAX_PROBED_HELPERS = 12
+_MOST_TRANSFERS = 8
+_MOST_READINGS = 3
+_STEADY = 1.1
 _PATTERN_LENGTH = 240
 _SAME_RATE = 1.3  # a short probe does not resolve smaller ratios between helpers
 _RESOLUTION = 20  # multiples are rounded to 1/20: the probe is no more accurate, and patterns stay short
@@ -131,12 +135,22 @@ def _reach_one(helper: HelperAddress, deadline: float) -> str:
 
 # ---- bandwidth probe ------------------------------------------------------------------------------------
 # Runs once, when a group with helper hosts starts. Rank 0's clock decides, and the store carries its
-# readings, so that all ranks use the same pattern. It takes about 0.5 s, and 0.2 s per helper;
+# readings, so that all ranks use the same pattern. It takes about 1 s, and 0.1 s per helper;
 # SHOAL_HELPERS=address:port*2.0 gives the bandwidth and avoids it.
+#
+# Links of clouds, and shaped ones, let some bytes through at a higher rate after a pause. So nothing is read
+# from a first transfer: transfers follow each other without a pause, and the last one counts.
 
 
 def measure_helpers(
-    engine: Engine, records: Records, *, rank: int, size: int, num_hosts: int, num_helpers: int
+    engine: Engine,
+    records: Records,
+    *,
+    rank: int,
+    size: int,
+    num_hosts: int,
+    num_helpers: int,
+    timeout_s: float,
 ) -> tuple[float, list[float]]:
     """Measure a worker host's bandwidth, and each helper's as a multiple of it. All ranks call it.
 
@@ -147,33 +161,63 @@ def measure_helpers(
         The bandwidth of a worker host in bytes/s, and the multiple of each helper.
 
     Raises:
-        CommError: the group failed.
+        CommError: the group failed, or a transfer took longer than ``timeout_s``.
     """
-    engine.set_pattern(list(range(size)))
-    num_bytes, took_s = _PROBE_MIN_BYTES, 0.0
-    for attempt in range(32):
-        took_s = _timed(engine, num_bytes)
-        enough = took_s >= _PROBE_HOST_S or num_bytes >= _PROBE_MAX_BYTES
-        next_bytes = _from_rank_0(records, rank, f"probe/{attempt}", 0 if enough else num_bytes * 2)
-        if not next_bytes:
-            break
-        num_bytes = int(next_bytes)
-    host = _from_rank_0(records, rank, "probe/host", 2 * (num_hosts - 1) / num_hosts * num_bytes / took_s)
-    rates = []
-    for helper in range(min(num_helpers, _MAX_PROBED_HELPERS)):
-        engine.set_pattern([size + helper])
-        share = max(int(host * _PROBE_HELPER_S / num_hosts), _PROBE_MIN_BYTES)
-        _timed(engine, share // 2)  # warms up the connections
-        rates.append(_from_rank_0(records, rank, f"probe/helper/{helper}", share / _timed(engine, share)))
-    weights = _relative_rates(rates) + [1.0] * (num_helpers - len(rates))
-    engine.set_pattern([size + helper for helper in assign_chunks(_PATTERN_LENGTH, weights)])
+    probe = _Probe(engine, records, rank, timeout_s)
+    workers, num_bytes = list(range(size)), _PROBE_MIN_BYTES
+    while probe.seconds(workers, num_bytes) < _PROBE_HOST_S and num_bytes < _PROBE_MAX_BYTES:
+        num_bytes *= 2
+    took_s = probe.steady_seconds(workers, num_bytes, least_s=2 * _PROBE_HOST_S)
+    host = 2 * (num_hosts - 1) / num_hosts * num_bytes / took_s
+
+    share = max(int(host * _PROBE_HELPER_S / num_hosts), _PROBE_MIN_BYTES)
+
+    def rate_of(helper: int) -> float:
+        return share / probe.steady_seconds([size + helper], share, least_s=_PROBE_HELPER_S)
+
+    rates = [rate_of(helper) for helper in range(min(num_helpers, _MAX_PROBED_HELPERS))]
+    weights = _relative_rates(confirmed(rates, rate_of)) + [1.0] * (num_helpers - len(rates))
+    servers = [size + helper for helper in assign_chunks(_PATTERN_LENGTH, weights)]
     num_bytes = min(int(host * _PROBE_ALL_HELPERS_S), _PROBE_MAX_BYTES)
-    together = num_hosts * num_bytes / _timed(engine, num_bytes) / host
-    together = _from_rank_0(records, rank, "probe/together", together)
-    return host, _multiples(weights, together, num_hosts)
+    took_s = probe.steady_seconds(servers, num_bytes, least_s=4 * _PROBE_ALL_HELPERS_S)
+    return host, _multiples(weights, num_hosts * num_bytes / took_s / host, num_hosts)
 
 
-def _relative_rates(rates: list[float]) -> list[float]:
+def until_steady(measure: Callable[[], float], *, least_s: float) -> float:
+    """Return the last of several readings, in seconds.
+
+    They end when two successive ones are equal to 10 % and all of them together took ``least_s``, or after
+    the eighth.
+    """
+    taken = [measure()]
+    while len(taken) < _MOST_TRANSFERS:
+        taken.append(measure())
+        if sum(taken) >= least_s and max(taken[-2:]) <= _STEADY * min(taken[-2:]):
+            break
+    return taken[-1]
+
+
+def confirmed(rates: Sequence[float], measure: Callable[[int], float]) -> list[float]:
+    """Return the rates, with those that stand out measured again.
+
+    Helpers are usually alike, and a transfer of 40 ms is easily disturbed: of the readings of one that stands
+    out, the one nearest to the median of all counts.
+    """
+    typical = statistics.median(rates)
+
+    def distance(rate: float) -> float:
+        return abs(math.log(rate / typical))
+
+    found = []
+    for helper, rate in enumerate(rates):
+        readings = [rate]
+        while distance(readings[-1]) > math.log(_SAME_RATE) and len(readings) < _MOST_READINGS:
+            readings.append(measure(helper))
+        found.append(min(readings, key=distance))
+    return found
+
+
+def _relative_rates(rates: Sequence[float]) -> list[float]:
     """Return rates as multiples of their mean; all 1 if they differ little."""
     mean = sum(rates) / len(rates)
     same = max(rates) <= _SAME_RATE * min(rates)
@@ -192,22 +236,34 @@ def _multiples(weights: list[float], together: float, num_hosts: int) -> list[fl
     return [max(round(weight * scale * _RESOLUTION), 1) / _RESOLUTION for weight in weights]
 
 
-def _timed(engine: Engine, num_bytes: int) -> float:
-    """Return the seconds of an all_reduce that all ranks begin together."""
-    count = num_bytes // 4
-    values = (ctypes.c_float * count)()
-    engine.wait(engine.submit(Operation(kind="barrier", timeout_s=_PROBE_TIMEOUT_S)))
-    operation = Operation(
-        kind="all_reduce", input=ctypes.addressof(values), output=ctypes.addressof(values), count=count,
-        dtype="float32", shape=(count,), timeout_s=_PROBE_TIMEOUT_S,
-    )  # fmt: skip
-    begin = time.perf_counter()
-    engine.wait(engine.submit(operation))
-    return time.perf_counter() - begin
+class _Probe:
+    """Times transfers, with the same result on all ranks: rank 0's."""
 
+    def __init__(self, engine: Engine, records: Records, rank: int, timeout_s: float) -> None:
+        self._engine, self._records, self._rank, self._timeout_s = engine, records, rank, timeout_s
+        self._num_readings = 0
 
-def _from_rank_0(records: Records, rank: int, key: str, value: float) -> float:
-    """Return rank 0's value."""
-    if rank == 0:
-        records.put(key, {"value": float(value)})
-    return float(records.get(key, 0, {"value": float})["value"])
+    def seconds(self, pattern: list[int], num_bytes: int) -> float:
+        """Return the seconds of an all_reduce over the servers of ``pattern``, begun together."""
+        self._engine.set_pattern(pattern)
+        count = num_bytes // 4
+        values = (ctypes.c_float * count)()
+        self._run(Operation(kind="barrier", timeout_s=self._timeout_s))
+        operation = Operation(
+            kind="all_reduce", input=ctypes.addressof(values), output=ctypes.addressof(values), count=count,
+            dtype="float32", shape=(count,), timeout_s=self._timeout_s,
+        )  # fmt: skip
+        begin = time.perf_counter()
+        self._run(operation)
+        key = f"probe/{self._num_readings}"
+        self._num_readings += 1
+        if self._rank == 0:
+            self._records.put(key, {"value": time.perf_counter() - begin})
+        return float(self._records.get(key, 0, {"value": float})["value"])
+
+    def steady_seconds(self, pattern: list[int], num_bytes: int, *, least_s: float) -> float:
+        """Return the seconds of an all_reduce that follows others without a pause."""
+        return until_steady(lambda: self.seconds(pattern, num_bytes), least_s=least_s)
+
+    def _run(self, operation: Operation) -> None:
+        self._engine.wait(self._engine.submit(operation))

@@ -93,8 +93,9 @@ def connect_engine(
     rate_text = ""
     if not all(bandwidths):
         rate, bandwidths = measure_helpers(
-            engine, records, rank=rank, size=size, num_hosts=num_hosts, num_helpers=len(helpers)
-        )
+            engine, records, rank=rank, size=size, num_hosts=num_hosts, num_helpers=len(helpers),
+            timeout_s=timeout.total_seconds(),
+        )  # fmt: skip
         remember_bandwidths([helper.name for helper in helpers], bandwidths)
         engine.set_pattern(chunk_pattern(hosts, bandwidths))
         rate_text = f", {rate * 8e-6:,.0f} Mbit/s each"

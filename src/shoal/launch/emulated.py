@@ -32,6 +32,7 @@ from shoal.env import INTERFACE as INTERFACE_VARIABLE
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.launch.emulated_network import (
+    BURST_BYTES,
     GRACE_S,
     HELPER_PORT,
     INTERFACE,
@@ -84,6 +85,7 @@ class Cluster:
         helpers: number of helper hosts.
         nic: rate of every host's link in each direction, such as ``"200mbit"``; ``None``: not shaped.
         helper_nic: the same for helper hosts; ``None``: as ``nic``.
+        burst_bytes: bytes that a shaped link lets through at once after a pause, as links of clouds do.
         announce_rates: pass the ratio of the helpers' rate to the workers' in SHOAL_HELPERS. Without it the
             engine has to measure the ratio.
         log_dir: folder for the helpers' output; ``None``: a temporary one, removed at the end.
@@ -100,11 +102,19 @@ class Cluster:
         helpers: int = 0,
         nic: str | None = None,
         helper_nic: str | None = None,
+        burst_bytes: int = BURST_BYTES,
         announce_rates: bool = True,
         log_dir: Path | None = None,
     ) -> None:
         prefix = f"shoal-{secrets.token_hex(4)}"
-        self.plan = plan_cluster(hosts=hosts, helpers=helpers, nic=nic, helper_nic=helper_nic, prefix=prefix)
+        self.plan = plan_cluster(
+            hosts=hosts,
+            helpers=helpers,
+            nic=nic,
+            helper_nic=helper_nic,
+            burst_bytes=burst_bytes,
+            prefix=prefix,
+        )
         self.num_hosts = hosts
         self._num_helpers = helpers
         self.helpers: list[subprocess.Popen[str]] = []

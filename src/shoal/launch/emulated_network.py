@@ -43,7 +43,9 @@ INTERFACE = "eth0"
 BRIDGE = "br0"
 MAX_HOSTS = 250
 _NETWORK = "10.77"
-_SHAPING = "burst 256k latency 50ms"
+BURST_BYTES = 256 << 10
+"""Bytes that a link lets through at once after a pause."""
+_QUEUE = "latency 50ms"
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")
 GRACE_S = 2.0
@@ -67,11 +69,18 @@ class HostPlan:
     address: str
     rate_bps: int | None
     """Bits per second of its link in each direction; ``None``: not shaped."""
+    burst_bytes: int
     is_helper: bool
 
 
 def plan_cluster(
-    *, hosts: int, helpers: int = 0, nic: str | None = None, helper_nic: str | None = None, prefix: str
+    *,
+    hosts: int,
+    helpers: int = 0,
+    nic: str | None = None,
+    helper_nic: str | None = None,
+    burst_bytes: int = BURST_BYTES,
+    prefix: str,
 ) -> list[HostPlan]:
     """Return the hosts of a cluster: those of the workers first, then the helper hosts.
 
@@ -80,6 +89,7 @@ def plan_cluster(
         helpers: number of helper hosts.
         nic: rate of each host's link in each direction, such as ``200mbit``; ``None``: not shaped.
         helper_nic: the same for helper hosts; ``None``: as ``nic``.
+        burst_bytes: bytes that a shaped link lets through at once after a pause.
         prefix: prefix of the host names, unique among running clusters.
 
     Raises:
@@ -102,6 +112,7 @@ def plan_cluster(
             port=f"{kind}{index}",
             address=f"{_NETWORK}.{subnet}.{index + 1}",
             rate_bps=rate_bps,
+            burst_bytes=burst_bytes,
             is_helper=kind == "helper",
         )
         for subnet, (kind, count, rate_bps) in enumerate(kinds)
@@ -178,11 +189,11 @@ def host_links(host: HostPlan) -> str:
     return f"link set lo up\naddress add {host.address}/16 brd + dev {INTERFACE}\nlink set {INTERFACE} up\n"
 
 
-def shaping(device: str, rate_bps: int | None) -> str:
-    """Return the ``tc -batch`` line that shapes what a device sends, or nothing."""
-    if rate_bps is None:
+def shaping(device: str, host: HostPlan) -> str:
+    """Return the ``tc -batch`` line that shapes what a device of the host's link sends, or nothing."""
+    if host.rate_bps is None:
         return ""
-    return f"qdisc add dev {device} root tbf rate {rate_bps}bit {_SHAPING}\n"
+    return f"qdisc add dev {device} root tbf rate {host.rate_bps}bit burst {host.burst_bytes} {_QUEUE}\n"
 
 
 # ---- the keeper --------------------------------------------------------------------------------------------
@@ -237,11 +248,11 @@ class Keeper:
         self._enter(self.bridge)
         paths = [f"/proc/{os.getpid()}/fd/{network}" for network, _ in self.files]
         self._batch(ip, bridge_links(hosts, paths))
-        self._batch(tc, "".join(shaping(host.port, host.rate_bps) for host in hosts))
+        self._batch(tc, "".join(shaping(host.port, host) for host in hosts))
         for host, (network, _) in zip(hosts, self.files, strict=True):
             self._enter(network)
             self._batch(ip, host_links(host))
-            self._batch(tc, shaping(INTERFACE, host.rate_bps))
+            self._batch(tc, shaping(INTERFACE, host))
         self._enter(self.bridge)
 
     @property

@@ -82,10 +82,10 @@ def test_commands_for_the_kernel() -> None:
     plan = plan_cluster(hosts=1, nic="200mbit", prefix="p")
     lines = bridge_links([plan[0]], ["/proc/7/fd/5"]).splitlines()
     assert "link add host0 type veth peer name eth0 netns /proc/7/fd/5" in lines
-    assert shaping("host0", 200_000_000) == (
-        "qdisc add dev host0 root tbf rate 200000000bit burst 256k latency 50ms\n"
+    assert shaping("host0", plan[0]) == (
+        "qdisc add dev host0 root tbf rate 200000000bit burst 262144 latency 50ms\n"
     )
-    assert shaping("host0", None) == ""
+    assert shaping("host0", plan_cluster(hosts=1, prefix="p")[0]) == ""
 
 
 def test_description() -> None:
