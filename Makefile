@@ -22,7 +22,8 @@ core_tests = $(BIN)/cmake -S . -B build/core-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=
 	  -DSHOAL_BUILD_TESTS=ON -DSHOAL_SANITIZE=$(2) --log-level=WARNING >/dev/null && \
 	$(BIN)/cmake --build build/core-$(1) -- --quiet && build/core-$(1)/shoal_core_tests && build/core-$(1)/shoal_c_api_test
 
-.PHONY: help setup train test test-core test-real test-all bench lint docs wheels wheels-all clean
+.PHONY: help setup train test test-core test-real test-all bench gpu gpu-wheels gpu-data gpu-rehearsal \
+	lint docs wheels wheels-all clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -63,6 +64,29 @@ bench: $(STAMP)  ## the figures of docs/results.md, to benchmarks/results (an ho
 	    bert_step pretraining_gain pipeline comm backend_suite ddp_emulated comm_formats priority; do \
 	  $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json \
 	    --markdown benchmarks/results/$$name.md || true; done
+
+# On a machine with a GPU, where neither a network nor `make setup` is: GPU_PYTHON has torch, and what
+# `make gpu-wheels` and `make gpu-data` have put into build/gpu comes along with the tree.
+GPU_PYTHON ?= python3
+GPU_WHEELS := cyclopts attrs docstring-parser rich-rst docutils tensorboardX faster-coco-eval pycocotools \
+	  pytorch_optimizer expecttest
+STAGE      ?=
+BUDGET     ?= 1320
+
+gpu:  ## what there is to measure on a machine with a GPU, to build/gpu; STAGE= picks, BUDGET= seconds
+	@if [ -d build/gpu/wheels ]; then $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps \
+	  --find-links build/gpu/wheels $(GPU_WHEELS); fi
+	$(GPU_PYTHON) -m benchmarks.gpu.kit --budget $(BUDGET) $(addprefix --stage ,$(STAGE))
+
+gpu-wheels: $(STAMP)  ## download the packages that such a machine lacks, for Python 3.12
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 \
+	  --dest build/gpu/wheels $(GPU_WHEELS)
+
+gpu-data: $(STAMP)  ## copy the test data that it reads
+	$(BIN)/python -m benchmarks.gpu.kit --data
+
+gpu-rehearsal: $(STAMP)  ## the same on a CPU with tiny sizes (at most 4 minutes)
+	$(BIN)/python -m benchmarks.gpu.kit --rehearsal --budget 240
 
 lint: $(STAMP)  ## ruff and mypy, and clang's check of locks in the C++ core
 	$(BIN)/ruff format --check .
