@@ -116,6 +116,10 @@ def _vision(rehearsal: bool) -> Iterator[Job]:
     yield Job(
         title="ResNet-50, made JPEGs", kind="train", command=command, target=None if rehearsal else 3_079.0
     )
+    if not rehearsal:
+        options = ("--batch", 12, "--warm-up", 4, "--train.precision", "bf16")
+        command = _bench("mask_rcnn", "coco-1x", *options)
+        yield Job(title="Mask R-CNN, batch 12, made scenes", kind="train", command=command, target=42.0)
 
 
 def _t5(rehearsal: bool) -> Job:

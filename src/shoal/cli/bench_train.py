@@ -15,6 +15,7 @@ from shoal.cli.settings import settings_from, this_command
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError
 from shoal.recipes import RECIPES, bert, load
+from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
 from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.start import Launch, start
 from shoal.recipes.t5 import T5Config
@@ -56,6 +57,7 @@ for _name, _text in (
     ("albert", "Time ALBERT's pretraining."),
     ("t5", "Time T5's pretraining, the whole model on each worker."),
     ("resnet50", "Time ResNet-50's training, decoding of images included."),
+    ("mask_rcnn", "Time Mask R-CNN's training on made scenes of one size, decoding of images included."),
 ):
     bench_train.command(command_for(_name), name=_name, help=_text)
 
@@ -92,6 +94,8 @@ def _run(settings: Any, launch: Launch, what: TrainBench, *, name: str) -> int:
     """
     if isinstance(settings, ResNetTrainConfig):
         name = settings.model.network
+    elif isinstance(settings, MaskRCNNTrainConfig):
+        name = "mask-rcnn"  # as the planner calls it, whatever the preset
     elif isinstance(settings, T5Config) and settings.parallel.pipeline > 1:
         raise UsageError(
             f"--parallel.pipeline {settings.parallel.pipeline}: bench train measures replicas of the whole "

@@ -17,6 +17,7 @@ from shoal.env import WorkerEnv
 from shoal.errors import EXIT_OK
 from shoal.recipes.albert import AlbertConfig
 from shoal.recipes.bert import BertConfig
+from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
 from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.t5 import T5Config
 from shoal.record import Start, Step, read_record
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 TextConfig = AlbertConfig | BertConfig | T5Config
-Config = TextConfig | ResNetTrainConfig
+Config = TextConfig | ResNetTrainConfig | MaskRCNNTrainConfig
 _NUM_DOCUMENTS = 200
 _SENTENCES, _TOKENS = 60, 20
 """Per document: 1,200 tokens, so that all sequences have full length."""
@@ -39,6 +40,11 @@ _NUM_IMAGES = 64
 """Minimum number of synthetic images."""
 _LARGER = 8 / 7
 """Ratio of the sides of an image and of its crop: 256 to 224."""
+
+_NUM_SCENES = 32
+"""Minimum number of made scenes with objects."""
+_SCENE_SIDE = 640
+"""Their longer side in pixels, as of most images of COCO; each is resized as the recipe says."""
 
 _MATMUL_SIDE = {"cpu": 1024, "cuda": 8192}
 _MATMUL_S = 0.3
@@ -145,6 +151,32 @@ def prepared_images(
     )
 
 
+def prepared_detection(
+    config: MaskRCNNTrainConfig, folder: Path, what: TrainBench, *, num_workers: int
+) -> MaskRCNNTrainConfig:
+    """Return the settings of a run over made scenes, all resized alike, then a small evaluation."""
+    micro = what.batch or config.train.micro_batch_size
+    batch = micro * what.accumulate * num_workers
+    shorter = max(config.augment.shorter)
+    return replace(
+        config,
+        data=replace(config.data, path=None, made_images=max(_NUM_SCENES, batch), made_size=_SCENE_SIDE),
+        augment=replace(config.augment, shorter=(shorter,), scales=None),
+        model=replace(config.model, weights=None),
+        train=replace(
+            config.train,
+            micro_batch_size=micro,
+            global_batch_size=batch,
+            total_steps=what.warm_up + what.steps,
+        ),
+        optim=replace(config.optim, warmup_steps=0, milestones=()),
+        validation=replace(config.validation, shorter=64, longer=64),
+        run=replace(
+            config.run, name="bench", dir=folder / "run", log_frequency=1, save=False, validation_frequency=0
+        ),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Script:
     """A recipe's script, and one micro-batch of its model to count FLOPs with."""
@@ -155,19 +187,21 @@ class Script:
     make_model: Callable[[], Any]
     batch: Callable[[], dict[str, Any]]
     """Returns the model's inputs."""
-    loss: Callable[[Any], Any]
-    """Maps the model's output to a scalar."""
+    loss: Callable[[Any, dict[str, Any]], Any]
+    """Maps the model and its inputs to a scalar."""
 
 
 def make_script(config: Config, folder: Path, what: TrainBench, *, num_workers: int) -> Script:
     """Return the script that trains on synthetic data in ``folder``."""
     import torch
 
+    from shoal.data.coco.synthetic import NUM_CATEGORIES
     from shoal.data.loader import held_out_batches
+    from shoal.models.detection.mask_rcnn import MaskRCNN, largest_step
     from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, BertPretraining
     from shoal.models.resnet import new_resnet
     from shoal.models.t5 import MODEL_INPUTS, new_t5
-    from shoal.recipes import albert, bert, masked_lm, resnet50, t5
+    from shoal.recipes import albert, bert, mask_rcnn, masked_lm, resnet50, t5
 
     if isinstance(config, ResNetTrainConfig):
         images = prepared_images(config, folder, what, num_workers=num_workers)
@@ -178,7 +212,17 @@ def make_script(config: Config, folder: Path, what: TrainBench, *, num_workers: 
             sequence_length=1,
             make_model=lambda: new_resnet(images.model, images.model.num_classes or _NUM_CLASSES),
             batch=lambda: {"images": torch.empty(2, 3, size, size)},
-            loss=lambda logits: logits.sum(),
+            loss=lambda model, inputs: model(**inputs).sum(),
+        )
+    if isinstance(config, MaskRCNNTrainConfig):
+        scenes = prepared_detection(config, folder, what, num_workers=num_workers)
+        return Script(
+            main=mask_rcnn.main,
+            config=scenes,
+            sequence_length=1,
+            make_model=lambda: MaskRCNN(scenes.model, NUM_CATEGORIES),
+            batch=lambda: {"images": torch.empty(2, 3, *scenes.augment.largest_batch)},
+            loss=lambda model, inputs: largest_step(model, inputs["images"]),
         )
     text: Any = prepared(config, folder, what, num_workers=num_workers)
 
@@ -194,7 +238,7 @@ def make_script(config: Config, folder: Path, what: TrainBench, *, num_workers: 
             sequence_length=config.data.input_length,
             make_model=lambda: new_t5(config.model, pad_id=0, end_id=3),
             batch=lambda: batch_of(t5.open_text(text, verify=False)[0], MODEL_INPUTS),
-            loss=lambda output: output.loss,
+            loss=lambda model, inputs: model(**inputs).loss,
         )
     write_text(folder, config.model.vocab_size)
     two = isinstance(config, BertConfig)
@@ -207,7 +251,7 @@ def make_script(config: Config, folder: Path, what: TrainBench, *, num_workers: 
         sequence_length=sizes.max_seq_length,
         make_model=lambda: make(config.model),
         batch=lambda: batch_of(reader()[0], PRETRAINING_INPUTS),
-        loss=lambda sums: sums[0] + sums[2],
+        loss=lambda model, inputs: (lambda sums: sums[0] + sums[2])(model(**inputs)),
     )
 
 
@@ -249,7 +293,7 @@ def count_flops(script: Script) -> float:
     num_samples = len(inputs["labels"] if "labels" in inputs else inputs["images"])
     with torch.device("meta"):
         model = script.make_model()
-    profile = profile_step(model.train(), lambda: script.loss(model(**inputs)), num_samples=num_samples)
+    profile = profile_step(model.train(), lambda: script.loss(model, inputs), num_samples=num_samples)
     return 3 * sum(flops for _, _, flops in profile.layers) / num_samples
 
 

@@ -107,6 +107,17 @@ def test_other_recipes_are_measured(tmp_path: Path, recipe: str) -> None:
     assert read["recipe"] == f"{recipe}-tiny" and read["global_batch"] == 2
 
 
+@pytest.mark.slow
+def test_detection_is_measured_on_scenes_of_one_size(tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    sizes = ("--augment.shorter", "96", "--augment.longer", "128", "--train.precision", "fp32")
+    read = _bench(tmp_path, "mask_rcnn", "--preset", "tiny", "--batch", "1", "--steps", "2", *sizes)
+    assert (read["recipe"], read["unit"], read["global_batch"]) == ("mask-rcnn", "images", 1)
+    assert len(read["samples_s"]) == 2  # type: ignore[arg-type]
+    # ResNet-18: 1.8 G multiply-adds for 224² pixels, thrice that with the backward pass; the heads beside.
+    assert read["flops_per_sample"] > 3 * 2 * 1.8e9 * 96 * 128 / 224**2  # type: ignore[operator]
+
+
 def test_images_are_made_for_the_steps_that_are_timed(tmp_path: Path) -> None:
     from shoal.cli.bench_train_work import prepared_images
     from shoal.recipes.resnet50 import ResNetTrainConfig, make_plan
