@@ -291,6 +291,25 @@ def test_a_directory_that_cannot_be_made(corpus: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and "cannot be written: Not a directory" in done.stderr
 
 
+def test_verse_is_read_as_lines_and_says_that_there_is_no_order_to_learn(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    words = ["".join(rng.choices("etaoinshrdlu", k=4)) for _ in range(200)]
+    verse = tmp_path / "verse.txt"
+    verse.write_text("".join(f"{' '.join(rng.choices(words, k=6)).capitalize()},\n\n" for _ in range(400)))
+    done = prepare(verse, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert f"read as lines, one article per line: {verse} (another: --format files or wikitext)" in lines
+    assert lines[-1].startswith("warning: 1.00 sentences per article. ALBERT learns the order of sentences")
+    (tmp_path / "chapters").mkdir()
+    for number in range(2):
+        text = "".join(f"{' '.join(rng.choices(words, k=6)).capitalize()}. " for _ in range(200))
+        (tmp_path / "chapters" / f"{number}.txt").write_text(text)
+    done = prepare(tmp_path / "chapters", tmp_path / "out", overwrite=True)
+    assert done.returncode == 0, done.stderr
+    assert "read as files, one article per file: 2 files" in done.stderr and "warning" not in done.stderr
+
+
 def test_without_validation_there_is_one_split(tmp_path: Path) -> None:
     source = tmp_path / "text.txt"
     source.write_text("The one article. It has two sentences.\n")

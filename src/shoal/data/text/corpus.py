@@ -11,7 +11,7 @@ range of a file stands for the articles that *begin* in it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
@@ -21,6 +21,12 @@ from shoal.data.text.sentences import normalise
 from shoal.errors import ShoalError, UsageError
 
 Format = Literal["lines", "files", "wikitext"]
+FORMATS: Mapping[Format, str] = {
+    "lines": "one article per line",
+    "files": "one article per file",
+    "wikitext": "an article per title",
+}
+"""The formats in words."""
 Errors = Literal["strict", "replace"]
 
 SUFFIXES = (".txt", ".raw", ".tokens")

@@ -29,7 +29,7 @@ from shoal.data.process_pool import run_unfinished
 from shoal.data.progress import Progress
 from shoal.data.text import chunk_worker, tokenizer
 from shoal.data.text.chunk_worker import article_rank
-from shoal.data.text.corpus import Chunk, Errors, SourceFile, cut_chunks, find_files, read_articles
+from shoal.data.text.corpus import FORMATS, Chunk, Errors, SourceFile, cut_chunks, find_files, read_articles
 from shoal.data.text.python_docs_corpus import write_snapshot
 from shoal.data.text.sentences import split_sentences
 from shoal.env import num_cores
@@ -53,6 +53,8 @@ _MIN_CHUNK_BYTES = 1 << 20
 _NUM_CHUNKS = 16
 """Small sources are cut into about this many chunks, so that several processes share them evenly."""
 _WIKITEXT_UNKNOWN = "<unk>"
+_FEW_SENTENCES = 2.0
+"""Sentences per article below which ``too_short`` warns."""
 _NOT_IN_PLAN = ("out", "processes", "overwrite", "errors")
 """Fields that do not change the result of a finished chunk: one that met no wrong byte is the same with
 ``--errors replace``, so that a run stopped by such a byte can continue."""
@@ -139,6 +141,8 @@ def prepare_text(config: PrepareConfig, *, progress: bool = True) -> Manifest:
     with begun as (shown, is_prepared):
         if is_prepared:
             return Manifest.load(config.out)
+        for line in described(files):
+            shown.say(line)
         if len(others) < len(config.sources):
             snapshot = config.out / SNAPSHOT
             if not snapshot.is_file():
@@ -240,7 +244,40 @@ def _finish(
             sum(getattr(s, f"num_{what}") for s in found) for what in ("documents", "sentences", "tokens")
         ]
         shown.say(f"{split}: {counts[0]:,} articles, {counts[1]:,} sentences, {counts[2]:,} tokens")
+    if warning := too_short(manifest):
+        shown.say(warning)
     return manifest
+
+
+def described(files: Sequence[SourceFile]) -> list[str]:
+    """Return a line for each format in which files are read.
+
+    Example:
+        >>> described([SourceFile(path=Path("verse.txt"), format="lines", num_bytes=9, changed_ns=0)])
+        ['read as lines, one article per line: verse.txt (another: --format files or wikitext)']
+    """
+    lines = []
+    for form, words in FORMATS.items():
+        found = [file.path for file in files if file.format == form]
+        if found:
+            names = str(found[0]) if len(found) == 1 else f"{len(found):,} files, {found[0]} and others"
+            others = " or ".join(other for other in FORMATS if other != form)
+            lines.append(f"read as {form}, {words}: {names} (another: --format {others})")
+    return lines
+
+
+def too_short(manifest: Manifest) -> str:
+    """Return a warning if most articles have one sentence, which teaches no order of sentences."""
+    train = manifest.splits["train"]
+    per_article = sum(s.num_sentences for s in train) / max(sum(s.num_documents for s in train), 1)
+    if per_article >= _FEW_SENTENCES:
+        return ""
+    return (
+        f"warning: {per_article:.2f} sentences per article. ALBERT learns the order of sentences and BERT "
+        "the next one, both within articles: there is next to nothing to learn (T5 needs neither). If the "
+        "lines belong together, cut the text into a file per chapter or page, and prepare the folder with "
+        "--format files --overwrite"
+    )
 
 
 def read_sample(chunks: Sequence[Chunk], errors: Errors) -> tuple[list[str], bool]:
