@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 
 FILE_NAME = "record.jsonl"
@@ -201,6 +201,21 @@ _ROW_OF_KIND: dict[str, type[Row]] = {row.kind: row for row in get_args(Row)}
 _TYPES_OF_KIND = {kind: get_type_hints(row) for kind, row in _ROW_OF_KIND.items()}
 
 
+def record_of(run_dir: Path) -> Path:
+    """Return the file of a run's record.
+
+    Raises:
+        UsageError: there is none.
+    """
+    path = run_dir / FILE_NAME
+    if not path.is_file():
+        raise UsageError(
+            f"{run_dir} {'holds' if run_dir.exists() else 'does not exist, so it has'} no {FILE_NAME}: it is "
+            "not the directory of a shoal run"
+        )
+    return path
+
+
 def read_record(run_dir: Path) -> list[Row]:
     """Return the valid rows of a run, oldest first.
 
@@ -209,12 +224,10 @@ def read_record(run_dir: Path) -> list[Row]:
     Events (``start``, ``resume``, ``stop``) are always kept.
 
     Raises:
-        ShoalError: there is no record, it is of another :data:`FORMAT`, or a whole line does not match its
-            kind.
+        UsageError: there is no record.
+        ShoalError: it is of another :data:`FORMAT`, or a whole line does not match its kind.
     """
-    path = run_dir / FILE_NAME
-    if not path.is_file():
-        raise ShoalError(f"{run_dir} holds no {FILE_NAME}: it is not the directory of a shoal run")
+    path = record_of(run_dir)
     rows: list[Row] = []
     since_progress: set[type[Row]] = set()
     for row in _rows(path):

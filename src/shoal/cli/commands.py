@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from shoal.errors import EXIT_OK
+from shoal.errors import EXIT_OK, UsageError
 
 predict = App(name="predict", help="Use a trained network on your files.")
 
@@ -38,6 +38,14 @@ def predict_mask_rcnn(
     classes
         Categories to detect; default: all.
     """
+    from shoal.recipes.images import find_export
+    from shoal.train.run_dir import run_dir_of
+
+    if find_export(model) is None:
+        run_dir_of(model)  # a wrong path is said at once, before torch is imported
+    for image in images:
+        if not image.is_file():
+            raise UsageError(f"{image}: is no file; name images: JPEG, PNG, GIF or WebP files")
     from shoal.recipes.mask_rcnn_predict import Prediction, run
 
     run(Prediction(images=images, model=model, out=out, min_score=min_score, classes=classes))
@@ -56,6 +64,9 @@ def export(source: Path, *, out: Path | None = None) -> None:
     out
         Output directory; default: transformers-STEP or model-STEP in the run directory.
     """
+    from shoal.train.run_dir import run_dir_of
+
+    run_dir_of(source)  # a wrong path is said at once, before torch is imported
     from shoal.recipes.export import export_any
 
     print(export_any(source, out))
@@ -71,6 +82,10 @@ def report(*runs: Path, out: Path | None = None) -> None:
     out
         The page; default: report.html in the first run's directory.
     """
+    from shoal.record import record_of
+
+    for run in runs:
+        record_of(run)  # a wrong path is said at once, before what draws is imported
     from shoal.report.page import write_report
 
     print(write_report(runs, out))

@@ -44,6 +44,19 @@ class Launch:
             )
 
 
+_GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Devices of the drivers of NVIDIA and AMD, and of GPUs under WSL."""
+
+
+def num_gpus() -> int:
+    """Return the number of GPUs of this host. Torch, slow to import, is asked only if there is a driver."""
+    if not any(Path(file).exists() for file in _GPU_FILES):
+        return 0
+    from torch import cuda
+
+    return cuda.device_count()
+
+
 def start(
     how: Launch,
     *,
@@ -74,9 +87,7 @@ def start(
         num_hosts, num_local = required(how.emulated.hosts), 1 if num_local is None else num_local
         hosts = ["emulated hosts", how.emulated.check(num_local)]
     elif not num_local:
-        from torch import cuda  # takes seconds, which a launcher with --workers does without
-
-        num_local = max(cuda.device_count(), 1)
+        num_local = num_gpus() or 1
     lines = describe(num_hosts * num_local)
     if how.dry_run:
         print("\n".join([*lines, *hosts, "dry run: nothing was started"]))

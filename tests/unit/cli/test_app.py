@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,42 @@ def test_the_list_of_commands_is_complete_and_imports_nothing_slow() -> None:
     words = child.stdout.split()
     assert [command for command in COMMANDS if command not in words] == []
     assert child.stderr == "[]\n"
+
+
+WRONG_PATHS = (
+    "train albert --preset tiny --data.path wrong",
+    "train bert --preset tiny --data.path wrong",
+    "train t5 --preset tiny --data.path wrong",
+    "train resnet50 --data.path wrong",
+    "train mask_rcnn --data.path wrong",
+    "finetune classify --model wrong --data wrong.tsv --eval wrong.tsv",
+    "finetune squad --model wrong --data wrong.json --eval wrong.json",
+    "finetune t5 --task mnli --model wrong --data wrong.tsv --eval wrong.tsv",
+    "evaluate imagenet wrong --data wrong",
+    "evaluate squad --data wrong --predictions wrong",
+    "export wrong",
+    "report wrong",
+    "predict mask_rcnn wrong.jpg --model wrong",
+    "prepare text wrong --out out",
+)
+
+
+def test_a_wrong_path_is_said_before_anything_slow_is_imported(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from shoal.cli.app import main\n"
+        f"for line in {WRONG_PATHS!r}:\n"
+        "    sys.argv[1:] = line.split()\n"
+        "    try:\n        main()\n"
+        "    except SystemExit as end:\n"
+        "        slow = [name for name in ('torch', 'transformers', 'matplotlib') if name in sys.modules]\n"
+        "        print(end.code, slow)\n"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert child.stdout.splitlines() == ["2 []"] * len(WRONG_PATHS), child.stderr
+    assert [line for line in child.stderr.splitlines() if "wrong" not in line] == []
 
 
 @pytest.mark.parametrize("command", ["train", "finetune", "bench", "prepare", "evaluate", "pipeline"])
