@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 import tomllib
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from forked import shoal
+from shoal.cli.settings import shortened
 from synthetic_text import prepare, random_documents
 
 
@@ -59,6 +61,40 @@ def test_options_go_before_the_file_and_the_file_before_the_preset(data: Path, t
     again = tmp_path / "again.toml"
     again.write_text(result.stdout.partition("\nbatch ")[0])
     assert shoal(*TRAIN, "--config", str(again), "--dry-run").stdout == result.stdout
+
+
+def test_total_steps_alone_shorten_a_preset(data: Path) -> None:
+    command = (*TRAIN, "--data.path", str(data), "--dry-run", "--train.total-steps", "60")
+    result = shoal(*command)
+    assert result.returncode == 0, said(result)
+    resolved = tomllib.loads(result.stdout.partition("\nbatch ")[0])
+    assert (resolved["train"]["total_steps"], resolved["optim"]["warmup_steps"]) == (60, 5)
+    changes = "optim.warmup_steps 5 instead of 200, run.log_frequency 3 instead of 50"
+    assert result.stderr == f"shoal: preset tiny, shorter: {changes}\n"
+    result = shoal(*command, "--optim.warmup-steps", "60", "--run.log-frequency", "50")
+    resolved = tomllib.loads(result.stdout.partition("\nbatch ")[0])
+    assert (resolved["optim"]["warmup_steps"], resolved["run"]["log_frequency"]) == (60, 50)
+    assert result.stderr == ""
+
+
+def test_every_preset_can_be_shortened_and_stays_as_it_is_when_it_is_not() -> None:
+    found = 0
+    for file in resources.files("shoal.recipes").joinpath("presets").iterdir():
+        for preset in file.iterdir():
+            tree = tomllib.loads(preset.read_text())
+            for section, values in tree.items():
+                if steps := values.get("total_steps"):
+                    option = f"--{section}.total-steps"
+                    short, changes = shortened(tree, {option: "10"})
+                    schedule = short.get("optim" if section == "train" else section, {})
+                    assert schedule.get("warmup_steps", 0) + schedule.get("constant_steps", 0) <= 10
+                    assert all(step < 10 for step in schedule.get("milestones", ()))
+                    assert all("instead of" in change for change in changes)
+                    assert shortened(tree, {option: str(steps)}) == (tree, [])
+                    assert shortened(tree, {option: str(2 * steps)}) == (tree, [])
+                    assert shortened(tree, {}) == (tree, [])
+                    found += 1
+    assert found > 20
 
 
 @pytest.mark.parametrize(
