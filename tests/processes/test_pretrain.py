@@ -19,6 +19,7 @@ from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, UsageError
 from shoal.recipes.albert import AlbertConfig
 from shoal.recipes.export import export_run
 from shoal.record import read_record
+from shoal.report.page import write_report
 
 
 @pytest.fixture(scope="module")
@@ -309,6 +310,24 @@ def test_export_of_any_checkpoint(whole_run: Path, tmp_path: Path) -> None:
     assert tokenizer.mask_token_id == ids[-1] and tokenizer.unk_token_id not in ids
     with pytest.raises(UsageError, match=r"it has no config\.toml"):
         export_run(tmp_path)
+
+
+def test_a_moved_run_is_exported_and_reported_from_elsewhere_without_its_data(
+    whole_run: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(whole_run, moved)
+    settings = (moved / "config.toml").read_text()
+    assert f'path = "{data}"' in settings
+    (moved / "config.toml").write_text(settings.replace(str(data), "gone"))
+    monkeypatch.chdir(tmp_path)
+    out = export_run(Path("moved"), Path("out"))
+    for name in ("tokenizer.json", "model.safetensors"):
+        assert (out / name).read_bytes() == (whole_run / "transformers" / name).read_bytes()
+    assert write_report([Path("moved")]) == Path("moved", "report.html")
+    shutil.rmtree(moved / "data")
+    with pytest.raises(UsageError, match=r"moved/data is missing.* copy the whole directory"):
+        export_run(Path("moved"), Path("again"))
 
 
 def test_a_shard_with_a_wrong_byte_is_named(data: Path, tmp_path: Path) -> None:

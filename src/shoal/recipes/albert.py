@@ -21,7 +21,7 @@ from shoal.models.text_config import AlbertModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import load, masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
-from shoal.recipes.prepared_text import load_weights
+from shoal.recipes.prepared_text import keep_tokenizer, load_weights
 from shoal.train.config import (
     OptimConfig,
     TrainConfig,
@@ -94,6 +94,7 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
     with Run.open(config=config, recipe="albert", immutable=IMMUTABLE, worker=worker) as run:
         # ----------------------------------------------------------------------------------------- data
         train, held_out = masked_lm.open_text(config, config.data, pairs="order", verify=run.world.is_main)
+        keep_tokenizer(config.data, run)
         references = masked_lm.reference_lines("sop", held_out, config.run.validation_samples)
 
         # ----------------------------------------------------------------------------------------- model

@@ -20,7 +20,7 @@ from shoal.models.text_config import BertModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import load, masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
-from shoal.recipes.prepared_text import load_weights
+from shoal.recipes.prepared_text import keep_tokenizer, load_weights
 from shoal.train.config import Rates, check_warmup, required, schedule_of
 
 # ------------------------------------------------------------------------------------------------- config
@@ -128,6 +128,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.train.run import Run
 
     with Run.open(config=config, recipe="bert", immutable=IMMUTABLE, worker=worker) as run:
+        keep_tokenizer(config.data, run)
         # ----------------------------------------------------------------------------------------- model
         torch.manual_seed(run.seed)
         model = BertPretraining(config.model)

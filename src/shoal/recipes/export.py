@@ -12,6 +12,7 @@ from shoal.errors import UsageError
 from shoal.models.pretraining import AlbertPretraining, BertPretraining
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
 from shoal.recipes import masked_lm, t5
+from shoal.recipes.run_data import description_in
 from shoal.record import Start, read_record
 from shoal.train.checkpoint import load_model
 from shoal.train.config import load_toml
@@ -63,7 +64,7 @@ def export_run(source: Path, out: Path | None = None) -> Path:
     if recipe not in (*_ENCODERS, "t5"):
         known = ", ".join((*_ENCODERS, "t5"))
         raise UsageError(f"{run_dir} is a run of {recipe}; pretraining runs ({known}) can be exported")
-    data = Path(tree["data"]["path"])
+    data = description_in(run_dir)
     sizes = {name: value for name, value in tree["model"].items() if name != "checkpoint_path"}
     if recipe == "t5":
         model: Any = t5.make_model(T5ModelConfig(**sizes), Manifest.load(data))

@@ -21,7 +21,8 @@ from shoal.data.coco.source import read_categories
 from shoal.errors import ShoalError, UsageError, did_you_mean
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.models.detection.mask_rcnn import MaskRCNN
-from shoal.recipes.images import MADE, WEIGHTS, read_tree, reading, write_directory
+from shoal.recipes.images import WEIGHTS, read_tree, reading, write_directory
+from shoal.recipes.run_data import description_in
 from shoal.train.checkpoint import load_model
 from shoal.train.config import load_toml
 from shoal.train.run_dir import CONFIG_FILE, run_dir_of
@@ -84,7 +85,7 @@ def read_checkpoint(source: Path) -> tuple[Exported, int]:
         shorter, longer = int(validation["shorter"]), int(validation["longer"])
     except (KeyError, TypeError) as error:
         raise UsageError(f"{run_dir} is not a run of `shoal train mask_rcnn` ({error})") from None
-    categories = read_categories(config["data"].get("path", run_dir / MADE))
+    categories = read_categories(description_in(run_dir))
     model = MaskRCNN(network, len(categories))
     step = load_model(source, model)
     return Exported(model=model, categories=categories, shorter=shorter, longer=longer), step

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from shoal.data.manifest import Manifest
     from shoal.data.text.shards import TextShards
+    from shoal.train.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,14 @@ def read_manifest(data: PreparedTextConfig) -> "Manifest":
             "e.g. --data.path runs/text"
         )
     return Manifest.load(data.path)
+
+
+def keep_tokenizer(data: PreparedTextConfig, run: "Run") -> None:
+    """Copy the tokenizer and the manifest of the text into the run directory, for exports."""
+    from shoal.data.manifest import MANIFEST
+    from shoal.recipes.run_data import keep_description
+
+    keep_description(run, required(data.path), MANIFEST, read_manifest(data).tokenizer.file)
 
 
 def open_shards(data: PreparedTextConfig, *, verify: bool) -> "tuple[TextShards, TextShards]":

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from shoal.data.images.augment import AugmentConfig
+from shoal.data.manifest import MANIFEST
 from shoal.decide.batch import BatchPlan, plan_batch
 from shoal.decide.epochs import Epochs
 from shoal.decide.order import BlockShuffle, ShuffledOrder
@@ -32,6 +33,7 @@ from shoal.models.resnet_config import ResNetConfig
 from shoal.optim.lr_schedules import Schedule, learning_rate, set_learning_rate
 from shoal.recipes import images, run_script
 from shoal.recipes.images import ImageDataConfig, ImageTrainConfig
+from shoal.recipes.run_data import keep_description
 from shoal.train.config import (
     DecayConfig,
     LoopConfig,
@@ -224,6 +226,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
         data, augment, validation = config.data, config.augment, config.validation
         images.make_images(config, run.world, partial(make_images, num_classes=NUM_CLASSES_MADE))
         train, held_out = images.open_shards(config, run.world, evict=data.block_size > 0)
+        keep_description(run, images.location_of(config), MANIFEST)
         num_classes = count_classes(config, len(train.manifest.classes))
         plan = make_plan(config, num_examples=len(train), num_workers=run.world.num_workers)
         run.epoch_samples = len(train)

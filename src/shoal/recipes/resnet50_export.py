@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shoal.data.images.augment import check_normalisation
-from shoal.data.images.shards import ImageShards
+from shoal.data.images.manifest import ImageManifest
 from shoal.errors import UsageError
 from shoal.models.resnet import new_resnet
 from shoal.models.resnet_config import ResNetConfig
-from shoal.recipes.images import MADE, WEIGHTS, read_tree, reading, write_directory
+from shoal.recipes.images import WEIGHTS, read_tree, reading, write_directory
+from shoal.recipes.run_data import description_in
 from shoal.train.checkpoint import load_model
 from shoal.train.config import load_toml
 from shoal.train.run_dir import CONFIG_FILE, run_dir_of
@@ -102,7 +103,7 @@ def read_checkpoint(source: Path) -> tuple[Exported, int]:
     config = load_toml(run_dir / CONFIG_FILE)
     try:
         use = {**config["augment"], **config["validation"]}
-        classes = ImageShards(config["data"].get("path", run_dir / MADE), "train").manifest.classes
+        classes = ImageManifest.load(description_in(run_dir)).classes
         found = _made(config["model"], classes, use)
         key = "average" if config["train"]["average_decay"] else "model"
     except (KeyError, TypeError) as error:

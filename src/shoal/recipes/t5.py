@@ -26,6 +26,7 @@ from shoal.optim.lr_schedules import InverseSquareRoot, learning_rate, set_learn
 from shoal.recipes import run_script
 from shoal.recipes.prepared_text import (
     PreparedTextConfig,
+    keep_tokenizer,
     load_weights,
     open_shards,
     read_manifest,
@@ -177,6 +178,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
         # ----------------------------------------------------------------------------------------- data
         batch = plan(config, run.world.num_workers)
         train, held_out = open_text(config, verify=run.world.is_main)
+        keep_tokenizer(config.data, run)
         manifest, spans = train.shards.manifest, config.spans()
         references = {LOSS: reference_loss(held_out)}
         example = train.batch(0, np.arange(batch.worker_batch_size) % train.num_examples)

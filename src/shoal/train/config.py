@@ -273,7 +273,7 @@ def check_warmup(section: str, warmup_steps: int, steps_section: str, total_step
     if not 0 <= warmup_steps <= total_steps:
         raise UsageError(
             f"{section}.warmup_steps {warmup_steps} must lie between 0 and {steps_section}.total_steps "
-            f"{total_steps}"
+            f"{total_steps}: set --{section}.warmup-steps too"
         )
 
 
@@ -292,7 +292,7 @@ def as_tree(config: object) -> dict[str, Any]:
     """Return a dataclass as nested dictionaries of JSON values, without unset settings.
 
     ``None`` for a setting with another default becomes ``"none"``, so that reading it back does not restore
-    the default.
+    the default. Paths that exist become absolute: they mean the same to a reader in another directory.
     """
     tree: dict[str, Any] = {}
     for field in fields(config):  # type: ignore[arg-type]
@@ -309,7 +309,9 @@ def as_tree(config: object) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    if isinstance(value, Path):
+        return str(value.absolute() if value.exists() else value)
+    return value
 
 
 def to_toml(tree: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from shoal.env import alone
 from shoal.errors import UsageError
-from shoal.recipes.albert import IMMUTABLE, AlbertConfig
+from shoal.recipes.albert import IMMUTABLE, AlbertConfig, DataConfig
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneTrainConfig
 from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.resnet50 import TrainConfig as ImageTrainConfig
@@ -193,6 +193,16 @@ def test_the_resolved_configuration_reads_back() -> None:
     assert tomllib.loads(to_toml(tree)) == tree
     odd = {"run": {"name": 'a "quoted" \\ name', "flag": True, "rate": 1e-7}}
     assert tomllib.loads(to_toml(odd)) == odd
+
+
+def test_paths_that_exist_are_written_for_readers_in_any_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for given, written in (("text", str(tmp_path / "text")), ("hub:text", "hub:text")):
+        config = AlbertConfig(data=DataConfig(path=Path(given)))
+        assert as_tree(config)["data"]["path"] == written
 
 
 _CONTROLS = "".join(map(chr, [*range(32), 127, 0x85, 0x2028, 0xFEFF, 0x1F41F]))
