@@ -55,23 +55,49 @@ def _judged(name: str, found: str, is_well: bool, remedy: str, otherwise: State 
     return Check(name, found) if is_well else Check(name, found, otherwise, remedy)
 
 
-def doctor() -> int:
-    """Print all checks and return 0 if training can run here, else 1."""
+def doctor(*, bundle: Path | None = None, run: Path | None = None) -> int:
+    """Print all checks and return 0 if training can run here, else 1.
+
+    Args:
+        bundle: FILE.tar.gz to write for a bug report: these checks, versions, settings, ends of logs, and no
+            secrets.
+        run: Run directory whose settings, record and logs to put into the bundle.
+
+    Raises:
+        UsageError: the bundle's name ends otherwise, or there is no such run, or a run and no bundle.
+        ShoalError: the bundle cannot be written.
+    """
+    if bundle is not None or run is not None:
+        from shoal import bug_report
+
+        bug_report.check(bundle, run)
     topics = examine()
+    text = report(topics)
+    print(text)
+    if bundle is not None:
+        print(f"\n{bundle} has:\n{bug_report.write_bundle(bundle, text, run)}")
+    return EXIT_FAILURE if _missing(topics) else EXIT_OK
+
+
+def report(topics: Mapping[str, list[Check]]) -> str:
+    """Return all checks in lines, and whether training can run."""
+    lines = []
     for topic, checks in topics.items():
-        print(f"\n{topic}")
+        lines += ["", topic]
         for check in checks:
-            print(f"  {_MARKS[check.state]}  {check.name:<14}{check.found}")
+            lines.append(f"  {_MARKS[check.state]}  {check.name:<14}{check.found}")
             if check.remedy:
-                print(f"      {'':<14}> {check.remedy}")
-    missing = [check.name for checks in topics.values() for check in checks if check.state == "missing"]
-    if missing:
-        print(f"\nTraining cannot run here until these are put right: {', '.join(missing)}")
-        if not {"native core", "packages"} & set(missing):
-            print("`shoal serve`, on helper hosts, needs none of them.")
-        return EXIT_FAILURE
-    print("\nTraining can run here.")
-    return EXIT_OK
+                lines.append(f"      {'':<14}> {check.remedy}")
+    if not (missing := _missing(topics)):
+        return "\n".join([*lines, "", "Training can run here."])
+    lines += ["", f"Training cannot run here until these are put right: {', '.join(missing)}"]
+    if not {"native core", "packages"} & set(missing):
+        lines.append("`shoal serve`, on helper hosts, needs none of them.")
+    return "\n".join(lines)
+
+
+def _missing(topics: Mapping[str, list[Check]]) -> list[str]:
+    return [check.name for checks in topics.values() for check in checks if check.state == "missing"]
 
 
 def version_text() -> str:

@@ -12,7 +12,7 @@ import shutil
 import stat
 import sysconfig
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +66,19 @@ _DEFAULT_PORT = 29_500
 _SAFE_IN_URL = re.compile(r"/[^?#\x00-\x1f]*")
 _SECRET_BYTES = (16, 4_096)
 """Minimum and maximum; a shorter secret could be found by trial from the messages of a handshake."""
+
+_REPORTED = re.compile(
+    r"(?:SHOAL|NCCL|GLOO|TORCH|TORCHELASTIC|PYTORCH|CUDA|NVIDIA|HIP|ROCR|FI|UCX|OMP|GOMP|KMP|MKL|OPENBLAS|OMPI_COMM"
+    r"|PMI|PMIX|MPI|TOKENIZERS|SLURM)_\w+"
+    r"|(?:GLOBAL_|LOCAL_|GROUP_|ROLE_)?RANK|(?:LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|NODE_RANK|MASTER_(?:ADDR|PORT)"
+    r"|LD_(?:LIBRARY_PATH|PRELOAD)|MALLOC_\w+|PYTHON\w*|VIRTUAL_ENV|CONDA_PREFIX|CXX|CC|TMPDIR|LANG|LC_ALL"
+)
+"""Environment variables for bug reports."""
+_SECRET_NAME = re.compile(
+    r"SECRET|TOKEN(?!IZERS)|PASS(?!IVE)|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH|SIGNATURE|COOKIE|_KEY$|_PAT$"
+)
+_SHORTEST_SECRET = 6
+"""Shorter values, such as 1 or true, are no secrets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,6 +436,35 @@ def test_data_dir(environ: Mapping[str, str] | None = None) -> Path:
 def child_environment(**changes: str) -> dict[str, str]:
     """Return a copy of this process's environment for a child, with ``changes`` applied."""
     return {**os.environ, **changes}
+
+
+def reportable(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment variables that a bug report may show, sorted; the values of secrets are not.
+
+    Example:
+        >>> reportable({"NCCL_DEBUG": "INFO", "SHOAL_SECRET": "0123456789abcdef", "MY_NOTES": "private"})
+        {'NCCL_DEBUG': 'INFO', 'SHOAL_SECRET': '<removed>'}
+    """
+    environ = os.environ if environ is None else environ
+    return {
+        name: "<removed>" if _SECRET_NAME.search(name) else value
+        for name, value in sorted(environ.items())
+        if _REPORTED.fullmatch(name)
+    }
+
+
+def secret_values(environ: Mapping[str, str] | None = None) -> set[str]:
+    """Return the values of variables whose name is that of a secret, and the content of the secret's file.
+
+    Of a value of several lines each line is one, too.
+    """
+    environ = os.environ if environ is None else environ
+    values = [value for name, value in environ.items() if _SECRET_NAME.search(name.upper())]
+    if path := environ.get(SECRET_FILE):
+        with suppress(OSError), Path(path).open("rb") as file:
+            values.append(file.read(_SECRET_BYTES[1] + 3).decode(errors="surrogateescape"))
+    texts = {text.strip() for value in values for text in (value, *value.splitlines())}
+    return {text for text in texts if len(text) >= _SHORTEST_SECRET}
 
 
 def num_cores() -> int:

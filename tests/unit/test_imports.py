@@ -45,7 +45,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "launch": frozenset({"errors", "json_text", "env"}),
     "report": frozenset({"errors", "atomic_io", "record", "formatting"}),
     "bench": DECIDERS | NATIVE | {"comm", "launch"},
-    "doctor": BELOW_RECIPES,
+    "bug_report": NOUNS,
+    "doctor": BELOW_RECIPES | {"bug_report"},
     "cli": BELOW_RECIPES | {"recipes", "planner", "launch", "report", "bench", "doctor"},
     "__main__": frozenset({"cli"}),
 }

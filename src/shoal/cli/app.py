@@ -54,7 +54,12 @@ tokenizer: BERT, ALBERT, RoBERTa or DistilBERT, or T5, which writes its answers.
 Start it on each helper host, then the workers with SHOAL_HELPERS=ADDRESS:PORT,... and the same secret. It
 runs until SIGTERM or Ctrl-C, and needs neither torch nor a GPU.
     """,
-    "doctor:doctor": "Show versions, devices and the native core, what is missing and how to get it.",
+    "doctor:doctor": """Show versions, devices and the native core, what is missing and how to get it.
+
+With --bundle it also writes what a bug report needs, without secrets:
+
+    shoal doctor --bundle bug.tar.gz --run runs/first
+    """,
 }
 for place, text in _LAZY.items():
     app.command(f"shoal.{place}", name=place.partition(":")[2], help=text)
