@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from cyclopts.docs.markdown import generate_markdown_docs
@@ -28,27 +27,9 @@ def on_files(files: Any, *, config: Any) -> Any:
             app, commands_filter=[name], generate_toc=False, heading_level=2, no_root_title=True
         )
         text = text.replace(" *[default: ()]*", "").replace(' *[default: ""]*', "")
-        content = f"# shoal {name}\n\n{by_section(text)}"
+        content = f"# shoal {name}\n\n{text}"
         files.append(File.generated(config, f"{FOLDER}/{name}.md", content=content))
         summary = app[name].help.strip().splitlines()[0]
         rows.append(f"| [`{name}`]({name}.md) | {summary} |\n")
     files.append(File.generated(config, f"{FOLDER}/index.md", content=_INTRODUCTION + "".join(rows)))
     return files
-
-
-def by_section(text: str) -> str:
-    """Put a title above the options of each section of a recipe's settings, such as --train.seed."""
-    lines: list[str] = []
-    section = None
-    for line in text.splitlines():
-        if line.startswith("* "):
-            found = re.match(r"\* `--([a-z]+)\.", line)
-            if found and found[1] != section:
-                lines.append(f"\n**{found[1]}**\n")
-            elif section and not found:
-                lines.append("\n**others**\n")
-            section = found[1] if found else None
-        elif line and not line.startswith(" "):
-            section = None
-        lines.append(line)
-    return "\n".join(lines) + "\n"

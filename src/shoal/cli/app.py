@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from typing import Literal
 
 import cyclopts
 from cyclopts import App
@@ -65,6 +66,18 @@ for place, text in _LAZY.items():
     app.command(f"shoal.{place}", name=place.partition(":")[2], help=text)
 for command in (predict, plan, emulate, export, report):
     app.command(command)
+
+
+@app.command(name="--install-completion")
+def install_completion(*, shell: Literal["bash", "zsh", "fish"] | None = None) -> None:
+    """Set up tab completion in your shell; open a new one to use it.
+
+    Parameters
+    ----------
+    shell
+        Default: the shell that runs this command.
+    """
+    print(app.install_completion(shell=shell))
 
 
 def main() -> None:

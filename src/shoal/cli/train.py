@@ -7,22 +7,39 @@ Settings come from options, then from a file, then from a preset.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from cyclopts import App, Parameter
+from cyclopts import App, Group, Parameter
 
 from shoal.cli.settings import settings_from, this_command
 from shoal.recipes import RECIPES, load
-from shoal.recipes.start import Launch, start
+from shoal.recipes.start import REQUIRED, Launch, start
 
 _LISTS = Parameter(consume_multiple=True)  # --finetune.at 5000 10000
 train = App(name="train", default_parameter=_LISTS)
 finetune = App(name="finetune", default_parameter=_LISTS)
 
-everything = Parameter(name="*")
-"""Options of the fields of a dataclass, without its own name before them."""
+_TITLES = {
+    "train": "Length, batch, precision",
+    "data": "Data",
+    "run": "Run directory, lines, checkpoints",
+    "distributed": "Devices and communication",
+    "parallel": "Layout on several devices",
+    "optim": "Optimizer and learning rate",
+    "augment": "Augmentation",
+    "validation": "Evaluation",
+    "finetune": "Scores by finetuning",
+    "model": "Model",
+}
+"""Titles of the groups of options, by the section of the settings, in the order of --help."""
+_SECTION = "section_"
+"""Before the names of sections as parameters, since shortcuts have names such as ``model`` too."""
+_STARTING_FROM = Group("Preset and file", sort_key=1)
+_STARTING = Parameter(group=_STARTING_FROM)
+_LAUNCH = Parameter(name="*", group=Group("Workers", sort_key=100))
+_REQUIRED_SHORTCUTS = ("model", "data", "eval", "task")
 
 _LAUNCHING = """Started alone, the command starts the workers; started by torchrun, mpirun or anything that
 sets RANK and WORLD_SIZE, it joins them. Run it again to continue after a stop or a crash."""
@@ -51,23 +68,25 @@ def command_for(name: str) -> Callable[..., int]:
 
     def command(
         *,
-        preset: Literal[presets] = recipe.preset,  # type: ignore[valid-type]
-        config: Path | None = None,
-        settings: Annotated[Config, everything] = Config(),  # type: ignore[valid-type]  # noqa: B008
-        launch: Annotated[Launch, everything] = Launch(),  # noqa: B008
-        **shortcuts: Any,
+        preset: Annotated[Literal[presets], _STARTING] = recipe.preset,  # type: ignore[valid-type]
+        config: Annotated[Path | None, _STARTING] = None,
+        launch: Annotated[Launch, _LAUNCH] = Launch(),  # noqa: B008
+        **given: Any,
     ) -> int:
-        for option, value in shortcuts.items():
+        sections = {name.removeprefix(_SECTION): given.pop(name) for name in list(given) if _SECTION in name}
+        settings = Config(**sections)
+        for option, value in given.items():
             if value is not None:
                 section, setting = recipe.shortcuts[option].split(".")
                 changed = replace(getattr(settings, section), **{setting: value})
                 settings = replace(settings, **{section: changed})
         return run_recipe(name, settings, launch, preset)
 
-    *own, _ = inspect.signature(command).parameters.values()
+    *own, launch, _ = inspect.signature(command).parameters.values()
     short = [_shortcut(Config, option, setting) for option, setting in recipe.shortcuts.items()]
-    command.__signature__ = inspect.Signature([*short, *own])  # type: ignore[attr-defined]
-    command.__annotations__ |= {parameter.name: parameter.annotation for parameter in short}
+    all_of_it = [*short, *own, *_sections(Config), launch]
+    command.__signature__ = inspect.Signature(all_of_it)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in all_of_it}
     command.__doc__ = _PARAMETERS
     return command
 
@@ -77,8 +96,34 @@ def _shortcut(config: type[Any], option: str, setting: str) -> inspect.Parameter
     section, name = setting.split(".")
     kind = get_type_hints(get_type_hints(config)[section])[name]
     text = f"Short for --{setting.replace('_', '-')}."
-    annotation = Annotated[kind | None, Parameter(help=text, negative=())]  # type: ignore[valid-type]
+    group = REQUIRED if option in _REQUIRED_SHORTCUTS else _STARTING_FROM
+    annotation = Annotated[kind | None, Parameter(help=text, negative=(), group=group)]  # type: ignore[valid-type]
     return inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _sections(config: type[Any]) -> list[inspect.Parameter]:
+    """Return a parameter for each section of a recipe's settings: its options are a group of their own."""
+    kinds, parameters = get_type_hints(config), []
+    for section in fields(config):
+        group = Group(_TITLES.get(section.name, section.name.capitalize()), sort_key=_order(section.name))
+        how = Parameter(name=f"--{section.name}", group=group)
+        kind = kinds[section.name]
+        annotation = Annotated[kind, how]  # type: ignore[valid-type]
+        default = section.default_factory() if callable(section.default_factory) else section.default
+        parameters.append(
+            inspect.Parameter(
+                _SECTION + section.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=annotation,
+            )
+        )
+    return parameters
+
+
+def _order(section: str) -> int:
+    """Return the place of a section's group, after the required options and where settings come from."""
+    return 2 + (list(_TITLES).index(section) if section in _TITLES else len(_TITLES))
 
 
 def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
@@ -105,7 +150,7 @@ _NAMES = {(recipe.group, recipe.command or name): name for name, recipe in RECIP
 _fill = settings_from(lambda command: _NAMES.get((command[0], command[-1]), ""))
 train.config = finetune.config = (_fill,)
 for (_group, _command), _name in _NAMES.items():
-    _texts = (RECIPES[_name].help, RECIPES[_name].details, _LAUNCHING)
+    _texts = (RECIPES[_name].help, RECIPES[_name].details, _LAUNCHING, f"Example: `{RECIPES[_name].example}`")
     {"train": train, "finetune": finetune}[_group].command(
         f"{__name__}:{_name}", name=_command, help="\n\n".join(filter(None, _texts))
     )

@@ -25,6 +25,8 @@ class Recipe:
     """Its default preset."""
     help: str
     """One sentence for ``shoal GROUP --help``."""
+    example: str
+    """A whole command, for ``shoal GROUP COMMAND --help``."""
     group: str = "train"
     """Its command is ``shoal GROUP COMMAND``."""
     command: str = ""
@@ -53,15 +55,22 @@ _CLASSIFY_SHORTCUTS = {
 
 RECIPES = {
     "albert": Recipe(
-        config="AlbertConfig", preset="base", help="Pretrain ALBERT: masked LM and sentence order."
+        config="AlbertConfig",
+        preset="base",
+        help="Pretrain ALBERT: masked LM and sentence order.",
+        example="shoal train albert --preset tiny --data.path runs/text --run.dir runs/first --workers 2",
     ),
     "bert": Recipe(
-        config="BertConfig", preset="base", help="Pretrain BERT: masked LM and next sentence, in two phases."
+        config="BertConfig",
+        preset="base",
+        help="Pretrain BERT: masked LM and next sentence, in two phases.",
+        example="shoal train bert --preset tiny --data.path runs/text --run.dir runs/bert --workers 2",
     ),
     "t5": Recipe(
         config="T5Config",
         preset="base",
         help="Pretrain T5: span corruption, on one device per replica or on a pipeline of several.",
+        example="shoal train t5 --preset tiny --data.path runs/text --workers 4 --parallel.pipeline 2",
         details="Workers = --parallel.pipeline × --parallel.data; a run may continue in another layout.",
         shortcuts={"devices": "parallel.devices", "memory": "parallel.memory"},
     ),
@@ -69,12 +78,14 @@ RECIPES = {
         config="ResNetTrainConfig",
         preset="imagenet-16k",
         help="Train ResNet-50, or another residual network, to classify images.",
+        example="shoal train resnet50 --preset tiny --data.path runs/images --run.dir runs/resnet",
         details="The run is defined in epochs; its optimizer steps follow from the batch and are printed.",
     ),
     "mask_rcnn": Recipe(
         config="MaskRCNNTrainConfig",
         preset="coco-1x",
         help="Train Mask R-CNN to find objects in images, each with its box and mask.",
+        example="shoal train mask_rcnn --preset tiny --data.path runs/coco --run.dir runs/detector",
         details="All workers score held-out images by COCO's rules.",
     ),
     "squad": Recipe(
@@ -82,6 +93,7 @@ RECIPES = {
         preset="bert",
         help="Finetune on SQuAD 1.1 or 2.0 and answer the questions of an evaluation file.",
         group="finetune",
+        example="shoal finetune squad --preset albert --model runs/first --data train.json --eval dev.json",
         details=_SQUAD,
         shortcuts={"model": "model.path", "data": "data.path", "eval": "data.eval"},
     ),
@@ -89,6 +101,7 @@ RECIPES = {
         config="ClassifyConfig",
         preset="bert",
         help="Finetune on sentences or pairs with labels: MNLI, and any tab-separated or JSONL file.",
+        example="shoal finetune classify --model runs/first --data train.tsv --eval dev.tsv",
         group="finetune",
         details=_CLASSIFY,
         shortcuts=_CLASSIFY_SHORTCUTS,
@@ -97,6 +110,7 @@ RECIPES = {
         config="T5ClassifyConfig",
         preset="t5",
         help="Finetune T5 on sentences or pairs with labels, which it generates as words.",
+        example="shoal finetune t5 --task mnli --model runs/t5 --data train.tsv --eval dev_matched.tsv",
         group="finetune",
         command="t5",
         details=_CLASSIFY,

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from cyclopts import Parameter
 
 from shoal.data.images.cache import CacheConfig
 from shoal.data.images.reader import default_decode_threads
@@ -17,6 +19,7 @@ from shoal.data.manifest import MANIFEST
 from shoal.decide.batch import MemoryEstimate
 from shoal.errors import ShoalError, UsageError, require_positive
 from shoal.json_text import parse_json
+from shoal.recipes.start import REQUIRED
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
@@ -42,9 +45,9 @@ if TYPE_CHECKING:
 class ImageDataConfig:
     """Images, and how to read them."""
 
-    path: str | None = None
+    path: Annotated[str | None, Parameter(group=REQUIRED)] = None
     """Directory that `shoal prepare` wrote, or s3://BUCKET/PREFIX of one."""
-    made_images: int = 0
+    made_images: Annotated[int, Parameter(group=REQUIRED)] = 0
     """Without a path: make so many training images in the run directory, and a fifth more to validate on."""
     made_size: int = 32
     """Side of the made images, in pixels."""

@@ -4,10 +4,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
 
 from shoal.errors import UsageError
 from shoal.models.text_config import EncoderConfig, T5ModelConfig
+from shoal.recipes.start import REQUIRED
 from shoal.train.config import required
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 class PreparedTextConfig:
     """The text to train on, and how it is read."""
 
-    path: Path | None = None
+    path: Annotated[Path | None, Parameter(group=REQUIRED)] = None
     """Directory that `shoal prepare text` wrote."""
     verify: Literal["sizes", "checksums"] = "checksums"
     """Compare only sizes at the start, or read every byte once (1.5 GB/s, by the main worker)."""

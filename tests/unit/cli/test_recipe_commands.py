@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -201,6 +203,45 @@ def test_help_teaches(arguments: tuple[str, ...]) -> None:
     result = shoal(*arguments, "--help")
     assert result.returncode == 0
     assert "Usage: shoal" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("group", "command"), [("train", "albert"), ("train", "resnet50"), ("finetune", "t5")]
+)
+def test_help_is_in_groups_with_what_is_required_first_and_an_example(group: str, command: str) -> None:
+    from shoal.cli.app import app
+    from shoal.recipes import RECIPES
+
+    recipe = next(r for name, r in RECIPES.items() if (r.group, r.command or name) == (group, command))
+    help_text = shoal(group, command, "--help").stdout
+    assert " ".join(help_text.partition("╭")[0].split()).endswith(f"Example: {recipe.example}")
+    titles = re.findall("^╭─ (.*?) ─", help_text, re.MULTILINE)
+    assert (
+        titles[:3] == ["Required", "Preset and file", "Length, batch, precision"] and titles[-1] == "Workers"
+    )
+    assert len(set(titles)) == len(titles) > 6 and "Parameters" not in titles
+    required = help_text.partition("╭─ Required")[2].partition("╰")[0]
+    assert ("│ --data.path " in required) == (group == "train")
+    assert ("│ --model " in required) == (group == "finetune")
+    # the example is one that the command understands
+    _, bound, ignored = app.parse_args(recipe.example.split()[1:], exit_on_error=False, print_error=False)
+    assert not ignored and bound.arguments
+
+
+@pytest.mark.slow
+def test_tab_completes_commands_and_options(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shoal", "--install-completion", "--shell", "bash"]
+    subprocess.run(command, check=True, env={**os.environ, "HOME": str(tmp_path)}, capture_output=True)
+    (script,) = tmp_path.glob(".local/share/bash-completion/completions/*")
+    for words, wanted in (("shoal tr", "train"), ("shoal train albert --train.tot", "--train.total-steps")):
+        typed = words.split()
+        ask = (
+            f"source {script}; COMP_WORDS=({words}); COMP_CWORD={len(typed) - 1}; "
+            f"$(complete -p shoal | sed 's/.*-F \\([^ ]*\\).*/\\1/') shoal {typed[-1]} {typed[-2]}; "
+            'echo "${COMPREPLY[@]}"'
+        )
+        told = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=False)
+        assert wanted in told.stdout.split(), told
 
 
 def test_help_does_not_wait_for_torch() -> None:
