@@ -13,7 +13,7 @@ from shoal.data.images.prepare import ImagePrepareConfig, list_images, num_shard
 from shoal.data.images.reencode import check_pillow, reencode
 from shoal.data.images.sources import TRAIN, ImageSource, Listing
 from shoal.env import num_cores
-from shoal.formatting import size
+from shoal.formatting import plural, size
 
 _TRIED = 64
 _MEMBER_BYTES = 512 + 256
@@ -53,7 +53,7 @@ def dry_run(source: ImageSource, config: ImagePrepareConfig) -> list[str]:
         *(
             f"{split}: {found.num_images:,} images of {len(found.class_counts):,} classes, "
             f"{size(found.num_bytes)}, "
-            f"{num_shards(found.num_images, found.num_bytes, config.shard_bytes):,} shards"
+            f"{plural(num_shards(found.num_images, found.num_bytes, config.shard_bytes), 'shard')}"
             for split, found in totals.items()
         ),
         f"of {len(images)} training images tried, {changed} are encoded again{unreadable}",
