@@ -26,6 +26,7 @@ RUN_BY_OTHERS = {
     "shoal.cli.launch": ("processes/test_launch_in_job.py", '"launch"'),
     "shoal.cli.pipeline": ("unit/report/test_pipeline_figure.py", '"pipeline"'),
     "shoal.cli.prepare": ("processes/test_prepare_images.py", '"prepare"'),
+    "shoal.cli.settings": ("processes/test_train_command.py", '"--train.total-steps"'),
     "shoal.models.profile": ("unit/planner/test_plan_workloads.py", 'workload("resnet50")'),
     "shoal.planner.api": ("processes/test_example_scripts.py", '"plan_my_model"'),
     "shoal.train.device_rates": ("unit/recipes/test_t5_settings.py", '{"layout": "auto"'),

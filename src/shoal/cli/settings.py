@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from cyclopts import App
 
 from shoal.env import launch_dir, worker_env
 from shoal.recipes import RECIPES
-from shoal.train.config import load_toml
+from shoal.train.config import load_toml, shortened
 
 Fill = Callable[[App, tuple[str, ...], cyclopts.ArgumentCollection], None]
 
@@ -47,55 +47,6 @@ def settings_from(recipe_of: Callable[[tuple[str, ...]], str]) -> Fill:
                     print(f"shoal: preset {preset}, shorter: {', '.join(changes)}", file=sys.stderr)
 
     return fill_in
-
-
-_DURATIONS = ("warmup_steps", "constant_steps", "hold_steps", "milestones")
-
-
-def shortened(preset: dict[str, Any], given: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Return a preset for the steps that the user gave, and what was changed, in words.
-
-    If they are fewer than the preset's, the durations of its schedule that the user did not give shrink in
-    proportion, and lines of the record are written at least 20 times.
-
-    Args:
-        preset: settings in sections.
-        given: texts of the options that the user gave, such as ``{"--train.total-steps": "60"}``.
-
-    Example:
-        >>> preset = {"train": {"total_steps": 2400}, "optim": {"warmup_steps": 200}}
-        >>> tree, changes = shortened(preset, {"--train.total-steps": "60"})
-        >>> tree["optim"], changes
-        ({'warmup_steps': 5}, ['optim.warmup_steps 5 instead of 200'])
-    """
-    tree = {section: dict(values) for section, values in preset.items()}
-    changes: list[str] = []
-
-    def change(section: str, name: str, value: Any) -> None:
-        old = tree.get(section, {}).get(name)
-        if f"--{section}.{name.replace('_', '-')}" not in given and old not in (None, value):
-            tree[section][name] = value
-            changes.append(f"{section}.{name} {value} instead of {old}")
-
-    for section, values in preset.items():
-        text, whole = given.get(f"--{section}.total-steps", ""), values.get("total_steps")
-        if whole is None or not text.isdecimal() or not 0 < int(text) < whole:
-            continue
-        steps, of = int(text), "optim" if section == "train" else section
-        for name in _DURATIONS:
-            old = preset.get(of, {}).get(name)
-            if isinstance(old, list):
-                change(of, name, [max(1, each * steps // whole) for each in old])
-            elif old is not None:
-                change(of, name, old * steps // whole)
-        log_frequency = preset.get("run", {}).get("log_frequency")
-        if section == "train" and log_frequency is not None:
-            change("run", "log_frequency", min(log_frequency, max(1, steps // _FEWEST_LINES)))
-    return tree, changes
-
-
-_FEWEST_LINES = 20
-"""Lines of the record, and so points of a report's curves, that a shortened preset has at least."""
 
 
 def starts_or_leads() -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from forked import shoal
-from shoal.cli.settings import shortened
+from shoal.train.config import shortened
 from synthetic_text import prepare, random_documents
 
 
