@@ -25,7 +25,7 @@ from benchmarks.comm_runs import (
     watched,
     wire_bytes_per_s,
 )
-from benchmarks.comm_worker import MANY, NUM_MANY
+from benchmarks.comm_worker import IN_PYTHON, MANY, NUM_MANY, SMALL_LAYERS
 from benchmarks.harness import Benchmark
 from shoal.decide.server_assignment import DDP_BUCKET_BYTES, gain_over_ring, recommended_bucket_bytes
 from shoal.launch.emulated import Cluster
@@ -184,6 +184,18 @@ def one_host_rows(bench: Benchmark) -> None:
             )  # fmt: skip
 
 
+def native_rows(bench: Benchmark) -> None:
+    """What the process group in C++ saves against the one in Python, on one host; DDP beside gloo too."""
+    small, layers = (ALL_REDUCE, 64), (SMALL_LAYERS, MIB)
+    for num_processes in (2, 4):
+        spec = spec_of({"gloo": None, "shoal": 0, IN_PYTHON: 0}, [small, layers], repeats_of(bench) * 3)
+        measured = on_this_host(num_processes, spec, most_retaken=retakes_of(bench))
+        where = f"{num_processes} processes of one host"
+        add_row(bench, measured, f"{where}, 64 B all_reduce", small, "shoal", peer=IN_PYTHON, unit="us")
+        add_row(bench, measured, f"{where}, {SMALL_LAYERS}", layers, "shoal", peer=IN_PYTHON)
+        add_row(bench, measured, f"{where}, {SMALL_LAYERS}, gloo", layers, "shoal", target=1.3)
+
+
 def bucket_rows(bench: Benchmark) -> None:
     """DDP's default buckets over 32 hosts, the recommended size, and one that the rule calls too small.
 
@@ -254,6 +266,7 @@ PARTS: dict[str, Callable[[Benchmark], None]] = {
     "fast-helpers": fast_helpers_rows,
     "growth": growth_rows,
     "one-host": one_host_rows,
+    "native-group": native_rows,
     "buckets": bucket_rows,
     "rounding": rounding_rows,
     "openmpi": mpi_rows,

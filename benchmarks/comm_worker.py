@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shoal.bench.collectives import Case, Groups, prepare
-from shoal.env import HELPERS, worker_env
+from shoal.comm import native_group
+from shoal.env import HELPERS, NATIVE_GROUP, worker_env
 
 WARM_UPS = 2
 MIN_SAMPLE_S = 0.02
@@ -29,13 +32,21 @@ MIN_SAMPLE_S = 0.02
 MANY, NUM_MANY = "consecutive all_reduces", 256
 """So many all-reduces that are begun before the first is waited for, on parts of the case's bytes."""
 
+SMALL_LAYERS, WIDTH = "DDP step of small layers", 64
+"""Forward and backward pass of so many layers of that width as the case's bytes hold, six to a bucket."""
+
+IN_PYTHON = "shoal's group in Python"
+
 Call = Callable[[], object]
 
 
-def shoal_group(num_helpers: int) -> dist.ProcessGroup:
+def shoal_group(num_helpers: int, *, in_python: bool) -> dist.ProcessGroup:
     """Make a group of all workers that uses the first ``num_helpers`` helper hosts."""
     given = os.environ.get(HELPERS, "")
     os.environ[HELPERS] = ",".join(given.split(",")[:num_helpers])
+    if in_python:
+        os.environ[NATIVE_GROUP] = "0"
+        native_group.load.cache_clear()
     group = dist.new_group(backend="shoal")
     os.environ[HELPERS] = given
     assert isinstance(group, dist.ProcessGroup)
@@ -57,6 +68,26 @@ def many_calls(num_bytes: int, group: dist.ProcessGroup) -> Call:
         raise SystemExit("consecutive all_reduces gave a wrong sum")
     for part in parts:
         part.zero_()
+    return call
+
+
+def step_call(num_bytes: int, group: dist.ProcessGroup) -> Call:
+    """Return a step of small layers under DDP, whose gradients have been looked at."""
+    torch.manual_seed(0)
+    layer_bytes = 4 * WIDTH * (WIDTH + 1)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_bytes // layer_bytes)))
+    inputs = torch.randn(8, WIDTH)
+    expected = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=6 * layer_bytes / (1 << 20))
+
+    def call() -> None:
+        ddp.zero_grad()
+        ddp(inputs).sum().backward()
+
+    for _ in range(2):  # DDP orders its buckets after the first
+        call()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
     return call
 
 
@@ -109,7 +140,7 @@ def main() -> None:
     backends = dict(groups.of_backend)
     for name, num_helpers in spec["backends"].items():
         if num_helpers is not None:
-            backends[name] = shoal_group(num_helpers)
+            backends[name] = shoal_group(num_helpers, in_python=name == IN_PYTHON)
     result: dict[str, dict[str, list[float]]] = {}
     for case, (collective, num_bytes) in zip(cases_of(spec, groups.size), spec["cases"], strict=True):
         calls: dict[str, Call] = {}
@@ -118,6 +149,8 @@ def main() -> None:
                 calls[name] = mpi_call(case)
             elif collective == MANY:
                 calls[name] = many_calls(num_bytes, backends[name])
+            elif collective == SMALL_LAYERS:
+                calls[name] = step_call(num_bytes, backends[name])
             else:
                 calls[name] = prepare(case, backends[name], torch.float32, name)
         result[f"{collective} {num_bytes}"] = samples_of(calls, groups, spec["repeats"])

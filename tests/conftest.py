@@ -5,9 +5,11 @@ After a long run the modules that took longest are listed too: the quick tests h
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections import Counter
+from contextlib import suppress
 
 import hypothesis
 import pytest
@@ -32,10 +34,17 @@ def both_groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(NATIVE_GROUP, "1" if request.param == "native" else "0")
 
 
-@pytest.fixture(params=["python", pytest.param("native", marks=pytest.mark.slow)])
-def both_groups_or_python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``both_groups``; the quick tests use the group in Python only, which is the default."""
+@pytest.fixture(params=[pytest.param("python", marks=pytest.mark.slow), "native"])
+def both_groups_or_native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``both_groups``; the quick tests use the group in C++ only, which is the default."""
     monkeypatch.setenv(NATIVE_GROUP, "1" if request.param == "native" else "0")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the group in C++ before a test starts, whose time limit would include it."""
+    if any("processes" in item.path.parts for item in session.items):
+        with suppress(Exception):  # a test says why
+            importlib.import_module("shoal.comm.native_group").build()
 
 
 def _reasons(config: pytest.Config) -> list[str]:

@@ -41,7 +41,7 @@ TRANSPORT = "SHOAL_TRANSPORT"
 HOST_ID = "SHOAL_HOST_ID"
 """Overrides the identity of this host; tests emulate several hosts on one machine with it."""
 NATIVE_GROUP = "SHOAL_NATIVE_GROUP"
-"""1 or 0: whether the backend uses its process group in C++."""
+"""1 (the default) or 0: whether the backend uses its process group in C++."""
 CACHE_DIR = "SHOAL_CACHE_DIR"
 """Folder for what is built once per machine; default: ``~/.cache/shoal``."""
 PROGRESS_FILE = "SHOAL_PROGRESS_FILE"
@@ -392,12 +392,12 @@ def transport(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def native_group(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether ``SHOAL_NATIVE_GROUP`` asks for the process group in C++.
+    """Return whether the process group in C++ is to be used: yes, unless ``SHOAL_NATIVE_GROUP`` is 0.
 
     Raises:
         UsageError: it is neither 0 nor 1.
     """
-    value = _text(NATIVE_GROUP, environ) or "0"
+    value = _text(NATIVE_GROUP, environ) or "1"
     if value not in ("0", "1"):
         raise UsageError(
             f"{NATIVE_GROUP}={value!r} must be 1 for the process group in C++ or 0 for that in Python"
@@ -406,11 +406,19 @@ def native_group(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the folder for what is built once per machine: ``SHOAL_CACHE_DIR``, else in the user's cache."""
+    """Return the folder for what is built once per machine: ``SHOAL_CACHE_DIR``, else in the user's cache.
+
+    Raises:
+        UsageError: neither is known, as in a container whose user has no home.
+    """
     if value := _text(CACHE_DIR, environ):
         return Path(value)
-    user = _text("XDG_CACHE_HOME", environ)
-    return (Path(user) if user else Path.home() / ".cache") / "shoal"
+    if user := _text("XDG_CACHE_HOME", environ):
+        return Path(user, "shoal")
+    try:
+        return Path.home() / ".cache" / "shoal"
+    except RuntimeError:
+        raise UsageError(f"this user has no home for a cache; set {CACHE_DIR} to a folder") from None
 
 
 def compiler(environ: Mapping[str, str] | None = None) -> str | None:

@@ -15,7 +15,7 @@ from shoal_workers import ops, run_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-pytestmark = pytest.mark.usefixtures("both_groups_or_python")
+pytestmark = pytest.mark.usefixtures("both_groups_or_native")
 
 SIZE = 2
 COUNT = 4

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import shoal.comm
 from forked import fork_process, wait_for
 
-pytestmark = pytest.mark.usefixtures("both_groups_or_python")
+pytestmark = pytest.mark.usefixtures("both_groups_or_native")
 
 SIZE = 2
 STEPS = 3

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-pytestmark = pytest.mark.usefixtures("both_groups_or_python")
+pytestmark = pytest.mark.usefixtures("both_groups_or_native")
 
 SIZE = 2
 

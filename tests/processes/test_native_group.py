@@ -281,6 +281,27 @@ def test_without_a_compiler_the_group_is_in_python(tmp_path: Path) -> None:
     assert "process group in Python" in line and "no C++ compiler is found; install g++" in line
 
 
+def test_what_was_built_needs_no_compiler(tmp_path: Path) -> None:
+    built = native_group.build()
+    compiler = fake_compiler(tmp_path, f'for last; do :; done; cp {built} "$last"')
+    assert loads(tmp_path, CXX=str(compiler)) == [[True, []]]
+    assert loads(tmp_path, PATH="", CXX="") == [[True, []]]
+
+
+def test_one_line_of_a_host_says_that_the_group_is_in_python(tmp_path: Path) -> None:
+    place = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}
+    assert loads(tmp_path, PATH="", CXX="", **place) == [[False, []]]
+    ((_, lines),) = loads(tmp_path, PATH="", CXX="", **{**place, "LOCAL_RANK": "0"})
+    assert len(lines) == 1
+
+
+def test_a_user_without_a_home_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2_000_000_011)  # as containers have: no entry in /etc/passwd
+    with pytest.raises(UsageError, match="no home for a cache; set SHOAL_CACHE_DIR"):
+        env.cache_dir({})
+
+
 def test_a_build_that_fails_is_not_repeated(tmp_path: Path) -> None:
     script = f"echo x >> {tmp_path}/calls; sleep 0.5; echo 'a.cc:1: error: too old' >&2; exit 1"
     compiler = fake_compiler(tmp_path, script)
@@ -304,4 +325,4 @@ def test_the_variable_is_checked() -> None:
     with pytest.raises(UsageError, match="SHOAL_NATIVE_GROUP='yes' must be 1"):
         env.native_group({env.NATIVE_GROUP: "yes"})
     assert not env.native_group({env.NATIVE_GROUP: "0"})
-    assert env.native_group({env.NATIVE_GROUP: "1"})
+    assert env.native_group({env.NATIVE_GROUP: "1"}) and env.native_group({})

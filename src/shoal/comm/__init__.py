@@ -8,9 +8,11 @@ The path of one gradient:
 1.  ``init_process_group`` finds the name ``"shoal"`` through an entry point and calls
     ``backend.create_group``. ``rendezvous`` exchanges the ranks' addresses through the job's store, finds out
     which ranks share a host, selects the helper hosts (``helpers``), and creates the group's ``Engine``.
-2.  ``DistributedDataParallel`` fills a bucket and calls ``all_reduce``. ``ShoalProcessGroup.allreduce``
-    (``backend``) has an ``Operation`` built for it (``collectives``: tensors that are not contiguous are
-    copied, and many small ones are fused into one), submits it (``operations``) and returns a ``Work``.
+2.  ``DistributedDataParallel`` fills a bucket and calls ``all_reduce``. The backend in C++ (``native``, which
+    ``native_group`` builds on first use) submits frequent collectives of contiguous CPU tensors itself. For
+    all others, and where it cannot be built, ``ShoalProcessGroup`` (``backend``) has an ``Operation`` built
+    (``collectives``: tensors that are not contiguous are copied, and many small ones are fused into one),
+    submits it (``operations``) and returns a ``Work``.
 3.  The engine (``engine``) numbers the operation. Where ranks submit different operations under one number,
     they exchange names, dtypes and shapes, and all raise an error with both sides instead of hanging.
 4.  Workers of one host first reduce in shared memory, in rank order, so that the network carries a bucket

@@ -500,8 +500,8 @@ def _refuse(names: list[str]) -> None:
     for name in names:
         if name in _ACCELERATOR_BACKENDS:
             raise UsageError(
-                f"the backend of this group mixes {BACKEND_NAME} and {name}; torch lets a group have one "
-                f"backend where {BACKEND_NAME} is among them, and {name} would not be used: write "
-                f'"{BACKEND_NAME}" for CPU and CUDA tensors, or make two groups, '
-                f'init_process_group("{name}") and new_group(backend="{BACKEND_NAME}") for the CPU tensors'
+                f"the backend of this group mixes {BACKEND_NAME} and {name}; {BACKEND_NAME}'s process group "
+                f"in Python has all tensors, and {name} would not be used: let the one in C++ be built (the "
+                f'log says why it was not), write "{BACKEND_NAME}" for CPU and CUDA tensors, or make two '
+                f'groups, init_process_group("{name}") and new_group(backend="{BACKEND_NAME}")'
             )

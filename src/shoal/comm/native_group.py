@@ -2,9 +2,9 @@
 
 It is built when the first group is made, once per torch, Python and compiler, into a cache:
 ``$SHOAL_CACHE_DIR``, else ``~/.cache/shoal``. One process of a host builds, the others wait. Where it cannot
-be built, one line of the log says why, and the group in Python (``backend.ShoalProcessGroup``) does
-everything; the bits are the same, and ranks with and without it work together. ``SHOAL_NATIVE_GROUP=1``
-chooses it.
+be built, a line of the log says why, once per host, and the group in Python (``backend.ShoalProcessGroup``)
+does everything. The bits are the same, and ranks with and without it work together. ``SHOAL_NATIVE_GROUP=0``
+chooses the group in Python.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import torch
 
 from shoal import env, native
 from shoal.comm.engine import Engine
+from shoal.errors import UsageError
 
 _log = logging.getLogger(__name__)
 _NAME = "shoal_torch"
@@ -56,9 +57,10 @@ def load() -> ModuleType | None:
     if not env.native_group():
         return None
     try:
-        module = _import(_built())
-    except (_CannotBuildError, OSError, ImportError) as problem:
-        _log.warning(
+        module = _import(build())
+    except (_CannotBuildError, UsageError, OSError, ImportError) as problem:
+        _log.log(
+            logging.WARNING if _is_first_of_host() else logging.DEBUG,
             "backend shoal uses its process group in Python, which takes longer for small tensors: %s",
             problem,
         )
@@ -124,26 +126,42 @@ def native_backend(group: Any) -> Any:
 # ---- building -------------------------------------------------------------------------------------------
 
 
-def _built() -> Path:
-    """Return the compiled module's file; build it if the cache does not have it."""
+def build() -> Path:
+    """Return the compiled module's file; build it if the cache does not have it.
+
+    Raises:
+        OSError: the cache cannot be written.
+        UsageError: no folder for the cache is known.
+    """
     package = Path(native.core().__file__ or "").parent
     library, header = package / "lib" / "libshoal.so", package / "include" / "shoal.h"
     if not (library.exists() and header.exists() and hasattr(native.core().Engine, "c_group")):
         raise _CannotBuildError(f"{library} is missing: shoal was built before it had one; reinstall shoal")
-    compiler = _compiler()
-    folder = _private_folder(env.cache_dir() / f"group-{_key(compiler, header)}")
+    key = _key(header)
+    try:
+        compiler = _compiler()
+    except _CannotBuildError:  # as in a container's image, where it was built when the image was made
+        for module in sorted(env.cache_dir().glob(f"group-{key}-*/{_NAME}.so")):
+            return _private_folder(module.parent) / module.name
+        raise
+    folder = _private_folder(env.cache_dir() / f"group-{key}-{_compiler_key(compiler)}")
     module, failed = folder / f"{_NAME}.so", folder / "failed.txt"
     with _locked(folder / "lock"):
         if failed.exists():
             raise _CannotBuildError(f"{failed.read_text()} (from {failed}; delete it to try again)")
         if not module.exists():
-            _log.info("building the native process group in %s, once, with %s", folder, compiler)
+            print(f"shoal: building its process group in {folder}, once", file=sys.stderr, flush=True)
             try:
                 _compile(compiler, package, module)
             except _CannotBuildError as problem:
                 failed.write_text(str(problem))
                 raise
     return module
+
+
+def _is_first_of_host() -> bool:
+    worker = env.worker_env()
+    return worker is None or worker.place.local_rank == 0
 
 
 def _compiler() -> Path:
@@ -157,13 +175,16 @@ def _sources() -> list[Path]:
     return sorted(path for path in _SOURCES.iterdir() if path.suffix in {".cc", ".h"})
 
 
-def _key(compiler: Path, header: Path) -> str:
-    """Return a hash of all that a build depends on."""
+def _compiler_key(compiler: Path) -> str:
     status = compiler.stat()
+    return hashlib.sha256(f"{compiler}\0{status.st_size}\0{status.st_mtime_ns}".encode()).hexdigest()[:8]
+
+
+def _key(header: Path) -> str:
+    """Return a hash of all that a build depends on but the compiler."""
     parts = [
         torch.__version__, str(torch.compiled_with_cxx11_abi()), str(Path(torch.__file__).parent),
         sys.implementation.cache_tag, sysconfig.get_config_var("SOABI"), platform.machine(),
-        str(compiler), str(status.st_size), str(status.st_mtime_ns),
     ]  # fmt: skip
     digest = hashlib.sha256("\0".join(map(str, parts)).encode())
     for path in (*_sources(), header):
