@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -93,9 +92,13 @@ class Kit:
             status, text = self._call(command, limit_s)
             figures: list[dict[str, Any]] = []
             if out.is_file():  # a benchmark whose row misses its target has measured it all the same
-                figures = figures_of(job, json.loads(out.read_text(encoding="utf-8")))
-                status = "done" if status == "failed" and job.kind == "rows" and figures else status
-        said = "" if status == "done" else "\n".join(text.splitlines()[-_LAST_LINES:])
+                try:
+                    figures = figures_of(job, json.loads(out.read_text(encoding="utf-8")))
+                except (ValueError, KeyError, TypeError) as error:  # cut off, or of another version
+                    status, text = "failed", f"{text}\nits file cannot be read: {error!r}"
+                else:
+                    status = "done" if status == "failed" and job.kind == "rows" and figures else status
+        said = "" if status == "done" else "\n".join(text.strip().splitlines()[-_LAST_LINES:])
         seconds = time.monotonic() - begin_s
         return Outcome(
             stage=stage.name, title=job.title, status=status, seconds=seconds, said=said, figures=figures
@@ -152,7 +155,7 @@ def figures_of(job: Job, tree: dict[str, Any]) -> list[dict[str, Any]]:
     if job.kind == "rows":
         return [
             {
-                "what": row["case"], "value": statistics.median(row["ours"]), "unit": row["unit"],
+                "what": row["case"], "value": row["ours"], "unit": row["unit"],
                 "peer": row["peer_name"], "ratio": row["ratio"], "target_ratio": row["target"],
             }
             for row in tree["rows"]
