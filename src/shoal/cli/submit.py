@@ -1,0 +1,118 @@
+"""Defines ``shoal submit``: puts a command into the queue of a cluster."""
+
+# Annotations are objects here, not texts: cyclopts reads those of the settings.
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from shoal.cli.settings import settings_from
+from shoal.errors import EXIT_OK, UsageError
+from shoal.launch import slurm as queue
+from shoal.launch.slurm import SlurmJob
+
+submit = App(name="submit", config=(settings_from(lambda _: ""),))
+_CHECKED = ("train", "finetune")
+_PLANNED = {
+    "albert": "albert-base",
+    "bert": "bert-large",
+    "mask_rcnn": "mask-rcnn",
+    "resnet50": "resnet50",
+    "t5": "t5-3b",
+}
+
+
+@submit.command
+def slurm(
+    *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    job: Annotated[SlurmJob, Parameter(name="*")],
+    to: Path | None = None,
+    dry_run: bool = False,
+    check: bool = True,
+    machine: str | None = None,
+    helper_machine: str | None = None,
+    config: Path | None = None,
+) -> int:
+    """Submit a command to Slurm: `shoal submit slurm --hosts 8 -- shoal train bert`.
+
+    The job is requeued and continues after a preemption, its time limit or the loss of a node.
+
+    Parameters
+    ----------
+    command
+        The command of a worker and its arguments, after `--`, as after srun.
+    to
+        Write the script into this folder and submit nothing.
+    dry_run
+        Print the script, what sbatch --test-only says of it, and the planner's summary; submit nothing.
+    check
+        Check the settings of a recipe first, as `shoal train … --dry-run` does.
+    machine
+        What the planner calls a worker host, like p4d.24xlarge: --dry-run then predicts time and cost.
+    helper_machine
+        The same for a helper host, like c5n.18xlarge.
+    config
+        TOML file with options of this command, such as partition = "gpu".
+    """
+    if not command:
+        raise UsageError("name the command of the workers after --: … -- shoal train bert --preset large")
+    folder = (to or Path("jobs") / queue.job_name(job, command)).absolute()
+    script = queue.render(job, command, folder)
+    if check and command[0] == "shoal" and command[1:2] and command[1] in _CHECKED:
+        _check_settings(command, job, show=dry_run)
+    if dry_run:
+        print(script)
+        _summarise(script, command, job, machine, helper_machine)
+        return EXIT_OK
+    path = queue.write(script, folder)
+    if to is not None:
+        print(f"{path}\nsubmit it with: sbatch {path}")
+        return EXIT_OK
+    number = queue.submit(path)
+    print(f"job {number} is submitted; its output: {folder / 'output.log'}")
+    return EXIT_OK
+
+
+def _check_settings(command: Sequence[str], job: SlurmJob, *, show: bool) -> None:
+    """Run the recipe's own check of its settings for all workers.
+
+    Raises:
+        UsageError: they cannot work together or with the data.
+    """
+    if "--workers" in command:
+        raise UsageError("leave --workers out of the command: --workers-per-host N goes before the --")
+    words = [word.replace(queue.SEED, "0") for word in command[1:]]
+    count = job.hosts * (job.workers_per_host or job.gpus_per_host or 1)
+    if job.min_hosts is not None and job.global_batch is not None:
+        count = count // job.hosts
+    checked = subprocess.run(
+        [sys.executable, "-m", "shoal", *words, "--workers", str(count), "--dry-run"],
+        capture_output=True,
+        text=True,
+    )
+    if checked.returncode != 0:
+        raise UsageError(f"{checked.stderr.strip().removeprefix('shoal: ')} (--no-check submits it anyway)")
+    if show:
+        print("\n".join(f"# {line}" for line in checked.stdout.splitlines()))
+
+
+def _summarise(
+    script: str, command: Sequence[str], job: SlurmJob, machine: str | None, helper_machine: str | None
+) -> None:
+    if queue.is_here():
+        with tempfile.TemporaryDirectory() as folder:
+            print(queue.test_only(queue.write(script, Path(folder))))
+    else:
+        print("sbatch is not here: whether Slurm would take the job was not checked")
+    recipe = _PLANNED.get(command[2]) if list(command[:2]) == ["shoal", "train"] and command[2:] else None
+    if machine is None or recipe is None:
+        return
+    from shoal.planner import answer, api
+
+    helpers = f"{job.helpers}x{helper_machine}" if helper_machine and job.helpers else None
+    print(answer.text_of(api.plan(recipe, f"{job.hosts}x{machine}", helpers), [], compare=False))

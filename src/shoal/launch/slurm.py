@@ -1,0 +1,315 @@
+"""Writes and submits batch scripts for Slurm. The script is the interface: it can be read and edited."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
+
+SEED = "{seed}"
+"""Part of the command that stands for the number of an array's task."""
+SCRIPT, SUBMITTED = "job.sbatch", "submitted.json"
+_SIGNAL_MARGIN_S = 60
+"""Slurm's man page: a signal may come up to 60 s early; 10 s late was seen."""
+_WORD = re.compile(r"[\w.,:/@%+=~*\[\]-]+")
+_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|UNLIMITED", re.IGNORECASE)
+_ARRAY = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*(%\d+)?")
+_OWNED = (
+    "array", "het-group", "job-name", "kill-on-bad-exit", "mpi", "nodes", "ntasks", "ntasks-per-node",
+    "open-mode", "output", "error", "requeue", "no-requeue", "signal", "time", "wrap",
+)  # fmt: skip
+_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """A job: what it asks of Slurm, and how its hosts start."""
+
+    hosts: int
+    """Worker hosts."""
+    min_hosts: int | None = None
+    """Start with any number of hosts from this one to --hosts, as many as there are."""
+    helpers: int = 0
+    """Helper hosts, in a second component of a heterogeneous job."""
+    helpers_required: bool = False
+    """Do not start without them."""
+    workers_per_host: int | None = None
+    """Workers per host; default: one a GPU, or one."""
+    task_per_worker: bool = False
+    """Let Slurm start each worker as a task of its own; needs --workers-per-host."""
+    global_batch: int | None = None
+    """Samples a step: use the largest number of hosts over whose workers it divides."""
+    name: str | None = None
+    """Name of the job; default: the command's first words."""
+    partition: str | None = None
+    """Partition of the workers; default: Slurm's."""
+    helper_partition: str | None = None
+    """Partition of the helpers; default: that of the workers."""
+    account: str | None = None
+    """Account to charge."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that the worker nodes must have."""
+    gpus_per_host: int | None = None
+    """GPUs of each worker host."""
+    cpus_per_host: int | None = None
+    """CPUs of each worker host; default: the whole node with --exclusive."""
+    time: str = "24:00:00"
+    """Time limit; a job that reaches it saves and is queued again."""
+    save_s: int = 120
+    """Seconds that saving a checkpoint may take before the time limit or a preemption."""
+    array: str | None = None
+    """Numbers of an array of jobs, like 0-4, for seeds; {seed} in the command stands for each."""
+    interface: str | None = None
+    """Network interface for shoal, gloo and NCCL."""
+    prolog: tuple[str, ...] = ()
+    """Lines of shell for the script before it starts anything, like "module load cuda"."""
+    option: tuple[str, ...] = ()
+    """More options of sbatch for the workers, like --mem=0."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("hosts", 1), ("helpers", 0), ("save_s", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"--{_option(name)} {getattr(self, name)} must be at least {least}")
+        for name in ("min_hosts", "workers_per_host", "global_batch", "gpus_per_host", "cpus_per_host"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UsageError(f"--{_option(name)} {value} must be at least 1")
+        if self.min_hosts is not None and self.min_hosts > self.hosts:
+            raise UsageError(f"--min-hosts {self.min_hosts} must be at most --hosts {self.hosts}")
+        if self.task_per_worker and self.workers_per_host is None:
+            raise UsageError("--task-per-worker needs --workers-per-host, the number of tasks per node")
+        if self.task_per_worker and self.min_hosts is not None:
+            raise UsageError("--min-hosts goes with one task per host: leave out --task-per-worker")
+        if self.array is not None and self.helpers:
+            raise UsageError(
+                "Slurm has no arrays of heterogeneous jobs: leave out --helpers, or submit each by itself"
+            )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, str) and not _WORD.fullmatch(value):
+                raise UsageError(f"--{_option(field.name)} {value!r} must be one word without quotes")
+        for name, form, example in (("time", _TIME, "1-12:00:00"), ("array", _ARRAY, "0-4")):
+            if (value := getattr(self, name)) is not None and not form.fullmatch(value):
+                raise UsageError(f"--{name} {value!r} is not of Slurm's form, like {example}")
+        for option in self.option:
+            self._check_option(option)
+        if any("\n" in line for line in self.prolog):
+            raise UsageError("--prolog is one line; give it several times for several lines")
+
+    def _check_option(self, option: str) -> None:
+        name = option.removeprefix("--").partition("=")[0]
+        if not option.startswith("--") or not _WORD.fullmatch(option):
+            raise UsageError(f"--option {option!r} must be one word like --mem=0")
+        if name in _OWNED:
+            raise UsageError(f"--option {option}: the script sets --{name} itself; edit it after --to DIR")
+
+
+def _option(field: str) -> str:
+    return field.replace("_", "-")
+
+
+def render(job: SlurmJob, command: Sequence[str], folder: Path) -> str:
+    """Return the batch script.
+
+    Args:
+        job: the job.
+        command: of the workers; ``{seed}`` in it stands for an array's number.
+        folder: absolute path of the job's folder, which all nodes share.
+
+    Raises:
+        UsageError: the folder cannot be written in a script, or the command has no ``{seed}`` for an array.
+    """
+    if not folder.is_absolute() or not _WORD.fullmatch(str(folder)):
+        raise UsageError(f"the job's folder {str(folder)!r} must not have spaces or quotes in its path; --to")
+    if job.array is not None and not any(SEED in word for word in command):
+        raise UsageError(
+            f"--array {job.array}: all jobs would be the same; write {SEED} where the command differs, "
+            f"such as --train.seed {SEED} --run.dir runs/bert-{SEED}"
+        )
+    workers, helpers = (
+        f"srun{f' --het-group={group}' if job.helpers else ''} --mpi=none --kill-on-bad-exit=0"
+        for group in (0, 1)
+    )
+    lines = ["#!/bin/bash", *_directives(job, command, folder), ""]
+    lines += [f"job={folder}{'/$SLURM_ARRAY_TASK_ID' * (job.array is not None)}  # shared by all nodes"]
+    lines += [*job.prolog, ""]
+    if job.helpers:
+        lines.append(f'{helpers} shoal launch --role helper --job "$job" &')
+    options = [
+        *([f"--workers {job.workers_per_host}"] if job.workers_per_host and not job.task_per_worker else []),
+        *([f"--helpers {job.helpers}"] if job.helpers else []),
+        *(["--helpers-required"] if job.helpers_required else []),
+        *([f"--global-batch {job.global_batch}"] if job.global_batch else []),
+        *([f"--interface {job.interface}"] if job.interface else []),
+    ]
+    lines += [
+        f"{workers} \\",
+        f'    shoal launch --job "$job"{"".join(f" {option}" for option in options)} -- \\',
+        f"    {_quoted(command)}",
+        "code=$?",
+    ]
+    if job.helpers:
+        lines += ['scancel --signal=TERM "$SLURM_JOB_ID_HET_GROUP_1"  # the helpers stop', "wait"]
+    return "\n".join([*lines, *_ENDING]) + "\n"
+
+
+_ENDING = (
+    "",
+    "# 75: the workers saved and left; 76: another host is gone. Slurm starts the same job again.",
+    "case $code in",
+    '    75 | 76) scontrol requeue "$SLURM_JOB_ID" && sleep 60 ;;',
+    "esac",
+    "exit $code",
+)
+
+
+def _directives(job: SlurmJob, command: Sequence[str], folder: Path) -> list[str]:
+    """Return the lines for sbatch."""
+    name = job_name(job, command)
+    nodes = f"{job.min_hosts}-{job.hosts}" if job.min_hosts else str(job.hosts)
+    tasks = job.workers_per_host if job.task_per_worker else 1
+    cpus = job.cpus_per_host and job.cpus_per_host // (tasks or 1)
+    common = [f"--job-name={name}", f"--time={job.time}"]
+    common += [f"--{key}={value}" for key in ("account", "qos") if (value := getattr(job, key))]
+    workers = [
+        *([f"--partition={job.partition}"] if job.partition else []),
+        f"--nodes={nodes} --ntasks-per-node={tasks}",
+        *([f"--gpus-per-node={job.gpus_per_host}"] if job.gpus_per_host else []),
+        f"--cpus-per-task={cpus}" if cpus else "--exclusive",
+        *([f"--constraint={job.constraint}"] if job.constraint else []),
+        *job.option,
+    ]
+    output = folder / ("output-%a.log" if job.array is not None else "output.log")
+    lines = [
+        " ".join(common),
+        " ".join(workers),
+        f"--requeue --open-mode=append --signal=USR1@{job.save_s + _SIGNAL_MARGIN_S}",
+        f"--output={output}",
+        *([f"--array={job.array}"] if job.array is not None else []),
+    ]
+    if job.helpers:
+        partition = job.helper_partition or job.partition
+        lines += ["hetjob", " ".join([*common, *([f"--partition={partition}"] if partition else [])])]
+        lines += [f"--nodes={job.helpers} --ntasks-per-node=1 --exclusive"]
+    return [f"#SBATCH {line}" for line in lines]
+
+
+def job_name(job: SlurmJob, command: Sequence[str]) -> str:
+    """Return the name of the job: the given one, or one from the command's first words."""
+    words = [Path(word).stem for word in command if word not in ("shoal", "train", "finetune")]
+    words = [word for word in words if not word.startswith(("-", "python"))]
+    return job.name or re.sub(r"[^\w.-]", "-", words[0] if words else "shoal")
+
+
+def _quoted(command: Sequence[str]) -> str:
+    """Return the command for bash: its words quoted, options on lines of their own if it is long."""
+    seed = '"$SLURM_ARRAY_TASK_ID"'
+    words = [seed.join(shlex.quote(p) if p else "" for p in w.split(SEED)) or "''" for w in command]
+    text = " ".join(words)
+    return text if len(text) <= 100 else re.sub(r" (?=--[a-z])", " \\\\\n        ", text)
+
+
+# ---- sbatch ------------------------------------------------------------------------------------------------
+
+
+def write(script: str, folder: Path) -> Path:
+    """Write the script to the job's folder and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / SCRIPT
+    path.write_text(script, encoding="utf-8")
+    return path
+
+
+def submit(path: Path) -> str:
+    """Submit a script and return the job's id, which ``submitted.json`` beside it keeps.
+
+    Raises:
+        ShoalError: there is no Slurm here, it refuses the job, or a job of this folder still exists.
+    """
+    if (earlier := submitted(path.parent)) and (state := state_of(earlier["id"])):
+        raise ShoalError(
+            f"{path.parent}: its job {earlier['id']} is {state}; scancel {earlier['id']} first, or choose "
+            "another --name"
+        )
+    number = _slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+    (path.parent / SUBMITTED).write_text(json.dumps({"id": number}) + "\n", encoding="utf-8")
+    return number
+
+
+def test_only(path: Path) -> str:
+    """Return what ``sbatch --test-only`` says of a script: when and where it would start.
+
+    Raises:
+        ShoalError: Slurm would refuse it.
+    """
+    return _slurm("sbatch", "--test-only", str(path)).strip()
+
+
+def submitted(folder: Path) -> dict[str, Any] | None:
+    """Return what is known of the job of a folder, or ``None`` if none was submitted."""
+    path = folder / SUBMITTED
+    if not path.exists():
+        return None
+    found = parse_json(path.read_bytes(), str(path), remedy=f"remove {path}")
+    if not isinstance(found, dict) or not re.fullmatch(r"\d{1,12}", str(found.get("id"))):
+        raise ShoalError(f"{path} has no job id; remove it")
+    return found
+
+
+def state_of(number: str) -> str:
+    """Return the state of a job that waits or runs, such as ``PENDING``; empty: there is none any more."""
+    try:
+        return _slurm("squeue", "--noheader", "--format=%T", "--jobs", number).partition("\n")[0].strip()
+    except ShoalError as problem:
+        if "Invalid job id" in str(problem):
+            return ""
+        raise
+
+
+def is_here() -> bool:
+    """Return whether this machine has Slurm's commands."""
+    return shutil.which("sbatch") is not None
+
+
+def _slurm(*command: str) -> str:
+    """Run a command of Slurm and return its stdout and stderr.
+
+    Raises:
+        ShoalError: it is not here, fails, or does not end.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
+    except FileNotFoundError:
+        raise ShoalError(
+            f"{command[0]} was not found: submit on a login node of the cluster, or write the script with "
+            "--to DIR"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ShoalError(
+            f"{' '.join(command)} did not answer in {_DEADLINE_S:g} s; try scontrol ping"
+        ) from None
+    text = (done.stdout + done.stderr).strip()
+    if done.returncode != 0:
+        raise ShoalError(f"{text}{_remedy(text)}")
+    return text
+
+
+def _remedy(text: str) -> str:
+    hints = {
+        "invalid partition": "; sinfo lists the partitions",
+        "Invalid account": "; sacctmgr show associations user=$USER lists your accounts",
+        "Invalid qos": "; sacctmgr show qos lists them",
+        "node configuration is not available": "; sinfo -o '%P %D %c %G' shows what nodes have",
+        "Time limit": "; sinfo -o '%P %l' shows the partitions' limits",
+    }
+    return next((hint for sign, hint in hints.items() if sign.lower() in text.lower()), "")

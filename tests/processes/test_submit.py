@@ -1,0 +1,55 @@
+"""``shoal submit`` as a user runs it: what it writes, prints and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pretrain_jobs import prepare_small
+
+from forked import shoal
+
+TRAIN = ("shoal", "train", "albert", "--preset", "tiny", "--data.path", "text")
+
+
+def test_a_script_is_written_and_a_wrong_setting_of_the_recipe_is_found_first(tmp_path: Path) -> None:
+    prepare_small(tmp_path / "text")
+    where = ("submit", "slurm", "--hosts", "2", "--workers-per-host", "1", "--to", "job")
+    wrong = shoal(*where, "--", *TRAIN, "--train.global-batch-size", "9", cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert "train.global_batch_size 9 does not divide over 2 workers" in wrong.stderr
+    assert "--no-check submits it anyway" in wrong.stderr
+    assert not (tmp_path / "job").exists()
+    done = shoal(*where, "--", *TRAIN, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    script = tmp_path / "job" / "job.sbatch"
+    assert done.stdout == f"{script}\nsubmit it with: sbatch {script}\n"
+    assert f"    {' '.join(TRAIN)}\ncode=$?" in script.read_text()
+    assert [path.name for path in (tmp_path / "job").iterdir()] == ["job.sbatch"]
+
+
+def test_settings_come_from_a_file_and_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text('partition = "a100"\ngpus-per-host = 8\nhelpers = 2\n')
+    options = ("--config", "cluster.toml", "--hosts", "4", "--no-check", "--dry-run")
+    plan = ("--machine", "p4d.24xlarge", "--helper-machine", "c5n.18xlarge")
+    done = shoal("submit", "slurm", *options, *plan, "--", "shoal", "train", "bert", cwd=tmp_path)
+    assert (
+        "#SBATCH --partition=a100 --nodes=4 --ntasks-per-node=1 --gpus-per-node=8 --exclusive" in done.stdout
+    )
+    assert "hetjob" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["cluster.toml"]
+    if done.returncode == 0:  # else Slurm is here and its daemon is not
+        assert "p4d.24xlarge" in done.stdout
+
+
+def test_a_misspelt_key_of_the_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text('partion = "a100"\n')
+    options = ("--config", "cluster.toml", "--hosts", "4", "--no-check", "--dry-run")
+    done = shoal("submit", "slurm", *options, "--", "python", "train.py", cwd=tmp_path)
+    assert done.returncode == 2 and "partion" in done.stdout + done.stderr
+
+
+def test_no_command_and_workers_in_it(tmp_path: Path) -> None:
+    done = shoal("submit", "slurm", "--hosts", "4", cwd=tmp_path)
+    assert (done.returncode, "name the command of the workers after --" in done.stderr) == (2, True)
+    done = shoal("submit", "slurm", "--hosts", "4", "--", *TRAIN, "--workers", "8", cwd=tmp_path)
+    assert (done.returncode, "--workers-per-host N goes before the --" in done.stderr) == (2, True)
