@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import yaml
 from pretrain_jobs import prepare_small
 
 from forked import shoal
@@ -53,3 +54,12 @@ def test_no_command_and_workers_in_it(tmp_path: Path) -> None:
     assert (done.returncode, "name the command of the workers after --" in done.stderr) == (2, True)
     done = shoal("submit", "slurm", "--hosts", "4", "--", *TRAIN, "--workers", "8", cwd=tmp_path)
     assert (done.returncode, "--workers-per-host N goes before the --" in done.stderr) == (2, True)
+
+
+def test_a_manifest_for_kubernetes_and_how_its_secret_is_made(tmp_path: Path) -> None:
+    options = ("--hosts", "2", "--image", "shoal:1", "--claim", "runs", "--gpus-per-host", "8", "--to", "job")
+    done = shoal("submit", "kubernetes", *options, "--", *TRAIN, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "kubectl create secret generic albert-secret --from-file=secret\n" in done.stdout
+    manifest = yaml.safe_load((tmp_path / "job" / "job.yaml").read_text())
+    assert (manifest["kind"], manifest["metadata"]["name"]) == ("JobSet", "albert")

@@ -17,6 +17,8 @@ def launch(
     workers: int | None = None,
     nnodes: int | None = None,
     rdzv: str | None = None,
+    node_rank: int | None = None,
+    run_id: str | None = None,
     helpers: int = 0,
     helpers_required: bool = False,
     helpers_wait_s: float = 60.0,
@@ -44,6 +46,10 @@ def launch(
         Number of worker hosts; default: the nodes of the Slurm step, or one.
     rdzv
         HOST:PORT of the first worker host; default: from Slurm, or from MASTER_ADDR and MASTER_PORT.
+    node_rank
+        Number of this host among the workers' or the helpers', from 0; Slurm says it.
+    run_id
+        Name of this start of the job, such as bert.2; Slurm says it.
     helpers
         Number of helper hosts that come to the job's folder.
     helpers_required
@@ -70,6 +76,8 @@ def launch(
         workers=workers,
         nnodes=nnodes,
         rdzv=rdzv,
+        node_rank=node_rank,
+        run_id=run_id,
         num_helpers=helpers,
         helpers_required=helpers_required,
         helpers_wait_s=helpers_wait_s,

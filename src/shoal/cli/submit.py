@@ -13,7 +13,9 @@ from cyclopts import App, Parameter
 
 from shoal.cli.settings import settings_from
 from shoal.errors import EXIT_OK, UsageError
+from shoal.launch import kubernetes as pods
 from shoal.launch import slurm as queue
+from shoal.launch.kubernetes import KubernetesJob
 from shoal.launch.slurm import SlurmJob
 
 submit = App(name="submit", config=(settings_from(lambda _: ""),))
@@ -27,9 +29,12 @@ _PLANNED = {
 }
 
 
+_WORD = Parameter(allow_leading_hyphen=True)
+
+
 @submit.command
 def slurm(
-    *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    *command: Annotated[str, _WORD],
     job: Annotated[SlurmJob, Parameter(name="*")],
     to: Path | None = None,
     dry_run: bool = False,
@@ -59,8 +64,7 @@ def slurm(
     config
         TOML file with options of this command, such as partition = "gpu".
     """
-    if not command:
-        raise UsageError("name the command of the workers after --: … -- shoal train bert --preset large")
+    _require_command(command)
     folder = (to or Path("jobs") / queue.job_name(job, command)).absolute()
     script = queue.render(job, command, folder)
     if check and command[0] == "shoal" and command[1:2] and command[1] in _CHECKED:
@@ -76,6 +80,54 @@ def slurm(
     number = queue.submit(path)
     print(f"job {number} is submitted; its output: {folder / 'output.log'}")
     return EXIT_OK
+
+
+@submit.command
+def kubernetes(
+    *command: Annotated[str, _WORD],
+    job: Annotated[KubernetesJob, Parameter(name="*")],
+    to: Path | None = None,
+    dry_run: bool = False,
+    config: Path | None = None,
+) -> int:
+    """Submit a command to Kubernetes as a JobSet: `shoal submit kubernetes --hosts 8 … -- shoal train bert`.
+
+    It needs the JobSet controller in the cluster. The paths of the command are those in the containers.
+
+    Parameters
+    ----------
+    command
+        The command of a worker and its arguments, after `--`.
+    to
+        Write the manifest into this folder and submit nothing; the job's secret is not in it.
+    dry_run
+        Print the manifest; submit nothing.
+    config
+        TOML file with options of this command, such as image = "registry.example/shoal:1".
+    """
+    _require_command(command)
+    name = pods.job_name(job, command)
+    text = pods.render(job, command)
+    if dry_run:
+        print(text, end="")
+        return EXIT_OK
+    folder = to or Path("jobs") / name
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / pods.MANIFEST
+    path.write_text(text, encoding="utf-8")
+    if to is not None:
+        make = "(umask 077; head -c 32 /dev/urandom | base64 > secret)"
+        print(f"{path}\nits secret: {make}; kubectl create secret generic {name}-secret --from-file=secret")
+        print(f"submit it with: kubectl create --filename {path}")
+        return EXIT_OK
+    pods.submit(path, name, job.namespace)
+    print(f"JobSet {name} is submitted; its output: kubectl logs --follow job/{name}-workers-0")
+    return EXIT_OK
+
+
+def _require_command(command: Sequence[str]) -> None:
+    if not command:
+        raise UsageError("name the command of the workers after --: … -- shoal train bert --preset large")
 
 
 def _check_settings(command: Sequence[str], job: SlurmJob, *, show: bool) -> None:

@@ -6,7 +6,6 @@ A group uses those of ``SHOAL_HELPERS`` that rank 0 reaches and that no group of
 from __future__ import annotations
 
 import ctypes
-import ipaddress
 import math
 import socket
 import statistics
@@ -14,13 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
 
 from shoal import env
 from shoal.comm.engine import CommError, Engine, Operation, lost_helpers
 from shoal.comm.store import Records
 from shoal.decide.server_assignment import assign_chunks
 from shoal.env import HelperAddress
-from shoal.errors import UsageError
 
 REACH_S = 3.0
 """Time that a new group waits for helpers that do not accept a connection."""
@@ -55,17 +55,8 @@ def reachable_helpers(*, workers_serve: bool) -> list[HelperAddress]:
 
     Raises:
         CommError: there are helpers, none is usable, and workers may not serve.
-        UsageError: an address is not an IPv4 address.
     """
-    given = env.helpers()
-    for helper in given:
-        try:
-            ipaddress.IPv4Address(helper.address)
-        except ValueError:
-            raise UsageError(
-                f"SHOAL_HELPERS has the entry {name_of(helper)!r}, and {helper.address!r} is not an IPv4 "
-                "address; write the address that `shoal serve` was given"
-            ) from None
+    given = [_resolved(helper) for helper in env.helpers()]
     for name in lost_helpers():
         _exclude(name, "a group of this process lost it")
     asked = [helper for helper in given if name_of(helper) not in _excluded]
@@ -80,6 +71,21 @@ def reachable_helpers(*, workers_serve: bool) -> list[HelperAddress]:
             "start the helpers again, or allow EngineOptions.workers_serve"
         )
     return usable
+
+
+@cache
+def _resolved(helper: HelperAddress) -> HelperAddress:
+    """Return a helper by its IPv4 address; exclude one whose name stands for none within :data:`REACH_S`."""
+    until = time.monotonic() + REACH_S
+    while True:
+        try:
+            return replace(helper, address=socket.gethostbyname(helper.address))
+        except OSError as problem:
+            if time.monotonic() > until:
+                why = f"its name stands for no IPv4 address: {problem.strerror or problem}"
+                _exclude(name_of(helper), why)
+                return helper
+        time.sleep(_PAUSE_S)
 
 
 def bandwidth_of(helper: HelperAddress) -> float | None:
@@ -98,7 +104,8 @@ def helper_bandwidths() -> tuple[float, ...]:
     The value is given by the variable, or measured by a group of this process, or else 1. Excluded helpers
     are left out.
     """
-    return tuple(bandwidth_of(each) or 1.0 for each in env.helpers() if name_of(each) not in _excluded)
+    given = [_resolved(helper) for helper in env.helpers()]
+    return tuple(bandwidth_of(each) or 1.0 for each in given if name_of(each) not in _excluded)
 
 
 def _exclude(name: str, why: str) -> None:

@@ -42,6 +42,7 @@ from shoal.launch.supervision import worker_variables
 _LISTENS_ON = (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _NAME_DEADLINE_S = 60.0
 _REACH_PAUSE_S = 0.5
+_RUN_ID = re.compile(r"[\w-][\w.-]{0,100}\.\d{1,9}")
 _READY = re.compile(r"listening on (\S+:\d+)")
 
 
@@ -59,6 +60,10 @@ class InJob:
     """Worker hosts; ``None``: those of the Slurm step, or one."""
     rdzv: str | None = None
     """``HOST:PORT`` of the first worker host; ``None``: Slurm's first node, or MASTER_ADDR:MASTER_PORT."""
+    node_rank: int | None = None
+    """Number of this host among those of its role; ``None``: from Slurm, or 0 if it is the only one."""
+    run_id: str | None = None
+    """Name of this start of the job, with the job's before the last dot; ``None``: from Slurm."""
     num_helpers: int = 0
     """Helper hosts to wait for in the shared folder."""
     helpers_required: bool = False
@@ -86,7 +91,7 @@ def in_job(command: Sequence[str], how: InJob) -> int:
     if how.interface:
         set_variables(dict.fromkeys(_LISTENS_ON, how.interface))
     job = how.job or (Path("jobs") / str(step.job) if step else None)
-    meeting = Meeting(job, step.run_id if step else "0.0") if job else None
+    meeting = Meeting(job, how.run_id or (step.run_id if step else "0.0")) if job else None
     if how.helper:
         return _serve(_required(meeting), step, how)
     if step is not None and step.place.num_workers != step.num_nodes:
@@ -101,6 +106,10 @@ def _check(command: Sequence[str], how: InJob, step: SlurmStep | None) -> None:
         raise UsageError("name the command of the workers after --: shoal launch -- python train.py")
     if step is None and (how.helper or how.num_helpers) and how.job is None:
         raise UsageError("hosts meet their helpers in a folder that all share: --job DIR")
+    if step is None and how.job is not None and how.node_rank is None and (how.nnodes or 1) > 1:
+        raise UsageError("--job with several hosts needs --node-rank N, the number of this one, from 0")
+    if how.run_id is not None and not _RUN_ID.fullmatch(how.run_id):
+        raise UsageError(f"--run-id {how.run_id!r} is not of the form JOB.START, such as bert.2")
     if step is not None and how.nnodes not in (None, step.num_nodes):
         raise UsageError(
             f"--nnodes {how.nnodes}, but Slurm has started this step on {step.num_nodes} nodes; leave it out"
@@ -121,16 +130,17 @@ def _launch_host(command: Sequence[str], how: InJob, step: SlurmStep | None, mee
     num_workers = how.workers or _num_gpus()
     given = how.nnodes or (step.num_nodes if step else 1)
     num_hosts = usable_hosts(given, num_workers, how.global_batch)
-    if num_hosts < given and (step is None or step.node == 0):
+    number = step.node if step else how.node_rank or 0
+    if num_hosts < given and number == 0:
         print(
             f"shoal launch: {given - num_hosts} of {given} hosts stay idle: the global batch of "
             f"{how.global_batch} divides over {num_hosts} × {num_workers} workers",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-    if step is not None and step.node >= num_hosts:
+    if number >= num_hosts:
         return EXIT_OK
     rdzv = how.rdzv or (f"{step.first_node}:{step.port}" if step else None)
-    is_first = step is None or step.node == 0
+    is_first = number == 0
     set_variables(_meet(meeting, how, is_first=is_first))
     log_dir = how.log_dir or (meeting.job / "logs" if meeting else Path("logs"))
     code = launch(
@@ -174,7 +184,7 @@ def _meet(meeting: Meeting | None, how: InJob, *, is_first: bool) -> dict[str, s
     if meeting is not None:
         given = secret() is not None
         if is_first:
-            secret_file = meeting.begin()
+            secret_file = meeting.begin(with_secret=not given)
             found[PROGRESS_FILE] = str(meeting.progress_file.absolute())
         elif not given:
             secret_file = meeting.await_secret()
@@ -187,7 +197,7 @@ def _meet(meeting: Meeting | None, how: InJob, *, is_first: bool) -> dict[str, s
                 if is_first
                 else meeting.await_helpers(deadline_s=wait_s)
             )
-    elif helpers() and how.rdzv is None:
+    if helpers() and not how.num_helpers:
         _await_named_helpers(how)
     return found
 
@@ -254,7 +264,7 @@ def _serve(meeting: Meeting, step: SlurmStep | None, how: InJob) -> int:
     for line in server.stdout:
         print(line, end="", flush=True)
         if ready := _READY.search(line):
-            meeting.publish_helper(step.place.rank if step else 0, ready[1])
+            meeting.publish_helper(step.place.rank if step else how.node_rank or 0, ready[1])
     code = server.wait()
     return code if code >= 0 else EXIT_FAILURE
 

@@ -64,8 +64,8 @@ class Meeting:
 
     # ---- the first worker host ---------------------------------------------------------------------------
 
-    def begin(self) -> Path:
-        """Write down this start, make its secret and return the secret's file.
+    def begin(self, *, with_secret: bool = True) -> Path:
+        """Write down this start, make its secret unless the job has one, and return the secret's file.
 
         Raises:
             ShoalError: the last starts have made no progress, or the folder cannot be written.
@@ -80,14 +80,16 @@ class Meeting:
         starts = self._starts()
         if not any(start.run_id == self.run_id for start in starts):
             now = self._progress()
-            if not may_start(starts, now, job=self.run_id.partition(".")[0]):
+            if not may_start(starts, now, job=self.run_id.rpartition(".")[0]):
                 raise ShoalError(
                     f"the job does not start again: its last {MAX_IDLE_STARTS} starts ended without a new "
                     f"checkpoint ({'the last is of step ' + now if now else 'there is none'}). See why in "
                     f"its output; then remove {self.job / 'starts.json'} and submit it again"
                 )
             self._write_starts([*starts, Start(run_id=self.run_id, progress=now)])
-        if not self.secret_file.exists():  # a second command in the same allocation uses the first one's
+        if (
+            with_secret and not self.secret_file.exists()
+        ):  # a second command in the same allocation uses the first one's
             _write(self.secret_file, secrets.token_hex(32))
         return self.secret_file
 
@@ -177,11 +179,11 @@ def may_start(starts: list[Start], progress: str, *, job: str) -> bool:
     """Return whether a job may start again, given its earlier starts and its progress now.
 
     Args:
-        starts: of the folder, in their order; those of other jobs (another part before the dot) do not count.
+        starts: of the folder, in their order; those of jobs with another ``job`` do not count.
         progress: what the first worker has written; empty: nothing.
-        job: part of the run's name before the dot.
+        job: part of the run's name before the last dot.
     """
-    own = [start for start in starts if start.run_id.partition(".")[0] == job]
+    own = [start for start in starts if start.run_id.rpartition(".")[0] == job]
     values = [start.progress for start in own] + [progress]
     idle = 0
     for number, start in enumerate(own):

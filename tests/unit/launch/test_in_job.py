@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,9 @@ def slurm(tasks: str) -> dict[str, str]:
         (slurm("1(x2)"), ("true",), InJob(nnodes=3), "Slurm has started this step on 2 nodes; leave it out"),
         (slurm("2(x2)"), ("true",), InJob(workers=4), "4 tasks on 2 nodes, and several tasks of a node are"),
         (slurm("3,1"), ("true",), InJob(), "4 tasks on 2 nodes, not the same number on each"),
+        ({}, ("true",), InJob(nnodes=2, job=Path("j")), "--job with several hosts needs --node-rank N"),
+        ({}, ("true",), InJob(run_id="bert"), "--run-id 'bert' is not of the form JOB.START"),
+        ({}, ("true",), InJob(run_id="../x.1"), "is not of the form JOB.START"),
         ({}, ("true",), InJob(nnodes=2, workers=1), "--nnodes 2 needs --rdzv HOST:PORT"),
     ],
 )
