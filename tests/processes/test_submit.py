@@ -63,3 +63,9 @@ def test_a_manifest_for_kubernetes_and_how_its_secret_is_made(tmp_path: Path) ->
     assert "kubectl create secret generic albert-secret --from-file=secret\n" in done.stdout
     manifest = yaml.safe_load((tmp_path / "job" / "job.yaml").read_text())
     assert (manifest["kind"], manifest["metadata"]["name"]) == ("JobSet", "albert")
+
+
+def test_there_is_no_job_to_list_or_stop(tmp_path: Path) -> None:
+    assert shoal("runs", cwd=tmp_path).stdout == "jobs has no submitted job\n"
+    done = shoal("stop", "bert", cwd=tmp_path)
+    assert (done.returncode, "jobs/bert has no job that waits or runs" in done.stderr) == (2, True)

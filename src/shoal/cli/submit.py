@@ -78,7 +78,7 @@ def slurm(
         print(f"{path}\nsubmit it with: sbatch {path}")
         return EXIT_OK
     number = queue.submit(path)
-    print(f"job {number} is submitted; its output: {folder / 'output.log'}")
+    print(f"job {number} is submitted; its output: {folder / queue.output_name(job)}")
     return EXIT_OK
 
 

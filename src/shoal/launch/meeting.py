@@ -77,9 +77,9 @@ class Meeting:
                 f"--job {self.job} cannot be made: {problem.strerror}; it has to be on a file system that "
                 "all hosts share, and that you can write to"
             ) from None
-        starts = self._starts()
+        starts = self.starts()
         if not any(start.run_id == self.run_id for start in starts):
-            now = self._progress()
+            now = self.progress()
             if not may_start(starts, now, job=self.run_id.rpartition(".")[0]):
                 raise ShoalError(
                     f"the job does not start again: its last {MAX_IDLE_STARTS} starts ended without a new "
@@ -95,7 +95,7 @@ class Meeting:
 
     def saved(self) -> None:
         """Note that the workers saved, which counts as progress where they report none."""
-        starts = self._starts()
+        starts = self.starts()
         self._write_starts([replace(s, saved=s.saved or s.run_id == self.run_id) for s in starts])
 
     def gather_helpers(self, count: int, *, deadline_s: float, required: bool) -> str:
@@ -155,13 +155,15 @@ class Meeting:
         """Write the address of a helper's server."""
         _write(self.folder / f"helper-{number:05}", server)
 
-    def _progress(self) -> str:
+    def progress(self) -> str:
+        """Return what the first worker has written last; empty: nothing."""
         try:
             return self.progress_file.read_text("utf-8").strip()[:64]
         except OSError:
             return ""
 
-    def _starts(self) -> list[Start]:
+    def starts(self) -> list[Start]:
+        """Return the starts of the folder, in their order."""
         path = self.job / "starts.json"
         if not path.exists():
             return []

@@ -14,10 +14,11 @@ from typing import Any
 
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
+from shoal.launch.meeting import Meeting
 
 SEED = "{seed}"
 """Part of the command that stands for the number of an array's task."""
-SCRIPT, SUBMITTED = "job.sbatch", "submitted.json"
+SCRIPT, SUBMITTED, STOP = "job.sbatch", "submitted.json", "stop"
 _SIGNAL_MARGIN_S = 60
 """Slurm's man page: a signal may come up to 60 s early; 10 s late was seen."""
 _WORD = re.compile(r"[\w.,:/@%+=~*\[\]-]+")
@@ -75,7 +76,7 @@ class SlurmJob:
     prolog: tuple[str, ...] = ()
     """Lines of shell for the script before it starts anything, like "module load cuda"."""
     option: tuple[str, ...] = ()
-    """More options of sbatch for the workers, like --mem=0."""
+    """More options of sbatch for the workers, as in --option=--mem=0."""
 
     def __post_init__(self) -> None:
         for name, least in (("hosts", 1), ("helpers", 0), ("save_s", 1)):
@@ -167,7 +168,7 @@ _ENDING = (
     "",
     "# 75: the workers saved and left; 76: another host is gone. Slurm starts the same job again.",
     "case $code in",
-    '    75 | 76) scontrol requeue "$SLURM_JOB_ID" && sleep 60 ;;',
+    '    75 | 76) [ -e "$job/stop" ] || { scontrol requeue "$SLURM_JOB_ID" && sleep 60; } ;;',
     "esac",
     "exit $code",
 )
@@ -189,7 +190,7 @@ def _directives(job: SlurmJob, command: Sequence[str], folder: Path) -> list[str
         *([f"--constraint={job.constraint}"] if job.constraint else []),
         *job.option,
     ]
-    output = folder / ("output-%a.log" if job.array is not None else "output.log")
+    output = folder / output_name(job)
     lines = [
         " ".join(common),
         " ".join(workers),
@@ -209,6 +210,11 @@ def job_name(job: SlurmJob, command: Sequence[str]) -> str:
     words = [Path(word).stem for word in command if word not in ("shoal", "train", "finetune")]
     words = [word for word in words if not word.startswith(("-", "python"))]
     return job.name or re.sub(r"[^\w.-]", "-", words[0] if words else "shoal")
+
+
+def output_name(job: SlurmJob) -> str:
+    """Return the name of the output's file in the job's folder; ``%a`` stands for an array's number."""
+    return "output.log" if job.array is None else "output-%a.log"
 
 
 def _quoted(command: Sequence[str]) -> str:
@@ -241,9 +247,79 @@ def submit(path: Path) -> str:
             f"{path.parent}: its job {earlier['id']} is {state}; scancel {earlier['id']} first, or choose "
             "another --name"
         )
+    for marker in (path.parent / STOP, *path.parent.glob(f"*/{STOP}")):
+        marker.unlink(missing_ok=True)
     number = _slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
     (path.parent / SUBMITTED).write_text(json.dumps({"id": number}) + "\n", encoding="utf-8")
     return number
+
+
+def stop(folder: Path) -> str:
+    """Ask the job of a folder to save and leave for good; return what was done.
+
+    A file ``stop`` in the folder keeps its script from queueing it again, until it is submitted again.
+
+    Raises:
+        UsageError: no job was submitted from this folder, or none is left.
+        ShoalError: Slurm refuses.
+    """
+    job = submitted(folder)
+    state = state_of(job["id"]) if job else ""
+    if job is None or not state:
+        raise UsageError(f"{folder} has no job that waits or runs")
+    for start in {folder, *(path.parent for path in folder.glob("*/starts.json"))}:
+        (start / STOP).touch()
+    if state != "RUNNING":
+        _slurm("scancel", job["id"])
+        return f"job {job['id']} was {state} and is cancelled"
+    _slurm("scancel", "--signal=USR1", job["id"])
+    return f"job {job['id']} saves and leaves"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """A job as its folder and Slurm show it."""
+
+    name: str
+    id: str
+    state: str
+    """Slurm's, or ``ENDED``."""
+    starts: int
+    step: str
+    """Of the last checkpoint; empty: there is none, or the workers do not say."""
+    last_line: str
+
+
+def jobs(folder: Path) -> list[Submitted]:
+    """Return the jobs that were submitted from the folders in ``folder``, by name.
+
+    Raises:
+        ShoalError: a folder's files are damaged, or Slurm does not answer.
+    """
+    found = []
+    for path in sorted(folder.glob(f"*/{SUBMITTED}")):
+        job, meeting = submitted(path.parent), Meeting(path.parent, "")
+        assert job is not None
+        outputs = sorted(path.parent.glob("output*.log"), key=lambda file: file.stat().st_mtime)
+        found.append(
+            Submitted(
+                name=path.parent.name,
+                id=str(job["id"]),
+                state=state_of(job["id"]) or "ENDED",
+                starts=len(meeting.starts()),
+                step=meeting.progress(),
+                last_line=_last_line(outputs[-1]) if outputs else "",
+            )
+        )
+    return found
+
+
+def _last_line(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - 4096, 0))
+        lines = file.read().decode(errors="replace").splitlines()
+    text = next((line for line in reversed(lines) if line.strip()), "")
+    return "".join(c for c in text if c.isprintable())[:100]
 
 
 def test_only(path: Path) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import slurm
+from shoal.launch.meeting import Meeting
 from shoal.launch.slurm import SlurmJob, job_name, render
 
 BERT = ("shoal", "train", "bert", "--preset", "large", "--data.path", "/fsx/my text", "--run.dir", "runs/b")
@@ -39,7 +40,7 @@ wait
 
 # 75: the workers saved and left; 76: another host is gone. Slurm starts the same job again.
 case $code in
-    75 | 76) scontrol requeue "$SLURM_JOB_ID" && sleep 60 ;;
+    75 | 76) [ -e "$job/stop" ] || { scontrol requeue "$SLURM_JOB_ID" && sleep 60; } ;;
 esac
 exit $code
 """
@@ -165,3 +166,65 @@ def test_a_job_id_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "submitted.json").write_text(text)
     with pytest.raises(ShoalError, match=r"submitted\.json.*remove it|remove .*submitted\.json"):
         slurm.submitted(tmp_path)
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put programs with the names of Slurm's first in the path; they write down how they were called."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, answer in (("sbatch", "4711"), ("squeue", "RUNNING"), ("scancel", "")):
+        log = f'echo {name} "$@" >> "$(dirname "$0")/said"\n' if name == "scancel" else ""
+        (programs / name).write_text(f"#!/bin/sh\n{log}echo {answer}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    return programs
+
+
+def test_a_job_is_listed_stopped_and_submitted_again(tmp_path: Path, fake: Path) -> None:
+    folder = tmp_path / "jobs" / "bert"
+    path = slurm.write(render(SlurmJob(hosts=1), BERT, folder), folder)
+    assert slurm.submit(path) == "4711"
+    with pytest.raises(ShoalError, match=r"its job 4711 is RUNNING; scancel 4711 first"):
+        slurm.submit(path)
+    meeting = Meeting(folder, "4711.0")
+    meeting.begin()
+    meeting.progress_file.write_text("200\n")
+    (folder / "output.log").write_text("step 1\nstep 210  loss 1.0\x1b[0m\n\n")
+    (job,) = slurm.jobs(tmp_path / "jobs")
+    assert job == slurm.Submitted(
+        name="bert", id="4711", state="RUNNING", starts=1, step="200", last_line="step 210  loss 1.0[0m"
+    )
+    assert slurm.stop(folder) == "job 4711 saves and leaves"
+    assert (fake / "said").read_text() == "scancel --signal=USR1 4711\n"
+    assert (folder / "stop").exists()
+    (fake / "squeue").write_text(
+        "#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n"
+    )
+    assert slurm.jobs(tmp_path / "jobs")[0].state == "ENDED"
+    with pytest.raises(UsageError, match=r"bert has no job that waits or runs"):
+        slurm.stop(folder)
+    slurm.submit(path)
+    assert not (folder / "stop").exists()
+
+
+def test_a_job_that_waits_is_cancelled(tmp_path: Path, fake: Path) -> None:
+    (fake / "squeue").write_text("#!/bin/sh\n")
+    path = slurm.write(render(SlurmJob(hosts=1), BERT, tmp_path), tmp_path)
+    slurm.submit(path)
+    (fake / "squeue").write_text("#!/bin/sh\necho PENDING\n")
+    assert slurm.stop(tmp_path) == "job 4711 was PENDING and is cancelled"
+    assert (fake / "said").read_text() == "scancel 4711\n"
+
+
+def test_a_stopped_job_is_not_queued_again(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text("#!/bin/sh\nexit 75\n")
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 9\n")
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "stop").touch()
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "4711"}
+    assert (
+        subprocess.run(["bash", "-c", render(SlurmJob(hosts=2), BERT, tmp_path)], env=environ).returncode
+        == 75
+    )
