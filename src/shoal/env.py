@@ -276,6 +276,16 @@ def workers_first_node(environ: Mapping[str, str] | None = None) -> str | None:
     return first_node(nodes) if nodes else None
 
 
+def has_other_hosts(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether a launcher says that workers of this job run on other hosts too."""
+    environ = os.environ if environ is None else environ
+    for size, local in (("WORLD_SIZE", "LOCAL_WORLD_SIZE"), *(names[1::2] for names in _MPI_NAMES.values())):
+        sizes = environ.get(size, ""), environ.get(local, "")
+        if all(map(str.isdecimal, sizes)):
+            return int(sizes[1]) < int(sizes[0])
+    return False
+
+
 def rendezvous(environ: Mapping[str, str] | None = None) -> str | None:
     """Return ``MASTER_ADDR:MASTER_PORT`` (default port 29500), or ``None`` without MASTER_ADDR."""
     address = _text("MASTER_ADDR", environ)

@@ -37,6 +37,9 @@ def begin(rank: int, network: str, method: str, folder: Path, late: bool) -> Non
     if method == "interface":
         os.environ["SHOAL_INTERFACE"] = "eth0"
         method = f"file://{folder}/store"
+    if method.startswith("torchrun "):
+        method = method.removeprefix("torchrun ")
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     begun = time.monotonic()
     try:
         dist.init_process_group("shoal", init_method=method, rank=rank, world_size=2)
@@ -96,6 +99,15 @@ def test_a_rank_that_reads_late_is_told_as_well(cluster: Cluster, tmp_path: Path
     methods = (f"tcp://localhost:{PORT + 1}", f"tcp://{cluster.address(0)}:{PORT + 1}")
     for text in outcomes(cluster, tmp_path, methods, late=True):
         assert re.search(REFUSED, text)
+
+
+def test_where_the_launcher_tells_of_other_hosts_the_address_is_not_a_loopback_one(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    by_name = (f"torchrun tcp://localhost:{PORT + 2}", f"torchrun tcp://{cluster.address(0)}:{PORT + 2}")
+    assert outcomes(cluster, tmp_path, by_name) == ["sum 3", "sum 3"]
+    by_file = f"torchrun file://{tmp_path}/store"
+    assert outcomes(cluster, tmp_path, (by_file, by_file)) == ["sum 3", "sum 3"]
 
 
 def test_the_remedy_helps(cluster: Cluster, tmp_path: Path) -> None:

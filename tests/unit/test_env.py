@@ -329,3 +329,10 @@ def test_the_rendezvous_from_an_environment_with_an_address_only() -> None:
     assert env.rendezvous({"MASTER_ADDR": "a"}) == "a:29500"
     assert env.rendezvous({"MASTER_ADDR": "a", "MASTER_PORT": "7"}) == "a:7"
     assert env.rendezvous({"MASTER_PORT": "7"}) is None
+
+
+def test_whether_there_are_other_hosts() -> None:
+    assert [env.has_other_hosts(variables) for variables in (TORCHRUN, OPEN_MPI, MPICH)] == [True] * 3
+    assert not env.has_other_hosts({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"})
+    assert not env.has_other_hosts({"WORLD_SIZE": "4"})
+    assert not env.has_other_hosts({"WORLD_SIZE": "x", "LOCAL_WORLD_SIZE": "1"})

@@ -28,6 +28,8 @@ from shoal.decide.server_assignment import MIB, chunk_pattern, recommended_bucke
 from shoal.errors import ShoalError, UsageError
 
 LOOPBACK = "127.0.0.1"
+_ELSEWHERE = "192.0.2.1"
+"""An address for documentation, which no host has: the way there is the default route."""
 _SIOCGIFADDR = 0x8915
 _INTERFACE_NAME_BYTES = 15
 _SECRET_BYTES = 32
@@ -238,7 +240,9 @@ def local_address(store: Store) -> str:
     """Return the IPv4 address on which this process listens.
 
     That is ``SHOAL_INTERFACE`` if set, else the address from which this host reaches the store's ``host``, if
-    it has one, or its own name.
+    it has one, or its own name. Where such a name stands for the loopback interface (``localhost``, or
+    Debian's 127.0.1.1) and the launcher says that there are other hosts, it is that of the default route or
+    of the only other interface.
 
     Raises:
         UsageError: there is no such interface.
@@ -249,12 +253,32 @@ def local_address(store: Store) -> str:
     while (outer := getattr(inner, "underlying_store", None)) is not None:  # of torch's PrefixStore
         inner = outer
     host = getattr(inner, "host", "") or socket.gethostname()
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    address = _address_towards(host) or LOOPBACK
+    if ipaddress.IPv4Address(address).is_loopback and address != host and env.has_other_hosts():
+        return _outgoing_address() or address
+    return address
+
+
+def _address_towards(host: str) -> str | None:
+    """Return the address from which this host reaches another, or ``None`` if there is no way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
             probe.connect((host, 9))  # sends nothing, only selects a route
-            return str(probe.getsockname()[0])
-    except OSError:
-        return LOOPBACK
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _outgoing_address() -> str | None:
+    """Return this host's address on the default route, or that of its only interface beside loopback."""
+    if address := _address_towards(_ELSEWHERE):
+        return address
+    found = []
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(UsageError):
+            found.append(interface_address(name))
+    others = [address for address in found if not ipaddress.IPv4Address(address).is_loopback]
+    return others[0] if len(others) == 1 else None
 
 
 def interface_address(given: str) -> str:
