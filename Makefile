@@ -52,7 +52,7 @@ test-core: $(STAMP)  ## the C++ tests under address-, undefined-behaviour and th
 	@$(call core_tests,asan,address$(comma)undefined)
 	@$(call core_tests,tsan,thread)
 
-test-real: wheels  ## the tests with what the real world brings: a wheel in fresh environments
+test-real: wheels  ## the tests with what the real world brings: a wheel in fresh environments, Slurm
 	$(BIN)/pytest -m 'not slow' tests/real
 
 test-all: $(STAMP) wheels-all  ## all tests, the complete matrices too; then the quick ones on the oldest torch

@@ -13,7 +13,7 @@ TRAIN = ("shoal", "train", "albert", "--preset", "tiny", "--data.path", "text")
 
 
 def test_a_script_is_written_and_a_wrong_setting_of_the_recipe_is_found_first(tmp_path: Path) -> None:
-    prepare_small(tmp_path / "text")
+    prepare_small(tmp_path).rename(tmp_path / "text")
     where = ("submit", "slurm", "--hosts", "2", "--workers-per-host", "1", "--to", "job")
     wrong = shoal(*where, "--", *TRAIN, "--train.global-batch-size", "9", cwd=tmp_path)
     assert wrong.returncode == 2

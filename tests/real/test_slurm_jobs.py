@@ -1,0 +1,89 @@
+"""Jobs on a real Slurm whose command counts: preempted, requeued, with helpers, with seeds, refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from slurm_cluster import SlurmCluster, missing
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+DEADLINE_S = 240.0
+COUNT = """
+import os, pathlib, signal, sys, time
+asked = []
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: asked.append(number))
+place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+helpers = len(os.environ.get("SHOAL_HELPERS", "").split(",")) if os.environ.get("SHOAL_HELPERS") else 0
+file = pathlib.Path(f"{sys.argv[1]}-{place[0]}")
+step = int(file.read_text()) if file.exists() else 0
+with open(f"{file}.log", "a") as log:
+    print(*place, helpers, os.environ["TORCHELASTIC_RUN_ID"].partition(".")[2], step, file=log)
+while step < int(sys.argv[2]):
+    step += 1
+    time.sleep(0.2)
+    if asked:
+        file.write_text(str(step))
+        sys.exit(75)
+file.write_text("done")
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster", workers=2, helpers=1) as cluster:
+        (cluster.folder / "count.py").write_text(COUNT)
+        yield cluster
+
+
+def submit(slurm: SlurmCluster, *arguments: str) -> str:
+    """Submit a job and return its id."""
+    said = slurm.run("shoal", "submit", "slurm", "--hosts", "2", "--partition", "gpu", *arguments)
+    return said.split()[1]
+
+
+def starts(slurm: SlurmCluster, name: str) -> list[list[str]]:
+    """Return what a worker wrote at each of its starts."""
+    path = slurm.folder / f"{name}.log"
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_preempted_job_with_a_helper_saves_and_is_started_again(slurm: SlurmCluster) -> None:
+    command = ("--", "python3", "count.py", "out", "120")
+    job = submit(slurm, "--helpers", "1", "--helper-partition", "cpu", "--workers-per-host", "1", *command)
+    slurm.await_true(lambda: starts(slurm, "out-0") and starts(slurm, "out-1"), DEADLINE_S)
+    time.sleep(2.0)
+    high = slurm.run(
+        "sbatch", "--parsable", "-p", "high", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "true"
+    ).strip()
+    slurm.await_true(lambda: not slurm.state(high), DEADLINE_S)
+    slurm.await_true(lambda: slurm.ended(job), DEADLINE_S)
+    assert slurm.ended(job) == "0:0", slurm.logs()
+    for rank in range(2):
+        first, second = starts(slurm, f"out-{rank}")
+        assert first == [str(rank), "2", "0", "1", "1", "0", "0"]
+        assert second[:6] == [str(rank), "2", "0", "1", "1", "1"]
+        assert int(second[6]) > 5, "it continues where it saved"
+
+
+def test_seeds_with_a_task_for_each_worker(slurm: SlurmCluster) -> None:
+    tasks = ("--workers-per-host", "2", "--cpus-per-host", "2", "--task-per-worker", "--array", "0-1")
+    submit(slurm, *tasks, "--", "python3", "count.py", "seed{seed}", "1")
+    slurm.await_true(lambda: len(list(slurm.folder.glob("seed?-?.log"))) == 8, DEADLINE_S)
+    for seed in range(2):
+        for rank in range(4):
+            assert starts(slurm, f"seed{seed}-{rank}") == [
+                [str(rank), "4", str(rank % 2), "2", "0", "0", "0"]
+            ]
+
+
+def test_what_slurm_refuses_is_said_with_a_remedy(slurm: SlurmCluster) -> None:
+    code, _, said = slurm.try_to(
+        "shoal", "submit", "slurm", "--hosts", "2", "--partition", "no", "--", "true"
+    )
+    assert (code, "invalid partition specified: no" in said, "sinfo lists" in said) == (1, True, True)
+    said = slurm.run("shoal", "submit", "slurm", "--hosts", "2", "--dry-run", "--", "true")
+    assert "to start at" in said and "#SBATCH --nodes=2" in said
