@@ -343,6 +343,7 @@ shoal::EngineOptions options_of(const nb::dict& given) {
   read("peer_grace_s", options.peer_grace_s);
   read("straggler_s", options.straggler_s);
   read("workers_serve", options.workers_serve);
+  read("share_connections", options.share_connections);
   options.wide_partials = nb::cast<std::string>(given["partial_dtype"]) == "float32";
   options.secret = secret_of(nb::cast<nb::bytes>(given["secret"]));
   return options;

@@ -2,7 +2,7 @@
 //
 //   Mutex mutex_;
 //   std::map<…> ops_ GUARDED_BY(mutex_);   // an access without the lock does not compile
-//   Window window_ GUARDED_BY(transport_thread);  // only in methods that require that thread or have asserted it
+//   Window window_ GUARDED_BY(network_thread);  // only in methods that require that thread or have asserted it
 #pragma once
 
 #include <atomic>
@@ -78,13 +78,13 @@ class Condition {
 // The thread of a transport, on which an engine's protocol runs. A role, not a lock: LoopThread checks it where the
 // thread enters, clang everywhere else.
 struct CAPABILITY("role") ThreadRole {};
-inline constexpr ThreadRole transport_thread;
+inline constexpr ThreadRole network_thread;
 
 // Confines state to one thread: the first that asserts it. Aborts the process on any other, since the state is then
 // already corrupt.
 class LoopThread {
  public:
-  void assert_here() const ASSERT_CAPABILITY(transport_thread) {
+  void assert_here() const ASSERT_CAPABILITY(network_thread) {
     const std::thread::id me = std::this_thread::get_id();
     std::thread::id owner = owner_.load(std::memory_order_relaxed);
     if (owner == me) return;

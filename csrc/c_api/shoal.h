@@ -91,7 +91,7 @@ typedef struct shoal_peer {
   const char* address; /* IPv4 */
   int32_t port;
   int32_t global_rank; /* for messages */
-  int32_t pid;         /* for messages */
+  int32_t pid;         /* for messages; with address and port it names the process in all its groups */
 } shoal_peer;
 
 typedef struct shoal_helper {

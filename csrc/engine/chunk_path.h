@@ -1,4 +1,4 @@
-// The path of a chunk: from the tensor to its server, and the result back. On the transport's thread.
+// The path of a chunk: from the tensor to its server, and the result back. On the network thread.
 //
 //   push()     the chunk's contribution is ready: queue it            (begin(), or the host stage)
 //   send       when flow control lets it: to another server, or to this rank's own
@@ -42,27 +42,27 @@ class ChunkPath {
   explicit ChunkPath(Parts parts);
 
   // Begins an operation on a rank that is alone on its host. Elsewhere the host stage calls push() and expect().
-  void begin(const OpPtr& op) REQUIRES(transport_thread);
+  void begin(const OpPtr& op) REQUIRES(network_thread);
   // The contribution to a chunk that this rank owns on its host; the result goes to `destination`, if any.
   void push(const OpPtr& op, std::uint64_t index, Payload data, Element input, std::byte* destination)
-      REQUIRES(transport_thread);
+      REQUIRES(network_thread);
   // The result of a chunk to which this rank contributes nothing goes to `destination`.
-  void expect(const OpPtr& op, std::uint64_t index, std::byte* destination) REQUIRES(transport_thread);
+  void expect(const OpPtr& op, std::uint64_t index, std::byte* destination) REQUIRES(network_thread);
 
-  void on_push(int peer, const FrameHeader& header, Payload payload) REQUIRES(transport_thread);
-  void on_supply(int peer, const FrameHeader& header, Payload payload) REQUIRES(transport_thread);
-  void deliver(int peer, const FrameHeader& header, Payload payload) REQUIRES(transport_thread);
-  void on_order(int peer, const FrameHeader& header) REQUIRES(transport_thread);
+  void on_push(int peer, const FrameHeader& header, Payload payload) REQUIRES(network_thread);
+  void on_supply(int peer, const FrameHeader& header, Payload payload) REQUIRES(network_thread);
+  void deliver(int peer, const FrameHeader& header, Payload payload) REQUIRES(network_thread);
+  void on_order(int peer, const FrameHeader& header) REQUIRES(network_thread);
 
   // The rank has begun further operations: sends it the results that were withheld.
-  void on_begun(int rank) REQUIRES(transport_thread);
+  void on_begun(int rank) REQUIRES(network_thread);
   // On shutdown: sends all withheld results.
-  void send_withheld() REQUIRES(transport_thread);
+  void send_withheld() REQUIRES(network_thread);
   // A helper is lost: its chunks go to stand-ins.
-  void reroute(int server) REQUIRES(transport_thread);
+  void reroute(int server) REQUIRES(network_thread);
 
-  void forget_below(std::uint64_t seq) REQUIRES(transport_thread);
-  void clear() REQUIRES(transport_thread);
+  void forget_below(std::uint64_t seq) REQUIRES(network_thread);
+  void clear() REQUIRES(network_thread);
   std::size_t held_bytes() const { return server_.held_bytes(); }  // any thread
 
  private:
@@ -76,26 +76,26 @@ class ChunkPath {
     std::deque<std::pair<FrameHeader, Payload>> results;
   };
 
-  void pump() REQUIRES(transport_thread);
-  void send_contribution(const OpPtr& op, std::uint64_t index) REQUIRES(transport_thread);
+  void pump() REQUIRES(network_thread);
+  void send_contribution(const OpPtr& op, std::uint64_t index) REQUIRES(network_thread);
   FrameHeader header_of(const Op& op, std::uint64_t index, FrameType type) const;
   void check_sender(int peer, const FrameHeader& header) const;
-  void answer(int peer, const FrameHeader& header, const Payload& payload) REQUIRES(transport_thread);
-  void forward(int peer, const FrameHeader& header, const Payload& payload) REQUIRES(transport_thread);
-  void send_result(int peer, FrameHeader header, const Payload& payload) REQUIRES(transport_thread);
-  void replay_early(std::uint64_t seq) REQUIRES(transport_thread);
-  void check_result(int peer, const FrameHeader& header, const Op& op, std::size_t bytes) REQUIRES(transport_thread);
-  void finish(const OpPtr& op, std::uint64_t index, Payload payload) REQUIRES(transport_thread);
-  void reroute(int server, const OpPtr& op) REQUIRES(transport_thread);
+  void answer(int peer, const FrameHeader& header, const Payload& payload) REQUIRES(network_thread);
+  void forward(int peer, const FrameHeader& header, const Payload& payload) REQUIRES(network_thread);
+  void send_result(int peer, FrameHeader header, const Payload& payload) REQUIRES(network_thread);
+  void replay_early(std::uint64_t seq) REQUIRES(network_thread);
+  void check_result(int peer, const FrameHeader& header, const Op& op, std::size_t bytes) REQUIRES(network_thread);
+  void finish(const OpPtr& op, std::uint64_t index, Payload payload) REQUIRES(network_thread);
+  void reroute(int server, const OpPtr& op) REQUIRES(network_thread);
 
   Parts with_;
   const int me_;
   FlowControl flow_;
   SumServer server_;
-  bool pumping_ GUARDED_BY(transport_thread) = false;
-  std::vector<Withheld> withheld_ GUARDED_BY(transport_thread);  // by rank
-  std::map<std::uint64_t, std::vector<EarlyFrame>> early_ GUARDED_BY(transport_thread);  // results that came too soon
-  std::map<std::uint64_t, OpPtr> retained_ GUARDED_BY(transport_thread);  // with results of helpers
+  bool pumping_ GUARDED_BY(network_thread) = false;
+  std::vector<Withheld> withheld_ GUARDED_BY(network_thread);  // by rank
+  std::map<std::uint64_t, std::vector<EarlyFrame>> early_ GUARDED_BY(network_thread);  // results that came too soon
+  std::map<std::uint64_t, OpPtr> retained_ GUARDED_BY(network_thread);  // with results of helpers
 };
 
 }  // namespace shoal

@@ -23,75 +23,66 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
   identity_ = (segment + " " + options_.group).substr(0, kMaxGroupName);
   members_ = {options_.group, options_.rank, std::move(peers), std::move(helpers)};
   protocol_ = std::make_unique<Protocol>(*this);
-  transport_->start();
+  join_group();
   started_ = true;
 
   const auto until = Clock::now() + seconds(timeout_s);
-  const bool fabric = !options_.fabric.empty();
-  std::vector<std::size_t> wanted(static_cast<std::size_t>(members_.num_servers()));
   for (int server = 0; server < members_.num_servers(); ++server) {
-    if (server == options_.rank) continue;
-    std::size_t& connections = wanted[static_cast<std::size_t>(server)];
-    if (members_.is_helper(server)) {
-      const HelperInfo& helper = members_.helper(server);
-      meet(server, helper.address, helper.port, options_.connections_per_peer, true, until);
-      connections = static_cast<std::size_t>(1 + options_.connections_per_peer);
-      continue;
-    }
-    const PeerInfo& peer = members_.peer(server);
-    const bool same_host = topology_->host_of(server) == topology_->my_host();
-    const int num_data = same_host || fabric ? 0 : options_.connections_per_peer;
-    meet(server, peer.address, peer.port, num_data, server < options_.rank, until);
-    connections = static_cast<std::size_t>(1 + num_data + (fabric ? 1 : 0));  // fabric addresses count as one
+    if (server != options_.rank) call(server, until);
   }
-  await_all(wanted, until, timeout_s);
+  await_all(until, timeout_s);
   if (topology_->my_locals().size() > 1) open_stage(segment, timeout_s);
   ops_.open();
 }
 
-// Tells the transport where a server is and, for those that this rank calls, connects: once for control, and
-// `num_data` times for data. Throws std::runtime_error with the server and the reason.
-void Engine::meet(int server, const std::string& address, int port, int num_data, bool call, Clock::time_point until) {
-  transport_->set_peer(server, address, port);
-  if (!call) return;
-  Introduction me{{identity_, options_.rank, options_.size, topology_->my_host(), topology_->num_hosts()}, true};
-  for (int k = 0; k < 1 + num_data; ++k) {
-    me.control = k == 0;
-    const double left_s = std::chrono::duration<double>(until - Clock::now()).count();
-    try {
-      transport_->call_peer(server, me, members_.is_helper(server) ? std::min(left_s, kHelperS) : left_s);
-    } catch (const std::runtime_error& error) {
-      throw std::runtime_error(members_.name_of(server) + ": " + error.what());
-    }
+// Opens the channel to the others: between hosts with connections for data, unless libfabric carries it.
+void Engine::join_group() {
+  std::vector<Channel::Member> members;
+  for (int server = 0; server < members_.num_servers(); ++server) {
+    const bool helper = members_.is_helper(server);
+    const bool same_host = !helper && topology_->host_of(server) == topology_->my_host();
+    const bool fabric = !helper && !options_.fabric.empty();
+    members.push_back({helper ? members_.helper(server).place() : members_.peer(server).place(),
+                       same_host || fabric ? 0 : options_.connections_per_peer});
+  }
+  const Identity me{identity_, options_.rank, options_.size, topology_->my_host(), topology_->num_hosts()};
+  channel_->open(me, options_.rank, members, *this);
+}
+
+// Connects to a server if this process is to. Throws std::runtime_error with the server and the reason.
+void Engine::call(int server, Clock::time_point until) {
+  const double left_s = std::chrono::duration<double>(until - Clock::now()).count();
+  try {
+    channel_->call(server, members_.is_helper(server) ? std::min(left_s, kHelperS) : left_s);
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(members_.name_of(server) + ": " + error.what());
   }
 }
 
-// Waits for the connections of each peer. Throws std::runtime_error with the missing peers.
-void Engine::await_all(const std::vector<std::size_t>& wanted, Clock::time_point until, double timeout_s) {
-  while (!transport_->wait_for_connections(wanted, kSliceS)) {
+// Waits until every server has joined. Throws std::runtime_error with the missing ones.
+void Engine::await_all(Clock::time_point until, double timeout_s) {
+  for (std::vector<int> missing; !(missing = channel_->await_members(kSliceS)).empty();) {
     if (const std::string why = error(); !why.empty()) throw std::runtime_error(why);
     if (Clock::now() < until) continue;
-    std::string missing;
-    for (std::size_t peer = 0; peer < wanted.size(); ++peer) {
-      if (transport_->connections_of(static_cast<int>(peer)) >= wanted[peer]) continue;
-      missing += (missing.empty() ? "" : ", ") + members_.name_of(static_cast<int>(peer));
-    }
-    const auto strangers = transport_->counters().at("strangers_dropped");
-    throw std::runtime_error(missing + " did not connect to " + members_.name_of(options_.rank) + " within " +
+    std::string names;
+    for (int server : missing) names += (names.empty() ? "" : ", ") + members_.name_of(server);
+    const auto strangers = channel_->counters().at("strangers_dropped");
+    throw std::runtime_error(names + " did not connect to " + members_.name_of(options_.rank) + " within " +
                              std::to_string(static_cast<int>(timeout_s)) + " s" +
                              (strangers ? "; rejected connections: " + std::to_string(strangers) +
                                               " (do all ranks have the same secret?)"
                                         : ""));
   }
+  if (const std::string why = error(); !why.empty()) throw std::runtime_error(why);
 }
 
-int Engine::on_identity(const Identity& who, std::string& why_not) {
-  const bool of_group = who.group == identity_ && who.size == options_.size && who.num_hosts == topology_->num_hosts();
-  if (of_group && who.rank > options_.rank && who.rank < who.size && who.host == topology_->host_of(who.rank)) {
-    return who.rank;
-  }
-  why_not = "it is rank " + std::to_string(who.rank) + " of group '" + who.group + "', not of '" + options_.group + "'";
-  return -1;
+std::string Engine::on_join(int peer, const Identity& who) {
+  const bool expected = who.size == options_.size && who.num_hosts == topology_->num_hosts() &&
+                        (members_.is_helper(peer) || (who.rank == peer && who.host == topology_->host_of(peer)));
+  if (expected) return "";
+  return members_.name_of(options_.rank) + " knows group '" + options_.group + "' otherwise: it takes " +
+         members_.name_of(peer) + " not for rank " + std::to_string(who.rank) + " of " + std::to_string(who.size) +
+         " on host " + std::to_string(who.host) + " of " + std::to_string(who.num_hosts);
 }
 
 // Opens the shared memory of the ranks of this host. Its calls come from the stage's thread or a waiting caller's.
@@ -111,14 +102,14 @@ void Engine::open_stage(const std::string& segment, double timeout_s) {
     post([=, this]() SHOAL_NO_ANALYSIS { protocol_->mismatch.suspect(seq, rank, signature); });
   };
   hooks.error = [this](const std::string& what) {
-    transport_->post([=, this] { on_error(what); });
+    channel_->post([=, this] { on_error(what); });
   };
   hooks.trace = [this](const char* what, std::uint64_t begin, std::uint64_t seq, std::uint64_t chunk) {
     journal_.traced(what, begin, seq, chunk);
   };
   auto stage = std::make_unique<HostStage>(*topology_, segment + "-" + std::to_string(topology_->my_host()),
                                            options_, timeout_s, std::move(hooks));
-  const MutexLock lock(mutex_);  // the transport's thread already runs, and a peer may have failed
+  const MutexLock lock(mutex_);  // the network thread already runs, and a peer may have failed
   stage_ = std::move(stage);
 }
 

@@ -55,7 +55,10 @@ TransportOptions transport_options(const EngineOptions& options) {
 
 Engine::Engine(EngineOptions options) : options_(std::move(options)), ops_(options_.group) {
   shoal::require_possible(options_);
-  transport_ = open_transport(transport_options(options_), *this);
+  const TransportOptions transport = transport_options(options_);
+  channel_ = std::make_shared<Channel>(options_.share_connections ? Connections::shared(transport, options_.group)
+                                                                  : std::make_shared<Connections>(transport),
+                                       options_.group);
 }
 
 Engine::~Engine() {
@@ -64,16 +67,16 @@ Engine::~Engine() {
     const MutexLock lock(mutex_);
     static_cast<void>(stage_.release());
     static_cast<void>(protocol_.release());
-    static_cast<void>(transport_.release());
+    static_cast<void>(new std::shared_ptr<Channel>(std::move(channel_)));
     return;
   }
-  transport_->stop();
+  channel_->close("its engine was destroyed");
   if (stage) stage->stop();
   if (protocol_) protocol_->path.clear();  // a queue that is released may post to the transport
 }
 
 Engine::Protocol::Protocol(Engine& engine)
-    : mailbox(*engine.transport_, engine.members_, engine.ops_),
+    : mailbox(*engine.channel_, engine.members_, engine.ops_),
       router(engine.members_, *engine.topology_, engine.options_.workers_serve),
       liveness(engine.members_, *engine.topology_, router, engine.ops_, mailbox, engine.journal_, engine.options_.straggler_s),
       mismatch(engine.members_, engine.ops_, mailbox),
@@ -170,7 +173,7 @@ void Engine::watch(std::uint64_t seq) {
 void Engine::abort(const std::string& reason) {
   if (!started_ || ops_.is_closed()) return;
   auto done = std::make_shared<std::promise<void>>();
-  transport_->post([this, reason, done] {
+  channel_->post([this, reason, done] {
     loop_.assert_here();
     fail(reason);
     done->set_value();
@@ -179,20 +182,21 @@ void Engine::abort(const std::string& reason) {
 }
 
 void Engine::close() {
-  if (!ops_.close() || !protocol_) return;
+  if (!ops_.close()) return;
+  if (!started_) return channel_->close("it was closed before it had met the others");
   post([this]() SHOAL_NO_ANALYSIS { protocol_->path.send_withheld(); });
-  transport_->post([this] {
+  channel_->post([this] {
     loop_.assert_here();
     protocol_->mailbox.broadcast({FrameType::goodbye});
   });
-  transport_->flush(kFlushS);
+  channel_->flush(kFlushS);
   if (HostStage* stage = this->stage()) stage->stop();
-  transport_->stop();
+  channel_->close("it has left the group");
   ops_.end_all("group '" + options_.group + "' was closed");
 }
 
 std::map<std::string, std::uint64_t> Engine::counters() {
-  auto counts = transport_->counters();
+  auto counts = channel_->counters();
   counts.merge(journal_.counters());
   counts["held_bytes"] = protocol_ ? protocol_->path.held_bytes() : 0;
   return counts;
@@ -208,7 +212,7 @@ HostStage* Engine::stage() {
   return stage_.get();
 }
 
-// ---- the transport's thread -----------------------------------------------------------------------------
+// ---- the network thread -----------------------------------------------------------------------------
 
 template <class Step>
 void Engine::guarded(const Step& step) {
@@ -229,7 +233,7 @@ void Engine::guarded(const Step& step) {
 }
 
 void Engine::post(std::function<void()> step) {
-  transport_->post([this, step = std::move(step)] {
+  channel_->post([this, step = std::move(step)] {
     loop_.assert_here();
     guarded(step);
   });
@@ -260,7 +264,9 @@ void Engine::dispatch(int peer, const FrameHeader& header, Payload payload) {
     case FrameType::goodbye:
       if (!members_.is_helper(peer)) on.liveness.left(peer);
       return;
-    case FrameType::fabric: return;  // from a helper with libfabric; this rank has none
+    case FrameType::fabric:
+    case FrameType::join:
+    case FrameType::leave: return;  // Connections has taken them
   }
 }
 
@@ -291,7 +297,7 @@ void Engine::on_error(const std::string& what) {
 
 void Engine::lose_helper(int server, const std::string& why, bool tell) {
   if (!protocol_->router.lose(server)) return;
-  transport_->drop(server);
+  channel_->drop(server, why);
   const std::string& name = members_.helper(server).name;
   const auto index = static_cast<std::uint64_t>(server - members_.size());
   if (tell) protocol_->mailbox.broadcast({FrameType::server_down, 0, index, 0, why});
@@ -309,7 +315,7 @@ void Engine::fail(const std::string& cause) {
   if (std::exchange(failed_, true)) return;
   const std::string message = with_pending(cause);
   protocol_->mailbox.broadcast({FrameType::fail, 0, 0, 0, cause});
-  transport_->drop_data();
+  channel_->drop_data();
   protocol_->path.clear();
   if (HostStage* stage = this->stage()) stage->stop();
   ops_.end_all(message);

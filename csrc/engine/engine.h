@@ -1,7 +1,7 @@
-// One rank's membership in a group of ranks that run collectives together. A process may have any number of engines;
-// nothing here is global.
+// One rank's membership in a group of ranks that run collectives together. A process may have any number of engines,
+// which share its connections.
 //
-// Three threads meet here. Callers submit and wait: OpTable numbers and ends operations. The transport's thread runs
+// Three threads meet here. Callers submit and wait: OpTable numbers and ends operations. The network thread runs
 // the protocol: ChunkPath moves chunks, FlowControl decides which goes next, Router where it goes, Liveness watches
 // the peers, MismatchDetector compares what ranks issue. Where several ranks share the host, HostStage reduces inside
 // it, on its own thread or on that of a caller that waits.
@@ -19,17 +19,17 @@
 #include "base/mutex.h"
 #include "engine/chunk_path.h"
 #include "engine/host_stage.h"
-#include "transport/open.h"
+#include "transport/connections.h"
 
 namespace shoal {
 
-class Engine : private Sink {
+class Engine : private ChannelEvents {
  public:
   // Starts listening. Throws std::runtime_error if it cannot, std::invalid_argument for an option out of range.
   explicit Engine(EngineOptions options);
   ~Engine() override;
 
-  int port() const { return transport_->port(); }
+  int port() const { return channel_->port(); }
 
   // Connects to all peers. Throws std::runtime_error with the missing peer and the reason.
   void connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helpers, std::vector<int> pattern,
@@ -64,7 +64,7 @@ class Engine : private Sink {
  private:
   using Clock = std::chrono::steady_clock;
 
-  // The protocol of a connected group: what lives on the transport's thread.
+  // The protocol of a connected group: what lives on the network thread.
   struct Protocol {
     Protocol(Engine& engine);
 
@@ -75,25 +75,26 @@ class Engine : private Sink {
     ChunkPath path;
   };
 
-  // Sink: calls of the transport's thread
-  int on_identity(const Identity& who, std::string& why_not) override;
+  // ChannelEvents
+  std::string on_join(int peer, const Identity& who) override;
   void on_frame(int peer, const FrameHeader& header, Payload payload) override;
   void on_down(int peer, const std::string& why) override;
   void on_tick() override;
   void on_error(const std::string& what) override;
 
   // connect.cc
-  void meet(int server, const std::string& address, int port, int num_data, bool call, Clock::time_point until);
-  void await_all(const std::vector<std::size_t>& wanted, Clock::time_point until, double timeout_s);
+  void join_group();
+  void call(int server, Clock::time_point until);
+  void await_all(Clock::time_point until, double timeout_s);
   void open_stage(const std::string& segment, double timeout_s);
 
   // Runs a step of the protocol, or nothing once the group has failed, and turns its errors into that failure.
   template <class Step>
-  void guarded(const Step& step) REQUIRES(transport_thread);
-  void post(std::function<void()> step);  // guarded, on the transport's thread
-  void dispatch(int peer, const FrameHeader& header, Payload payload) REQUIRES(transport_thread);
-  void lose_helper(int server, const std::string& why, bool tell) REQUIRES(transport_thread);
-  void fail(const std::string& cause) REQUIRES(transport_thread);
+  void guarded(const Step& step) REQUIRES(network_thread);
+  void post(std::function<void()> step);  // guarded, on the network thread
+  void dispatch(int peer, const FrameHeader& header, Payload payload) REQUIRES(network_thread);
+  void lose_helper(int server, const std::string& why, bool tell) REQUIRES(network_thread);
+  void fail(const std::string& cause) REQUIRES(network_thread);
 
   void require_possible(const OpSpec& spec) const;
   OpPtr make_op(OpSpec spec) REQUIRES(submit_mutex_);
@@ -117,9 +118,9 @@ class Engine : private Sink {
   Mutex mutex_;
   std::unique_ptr<HostStage> stage_ GUARDED_BY(mutex_);
   std::vector<std::string> lost_helpers_ GUARDED_BY(mutex_);
-  bool failed_ GUARDED_BY(transport_thread) = false;
+  bool failed_ GUARDED_BY(network_thread) = false;
 
-  std::unique_ptr<Transport> transport_;
+  std::shared_ptr<Channel> channel_;
 };
 
 }  // namespace shoal

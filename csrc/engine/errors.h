@@ -1,4 +1,4 @@
-// Errors of a group. Code on the transport's thread throws ProtocolError and GroupFailure; Engine catches both at the
+// Errors of a group. Code on the network thread throws ProtocolError and GroupFailure; Engine catches both at the
 // border of that thread and turns them into the group's failure. Callers see GroupError only.
 #pragma once
 

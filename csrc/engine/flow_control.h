@@ -1,5 +1,5 @@
 // Which chunk this rank sends next, and when: queues of chunks and the windows that bound the bytes in flight. On the
-// transport's thread.
+// network thread.
 //
 // Chunks are sent in the order of the pattern under one window for all servers, which keeps their load balanced at
 // any time. Each queue has its own window: with a shared one, the chunks that fill it could wait for an operation
@@ -19,18 +19,18 @@ class FlowControl {
  public:
   FlowControl(const EngineOptions& options, const Topology& topology, const Liveness& liveness, Mailbox& mailbox);
 
-  void add(const OpPtr& op, std::uint64_t index) REQUIRES(transport_thread);
+  void add(const OpPtr& op, std::uint64_t index) REQUIRES(network_thread);
   // Removes and returns the next chunk, or nothing while the windows are full. Chunks served by this rank need none.
-  std::optional<Outgoing> next() REQUIRES(transport_thread);
+  std::optional<Outgoing> next() REQUIRES(network_thread);
 
   // The chunk's result has arrived: adapts the window.
-  void answered(const Op& op, std::uint64_t index) REQUIRES(transport_thread);
+  void answered(const Op& op, std::uint64_t index) REQUIRES(network_thread);
   // The chunk is no longer in flight: this rank has become its server.
-  void retire(const Op& op, std::uint64_t index) REQUIRES(transport_thread);
+  void retire(const Op& op, std::uint64_t index) REQUIRES(network_thread);
 
   // Rank 0 has set the next run of chunks. Throws ProtocolError if another rank has.
-  void on_order(int peer, const FrameHeader& header) REQUIRES(transport_thread);
-  void clear() REQUIRES(transport_thread);
+  void on_order(int peer, const FrameHeader& header) REQUIRES(network_thread);
+  void clear() REQUIRES(network_thread);
 
  private:
   struct Window {
@@ -39,16 +39,16 @@ class FlowControl {
   };
 
   std::size_t room(const Window& window) const;
-  void set_order() REQUIRES(transport_thread);
+  void set_order() REQUIRES(network_thread);
 
   const EngineOptions& options_;
   const Liveness& liveness_;
   Mailbox& mailbox_;
   const double min_window_;
-  Outbox outbox_ GUARDED_BY(transport_thread);
-  OrderedOutbox ordered_ GUARDED_BY(transport_thread);
-  Window window_ GUARDED_BY(transport_thread), ordered_window_ GUARDED_BY(transport_thread);
-  std::uint64_t num_runs_ GUARDED_BY(transport_thread) = 0;  // of the priority order, set by rank 0
+  Outbox outbox_ GUARDED_BY(network_thread);
+  OrderedOutbox ordered_ GUARDED_BY(network_thread);
+  Window window_ GUARDED_BY(network_thread), ordered_window_ GUARDED_BY(network_thread);
+  std::uint64_t num_runs_ GUARDED_BY(network_thread) = 0;  // of the priority order, set by rank 0
 };
 
 }  // namespace shoal

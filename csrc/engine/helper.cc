@@ -1,17 +1,22 @@
 #include "engine/helper.h"
 
 #include <algorithm>
+#include <stdexcept>
+#include <utility>
 
 namespace shoal {
 
 namespace {
 
 constexpr int kMaxRanks = 65535;
+constexpr std::size_t kMaxProcesses = 65536;
+constexpr std::size_t kMaxText = 4096;
 
 }  // namespace
 
 HelperServer::HelperServer(const std::string& address, int port, Bytes secret, int send_buffer_bytes,
-                           const std::string& fabric, std::uint64_t shuffle) {
+                           const std::string& fabric, std::uint64_t shuffle, std::size_t max_groups)
+    : max_groups_(max_groups) {
   TransportOptions options;
   options.tcp.address = address;
   options.tcp.port = port;
@@ -37,52 +42,167 @@ std::map<std::string, std::uint64_t> HelperServer::counters() {
   return counts;
 }
 
-int HelperServer::on_identity(const Identity& who, std::string& why_not) {
+// ---- processes and members ------------------------------------------------------------------------------
+
+int HelperServer::on_introduction(const Introduction& who, std::string& why_not) {
+  if (const auto known = peer_of_.find(who.name); known != peer_of_.end()) return known->second;
+  if (who.name.empty() || name_of_.size() >= kMaxProcesses) {
+    why_not = who.name.empty() ? "it has no name" : "too many processes are connected";
+    return -1;
+  }
+  name_of_[next_peer_] = who.name;
+  peer_of_[who.name] = next_peer_;
+  return next_peer_++;
+}
+
+// Answers with a join of its own, which lets the member send.
+void HelperServer::on_join(int peer, const FrameHeader& header, const Payload& payload) {
+  Identity who;
+  try {
+    who = read_join(header, payload);
+  } catch (const std::runtime_error& error) {
+    return drop_peer(peer, error.what());
+  }
+  FrameHeader answer;
+  answer.type = FrameType::join;
+  const std::string why_not = admit(peer, header.group, who);
+  if (why_not.empty()) return send(peer, header.group, answer, join_payload(who));
+  log("refused " + name_of_[peer] + ": " + why_not);
+  answer.type = FrameType::leave;
+  send(peer, header.group, answer, payload_of("it refused: " + why_not));
+}
+
+// Returns an empty string, or why the process does not become that member.
+std::string HelperServer::admit(int peer, std::uint32_t number, const Identity& who) {
   const bool possible = 0 <= who.rank && who.rank < who.size && who.size <= kMaxRanks && 0 <= who.host &&
                         who.host < who.num_hosts && who.num_hosts <= who.size && !who.group.empty();
   if (!possible) {
-    why_not = "rank " + std::to_string(who.rank) + " of " + std::to_string(who.size) + ", host " +
-              std::to_string(who.host) + " of " + std::to_string(who.num_hosts) + ", in group '" + who.group + "'";
-    return -1;
+    return "rank " + std::to_string(who.rank) + " of " + std::to_string(who.size) + ", host " + std::to_string(who.host) +
+           " of " + std::to_string(who.num_hosts) + ", in group '" + who.group + "'";
   }
-  Group& group = open_group(who);
+  if (!groups_.count(number)) {
+    if (groups_.size() >= max_groups_) return "it serves " + std::to_string(max_groups_) + " groups and no more; start another helper";
+    open_group(number, who);
+  }
+  Group& group = groups_[number];
+  if (group.name != who.group) {
+    return "group '" + who.group + "' has the same number as group '" + group.name + "' here; give it another name";
+  }
   if (group.size != who.size || group.num_hosts != who.num_hosts) {
-    why_not = "group '" + who.group + "' has " + std::to_string(group.size) + " ranks on " +
-              std::to_string(group.num_hosts) + " hosts, not " + std::to_string(who.size) + " on " +
-              std::to_string(who.num_hosts);
-    return -1;
+    return "group '" + who.group + "' has " + std::to_string(group.size) + " ranks on " + std::to_string(group.num_hosts) +
+           " hosts, not " + std::to_string(who.size) + " on " + std::to_string(who.num_hosts);
   }
-  const auto [found, fresh] = group.peer_of.try_emplace(who.rank, next_peer_);
-  if (fresh) members_[next_peer_++] = {who.group, who.rank, who.host};
-  if (members_[found->second].host != who.host) {
-    why_not = "rank " + std::to_string(who.rank) + " of group '" + who.group + "' is on host " +
-              std::to_string(members_[found->second].host) + ", not " + std::to_string(who.host);
-    return -1;
+  std::erase_if(group.members, [&](const auto& each) { return each.second.left && each.second.rank == who.rank; });
+  for (const auto& [other, member] : group.members) {
+    if ((other == peer) == (member.rank == who.rank) && (other != peer || member.host == who.host)) continue;
+    return "in group '" + who.group + "', " + name_of_[other] + " is rank " + std::to_string(member.rank) + " on host " +
+           std::to_string(member.host) + ", and " + name_of_[peer] + " wants to be rank " + std::to_string(who.rank) +
+           " on host " + std::to_string(who.host);
   }
-  return found->second;
+  group.members.try_emplace(peer, Member{who.rank, who.host});
+  return "";
 }
 
-HelperServer::Group& HelperServer::open_group(const Identity& who) {
-  Group& group = groups_[who.group];
-  if (group.server) return group;
+void HelperServer::open_group(std::uint32_t number, const Identity& who) {
+  Group& group = groups_[number];
+  group.name = who.group;
   group.size = who.size;
   group.num_hosts = who.num_hosts;
   group.server = std::make_unique<SumServer>(
-      pool_, SumServer::Members{who.num_hosts, [this](int peer) { return members_.at(peer).host; }},
-      [this](int peer, const FrameHeader& header, const Payload& payload) { transport_->send(peer, header, payload); },
-      [this, name = who.group](const SumServer::Conflict& conflict) { report_conflict(name, conflict); });
+      pool_, SumServer::Members{who.num_hosts, [&group](int peer) { return group.members.at(peer).host; }},
+      [this, number](int peer, const FrameHeader& header, const Payload& payload) { send(peer, number, header, payload); },
+      [this, number](const SumServer::Conflict& conflict) { report_conflict(number, conflict); });
   num_groups_ = groups_.size();
-  return group;
+}
+
+// A member that leaves is kept until all have left: what it sent before may come later, on another connection.
+void HelperServer::leave(Groups::iterator group, int peer, const std::string& why) {
+  auto& [number, of_group] = *group;
+  const auto member = of_group.members.find(peer);
+  if (member == of_group.members.end()) return;
+  if (!std::exchange(member->second.left, true) && !member->second.said_goodbye) {
+    log("rank " + std::to_string(member->second.rank) + " of group '" + of_group.name + "' is gone: " + why);
+  }
+  const bool all_left = std::ranges::all_of(of_group.members, [](const auto& each) { return each.second.left; });
+  if (!all_left) return;
+  left_.add(number);
+  groups_.erase(group);
+  num_groups_ = groups_.size();
+}
+
+void HelperServer::drop_peer(int peer, const std::string& why) {
+  transport_->drop(peer);
+  on_down(peer, why);
+}
+
+void HelperServer::on_down(int peer, const std::string& why) {
+  const auto name = name_of_.find(peer);
+  if (name == name_of_.end()) return;
+  peer_of_.erase(name->second);
+  for (auto group = groups_.begin(); group != groups_.end();) {
+    const auto next = std::next(group);
+    leave(group, peer, why);
+    group = next;
+  }
+  name_of_.erase(peer);
+}
+
+// ---- frames ---------------------------------------------------------------------------------------------
+
+void HelperServer::on_frame(int peer, const FrameHeader& header, Payload payload) {
+  if (!name_of_.count(peer)) return;  // the rest of what a dropped peer has sent
+  if (header.type == FrameType::fabric) return;  // of a process with libfabric; this one has none
+  if (header.type == FrameType::join) return on_join(peer, header, payload);
+  const auto group = groups_.find(header.group);
+  if (group == groups_.end() && left_.has(header.group)) return;
+  if (group == groups_.end() || !group->second.members.count(peer)) {
+    return drop_peer(peer, "it sent a frame of a group that it has not joined");
+  }
+  if (header.type == FrameType::leave) return leave(group, peer, text_of(payload).substr(0, kMaxText));
+  Member& member = group->second.members.at(peer);
+  if (member.left && !member.said_goodbye) return;
+  if (header.type == FrameType::goodbye) member.said_goodbye = true;
+  std::uint64_t& completed = group->second.completed[member.rank];
+  completed = std::max(completed, header.completed);
+  if (carries_data(header.type)) on_data(peer, header, std::move(payload));
+}
+
+void HelperServer::on_data(int peer, const FrameHeader& header, Payload payload) {
+  Group& group = groups_.at(header.group);
+  std::string wrong;
+  const std::uint64_t summed_before = group.server->num_summed();
+  if (header.type == FrameType::push) wrong = group.server->contribute(peer, header, std::move(payload));
+  if (header.type == FrameType::supply) wrong = group.server->supply(peer, header, std::move(payload));
+  num_summed_ += group.server->num_summed() - summed_before;  // of all groups, those that ended too
+  if (wrong.empty()) return;
+  // frames arrive intact, so the sender is broken: the group must not continue with it
+  FrameHeader fail;
+  fail.type = FrameType::fail;
+  tell_group(header.group, fail,
+             "rank " + std::to_string(group.members.at(peer).rank) + " of the group sent a helper a malformed frame: " + wrong);
+  leave(groups_.find(header.group), peer, "a malformed frame: " + wrong);
+}
+
+// Sends to a member, or answers a process that wants to be one.
+void HelperServer::send(int peer, std::uint32_t number, FrameHeader header, const Payload& payload) {
+  const auto group = groups_.find(number);
+  if (group != groups_.end()) {
+    const auto member = group->second.members.find(peer);
+    if (member != group->second.members.end() && member->second.left) return;
+  }
+  header.group = number;
+  transport_->send(peer, header, payload);
 }
 
 // The ranks diagnose the conflict: they know what each of them issued.
-void HelperServer::report_conflict(const std::string& group, const SumServer::Conflict& conflict) {
+void HelperServer::report_conflict(std::uint32_t number, const SumServer::Conflict& conflict) {
   FrameHeader header;
   header.seq = conflict.seq;
-  const auto rank_of = [this](int peer) { return members_.count(peer) ? members_[peer].rank : -1; };
+  const auto& members = groups_.at(number).members;
+  const auto rank_of = [&members](int peer) { return members.count(peer) ? members.at(peer).rank : -1; };
   if (conflict.first.signature == conflict.second.signature) {
     header.type = FrameType::fail;
-    return tell_group(group, header,
+    return tell_group(number, header,
                       "ranks " + std::to_string(rank_of(conflict.first.peer)) + " and " +
                           std::to_string(rank_of(conflict.second.peer)) + " of the group sent a helper chunk " +
                           std::to_string(conflict.chunk) + " of " + numbered(conflict.seq) + " as " +
@@ -92,69 +212,37 @@ void HelperServer::report_conflict(const std::string& group, const SumServer::Co
   for (const SumServer::Sender& each : {conflict.first, conflict.second}) {
     header.chunk = static_cast<std::uint64_t>(rank_of(each.peer));
     header.signature = each.signature;
-    tell_group(group, header, "");
+    tell_group(number, header, "");
   }
 }
 
-void HelperServer::tell_group(const std::string& group, FrameHeader header, const std::string& text) {
-  for (const auto& [rank, peer] : groups_.at(group).peer_of) {
-    transport_->send(peer, header, text.empty() ? Payload{} : payload_of(text));
+void HelperServer::tell_group(std::uint32_t number, FrameHeader header, const std::string& text) {
+  for (const auto& [peer, member] : groups_.at(number).members) {
+    send(peer, number, header, text.empty() ? Payload{} : payload_of(text));
   }
 }
+
+// ---- the rest -------------------------------------------------------------------------------------------
 
 void HelperServer::log(const std::string& line) { lines_.write("shoal serve: " + line); }
 
 void HelperServer::on_error(const std::string& what) { log("an error of its own: " + what); }
-
-void HelperServer::on_frame(int peer, const FrameHeader& header, Payload payload) {
-  const auto member = members_.find(peer);
-  if (member == members_.end()) return;
-  Group& group = groups_[member->second.group];
-  std::string wrong;
-  const std::uint64_t summed_before = group.server->num_summed();
-  if (header.type == FrameType::push) wrong = group.server->contribute(peer, header, std::move(payload));
-  if (header.type == FrameType::supply) wrong = group.server->supply(peer, header, std::move(payload));
-  num_summed_ += group.server->num_summed() - summed_before;  // of all groups, those that ended too
-  if (!wrong.empty()) {  // frames arrive intact, so the sender is broken: the group must not continue with it
-    FrameHeader fail;
-    fail.type = FrameType::fail;
-    tell_group(member->second.group, fail,
-               "rank " + std::to_string(member->second.rank) + " of the group sent a helper a malformed frame: " + wrong);
-    transport_->drop(peer);
-    return on_down(peer, "a malformed frame: " + wrong);
-  }
-  if (header.type == FrameType::goodbye) member->second.left = true;
-  group.completed[member->second.rank] = std::max(group.completed[member->second.rank], header.completed);
-}
-
-void HelperServer::on_down(int peer, const std::string& why) {
-  const auto member = members_.find(peer);
-  if (member == members_.end()) return;
-  if (!member->second.left) {
-    log("rank " + std::to_string(member->second.rank) + " of group '" + member->second.group + "' is gone: " + why);
-  }
-  const auto group = groups_.find(member->second.group);
-  group->second.peer_of.erase(member->second.rank);
-  members_.erase(member);
-  if (group->second.peer_of.empty()) groups_.erase(group);
-  num_groups_ = groups_.size();
-}
 
 // Sends heartbeats, and drops state that all ranks of a group have passed.
 void HelperServer::on_tick() {
   lines_.tick();
   FrameHeader beat;
   beat.type = FrameType::heartbeat;
-  for (const auto& [peer, member] : members_) transport_->send(peer, beat, {});
   std::size_t held = 0;
-  for (const auto& [name, group] : groups_) held += group.server->held_bytes();
-  held_bytes_ = held;
-  for (auto& [name, group] : groups_) {
+  for (auto& [number, group] : groups_) {
+    for (const auto& [peer, member] : group.members) send(peer, number, beat, {});
+    held += group.server->held_bytes();
     if (static_cast<int>(group.completed.size()) < group.size) continue;
     std::uint64_t everywhere = ~std::uint64_t{0};
     for (const auto& [rank, completed] : group.completed) everywhere = std::min(everywhere, completed);
     group.server->forget_below(everywhere);
   }
+  held_bytes_ = held;
 }
 
 }  // namespace shoal

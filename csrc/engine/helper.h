@@ -4,11 +4,12 @@
 #include <atomic>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
+#include <unordered_map>
 
 #include "base/log.h"
 #include "engine/sum_server.h"
+#include "transport/identity.h"
 #include "transport/open.h"
 
 namespace shoal {
@@ -17,7 +18,7 @@ class HelperServer : private Sink {
  public:
   // Starts listening. Throws std::runtime_error if it cannot.
   HelperServer(const std::string& address, int port, Bytes secret, int send_buffer_bytes,
-               const std::string& fabric = "", std::uint64_t shuffle = 0);
+               const std::string& fabric = "", std::uint64_t shuffle = 0, std::size_t max_groups = 4096);
   ~HelperServer() override;
 
   int port() const { return transport_->port(); }
@@ -26,34 +27,47 @@ class HelperServer : private Sink {
   std::map<std::string, std::uint64_t> counters();
 
  private:
-  struct Group {
-    std::unique_ptr<SumServer> server;
-    std::map<int, int> peer_of;  // rank -> peer
-    std::map<int, std::uint64_t> completed;
-    int size = 0;
-    int num_hosts = 1;
-  };
   struct Member {
-    std::string group;
     int rank = 0;
     int host = 0;
-    bool left = false;  // it has sent goodbye
+    bool said_goodbye = false;
+    bool left = false;  // nothing is sent to it; frames that it sent before may still come
   };
+  struct Group {
+    std::string name;
+    int size = 0;
+    int num_hosts = 1;
+    std::unique_ptr<SumServer> server;
+    std::map<int, Member> members;  // by peer
+    std::map<int, std::uint64_t> completed;  // by rank
+  };
+  using Groups = std::map<std::uint32_t, Group>;  // by number
 
-  int on_identity(const Identity& who, std::string& why_not) override;
+  int on_introduction(const Introduction& who, std::string& why_not) override;
+  void on_connected(int) override {}
   void on_frame(int peer, const FrameHeader& header, Payload payload) override;
   void on_down(int peer, const std::string& why) override;
   void on_tick() override;
   void on_error(const std::string& what) override;
-  Group& open_group(const Identity& who);
-  void report_conflict(const std::string& group, const SumServer::Conflict& conflict);
-  void tell_group(const std::string& group, FrameHeader header, const std::string& text);
+
+  void on_join(int peer, const FrameHeader& header, const Payload& payload);
+  std::string admit(int peer, std::uint32_t number, const Identity& who);
+  void open_group(std::uint32_t number, const Identity& who);
+  void on_data(int peer, const FrameHeader& header, Payload payload);
+  void leave(Groups::iterator group, int peer, const std::string& why);
+  void drop_peer(int peer, const std::string& why);
+  void report_conflict(std::uint32_t number, const SumServer::Conflict& conflict);
+  void send(int peer, std::uint32_t number, FrameHeader header, const Payload& payload);
+  void tell_group(std::uint32_t number, FrameHeader header, const std::string& text);
   void log(const std::string& line);
 
+  const std::size_t max_groups_;
   BufferPool pool_;
   LineLimit lines_;
-  std::map<std::string, Group> groups_;
-  std::map<int, Member> members_;
+  Groups groups_;
+  LeftGroups left_;
+  std::map<int, std::string> name_of_;  // processes by peer
+  std::unordered_map<std::string, int> peer_of_;
   int next_peer_ = 0;
   std::atomic<std::uint64_t> num_groups_{0}, num_summed_{0}, held_bytes_{0};
   std::unique_ptr<Transport> transport_;

@@ -1,4 +1,4 @@
-// Progress of the other members: heartbeats, stragglers, deadlines, ranks that have left. On the transport's thread.
+// Progress of the other members: heartbeats, stragglers, deadlines, ranks that have left. On the network thread.
 #pragma once
 
 #include <cstdint>
@@ -19,18 +19,18 @@ class Liveness {
            Journal& journal, double straggler_s);
 
   // A frame of this peer has arrived. Returns whether it has begun operations that it had not before.
-  bool heard(int peer, const FrameHeader& header) REQUIRES(transport_thread);
-  void left(int rank) REQUIRES(transport_thread) { at(rank).left = true; }
-  bool has_left(int rank) const REQUIRES(transport_thread) { return at(rank).left; }
+  bool heard(int peer, const FrameHeader& header) REQUIRES(network_thread);
+  void left(int rank) REQUIRES(network_thread) { at(rank).left = true; }
+  bool has_left(int rank) const REQUIRES(network_thread) { return at(rank).left; }
 
   // Operations that the rank has begun, as far as is known here; those that every rank has begun, or completed.
-  std::uint64_t num_begun(int rank) const REQUIRES(transport_thread) { return at(rank).submitted; }
-  std::uint64_t num_begun_by_all() const REQUIRES(transport_thread);
-  std::uint64_t num_completed_by_all() const REQUIRES(transport_thread);
+  std::uint64_t num_begun(int rank) const REQUIRES(network_thread) { return at(rank).submitted; }
+  std::uint64_t num_begun_by_all() const REQUIRES(network_thread);
+  std::uint64_t num_completed_by_all() const REQUIRES(network_thread);
 
   // Sends heartbeats and looks at pending operations: `announce` is called once for each that waits too long. Throws
   // GroupFailure for a passed deadline and for one that waits for a rank that has left.
-  void tick(const std::function<void(const Op&)>& announce) REQUIRES(transport_thread);
+  void tick(const std::function<void(const Op&)>& announce) REQUIRES(network_thread);
 
  private:
   struct State {
@@ -39,13 +39,13 @@ class Liveness {
     std::uint64_t last_frame_ns = 0;
   };
 
-  State& at(int peer) REQUIRES(transport_thread) { return states_[static_cast<std::size_t>(peer)]; }
-  const State& at(int peer) const REQUIRES(transport_thread) { return states_[static_cast<std::size_t>(peer)]; }
-  void beat() REQUIRES(transport_thread);
-  void check(Op& op, const std::function<void(const Op&)>& announce) REQUIRES(transport_thread);
-  bool name_stragglers(const Op& op, double age_s) REQUIRES(transport_thread);
-  std::string missing(const Op& op, bool& somebody) const REQUIRES(transport_thread);
-  double silent_s(int peer) const REQUIRES(transport_thread);
+  State& at(int peer) REQUIRES(network_thread) { return states_[static_cast<std::size_t>(peer)]; }
+  const State& at(int peer) const REQUIRES(network_thread) { return states_[static_cast<std::size_t>(peer)]; }
+  void beat() REQUIRES(network_thread);
+  void check(Op& op, const std::function<void(const Op&)>& announce) REQUIRES(network_thread);
+  bool name_stragglers(const Op& op, double age_s) REQUIRES(network_thread);
+  std::string missing(const Op& op, bool& somebody) const REQUIRES(network_thread);
+  double silent_s(int peer) const REQUIRES(network_thread);
 
   const Members& members_;
   const Topology& topology_;
@@ -54,8 +54,8 @@ class Liveness {
   Mailbox& mailbox_;
   Journal& journal_;
   const double straggler_s_;
-  std::vector<State> states_ GUARDED_BY(transport_thread);  // by server
-  std::uint64_t num_ticks_ GUARDED_BY(transport_thread) = 0;
+  std::vector<State> states_ GUARDED_BY(network_thread);  // by server
+  std::uint64_t num_ticks_ GUARDED_BY(network_thread) = 0;
 };
 
 }  // namespace shoal

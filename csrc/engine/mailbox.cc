@@ -11,7 +11,7 @@ constexpr std::size_t kMaxText = 4096;
 void Mailbox::send(int peer, FrameHeader header, Payload payload) {
   header.submitted = ops_.num_submitted();
   header.completed = ops_.num_completed();
-  transport_.send(peer, header, std::move(payload));
+  sender_.send(peer, header, std::move(payload));
 }
 
 void Mailbox::broadcast(const Notice& notice) {

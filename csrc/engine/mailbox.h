@@ -1,4 +1,4 @@
-// Sends frames to the members of a group, each stamped with this rank's progress. On the transport's thread.
+// Sends frames to the members of a group, each stamped with this rank's progress. On the network thread.
 #pragma once
 
 #include <string>
@@ -6,7 +6,7 @@
 #include "base/mutex.h"
 #include "engine/op_table.h"
 #include "engine/options.h"
-#include "transport/transport.h"
+#include "transport/connections.h"
 
 namespace shoal {
 
@@ -19,16 +19,16 @@ class Mailbox {
     std::string text = {};
   };
 
-  Mailbox(Transport& transport, const Members& members, const OpTable& ops)
-      : transport_(transport), members_(members), ops_(ops) {}
+  Mailbox(Sender& sender, const Members& members, const OpTable& ops)
+      : sender_(sender), members_(members), ops_(ops) {}
 
-  void send(int peer, FrameHeader header, Payload payload) REQUIRES(transport_thread);
+  void send(int peer, FrameHeader header, Payload payload) REQUIRES(network_thread);
   // Sends to all other ranks; a heartbeat and a goodbye to helpers too.
-  void broadcast(const Notice& notice) REQUIRES(transport_thread);
-  void beat(int peer) REQUIRES(transport_thread) { send(peer, {}, {}); }
+  void broadcast(const Notice& notice) REQUIRES(network_thread);
+  void beat(int peer) REQUIRES(network_thread) { send(peer, {}, {}); }
 
  private:
-  Transport& transport_;
+  Sender& sender_;
   const Members& members_;
   const OpTable& ops_;
 };

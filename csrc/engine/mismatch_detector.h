@@ -28,28 +28,28 @@ class MismatchDetector {
   // This rank has issued an operation. Returns whether others have already said something about it: begun() is due.
   bool issued(const Op& op);
 
-  // ---- transport's thread; all throw GroupFailure with the diagnosis ----
+  // ---- network thread; all throw GroupFailure with the diagnosis ----
 
-  void begun(const Op& op) REQUIRES(transport_thread);
+  void begun(const Op& op) REQUIRES(network_thread);
   // Tells the other ranks which operation this one has issued.
-  void announce(const Op& op) REQUIRES(transport_thread);
-  void on_announcement(int rank, const FrameHeader& header, const std::string& text) REQUIRES(transport_thread);
+  void announce(const Op& op) REQUIRES(network_thread);
+  void on_announcement(int rank, const FrameHeader& header, const std::string& text) REQUIRES(network_thread);
 
   // A server has received two frames of a chunk that conflict.
-  void on_conflict(const SumServer::Conflict& conflict) REQUIRES(transport_thread);
+  void on_conflict(const SumServer::Conflict& conflict) REQUIRES(network_thread);
   // A frame of `rank` about operation `seq` has another signature than expected: tells all ranks.
-  void suspect(std::uint64_t seq, int rank, std::uint64_t signature) REQUIRES(transport_thread);
-  void on_mismatch(int reporter, const FrameHeader& header) REQUIRES(transport_thread);
+  void suspect(std::uint64_t seq, int rank, std::uint64_t signature) REQUIRES(network_thread);
+  void on_mismatch(int reporter, const FrameHeader& header) REQUIRES(network_thread);
   // A result with this header is not of this rank's operation of that number. A helper reduces only what matches, so
   // it is broken; a rank may have issued another operation. A forwarded result is attributed to its root.
-  void on_unexpected_result(int peer, const FrameHeader& header) REQUIRES(transport_thread);
+  void on_unexpected_result(int peer, const FrameHeader& header) REQUIRES(network_thread);
   // Whether this rank's operation `seq`, which may have completed, has another signature than the frame.
-  bool differs(const FrameHeader& header) REQUIRES(transport_thread);
+  bool differs(const FrameHeader& header) REQUIRES(network_thread);
 
   // Ranks have diverged: nothing may complete.
-  bool diverged() const REQUIRES(transport_thread) { return diverged_; }
+  bool diverged() const REQUIRES(network_thread) { return diverged_; }
   // All ranks have completed the operations below `seq`.
-  void forget_below(std::uint64_t seq) REQUIRES(transport_thread);
+  void forget_below(std::uint64_t seq) REQUIRES(network_thread);
 
  private:
   struct Record {  // a recent operation of this rank
@@ -70,9 +70,9 @@ class MismatchDetector {
 
   Record record_of(std::uint64_t seq);
   std::map<int, Announcement> announced(std::uint64_t seq);
-  void compare(std::uint64_t seq) REQUIRES(transport_thread);
-  void add(std::uint64_t seq, const Suspicion& suspicion) REQUIRES(transport_thread);
-  void diagnose(std::uint64_t seq) REQUIRES(transport_thread);
+  void compare(std::uint64_t seq) REQUIRES(network_thread);
+  void add(std::uint64_t seq, const Suspicion& suspicion) REQUIRES(network_thread);
+  void diagnose(std::uint64_t seq) REQUIRES(network_thread);
 
   const Members& members_;
   OpTable& ops_;
@@ -83,8 +83,8 @@ class MismatchDetector {
   std::map<std::uint64_t, std::map<int, Announcement>> announced_ GUARDED_BY(mutex_);  // by operation and rank
   std::set<std::uint64_t> told_ GUARDED_BY(mutex_);  // suspected operations that this rank has not issued yet
   std::uint64_t num_issued_ GUARDED_BY(mutex_) = 0;
-  std::map<std::uint64_t, std::vector<Suspicion>> suspicions_ GUARDED_BY(transport_thread);
-  bool diverged_ GUARDED_BY(transport_thread) = false;
+  std::map<std::uint64_t, std::vector<Suspicion>> suspicions_ GUARDED_BY(network_thread);
+  bool diverged_ GUARDED_BY(network_thread) = false;
 };
 
 }  // namespace shoal

@@ -32,7 +32,7 @@ struct Op {
   std::uint64_t seq = 0;
   std::uint64_t signature = 0;
   std::vector<Chunk> chunks;
-  std::vector<Part> parts;                    // transport's thread
+  std::vector<Part> parts;                    // network thread
   std::map<std::uint64_t, Payload> retained;  // results received from helpers, in case one is lost
   std::atomic<int> pending{1};                // see OpTable
   std::atomic<bool> ended{false};

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "transport/handshake.h"
+#include "transport/connections.h"
 
 namespace shoal {
 
@@ -31,6 +31,7 @@ struct EngineOptions {
   double straggler_s = 1.0;
   bool wide_partials = true;
   bool workers_serve = true;  // ranks take over chunks of lost helpers
+  bool share_connections = true;  // with the other groups of this process
 };
 
 // Throws std::invalid_argument with the option, its value and its range.
@@ -42,12 +43,16 @@ struct PeerInfo {
   int port = 0;
   int global_rank = 0;
   int pid = 0;
+
+  Place place() const { return {address, port, pid}; }
 };
 
 struct HelperInfo {
   std::string address;
   int port = 0;
   std::string name;
+
+  Place place() const { return {address, port}; }
 };
 
 // The group's ranks and helpers, and their names in messages. Servers are numbered: ranks first, then helpers.

@@ -129,10 +129,10 @@ bool Connection::write() {
   return true;
 }
 
-void Connection::drop_data() {
+void Connection::drop_data(std::uint32_t group) {
   std::deque<Outgoing> kept;
   for (Outgoing& frame : out_) {
-    if (carries_data(frame.header.type)) {
+    if (frame.header.group == group && carries_data(frame.header.type)) {
       if (frame.sent == 0) {
         queued_bytes_ -= sizeof frame.header + frame.payload.size;
         continue;

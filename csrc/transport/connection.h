@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -33,8 +34,8 @@ class Connection {
   // Writes until the socket would block. Returns true when the queue is empty. Throws std::system_error.
   bool write();
 
-  // Releases callers' memory: drops whole frames with data, and copies those that are partly sent.
-  void drop_data();
+  // Releases the memory of a group's callers: drops its whole frames with data, and copies one that is partly sent.
+  void drop_data(std::uint32_t group);
 
   std::size_t queued_bytes() const { return queued_bytes_; }
   std::uint64_t bytes_in = 0, bytes_out = 0;

@@ -19,8 +19,10 @@ enum class FrameType : std::uint8_t {
   announce,     // payload: this rank's operation `seq`
   mismatch,     // contributions to `seq` conflict: announce yours; chunk = rank of one of them
   fail,         // payload: reason for which the group has failed
-  goodbye,      // this rank leaves the group
+  goodbye,      // this rank needs nothing more of the group
   fabric,       // payload: libfabric addresses of this process; between transports only
+  join,         // payload: identity of a process in the group
+  leave,        // payload: reason for which the process is not, or no longer, in the group
 };
 
 // Little-endian on the wire, as on all supported machines. Fields that nothing sets yet are zero.

@@ -23,7 +23,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr char kMark[9] = "SHOAL\0\0\2";
+constexpr char kMark[9] = "SHOAL\0\0\3";
 constexpr std::size_t kNonceBytes = 16, kMacBytes = 32;
 constexpr double kAttemptS = 1.0;
 
@@ -176,14 +176,10 @@ Bytes read_challenge(const Bytes& secret, const Bytes& caller, const Bytes& chal
 }
 
 Bytes make_identity(const Bytes& secret, const Bytes& caller, const Bytes& listener, const Introduction& intro) {
-  if (intro.who.group.size() > kMaxGroupName) throw std::runtime_error("the group's name is too long");
-  Bytes body(kMaxGroupName, 0);
-  std::copy(intro.who.group.begin(), intro.who.group.end(), body.begin());
-  put(body, static_cast<std::uint32_t>(intro.who.group.size()));
-  put(body, static_cast<std::uint32_t>(intro.who.rank));
-  put(body, static_cast<std::uint32_t>(intro.who.size));
-  put(body, static_cast<std::uint32_t>(intro.who.host));
-  put(body, static_cast<std::uint32_t>(intro.who.num_hosts));
+  if (intro.name.size() > kMaxProcessName) throw std::runtime_error("the process's name is too long");
+  Bytes body(kMaxProcessName, 0);
+  std::copy(intro.name.begin(), intro.name.end(), body.begin());
+  put(body, static_cast<std::uint32_t>(intro.name.size()));
   put(body, intro.control ? 1 : 0);
   const Bytes proof = mac(secret, "caller", caller, listener, body);
   body.insert(body.end(), proof.begin(), proof.end());
@@ -196,15 +192,11 @@ Introduction read_identity(const Bytes& secret, const Bytes& caller, const Bytes
   if (!same(Bytes(message.end() - kMacBytes, message.end()), mac(secret, "caller", caller, listener, body))) {
     throw std::runtime_error("it does not know the job's secret");
   }
-  const std::uint32_t length = get(body, kMaxGroupName);
-  if (length > kMaxGroupName) throw std::runtime_error("the group's name is too long");
+  const std::uint32_t length = get(body, kMaxProcessName);
+  if (length > kMaxProcessName) throw std::runtime_error("the process's name is too long");
   Introduction intro;
-  intro.who.group.assign(body.begin(), body.begin() + length);
-  intro.who.rank = static_cast<int>(get(body, kMaxGroupName + 4));
-  intro.who.size = static_cast<int>(get(body, kMaxGroupName + 8));
-  intro.who.host = static_cast<int>(get(body, kMaxGroupName + 12));
-  intro.who.num_hosts = static_cast<int>(get(body, kMaxGroupName + 16));
-  intro.control = get(body, kMaxGroupName + 20) != 0;
+  intro.name.assign(body.begin(), body.begin() + length);
+  intro.control = get(body, kMaxProcessName + 4) != 0;
   return intro;
 }
 

@@ -19,10 +19,10 @@ namespace shoal {
 
 using Bytes = std::vector<std::uint8_t>;
 
-inline constexpr std::size_t kMaxGroupName = 128;
+inline constexpr std::size_t kMaxProcessName = 128;
 inline constexpr std::size_t kHelloBytes = 24;
 inline constexpr std::size_t kChallengeBytes = 48;
-inline constexpr std::size_t kIdentityBytes = 184;
+inline constexpr std::size_t kIdentityBytes = 168;
 
 Bytes random_bytes(std::size_t count);
 

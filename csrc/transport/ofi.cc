@@ -79,13 +79,13 @@ std::map<std::string, std::uint64_t> OfiTransport::counters() const {
 
 // ---- sending --------------------------------------------------------------------------------------------
 
-void OfiTransport::drop_data() {
-  std::deque<Outgoing> all;
+void OfiTransport::drop_data(std::uint32_t group) {
+  std::deque<Outgoing> dropped;  // releasing payloads may call back
   for (auto& [peer, link] : links_) {
-    std::move(link.queue.begin(), link.queue.end(), std::back_inserter(all));
-    link.queue.clear();
+    std::deque<Outgoing> all = std::exchange(link.queue, {});
+    for (Outgoing& frame : all) (frame.header.group == group ? dropped : link.queue).push_back(std::move(frame));
   }
-  tcp_.drop_data();
+  tcp_.drop_data(group);
 }
 
 void OfiTransport::send(int peer, FrameHeader header, Payload payload) {
@@ -96,7 +96,7 @@ void OfiTransport::send(int peer, FrameHeader header, Payload payload) {
   Link& link = found->second;
   if (link.down) return;
   set_checksums(header, payload);
-  link.queue.push_back({header, std::move(payload)});
+  link.queue.push_back({header, std::move(payload), link.num_queued++});
   pump(peer, link);
 }
 
@@ -104,21 +104,22 @@ void OfiTransport::send(int peer, FrameHeader header, Payload payload) {
 void OfiTransport::pump(int peer, Link& link) {
   try {
     while (!link.down && (link.refused || !link.queue.empty())) {
-      if (link.in_flight >= kMaxInFlight * rails_.size()) return;
+      if (link.in_flight.size() >= kMaxInFlight * rails_.size()) return;
       Rail& rail = *rails_[link.next];
       if (!link.refused) {
         const Outgoing frame = std::move(link.queue.front());
         link.queue.pop_front();
         link.refused = rail.take();
         link.refused->peer = peer;
+        link.refused->number = frame.number;
         link.refused_bytes = fill(*link.refused, link, frame);
       }
       if (!rail.post(link.refused, link.at[link.next], link.refused_bytes)) return;
+      link.in_flight.insert(link.refused->number);
       link.refused = nullptr;
       link.next = (link.next + 1) % rails_.size();
-      ++link.in_flight;
       ++frames_sent_;
-      bytes_sent_ += link.refused_bytes;
+      bytes_sent_ += link.refused_bytes - sizeof(Token);
     }
   } catch (const std::runtime_error& error) {
     lose(peer, error.what());
@@ -132,12 +133,14 @@ std::size_t OfiTransport::fill(Rail::Slot& slot, const Link& link, const Outgoin
   return kPrefixBytes + frame.payload.size;
 }
 
-std::size_t OfiTransport::unsent_bytes() {
-  std::size_t bytes = 0;
-  for (const auto& [peer, link] : links_) {
-    if (!link.down) bytes += (link.queue.size() + link.in_flight + (link.refused ? 1 : 0)) * message_bytes_;
-  }
-  return bytes;
+std::size_t OfiTransport::unsent_bytes(int peer, std::uint64_t mark) {
+  const Link& link = links_[peer];
+  if (link.down) return 0;
+  const auto before = [mark](std::uint64_t number) { return number < mark; };
+  auto messages = static_cast<std::size_t>(std::ranges::count_if(link.in_flight, before));
+  for (const Outgoing& frame : link.queue) messages += before(frame.number);
+  if (link.refused) messages += before(link.refused->number);
+  return messages * message_bytes_;
 }
 
 // ---- receiving ------------------------------------------------------------------------------------------
@@ -213,7 +216,7 @@ void OfiTransport::shuffle(std::vector<std::pair<std::size_t, Rail::Completion>>
 void OfiTransport::ended(std::size_t rail, const Rail::Completion& completion) {
   const int peer = completion.slot->peer;
   Link& link = links_[peer];
-  --link.in_flight;
+  link.in_flight.erase(completion.slot->number);
   rails_[rail]->give_back(completion.slot);
   if (!completion.problem.empty() && !link.down) lose(peer, completion.problem);
 }

@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -34,18 +35,13 @@ class OfiTransport : public Transport, private Sink, private PollSource {
   void start() override { tcp_.start(); }
   void stop() override;
   void set_peer(int peer, const std::string& address, int port) override { tcp_.set_peer(peer, address, port); }
-  void call_peer(int peer, const Introduction& me, double timeout_s) override;
-  // Receiving a peer's rail addresses counts as a connection.
-  bool wait_for_connections(const std::vector<std::size_t>& wanted, double timeout_s) override {
-    return tcp_.wait_for_connections(wanted, timeout_s);
-  }
-  std::size_t connections_of(int peer) override { return tcp_.connections_of(peer); }
-  bool flush(double timeout_s) override { return tcp_.flush(timeout_s); }
+  void call_peer(int peer, const Introduction& me, double timeout_s) override { tcp_.call_peer(peer, me, timeout_s); }
+  bool flush(const std::vector<int>& peers, double timeout_s) override { return tcp_.flush(peers, timeout_s); }
 
   void post(std::function<void()> task) override { tcp_.post(std::move(task)); }
   void send(int peer, FrameHeader header, Payload payload) override;
   void drop(int peer) override;
-  void drop_data() override;
+  void drop_data(std::uint32_t group) override;
   std::map<std::string, std::uint64_t> counters() const override;
 
  private:
@@ -54,6 +50,7 @@ class OfiTransport : public Transport, private Sink, private PollSource {
   struct Outgoing {
     FrameHeader header;
     Payload payload;
+    std::uint64_t number;  // of the messages to this peer
   };
 
   struct Link {                 // to one peer
@@ -67,11 +64,15 @@ class OfiTransport : public Transport, private Sink, private PollSource {
     Rail::Slot* refused = nullptr;  // filled, but rail `next` was full
     std::size_t refused_bytes = 0;
     std::size_t next = 0;         // rail
-    std::size_t in_flight = 0;    // messages in flight
+    std::set<std::uint64_t> in_flight;  // numbers of messages
+    std::uint64_t num_queued = 0;       // since the beginning; those of the queue are the last ones
   };
 
   // Sink of TCP
-  int on_identity(const Identity& who, std::string& why_not) override;
+  int on_introduction(const Introduction& who, std::string& why_not) override {
+    return sink_.on_introduction(who, why_not);
+  }
+  void on_connected(int peer) override;
   void on_frame(int peer, const FrameHeader& header, Payload payload) override;
   void on_down(int peer, const std::string& why) override;
   void on_tick() override;
@@ -81,7 +82,8 @@ class OfiTransport : public Transport, private Sink, private PollSource {
   std::vector<int> wait_fds() override;
   int max_wait_ms() override;
   void work() override;
-  std::size_t unsent_bytes() override;
+  std::uint64_t mark(int peer) override { return links_[peer].num_queued; }
+  std::size_t unsent_bytes(int peer, std::uint64_t mark) override;
 
   void announce(int peer);
   std::string learn(Link& link, const Payload& payload);

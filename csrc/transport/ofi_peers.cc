@@ -48,15 +48,9 @@ class Reader {
 
 }  // namespace
 
-void OfiTransport::call_peer(int peer, const Introduction& me, double timeout_s) {
-  tcp_.call_peer(peer, me, timeout_s);
-  post([this, peer] { announce(peer); });
-}
-
-int OfiTransport::on_identity(const Identity& who, std::string& why_not) {
-  const int peer = sink_.on_identity(who, why_not);
-  if (peer >= 0) post([this, peer] { announce(peer); });  // runs once the connection belongs to a peer
-  return peer;
+void OfiTransport::on_connected(int peer) {
+  announce(peer);
+  sink_.on_connected(peer);
 }
 
 void OfiTransport::announce(int peer) {
@@ -111,7 +105,7 @@ void OfiTransport::on_frame(int peer, const FrameHeader& header, Payload payload
   Link& link = links_[peer];
   if (link.down || !link.at.empty()) return;
   if (const std::string wrong = learn(link, payload); !wrong.empty()) return tcp_.declare_down(peer, wrong);
-  tcp_.count_connection(peer);
+  sink_.on_connected(peer);
 }
 
 // Processes the peer's messages first: all of them have arrived, or it would not have left.
@@ -146,7 +140,7 @@ void OfiTransport::on_tick() {
     const auto link = links_.find(entry.second);
     return link == links_.end() || link->second.down;
   });
-  std::erase_if(links_, [](const auto& entry) { return entry.second.down && entry.second.in_flight == 0; });
+  std::erase_if(links_, [](const auto& entry) { return entry.second.down && entry.second.in_flight.empty(); });
   sink_.on_tick();
 }
 

@@ -93,7 +93,7 @@ Rail::Slab& Rail::add_slab(std::size_t num_slots, bool receives) {
     descriptor = fi_mr_desc(registration);
   }
   for (std::size_t k = 0; k < num_slots; ++k) {
-    slab.slots[k] = {{}, slab.memory.get() + k * message_bytes_, descriptor, receives, -1};
+    slab.slots[k] = {{}, slab.memory.get() + k * message_bytes_, descriptor, receives, -1, 0};
   }
   slabs_.push_back(std::move(slab));
   return slabs_.back();

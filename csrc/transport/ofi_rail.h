@@ -38,6 +38,7 @@ class Rail {
     void* descriptor;
     bool receives;
     int peer;
+    std::uint64_t number;  // of the messages to this peer
   };
 
   struct Completion {

@@ -1,4 +1,4 @@
-// Construction of an engine's transport, and the transports available on this machine.
+// Construction of a process's transport, and the transports available on this machine.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,8 @@ struct TransportOptions {
   std::string fabric;                       // libfabric's providers, one per rail, separated by commas; empty: TCP only
   std::size_t payload_bytes = 64 << 10;     // largest payload over libfabric; larger ones use TCP
   std::uint64_t shuffle = 0;                // for tests: seed of a random delivery order; 0: none
+
+  bool operator==(const TransportOptions&) const = default;
 };
 
 // Starts listening. Throws std::runtime_error with what is not available and why.

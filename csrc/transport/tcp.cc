@@ -93,6 +93,7 @@ void TcpTransport::stop() {
     peer.control.reset();
   }
   connections_.clear();
+  num_connections_ = 0;
   close(std::exchange(listen_fd_, -1));
 }
 
@@ -101,7 +102,7 @@ void TcpTransport::stop() {
 void TcpTransport::post(std::function<void()> task) {
   bool wake;
   {
-    const std::lock_guard lock(tasks_mutex_);
+    const MutexLock lock(tasks_mutex_);
     wake = tasks_.empty();
     tasks_.push_back(std::move(task));
   }
@@ -119,7 +120,6 @@ void TcpTransport::set_peer(int peer, const std::string& address, int port) {
 }
 
 void TcpTransport::call_peer(int peer, const Introduction& me, double timeout_s) {
-  Peer to;
   const int fd = [&] {
     const auto known = std::make_shared<std::promise<std::pair<std::string, int>>>();
     post([this, peer, known] { known->set_value({peer_at(peer).address, peer_at(peer).port}); });
@@ -129,37 +129,17 @@ void TcpTransport::call_peer(int peer, const Introduction& me, double timeout_s)
   post([this, fd, peer, control = me.control] { adopt(fd, peer, control); });
 }
 
-bool TcpTransport::wait_for_connections(const std::vector<std::size_t>& wanted, double timeout_s) {
-  std::unique_lock lock(established_mutex_);
-  return established_changed_.wait_for(lock, seconds(timeout_s), [&] {
-    for (std::size_t peer = 0; peer < wanted.size(); ++peer) {
-      if (established_[static_cast<int>(peer)] < wanted[peer]) return false;
-    }
-    return true;
-  });
-}
-
-std::size_t TcpTransport::connections_of(int peer) {
-  const std::lock_guard lock(established_mutex_);
-  return established_[peer];
-}
-
-bool TcpTransport::flush(double timeout_s) {
+bool TcpTransport::flush(const std::vector<int>& peers, double timeout_s) {
+  const auto ask = [this](auto question) {
+    const auto answer = std::make_shared<std::promise<decltype(question())>>();
+    post([question, answer] { answer->set_value(question()); });
+    return answer->get_future().get();
+  };
+  const Marks marks = ask([this, &peers] { return marks_of(peers); });
   auto deadline = Clock::now() + seconds(timeout_s);
   std::size_t least = ~std::size_t{0};
   while (Clock::now() < deadline) {
-    const auto left = std::make_shared<std::promise<std::size_t>>();
-    post([this, left] {
-      flush_dirty();
-      std::size_t bytes = poll_source_ ? poll_source_->unsent_bytes() : 0;
-      for (const auto& [fd, connection] : connections_) {
-        int unacknowledged = 0;
-        ioctl(fd, SIOCOUTQ, &unacknowledged);
-        bytes += connection->queued_bytes() + static_cast<std::size_t>(unacknowledged);
-      }
-      left->set_value(bytes);
-    });
-    const std::size_t bytes = left->get_future().get();
+    const std::size_t bytes = ask([this, &marks] { return unsent_bytes(marks); });
     if (bytes == 0) return true;
     if (bytes < least) deadline = Clock::now() + seconds(timeout_s);
     least = std::min(least, bytes);
@@ -168,12 +148,40 @@ bool TcpTransport::flush(double timeout_s) {
   return false;
 }
 
+TcpTransport::Marks TcpTransport::marks_of(const std::vector<int>& peers) {
+  flush_dirty();
+  Marks marks;
+  for (int index : peers) {
+    for (const auto& each : peer_at(index).connections) {
+      marks.connections.emplace_back(each, each->bytes_out + each->queued_bytes());
+    }
+    if (poll_source_) marks.source.emplace_back(index, poll_source_->mark(index));
+  }
+  return marks;
+}
+
+std::size_t TcpTransport::unsent_bytes(const Marks& marks) {
+  flush_dirty();
+  std::size_t bytes = 0;
+  for (const auto& [connection, mark] : marks.connections) {
+    if (!connections_.count(connection->fd())) continue;  // it has ended
+    int in_kernel = 0;
+    ioctl(connection->fd(), SIOCOUTQ, &in_kernel);
+    const std::size_t all = connection->queued_bytes() + static_cast<std::size_t>(in_kernel);
+    const std::uint64_t received = connection->bytes_out - static_cast<std::uint64_t>(in_kernel);
+    if (received < mark) bytes += std::min<std::size_t>(all, mark - received);  // data may have been dropped since
+  }
+  for (const auto& [index, mark] : marks.source) bytes += poll_source_->unsent_bytes(index, mark);
+  return bytes;
+}
+
 std::map<std::string, std::uint64_t> TcpTransport::counters() const {
   return {{"bytes_sent", bytes_sent_},
           {"bytes_received", bytes_received_},
           {"frames_sent", frames_sent_},
           {"frames_received", frames_received_},
-          {"strangers_dropped", strangers_}};
+          {"strangers_dropped", strangers_},
+          {"connections", num_connections_}};
 }
 
 // ---- the loop -------------------------------------------------------------------------------------------
@@ -213,7 +221,7 @@ void TcpTransport::run() {
 void TcpTransport::run_tasks() {
   std::vector<std::function<void()>> tasks;
   {
-    const std::lock_guard lock(tasks_mutex_);
+    const MutexLock lock(tasks_mutex_);
     tasks.swap(tasks_);
   }
   for (auto& task : tasks) {
@@ -295,11 +303,18 @@ void TcpTransport::serve(const std::shared_ptr<Connection>& connection, std::uin
   }
 }
 
+// Takes a connection out of the loop. Its socket closes with the last reference.
+void TcpTransport::forget(const Connection& connection) {
+  if (!connections_.erase(connection.fd())) return;
+  --num_connections_;
+  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, connection.fd(), nullptr);
+}
+
 // A peer's connections end one after the other; data on the remaining ones is read first. If they do not end within
 // the grace period, frames may be missing, and the peer counts as down.
 void TcpTransport::end_connection(const std::shared_ptr<Connection>& connection, const std::string& why) {
-  if (!connections_.erase(connection->fd())) return;
-  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, connection->fd(), nullptr);
+  if (!connections_.count(connection->fd())) return;
+  forget(*connection);
   Peer& peer = peer_at(connection->peer());
   std::erase(peer.connections, connection);
   if (peer.control == connection) peer.control.reset();
@@ -318,28 +333,13 @@ void TcpTransport::drop(int index) {
   Peer& peer = peer_at(index);
   peer.down = true;
   stop_probe(peer);
-  for (const auto& connection : peer.connections) {
-    connections_.erase(connection->fd());
-    epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, connection->fd(), nullptr);
-  }
+  for (const auto& connection : peer.connections) forget(*connection);
   peer.connections.clear();
   peer.control.reset();
 }
 
-void TcpTransport::drop_data() {
-  for (auto& [index, peer] : peers_) {
-    for (const auto& connection : std::vector(peer.connections)) {
-      if (connection->control()) {
-        connection->drop_data();
-        continue;
-      }
-      connections_.erase(connection->fd());
-      epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, connection->fd(), nullptr);
-      std::erase(peer.connections, connection);
-    }
-  }
-  dirty_.erase(std::remove_if(dirty_.begin(), dirty_.end(), [](const auto& each) { return !each->control(); }),
-               dirty_.end());
+void TcpTransport::drop_data(std::uint32_t group) {
+  for (const auto& [fd, connection] : connections_) connection->drop_data(group);
 }
 
 }  // namespace shoal

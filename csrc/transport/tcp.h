@@ -9,17 +9,16 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <future>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/log.h"
+#include "base/mutex.h"
 #include "transport/connection.h"
 #include "transport/handshake.h"
 #include "transport/transport.h"
@@ -33,9 +32,11 @@ struct TcpOptions {
   int send_buffer_bytes = 0;  // 0: the system's
   double grace_s = 2.0;
   double tick_s = 0.25;
+
+  bool operator==(const TcpOptions&) const = default;
 };
 
-// Another event source on the transport's thread: libfabric's endpoints. All calls come on that thread.
+// Another event source on the network thread: libfabric's endpoints. All calls come on that thread.
 class PollSource {
  public:
   virtual ~PollSource() = default;
@@ -44,8 +45,9 @@ class PollSource {
   // Longest sleep of the thread: -1 for no limit, 0 for none. Called before each sleep.
   virtual int max_wait_ms() = 0;
   virtual void work() = 0;
-  // Bytes that peers have not received.
-  virtual std::size_t unsent_bytes() = 0;
+  // Mark of what is queued for a peer now; bytes up to a mark that it has not received.
+  virtual std::uint64_t mark(int peer) = 0;
+  virtual std::size_t unsent_bytes(int peer, std::uint64_t mark) = 0;
 };
 
 class TcpTransport : public Transport {
@@ -63,21 +65,17 @@ class TcpTransport : public Transport {
 
   void set_peer(int peer, const std::string& address, int port) override;
   void call_peer(int peer, const Introduction& me, double timeout_s) override;
-  bool wait_for_connections(const std::vector<std::size_t>& wanted, double timeout_s) override;
-  std::size_t connections_of(int peer) override;
-  // Returns once the peers' kernels have acknowledged everything.
-  bool flush(double timeout_s) override;
+  // Returns once the peers' kernels have acknowledged it.
+  bool flush(const std::vector<int>& peers, double timeout_s) override;
 
   void post(std::function<void()> task) override;
   void send(int peer, FrameHeader header, Payload payload) override;
   void drop(int peer) override;
-  void drop_data() override;
+  void drop_data(std::uint32_t group) override;
   std::map<std::string, std::uint64_t> counters() const override;
 
-  // For the source, on the transport's thread: it reaches the peer too, which counts as a connection; it no longer
-  // does, and unless the peer's own connections end within the grace period the peer is down; the peer has sent a
-  // malformed message.
-  void count_connection(int peer);
+  // For the source, on the network thread: it no longer reaches the peer, which is down unless the peer's own
+  // connections end within the grace period; the peer has sent a malformed message.
   void suspect(int peer, const std::string& why);
   void declare_down(int peer, const std::string& why);
 
@@ -102,6 +100,14 @@ class TcpTransport : public Transport {
     Clock::time_point deadline;
   };
 
+  // What is queued for peers at one moment: on each connection, and at the source.
+  struct Marks {
+    std::vector<std::pair<std::shared_ptr<Connection>, std::uint64_t>> connections;
+    std::vector<std::pair<int, std::uint64_t>> source;
+  };
+
+  Marks marks_of(const std::vector<int>& peers);
+  std::size_t unsent_bytes(const Marks& marks);
   void run();
   void run_tasks();
   void accept_all();
@@ -109,6 +115,7 @@ class TcpTransport : public Transport {
   void forget_newcomer(int fd, const std::string& why);
   void adopt(int fd, int peer, bool control);
   void serve(const std::shared_ptr<Connection>& connection, std::uint32_t events);
+  void forget(const Connection& connection);
   void end_connection(const std::shared_ptr<Connection>& connection, const std::string& why);
   void flush_dirty();
   void write(const std::shared_ptr<Connection>& connection);
@@ -130,20 +137,16 @@ class TcpTransport : public Transport {
   std::thread thread_;
   std::atomic<bool> stopping_{false};
 
-  std::mutex tasks_mutex_;
-  std::vector<std::function<void()>> tasks_;
+  Mutex tasks_mutex_;
+  std::vector<std::function<void()>> tasks_ GUARDED_BY(tasks_mutex_);
 
   std::map<int, Peer> peers_;
   std::map<int, std::shared_ptr<Connection>> connections_;  // by socket
   std::map<int, Newcomer> newcomers_;
   std::vector<std::shared_ptr<Connection>> dirty_;
 
-  std::mutex established_mutex_;
-  std::condition_variable established_changed_;
-  std::map<int, std::size_t> established_;  // by peer
-
-  std::atomic<std::uint64_t> bytes_sent_{0}, bytes_received_{0}, frames_sent_{0},
-      frames_received_{0}, strangers_{0};
+  std::atomic<std::uint64_t> bytes_sent_{0}, bytes_received_{0}, frames_sent_{0}, frames_received_{0}, strangers_{0},
+      num_connections_{0};
 };
 
 }  // namespace shoal

@@ -68,7 +68,7 @@ void TcpTransport::hear_newcomer(int fd) {
     }
     const Introduction intro = read_identity(options_.secret, newcomer.caller, newcomer.listener, received);
     std::string why;
-    const int peer = sink_.on_identity(intro.who, why);
+    const int peer = sink_.on_introduction(intro, why);
     const std::uint8_t welcome = peer >= 0;  // without an answer it retries
     [[maybe_unused]] const ssize_t sent = ::send(fd, &welcome, 1, MSG_NOSIGNAL);
     if (peer < 0) throw std::runtime_error(why);
@@ -109,19 +109,12 @@ void TcpTransport::adopt(int fd, int index, bool control) {
   if (!control && options_.send_buffer_bytes > 0) set_option(fd, SOL_SOCKET, SO_SNDBUF, options_.send_buffer_bytes);
   auto connection = std::make_shared<Connection>(fd, index, control, pool_);
   connections_[fd] = connection;
+  ++num_connections_;
   peer.connections.push_back(connection);
   if (control) peer.control = connection;
   epoll_event event{EPOLLIN, {.fd = fd}};
   epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event);
-  count_connection(index);
-}
-
-void TcpTransport::count_connection(int index) {
-  {
-    const std::lock_guard lock(established_mutex_);
-    ++established_[index];
-  }
-  established_changed_.notify_all();
+  sink_.on_connected(index);
 }
 
 // ---- health ---------------------------------------------------------------------------------------------

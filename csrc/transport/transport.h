@@ -1,7 +1,7 @@
-// The interface between the engine and the transports that carry its frames.
+// The interface between the process's connections and the transports that carry their frames.
 //
 // A transport has its own thread. All its calls to the Sink, and all calls that the Sink makes in turn, are on that
-// thread; only post() may be called from others.
+// thread; only post() may be called from others. Peers are processes, numbered by the Sink.
 #pragma once
 
 #include <cstdint>
@@ -14,17 +14,9 @@
 
 namespace shoal {
 
-// The identity that a connection claims.
-struct Identity {
-  std::string group;
-  int rank = 0;
-  int size = 0;
-  int host = 0;       // index of the rank's host
-  int num_hosts = 1;  // of the group
-};
-
+// How a process introduces itself on a connection.
 struct Introduction {
-  Identity who;
+  std::string name;  // Place::name
   bool control = false;
 };
 
@@ -33,7 +25,9 @@ class Sink {
   virtual ~Sink() = default;
 
   // Returns the peer of an inbound connection, or -1 to reject it with a reason.
-  virtual int on_identity(const Identity& who, std::string& why_not) = 0;
+  virtual int on_introduction(const Introduction& who, std::string& why_not) = 0;
+  // A further connection of the peer stands; its libfabric addresses count as one.
+  virtual void on_connected(int peer) = 0;
   virtual void on_frame(int peer, const FrameHeader& header, Payload payload) = 0;
   // The peer is lost: its connections ended or its kernel no longer responds.
   virtual void on_down(int peer, const std::string& why) = 0;
@@ -52,23 +46,22 @@ class Transport {
   virtual void start() = 0;
   virtual void stop() = 0;
 
-  // Called by the thread that connects the group, before or after start().
+  // Where a peer listens. Connects to it, once. Any thread.
   virtual void set_peer(int peer, const std::string& address, int port) = 0;
   virtual void call_peer(int peer, const Introduction& me, double timeout_s) = 0;
-  // Returns whether each peer has the number of connections in `wanted` within the timeout.
-  virtual bool wait_for_connections(const std::vector<std::size_t>& wanted, double timeout_s) = 0;
-  virtual std::size_t connections_of(int peer) = 0;  // established so far
-  // Waits until everything queued has been received; returns false if there is no progress for `timeout_s`.
-  virtual bool flush(double timeout_s) = 0;
+  // Waits until these peers have received all that is queued for them now; returns false if there is no progress for
+  // `timeout_s`. Any thread but the network thread.
+  virtual bool flush(const std::vector<int>& peers, double timeout_s) = 0;
 
-  // Runs a task on the transport's thread. Any thread.
+  // Runs a task on the network thread. Any thread.
   virtual void post(std::function<void()> task) = 0;
 
-  // All other methods are called on the transport's thread only.
+  // All other methods are called on the network thread only.
   virtual void send(int peer, FrameHeader header, Payload payload) = 0;
   virtual void drop(int peer) = 0;
-  // Drops all queued data, whose memory is about to be released. Control frames are still sent.
-  virtual void drop_data() = 0;
+  // Drops a group's queued data, whose memory is about to be released. Its other frames are still sent.
+  virtual void drop_data(std::uint32_t group) = 0;
+  // Any thread.
   virtual std::map<std::string, std::uint64_t> counters() const = 0;
 };
 

@@ -61,7 +61,7 @@ TEST(frame_sealed_nonsense_is_refused) {
     return check_header(header) != "";
   };
   CHECK(!refused([](FrameHeader&, Payload&) {}));
-  CHECK(refused([](FrameHeader& h, Payload&) { h.type = static_cast<FrameType>(11); }));
+  CHECK(refused([](FrameHeader& h, Payload&) { h.type = static_cast<FrameType>(13); }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.kind = 7; }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.element = 8; }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.input = 8; }));

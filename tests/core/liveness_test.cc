@@ -38,7 +38,7 @@ TEST(liveness_sends_heartbeats_with_this_ranks_progress) {
   std::vector<float> x(8);
   group.ops.release(group.all_reduce(x));
   group.tick();
-  const auto beats = group.transport.take(FrameType::heartbeat);
+  const auto beats = group.frames.take(FrameType::heartbeat);
   CHECK_EQ(beats.size(), 3u);  // two ranks and the helper
   for (const auto& beat : beats) CHECK_EQ(beat.header.completed, 1u);
 }

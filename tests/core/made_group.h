@@ -1,5 +1,5 @@
 // The parts of an engine without sockets, for tests of one part at a time: a group of three ranks on hosts of their
-// own and a helper, seen from rank 0, over a transport that keeps what is sent.
+// own and a helper, seen from rank 0, with a sender that keeps what is sent.
 #pragma once
 
 #include <functional>
@@ -18,23 +18,11 @@ struct Sending {
   shoal::Payload payload;
 };
 
-class KeptTransport : public shoal::Transport {
+class KeptFrames : public shoal::Sender {
  public:
-  int port() const override { return 0; }
-  void start() override {}
-  void stop() override {}
-  void set_peer(int, const std::string&, int) override {}
-  void call_peer(int, const shoal::Introduction&, double) override {}
-  bool wait_for_connections(const std::vector<std::size_t>&, double) override { return true; }
-  std::size_t connections_of(int) override { return 0; }
-  bool flush(double) override { return true; }
-  void post(std::function<void()> task) override { task(); }
   void send(int peer, shoal::FrameHeader header, shoal::Payload payload) override {
     sent.push_back({peer, header, std::move(payload)});
   }
-  void drop(int) override {}
-  void drop_data() override {}
-  std::map<std::string, std::uint64_t> counters() const override { return {}; }
 
   // Removes and returns the frames of this type.
   std::vector<Sending> take(shoal::FrameType type) {
@@ -97,10 +85,10 @@ struct Parts {
   shoal::Topology topology{kMe, {"a", "b", "c"}, 1, {0, 1, 2, 3}};
   shoal::FusedBuffer fused;
   shoal::BufferPool pool;
-  KeptTransport transport;
+  KeptFrames frames;
   shoal::OpTable ops{"g"};
   shoal::Journal journal;
-  shoal::Mailbox mailbox{transport, members, ops};
+  shoal::Mailbox mailbox{frames, members, ops};
   shoal::Router router{members, topology, true};
 };
 

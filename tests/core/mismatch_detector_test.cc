@@ -45,7 +45,7 @@ TEST(mismatch_detector_compares_with_what_was_announced_before) {
   Watched group;
   group.detector.on_announcement(Parts::kFirst, Watched::about(0, 1), kTheirs);
   CHECK(CHECK_THROWS(GroupFailure, group.issue()).find("do not agree about operation #0") != std::string::npos);
-  CHECK_EQ(group.transport.take(FrameType::announce).size(), 2u);
+  CHECK_EQ(group.frames.take(FrameType::announce).size(), 2u);
 }
 
 TEST(mismatch_detector_a_suspicion_stops_completion_and_asks_all_ranks) {
@@ -54,8 +54,8 @@ TEST(mismatch_detector_a_suspicion_stops_completion_and_asks_all_ranks) {
   CHECK(!group.detector.diverged());
   group.detector.suspect(0, Parts::kFirst, 1);
   CHECK(group.detector.diverged());
-  CHECK_EQ(group.transport.take(FrameType::mismatch).size(), 2u);
-  CHECK_EQ(group.transport.take(FrameType::announce).size(), 2u);
+  CHECK_EQ(group.frames.take(FrameType::mismatch).size(), 2u);
+  CHECK_EQ(group.frames.take(FrameType::announce).size(), 2u);
   group.detector.on_announcement(Parts::kSecond, Watched::about(0, op->signature), "");
   // The frame contradicts its sender's own announcement.
   const std::string why =
@@ -69,7 +69,7 @@ TEST(mismatch_detector_a_report_of_an_operation_to_come_waits_for_it) {
   group.detector.on_mismatch(Parts::kSecond, Watched::about(0, 1, Parts::kFirst));
   CHECK(!group.detector.diverged());
   group.issue();
-  CHECK_EQ(group.transport.take(FrameType::announce).size(), 2u);
+  CHECK_EQ(group.frames.take(FrameType::announce).size(), 2u);
 }
 
 TEST(mismatch_detector_a_server_that_received_other_elements_fails_the_group) {

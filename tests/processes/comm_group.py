@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from comm_stranger import Who
 
 from forked import fork_process
 from shoal.comm.engine import CommError, Engine, EngineOptions, Helper, Operation, Peer
@@ -172,6 +173,12 @@ class Group:
         pid = self._processes[rank].pid
         assert pid is not None
         return pid
+
+    def who(self, rank: int) -> Who:
+        """Return how a stranger passes for a rank."""
+        peer = self.peers[rank]
+        process = f"{peer.address}:{peer.port} pid {peer.pid}"
+        return Who(group=self.identity, rank=rank, size=self.size, process=process)
 
     def name(self, rank: int) -> str:
         """Return the name of a rank in messages."""

@@ -10,14 +10,16 @@ import socket
 import struct
 import threading
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Self
 
-MARK = b"SHOAL\0\0\2"
+MARK = b"SHOAL\0\0\3"
 FRAME_MAGIC = 0x324C4853
+HEADER_BYTES = 120
 TIMEOUT_S = 10.0
-IDENTITY_BYTES = 184
+IDENTITY_BYTES = 168
 PUSH, RESULT, SUPPLY, HEARTBEAT, ORDER, SERVER_DOWN, ANNOUNCE, TELL, FAIL, GOODBYE = range(10)
+JOIN, LEAVE = 11, 12
 
 
 def proof(secret: str, side: bytes, caller: bytes, listener: bytes, body: bytes = b"") -> bytes:
@@ -26,22 +28,38 @@ def proof(secret: str, side: bytes, caller: bytes, listener: bytes, body: bytes 
 
 @dataclass(frozen=True, kw_only=True)
 class Who:
-    """Identifies a connection; each rank is on a host of its own unless ``host`` is given."""
+    """Identifies a member of a group; each rank is on a host of its own unless ``host`` is given.
+
+    ``process`` is the name of the process that it pretends to be.
+    """
 
     group: str
     rank: int
     size: int
     host: int | None = None
+    process: str = ""
 
-    def encode(self) -> bytes:
-        name = self.group.encode()
+    @property
+    def name(self) -> str:
+        return self.process or f"stranger {self.rank} of {self.group}"[:128]
+
+    def join(self) -> bytes:
+        """Return the frame with which it joins the group."""
         host = self.rank if self.host is None else self.host
-        words = (len(name), self.rank, self.size, host, self.size, 0)
-        return name.ljust(128, b"\0") + struct.pack("<6I", *words)
+        payload = struct.pack("<4i", self.rank, self.size, host, self.size) + self.group.encode()
+        return self.encode(Frame(type=JOIN, payload=payload))
+
+    def encode(self, frame: Frame) -> bytes:
+        """Return the frame as one of the group's."""
+        return replace(frame, group=group_number(self.group)).encode()
 
 
-def identity(secret: str, caller: bytes, listener: bytes, who: Who) -> bytes:
-    body = who.encode()
+def group_number(group: str) -> int:
+    return crc32c(group.encode())
+
+
+def identity(secret: str, caller: bytes, listener: bytes, name: str) -> bytes:
+    body = name.encode().ljust(128, b"\0") + struct.pack("<2I", len(name.encode()), 0)
     return body + proof(secret, b"caller", caller, listener, body)
 
 
@@ -50,15 +68,16 @@ def dial(address: str, port: int) -> socket.socket:
 
 
 def join(address: str, port: int, secret: str, who: Who) -> socket.socket:
-    """Return a connection that has proved itself as one of the rank's for data."""
+    """Return a connection that has proved itself as one for data of the rank's process, which joins."""
     connection = dial(address, port)
     caller = os.urandom(16)
     connection.sendall(MARK + caller)
     challenge = receive(connection, 48)
     listener, answer = challenge[:16], challenge[16:]
     assert answer == proof(secret, b"listener", caller, listener)
-    connection.sendall(identity(secret, caller, listener, who))
+    connection.sendall(identity(secret, caller, listener, who.name))
     assert receive(connection, 1) == b"\1"
+    connection.sendall(who.join())
     return connection
 
 
@@ -88,15 +107,23 @@ class FakeHelper:
                 connection, _ = self._listener.accept()
                 caller, listener = receive(connection, 24)[8:], os.urandom(16)
                 connection.sendall(listener + proof(self.secret, b"listener", caller, listener))
-                receive(connection, IDENTITY_BYTES)
+                control = receive(connection, IDENTITY_BYTES)[132]
                 connection.sendall(b"\1")
+                if control:
+                    self._answer_join(connection)
                 self.connections.append(connection)
 
-    def send(self, frame: bytes) -> None:
-        """Send a frame over every connection."""
+    def _answer_join(self, connection: socket.socket) -> None:
+        """Let the process join: send back what it says."""
+        head = receive(connection, HEADER_BYTES)
+        (size,) = struct.unpack_from("<I", head, HEADER_BYTES - 16)
+        connection.sendall(head + receive(connection, size))
+
+    def send(self, frame: Frame, group: str) -> None:
+        """Send a frame of a group over every connection."""
         for connection in self.connections:
             with suppress(OSError):
-                connection.sendall(frame)
+                connection.sendall(replace(frame, group=group_number(group)).encode())
 
 
 def receive(connection: socket.socket, count: int) -> bytes:
@@ -166,6 +193,7 @@ class Frame:
     payload_bytes: int | None = None
     payload_crc: int | None = None
     server: int = 0
+    group: int = 0
     header_crc: int | None = None
     magic: int = FRAME_MAGIC
 
@@ -176,7 +204,7 @@ class Frame:
             "<I6B3Hi3I6Q2I16s3I",
             self.magic,
             *(self.type, self.kind, self.element, self.input, self.combine, self.redo),
-            *(self.host, self.needed, self.divisor, self.root, 0, 0, self.server),
+            *(self.host, self.needed, self.divisor, self.root, self.group, 0, self.server),
             *(self.seq, self.chunk, self.signature, self.submitted, self.completed, 0),
             *(0, 0, bytes(16), size, crc, 0),
         )
@@ -239,7 +267,7 @@ def intrude(chance: random.Random, address: str, port: int, *, group: str, secre
             connection.sendall(MARK + caller)
             listener = receive(connection, 48)[:16]
             given = "a guess" if kind == "wrong secret" else secret
-            words = bytearray(identity(given, caller, listener, Who(group=group, rank=1, size=2)))
+            words = bytearray(identity(given, caller, listener, Who(group=group, rank=1, size=2).name))
             if kind == "flipped":
                 words[chance.randrange(len(words))] ^= 1 << chance.randrange(8)
             connection.sendall(words)

@@ -67,9 +67,9 @@ def test_a_helper_ends_the_group_of_a_member_that_lies_about_itself(lie: str) ->
         with Group(sum_when_told, "ab", helpers=[helper], pattern=[2]) as group:
             group.expect(0, "begun")
             since = monotonic()
-            who = Who(group=group.identity, rank=1, size=2)
+            who = group.who(1)
             with stranger.join(helper.address, helper.port, SECRET, who) as connection:
-                connection.sendall(frame.encode())
+                connection.sendall(who.encode(frame))
                 sleep(ARRIVED_S)
                 group.tell(1)
                 for text in group.errors(range(2), since):
@@ -100,9 +100,9 @@ def test_frames_that_do_not_fit_each_other_name_both_senders(lie: str, where: st
             group.expect(0, "begun")
             at = helper if where == "helper" else group.peers[0]
             since = monotonic()
-            who = Who(group=group.identity, rank=1, size=2)
+            who = group.who(1)
             with stranger.join(at.address, at.port, SECRET, who) as connection:
-                connection.sendall(CONFLICTING[lie].encode())
+                connection.sendall(who.encode(CONFLICTING[lie]))
                 for text in both_errors(group, since):
                     assert "6 elements of float32 (all_reduce, sum)" in text, text
                     if where == "helper":
@@ -119,9 +119,9 @@ def test_a_frame_with_a_false_signature_names_its_sender_at_once(where: str, kin
         with Group(sum_when_told, "ab", helpers=[helper], pattern=pattern) as group:
             group.expect(0, "begun")
             at = helper if where == "helper" else group.peers[0]
-            who = Who(group=group.identity, rank=1, size=2)
+            who = group.who(1)
             with stranger.join(at.address, at.port, SECRET, who) as connection:
-                connection.sendall(about_first(type=kind, signature=TRUE ^ 1).encode())
+                connection.sendall(who.encode(about_first(type=kind, signature=TRUE ^ 1)))
                 sleep(ARRIVED_S)
                 group.tell(1)
                 since = group.expect(1, "begun").at
@@ -134,10 +134,10 @@ def test_a_result_from_a_rank_that_does_not_serve_the_chunk_is_refused() -> None
     with Group(sum_when_told, "abc", pattern=[1]) as group:
         group.expect(0, "begun")
         since = monotonic()
-        who = Who(group=group.identity, rank=2, size=3)
+        who = group.who(2)
         peer = group.peers[0]
         with stranger.join(peer.address, peer.port, SECRET, who) as connection:
-            connection.sendall(about_first(type=RESULT, needed=3, host=2, payload=LIE).encode())
+            connection.sendall(who.encode(about_first(type=RESULT, needed=3, host=2, payload=LIE)))
             sleep(ARRIVED_S)
             for rank in (1, 2):
                 group.tell(rank)
@@ -151,9 +151,9 @@ def test_a_result_of_another_size_names_the_server() -> None:
     with Group(sum_when_told, "ab", pattern=[1]) as group:
         group.expect(0, "begun")
         since = monotonic()
-        who = Who(group=group.identity, rank=1, size=2)
+        who = group.who(1)
         with stranger.join(group.peers[0].address, group.peers[0].port, SECRET, who) as connection:
-            connection.sendall(about_first(type=RESULT, payload=LIE[4:]).encode())
+            connection.sendall(who.encode(about_first(type=RESULT, payload=LIE[4:])))
             for text in both_errors(group, since):
                 assert f"{group.name(1)} sent a malformed frame: a result of 20 bytes" in text
 
@@ -164,9 +164,11 @@ def test_a_false_report_of_a_difference_ends_the_group_with_the_reporters_name(
 ) -> None:
     with Group(sum_when_told, "ab") as group:
         group.expect(0, "begun")
-        who = Who(group=group.identity, rank=1, size=2)
+        who = group.who(1)
         with stranger.join(group.peers[0].address, group.peers[0].port, SECRET, who) as connection:
-            connection.sendall(Frame(type=TELL, seq=1, chunk=suspect, signature=told, payload=b"").encode())
+            connection.sendall(
+                who.encode(Frame(type=TELL, seq=1, chunk=suspect, signature=told, payload=b""))
+            )
             since = monotonic()
             sleep(ARRIVED_S)
             group.tell(1)
@@ -178,9 +180,9 @@ def test_a_suspect_that_is_no_rank_is_a_malformed_frame() -> None:
     with Group(sum_when_told, "ab") as group:
         group.expect(0, "begun")
         since = monotonic()
-        who = Who(group=group.identity, rank=1, size=2)
+        who = group.who(1)
         with stranger.join(group.peers[0].address, group.peers[0].port, SECRET, who) as connection:
-            connection.sendall(Frame(type=TELL, seq=1, chunk=1 << 40, payload=b"").encode())
+            connection.sendall(who.encode(Frame(type=TELL, seq=1, chunk=1 << 40, payload=b"")))
             for text in both_errors(group, since):
                 assert (
                     f"{group.name(1)} sent a malformed" in text
@@ -196,9 +198,11 @@ def test_text_from_a_peer_reaches_no_terminal_unescaped(kind: int) -> None:
     with Group(sum_when_told, "ab") as group:
         group.expect(0, "begun")
         since = monotonic()
-        who = Who(group=group.identity, rank=1, size=2)
+        who = group.who(1)
         with stranger.join(group.peers[0].address, group.peers[0].port, SECRET, who) as connection:
-            connection.sendall(Frame(type=kind, seq=1, payload=f"forged\nline {ESCAPES}".encode()).encode())
+            connection.sendall(
+                who.encode(Frame(type=kind, seq=1, payload=f"forged\nline {ESCAPES}".encode()))
+            )
             for text in group.errors([0], since):
                 assert "forged\\x0aline \\x1b[2J" in text and "\x1b" not in text and "\n" not in text
 
@@ -207,7 +211,7 @@ def test_a_group_name_reaches_a_helpers_log_escaped() -> None:
     with HelperProcess("h0") as helper:
         who = Who(group=f"x\nforged {ESCAPES}", rank=0, size=2)
         with stranger.join(helper.address, helper.port, SECRET, who) as connection:
-            connection.sendall(Frame(magic=7).encode())
+            connection.sendall(who.encode(Frame(magic=7)))
             assert stranger.hears_the_end(connection)
         said = helper.stop()
     assert "x\\x0aforged \\x1b[2J" in said and "\x1b" not in said and "\nforged" not in said
@@ -218,7 +222,7 @@ def test_a_helper_that_speaks_like_a_rank_is_left_out() -> None:
     with stranger.FakeHelper(SECRET) as fake:
         with Group(sum_when_told, "ab", helpers=[fake], pattern=[0, 1]) as group:  # type: ignore[list-item]
             group.expect(0, "begun")
-            fake.send(Frame(type=stranger.ANNOUNCE, seq=1, payload=b"of my own").encode())
+            fake.send(Frame(type=stranger.ANNOUNCE, seq=1, payload=b"of my own"), group.identity)
             sleep(ARRIVED_S)
             group.tell(1)
             for rank in range(2):

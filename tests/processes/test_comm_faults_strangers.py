@@ -126,10 +126,9 @@ def test_an_impossible_frame_of_a_peer_ends_the_job_and_names_it(name: str) -> N
         group.expect(0, "sum", count=2)
         peer = group.peers[0]
         since = monotonic()
-        with stranger.join(
-            peer.address, peer.port, SECRET, Who(group=group.identity, rank=1, size=2)
-        ) as connection:
-            connection.sendall(frame.encode())
+        who = group.who(1)
+        with stranger.join(peer.address, peer.port, SECRET, who) as connection:
+            connection.sendall(who.encode(frame))
             for text in group.errors(range(2), since):
                 assert group.name(1) in text, text
             assert what in group.errors([0], since)[0]
@@ -144,13 +143,9 @@ def test_impossible_frames_of_other_groups_leave_a_helper_at_work() -> None:
         with Group(stream_until_told, "ab", helpers=[helper], pattern=HELPER_TAKES_PART) as group:
             group.expect(0, "sum", count=2)
             for rank, frame in enumerate(frames):
-                with stranger.join(
-                    helper.address,
-                    helper.port,
-                    SECRET,
-                    Who(group=f"other {rank // 8}", rank=rank % 2, size=2),
-                ) as connection:
-                    connection.sendall(frame.encode() + Frame(host=1).encode())
+                who = Who(group=f"other {rank // 8}", rank=rank % 2, size=2)
+                with stranger.join(helper.address, helper.port, SECRET, who) as connection:
+                    connection.sendall(who.encode(frame) + who.encode(Frame(host=1)))
             group.expect(0, "sum", count=len(group.values(0, "sum")) + 5)
             group.tell(0)
             for rank in range(2):
@@ -165,10 +160,9 @@ def test_a_helper_drops_the_rank_that_sends_an_impossible_frame_and_the_job_goes
     with HelperProcess("h0") as helper:
         with Group(stream_until_told, "ab", helpers=[helper], pattern=HELPER_TAKES_PART) as group:
             group.expect(0, "sum", count=2)
-            with stranger.join(
-                helper.address, helper.port, SECRET, Who(group=group.identity, rank=1, size=2)
-            ) as connection:
-                connection.sendall(Frame(payload_crc=7).encode())
+            who = group.who(1)
+            with stranger.join(helper.address, helper.port, SECRET, who) as connection:
+                connection.sendall(who.encode(Frame(payload_crc=7)))
                 assert stranger.hears_the_end(connection)
             group.expect(0, "sum", count=len(group.values(0, "sum")) + 20)
             group.tell(0)

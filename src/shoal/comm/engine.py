@@ -72,7 +72,7 @@ class Peer:
         address: IPv4 address on which its engine listens.
         port: port on which its engine listens.
         global_rank: its rank in the whole job, for messages.
-        pid: its process id, for messages.
+        pid: its process id; with address and port it names the process.
     """
 
     host: str
@@ -256,6 +256,16 @@ class Engine:
 
     It listens on construction; :meth:`connect` connects to the others.
 
+    Args:
+        rank: of this process in the group.
+        size: number of ranks, at least 2.
+        group: name of the group, the same on all ranks.
+        secret: that the ranks share.
+        address: IPv4 address to listen on.
+        options: the same on all ranks.
+        share_connections: whether to share connections with other groups of this process that have the same
+            options.
+
     Raises:
         CommError: the address is not available.
     """
@@ -269,10 +279,12 @@ class Engine:
         secret: bytes,
         address: str,
         options: EngineOptions,
+        share_connections: bool = True,
     ) -> None:
         settings = {
             **asdict(options), "fabric": fabric_providers(options.transport),
             "rank": rank, "size": size, "group": group, "secret": secret, "address": address,
+            "share_connections": share_connections,
         }  # fmt: skip
         try:
             self._engine = native.core().Engine(settings)

@@ -68,7 +68,7 @@ def connect_engine(
         records = Records(store, group, secret, timeout)
         options = options or EngineOptions()
         options = replace(options, transport=options.transport or env.transport())
-        rules = _exchange_rules(records, rank, options)
+        rules = _exchange_rules(records, rank, options, _place_of(store))
         address = local_address(store)
         engine = Engine(
             rank=rank, size=size, group=group, address=address, options=options,
@@ -106,11 +106,15 @@ def connect_engine(
     return engine
 
 
-def _exchange_rules(records: Records, rank: int, options: EngineOptions) -> dict[str, Any]:
+_random_secrets: dict[str, str] = {}
+"""Secrets by the place of the groups' store. Later groups there use the same, and so share connections."""
+
+
+def _exchange_rules(records: Records, rank: int, options: EngineOptions, place: str) -> dict[str, Any]:
     """Return the settings that rank 0 decides, as in :data:`RULES`.
 
     Without ``SHOAL_SECRET`` the secret is random and in the store: any process that can read the store may
-    join.
+    join. ``place`` is that of the store.
     """
     if rank == 0:
         if env.helpers() and env.secret() is None:
@@ -119,6 +123,7 @@ def _exchange_rules(records: Records, rank: int, options: EngineOptions) -> dict
                 "secret: set SHOAL_SECRET or SHOAL_SECRET_FILE on all hosts"
             )
         helpers = reachable_helpers(workers_serve=options.workers_serve)
+        new_secret = secrets.token_hex(_SECRET_BYTES)
         rules = {
             "helpers": [
                 {**asdict(each), "name": name_of(each), "bandwidth": bandwidth_of(each) or 0.0}
@@ -126,10 +131,12 @@ def _exchange_rules(records: Records, rank: int, options: EngineOptions) -> dict
             ],
             "options": asdict(options),
             "segment": f"shoal-{os.getpid()}-{secrets.token_hex(8)}",
-            "secret": "" if env.secret() is not None else secrets.token_hex(_SECRET_BYTES),
+            "secret": "" if env.secret() is not None else _random_secrets.get(place) or new_secret,
         }
         records.put("rules", rules)
     rules = records.get("rules", 0, RULES)
+    if rules["secret"] and place:
+        _random_secrets.setdefault(place, str(rules["secret"]))
     if rules["options"] != asdict(options):
         raise UsageError(f"rank {rank} has other pg_options than rank 0: {options}; give all ranks the same")
     return rules
@@ -249,10 +256,7 @@ def local_address(store: Store) -> str:
     """
     if given := env.interface():
         return interface_address(given)
-    inner: Any = store
-    while (outer := getattr(inner, "underlying_store", None)) is not None:  # of torch's PrefixStore
-        inner = outer
-    host = getattr(inner, "host", "") or socket.gethostname()
+    host = getattr(_without_prefix(store), "host", "") or socket.gethostname()
     address = _address_towards(host) or LOOPBACK
     if ipaddress.IPv4Address(address).is_loopback and address != host and env.has_other_hosts():
         return _outgoing_address() or address
@@ -279,6 +283,22 @@ def _outgoing_address() -> str | None:
             found.append(interface_address(name))
     others = [address for address in found if not ipaddress.IPv4Address(address).is_loopback]
     return others[0] if len(others) == 1 else None
+
+
+def _without_prefix(store: Any) -> Any:
+    """Return the store inside torch's ``PrefixStore``."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return store
+
+
+def _place_of(store: Store) -> str:
+    """Return a string that is equal for stores with the same server or file; empty if they have neither."""
+    inner = _without_prefix(store)
+    if path := getattr(inner, "path", ""):
+        return str(path)
+    host = getattr(inner, "host", "")
+    return f"{host}:{getattr(inner, 'port', '')}" if host else ""
 
 
 def interface_address(given: str) -> str:

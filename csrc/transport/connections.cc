@@ -1,0 +1,449 @@
+#include "transport/connections.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <future>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/log.h"
+
+namespace shoal {
+
+namespace {
+
+constexpr std::size_t kMaxProcesses = 65536;
+constexpr std::size_t kMaxEarlyJoins = 65536;
+constexpr std::size_t kMaxText = 4096;
+
+// The connections that engines may share. A child of fork() begins without any: threads do not survive it.
+struct Registry {
+  Mutex mutex;
+  std::vector<std::weak_ptr<Connections>> all GUARDED_BY(mutex);
+};
+
+Registry*& registry_of_process() {
+  static Registry* registry = new Registry;
+  return registry;
+}
+
+Registry& registry() {
+  [[maybe_unused]] static const int forgets_in_children =
+      pthread_atfork(nullptr, nullptr, [] { registry_of_process() = new Registry; });
+  return *registry_of_process();
+}
+
+}  // namespace
+
+Connections::Connections(TransportOptions options) : options_(options) {
+  transport_ = open_transport(std::move(options), *this);
+  transport_->start();
+}
+
+Connections::~Connections() { transport_->stop(); }
+
+std::shared_ptr<Connections> Connections::shared(const TransportOptions& options, const std::string& group) {
+  Registry& of_process = registry();
+  const MutexLock lock(of_process.mutex);
+  std::erase_if(of_process.all, [](const auto& each) { return each.expired(); });
+  for (const auto& each : of_process.all) {
+    const std::shared_ptr<Connections> found = each.lock();
+    if (!found || found->tainted_ || !(found->options_ == options)) continue;
+    if (found->reserved_.insert(group).second) return found;
+  }
+  auto made = std::make_shared<Connections>(options);
+  made->reserved_.insert(group);
+  of_process.all.push_back(made);
+  return made;
+}
+
+void Connections::release(const std::string& group) {
+  const MutexLock lock(registry().mutex);
+  reserved_.erase(group);
+}
+
+// ---- processes and groups ------------------------------------------------------------------------------
+
+void Connections::attach(Channel& channel) {
+  const auto [found, fresh] = channels_.try_emplace(channel.number(), &channel);
+  if (fresh) return;
+  throw std::runtime_error("group '" + channel.group() + "' has the same number as group '" + found->second->group() +
+                           "', which this process is in; give it another name");
+}
+
+void Connections::detach(Channel& channel) {
+  channels_.erase(channel.number());
+  left_.add(channel.number());
+}
+
+void Connections::replay_joins(Channel& channel) {
+  const auto begin = early_.lower_bound({channel.number(), 0});
+  const auto end = std::find_if(begin, early_.end(), [&](const auto& each) { return each.first.first != channel.number(); });
+  const std::vector<std::pair<std::pair<std::uint32_t, int>, EarlyJoin>> joins(begin, end);
+  early_.erase(begin, end);
+  for (const auto& [key, early] : joins) {
+    channel.admit(key.second, early.who);
+    if (early.left) channel.left(key.second, early.why);
+  }
+}
+
+std::vector<Channel*> Connections::channels() {
+  std::vector<Channel*> all;
+  for (const auto& [number, channel] : channels_) all.push_back(channel);
+  return all;
+}
+
+int Connections::peer_named(const std::string& name) {
+  const auto [found, fresh] = peer_of_.try_emplace(name, next_peer_);
+  if (fresh) processes_[next_peer_++].name = name;
+  return found->second;
+}
+
+int Connections::peer_of(const Place& place) {
+  const int peer = peer_named(place.name());
+  transport_->set_peer(peer, place.address, place.port);
+  return peer;
+}
+
+std::size_t Connections::num_connections(int peer) const {
+  const auto found = processes_.find(peer);
+  return found == processes_.end() ? 0 : found->second.num_connections;
+}
+
+int Connections::begin_calls(int peer, int wanted) {
+  const auto found = processes_.find(peer);
+  if (found == processes_.end()) throw std::runtime_error("its connections have ended");
+  return std::exchange(found->second.num_called, std::max(found->second.num_called, wanted));
+}
+
+void Connections::calls_failed(int peer, int num_called) {
+  const auto found = processes_.find(peer);
+  if (found != processes_.end()) found->second.num_called = num_called;
+}
+
+void Connections::tell(int peer, FrameType type, std::uint32_t group, Payload payload) {
+  FrameHeader header;
+  header.type = type;
+  header.group = group;
+  transport_->send(peer, header, std::move(payload));
+}
+
+void Connections::drop_peer(int peer, const std::string& why) {
+  transport_->drop(peer);
+  on_down(peer, why);
+}
+
+// ---- the transport's events ----------------------------------------------------------------------------
+
+int Connections::on_introduction(const Introduction& who, std::string& why_not) {
+  assert_here();
+  if (who.name.empty() || (processes_.size() >= kMaxProcesses && !peer_of_.count(who.name))) {
+    why_not = who.name.empty() ? "it has no name" : "too many processes are connected";
+    return -1;
+  }
+  return peer_named(who.name);
+}
+
+void Connections::on_connected(int peer) {
+  assert_here();
+  const auto process = processes_.find(peer);
+  if (process == processes_.end()) return;
+  ++process->second.num_connections;
+  for (Channel* channel : channels()) channel->connected(peer);
+}
+
+void Connections::on_frame(int peer, const FrameHeader& header, Payload payload) {
+  assert_here();
+  if (!processes_.count(peer)) return;  // the rest of what a dropped peer has sent
+  if (header.type == FrameType::join) return on_join(peer, header, payload);
+  if (header.type == FrameType::leave) return on_leave(peer, header.group, printable(text_of(payload).substr(0, kMaxText)));
+  if (header.type == FrameType::fabric) return;  // of a process with libfabric; this one has none
+  const auto channel = channels_.find(header.group);
+  if (channel != channels_.end()) return channel->second->receive(peer, header, std::move(payload));
+  if (!left_.has(header.group)) drop_peer(peer, "it sent a frame of a group that this process is not in");
+}
+
+void Connections::on_join(int peer, const FrameHeader& header, const Payload& payload) {
+  Identity who;
+  try {
+    who = read_join(header, payload);
+  } catch (const std::runtime_error& error) {
+    return drop_peer(peer, error.what());
+  }
+  const auto channel = channels_.find(header.group);
+  if (channel != channels_.end()) return channel->second->admit(peer, who);
+  if (left_.has(header.group) || early_.size() >= kMaxEarlyJoins) {
+    const std::string why = left_.has(header.group) ? "it has left the group" : "it has too many joins to consider";
+    return tell(peer, FrameType::leave, header.group, payload_of(why));
+  }
+  early_[{header.group, peer}] = {who, false, ""};
+}
+
+void Connections::on_leave(int peer, std::uint32_t group, const std::string& why) {
+  if (const auto channel = channels_.find(group); channel != channels_.end()) return channel->second->left(peer, why);
+  const auto early = early_.find({group, peer});
+  if (early == early_.end()) return;
+  early->second.left = true;
+  early->second.why = why;
+}
+
+void Connections::on_down(int peer, const std::string& why) {
+  assert_here();
+  const auto process = processes_.find(peer);
+  if (process == processes_.end()) return;
+  peer_of_.erase(process->second.name);
+  processes_.erase(process);
+  std::erase_if(early_, [peer](const auto& each) { return each.first.second == peer; });
+  for (Channel* channel : channels()) channel->lost(peer, why);
+}
+
+void Connections::on_tick() {
+  assert_here();
+  for (Channel* channel : channels()) channel->tick();
+}
+
+void Connections::on_error(const std::string& what) {
+  assert_here();
+  for (Channel* channel : channels()) channel->error(what);
+}
+
+// ---- channels ------------------------------------------------------------------------------------------
+
+Channel::Channel(std::shared_ptr<Connections> connections, std::string name)
+    : name_(std::move(name)),
+      connections_(*connections),
+      port_(connections->transport().port()),
+      owner_(std::move(connections)) {}
+
+std::shared_ptr<Connections> Channel::owner() {
+  const MutexLock lock(mutex_);
+  return owner_;
+}
+
+// Makes a call on the network thread and returns what it returns or throws.
+template <class Call>
+auto Channel::on_network(const Call& call) {
+  const auto task = std::make_shared<std::packaged_task<decltype(call())()>>(call);
+  auto result = task->get_future();
+  connections_.transport().post([task] { (*task)(); });
+  return result.get();
+}
+
+// ---- channels: meeting ---------------------------------------------------------------------------------
+
+void Channel::open(const Identity& me, int self, const std::vector<Member>& members, ChannelEvents& events) {
+  on_network([&] {
+    connections_.assert_here();
+    start(me, self, members, events);
+  });
+}
+
+void Channel::start(const Identity& me, int self, const std::vector<Member>& members, ChannelEvents& events) {
+  me_ = me;
+  number_ = group_number(me.group);
+  my_name_ = members[static_cast<std::size_t>(self)].place.name();
+  const int count = static_cast<int>(members.size());
+  for (int member = 0; member < count; ++member) {
+    const auto& [place, num_data] = members[static_cast<std::size_t>(member)];
+    members_.push_back({place, num_data});
+    if (member == self) continue;
+    at(member).peer = connections_.peer_of(place);
+    if (place.name() == my_name_ || !member_of_.emplace(at(member).peer, member).second) {
+      throw std::runtime_error("two members of the group are the process " + place.name());
+    }
+  }
+  connections_.attach(*this);
+  events_ = &events;
+  {
+    const MutexLock lock(mutex_);
+    for (const auto& [peer, member] : member_of_) missing_.insert(member);
+  }
+  for (int member = 0; member < count; ++member) {
+    if (member != self && connections_.num_connections(at(member).peer)) introduce(member);
+  }
+  connections_.replay_joins(*this);
+}
+
+void Channel::call(int member, double timeout_s) {
+  const auto [to, first, wanted] = on_network([&] {
+    connections_.assert_here();
+    const State& state = at(member);
+    const bool calls = state.peer >= 0 && (state.place.is_helper() || my_name_ > state.place.name());
+    const int wanted = calls && !state.gone ? 1 + state.num_data : 0;
+    return std::tuple(state.peer, calls && !state.gone ? connections_.begin_calls(state.peer, wanted) : 0, wanted);
+  });
+  for (int k = first; k < wanted; ++k) {
+    try {
+      connections_.transport().call_peer(to, {my_name_, k == 0}, timeout_s);
+    } catch (const std::runtime_error&) {
+      on_network([&, peer = to] {
+        connections_.assert_here();
+        connections_.calls_failed(peer, k);
+      });
+      throw;
+    }
+  }
+}
+
+std::vector<int> Channel::await_members(double timeout_s) {
+  const auto deadline = std::chrono::steady_clock::now() + seconds(timeout_s);
+  const MutexLock lock(mutex_);
+  while (!missing_.empty() && changed_.wait_until(mutex_, deadline)) {
+  }
+  return {missing_.begin(), missing_.end()};
+}
+
+void Channel::connected(int peer) {
+  const auto found = member_of_.find(peer);
+  if (found == member_of_.end()) return;
+  introduce(found->second);
+  check(found->second);
+}
+
+void Channel::introduce(int member) {
+  State& to = at(member);
+  if (std::exchange(to.asked, true) || to.gone) return;
+  connections_.tell(to.peer, FrameType::join, number_, join_payload(me_));
+}
+
+void Channel::admit(int peer, const Identity& who) {
+  const auto found = member_of_.find(peer);
+  std::string why_not;
+  if (who.group != me_.group) why_not = "the number of group '" + who.group + "' is that of group '" + me_.group + "' here; give one of them another name";
+  else if (found == member_of_.end()) why_not = "it does not know this process as a member of group '" + name_ + "'";
+  else why_not = events_->on_join(found->second, who);
+  if (!why_not.empty()) return connections_.tell(peer, FrameType::leave, number_, payload_of(why_not));
+  at(found->second).joined = true;
+  check(found->second);
+}
+
+// A member is no longer missing once it has joined and its connections stand, or once it is gone.
+void Channel::check(int member) {
+  const State& state = at(member);
+  const bool fabric = connections_.over_fabric() && !state.place.is_helper();
+  const std::size_t wanted = 1 + static_cast<std::size_t>(state.num_data) + fabric;
+  if (!state.gone && !(state.joined && connections_.num_connections(state.peer) >= wanted)) return;
+  const MutexLock lock(mutex_);
+  missing_.erase(member);
+  if (missing_.empty()) changed_.notify_all();
+}
+
+// ---- channels: frames ----------------------------------------------------------------------------------
+
+void Channel::send(int member, FrameHeader header, Payload payload) {
+  const State& to = at(member);
+  if (!to.joined || to.gone) return;
+  header.group = number_;
+  ++frames_sent_;
+  bytes_sent_ += sizeof header + payload.size;
+  connections_.transport().send(to.peer, header, std::move(payload));
+}
+
+void Channel::receive(int peer, const FrameHeader& header, Payload payload) {
+  const auto found = member_of_.find(peer);
+  if (found == member_of_.end()) return connections_.drop_peer(peer, "it sent a frame of a group that it is not in");
+  State& from = at(found->second);
+  if (from.dropped) return;
+  from.joined = true;  // it sends what follows a join, which may have been overtaken on another connection
+  ++frames_received_;
+  bytes_received_ += sizeof header + payload.size;
+  events_->on_frame(found->second, header, std::move(payload));
+}
+
+void Channel::post(std::function<void()> task) {
+  const MutexLock lock(mutex_);
+  if (!owner_) return;
+  connections_.transport().post([self = shared_from_this(), task = std::move(task)] {
+    self->connections_.assert_here();
+    if (!self->events_) return;
+    try {
+      task();
+    } catch (const std::exception& error) {
+      self->events_->on_error(error.what());
+    }
+  });
+}
+
+std::map<std::string, std::uint64_t> Channel::counters() {
+  const std::shared_ptr<Connections> open = owner();
+  std::map<std::string, std::uint64_t> counts;
+  if (open) {
+    counts = open->transport().counters();
+  } else {
+    const MutexLock lock(mutex_);
+    counts = last_counters_;
+  }
+  counts["bytes_sent"] = bytes_sent_;
+  counts["bytes_received"] = bytes_received_;
+  counts["frames_sent"] = frames_sent_;
+  counts["frames_received"] = frames_received_;
+  return counts;
+}
+
+// ---- channels: the end ---------------------------------------------------------------------------------
+
+void Channel::end(int member, const std::string& why) {
+  if (std::exchange(at(member).gone, true)) return;
+  events_->on_down(member, why);
+  check(member);  // who waits for it now finds the group's error
+}
+
+void Channel::left(int peer, const std::string& why) {
+  if (const auto found = member_of_.find(peer); found != member_of_.end()) end(found->second, why);
+}
+
+void Channel::lost(int peer, const std::string& why) {
+  const auto found = member_of_.find(peer);
+  if (found == member_of_.end()) return;
+  if (!at(found->second).gone) connections_.peer_was_lost();
+  end(found->second, why);
+}
+
+void Channel::drop(int member, const std::string& why) {
+  State& from = at(member);
+  from.dropped = true;
+  if (std::exchange(from.gone, true)) return;
+  check(member);
+  if (from.asked) connections_.tell(from.peer, FrameType::leave, number_, payload_of(why));
+}
+
+bool Channel::flush(double timeout_s) {
+  std::vector<int> peers;
+  on_network([&] {
+    connections_.assert_here();
+    for (const State& each : members_) {
+      if (each.joined && !each.gone) peers.push_back(each.peer);
+    }
+  });
+  return connections_.transport().flush(peers, timeout_s);
+}
+
+void Channel::close(const std::string& why) {
+  std::shared_ptr<Connections> open = owner();
+  if (!open) return;
+  on_network([&] {
+    connections_.assert_here();
+    leave(why);
+  });
+  auto counts = open->transport().counters();
+  {
+    const MutexLock lock(mutex_);
+    last_counters_ = std::move(counts);
+    owner_.reset();
+  }
+  open->release(name_);
+}
+
+void Channel::leave(const std::string& why) {
+  if (!std::exchange(events_, nullptr)) return;
+  for (const State& each : members_) {
+    if (each.asked && !each.gone) connections_.tell(each.peer, FrameType::leave, number_, payload_of(why));
+  }
+  drop_data();
+  connections_.detach(*this);
+}
+
+}  // namespace shoal

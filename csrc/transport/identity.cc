@@ -1,0 +1,51 @@
+#include "transport/identity.h"
+
+#include <cstring>
+#include <stdexcept>
+
+#include "base/crc32c.h"
+
+namespace shoal {
+
+namespace {
+
+constexpr std::size_t kWords = 4;         // rank, size, host, number of hosts; the name follows
+constexpr std::size_t kRemembered = 4096;  // groups that were left
+
+}  // namespace
+
+std::string Place::name() const {
+  const std::string at = address + ":" + std::to_string(port);
+  return is_helper() ? at : at + " pid " + std::to_string(pid);
+}
+
+std::uint32_t group_number(const std::string& group) { return crc32c(group.data(), group.size()); }
+
+Payload join_payload(const Identity& who) {
+  if (who.group.size() > kMaxGroupName) throw std::runtime_error("the group's name is too long");
+  const std::int32_t words[kWords] = {who.rank, who.size, who.host, who.num_hosts};
+  std::string text(sizeof words, '\0');
+  std::memcpy(text.data(), words, sizeof words);
+  return payload_of(text + who.group);
+}
+
+Identity read_join(const FrameHeader& header, const Payload& payload) {
+  std::int32_t words[kWords];
+  if (payload.size <= sizeof words || payload.size > sizeof words + kMaxGroupName) {
+    throw std::runtime_error("a member joins with " + std::to_string(payload.size) + " bytes");
+  }
+  std::memcpy(words, payload.data, sizeof words);
+  Identity who{text_of(payload).substr(sizeof words), words[0], words[1], words[2], words[3]};
+  if (group_number(who.group) != header.group) throw std::runtime_error("a member joins a group by another's number");
+  return who;
+}
+
+void LeftGroups::add(std::uint32_t number) {
+  if (!numbers_.insert(number).second) return;
+  order_.push_back(number);
+  if (order_.size() <= kRemembered) return;
+  numbers_.erase(order_.front());
+  order_.pop_front();
+}
+
+}  // namespace shoal
