@@ -194,5 +194,5 @@ def check_names(rank: int, port: int) -> None:
 
 
 def test_helpers_may_have_names_and_one_without_an_address_is_left_out(tmp_path: Path) -> None:
-    with HelperProcess("h0") as helper:
+    with HelperProcess("h0", address="127.0.0.1") as helper:
         run_group(check_names, 3, tmp_path, helper.port, hosts=HOSTS, environment={"SHOAL_SECRET": SECRET})

@@ -19,6 +19,7 @@ from shoal.bench.chrome_trace import Span, rank_events, write_trace
 from shoal.bench.comm_options import CommBench, parse_sizes, split_list
 from shoal.bench.comm_results import Network, Row, formula_seconds, limit_seconds
 from shoal.comm.helpers import helper_bandwidths
+from shoal.comm.native_group import python_group
 from shoal.comm.rendezvous import host_identity
 from shoal.env import HELPERS, WorkerEnv, helpers, without
 from shoal.errors import EXIT_OK, ShoalError, UsageError
@@ -254,7 +255,7 @@ def _trace(calls: dict[str, Call], groups: Groups, case: Case) -> list[Span]:
     """Run each call once more and return the spans that the engines recorded, in this host's time."""
     spans = []
     for name, call in calls.items():
-        engine = getattr(groups.of_backend[name], "engine", None)
+        engine = getattr(python_group(groups.of_backend[name]), "engine", None)
         if engine is not None:
             engine.trace(True)
             engine.take_trace()

@@ -15,7 +15,8 @@ from cyclopts import App, Group, Parameter
 
 from shoal.cli.settings import settings_from, this_command
 from shoal.recipes import RECIPES, load
-from shoal.recipes.start import REQUIRED, Launch, start
+from shoal.recipes.start import Launch, start
+from shoal.train.config import REQUIRED
 
 _LISTS = Parameter(consume_multiple=True)  # --finetune.at 5000 10000
 train = App(name="train", default_parameter=_LISTS)

@@ -12,11 +12,10 @@ from shoal.errors import UsageError
 from shoal.models.pretraining import AlbertPretraining, BertPretraining
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
 from shoal.recipes import masked_lm, t5
-from shoal.recipes.run_data import description_in
 from shoal.record import Start, read_record
 from shoal.train.checkpoint import load_model
 from shoal.train.config import load_toml
-from shoal.train.run_dir import CONFIG_FILE, run_dir_of
+from shoal.train.run_dir import CONFIG_FILE, description_in, run_dir_of
 
 _ENCODERS: dict[str, tuple[Any, Any]] = {
     "albert": (AlbertModelConfig, AlbertPretraining),

@@ -15,12 +15,14 @@ from shoal.data.images.cache import CacheConfig
 from shoal.data.images.reader import default_decode_threads
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.sources import TRAIN, VALIDATION
+from shoal.data.images.storage import open_storage
 from shoal.data.manifest import MANIFEST
 from shoal.decide.batch import MemoryEstimate
 from shoal.errors import ShoalError, UsageError, require_positive
 from shoal.json_text import parse_json
-from shoal.recipes.start import REQUIRED
+from shoal.train import run_dir
 from shoal.train.config import (
+    REQUIRED,
     DistributedConfig,
     LoopConfig,
     RunOutputConfig,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from shoal.data.loader import Batch
     from shoal.data.steps import Reader
     from shoal.models.profile import StepProfile
+    from shoal.train.run import Run
     from shoal.train.world import World
 
 # ------------------------------------------------------------------------------------------------- config
@@ -110,6 +113,12 @@ def location_of(config: ImageTrainConfig) -> Path | str:
             "e.g. --data.path runs/images"
         )
     return config.data.path or required(config.run.dir) / MADE
+
+
+def keep_description(config: ImageTrainConfig, run: "Run", *names: str) -> None:
+    """Copy files that describe the prepared images into the run directory, on the first worker."""
+    if run.directory is not None and run.world.is_main:
+        run_dir.keep_description(run.directory, open_storage(location_of(config)).whole, *names)
 
 
 def make_images(

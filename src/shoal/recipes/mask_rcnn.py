@@ -27,7 +27,6 @@ from shoal.errors import UsageError, require_positive
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.optim.lr_schedules import Cosine, Steps, learning_rate, set_learning_rate
 from shoal.recipes import images, run_script
-from shoal.recipes.run_data import keep_description
 from shoal.train.config import (
     LoopConfig,
     RunOutputConfig,
@@ -190,7 +189,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
         # ----------------------------------------------------------------------------------------- data
         images.make_images(config, run.world, make_coco, last_file=CATEGORIES)
         source, held_out = open_data(config, run.world)
-        keep_description(run, images.location_of(config), CATEGORIES)
+        images.keep_description(config, run, CATEGORIES)
         categories, num_images = held_out.categories, source.reader.num_examples
         plan = make_plan(config, num_examples=num_images, num_workers=run.world.num_workers)
 

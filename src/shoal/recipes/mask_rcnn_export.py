@@ -22,10 +22,9 @@ from shoal.errors import ShoalError, UsageError, did_you_mean
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.models.detection.mask_rcnn import MaskRCNN
 from shoal.recipes.images import WEIGHTS, read_tree, reading, write_directory
-from shoal.recipes.run_data import description_in
 from shoal.train.checkpoint import load_model
 from shoal.train.config import load_toml
-from shoal.train.run_dir import CONFIG_FILE, run_dir_of
+from shoal.train.run_dir import CONFIG_FILE, description_in, run_dir_of
 
 FORMAT = "shoal-mask-rcnn"
 

@@ -10,8 +10,7 @@ from cyclopts import Parameter
 
 from shoal.errors import UsageError
 from shoal.models.text_config import EncoderConfig, T5ModelConfig
-from shoal.recipes.start import REQUIRED
-from shoal.train.config import required
+from shoal.train.config import REQUIRED, required
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,9 +51,12 @@ def read_manifest(data: PreparedTextConfig) -> "Manifest":
 def keep_tokenizer(data: PreparedTextConfig, run: "Run") -> None:
     """Copy the tokenizer and the manifest of the text into the run directory, for exports."""
     from shoal.data.manifest import MANIFEST
-    from shoal.recipes.run_data import keep_description
+    from shoal.train.run_dir import keep_description
 
-    keep_description(run, required(data.path), MANIFEST, read_manifest(data).tokenizer.file)
+    if run.directory is not None and run.world.is_main:
+        folder = required(data.path)
+        files = (MANIFEST, read_manifest(data).tokenizer.file)
+        keep_description(run.directory, lambda name: (folder / name).read_bytes(), *files)
 
 
 def open_shards(data: PreparedTextConfig, *, verify: bool) -> "tuple[TextShards, TextShards]":

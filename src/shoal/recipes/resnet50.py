@@ -33,7 +33,6 @@ from shoal.models.resnet_config import ResNetConfig
 from shoal.optim.lr_schedules import Schedule, learning_rate, set_learning_rate
 from shoal.recipes import images, run_script
 from shoal.recipes.images import ImageDataConfig, ImageTrainConfig
-from shoal.recipes.run_data import keep_description
 from shoal.train.config import (
     DecayConfig,
     LoopConfig,
@@ -226,7 +225,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
         data, augment, validation = config.data, config.augment, config.validation
         images.make_images(config, run.world, partial(make_images, num_classes=NUM_CLASSES_MADE))
         train, held_out = images.open_shards(config, run.world, evict=data.block_size > 0)
-        keep_description(run, images.location_of(config), MANIFEST)
+        images.keep_description(config, run, MANIFEST)
         num_classes = count_classes(config, len(train.manifest.classes))
         plan = make_plan(config, num_examples=len(train), num_workers=run.world.num_workers)
         run.epoch_samples = len(train)

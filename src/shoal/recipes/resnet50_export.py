@@ -20,10 +20,9 @@ from shoal.errors import UsageError
 from shoal.models.resnet import new_resnet
 from shoal.models.resnet_config import ResNetConfig
 from shoal.recipes.images import WEIGHTS, read_tree, reading, write_directory
-from shoal.recipes.run_data import description_in
 from shoal.train.checkpoint import load_model
 from shoal.train.config import load_toml
-from shoal.train.run_dir import CONFIG_FILE, run_dir_of
+from shoal.train.run_dir import CONFIG_FILE, description_in, run_dir_of
 
 FORMAT = "shoal-resnet"
 _USE = ("size", "resize", "mirror", "mean", "std")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 
 from shoal.env import WorkerEnv, worker_env
 from shoal.errors import EXIT_OK, UsageError
@@ -15,9 +15,6 @@ from shoal.launch.emulated_job import Hosts, launch_emulated
 from shoal.launch.local import launch
 from shoal.train.config import required
 from shoal.train.run_dir import require_free, require_writable
-
-REQUIRED = Group("Required", sort_key=0)
-"""Options without which a recipe does not start; the first group of ``--help``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,15 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
+from cyclopts import Group
+
 from shoal.errors import UsageError, require_positive
 from shoal.optim.lr_schedules import Schedule
 
 T = TypeVar("T")
+
+REQUIRED = Group("Required", sort_key=0)
+"""Options without which a recipe does not start; the first group of ``--help``."""
 
 
 @dataclass(frozen=True, kw_only=True)

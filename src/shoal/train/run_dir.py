@@ -29,7 +29,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.toml"
 FOLDER = "owner"
+DESCRIPTION = "data"
+"""Folder of what describes the run's prepared data: manifest, tokenizer, classes or categories."""
 BEAT_S = 5.0
 """Seconds between heartbeats of an owner."""
 PATIENCE_S = 60.0
@@ -463,3 +465,39 @@ def _require_same(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], fi
 def flat_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings in sections by their dotted names."""
     return {f"{section}.{name}": value for section, values in tree.items() for name, value in values.items()}
+
+
+# ---- what describes the prepared data ----------------------------------------------------------------------
+# Exporting, predicting and finetuning from a run read it from there: a run can be used without its data.
+
+
+def keep_description(directory: Path, read: Callable[[str], bytes], *names: str) -> None:
+    """Copy small files of the prepared data into the run directory; the first worker calls it.
+
+    Args:
+        directory: the run directory.
+        read: returns a file's content.
+        names: the files.
+
+    Raises:
+        ShoalError: the disk is full or the directory cannot be written.
+    """
+    folder = directory / DESCRIPTION
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        write_atomically(folder / name, read(name))
+
+
+def description_in(run_dir: Path) -> Path:
+    """Return the folder that :func:`keep_description` wrote.
+
+    Raises:
+        UsageError: the run has none.
+    """
+    folder = run_dir / DESCRIPTION
+    if not folder.is_dir():
+        raise UsageError(
+            f"{folder} is missing, which describes the data of the run: it has not begun to train, or only a "
+            f"part of it was copied; copy the whole directory {run_dir}"
+        )
+    return folder
