@@ -252,9 +252,9 @@ def test_a_server_without_ranges_does_not_send_a_shard_into_memory(answering):
 
 def test_the_deadline_ends_the_tries(answering):
     answering.answers = [failed(503, "SlowDown")]
-    files = S3Storage(LOCATION, deadline_s=0.3)
+    files = S3Storage(LOCATION, deadline_s=0.9)
     message = refusal(lambda: files.whole("manifest.json"))
-    assert "could not be read within 0.3 s (at last: 503 SlowDown); check the network" in message
+    assert "could not be read within 0.9 s (at last: 503 SlowDown); check the network" in message
     assert answering.num_asked > 2
 
 
