@@ -254,7 +254,7 @@ def test_a_whole_line_of_the_wrong_form_is_named(tmp_path: Path, line: str, said
 def test_not_the_directory_of_a_run(tmp_path: Path) -> None:
     with pytest.raises(ShoalError, match=r"holds no record\.jsonl: it is not the directory of a shoal run"):
         read_record(tmp_path)
-    with pytest.raises(ShoalError, match=r"nowhere holds no record\.jsonl"):
+    with pytest.raises(ShoalError, match=r"nowhere does not exist, so it has no record\.jsonl"):
         read_record(tmp_path / "nowhere")
 
 

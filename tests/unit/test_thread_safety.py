@@ -28,7 +28,7 @@ def check(*files: Path) -> subprocess.CompletedProcess[str]:
         (
             "engine.cc",
             "void Engine::on_tick() {\n  loop_.assert_here();",
-            "requires holding role 'transport_thread'",
+            "requires holding role 'network_thread'",
         ),
     ],
 )
