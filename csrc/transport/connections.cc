@@ -5,8 +5,11 @@
 #include <algorithm>
 #include <future>
 #include <stdexcept>
+#include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
+#include <variant>
 
 #include "base/clock.h"
 #include "base/log.h"
@@ -223,13 +226,29 @@ std::shared_ptr<Connections> Channel::owner() {
   return owner_;
 }
 
-// Makes a call on the network thread and returns what it returns or throws.
+// Makes a call on the network thread and returns what it returns. Throws std::runtime_error with the message of what
+// it throws: an exception itself would be shared by two threads.
 template <class Call>
 auto Channel::on_network(const Call& call) {
-  const auto task = std::make_shared<std::packaged_task<decltype(call())()>>(call);
-  auto result = task->get_future();
-  connections_.transport().post([task] { (*task)(); });
-  return result.get();
+  using Returned = decltype(call());
+  using Value = std::conditional_t<std::is_void_v<Returned>, std::monostate, Returned>;
+  const auto outcome = std::make_shared<std::promise<std::variant<Value, std::string>>>();
+  auto result = outcome->get_future();
+  connections_.transport().post([&call, outcome] {
+    try {
+      if constexpr (std::is_void_v<Returned>) {
+        call();
+        outcome->set_value(Value{});
+      } else {
+        outcome->set_value(call());
+      }
+    } catch (const std::exception& error) {
+      outcome->set_value(std::string(error.what()));
+    }
+  });
+  std::variant<Value, std::string> found = result.get();
+  if (const auto* message = std::get_if<std::string>(&found)) throw std::runtime_error(*message);
+  if constexpr (!std::is_void_v<Returned>) return std::get<Value>(std::move(found));
 }
 
 // ---- channels: meeting ---------------------------------------------------------------------------------
