@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -76,6 +77,7 @@ def start(
     Raises:
         UsageError: settings that cannot work together or with the data, or a job that uses ``run_dir``.
         ShoalError: a worker failed.
+        ModuleNotFoundError: torch is not installed.
     """
     place = worker_env()
     if place is not None:
@@ -92,6 +94,8 @@ def start(
     if how.dry_run:
         print("\n".join([*lines, *hosts, "dry run: nothing was started"]))
         return EXIT_OK
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError("workers need torch", name="torch")  # one line, not a traceback of each
     require_writable(run_dir)
     require_free(run_dir)  # before the workers' logs are written over
     log_dir = run_dir / "logs"
