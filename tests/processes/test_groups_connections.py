@@ -118,6 +118,7 @@ def begin_again(rank: int, folder: Path) -> None:
         dist.init_process_group("shoal", init_method=f"file://{folder}/{attempt}", rank=rank, world_size=SIZE)
         check_sum(rank, None)
         assert shoal_group().engine.counters()["connections"] == NUM_CONNECTIONS
+        dist.barrier()  # nobody leaves before all have counted
 
 
 def test_a_group_after_all_others_were_destroyed(tmp_path: Path) -> None:
