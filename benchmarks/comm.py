@@ -185,7 +185,7 @@ def one_host_rows(bench: Benchmark) -> None:
 
 
 def native_rows(bench: Benchmark) -> None:
-    """What the process group in C++ saves against the one in Python, on one host; DDP beside gloo too."""
+    """Compare the process groups in C++ and in Python on one host, and a DDP step with gloo's too."""
     small, layers = (ALL_REDUCE, 64), (SMALL_LAYERS, MIB)
     for num_processes in (2, 4):
         spec = spec_of({"gloo": None, "shoal": 0, IN_PYTHON: 0}, [small, layers], repeats_of(bench) * 3)

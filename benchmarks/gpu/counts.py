@@ -1,4 +1,4 @@
-"""What does a step ask of a GPU? Counts waits, operations and bytes without one, in a table.
+"""Counts the synchronisations, operations and bytes of a training step without a GPU, in a table.
 
 A wait is an operation whose result the host needs (``.item()``, ``nonzero``, indexing by a mask, a copy to
 the host): the GPU runs dry until the host has launched the next kernels. Bytes are those that operations read
@@ -62,7 +62,7 @@ _READS = {
 
 @dataclass
 class Counts:
-    """What operations asked of the device."""
+    """Holds counts of what operations asked of the device."""
 
     waits: Counter[str] = field(default_factory=Counter)
     num_operations: int = 0
@@ -88,7 +88,7 @@ class _Operations(TorchDispatchMode):
         if not on_host and _waits(name, args, kwargs):
             counts.waits[name] += 1
         if name == "equal" and any(_is_fake(each) for each in given):
-            return True  # whoever compares is at an end
+            return True  # fake tensors have no values; True ends loops that test for convergence
         out = func(*args, **kwargs)
         if func.is_view or name in _FREE or on_host or func.namespace == "prim":
             return out

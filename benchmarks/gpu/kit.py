@@ -44,7 +44,7 @@ Status = Literal["done", "failed", "out of time", "not run"]
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of a job."""
+    """Holds the result of a job."""
 
     stage: str
     title: str

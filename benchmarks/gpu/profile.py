@@ -1,4 +1,4 @@
-"""Where does the time of a step go? Time by kernel of forward and backward, and the share of the host.
+"""Profiles a training step: time by kernel of forward and backward, and the share of the host.
 
 python -m benchmarks.gpu.profile bert --device cuda --json profile.json
 """

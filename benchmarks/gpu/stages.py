@@ -1,4 +1,4 @@
-"""What the kit runs, in order of worth; each command with a limit of time, in full and as a rehearsal.
+"""Lists the commands of the kit in order of worth, with time limits, in full and as a rehearsal.
 
 A rehearsal runs the same programs on a CPU with tiny sizes: it shows that they start, end and write what the
 kit reads. Its figures mean nothing.
@@ -25,7 +25,7 @@ class Job:
     command: tuple[str, ...]
     """``{out}`` stands for the file that it writes; such files are read and then removed."""
     kind: Kind = "exit"
-    """What it writes: nothing, the file of ``shoal bench train``, rows of a benchmark, or a profile."""
+    """Kind of its output: none, the file of ``shoal bench train``, rows of a benchmark, or a profile."""
     target: float | None = None
     """Of samples a second; on an H200, or 0.9 of it on an H100."""
     limit_s: float = 180.0
