@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 from benchmarks.comm_buckets import bucket_samples
 from benchmarks.comm_rounding import cancelling_inputs, engine_sum, errors_over_bound, ring_sum
@@ -25,7 +26,7 @@ from benchmarks.comm_runs import (
     watched,
     wire_bytes_per_s,
 )
-from benchmarks.comm_worker import IN_PYTHON, MANY, NUM_MANY, SMALL_LAYERS
+from benchmarks.comm_worker import IN_PYTHON, MANY, NUM_MANY, PROCESSOR, SMALL_LAYERS
 from benchmarks.harness import Benchmark
 from shoal.decide.server_assignment import DDP_BUCKET_BYTES, gain_over_ring, recommended_bucket_bytes
 from shoal.launch.emulated import Cluster
@@ -184,6 +185,39 @@ def one_host_rows(bench: Benchmark) -> None:
             )  # fmt: skip
 
 
+def unshaped_rows(bench: Benchmark) -> None:
+    """2 and 4 hosts whose links are not shaped: what the processors can do, and what each GB costs them."""
+    big = (ALL_REDUCE, 25 * MIB)
+    key = f"{big[0]} {big[1]}"
+    for hosts in (2, 4):
+        with Cluster(hosts=hosts) as cluster:
+            spec = spec_of({"gloo": None, "shoal": 0}, [big], 3 * repeats_of(bench))
+            measured = on_cluster(cluster, spec, most_retaken=retakes_of(bench))
+        sent_gb = (
+            2 * (hosts - 1) / hosts * big[1] / 1e9
+        )  # by each rank, in a ring as with servers on the workers
+        case = f"{hosts} hosts, links not shaped, 25 MiB"
+        add_row(bench, measured, case, big, "shoal", target=1.2)
+        used = measured.samples[PROCESSOR + key]
+        bench.add(
+            f"{case}, processor time for each GB that a rank sends",
+            ours=[seconds / sent_gb for seconds in used["shoal"]],
+            peer=[seconds / sent_gb for seconds in used["gloo"]],
+            peer_name="gloo",
+            unit="s",
+            target=1 / 0.7,
+            foreign_cores=[measured.foreign],
+            num_retaken=measured.num_retaken,
+        )
+        for name in ("shoal", "gloo"):
+            took, cores = median(measured.samples[key][name]), median(used[name])
+            gbit = 8 * sent_gb
+            print(
+                f"{case}: {name} sends {gbit / took:.1f} Gbit/s a rank, {gbit / cores:.1f} for each core "
+                f"in use; 25 GbE takes {25 * cores / gbit:.1f} cores"
+            )
+
+
 def native_rows(bench: Benchmark) -> None:
     """Compare the process groups in C++ and in Python on one host, and a DDP step with gloo's too."""
     small, layers = (ALL_REDUCE, 64), (SMALL_LAYERS, MIB)
@@ -267,6 +301,7 @@ PARTS: dict[str, Callable[[Benchmark], None]] = {
     "growth": growth_rows,
     "one-host": one_host_rows,
     "native-group": native_rows,
+    "unshaped": unshaped_rows,
     "buckets": bucket_rows,
     "rounding": rounding_rows,
     "openmpi": mpi_rows,

@@ -37,6 +37,9 @@ SMALL_LAYERS, WIDTH = "DDP step of small layers", 64
 
 IN_PYTHON = "shoal's group in Python"
 
+PROCESSOR = "processor seconds of "
+"""Prefix of a case's samples of processor time: that of the rank that used most."""
+
 Call = Callable[[], object]
 
 
@@ -104,25 +107,33 @@ def mpi_call(case: Case) -> Call:
     return lambda: world.Allreduce(MPI.IN_PLACE, values)
 
 
-def seconds_of(call: Call, num_calls: int, groups: Groups) -> float:
+def seconds_of(call: Call, num_calls: int, groups: Groups) -> tuple[float, float]:
+    """Return the seconds that a call takes, and the processor's that this rank's threads use for it."""
     groups.barrier()
-    begin = time.perf_counter()
+    begin, used = time.perf_counter(), time.process_time()
     for _ in range(num_calls):
         call()
-    return (time.perf_counter() - begin) / num_calls
+    return (time.perf_counter() - begin) / num_calls, (time.process_time() - used) / num_calls
 
 
-def samples_of(calls: dict[str, Call], groups: Groups, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of the slowest rank, ``repeats`` times for each backend by turns."""
+Samples = dict[str, list[float]]
+
+
+def samples_of(calls: dict[str, Call], groups: Groups, repeats: int) -> tuple[Samples, Samples]:
+    """Return the largest seconds and processor seconds of any rank, ``repeats`` times, by turns."""
     num_calls = {}
     for name, call in calls.items():
-        (once,) = groups.largest([min(seconds_of(call, 1, groups) for _ in range(WARM_UPS))])
+        (once,) = groups.largest([min(seconds_of(call, 1, groups)[0] for _ in range(WARM_UPS))])
         num_calls[name] = min(max(round(MIN_SAMPLE_S / once), 1), 1000)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for turn in range(repeats):
         for name in list(calls) if turn % 2 == 0 else reversed(list(calls)):
             samples[name].append(seconds_of(calls[name], num_calls[name], groups))
-    return {name: groups.largest(seconds) for name, seconds in samples.items()}
+    wall, processor = (
+        {name: groups.largest([pair[column] for pair in pairs]) for name, pairs in samples.items()}
+        for column in (0, 1)
+    )
+    return wall, processor
 
 
 def cases_of(spec: dict[str, Any], num_ranks: int) -> Iterator[Case]:
@@ -141,7 +152,7 @@ def main() -> None:
     for name, num_helpers in spec["backends"].items():
         if num_helpers is not None:
             backends[name] = shoal_group(num_helpers, in_python=name == IN_PYTHON)
-    result: dict[str, dict[str, list[float]]] = {}
+    result: dict[str, Samples] = {}
     for case, (collective, num_bytes) in zip(cases_of(spec, groups.size), spec["cases"], strict=True):
         calls: dict[str, Call] = {}
         for name in spec["backends"]:
@@ -153,7 +164,8 @@ def main() -> None:
                 calls[name] = step_call(num_bytes, backends[name])
             else:
                 calls[name] = prepare(case, backends[name], torch.float32, name)
-        result[f"{collective} {num_bytes}"] = samples_of(calls, groups, spec["repeats"])
+        key = f"{collective} {num_bytes}"
+        result[key], result[PROCESSOR + key] = samples_of(calls, groups, spec["repeats"])
     groups.barrier()
     if groups.rank == 0:
         out.write_text(json.dumps(result))
