@@ -14,6 +14,8 @@ EXTRAS  := torch,text,vision,aws,report,dev,bench,docs
 STAMP   := $(VENV)/.installed
 # Whole files: what a file's tests share is made once.
 TWO     := -n 2 --dist loadfile --no-loadscope-reorder
+# Keep compiled modules where an image's environment forbids it: a process that compiles torch's starts seconds later.
+unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name '*.map')
 
 comma   := ,

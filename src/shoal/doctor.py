@@ -111,6 +111,7 @@ def examine() -> Mapping[str, list[Check]]:
     """Return all checks by topic; prints nothing and raises nothing."""
     gpus: list[Check] = []
     training: list[Check] = []
+    startup: list[Check] = []
     try:
         import torch
     except Exception as error:  # a broken installation raises any exception
@@ -121,6 +122,7 @@ def examine() -> Mapping[str, list[Check]]:
     else:
         cuda = torch.version.cuda
         torch_check = Check("torch", f"imports, built for {f'CUDA {cuda}' if cuda else 'CPU only'}")
+        startup = _startup(torch)
         gpus += [_gpus(torch), *_kernels(torch)]
         training += [_precision(torch), _backends(torch)]
     shoal_check = Check("shoal", version_text().removeprefix("shoal "))
@@ -128,13 +130,32 @@ def examine() -> Mapping[str, list[Check]]:
     if native.is_built():
         training.append(fabric_check(native.fabric("127.0.0.1")))
     return {
-        "Software": [_python(), shoal_check, *_packages(), torch_check, _native_core(), _compiler()],
+        "Software": [
+            _python(),
+            shoal_check,
+            *_packages(),
+            torch_check,
+            *startup,
+            _native_core(),
+            _compiler(),
+        ],
         "Machine": [_processor(), _memory(), *gpus],
         "Training": [*training, _launcher(), _disk(Path.cwd())],
     }
 
 
 # ---- software ----------------------------------------------------------------------------------------------
+
+
+def _startup(torch: Any) -> list[Check]:
+    """Return a check if every process compiles torch's modules because no compiled ones are kept."""
+    compiled = torch.__spec__.cached
+    if compiled is None or Path(compiled).exists():
+        return []
+    found = "every process compiles torch's Python files, which takes seconds of processor time"
+    reason = "unset PYTHONDONTWRITEBYTECODE, or run" if sys.dont_write_bytecode else "run once"
+    command = f"{sys.executable} -m compileall -q {Path(torch.__file__).parent}"
+    return [Check("start-up", found, "note", f"{reason}: {command}")]
 
 
 def _python() -> Check:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import compileall
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -92,6 +94,22 @@ def test_command_works_without_torch() -> None:
     assert child.returncode == 1
     assert "cannot be imported" in child.stdout
     assert child.stderr == ""
+
+
+def test_modules_that_are_compiled_at_each_start_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "stand_in" / "__init__.py"
+    package.parent.mkdir()
+    package.write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    module = importlib.import_module("stand_in")
+    [check] = doctor._startup(module)
+    remedy = f"unset PYTHONDONTWRITEBYTECODE, or run: {sys.executable} -m compileall -q {package.parent}"
+    assert (check.state, check.remedy) == ("note", remedy)
+    assert compileall.compile_dir(package.parent, quiet=1)  # what the remedy says
+    assert doctor._startup(module) == []
 
 
 def test_no_compiler_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
