@@ -46,6 +46,12 @@ CACHE_DIR = "SHOAL_CACHE_DIR"
 """Folder for what is built once per machine; default: ``~/.cache/shoal``."""
 PROGRESS_FILE = "SHOAL_PROGRESS_FILE"
 """File in which the first worker writes the step of each checkpoint, for the launcher of a cluster's job."""
+SECRET_ID = "SHOAL_SECRET_ID"
+"""Name or ARN of the job's secret in AWS Secrets Manager, for jobs of SageMaker."""
+SOURCE_SHA256 = "SHOAL_SOURCE_SHA256"
+"""Sum of the archive that ``shoal submit sagemaker --source`` has uploaded."""
+SAGEMAKER_BASE = "SHOAL_SAGEMAKER_BASE"
+"""Folder that stands for ``/opt/ml``; tests emulate SageMaker's instances with it."""
 
 _SLURM_JOB_ID = "SLURM_JOB_ID"
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
@@ -118,6 +124,15 @@ class SlurmStep:
     def run_id(self) -> str:
         """A name of this start of the job."""
         return f"{self.job}.{self.restarts}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SageMakerDefaults:
+    """What AWS's own examples read from the environment for a training job."""
+
+    role: str | None
+    fsx: str | None
+    subnets: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,6 +311,31 @@ def progress_file(environ: Mapping[str, str] | None = None) -> Path | None:
     """Return the file for the step of the last checkpoint, or ``None``."""
     value = _text(PROGRESS_FILE, environ)
     return Path(value) if value else None
+
+
+def sagemaker_base(environ: Mapping[str, str] | None = None) -> Path:
+    """Return the folder by which SageMaker and its containers exchange files."""
+    return Path(_text(SAGEMAKER_BASE, environ) or "/opt/ml")
+
+
+def sagemaker_defaults(environ: Mapping[str, str] | None = None) -> SageMakerDefaults:
+    """Return SAGEMAKER_ROLE, SAGEMAKER_FSX_ID and SAGEMAKER_SUBNET_IDS (separated by commas)."""
+    subnets = (_text("SAGEMAKER_SUBNET_IDS", environ) or "").split(",")
+    return SageMakerDefaults(
+        role=_text("SAGEMAKER_ROLE", environ),
+        fsx=_text("SAGEMAKER_FSX_ID", environ),
+        subnets=tuple(subnet.strip() for subnet in subnets if subnet.strip()),
+    )
+
+
+def secret_id(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the name of the job's secret in Secrets Manager, or ``None``."""
+    return _text(SECRET_ID, environ)
+
+
+def source_sha256(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the sum of the archive with the user's program, or ``None``."""
+    return _text(SOURCE_SHA256, environ)
 
 
 def alone(folder: Path) -> WorkerEnv:

@@ -25,6 +25,7 @@ def launch(
     global_batch: int | None = None,
     interface: str | None = None,
     log_dir: Path | None = None,
+    helper_port: int | None = None,
 ) -> int:
     """Do this host's part in a job: `srun shoal launch -- python train.py`, once per host.
 
@@ -62,10 +63,19 @@ def launch(
         Network interface, such as eth0, for shoal, gloo and NCCL.
     log_dir
         Folder for the output of all workers but the first; default: logs, in the job's folder if it has one.
+    helper_port
+        Port of a helper's server that the workers' SHOAL_HELPERS names. It needs no --job, and ends with the
+        launcher of the first worker host.
     """
+    from shoal.launch import sagemaker_host
     from shoal.launch.in_job import InJob, in_job
 
-    for option, number in (("workers", workers), ("nnodes", nnodes), ("global-batch", global_batch)):
+    for option, number in (
+        ("workers", workers),
+        ("nnodes", nnodes),
+        ("global-batch", global_batch),
+        ("helper-port", helper_port),
+    ):
         if number is not None and number < 1:
             raise UsageError(f"--{option} {number} must be at least 1")
     if helpers < 0:
@@ -84,5 +94,6 @@ def launch(
         global_batch=global_batch,
         interface=interface,
         log_dir=log_dir,
+        helper_port=helper_port,
     )
-    return in_job(command, how)
+    return sagemaker_host.run(command, how) if sagemaker_host.is_here() else in_job(command, how)

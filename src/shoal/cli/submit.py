@@ -14,9 +14,12 @@ from cyclopts import App, Parameter
 from shoal.cli.settings import settings_from
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch import kubernetes as pods
+from shoal.launch import sagemaker as training
 from shoal.launch import slurm as queue
 from shoal.launch.kubernetes import KubernetesJob
+from shoal.launch.sagemaker import SageMakerJob
 from shoal.launch.slurm import SlurmJob
+from shoal.launch.source import ARCHIVE, pack
 
 submit = App(name="submit", config=(settings_from(lambda _: ""),))
 _CHECKED = ("train", "finetune")
@@ -122,6 +125,59 @@ def kubernetes(
         return EXIT_OK
     pods.submit(path, name, job.namespace)
     print(f"JobSet {name} is submitted; its output: kubectl logs --follow job/{name}-workers-0")
+    return EXIT_OK
+
+
+@submit.command
+def sagemaker(
+    *command: Annotated[str, _WORD],
+    job: Annotated[SageMakerJob, Parameter(name="*")],
+    to: Path | None = None,
+    dry_run: bool = False,
+    config: Path | None = None,
+) -> int:
+    """Submit a command to SageMaker: `shoal submit sagemaker --hosts 8 --helpers 4 … -- shoal train bert`.
+
+    It makes a training job with a group of instances for workers and one for helpers. The paths of the
+    command are those in the containers: /opt/ml/input/data/fsx, /opt/ml/input/data/CHANNEL.
+
+    Parameters
+    ----------
+    command
+        The command of a worker and its arguments, after `--`.
+    to
+        Write the request into this folder and submit nothing.
+    dry_run
+        Print the request; submit nothing.
+    config
+        TOML file with options of this command, such as role = "arn:aws:iam::…".
+    """
+    _require_command(command)
+    filled = job.filled()
+    base = training.base_name(filled, command)
+    name = training.job_name(base)
+    request = training.checked(training.render(filled, command, name))
+    text = training.text_of(request)
+    if dry_run:
+        print(text)
+        return EXIT_OK
+    folder = to or Path("jobs") / base
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / training.REQUEST
+    path.write_text(text + "\n", encoding="utf-8")
+    if to is not None:
+        print(path)
+        if filled.source:
+            archive = folder / ARCHIVE
+            archive.write_bytes(pack(filled.source))
+            print(f"its program: aws s3 cp {archive} {training.source_uri(filled, name)}")
+        value = '"$(head -c 32 /dev/urandom | base64)"'
+        secret = f"--name {training.secret_name(base)} --secret-string {value}"
+        print(f"its secret: aws secretsmanager create-secret {secret}")
+        print(f"submit it with: aws sagemaker create-training-job --cli-input-json file://{path}")
+        return EXIT_OK
+    training.submit(filled, request)
+    print(f"training job {name} is submitted")
     return EXIT_OK
 
 

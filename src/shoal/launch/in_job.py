@@ -13,8 +13,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -35,6 +37,7 @@ from shoal.env import (
 )
 from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, ShoalError, UsageError
 from shoal.launch.emulated import HELPER_COMMAND
+from shoal.launch.leash import PORT_OFFSET, Leash, await_release
 from shoal.launch.local import launch
 from shoal.launch.meeting import Meeting, usable_hosts
 from shoal.launch.supervision import worker_variables
@@ -42,6 +45,7 @@ from shoal.launch.supervision import worker_variables
 _LISTENS_ON = (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _NAME_DEADLINE_S = 60.0
 _REACH_PAUSE_S = 0.5
+_WORKERS_DEADLINE_S = 900.0
 _RUN_ID = re.compile(r"[\w-][\w.-]{0,100}\.\d{1,9}")
 _READY = re.compile(r"listening on (\S+:\d+)")
 
@@ -75,6 +79,10 @@ class InJob:
     """Name of the network interface for all libraries."""
     log_dir: Path | None = None
     """Folder for the output of all workers but the first; ``None``: logs in the job's folder, or logs."""
+    helper_port: int | None = None
+    """Port of a helper that meets nobody in a folder, and ends with the first worker host's launcher."""
+    failure_file: Path | None = None
+    """File for the text of a failure; ``None``: it is only shown."""
 
 
 def in_job(command: Sequence[str], how: InJob) -> int:
@@ -93,7 +101,7 @@ def in_job(command: Sequence[str], how: InJob) -> int:
     job = how.job or (Path("jobs") / str(step.job) if step else None)
     meeting = Meeting(job, how.run_id or (step.run_id if step else "0.0")) if job else None
     if how.helper:
-        return _serve(_required(meeting), step, how)
+        return _serve(meeting, step, how)
     if step is not None and step.place.num_workers != step.num_nodes:
         return _become_worker(command, how, step, _required(meeting))
     return _launch_host(command, how, step, meeting)
@@ -104,8 +112,10 @@ def _check(command: Sequence[str], how: InJob, step: SlurmStep | None) -> None:
         raise UsageError("--role helper runs shoal's server and takes no command")
     if not how.helper and not command:
         raise UsageError("name the command of the workers after --: shoal launch -- python train.py")
-    if step is None and (how.helper or how.num_helpers) and how.job is None:
+    if step is None and (how.num_helpers or (how.helper and not how.helper_port)) and how.job is None:
         raise UsageError("hosts meet their helpers in a folder that all share: --job DIR")
+    if how.helper and how.job is None and step is None and secret() is None:
+        raise UsageError(f"--helper-port needs the job's secret: {SECRET_FILE}, the same on all hosts")
     if step is None and how.job is not None and how.node_rank is None and (how.nnodes or 1) > 1:
         raise UsageError("--job with several hosts needs --node-rank N, the number of this one, from 0")
     if how.run_id is not None and not _RUN_ID.fullmatch(how.run_id):
@@ -143,17 +153,34 @@ def _launch_host(command: Sequence[str], how: InJob, step: SlurmStep | None, mee
     is_first = number == 0
     set_variables(_meet(meeting, how, is_first=is_first))
     log_dir = how.log_dir or (meeting.job / "logs" if meeting else Path("logs"))
-    code = launch(
-        command,
-        num_workers=num_workers,
-        nnodes=num_hosts,
-        rdzv=rdzv if num_hosts > 1 else None,
-        log_dir=log_dir,
-        run_id=meeting.run_id if meeting else "shoal",
-    )
+    with _leash(how) if is_first else nullcontext():
+        code = launch(
+            command,
+            num_workers=num_workers,
+            nnodes=num_hosts,
+            rdzv=rdzv if num_hosts > 1 else None,
+            log_dir=log_dir,
+            run_id=meeting.run_id if meeting else how.run_id or "shoal",
+            failure_file=how.failure_file,
+        )
     if code == EXIT_STOPPED and meeting is not None and is_first:
         meeting.saved()
     return code
+
+
+def _leash(how: InJob) -> AbstractContextManager[object]:
+    """Return what helpers hold on to that were named beforehand, and so did not come to a folder."""
+    if how.rdzv is None or how.num_helpers or not helpers():
+        return nullcontext()
+    return Leash(_leash_of(how.rdzv)[1])
+
+
+def _leash_of(rdzv: str) -> tuple[str, int]:
+    """Return host and port of the leash, beside those of the launchers' rendezvous."""
+    host, _, port = rdzv.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UsageError(f"--rdzv {rdzv!r} must be HOST:PORT, such as node1:29400")
+    return host, int(port) + PORT_OFFSET
 
 
 def _become_worker(command: Sequence[str], how: InJob, step: SlurmStep, meeting: Meeting) -> NoReturn:
@@ -243,16 +270,17 @@ def _num_gpus() -> int:
 # ---- helper hosts ------------------------------------------------------------------------------------------
 
 
-def _serve(meeting: Meeting, step: SlurmStep | None, how: InJob) -> int:
-    """Run the server of this helper host until SIGTERM, at an address that the first worker host reaches."""
-    secret_file = meeting.secret_file if secret() is None else None
-    if secret_file is not None:
-        meeting.await_secret()
-    host, _, _ = (how.rdzv or rendezvous() or "").rpartition(":")
-    towards = host or workers_first_node() or (step.first_node if step else "")
+def _serve(meeting: Meeting | None, step: SlurmStep | None, how: InJob) -> int:
+    """Run the server of this helper host at an address that the first worker host reaches.
+
+    It ends at SIGTERM and, without a folder to meet in, with the launcher of the first worker host.
+    """
+    secret_file = meeting.await_secret() if meeting is not None and secret() is None else None
+    rdzv = how.rdzv or rendezvous() or ""
+    towards = rdzv.rpartition(":")[0] or workers_first_node() or (step.first_node if step else "")
     if not towards:
         raise UsageError("a helper needs the first worker host's name: --rdzv HOST:PORT")
-    arguments = ["--address", address_towards(towards), "--port", "0"]
+    arguments = ["--address", address_towards(towards), "--port", str(how.helper_port or 0)]
     if secret_file is not None:
         arguments += ["--secret-file", str(secret_file)]
     server = subprocess.Popen([*HELPER_COMMAND, *arguments], stdout=subprocess.PIPE, text=True)
@@ -260,13 +288,25 @@ def _serve(meeting: Meeting, step: SlurmStep | None, how: InJob) -> int:
         signal.signal(number, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.terminate())
+    if meeting is None:
+        leash = _leash_of(rdzv)
+        threading.Thread(target=_end_with_workers, args=(server, *leash), daemon=True).start()
     assert server.stdout is not None
     for line in server.stdout:
         print(line, end="", flush=True)
-        if ready := _READY.search(line):
+        if meeting is not None and (ready := _READY.search(line)):
             meeting.publish_helper(step.place.rank if step else how.node_rank or 0, ready[1])
     code = server.wait()
     return code if code >= 0 else EXIT_FAILURE
+
+
+def _end_with_workers(server: subprocess.Popen[str], host: str, port: int) -> None:
+    """Stop the server when the first worker host's launcher has ended, or does not come."""
+    try:
+        await_release(host, port, deadline_s=_WORKERS_DEADLINE_S)
+    except ShoalError as problem:
+        print(f"shoal launch: {problem}; this helper stops", file=sys.stderr, flush=True)
+    server.terminate()
 
 
 # ---- names and addresses -----------------------------------------------------------------------------------

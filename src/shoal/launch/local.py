@@ -63,6 +63,7 @@ def launch(
     rdzv: str | None = None,
     rendezvous_deadline_s: float = 900.0,
     run_id: str = "shoal",
+    failure_file: Path | None = None,
 ) -> int:
     """Run ``command`` as ``num_workers`` workers on this host and return the exit code of the job.
 
@@ -85,6 +86,7 @@ def launch(
             MASTER_ADDR and MASTER_PORT say it.
         rendezvous_deadline_s: seconds to wait for the other hosts.
         run_id: name of this start of the job, which workers find in TORCHELASTIC_RUN_ID.
+        failure_file: gets the text of a failure, which is shown too.
 
     Returns:
         0, :data:`~shoal.errors.EXIT_STOPPED` when the workers saved and left, or that of the first failure.
@@ -155,6 +157,9 @@ def launch(
                 code, text = membership.cause(outcome.exit_code, outcome.text)
                 outcome = Outcome(exit_code=code, text=text)
                 membership.leave(wait=job.num_interrupts < 2, has_failed=job.has_failed)
+        if failure_file is not None and outcome.text:
+            failure_file.parent.mkdir(parents=True, exist_ok=True)
+            failure_file.write_text(outcome.text, encoding="utf-8")
         return outcome.report()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

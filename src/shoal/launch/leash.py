@@ -1,0 +1,95 @@
+"""Lets helpers end with the workers where no scheduler ends them: a connection that closes.
+
+The first worker host's launcher listens and answers nothing. The launcher of each helper keeps a connection
+to it, and stops its server when that closes: because the launcher has ended, or because its host is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Self
+
+from shoal.errors import ShoalError
+
+PORT_OFFSET = 1
+"""The leash's port, above that of the launchers' rendezvous."""
+_MAX_HELD = 1_024
+_PAUSE_S = 0.5
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+
+
+class Leash:
+    """The end that the first worker host holds; a context."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._listener: socket.socket | None = None
+        self._held: list[socket.socket] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._listener = socket.create_server(("", self._port), backlog=_MAX_HELD)
+        except OSError as problem:
+            reason = os.strerror(problem.errno or 0)
+            print(
+                f"shoal launch: WARNING: port {self._port} cannot be opened ({reason}); "
+                "helpers that wait for the workers' end will not notice it",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            return self
+        threading.Thread(target=self._accept, args=(self._listener,), name="leash", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for opened in (self._listener, *self._held):
+            if opened is not None:
+                with suppress(OSError):
+                    opened.shutdown(socket.SHUT_RDWR)
+                opened.close()
+
+    @property
+    def num_held(self) -> int:
+        """Number of helpers that hold on."""
+        return len(self._held)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                connection, _ = listener.accept()
+                if len(self._held) < _MAX_HELD:
+                    self._held.append(connection)
+                else:
+                    connection.close()
+
+
+def await_release(host: str, port: int, *, deadline_s: float) -> None:
+    """Return when the process that holds the leash on ``host`` has ended.
+
+    Raises:
+        ShoalError: nobody listens there before the deadline.
+    """
+    until = time.monotonic() + deadline_s
+    while True:
+        try:
+            connection = socket.create_connection((host, port), timeout=_PAUSE_S * 4)
+            break
+        except OSError as problem:
+            if time.monotonic() > until:
+                raise ShoalError(
+                    f"the first worker host {host}:{port} did not come within {deadline_s:g} s ({problem})"
+                ) from None
+            time.sleep(_PAUSE_S)
+    with connection:
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        with suppress(OSError):
+            while connection.recv(1_024):
+                pass

@@ -1,0 +1,355 @@
+"""Writes and submits training jobs of SageMaker: a request for ``CreateTrainingJob``, without its SDK.
+
+All instances run the same image and ``shoal launch``, which reads its part from the name of its group of
+instances (:mod:`shoal.launch.sagemaker_host`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shoal.env import SECRET_ID, SOURCE_SHA256, TRANSPORT, sagemaker_defaults
+from shoal.errors import ShoalError, UsageError, import_extra
+from shoal.launch.aws_checks import problems
+from shoal.launch.source import ARCHIVE, digest, pack
+
+T = TypeVar("T")
+
+REQUEST = "request.json"
+WORKERS, HELPERS = "workers", "helpers"
+CHECKPOINTS = "/opt/ml/checkpoints"
+FSX_CHANNEL, SOURCE_CHANNEL = "fsx", "source"
+_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,39}")
+_S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w!.*'()/-]*)?")
+_CHANNEL = re.compile(r"[\w.-]{1,64}=s3://.+")
+_WIDTH = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class SageMakerJob:
+    """A training job: its instances, its files and who it may act for."""
+
+    hosts: int
+    """Worker instances."""
+    instance: str
+    """Type of the worker instances, like ml.p4d.24xlarge."""
+    image: str
+    """Container image in ECR with shoal."""
+    bucket: str
+    """S3 prefix for outputs and --source, like s3://my-bucket/shoal."""
+    helpers: int = 0
+    """Helper instances."""
+    helper_instance: str = "ml.c5n.18xlarge"
+    """Type of the helper instances."""
+    helpers_required: bool = False
+    """Fail if helpers are missing."""
+    role: str | None = None
+    """ARN of the job's role; default: SAGEMAKER_ROLE."""
+    fsx: str | None = None
+    """Id of the FSx for Lustre file system, which all hosts mount; default: SAGEMAKER_FSX_ID."""
+    fsx_path: str | None = None
+    """Its folder to mount, which begins with the file system's mount name, like /abcdefgh/bert."""
+    channel: tuple[str, ...] = ()
+    """Data to copy from S3: NAME=s3://…, which the job finds in /opt/ml/input/data/NAME."""
+    checkpoints: str | None = None
+    """S3 prefix that /opt/ml/checkpoints is copied to and from; for one host."""
+    subnets: tuple[str, ...] = ()
+    """Subnets; default: SAGEMAKER_SUBNET_IDS, separated by commas."""
+    security_groups: tuple[str, ...] = ()
+    """Security groups; EFA needs one that lets all of its own traffic pass."""
+    spot: bool = False
+    """Use spot instances; SageMaker starts the job again after an interruption."""
+    max_hours: float = 24.0
+    """Hours after which SageMaker stops the job."""
+    max_wait_hours: float | None = None
+    """Hours to wait for spot instances, --max-hours included; default: twice --max-hours."""
+    volume_gb: int = 100
+    """Size of each instance's disk."""
+    workers_per_host: int | None = None
+    """Workers per instance; default: one a GPU, or one."""
+    global_batch: int | None = None
+    """Samples a step: use the largest number of hosts over whose workers it divides."""
+    transport: str | None = None
+    """tcp, or ofi:efa on all instances if the image has libfabric."""
+    source: Path | None = None
+    """Folder with your own script, in which the command runs."""
+    name: str | None = None
+    """Name of the job, to which the time is appended; default: the command's first words."""
+    region: str | None = None
+    """Region; default: that of the AWS configuration."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("hosts", 1), ("helpers", 0), ("volume_gb", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"--{_option(name)} {getattr(self, name)} must be at least {least}")
+        for name in ("max_hours", "max_wait_hours", "workers_per_host", "global_batch"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise UsageError(f"--{_option(name)} {value} must be above 0")
+        if self.max_wait_hours is not None and (not self.spot or self.max_wait_hours < self.max_hours):
+            raise UsageError("--max-wait-hours goes with --spot, and includes --max-hours")
+        for name in ("bucket", "checkpoints"):
+            if (value := getattr(self, name)) is not None and not _S3.fullmatch(value):
+                raise UsageError(f"--{_option(name)} {value!r} is not of the form s3://BUCKET/PREFIX")
+        for channel in self.channel:
+            if not _CHANNEL.fullmatch(channel):
+                raise UsageError(f"--channel {channel!r} is not of the form NAME=s3://BUCKET/PREFIX")
+        if self.name is not None and not _NAME.fullmatch(self.name):
+            raise UsageError(f"--name {self.name!r} must be 1 to 40 letters, digits and single hyphens")
+
+    def filled(self) -> SageMakerJob:
+        """Return the job with what the environment says where it is silent.
+
+        Raises:
+            UsageError: something is missing that no default can replace.
+        """
+        given = sagemaker_defaults()
+        job = replace(
+            self,
+            role=self.role or given.role,
+            fsx=self.fsx or given.fsx,
+            subnets=self.subnets or given.subnets,
+        )
+        if job.role is None:
+            raise UsageError("--role ARN or SAGEMAKER_ROLE says for whom the job acts")
+        if bool(job.fsx) != bool(job.fsx_path):
+            raise UsageError("--fsx and --fsx-path go together: the file system, and /MOUNTNAME/folder in it")
+        if job.fsx and not (job.subnets and job.security_groups):
+            raise UsageError("a file system is reached from a VPC: --subnets and --security-groups")
+        if bool(job.subnets) != bool(job.security_groups):
+            raise UsageError("--subnets and --security-groups go together")
+        if job.hosts > 1 and not job.fsx:
+            raise UsageError(
+                f"--hosts {job.hosts} needs --fsx: a run's directory is shared by all hosts, and "
+                f"{CHECKPOINTS} is a folder of each"
+            )
+        return job
+
+
+def _option(field: str) -> str:
+    return field.replace("_", "-")
+
+
+def base_name(job: SageMakerJob, command: Sequence[str]) -> str:
+    """Return the given name, or one from the command's first words."""
+    words = [Path(word).stem for word in command if word not in ("shoal", "train", "finetune")]
+    words = [word for word in words if not word.startswith(("-", "python"))]
+    name = re.sub(r"[^a-zA-Z0-9]+", "-", words[0] if words else "shoal").strip("-")[:40].strip("-")
+    return job.name or name or "shoal"
+
+
+def job_name(base: str, now: datetime | None = None) -> str:
+    """Return a name that no earlier job has: SageMaker keeps names for ever."""
+    return f"{base}-{(now or datetime.now(UTC)):%Y%m%d-%H%M%S}"
+
+
+def secret_name(base: str) -> str:
+    """Return the name of the job's secret in Secrets Manager."""
+    return f"shoal/{base}"
+
+
+def render(job: SageMakerJob, command: Sequence[str], name: str) -> dict[str, Any]:
+    """Return the request of a :meth:`~SageMakerJob.filled` job.
+
+    Args:
+        job: the job.
+        command: of the workers.
+        name: from :func:`job_name`.
+    """
+    base = name.rsplit("-", 2)[0]
+    options = {"workers": job.workers_per_host, "global-batch": job.global_batch}
+    arguments = [f"--{option}={value}" for option, value in options.items() if value is not None]
+    arguments += ["--helpers-required"] if job.helpers_required else []
+    environment = {SECRET_ID: secret_name(base)}
+    if job.transport:
+        environment[TRANSPORT] = job.transport
+    if job.source:
+        environment[SOURCE_SHA256] = digest(pack(job.source))
+    request: dict[str, Any] = {
+        "TrainingJobName": name,
+        "RoleArn": job.role,
+        "AlgorithmSpecification": {
+            "TrainingImage": job.image,
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": ["shoal", "launch"],
+            "ContainerArguments": [*arguments, "--", *command],
+        },
+        "InputDataConfig": _channels(job, name),
+        "OutputDataConfig": {"S3OutputPath": f"{job.bucket.rstrip('/')}/{base}"},
+        "ResourceConfig": _instances(job),
+        "StoppingCondition": {"MaxRuntimeInSeconds": round(job.max_hours * 3600)},
+        "Environment": environment,
+        "Tags": [{"Key": "shoal:job", "Value": base}],
+    }
+    if job.subnets:
+        groups = {"SecurityGroupIds": list(job.security_groups), "Subnets": list(job.subnets)}
+        request["VpcConfig"] = groups
+    if job.checkpoints:
+        request["CheckpointConfig"] = {"S3Uri": job.checkpoints, "LocalPath": CHECKPOINTS}
+    if job.spot:
+        wait_s = round((job.max_wait_hours or 2 * job.max_hours) * 3600)
+        request["EnableManagedSpotTraining"] = True
+        request["StoppingCondition"]["MaxWaitTimeInSeconds"] = wait_s
+    return {key: value for key, value in request.items() if value != []}
+
+
+def _channels(job: SageMakerJob, name: str) -> list[dict[str, Any]]:
+    given = [channel.split("=", 1) for channel in job.channel]
+    if job.source:
+        given.append([SOURCE_CHANNEL, source_uri(job, name)])
+    found: list[dict[str, Any]] = [
+        {"ChannelName": key, "DataSource": {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": uri}}}
+        for key, uri in given
+    ]
+    if job.fsx:
+        system = {"FileSystemId": job.fsx, "FileSystemType": "FSxLustre", "FileSystemAccessMode": "rw"}
+        source = {"FileSystemDataSource": {**system, "DirectoryPath": job.fsx_path}}
+        found.append({"ChannelName": FSX_CHANNEL, "DataSource": source})
+    return found
+
+
+def source_uri(job: SageMakerJob, name: str) -> str:
+    """Return where the archive of ``--source`` is put."""
+    return f"{job.bucket.rstrip('/')}/{name}/{ARCHIVE}"
+
+
+def _instances(job: SageMakerJob) -> dict[str, Any]:
+    size = {"VolumeSizeInGB": job.volume_gb}
+    if not job.helpers:
+        return {"InstanceType": job.instance, "InstanceCount": job.hosts, **size}
+    groups = ((WORKERS, job.instance, job.hosts), (HELPERS, job.helper_instance, job.helpers))
+    keys = ("InstanceGroupName", "InstanceType", "InstanceCount")
+    return {"InstanceGroups": [dict(zip(keys, group, strict=True)) for group in groups], **size}
+
+
+def checked(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the request if the service's model has nothing against it.
+
+    Raises:
+        UsageError: with all that it has.
+    """
+    if found := problems("sagemaker", "CreateTrainingJob", request):
+        raise UsageError("SageMaker would refuse the job: " + "; ".join(found))
+    return request
+
+
+def text_of(value: Any, indent: str = "") -> str:
+    """Return JSON with each object and list on one line where that is short enough."""
+    flat = json.dumps(value, ensure_ascii=False)
+    if len(indent) + len(flat) <= _WIDTH or not isinstance(value, dict | list) or not value:
+        return flat
+    inner = indent + "  "
+    if isinstance(value, dict):
+        rows = [f"{json.dumps(key)}: {text_of(each, inner)}" for key, each in value.items()]
+    else:
+        words = all(isinstance(each, str) for each in value)
+        rows = (
+            _filled([json.dumps(each, ensure_ascii=False) for each in value], inner)
+            if words
+            else [text_of(each, inner) for each in value]
+        )
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    lines = ",\n".join(inner + row for row in rows)
+    return f"{begin}\n{lines}\n{indent}{end}"
+
+
+def _filled(words: list[str], indent: str) -> list[str]:
+    """Return lines of words, each but the last to be followed by a comma."""
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(indent) + len(lines[-1]) + len(word) + 3 <= _WIDTH:
+            lines[-1] += f", {word}"
+        else:
+            lines.append(word)
+    return lines
+
+
+# ---- calls of AWS ------------------------------------------------------------------------------------------
+
+_REMEDIES = {
+    "ExpiredToken": "the credentials have expired: aws sso login, or new keys",
+    "UnrecognizedClient": "the credentials are not known to AWS: aws configure",
+    "AccessDenied": "this user's policy does not allow it",
+    "ResourceLimitExceeded": "ask for more under Service Quotas, Amazon SageMaker, 'for training job usage'",
+    "ResourceInUse": "a job of this name exists; submit again",
+    "NoSuchBucket": "aws s3 mb makes the bucket of --bucket",
+    "Throttling": "try again in a minute",
+}
+
+
+def client(service: str, region: str | None) -> Any:
+    """Return a client of boto3.
+
+    Raises:
+        ShoalError: boto3 is not installed, or no region is known.
+    """
+    boto3 = import_extra("boto3", "aws", "SageMaker is asked through boto3")
+    return called(lambda: boto3.session.Session(region_name=region).client(service))
+
+
+def called(call: Callable[[], T]) -> T:
+    """Return what a call of AWS returns.
+
+    Raises:
+        ShoalError: it fails; with what AWS says and, where one is known, the remedy.
+    """
+    errors = import_extra("botocore.exceptions", "aws", "SageMaker is asked through boto3")
+    try:
+        return call()
+    except errors.ClientError as problem:
+        code = problem.response.get("Error", {}).get("Code", "")
+        remedy = next((text for sign, text in _REMEDIES.items() if code.startswith(sign)), "")
+        raise ShoalError(f"AWS: {problem}{remedy and f' ({remedy})'}") from None
+    except errors.BotoCoreError as problem:
+        hint = " (aws configure, or --region)" if "egion" in str(problem) else ""
+        hint = " (aws configure, or aws sso login)" if "redentials" in str(problem) else hint
+        raise ShoalError(f"AWS: {problem}{hint}") from None
+
+
+def submit(job: SageMakerJob, request: dict[str, Any]) -> None:
+    """Upload the source, make the secret unless it is there, and create the training job.
+
+    Raises:
+        ShoalError: AWS refuses.
+    """
+    if job.source:
+        bucket, _, key = source_uri(job, request["TrainingJobName"]).removeprefix("s3://").partition("/")
+        storage = client("s3", job.region)
+        called(lambda: storage.put_object(Bucket=bucket, Key=key, Body=pack(job.source or Path())))
+    make_secret(request["Environment"][SECRET_ID], job.region)
+    service = client("sagemaker", job.region)
+    called(lambda: service.create_training_job(**request))
+
+
+def make_secret(name: str, region: str | None) -> None:
+    """Make the job's secret in Secrets Manager; one of that name is kept.
+
+    Raises:
+        ShoalError: AWS refuses.
+    """
+    manager = client("secretsmanager", region)
+    try:
+        called(lambda: manager.create_secret(Name=name, SecretString=secrets.token_hex(32)))
+    except ShoalError as problem:
+        if "ResourceExists" not in str(problem):
+            raise
+
+
+def state_of(name: str, region: str | None) -> str:
+    """Return SageMaker's state of a job, such as ``InProgress: Training``."""
+    service = client("sagemaker", region)
+    found = called(lambda: service.describe_training_job(TrainingJobName=name))
+    states = dict.fromkeys((found["TrainingJobStatus"], found.get("SecondaryStatus", "")))
+    return ": ".join(filter(None, states))
+
+
+def stop(name: str, region: str | None) -> None:
+    """Ask a job to stop: its containers get SIGTERM and two minutes to save."""
+    service = client("sagemaker", region)
+    called(lambda: service.stop_training_job(TrainingJobName=name))

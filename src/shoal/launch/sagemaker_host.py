@@ -1,0 +1,154 @@
+"""Does an instance's part in a training job of SageMaker, with what the service puts into ``/opt/ml``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shoal.env import (
+    HELPERS,
+    SECRET_FILE,
+    SECRET_ID,
+    sagemaker_base,
+    secret,
+    secret_id,
+    set_variables,
+    source_sha256,
+)
+from shoal.errors import EXIT_LOST, EXIT_STOPPED, ShoalError
+from shoal.json_text import parse_json
+from shoal.launch.in_job import InJob, in_job
+from shoal.launch.sagemaker import HELPERS as HELPER_GROUP
+from shoal.launch.sagemaker import SOURCE_CHANNEL, called, client
+from shoal.launch.source import ARCHIVE, unpack
+
+HELPER_PORT, MEETING_PORT = 7070, 29_400
+_CONFIG = Path("input/config/resourceconfig.json")
+_STOPPED_WAIT_S = 300.0
+"""SageMaker sends SIGKILL 120 s after SIGTERM."""
+_MAX_REASON = 1_024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Place of an instance in the job."""
+
+    is_helper: bool
+    number: int
+    """Among the instances of its group."""
+    workers: tuple[str, ...]
+    """Names of the worker instances."""
+    helpers: tuple[str, ...]
+    interface: str | None
+
+
+def is_here() -> bool:
+    """Return whether this container is one of SageMaker's."""
+    return (sagemaker_base() / _CONFIG).exists()
+
+
+def read_place(path: Path) -> Place:
+    """Return the place that SageMaker has written down.
+
+    Raises:
+        ShoalError: the file is not one of SageMaker's.
+    """
+    found = parse_json(path.read_bytes(), str(path))
+    try:
+        groups = {
+            group["instance_group_name"]: group["hosts"] for group in found.get("instance_groups") or ()
+        }
+        helpers = tuple(map(str, groups.get(HELPER_GROUP, ())))
+        workers = tuple(str(host) for host in found["hosts"] if host not in helpers)
+        host = str(found["current_host"])
+        own = helpers if host in helpers else workers
+        return Place(
+            is_helper=host in helpers,
+            number=own.index(host),
+            workers=workers,
+            helpers=helpers,
+            interface=found.get("network_interface_name"),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise ShoalError(f"{path}: is not what SageMaker writes ({problem!r})") from None
+
+
+def run(command: Sequence[str], how: InJob) -> int:
+    """Do this instance's part and return the exit code.
+
+    SageMaker starts the containers of an interrupted spot job again, and counts any exit code but 0 as a
+    failure. So a container that has saved, or that misses another host, waits until it is killed.
+
+    Raises:
+        UsageError: the command or the options are wrong.
+        ShoalError: the secret or the source cannot be had, or in_job fails.
+    """
+    base = sagemaker_base()
+    try:
+        code = _run(base, command, how)
+    except ShoalError as problem:
+        _give_reason(base, str(problem))
+        raise
+    if code in (EXIT_STOPPED, EXIT_LOST):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        time.sleep(_STOPPED_WAIT_S)
+    return code
+
+
+def _run(base: Path, command: Sequence[str], how: InJob) -> int:
+    place = read_place(base / _CONFIG)
+    role = "helper" if place.is_helper else "worker"
+    print(
+        f"shoal launch: SageMaker, {role} {place.number} of {len(place.workers)} workers and "
+        f"{len(place.helpers)} helpers",
+        flush=True,
+    )
+    fetch_secret()
+    if place.helpers and not place.is_helper:
+        set_variables({HELPERS: ",".join(f"{host}:{HELPER_PORT}" for host in place.helpers)})
+    if (sum_ := source_sha256()) and not place.is_helper:
+        unpack(base / "input" / "data" / SOURCE_CHANNEL / ARCHIVE, base / "code", sum_)
+        os.chdir(base / "code")
+    how = replace(
+        how,
+        helper=place.is_helper,
+        nnodes=len(place.workers),
+        node_rank=place.number,
+        rdzv=f"{place.workers[0]}:{MEETING_PORT}",
+        helper_port=HELPER_PORT if place.is_helper else None,
+        interface=how.interface or place.interface,
+        log_dir=how.log_dir or base / "output" / "data" / "logs",
+        failure_file=base / "output" / "failure",
+    )
+    return in_job(() if place.is_helper else command, how)
+
+
+def fetch_secret() -> None:
+    """Read the job's secret from Secrets Manager into a file, unless there is one."""
+    name = secret_id()
+    if secret() is not None or not name:
+        return
+    manager = client("secretsmanager", None)
+    try:
+        value = called(lambda: manager.get_secret_value(SecretId=name))["SecretString"]
+    except ShoalError as problem:
+        raise ShoalError(
+            f"{SECRET_ID}={name} cannot be read: {problem}; the job's role needs "
+            "secretsmanager:GetSecretValue on it"
+        ) from None
+    path = Path("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp", f"shoal-secret-{os.getpid()}")
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        file.write(value)
+    set_variables({SECRET_FILE: str(path)})
+
+
+def _give_reason(base: Path, text: str) -> None:
+    """Write why the job failed to where SageMaker looks for it."""
+    path = base / "output" / "failure"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text[:_MAX_REASON], encoding="utf-8")
