@@ -26,6 +26,7 @@ RUN_BY_OTHERS = {
     "shoal.cli.launch": ("processes/test_launch_in_job.py", '"launch"'),
     "shoal.cli.pipeline": ("unit/report/test_pipeline_figure.py", '"pipeline"'),
     "shoal.cli.prepare": ("processes/test_prepare_images.py", '"prepare"'),
+    "shoal.cli.prepare_text": ("processes/test_train_command.py", '"prepare", "text"'),
     "shoal.cli.settings": ("processes/test_train_command.py", '"--train.total-steps"'),
     "shoal.cli.runs": ("processes/test_submit.py", '"runs"'),
     "shoal.cli.submit": ("processes/test_submit.py", '"submit"'),

@@ -33,7 +33,7 @@ class Request:
     algorithm: str | None = None
     """Plan with this algorithm only: ring, hierarchical-ring, tree, two-hop or two-hop-helpers."""
     wire: Literal["fp32", "bf16"] = "fp32"
-    """Precision of gradients on the network; `shoal train` sends fp32."""
+    """Precision of gradients on the network; `shoal train` sends fp32 unless --distributed.wire says bf16."""
     throughput: float | None = None
     """Samples per second that you measured on one host of the cluster with this recipe."""
     measured: tuple[Path, ...] = ()

@@ -9,29 +9,16 @@ from cyclopts import App, Parameter
 
 from shoal.data.images.prepare import ImagePrepareConfig
 from shoal.data.images.prepare import prepare_images as prepare_source
-from shoal.data.text.prepare import PrepareConfig, PrepareOptions
-from shoal.data.text.prepare import prepare_text as prepare_source_text
 from shoal.errors import UsageError
 
 prepare = App(name="prepare")
 
 
-@prepare.command(name="text")
-def prepare_text(
-    *sources: str,
-    out: Path,
-    options: Annotated[PrepareOptions, Parameter(name="*")] = PrepareOptions(),  # noqa: B008
-) -> None:
-    """Turn text into token shards. Run it again to continue after a stop or a crash.
-
-    Parameters
-    ----------
-    sources
-        Files, directories or globs of text; `builtin` is the English of this Python installation.
-    out
-        Directory for tokenizer, shards and manifest.
-    """
-    prepare_source_text(PrepareConfig(sources=sources, out=out, **vars(options)))
+prepare.command(
+    "shoal.cli.prepare_text:prepare",
+    name="text",
+    help="Turn text into token shards. Run it again to continue after a stop or a crash.",
+)
 
 
 @prepare.command(name="images")

@@ -54,6 +54,8 @@ WRONG_PATHS = (
     "report wrong",
     "predict mask_rcnn wrong.jpg --model wrong",
     "prepare text wrong --out out",
+    "prepare images wrong --out out",
+    "prepare coco --images wrong --annotations wrong --out out",
 )
 
 
@@ -73,6 +75,21 @@ def test_a_wrong_path_is_said_before_anything_slow_is_imported(tmp_path: Path) -
     )
     assert child.stdout.splitlines() == ["2 []"] * len(WRONG_PATHS), child.stderr
     assert [line for line in child.stderr.splitlines() if "wrong" not in line] == []
+
+
+def test_images_are_prepared_without_the_packages_of_text(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "for name in ('tokenizers', 'transformers', 'sentencepiece'):\n    sys.modules[name] = None\n"
+        "sys.argv[1:] = ['prepare', 'images', 'wrong', '--dry-run']\n"
+        "from shoal.cli.app import main\n"
+        "main()\n"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert child.returncode == 2
+    assert child.stderr == "shoal: wrong: there is no such folder.\n"
 
 
 @pytest.mark.parametrize("command", ["train", "finetune", "bench", "prepare", "evaluate", "pipeline"])

@@ -1,0 +1,27 @@
+"""Defines ``shoal prepare text``, apart from images, which are prepared without a tokenizer too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from shoal.data.text.prepare import PrepareConfig, PrepareOptions, prepare_text
+
+
+def prepare(
+    *sources: str,
+    out: Path,
+    options: Annotated[PrepareOptions, Parameter(name="*")] = PrepareOptions(),  # noqa: B008
+) -> None:
+    """Prepare text.
+
+    Parameters
+    ----------
+    sources
+        Files, directories or globs of text; `builtin` is the English of this Python installation.
+    out
+        Directory for tokenizer, shards and manifest.
+    """
+    prepare_text(PrepareConfig(sources=sources, out=out, **vars(options)))
