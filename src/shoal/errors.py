@@ -67,14 +67,14 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
     """Import a module of an optional dependency; ``purpose`` says what it is for ("images need Pillow").
 
     Raises:
-        ShoalError: it cannot be imported.
+        UsageError: it, or another package of an extra that it imports, is not installed.
+        ShoalError: it is installed, but damaged or of a version that does not fit.
     """
     try:
         return import_module(module)
     except ImportError as error:
-        raise ShoalError(
-            f"{purpose}, which cannot be imported ({error}); pip install 'shoal[{extra}]'"
-        ) from None
+        text = f"{purpose}, which cannot be imported ({error}); pip install 'shoal[{extra}]'"
+        raise (UsageError if missing_extra(error) else ShoalError)(text) from None
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from importlib import metadata
@@ -18,6 +19,7 @@ from shoal.errors import (
     ShoalError,
     UsageError,
     did_you_mean,
+    import_extra,
     missing_extra,
 )
 
@@ -83,3 +85,25 @@ def test_missing_extra(module: str, text: str) -> None:
     wrapped.__cause__ = absent
     assert missing_extra(wrapped) == text
     assert missing_extra(ImportError("no such name", name="torch")) == ""  # it is there, but too old
+
+
+def test_a_package_that_is_not_installed_is_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert import_extra("json", "vision", "numbers need json") is json
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, line in {
+        "needs_torch": "raise ModuleNotFoundError('no torch', name='torch')",
+        "old": "from json import dance",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(line)
+    with pytest.raises(UsageError) as raised:
+        import_extra("needs_torch", "vision", "images need needs_torch")
+    assert str(raised.value) == (
+        "images need needs_torch, which cannot be imported (no torch); pip install 'shoal[vision]'"
+    )
+    with pytest.raises(
+        ShoalError, match=r"cannot import name 'dance' from 'json'.*shoal\[vision\]"
+    ) as raised:
+        import_extra("old", "vision", "images need old")
+    assert raised.value.exit_code == EXIT_FAILURE
