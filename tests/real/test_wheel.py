@@ -10,13 +10,11 @@ import os
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
+from wheels import ROOT, check_file, find_wheel, output_of
 
-ROOT = Path(__file__).parents[2]
-MAX_BYTES = 3_000_000
 ADDS_TORCH = "needs torch, which is not installed: pip install 'shoal[torch]'"
 STEPS = 20
 NOT_FOR_CHILDREN = ("CC", "CXX", "PYTHONPATH", "VIRTUAL_ENV")
@@ -39,12 +37,8 @@ dist.destroy_process_group()
 @pytest.fixture(scope="module")
 def wheel() -> Path:
     """Return the wheel for this Python."""
-    tags = {f"cp{sys.version_info.major}{sys.version_info.minor}"}
-    if sys.version_info >= (3, 12):
-        tags.add("abi3")
-    found = [each for each in (ROOT / "dist").glob("shoal-*.whl") if tags & set(each.name.split("-"))]
-    assert len(found) == 1, f"make wheels leaves one wheel for this Python in dist/, there are {found}"
-    return found[0]
+    own = "abi3" if sys.version_info >= (3, 12) else f"cp3{sys.version_info.minor}"
+    return find_wheel("make wheels", own)
 
 
 class Environment:
@@ -58,18 +52,8 @@ class Environment:
     def run(self, *argv: str, exit_code: int = 0) -> str:
         """Run Python with ``argv`` and return what it printed to both streams."""
         kept = {name: value for name, value in os.environ.items() if name not in NOT_FOR_CHILDREN}
-        done = subprocess.run(
-            [self.python, *argv],
-            cwd=self.folder,
-            env=kept | {"PATH": str(self.python.parent), "COLUMNS": "200"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=200,
-        )
-        assert done.returncode == exit_code, done.stdout[-4000:]
-        return done.stdout
+        env = kept | {"PATH": str(self.python.parent), "COLUMNS": "200"}
+        return output_of([self.python, *argv], exit_code=exit_code, cwd=self.folder, env=env)
 
     def shoal(self, *argv: str, exit_code: int = 0) -> str:
         """Run the command ``shoal``."""
@@ -96,15 +80,8 @@ def with_torch(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Environ
 
 
 def test_it_is_small_and_tagged_and_holds_its_notices(wheel: Path) -> None:
-    assert wheel.stat().st_size <= MAX_BYTES
-    assert "-manylinux_2_" in wheel.name
-    names = zipfile.ZipFile(wheel).namelist()
-    for file in ("LICENSE", "THIRD_PARTY_NOTICES.md"):
-        assert sum(name.endswith(f".dist-info/licenses/{file}") for name in names) == 1
-    assert {"shoal/lib/libshoal.so", "shoal/include/shoal.h", "shoal/py.typed", "shoal/commit.txt"} <= set(
-        names
-    )
-    assert not [name for name in names if not name.startswith(("shoal/", "shoal-"))]
+    names = check_file(wheel)
+    assert {"shoal/lib/libshoal.so", "shoal/include/shoal.h", "shoal/py.typed", "shoal/commit.txt"} <= names
 
 
 # ---- with numpy and cyclopts alone -------------------------------------------------------------------------
@@ -150,6 +127,7 @@ def test_doctor_says_what_is_missing(small: Environment) -> None:
     [
         ("train", "resnet50", "--preset", "tiny", "--data.made-images", "2000"),
         ("plan", "bert-large", "--cluster", "8xp3dn.24xlarge"),
+        ("plan", "t5-3b", "--cluster", "256xp4d.24xlarge"),
     ],
 )
 def test_a_command_that_needs_torch_says_what_adds_it(small: Environment, command: tuple[str, ...]) -> None:
@@ -187,7 +165,7 @@ def test_it_trains(with_torch: Environment, tmp_path: Path) -> None:
     with_torch.shoal("prepare", "text", str(text), "--format", "lines", "--out", data, "--vocab-size", "64")
     said = with_torch.shoal(
         *("train", "albert", "--preset", "tiny", "--data.path", data, "--run.dir", run),
-        *("--train.total-steps", str(STEPS), "--optim.warmup-steps", "2"),
+        *("--train.total-steps", str(STEPS)),
     )
     assert f"finished {STEPS} steps" in said
     assert list(Path(run, "checkpoints").glob(f"*{STEPS}"))
