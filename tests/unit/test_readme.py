@@ -115,6 +115,17 @@ def test_times_of_the_published_targets_are_those_of_the_posts() -> None:
         assert figure in published
 
 
+def test_the_page_about_plans_shows_the_recorded_times_of_the_planner() -> None:
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8").split("## At scale")[1]
+    (file,) = re.findall(r"results/(plan_simulation_[\w-]+)\.json", page)
+    rows = json.loads((results_page.RESULTS / f"{file}.json").read_text())["rows"]
+    table = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
+    for column, workers in enumerate(table[0][1:], start=1):
+        found = {row["case"]: row["ours"] for row in rows if row["case"].startswith(f"{workers} workers:")}
+        assert table[2][column] == f"{found[f'{workers} workers: time']:.2f} s"
+        assert table[3][column] == f"{found[f'{workers} workers: peak memory']:.0f} MiB"
+
+
 def test_every_benchmark_with_samples_has_a_row() -> None:
     older = {"optimizers_lars_novograd_epyc-2core_2026-11-21"}  # measured again the same evening
     files = {path.stem for path in results_page.RESULTS.glob("*.json")}
