@@ -14,6 +14,7 @@ from cyclopts import App, Parameter
 from shoal.cli.settings import settings_from
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch import kubernetes as pods
+from shoal.launch import kubernetes_manifest
 from shoal.launch import sagemaker as training
 from shoal.launch import slurm as queue
 from shoal.launch.kubernetes import KubernetesJob
@@ -93,9 +94,10 @@ def kubernetes(
     dry_run: bool = False,
     config: Path | None = None,
 ) -> int:
-    """Submit a command to Kubernetes as a JobSet: `shoal submit kubernetes --hosts 8 … -- shoal train bert`.
+    """Submit a command to Kubernetes: `shoal submit kubernetes --hosts 8 … -- shoal train bert`.
 
-    It needs the JobSet controller in the cluster. The paths of the command are those in the containers.
+    As a JobSet, which needs its controller in the cluster; --api chooses another kind. The paths of the
+    command are those in the containers.
 
     Parameters
     ----------
@@ -110,7 +112,7 @@ def kubernetes(
     """
     _require_command(command)
     name = pods.job_name(job, command)
-    text = pods.render(job, command)
+    text = kubernetes_manifest.render(job, command)
     if dry_run:
         print(text, end="")
         return EXIT_OK
@@ -124,7 +126,8 @@ def kubernetes(
         print(f"submit it with: kubectl create --filename {path}")
         return EXIT_OK
     pods.submit(path, name, job.namespace)
-    print(f"JobSet {name} is submitted; its output: kubectl logs --follow job/{name}-workers-0")
+    first = {"jobset": "workers-0", "job": "workers", "trainjob": "node-0"}[job.api]
+    print(f"job {name} is submitted; its output: kubectl logs --follow job/{name}-{first}")
     return EXIT_OK
 
 

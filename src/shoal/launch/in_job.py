@@ -35,7 +35,7 @@ from shoal.env import (
     slurm_step,
     workers_first_node,
 )
-from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, ShoalError, UsageError
+from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED, ShoalError, UsageError
 from shoal.launch.emulated import HELPER_COMMAND
 from shoal.launch.leash import PORT_OFFSET, Leash, await_release
 from shoal.launch.local import launch
@@ -153,7 +153,7 @@ def _launch_host(command: Sequence[str], how: InJob, step: SlurmStep | None, mee
     is_first = number == 0
     set_variables(_meet(meeting, how, is_first=is_first))
     log_dir = how.log_dir or (meeting.job / "logs" if meeting else Path("logs"))
-    with _leash(how) if is_first else nullcontext():
+    with _leash(how) if is_first else nullcontext() as leash:
         code = launch(
             command,
             num_workers=num_workers,
@@ -163,12 +163,14 @@ def _launch_host(command: Sequence[str], how: InJob, step: SlurmStep | None, mee
             run_id=meeting.run_id if meeting else how.run_id or "shoal",
             failure_file=how.failure_file,
         )
+        if leash is not None:
+            leash.exit_code = code
     if code == EXIT_STOPPED and meeting is not None and is_first:
         meeting.saved()
     return code
 
 
-def _leash(how: InJob) -> AbstractContextManager[object]:
+def _leash(how: InJob) -> AbstractContextManager[Leash | None]:
     """Return what helpers hold on to that were named beforehand, and so did not come to a folder."""
     if how.rdzv is None or how.num_helpers or not helpers():
         return nullcontext()
@@ -288,24 +290,30 @@ def _serve(meeting: Meeting | None, step: SlurmStep | None, how: InJob) -> int:
         signal.signal(number, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.terminate())
+    ends: list[int] = []
     if meeting is None:
         leash = _leash_of(rdzv)
-        threading.Thread(target=_end_with_workers, args=(server, *leash), daemon=True).start()
+        threading.Thread(target=_end_with_workers, args=(server, *leash, ends), daemon=True).start()
     assert server.stdout is not None
     for line in server.stdout:
         print(line, end="", flush=True)
         if meeting is not None and (ready := _READY.search(line)):
             meeting.publish_helper(step.place.rank if step else how.node_rank or 0, ready[1])
     code = server.wait()
-    return code if code >= 0 else EXIT_FAILURE
+    return ends[0] if ends and not code else code if code >= 0 else EXIT_FAILURE
 
 
-def _end_with_workers(server: subprocess.Popen[str], host: str, port: int) -> None:
-    """Stop the server when the first worker host's launcher has ended, or does not come."""
+def _end_with_workers(server: subprocess.Popen[str], host: str, port: int, ends: list[int]) -> None:
+    """Stop the server when the first worker host's launcher has ended, or does not come.
+
+    ``ends`` gets this helper's exit code: 76 if the workers are to start again, and it with them.
+    """
     try:
-        await_release(host, port, deadline_s=_WORKERS_DEADLINE_S)
+        code = await_release(host, port, deadline_s=_WORKERS_DEADLINE_S)
+        ends.append(EXIT_LOST if code in (None, EXIT_STOPPED, EXIT_LOST) else EXIT_OK)
     except ShoalError as problem:
         print(f"shoal launch: {problem}; this helper stops", file=sys.stderr, flush=True)
+        ends.append(EXIT_OK)
     server.terminate()
 
 

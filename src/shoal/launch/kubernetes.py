@@ -1,4 +1,4 @@
-"""Writes manifests for Kubernetes: a JobSet with the workers' pods, and those of the helpers beside them."""
+"""Says what a job on Kubernetes asks for, and creates its secret and its manifest with kubectl."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from shoal.errors import ShoalError, UsageError
 
 MANIFEST = "job.yaml"
-HELPER_PORT, MEETING_PORT = 7070, 29400
-_GRACE_MARGIN_S = 60
 _LABEL = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 _IMAGE = re.compile(r"[a-z0-9][\w.:/@-]{0,400}")
 _QUANTITY = re.compile(r"\d{1,9}(\.\d{1,3})?(m|[kMGT]i?)?")
@@ -70,6 +69,10 @@ class KubernetesJob:
     """Labels of the workers' nodes, like node.kubernetes.io/instance-type=p4d.24xlarge."""
     save_s: int = 120
     """Seconds that saving a checkpoint may take when a pod is asked to stop."""
+    api: Literal["jobset", "job", "trainjob"] = "jobset"
+    """Kind of manifest: JobSet; plain Jobs, which need no controller; or Kubeflow's TrainJob."""
+    topology: str | None = None
+    """Label of nodes within which Kueue places all pods, like cloud.provider.com/topology-rack."""
     user: int = 1000
     """User and group id in the containers."""
 
@@ -85,6 +88,7 @@ class KubernetesJob:
             "image": _IMAGE, "claim": _LABEL, "mount": _PATH, "gpu": _RESOURCE, "helper_cpus": _QUANTITY,
             "helper_memory": _QUANTITY, "cpus_per_host": _QUANTITY, "memory_per_host": _QUANTITY,
             "shared_memory": _QUANTITY, "name": _LABEL, "namespace": _LABEL, "queue": _LABEL,
+            "topology": _RESOURCE,
         }  # fmt: skip
         for name, form in forms.items():
             if (value := getattr(self, name)) is not None and not form.fullmatch(value):
@@ -92,6 +96,12 @@ class KubernetesJob:
         for label in self.node_selector:
             if not _SELECTOR.fullmatch(label):
                 raise UsageError(f"--node-selector {label!r} is not of the form KEY=VALUE")
+        if self.topology is not None and self.queue is None:
+            raise UsageError(f"--topology {self.topology} is for Kueue: name its --queue too")
+        if self.api == "job" and self.helpers_required:
+            raise UsageError(
+                "--helpers-required needs an order of start, which plain Jobs lack: --api jobset"
+            )
 
 
 def _option(field: str) -> str:
@@ -106,181 +116,11 @@ def job_name(job: KubernetesJob, command: Sequence[str]) -> str:
     return job.name or (name if _LABEL.fullmatch(name) else f"job-{name}"[:40].strip("-"))
 
 
-def render(job: KubernetesJob, command: Sequence[str]) -> str:
-    """Return the manifest of a JobSet (``jobset.x-k8s.io/v1alpha2``) as YAML.
-
-    A mistake in the command (exit code 2) ends the JobSet; codes 75 and 76, evictions and preemptions start
-    it again without being counted, other failures up to 3 times.
-    """
-    name = job_name(job, command)
-    namespace = f"\n  namespace: {job.namespace}" if job.namespace else ""
-    queue = f"\n  labels: {{kueue.x-k8s.io/queue-name: {job.queue}}}" if job.queue else ""
-    return _JOBSET.format(
-        name=name,
-        meta=namespace + queue,
-        helpers=_helpers(job, name) if job.helpers else "",
-        workers=_workers(job, name, command),
-    )
-
-
-_JOBSET = """\
-apiVersion: jobset.x-k8s.io/v1alpha2
-kind: JobSet
-metadata:
-  name: {name}{meta}
-spec:
-  network: {{enableDNSHostnames: true, subdomain: {name}, publishNotReadyAddresses: true}}
-  successPolicy: {{operator: All, targetReplicatedJobs: [workers]}}
-  failurePolicy:
-    maxRestarts: 3
-    restartStrategy: BlockingRecreate
-    rules:
-    - name: mistake  # in the command
-      action: FailJobSet
-      onJobFailureReasons: [PodFailurePolicy]
-      onJobFailureMessagePatterns: ["exit code 2 "]
-    - name: resumable  # 75: saved and left; 76: another host is gone; or evicted
-      action: RestartJobSetAndIgnoreMaxRestarts
-      onJobFailureReasons: [PodFailurePolicy]
-  replicatedJobs:
-{helpers}{workers}"""
-
-_HELPERS = """\
-  - name: helpers
-    template:
-      spec:
-        completionMode: Indexed
-        completions: {count}
-        parallelism: {count}
-        template:
-          spec:
-            restartPolicy: OnFailure
-            securityContext: {security}
-            containers:
-            - name: shoal
-              image: {image}
-              command: [shoal, serve, --address, $(POD_IP), --port, "{port}"]
-              env:
-              - {{name: SHOAL_SECRET_FILE, value: /run/shoal/secret}}
-              - {{name: POD_IP, valueFrom: {{fieldRef: {{fieldPath: status.podIP}}}}}}
-              resources: {{limits: {{cpu: "{cpus}", memory: {memory}}}}}
-{probe}              volumeMounts: [{{name: secret, mountPath: /run/shoal, readOnly: true}}]
-            volumes: [{{name: secret, secret: {{secretName: {name}-secret, defaultMode: 0440}}}}]
-"""
-
-_WORKERS = """\
-  - name: workers
-{depends}    template:
-      spec:
-        completionMode: Indexed
-        completions: {count}
-        parallelism: {count}
-        backoffLimit: 0
-        podFailurePolicy:
-          rules:
-          - {{action: FailJob, onExitCodes: {{operator: In, values: [2, 75, 76]}}}}
-          - {{action: FailJob, onPodConditions: [{{type: DisruptionTarget, status: "True"}}]}}
-        template:
-          spec:
-            restartPolicy: Never
-            terminationGracePeriodSeconds: {grace}
-            securityContext: {security}
-{selector}            containers:
-            - name: shoal
-              image: {image}
-              command:
-                [shoal, launch, --nnodes={count}, --node-rank=$(JOB_COMPLETION_INDEX),
-                 --rdzv={name}-workers-0-0.{name}:{port}, --job={mount}/jobs/{name},
-                 --run-id={name}.$(RESTARTS){options}]
-              args:
-                [{command}]
-              workingDir: {mount}
-              env:
-              - {{name: SHOAL_SECRET_FILE, value: /run/shoal/secret}}
-              - {{name: RESTARTS, valueFrom: {{fieldRef: {{fieldPath: "metadata.labels['{restarts}']"}}}}}}
-{servers}              resources: {{limits: {{{limits}}}}}
-              volumeMounts:
-              - {{name: secret, mountPath: /run/shoal, readOnly: true}}
-              - {{name: runs, mountPath: {mount}}}
-              - {{name: shm, mountPath: /dev/shm}}
-            volumes:
-            - {{name: secret, secret: {{secretName: {name}-secret, defaultMode: 0440}}}}
-            - {{name: runs, persistentVolumeClaim: {{claimName: {claim}}}}}
-            - {{name: shm, emptyDir: {{medium: Memory, sizeLimit: {shm}}}}}
-"""
-
-
-def _helpers(job: KubernetesJob, name: str) -> str:
-    probe = f"              readinessProbe: {{tcpSocket: {{port: {HELPER_PORT}}}}}\n"
-    return _HELPERS.format(
-        count=job.helpers,
-        image=job.image,
-        port=HELPER_PORT,
-        cpus=job.helper_cpus,
-        memory=job.helper_memory,
-        name=name,
-        probe=probe if job.helpers_required else "",
-        security=_security(job),
-    )
-
-
-def _workers(job: KubernetesJob, name: str, command: Sequence[str]) -> str:
-    options = {"workers": job.workers_per_host, "global-batch": job.global_batch}
-    given = [f"--{option}={value}" for option, value in options.items() if value is not None]
-    servers = ",".join(f"{name}-helpers-0-{i}.{name}:{HELPER_PORT}" for i in range(job.helpers))
-    limits = {
-        job.gpu: job.gpus_per_host,
-        "vpc.amazonaws.com/efa": job.efa_per_host,
-        "cpu": job.cpus_per_host,
-        "memory": job.memory_per_host,
-    }
-    labels = [label.partition("=") for label in job.node_selector]
-    selector = ", ".join(f"{key}: {json.dumps(value)}" for key, _, value in labels)
-    return _WORKERS.format(
-        name=name,
-        count=job.hosts,
-        image=job.image,
-        mount=job.mount,
-        claim=job.claim,
-        shm=job.shared_memory,
-        port=MEETING_PORT,
-        grace=job.save_s + _GRACE_MARGIN_S,
-        security=_security(job),
-        restarts="jobset.sigs.k8s.io/restart-attempt",
-        depends="    dependsOn: [{name: helpers, status: Ready}]\n" if job.helpers_required else "",
-        selector=f"            nodeSelector: {{{selector}}}\n" if selector else "",
-        options="".join(f", {option}" for option in given),
-        command=_flow(command),
-        servers=f"              - {{name: SHOAL_HELPERS, value: {json.dumps(servers)}}}\n" if servers else "",
-        limits=", ".join(f"{key}: {json.dumps(v)}" for key, v in limits.items() if v is not None),
-    )
-
-
-def _security(job: KubernetesJob) -> str:
-    return f"{{runAsNonRoot: true, runAsUser: {job.user}, runAsGroup: {job.user}, fsGroup: {job.user}}}"
-
-
-def _flow(command: Sequence[str]) -> str:
-    """Return the words of the command for a list in brackets, an option a line if they are many."""
-    text = ", ".join(map(_word, ["--", *command]))
-    return text if len(text) <= 90 else re.sub(r", (?=--[a-z])", ",\n                 ", text)
-
-
-def _word(word: str) -> str:
-    """Return a word of the command for YAML; ``$$(`` keeps Kubernetes from replacing ``$(NAME)``."""
-    word = word.replace("$(", "$$(")
-    plain = re.fullmatch(r"[A-Za-z/][\w./-]*|--([A-Za-z][\w.-]*)?", word) and word.lower() not in _YAML_WORDS
-    return word if plain else json.dumps(word, ensure_ascii=False)
-
-
-_YAML_WORDS = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null"))
-
-
 # ---- kubectl -----------------------------------------------------------------------------------------------
 
 
 def submit(path: Path, name: str, namespace: str | None) -> None:
-    """Create the job's secret, which goes to kubectl by a pipe, and the JobSet.
+    """Create the job's secret, which goes to kubectl by a pipe, and what the manifest holds.
 
     Raises:
         ShoalError: kubectl is not here, or the cluster refuses.

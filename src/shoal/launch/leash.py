@@ -1,7 +1,8 @@
 """Lets helpers end with the workers where no scheduler ends them: a connection that closes.
 
-The first worker host's launcher listens and answers nothing. The launcher of each helper keeps a connection
-to it, and stops its server when that closes: because the launcher has ended, or because its host is gone.
+The first worker host's launcher listens, and says nothing but its exit code at its end. The launcher of each
+helper keeps a connection to it, and stops its server when that closes: because the launcher has ended, or
+because its host is gone.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from shoal.errors import ShoalError
 PORT_OFFSET = 1
 """The leash's port, above that of the launchers' rendezvous."""
 _MAX_HELD = 1_024
+_MAX_SAID = 16
 _PAUSE_S = 0.5
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 class Leash:
     """The end that the first worker host holds; a context."""
+
+    exit_code: int | None = None
+    """Said to the helpers at the end of the context."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -46,11 +51,15 @@ class Leash:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for opened in (self._listener, *self._held):
-            if opened is not None:
+        for held in self._held:
+            if self.exit_code is not None:
                 with suppress(OSError):
-                    opened.shutdown(socket.SHUT_RDWR)
-                opened.close()
+                    held.sendall(f"{self.exit_code}\n".encode())
+            held.close()
+        if self._listener is not None:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
 
     @property
     def num_held(self) -> int:
@@ -67,8 +76,8 @@ class Leash:
                     connection.close()
 
 
-def await_release(host: str, port: int, *, deadline_s: float) -> None:
-    """Return when the process that holds the leash on ``host`` has ended.
+def await_release(host: str, port: int, *, deadline_s: float) -> int | None:
+    """Return when the process that holds the leash on ``host`` has ended, and its exit code if it said one.
 
     Raises:
         ShoalError: nobody listens there before the deadline.
@@ -90,6 +99,9 @@ def await_release(host: str, port: int, *, deadline_s: float) -> None:
         for name, value in _KEEPALIVE.items():
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        said = b""
         with suppress(OSError):
-            while connection.recv(1_024):
-                pass
+            while len(said) < _MAX_SAID and (part := connection.recv(_MAX_SAID)):
+                said += part
+    word = said.decode("ascii", errors="replace").strip()
+    return int(word) if word.isdecimal() else None

@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes against JobSet's own schema, read strictly, and the rules that it has as code."""
+"""Manifests for Kubernetes against the controllers' own schemas, read strictly, and the rules beside them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ import yaml
 from shoal.env import test_data_dir as data_dir
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import kubernetes
-from shoal.launch.kubernetes import KubernetesJob, job_name, render
+from shoal.launch.kubernetes import KubernetesJob, job_name
+from shoal.launch.kubernetes_manifest import render
 
-SCHEMA = data_dir() / "kubernetes" / "jobset.yaml"
+SCHEMAS = data_dir() / "kubernetes"
 BERT = ("shoal", "train", "bert", "--preset", "large", "--data.path", "/runs/my text", "--run.dir", "/runs/b")
 COMMON = {"hosts": 8, "image": "registry.example/shoal:1", "claim": "runs", "gpus_per_host": 8}
 
 
+def documents(command: tuple[str, ...] = BERT, **settings: Any) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(render(KubernetesJob(**{**COMMON, **settings}), command)))
+
+
 def manifest(command: tuple[str, ...] = BERT, **settings: Any) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(render(KubernetesJob(**{**COMMON, **settings}), command))
+    (found,) = documents(command, **settings)
     return found
 
 
@@ -45,17 +50,77 @@ def strict(schema: Any) -> Any:
 
 
 @cache
-def validator() -> jsonschema.Draft7Validator:
-    if not SCHEMA.exists():
-        pytest.skip(f"{SCHEMA} is not here")
-    (definition,) = yaml.load(SCHEMA.read_text(), Loader=yaml.CSafeLoader)["spec"]["versions"]
-    return jsonschema.Draft7Validator(strict(definition["schema"]["openAPIV3Schema"]))
+def schema(file: str) -> Any:
+    if not (SCHEMAS / file).exists():
+        pytest.skip(f"{SCHEMAS / file} is not here")
+    (definition,) = yaml.load((SCHEMAS / file).read_text(), Loader=yaml.CSafeLoader)["spec"]["versions"]
+    return strict(definition["schema"]["openAPIV3Schema"])
 
 
-def problems(jobset: dict[str, Any]) -> list[str]:
-    """Return what JobSet's schema, its rules and those of Jobs have against a manifest."""
-    found = [f"{'/'.join(map(str, each.path))}: {each.message}" for each in validator().iter_errors(jobset)]
-    return found or rules(jobset)
+@cache
+def validator(kind: str) -> jsonschema.Draft7Validator:
+    files = {
+        "JobSet": "jobset.yaml",
+        "TrainingRuntime": "trainingruntimes.yaml",
+        "TrainJob": "trainjobs.yaml",
+    }
+    if kind in files:
+        return jsonschema.Draft7Validator(schema(files[kind]))
+    jobs = schema("jobset.yaml")["properties"]["spec"]["properties"]["replicatedJobs"]["items"]["properties"]
+    spec = jobs["template"]["properties"]["spec"]  # a JobSet has the schema of Jobs in its own
+    free = {"type": "object"}
+    parts = {"apiVersion": {"const": "batch/v1"}, "kind": {"const": "Job"}, "metadata": free, "spec": spec}
+    return jsonschema.Draft7Validator({"properties": parts, "additionalProperties": False})
+
+
+def problems(document: dict[str, Any]) -> list[str]:
+    """Return what the schema, the rules beside it and those of Jobs have against a document."""
+    kind = document["kind"]
+    found = [
+        f"{'/'.join(map(str, each.path))}: {each.message}" for each in validator(kind).iter_errors(document)
+    ]
+    if found or kind == "TrainJob":
+        return found
+    if kind == "Job":
+        return rules_of_a_job(document["metadata"]["name"], document["spec"])
+    if kind == "TrainingRuntime":
+        return rules_of_a_runtime(document)
+    return rules(document)
+
+
+def rules_of_a_runtime(runtime: dict[str, Any]) -> list[str]:
+    """Check what the webhooks of Kubeflow's trainer check."""
+    spec, found = runtime["spec"]["template"]["spec"], []
+    if any(each.get("replicas", 1) != 1 for each in spec["replicatedJobs"]):
+        found.append("replicas must be 1")
+    steps = [each for each in spec["replicatedJobs"] if "metadata" in each["template"]]
+    label = "trainer.kubeflow.org/trainjob-ancestor-step"
+    if [each["template"]["metadata"]["labels"].get(label) for each in steps] != ["trainer"]:
+        found.append("one job is the trainer's step")
+    elif steps[0]["template"]["spec"]["template"]["spec"]["containers"][0]["name"] != "node":
+        found.append("the trainer's container is called node")
+    elif steps[0]["template"]["spec"]["completions"] != runtime["spec"]["mlPolicy"]["numNodes"]:
+        found.append("as many completions as nodes")
+    return found + rules({"metadata": runtime["metadata"], "spec": spec})
+
+
+def rules_of_a_job(name: str, job: dict[str, Any]) -> list[str]:
+    """Check what the API server checks of an Indexed Job beside the schema."""
+    pod, found = job["template"]["spec"], []
+    if "podFailurePolicy" in job and pod["restartPolicy"] != "Never":
+        found.append("a podFailurePolicy needs restartPolicy Never")
+    if "podFailurePolicy" in job and job.get("podReplacementPolicy") == "TerminatingOrFailed":
+        found.append("a podFailurePolicy needs podReplacementPolicy Failed")
+    if job["completionMode"] != "Indexed":
+        found.append("pods have names only in Indexed jobs")
+    if job["parallelism"] != job["completions"]:
+        found.append("all pods run at once")
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    if any(mount["name"] not in volumes for mount in pod["containers"][0]["volumeMounts"]):
+        found.append("a mount without its volume")
+    if len(f"{name}-{job['completions'] - 1}") > 63:
+        found.append("the pods' names are too long")
+    return found
 
 
 def rules(jobset: dict[str, Any]) -> list[str]:
@@ -65,20 +130,9 @@ def rules(jobset: dict[str, Any]) -> list[str]:
     if "startupPolicy" in spec and any("dependsOn" in each for each in spec["replicatedJobs"]):
         found.append("startupPolicy and dependsOn exclude each other")
     for number, each in enumerate(spec["replicatedJobs"]):
-        job = each["template"]["spec"]
-        pod = job["template"]["spec"]
-        earlier = names[:number]
-        if any(other["name"] not in earlier for other in each.get("dependsOn", [])):
+        if any(other["name"] not in names[:number] for other in each.get("dependsOn", [])):
             found.append("dependsOn names an earlier job")
-        if "podFailurePolicy" in job and pod["restartPolicy"] != "Never":
-            found.append("a podFailurePolicy needs restartPolicy Never")
-        if job["completionMode"] != "Indexed":
-            found.append("pods have names only in Indexed jobs")
-        volumes = {volume["name"] for volume in pod["volumes"]}
-        if any(mount["name"] not in volumes for mount in pod["containers"][0]["volumeMounts"]):
-            found.append("a mount without its volume")
-        if len(f"{jobset['metadata']['name']}-{each['name']}-0-{job['completions'] - 1}") > 63:
-            found.append("the pods' names are too long")
+        found += rules_of_a_job(f"{jobset['metadata']['name']}-{each['name']}-0", each["template"]["spec"])
     for rule in spec["failurePolicy"]["rules"]:
         if not re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"]):
             found.append("the name of a rule")
@@ -95,11 +149,24 @@ def rules(jobset: dict[str, Any]) -> list[str]:
         {"helpers": 4, "helpers_required": True, "queue": "team", "namespace": "train", "efa_per_host": 4},
         {"gpus_per_host": None, "cpus_per_host": "16", "memory_per_host": "64Gi", "global_batch": 512},
         {"node_selector": ("node.kubernetes.io/instance-type=p4d.24xlarge",), "workers_per_host": 8},
+        {"helpers": 2, "queue": "team", "topology": "cloud.provider.com/topology-rack"},
         {"name": "a" * 40, "hosts": 1000, "helpers": 1000},
     ],
 )
-def test_the_api_takes_what_is_written(settings: dict[str, Any]) -> None:
-    assert problems(manifest(**settings)) == []
+@pytest.mark.parametrize("api", ["jobset", "job", "trainjob"])
+def test_the_api_takes_what_is_written(settings: dict[str, Any], api: str) -> None:
+    if api == "job":
+        settings = {**settings, "helpers_required": False}
+    found = documents(**settings, api=api)
+    kinds = {
+        "jobset": ["JobSet"],
+        "job": ["Service", *["Job"] * (1 + bool(settings.get("helpers")))],
+        "trainjob": ["TrainingRuntime", "TrainJob"],
+    }
+    assert [each["kind"] for each in found] == kinds[api]
+    assert [problems(each) for each in found if each["kind"] != "Service"] == [[]] * len(
+        found[api == "job" :]
+    )
 
 
 Change = Callable[[dict[str, Any]], Any]
@@ -139,6 +206,85 @@ def test_planted_mistakes_are_found(change: Change, said: str) -> None:
     change(bad)
     assert problems(good) == []
     assert said in "; ".join(problems(bad))
+
+
+def job_change(what: Callable[[dict[str, Any]], Any]) -> Change:
+    return lambda job: what(job["spec"])
+
+
+def of_pod(what: Callable[[dict[str, Any]], Any]) -> Change:
+    return lambda job: what(job["spec"]["template"]["spec"])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (job_change(lambda j: j.update(backofLimit=1)), "backofLimit"),
+        (job_change(lambda j: j.update(completions="8")), "is not of type 'integer'"),
+        (job_change(lambda j: j.update(completionMode="NonIndexed")), "only in Indexed jobs"),
+        (job_change(lambda j: j.update(parallelism=4)), "all pods run at once"),
+        (
+            job_change(lambda j: j.update(podReplacementPolicy="TerminatingOrFailed")),
+            "podReplacementPolicy Failed",
+        ),
+        (job_change(lambda j: j["podFailurePolicy"]["rules"][0].pop("action")), "'action' is a required"),
+        (of_pod(lambda p: p.update(restartPolicy="OnFailure")), "needs restartPolicy Never"),
+        (of_pod(lambda p: p["containers"][0].update(workdir="/")), "workdir"),
+        (of_pod(lambda p: p["volumes"].pop(0)), "a mount without its volume"),
+    ],
+)
+def test_planted_mistakes_in_plain_jobs_are_found(change: Change, said: str) -> None:
+    good = documents(helpers=2, api="job")[2]
+    bad = copy.deepcopy(good)
+    change(bad)
+    assert problems(good) == []
+    assert said in "; ".join(problems(bad))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        (0, lambda m: m["spec"]["mlPolicy"].update(numNode=8), "numNode"),
+        (0, lambda m: m["spec"]["mlPolicy"].update(numNodes=4), "as many completions as nodes"),
+        (0, lambda m: workers_of(m["spec"]["template"]).update(replicas=2), "replicas must be 1"),
+        (0, lambda m: workers_of(m["spec"]["template"])["template"].pop("metadata"), "the trainer's step"),
+        (0, lambda m: pod_of(m["spec"]["template"])["containers"][0].update(name="shoal"), "is called node"),
+        (0, lambda m: pod_of(m["spec"]["template"])["containers"][0].update(resource={}), "resource"),
+        (1, lambda m: m["spec"]["trainer"].update(numNodes="8"), "is not of type 'integer'"),
+        (1, lambda m: m["spec"].update(podTemplateOverrides=[]), "podTemplateOverrides"),
+        (1, lambda m: m["spec"]["runtimeRef"].pop("name"), "'name' is a required property"),
+    ],
+)
+def test_planted_mistakes_in_trainjobs_are_found(kind: int, change: Change, said: str) -> None:
+    good = documents(helpers=2, api="trainjob")[kind]
+    bad = copy.deepcopy(good)
+    change(bad)
+    assert problems(good) == []
+    assert said in "; ".join(problems(bad))
+
+
+def test_plain_jobs_find_each_other_and_the_helpers_end_with_the_workers() -> None:
+    service, helpers, workers = documents(helpers=2, api="job")
+    assert service["spec"]["selector"] == {"shoal-job": "bert"}
+    for job in (helpers, workers):
+        assert job["spec"]["template"]["metadata"]["labels"] == {"shoal-job": "bert"}
+        assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    first = "--rdzv=bert-workers-0.bert:29400"
+    containers = [job["spec"]["template"]["spec"]["containers"][0] for job in (helpers, workers)]
+    assert containers[0]["command"] == ["shoal", "launch", "--role=helper", "--helper-port=7070", first]
+    assert containers[1]["command"][4:] == [first, "--log-dir=/runs/jobs/bert/logs"]
+    variables = {each["name"]: each.get("value") for each in containers[1]["env"]}
+    assert variables["SHOAL_HELPERS"] == "bert-helpers-0.bert:7070,bert-helpers-1.bert:7070"
+
+
+def test_kueue_keeps_all_pods_in_one_rack() -> None:
+    jobset = manifest(helpers=2, queue="team", topology="example/rack")
+    for each in jobset["spec"]["replicatedJobs"]:
+        assert each["template"]["spec"]["template"]["metadata"]["annotations"] == {
+            "kueue.x-k8s.io/podset-group-name": "bert",
+            "kueue.x-k8s.io/podset-required-topology": "example/rack",
+        }
+    assert jobset["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
 
 
 def test_the_common_case_has_at_most_60_lines_and_no_secret() -> None:
@@ -207,6 +353,8 @@ def test_the_words_of_the_command_arrive_as_they_are() -> None:
         ({"node_selector": ("p4d",)}, "--node-selector 'p4d' is not of the form KEY=VALUE"),
         ({"user": 0}, "--user 0 not root"),
         ({"mount": "runs"}, "--mount 'runs' is not"),
+        ({"topology": "rack"}, "--topology rack is for Kueue: name its --queue too"),
+        ({"api": "job", "helpers": 1, "helpers_required": True}, "an order of start, which plain Jobs lack"),
     ],
 )
 def test_mistakes_are_found_before_the_api_sees_them(settings: dict[str, Any], said: str) -> None:

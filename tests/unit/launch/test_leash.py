@@ -17,12 +17,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_helpers_are_released_when_the_holder_ends() -> None:
-    port = free_port()
+@pytest.mark.parametrize("code", [0, 76, None])
+def test_helpers_are_released_when_the_holder_ends(code: int | None) -> None:
+    port, said = free_port(), []
     released = threading.Event()
 
     def hold() -> None:
-        await_release("127.0.0.1", port, deadline_s=30.0)
+        said.append(await_release("127.0.0.1", port, deadline_s=30.0))
         released.set()
 
     helper = threading.Thread(target=hold, daemon=True)
@@ -31,7 +32,9 @@ def test_helpers_are_released_when_the_holder_ends() -> None:
         while not leash.num_held:
             assert not released.wait(0.05)
         assert not released.wait(0.3)
+        leash.exit_code = code
     assert released.wait(30.0)
+    assert said == [code]
 
 
 def test_a_holder_that_never_comes() -> None:

@@ -1,0 +1,261 @@
+"""Writes manifests for Kubernetes: the workers' pods, and those of the helpers beside them.
+
+A JobSet has both as replicated jobs; a TrainJob of Kubeflow names a runtime that has them; plain Jobs are
+two, with a Service for their names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from textwrap import indent
+
+from shoal.launch.kubernetes import KubernetesJob, job_name
+
+HELPER_PORT, MEETING_PORT = 7070, 29_400
+_GRACE_MARGIN_S = 60
+_RESTARTS = "jobset.sigs.k8s.io/restart-attempt"
+
+
+def render(job: KubernetesJob, command: Sequence[str]) -> str:
+    """Return the manifest as YAML.
+
+    A mistake in the command (exit code 2) ends the job; codes 75 and 76, evictions and preemptions start it
+    again without being counted, other failures up to 3 times.
+    """
+    name = job_name(job, command)
+    write = {"jobset": _jobset, "job": _jobs, "trainjob": _trainjob}[job.api]
+    return write(job, name, command)
+
+
+def _jobset(job: KubernetesJob, name: str, command: Sequence[str]) -> str:
+    head = f"apiVersion: jobset.x-k8s.io/v1alpha2\nkind: JobSet\n{_metadata(job, name, queue=job.queue)}"
+    return f"{head}spec:\n{indent(_jobset_spec(job, name, command, workers='workers'), '  ')}"
+
+
+def _trainjob(job: KubernetesJob, name: str, command: Sequence[str]) -> str:
+    version = "apiVersion: trainer.kubeflow.org/v1alpha1"
+    spec = indent(_jobset_spec(job, name, command, workers="node"), "      ")
+    runtime = f"{version}\nkind: TrainingRuntime\n{_metadata(job, name)}spec:\n"
+    runtime += f"  mlPolicy: {{numNodes: {job.hosts}}}\n  template:\n    spec:\n{spec}"
+    head = f"---\n{version}\nkind: TrainJob\n{_metadata(job, name, queue=job.queue)}spec:\n"
+    runs = f"  runtimeRef: {{kind: TrainingRuntime, name: {name}}}\n  trainer: {{numNodes: {job.hosts}}}\n"
+    return runtime + head + runs
+
+
+def _jobs(job: KubernetesJob, name: str, command: Sequence[str]) -> str:
+    service = _SERVICE.format(name=name, meta=_metadata(job, name))
+    parts = [service]
+    if job.helpers:
+        meta = _metadata(job, f"{name}-helpers", queue=job.queue)
+        parts.append(f"{_JOB}{meta}spec:\n{indent(_helper_job(job, name), '  ')}")
+    meta = _metadata(job, f"{name}-workers", queue=job.queue)
+    parts.append(f"{_JOB}{meta}spec:\n{indent(_worker_job(job, name, command, 'workers'), '  ')}")
+    return "---\n".join(parts)
+
+
+def _metadata(job: KubernetesJob, name: str, *, queue: str | None = None) -> str:
+    namespace = f"\n  namespace: {job.namespace}" if job.namespace else ""
+    label = f"\n  labels: {{kueue.x-k8s.io/queue-name: {queue}}}" if queue else ""
+    return f"metadata:\n  name: {name}{namespace}{label}\n"
+
+
+def _jobset_spec(job: KubernetesJob, name: str, command: Sequence[str], *, workers: str) -> str:
+    """Return the spec of a JobSet whose replicated job of workers has the given name."""
+    helpers = f"- name: helpers\n  template:\n    spec:\n{indent(_helper_job(job, name), '      ')}"
+    depends = "  dependsOn: [{name: helpers, status: Ready}]\n" if job.helpers_required else ""
+    trainer = "    metadata: {labels: {trainer.kubeflow.org/trainjob-ancestor-step: trainer}}\n"
+    mine = f"- name: {workers}\n{depends}  template:\n{trainer if workers == 'node' else ''}    spec:\n"
+    mine += indent(_worker_job(job, name, command, workers), "      ")
+    return _JOBSET.format(name=name, workers=workers, jobs=(helpers if job.helpers else "") + mine)
+
+
+_JOB = "apiVersion: batch/v1\nkind: Job\n"
+
+_SERVICE = """\
+apiVersion: v1
+kind: Service
+{meta}spec: {{clusterIP: None, publishNotReadyAddresses: true, selector: {{shoal-job: {name}}}}}
+"""
+
+_JOBSET = """\
+network: {{enableDNSHostnames: true, subdomain: {name}, publishNotReadyAddresses: true}}
+successPolicy: {{operator: All, targetReplicatedJobs: [{workers}]}}
+failurePolicy:
+  maxRestarts: 3
+  restartStrategy: BlockingRecreate
+  rules:
+  - name: mistake  # in the command
+    action: FailJobSet
+    onJobFailureReasons: [PodFailurePolicy]
+    onJobFailureMessagePatterns: ["exit code 2 "]
+  - name: resumable  # 75: saved and left; 76: another host is gone; or evicted
+    action: RestartJobSetAndIgnoreMaxRestarts
+    onJobFailureReasons: [PodFailurePolicy]
+replicatedJobs:
+{jobs}"""
+
+_HELPERS = """\
+completionMode: Indexed
+completions: {count}
+parallelism: {count}
+{again}template:
+{pod}  spec:
+{subdomain}    restartPolicy: OnFailure
+    securityContext: {security}
+    containers:
+    - name: shoal
+      image: {image}
+      command: [{command}]
+      env:
+      - {{name: SHOAL_SECRET_FILE, value: /run/shoal/secret}}
+{address}      resources: {{limits: {{cpu: "{cpus}", memory: {memory}}}}}
+{probe}      volumeMounts: [{{name: secret, mountPath: /run/shoal, readOnly: true}}]
+    volumes: [{{name: secret, secret: {{secretName: {name}-secret, defaultMode: 0440}}}}]
+"""
+
+_WORKERS = """\
+completionMode: Indexed
+completions: {count}
+parallelism: {count}
+{failure}template:
+{pod}  spec:
+{subdomain}    restartPolicy: Never
+    terminationGracePeriodSeconds: {grace}
+    securityContext: {security}
+{selector}    containers:
+    - name: {container}
+      image: {image}
+      command:
+        [shoal, launch, --nnodes={count}, --node-rank=$(JOB_COMPLETION_INDEX),
+         --rdzv={first}:{port}, {place}{options}]
+      args:
+        [{command}]
+      workingDir: {mount}
+      env:
+      - {{name: SHOAL_SECRET_FILE, value: /run/shoal/secret}}
+{restarts}{servers}      resources: {{limits: {{{limits}}}}}
+      volumeMounts:
+      - {{name: secret, mountPath: /run/shoal, readOnly: true}}
+      - {{name: runs, mountPath: {mount}}}
+      - {{name: shm, mountPath: /dev/shm}}
+    volumes:
+    - {{name: secret, secret: {{secretName: {name}-secret, defaultMode: 0440}}}}
+    - {{name: runs, persistentVolumeClaim: {{claimName: {claim}}}}}
+    - {{name: shm, emptyDir: {{medium: Memory, sizeLimit: {shm}}}}}
+"""
+
+_ENDS_JOBSET = """\
+backoffLimit: 0
+podFailurePolicy:
+  rules:
+  - {action: FailJob, onExitCodes: {operator: In, values: [2, 75, 76]}}
+  - {action: FailJob, onPodConditions: [{type: DisruptionTarget, status: "True"}]}
+"""
+_ENDS_ITSELF = """\
+backoffLimit: 3
+podReplacementPolicy: Failed
+podFailurePolicy:
+  rules:
+  - {action: FailJob, onExitCodes: {operator: In, values: [2]}}
+  - {action: Ignore, onExitCodes: {operator: In, values: [75, 76]}}  # saved and left; another host is gone
+  - {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: "True"}]}
+"""
+
+
+def _first(job: KubernetesJob, name: str, workers: str) -> str:
+    """Return the name of the first worker pod."""
+    return f"{name}-{workers}-0.{name}" if job.api == "job" else f"{name}-{workers}-0-0.{name}"
+
+
+def _helper_job(job: KubernetesJob, name: str) -> str:
+    """Return the spec of the helpers' Job. A plain one has to end by itself, with the workers."""
+    address = "      - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}\n"
+    probe = f"      readinessProbe: {{tcpSocket: {{port: {HELPER_PORT}}}}}\n"
+    command = f'shoal, serve, --address, $(POD_IP), --port, "{HELPER_PORT}"'
+    if job.api == "job":
+        first = f"--rdzv={_first(job, name, 'workers')}:{MEETING_PORT}"
+        command = f"shoal, launch, --role=helper, --helper-port={HELPER_PORT}, {first}"
+    return _HELPERS.format(
+        count=job.helpers,
+        name=name,
+        image=job.image,
+        command=command,
+        cpus=job.helper_cpus,
+        memory=job.helper_memory,
+        again="backoffLimit: 100  # it starts again with the workers\n" if job.api == "job" else "",
+        address="" if job.api == "job" else address,
+        probe=probe if job.helpers_required else "",
+        **_common(job, name),
+    )
+
+
+def _worker_job(job: KubernetesJob, name: str, command: Sequence[str], workers: str) -> str:
+    options = {"workers": job.workers_per_host, "global-batch": job.global_batch}
+    given = [f"--{option}={value}" for option, value in options.items() if value is not None]
+    own = f"{name}-helpers" if job.api == "job" else f"{name}-helpers-0"
+    servers = ",".join(f"{own}-{i}.{name}:{HELPER_PORT}" for i in range(job.helpers))
+    limits = {
+        job.gpu: job.gpus_per_host,
+        "vpc.amazonaws.com/efa": job.efa_per_host,
+        "cpu": job.cpus_per_host,
+        "memory": job.memory_per_host,
+    }
+    labels = [label.partition("=") for label in job.node_selector]
+    selector = ", ".join(f"{key}: {json.dumps(value)}" for key, _, value in labels)
+    folder = f"{job.mount}/jobs/{name}"
+    restarts = f"{{fieldRef: {{fieldPath: \"metadata.labels['{_RESTARTS}']\"}}}}"
+    counted = f"--job={folder},\n         --run-id={name}.$(RESTARTS)"
+    return _WORKERS.format(
+        name=name,
+        count=job.hosts,
+        container="node" if workers == "node" else "shoal",
+        image=job.image,
+        mount=job.mount,
+        claim=job.claim,
+        shm=job.shared_memory,
+        first=_first(job, name, workers),
+        port=MEETING_PORT,
+        grace=job.save_s + _GRACE_MARGIN_S,
+        failure=_ENDS_ITSELF if job.api == "job" else _ENDS_JOBSET,
+        place=f"--log-dir={folder}/logs" if job.api == "job" else counted,
+        restarts="" if job.api == "job" else f"      - {{name: RESTARTS, valueFrom: {restarts}}}\n",
+        selector=f"    nodeSelector: {{{selector}}}\n" if selector else "",
+        options="".join(f", {option}" for option in given),
+        command=_flow(command),
+        servers=f"      - {{name: SHOAL_HELPERS, value: {json.dumps(servers)}}}\n" if servers else "",
+        limits=", ".join(f"{key}: {json.dumps(v)}" for key, v in limits.items() if v is not None),
+        **_common(job, name),
+    )
+
+
+def _common(job: KubernetesJob, name: str) -> dict[str, str]:
+    """Return what pods of workers and helpers have alike."""
+    labels = f"    labels: {{shoal-job: {name}}}\n" if job.api == "job" else ""
+    place = f"      kueue.x-k8s.io/podset-required-topology: {job.topology}\n"
+    if job.helpers:
+        place += f"      kueue.x-k8s.io/podset-group-name: {name}  # workers and helpers side by side\n"
+    annotations = f"    annotations:\n{place}" if job.topology else ""
+    ids = ", ".join(f"{key}: {job.user}" for key in ("runAsUser", "runAsGroup", "fsGroup"))
+    return {
+        "security": f"{{runAsNonRoot: true, {ids}}}",
+        "pod": f"  metadata:\n{labels}{annotations}" if labels or annotations else "",
+        "subdomain": f"    subdomain: {name}\n" if job.api == "job" else "",
+    }
+
+
+def _flow(command: Sequence[str]) -> str:
+    """Return the words of the command for a list in brackets, an option a line if they are many."""
+    text = ", ".join(map(_word, ["--", *command]))
+    return text if len(text) <= 90 else re.sub(r", (?=--[a-z])", ",\n         ", text)
+
+
+def _word(word: str) -> str:
+    """Return a word of the command for YAML; ``$$(`` keeps Kubernetes from replacing ``$(NAME)``."""
+    word = word.replace("$(", "$$(")
+    plain = re.fullmatch(r"[A-Za-z/][\w./-]*|--([A-Za-z][\w.-]*)?", word) and word.lower() not in _YAML_WORDS
+    return word if plain else json.dumps(word, ensure_ascii=False)
+
+
+_YAML_WORDS = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null"))
