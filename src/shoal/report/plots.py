@@ -199,7 +199,9 @@ def _format_axes(plot: Any, axes: Axes) -> None:
         margin = 0.06 * (high - low)
         low = min([low, *(y - margin for y in axes.rules)])
         high = max([high, *(y + margin for y in axes.rules)])
-        plot.set_ylim(0.0 if axes.from_zero else low, axes.top or high)
+        if axes.top is not None:
+            high = axes.top + 0.06 * (axes.top - low)  # room for the marker of a value at the top
+        plot.set_ylim(0.0 if axes.from_zero else low, high)
     percent = formatting.is_fraction(axes.metric)
 
     def text(value: float, _: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 
 from shoal.report.curves import (
     MAX_POINTS,
@@ -16,6 +17,7 @@ from shoal.report.curves import (
     trend,
     upper_limit,
 )
+from shoal.report.plots import Axes, Line, draw_curves, run_colour
 
 
 def series(ys: list[float]) -> Series:
@@ -74,3 +76,13 @@ def test_axis_is_cut_for_a_peak_but_not_for_a_high_beginning() -> None:
     assert 11 < limit < 20
     assert upper_limit([1.0] * 100) is None
     assert upper_limit([1.0, 900.0]) is None
+
+
+def test_a_point_at_the_top_of_a_cut_axis_is_whole() -> None:
+    """Its marker is a circle of 5.5 points, which the edge of the figure must not cut."""
+    values = Series(xs=[0.0, 1.0, 2.0], ys=[0.1, 0.3, 0.473], not_finite_xs=[])
+    line = Line(series=values, colour=run_colour(0), dots="o")
+    svg = draw_curves([line], Axes(description="Top-1", x_name="epoch", top=0.473))
+    (clip,) = set(re.findall(r'<clipPath[^>]*>\s*<rect x="[\d.]+" y="([\d.]+)"', svg))
+    highest = min(float(y) for y in re.findall(r'<use href="#[^"]*" x="[\d.]+" y="([\d.]+)"', svg))
+    assert highest - float(clip) > 5.5 / 2

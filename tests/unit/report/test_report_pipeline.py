@@ -54,6 +54,14 @@ def boxes(svg: str) -> list[tuple[str, dict[str, float], str, str]]:
     return found
 
 
+def test_only_the_step_itself_can_be_idle() -> None:
+    root = ElementTree.fromstring(draw_pipeline_step(pipeline_step()))
+    lanes = [rect.attrib for rect in root.iter(f"{SVG}rect") if rect.attrib.get("class") == "lane"]
+    predicted, traced = lanes[:2], lanes[2:]
+    assert {float(lane["width"]) for lane in traced} == {912.0 - 58.0}
+    assert {float(lane["width"]) for lane in predicted} == {round((912.0 - 58.0) / 1.1, 2)}
+
+
 def test_every_box_is_drawn_where_its_time_and_rank_say() -> None:
     row = pipeline_step()
     drawn = boxes(draw_pipeline_step(row))
