@@ -22,13 +22,14 @@ from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5Model
 from shoal.recipes.albert import AlbertConfig, DataConfig
 from shoal.recipes.bert import BertConfig, PhaseConfig
 from shoal.recipes.bert import DataConfig as BertDataConfig
+from shoal.recipes.bert import TrainConfig as BertTrainConfig
 from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
 from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.resnet50_score import Scoring
 from shoal.recipes.t5 import DataConfig as T5DataConfig
 from shoal.recipes.t5 import T5Config, T5OptimConfig
 from shoal.record import Step, read_record
-from shoal.train.config import LoopConfig, OptimConfig, PhasesOptimConfig, RunConfig, TrainConfig
+from shoal.train.config import OptimConfig, PhasesOptimConfig, RunConfig, TrainConfig
 
 AnyConfig = AlbertConfig | BertConfig | T5Config | ResNetTrainConfig | MaskRCNNTrainConfig
 Config = TypeVar(
@@ -145,7 +146,7 @@ def small_bert_config(text: Path, run_dir: Path, **changes: Any) -> BertConfig:
             learning_rate=2e-3,
             warmup_steps=1,
         ),
-        train=LoopConfig(precision="fp32"),
+        train=BertTrainConfig(precision="fp32"),
         optim=PhasesOptimConfig(power=0.5, decay_from="start"),
         run=RunConfig(
             name="test",

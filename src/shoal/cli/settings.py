@@ -44,7 +44,7 @@ def settings_from(recipe_of: Callable[[tuple[str, ...]], str]) -> Fill:
                 tree, changes = shortened(tomllib.loads(file.read_text(encoding="utf-8")), given())
                 apply(tree, f"preset {preset}")
                 if changes and starts_or_leads():
-                    print(f"shoal: preset {preset}, shorter: {', '.join(changes)}", file=sys.stderr)
+                    print(f"shoal: preset {preset}, adapted: {', '.join(changes)}", file=sys.stderr)
 
     return fill_in
 

@@ -21,7 +21,7 @@ from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import load, masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
 from shoal.recipes.prepared_text import keep_tokenizer, load_weights
-from shoal.train.config import Rates, check_warmup, required, schedule_of
+from shoal.train.config import LoopConfig, Rates, check_warmup, required, schedule_of
 
 # ------------------------------------------------------------------------------------------------- config
 
@@ -59,9 +59,18 @@ class PhaseConfig(Rates):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainConfig(LoopConfig):
+    """What both phases share."""
+
+    total_steps: int | None = None
+    """Optimizer steps of both phases, which share them in the preset's proportion; default: the preset's."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BertConfig(MaskedLMConfig):
     """All settings of BERT's pretraining; presets are TOML files in ``presets/bert``."""
 
+    train: TrainConfig = field(default_factory=TrainConfig)
     model: BertModelConfig = field(default_factory=BertModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     phase1: PhaseConfig = field(default_factory=PhaseConfig)
@@ -75,6 +84,12 @@ class BertConfig(MaskedLMConfig):
                 check_warmup(section, phase.warmup_steps, section, phase.total_steps)
         if not self.phases:
             raise UsageError("phase1.total_steps and phase2.total_steps are both 0: nothing to train")
+        if self.train.total_steps not in (None, self.total_steps):
+            raise UsageError(
+                f"train.total_steps {self.train.total_steps} is not the sum of phase1.total_steps "
+                f"{self.phase1.total_steps} and phase2.total_steps {self.phase2.total_steps}: leave it out, "
+                "or those"
+            )
         lengths = [(section, phase.max_seq_length) for section, phase in self.phases]
         self.check_common(self.total_steps, *lengths)
 

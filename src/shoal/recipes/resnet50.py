@@ -76,6 +76,8 @@ class TrainConfig(LoopConfig):
 
     total_epochs: float = 90.0
     """Passes over the images; the optimizer steps follow from it."""
+    total_steps: int | None = None
+    """Optimizer steps of the whole run, instead of its epochs; the warm-up shrinks in proportion."""
     global_batch_size: int = 16_384
     """Images in one optimizer step, over all workers."""
     micro_batch_size: int | None = None
@@ -98,6 +100,7 @@ class TrainConfig(LoopConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive("train", self, "norm_images", "whiten_images", least=0)
+        require_positive("train", self, "total_steps")
         if not self.total_epochs > 0:
             raise UsageError(f"train.total_epochs {self.total_epochs} must be above 0")
         require_positive("train", self, "label_smoothing", "average_decay", least=0, below=1)
@@ -152,7 +155,6 @@ class ValidationConfig:
 class ResNetTrainConfig(ImageTrainConfig):
     """All settings of training a residual network; presets are TOML files in ``presets/resnet50``."""
 
-    longer: ClassVar[str] = "--train.total-epochs"
     prepare: ClassVar[str] = "shoal prepare images"
 
     model: ResNetConfig = field(default_factory=ResNetConfig)
@@ -175,6 +177,10 @@ class ResNetTrainConfig(ImageTrainConfig):
                 f"train.whiten_images {self.train.whiten_images} is for model.network resnet8, whose first "
                 f"convolution does not learn; leave it out with {self.model.network}"
             )
+
+    @property
+    def longer(self) -> str:
+        return "--train.total-epochs" if self.train.total_steps is None else "--train.total-steps"
 
 
 IMMUTABLE = (
@@ -312,7 +318,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
             until=last,
             on_host=True,
             references={TOP1: 1 / num_classes},
-            notes=[*plan.lines(config.train.total_epochs), f"held out     {len(held_out):,} images"],
+            notes=[*plan.lines(), f"held out     {len(held_out):,} images"],
         )
         for step in steps:
             with step:
@@ -402,13 +408,14 @@ class Plan:
 
     batch: BatchPlan
     epochs: Epochs
+    total_epochs: float
     schedule: Schedule
 
-    def lines(self, total_epochs: float) -> list[str]:
+    def lines(self) -> list[str]:
         """Return epochs and learning rates in words."""
         schedule, per_epoch = self.schedule, self.epochs.num_examples / self.batch.global_batch_size
         return [
-            f"epochs       {total_epochs:g} of {self.epochs.num_examples:,} images = "
+            f"epochs       {self.total_epochs:.4g} of {self.epochs.num_examples:,} images = "
             f"{schedule.total_steps:,} steps, {per_epoch:,.2f} an epoch",
             f"rate         {schedule.warmup_from:g} to {schedule.base:g} in {schedule.warmup_steps:,} steps, "
             f"then to {schedule.end:g} with power {schedule.power:g}",
@@ -429,7 +436,12 @@ def make_plan(config: ResNetTrainConfig, *, num_examples: int, num_workers: int)
             "even train.micro_batch_size"
         )
     epochs = Epochs(num_examples=num_examples, global_batch_size=train.global_batch_size)
-    total_steps = epochs.steps(train.total_epochs)
+    total_epochs, total_steps = train.total_epochs, epochs.steps(train.total_epochs)
+    warmup_steps = epochs.steps(optim.warmup_epochs)
+    if train.total_steps is not None:
+        warmup_steps = warmup_steps * min(train.total_steps, total_steps) // max(total_steps, 1)
+        total_steps = train.total_steps
+        total_epochs = total_steps * train.global_batch_size / num_examples
     if total_steps < 1:
         raise UsageError(
             f"train.total_epochs {train.total_epochs:g} of {num_examples:,} images are less than half of one "
@@ -440,13 +452,13 @@ def make_plan(config: ResNetTrainConfig, *, num_examples: int, num_workers: int)
     schedule = Schedule(
         base=base,
         end=optim.end_learning_rate,
-        warmup_steps=epochs.steps(optim.warmup_epochs),
+        warmup_steps=warmup_steps,
         warmup_from=min(optim.warmup_from, base),
         total_steps=total_steps,
         power=optim.power,
         decay_from=optim.decay_from,
     )
-    return Plan(batch=batch, epochs=epochs, schedule=schedule)
+    return Plan(batch=batch, epochs=epochs, total_epochs=total_epochs, schedule=schedule)
 
 
 def check(config: ResNetTrainConfig, num_workers: int, dry_run: bool) -> list[str]:
@@ -479,7 +491,7 @@ def check(config: ResNetTrainConfig, num_workers: int, dry_run: bool) -> list[st
     return [
         *settings_lines(config),
         f"batch        {plan.batch}",
-        *plan.lines(config.train.total_epochs),
+        *plan.lines(),
         f"held out     {num_held_out:,} images of {found:,} classes",
         f"parameters   {profile.num_trainable:,}",
         f"memory       {images.memory_of(profile, config)}",

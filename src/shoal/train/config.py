@@ -363,14 +363,21 @@ def load_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"the config file {path} cannot be read: {error}") from None
 
 
-_DURATIONS = ("warmup_steps", "constant_steps", "hold_steps", "milestones")
+_DURATIONS = {
+    "steps": ("warmup_steps", "constant_steps", "hold_steps", "milestones"),
+    "epochs": ("warmup_epochs",),
+}
+"""Settings of a schedule that are a part of ``total_steps`` or ``total_epochs``."""
+_FEWEST_LINES = 20
+"""Lines of the record, and so points of a report's curves, that a shortened preset has at least."""
 
 
 def shortened(preset: dict[str, Any], given: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Return a preset for the steps that the user gave, and what was changed, in words.
+    """Return a preset for the steps or epochs that the user gave, and what was changed, in words.
 
     If they are fewer than the preset's, the durations of its schedule that the user did not give shrink in
-    proportion, and lines of the record are written at least 20 times.
+    proportion, and lines of the record are written at least 20 times. Phases share ``--train.total-steps``
+    in the proportion of their own.
 
     Args:
         preset: settings in sections.
@@ -391,22 +398,45 @@ def shortened(preset: dict[str, Any], given: Mapping[str, str]) -> tuple[dict[st
             tree[section][name] = value
             changes.append(f"{section}.{name} {value} instead of {old}")
 
-    for section, values in preset.items():
-        text, whole = given.get(f"--{section}.total-steps", ""), values.get("total_steps")
-        if whole is None or not text.isdecimal() or not 0 < int(text) < whole:
-            continue
-        steps, of = int(text), "optim" if section == "train" else section
-        for name in _DURATIONS:
-            old = preset.get(of, {}).get(name)
-            if isinstance(old, list):
-                change(of, name, [max(1, each * steps // whole) for each in old])
-            elif old is not None:
-                change(of, name, old * steps // whole)
-        log_frequency = preset.get("run", {}).get("log_frequency")
-        if section == "train" and log_frequency is not None:
-            change("run", "log_frequency", min(log_frequency, max(1, steps // _FEWEST_LINES)))
+    steps = _number(given.get("--train.total-steps", ""))
+    for section, own in _shares(preset, steps).items():
+        change(section, "total_steps", own)
+    for section in preset:
+        for unit, names in _DURATIONS.items():
+            whole = preset[section].get(f"total_{unit}")
+            part = _number(given.get(f"--{section}.total-{unit}", "")) or tree[section].get(f"total_{unit}")
+            if whole is None or part is None or not 0 < part < whole:
+                continue
+            of = "optim" if section == "train" else section
+            for name in names:
+                old = preset.get(of, {}).get(name)
+                if isinstance(old, list):
+                    change(of, name, [max(1, each * part // whole) for each in old])
+                elif old is not None:
+                    change(of, name, old * part // whole if unit == "steps" else old * part / whole)
+    log_frequency = preset.get("run", {}).get("log_frequency")
+    if steps and log_frequency is not None and steps < preset.get("train", {}).get("total_steps", steps + 1):
+        change("run", "log_frequency", min(log_frequency, max(1, int(steps) // _FEWEST_LINES)))
     return tree, changes
 
 
-_FEWEST_LINES = 20
-"""Lines of the record, and so points of a report's curves, that a shortened preset has at least."""
+def _number(text: str) -> int | float | None:
+    """Return the number that an option was given, or nothing: what is none is refused when it is parsed."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _shares(preset: Mapping[str, Any], steps: int | float | None) -> dict[str, int]:
+    """Return the steps of each phase of a preset that has phases, if all of them together are ``steps``."""
+    own = {section: each["total_steps"] for section, each in preset.items() if section.startswith("phase")}
+    if not own or not steps:
+        return {}
+    shares = {section: int(each * steps // sum(own.values())) for section, each in own.items()}
+    shares[max(own, key=own.__getitem__)] += int(steps) - sum(shares.values())
+    return shares

@@ -72,11 +72,38 @@ def test_total_steps_alone_shorten_a_preset(data: Path) -> None:
     resolved = tomllib.loads(result.stdout.partition("\nbatch ")[0])
     assert (resolved["train"]["total_steps"], resolved["optim"]["warmup_steps"]) == (60, 5)
     changes = "optim.warmup_steps 5 instead of 200, run.log_frequency 3 instead of 50"
-    assert result.stderr == f"shoal: preset tiny, shorter: {changes}\n"
+    assert result.stderr == f"shoal: preset tiny, adapted: {changes}\n"
     result = shoal(*command, "--optim.warmup-steps", "60", "--run.log-frequency", "50")
     resolved = tomllib.loads(result.stdout.partition("\nbatch ")[0])
     assert (resolved["optim"]["warmup_steps"], resolved["run"]["log_frequency"]) == (60, 50)
     assert result.stderr == ""
+
+
+def test_total_steps_alone_shorten_both_phases_of_bert(data: Path) -> None:
+    command = ("train", "bert", "--preset", "tiny", "--data.path", str(data), "--dry-run")
+    result = shoal(*command, "--train.total-steps", "60")
+    assert result.returncode == 0, said(result)
+    resolved = tomllib.loads(result.stdout.partition("\nbatch ")[0])
+    first, second = resolved["phase1"], resolved["phase2"]
+    assert (first["total_steps"], second["total_steps"]) == (47, 13)  # 60 × 900 / 1,150, and the rest
+    assert (first["warmup_steps"], second["warmup_steps"]) == (100 * 47 // 900, 50 * 13 // 250)
+    assert resolved["run"]["log_frequency"] == 3
+    result = shoal(*command, "--train.total-steps", "60", "--phase1.total-steps", "50")
+    assert result.returncode == 2
+    assert "train.total_steps 60 is not the sum of phase1.total_steps 50" in said(result)
+
+
+def test_total_steps_or_epochs_alone_shorten_resnet() -> None:
+    command = ("train", "resnet50", "--preset", "tiny", "--dry-run")
+    steps = shoal(*command, "--train.total-steps", "60")
+    assert steps.returncode == 0, said(steps)
+    # 5,000 images in batches of 128: 195 steps in 5 epochs, 39 of them warm-up
+    assert "epochs       1.536 of 5,000 images = 60 steps" in steps.stdout
+    assert f"in {39 * 60 // 195} steps, then" in steps.stdout
+    epochs = shoal(*command, "--train.total-epochs", "0.5")
+    assert epochs.returncode == 0, said(epochs)
+    assert "epochs       0.5 of 5,000 images = 20 steps" in epochs.stdout
+    assert "optim.warmup_epochs 0.1 instead of 1" in epochs.stderr
 
 
 def test_every_preset_can_be_shortened_and_stays_as_it_is_when_it_is_not() -> None:

@@ -11,8 +11,8 @@ import pytest
 from shoal.errors import UsageError
 from shoal.models.text_config import BertModelConfig
 from shoal.optim.lr_schedules import learning_rate
-from shoal.recipes.bert import PRESETS, BertConfig, PhaseConfig
-from shoal.train.config import LoopConfig, PhasesOptimConfig, RunConfig, schedule_of
+from shoal.recipes.bert import PRESETS, BertConfig, PhaseConfig, TrainConfig
+from shoal.train.config import PhasesOptimConfig, RunConfig, schedule_of
 
 
 def preset(name: str) -> BertConfig:
@@ -23,7 +23,7 @@ def preset(name: str) -> BertConfig:
         model=BertModelConfig(**tree["model"]),
         phase1=PhaseConfig(**tree["phase1"]),
         phase2=PhaseConfig(**tree["phase2"]),
-        train=LoopConfig(**tree.get("train", {})),
+        train=TrainConfig(**tree.get("train", {})),
         optim=PhasesOptimConfig(**optim),
         run=RunConfig(**tree.get("run", {})),
     )
