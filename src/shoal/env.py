@@ -44,6 +44,8 @@ NATIVE_GROUP = "SHOAL_NATIVE_GROUP"
 """1 (the default) or 0: whether the backend uses its process group in C++."""
 CACHE_DIR = "SHOAL_CACHE_DIR"
 """Folder for what is built once per machine; default: ``~/.cache/shoal``."""
+MEMORY = "SHOAL_MEMORY"
+"""Memory of a worker, such as 8GB, to fill where there is no GPU or not all of it may be used."""
 PROGRESS_FILE = "SHOAL_PROGRESS_FILE"
 """File in which the first worker writes the step of each checkpoint, for the launcher of a cluster's job."""
 SECRET_ID = "SHOAL_SECRET_ID"
@@ -484,6 +486,11 @@ def host_id(environ: Mapping[str, str] | None = None) -> str | None:
 def job_id(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the scheduler's job id, which a requeued job keeps, or ``None``."""
     return _text(_SLURM_JOB_ID, environ)
+
+
+def worker_memory(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the memory that a worker may fill, such as ``8GB``; ``None``: that of its GPU."""
+    return _text(MEMORY, environ)
 
 
 def test_data_dir(environ: Mapping[str, str] | None = None) -> Path:

@@ -86,7 +86,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 def require_positive(
     section: str, config: object, *names: str, least: float = 1, below: float = math.inf
 ) -> None:
-    """Raise a :class:`UsageError` if one of the named settings is there and not in [``least``, ``below``).
+    """Raise a :class:`UsageError` if one of the named settings is a number not in [``least``, ``below``).
 
     Args:
         section: of the settings, which messages name before the setting; empty: none.
@@ -94,6 +94,6 @@ def require_positive(
     prefix = section and f"{section}."
     for name in names:
         value = getattr(config, name, None)
-        if value is not None and not least <= value < below:
+        if isinstance(value, int | float) and not least <= value < below:
             limit = f" and below {below}" if below < math.inf else ""
             raise UsageError(f"{prefix}{name} {value} must be at least {least}{limit}")

@@ -20,21 +20,27 @@ class TrainBench:
     """Options of ``shoal bench train``."""
 
     batch: int | None = None
-    """Samples per worker and micro-batch; default: the recipe's."""
-    accumulate: int = 1
-    """Micro-batches per optimizer step."""
+    """Samples per worker and micro-batch; default: the recipe's. With --fill-memory: no more than these."""
+    accumulate: int | None = None
+    """Micro-batches per optimizer step; default: 1, of a pipeline 4 per stage."""
     steps: int = 5
     """Timed steps."""
     warm_up: int = 2
     """Steps before the timed ones."""
     json: Path | None = None
     """File for the result; `shoal plan --measured` reads it."""
+    fill_memory: bool = False
+    """Find the largest micro-batch that leaves a tenth of the memory free, and time that one."""
+    memory: str | None = None
+    """With --fill-memory: memory of a worker, such as 8GB; default: its GPU's."""
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("accumulate", 1), ("steps", 1), ("warm_up", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UsageError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+        if self.memory is not None and not self.fill_memory:
+            raise UsageError(f"--memory {self.memory} is the limit of --fill-memory: give that too")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +70,12 @@ class TrainResult:
     """Plural name of the samples."""
     matmul_flops_per_s: float
     """Of one large matrix product in the same precision; the reference of utilisation."""
+    peak_flops_per_s: float | None = None
+    """Of the device by its data sheet, in the same precision; the reference of MFU."""
+    device_memory_bytes: int | None = None
+    """Of a GPU."""
+    num_stages: int = 1
+    """Devices that hold a part of the model each."""
 
     @property
     def step_s(self) -> float:
@@ -82,9 +94,15 @@ class TrainResult:
     def utilisation(self) -> float:
         return self.flops_per_s / self.matmul_flops_per_s
 
+    @property
+    def mfu(self) -> float | None:
+        """Share of the device's peak that the model's own FLOPs reach."""
+        return self.flops_per_s / self.peak_flops_per_s if self.peak_flops_per_s else None
+
     def lines(self) -> list[str]:
         """Return the result as text."""
-        accumulation = self.global_batch // (self.micro_batch * self.num_devices)
+        replicas = self.num_devices // self.num_stages
+        accumulation = self.global_batch // (self.micro_batch * replicas)
         step_s = sum(self.parts_s.values()) or 1.0
         parts = ", ".join(
             f"{name} {100 * seconds / step_s:.0f} %"
@@ -92,11 +110,15 @@ class TrainResult:
             if seconds / step_s >= 0.005
         )
         tokens = f" of {self.sequence_length} tokens" if self.unit == "sequences" else ""
+        peak = f"the data sheet's {(self.peak_flops_per_s or 0) / 1e12:.4g} TFLOP/s"
+        copies = f"{self.num_devices} devices"
+        if self.num_stages > 1:
+            copies = f"{replicas} × a pipeline of {self.num_stages}"
         spread = f"{time_text(min(self.samples_s))} to {time_text(max(self.samples_s))}"
         return [
             f"{self.recipe}, {self.num_parameters:,} parameters, {self.unit}{tokens}, {self.precision}, on "
             f"{self.num_devices} × {self.device}",
-            f"  batch         {self.micro_batch} {self.unit} × {accumulation} × {self.num_devices} devices = "
+            f"  batch         {self.micro_batch} {self.unit} × {accumulation} × {copies} = "
             f"{self.global_batch:,}",
             f"  step          {time_text(self.step_s)}, median of {len(self.samples_s)} ({spread}): "
             f"{1 / self.step_s:.4g} steps/s",
@@ -107,9 +129,10 @@ class TrainResult:
             f"{self.flops_per_s / 1e12:.4g} TFLOP/s per device",
             f"  utilisation   {100 * self.utilisation:.1f} % of the "
             f"{self.matmul_flops_per_s / 1e12:.4g} TFLOP/s of one large matrix product here",
+            *([] if self.mfu is None else [f"  MFU           {100 * self.mfu:.1f} %, of {peak}"]),
         ]
 
     def write(self, path: Path) -> None:
         """Write the result as JSON, for ``shoal plan --measured``."""
-        whole = {"kind": KIND, **asdict(self), "samples_per_s": self.samples_per_s}
+        whole = {"kind": KIND, **asdict(self), "samples_per_s": self.samples_per_s, "mfu": self.mfu}
         path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")

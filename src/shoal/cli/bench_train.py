@@ -11,14 +11,15 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from shoal.bench.step_timing import TrainBench
+from shoal.cli.fill_memory import find_largest
 from shoal.cli.settings import settings_from, this_command
-from shoal.env import WorkerEnv
-from shoal.errors import UsageError
+from shoal.env import WorkerEnv, worker_env
+from shoal.errors import EXIT_OK, UsageError
 from shoal.recipes import RECIPES, bert, load
+from shoal.recipes.finetuning import FinetuneConfig
 from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
 from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.start import Launch, start
-from shoal.recipes.t5 import T5Config
 
 bench_train = App(
     name="train",
@@ -27,6 +28,15 @@ bench_train = App(
 bench_train.config = (settings_from(lambda command: command[-1]),)
 
 Settings = Parameter(name="*")
+_TEXTS = {
+    "albert": "Time ALBERT's pretraining.",
+    "t5": "Time T5's pretraining, the whole model on each worker or a pipeline.",
+    "resnet50": "Time ResNet-50's training, decoding of images included.",
+    "mask_rcnn": "Time Mask R-CNN's training, decoding of images included.",
+    "squad": "Time finetuning on SQuAD.",
+    "classify": "Time finetuning on sentences with labels.",
+    "t5_classify": "Time finetuning T5 on sentences with labels.",
+}
 
 
 def command_for(name: str) -> Callable[..., int]:
@@ -37,6 +47,8 @@ def command_for(name: str) -> Callable[..., int]:
     def command(
         *,
         preset: Literal[presets] = recipe.preset,  # type: ignore[valid-type]
+        config: Path | None = None,
+        size: str | None = None,
         settings: Annotated[Config, Settings] = Config(),  # type: ignore[valid-type]  # noqa: B008
         launch: Annotated[Launch, Settings] = Launch(),  # noqa: B008
         what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
@@ -47,18 +59,39 @@ def command_for(name: str) -> Callable[..., int]:
         ----------
         preset
             Settings to start from.
+        config
+            TOML file with settings that go before the preset's.
+        size
+            Sizes of a model to finetune, where none is named: base, large, tiny; default: base.
         """
-        return _run(settings, launch, what, name=f"{name}-{preset}")
+        return _run(settings, launch, what, name=_name_of(name, preset, size, settings))
 
     return command
 
 
-for _name, _text in (
-    ("albert", "Time ALBERT's pretraining."),
-    ("t5", "Time T5's pretraining, the whole model on each worker."),
-    ("resnet50", "Time ResNet-50's training, decoding of images included."),
-    ("mask_rcnn", "Time Mask R-CNN's training on made scenes of one size, decoding of images included."),
-):
+def _name_of(recipe: str, preset: str, size: str | None, settings: Any) -> str:
+    """Return the name of what is timed, as the planner calls it where it knows it.
+
+    Raises:
+        UsageError: a size for a model that has sizes of its own.
+    """
+    if isinstance(settings, FinetuneConfig):
+        if settings.model.path is not None:
+            if size is not None:
+                raise UsageError(
+                    f"--size {size} is for a made model, and --model.path names one: leave one out"
+                )
+            return recipe
+        architecture = "t5" if recipe == "t5_classify" else {"albert": "albert"}.get(preset, "bert")
+        return f"{recipe}-{architecture}-{size or ('tiny' if preset == 'tiny' else 'base')}"
+    if size is not None:
+        raise UsageError(f"--size {size} is for finetuning: here choose a --preset")
+    if isinstance(settings, ResNetTrainConfig):
+        return settings.model.network
+    return "mask-rcnn" if isinstance(settings, MaskRCNNTrainConfig) else f"{recipe}-{preset}"
+
+
+for _name, _text in _TEXTS.items():
     bench_train.command(command_for(_name), name=_name, help=_text)
 
 
@@ -66,6 +99,7 @@ for _name, _text in (
 def bench_bert(
     *,
     preset: Literal[bert.PRESETS] = "base",  # type: ignore[valid-type]
+    config: Path | None = None,
     phase: Literal[1, 2] = 1,
     settings: Annotated[bert.BertConfig, Settings] = bert.BertConfig(),  # noqa: B008
     launch: Annotated[Launch, Settings] = Launch(),  # noqa: B008
@@ -77,6 +111,8 @@ def bench_bert(
     ----------
     preset
         Settings to start from.
+    config
+        TOML file with settings that go before the preset's.
     phase
         1: short sequences; 2: long ones.
     """
@@ -90,19 +126,18 @@ def _run(settings: Any, launch: Launch, what: TrainBench, *, name: str) -> int:
 
     Raises:
         UsageError: settings that cannot work together.
-        ShoalError: a worker failed.
+        ShoalError: a worker failed, or not even one sample fits the memory.
     """
-    if isinstance(settings, ResNetTrainConfig):
-        name = settings.model.network
-    elif isinstance(settings, MaskRCNNTrainConfig):
-        name = "mask-rcnn"  # as the planner calls it, whatever the preset
-    elif isinstance(settings, T5Config) and settings.parallel.pipeline > 1:
-        raise UsageError(
-            f"--parallel.pipeline {settings.parallel.pipeline}: bench train measures replicas of the whole "
-            "model; leave it out"
-        )
     if what.json is not None and not what.json.parent.is_dir():
         raise UsageError(f"{what.json}: the folder {what.json.parent} is not there; make it first")
+    command = this_command()
+    if what.fill_memory:
+        if worker_env() is not None:
+            raise UsageError("--fill-memory starts its workers itself: start it without torchrun or mpirun")
+        if launch.dry_run:
+            print(f"would look for the largest micro-batch of {name}")
+            return EXIT_OK
+        command = find_largest(command, what, unit=settings.unit)
 
     def work(place: WorkerEnv) -> int:
         from shoal.cli.bench_train_work import measure
@@ -112,7 +147,7 @@ def _run(settings: Any, launch: Launch, what: TrainBench, *, name: str) -> int:
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         return start(
             launch,
-            command=this_command(),
+            command=command,
             run_dir=Path(folder),
             describe=lambda _: [f"would time {what.steps} steps of {name}"],
             work=work,

@@ -1,59 +1,52 @@
-"""Measures recipes for ``shoal bench train``: runs the script on synthetic data and reads its record."""
+"""Measures recipes for ``shoal bench train``: runs the script for some steps and reads its record."""
 
 from __future__ import annotations
 
-import random
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.bench.step_timing import TrainBench, TrainResult
+from shoal.cli import bench_train_settings as made
+from shoal.cli.bench_train_settings import Config
 from shoal.data.text.span_config import MAX_SENTINELS
+from shoal.decide.batch import known_size
 from shoal.env import WorkerEnv
 from shoal.errors import EXIT_OK
-from shoal.recipes.albert import AlbertConfig
+from shoal.planner.hardware import peak_flops_per_s
+from shoal.recipes import finetuning
 from shoal.recipes.bert import BertConfig
+from shoal.recipes.classify import ClassifyConfig
+from shoal.recipes.finetuning import FinetuneConfig
 from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
 from shoal.recipes.resnet50 import ResNetTrainConfig
+from shoal.recipes.squad import SquadConfig
 from shoal.recipes.t5 import T5Config
+from shoal.recipes.t5_classify import T5ClassifyConfig
 from shoal.record import Start, Step, read_record
+from shoal.train.config import required
 
 if TYPE_CHECKING:
     import torch
 
-TextConfig = AlbertConfig | BertConfig | T5Config
-Config = TextConfig | ResNetTrainConfig | MaskRCNNTrainConfig
-_NUM_DOCUMENTS = 200
-_SENTENCES, _TOKENS = 60, 20
-"""Per document: 1,200 tokens, so that all sequences have full length."""
-_SPECIAL_IDS = 5
-
-_MICRO_BATCH = 64
-"""Images per worker and micro-batch if neither the command nor the preset sets them."""
-_NUM_CLASSES = 1000
-"""ImageNet's, which determines the size of the last layer."""
-_NUM_IMAGES = 64
-"""Minimum number of synthetic images."""
-_LARGER = 8 / 7
-"""Ratio of the sides of an image and of its crop: 256 to 224."""
-
-_NUM_SCENES = 32
-"""Minimum number of made scenes with objects."""
-_SCENE_SIDE = 640
-"""Their longer side in pixels, as of most images of COCO; each is resized as the recipe says."""
+    from shoal.data.text.sequences import Sequences
 
 _MATMUL_SIDE = {"cpu": 1024, "cuda": 8192}
 _MATMUL_S = 0.3
 
 
 def measure(config: Config, worker: WorkerEnv, what: TrainBench, *, name: str) -> int:
-    """Run the recipe's script on synthetic data; the main worker prints and writes the result."""
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as made:
-        script = make_script(config, Path(made), what, num_workers=worker.place.num_workers)
+    """Run the recipe's script; the main worker prints and writes the result.
+
+    Args:
+        name: of recipe and model, such as ``bert-large`` or ``squad-bert-large``.
+    """
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+        script = make_script(config, Path(folder), what, num_workers=worker.place.num_workers, name=name)
         script.main(script.config, worker)
         if worker.place.is_main:
             result = read_result(script, what, name)
@@ -64,122 +57,9 @@ def measure(config: Config, worker: WorkerEnv, what: TrainBench, *, name: str) -
     return EXIT_OK
 
 
-def prepared(config: TextConfig, folder: Path, what: TrainBench, *, num_workers: int) -> TextConfig:
-    """Return the settings of a run over synthetic text with sequences of full length."""
-    data: Any = replace(config.data, path=folder)
-    if not isinstance(config, T5Config):
-        data = replace(data, short_seq_prob=0.0)
-    section, sizes = _sizes(config)
-    micro = what.batch or sizes.micro_batch_size or min(64, sizes.global_batch_size)
-    sizes = replace(
-        sizes,
-        micro_batch_size=micro,
-        global_batch_size=micro * what.accumulate * num_workers,
-        total_steps=what.warm_up + what.steps,
-    )
-    run = replace(
-        config.run, name="bench", dir=folder / "run", log_frequency=1, save=False, validation_samples=micro
-    )
-    changed: dict[str, Any] = {}
-    if isinstance(config, BertConfig):
-        sizes = replace(sizes, warmup_steps=0)
-    elif isinstance(config, AlbertConfig):
-        changed["optim"] = replace(config.optim, warmup_steps=0)
-    return replace(config, data=data, run=run, **{section: sizes}, **changed)
-
-
-def _sizes(config: TextConfig) -> tuple[str, Any]:
-    """Return name and settings of the section with the batch; of BERT the phase that runs."""
-    if isinstance(config, BertConfig):
-        return "phase1", config.phase1
-    return "train", config.train
-
-
-def write_text(folder: Path, vocab_size: int) -> None:
-    """Write shards of random tokens, in the format of ``shoal prepare text``."""
-    from shoal.atomic_io import sha256_of
-    from shoal.data.manifest import Manifest, ShardInfo, TokenizerInfo
-    from shoal.data.text.shards import ShardWriter
-
-    tokenizer = folder / "tokenizer.json"
-    tokenizer.write_text("{}", encoding="utf-8")
-    draw = random.Random(1)
-    splits: dict[str, tuple[ShardInfo, ...]] = {}
-    for split, num_documents in (("train", _NUM_DOCUMENTS), ("validation", 5)):
-        writer = ShardWriter(folder, f"{split}-00000", vocab_size)
-        for _ in range(num_documents):
-            sentence = [draw.randrange(_SPECIAL_IDS, vocab_size) for _ in range(_TOKENS)]
-            writer.add_document([sentence] * _SENTENCES)
-        splits[split] = (writer.finish(),)
-    Manifest(
-        vocab_size=vocab_size,
-        cls_id=2,
-        sep_id=3,
-        mask_id=4,
-        pad_id=0,
-        unk_id=1,
-        continues_word=bytes(vocab_size),
-        tokenizer=TokenizerInfo(file=tokenizer.name, sha256=sha256_of(tokenizer), kind="wordpiece"),
-        source="random tokens",
-        splits=splits,
-    ).save(folder)
-
-
-def prepared_images(
-    config: ResNetTrainConfig, folder: Path, what: TrainBench, *, num_workers: int
-) -> ResNetTrainConfig:
-    """Return the settings of a run over synthetic images: the timed steps, then a small evaluation."""
-    micro = what.batch or config.train.micro_batch_size or _MICRO_BATCH
-    batch = micro * what.accumulate * num_workers
-    num_images = max(_NUM_IMAGES, batch)
-    return replace(
-        config,
-        data=replace(
-            config.data, path=None, made_images=num_images, made_size=round(_LARGER * config.augment.size)
-        ),
-        model=replace(config.model, num_classes=config.model.num_classes or _NUM_CLASSES),
-        train=replace(
-            config.train,
-            micro_batch_size=micro,
-            global_batch_size=batch,
-            total_epochs=(what.warm_up + what.steps) * batch / num_images,
-            norm_images=0,
-        ),
-        optim=replace(config.optim, warmup_epochs=0.0),
-        validation=replace(config.validation, every_epochs=0, size=32, resize=32),
-        run=replace(config.run, name="bench", dir=folder / "run", log_frequency=1, save=False),
-    )
-
-
-def prepared_detection(
-    config: MaskRCNNTrainConfig, folder: Path, what: TrainBench, *, num_workers: int
-) -> MaskRCNNTrainConfig:
-    """Return the settings of a run over made scenes, all resized alike, then a small evaluation."""
-    micro = what.batch or config.train.micro_batch_size
-    batch = micro * what.accumulate * num_workers
-    shorter = max(config.augment.shorter)
-    return replace(
-        config,
-        data=replace(config.data, path=None, made_images=max(_NUM_SCENES, batch), made_size=_SCENE_SIDE),
-        augment=replace(config.augment, shorter=(shorter,), scales=None),
-        model=replace(config.model, weights=None),
-        train=replace(
-            config.train,
-            micro_batch_size=micro,
-            global_batch_size=batch,
-            total_steps=what.warm_up + what.steps,
-        ),
-        optim=replace(config.optim, warmup_steps=0, milestones=()),
-        validation=replace(config.validation, shorter=64, longer=64),
-        run=replace(
-            config.run, name="bench", dir=folder / "run", log_frequency=1, save=False, validation_frequency=0
-        ),
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A recipe's script, and one micro-batch of its model to count FLOPs with."""
+    """Holds a recipe's script, and one micro-batch of its model to count FLOPs with."""
 
     main: Callable[[Any, WorkerEnv], int]
     config: Any
@@ -191,68 +71,204 @@ class Script:
     """Maps the model and its inputs to a scalar."""
 
 
-def make_script(config: Config, folder: Path, what: TrainBench, *, num_workers: int) -> Script:
-    """Return the script that trains on synthetic data in ``folder``."""
+def make_script(config: Config, folder: Path, what: TrainBench, *, num_workers: int, name: str) -> Script:
+    """Return the script that trains, on data that is made in ``folder`` where none is named."""
+    if isinstance(config, ResNetTrainConfig):
+        return _resnet(made.prepared_images(config, folder, what, num_workers=num_workers))
+    if isinstance(config, MaskRCNNTrainConfig):
+        return _mask_rcnn(made.prepared_detection(config, folder, what, num_workers=num_workers))
+    if isinstance(config, FinetuneConfig):
+        model_name = name.partition("-")[2]
+        task: Any = made.prepared_finetuning(
+            config, folder, what, num_workers=num_workers, model_name=model_name
+        )
+        kinds: dict[type, Callable[[Any], Script]] = {
+            SquadConfig: _squad, ClassifyConfig: _classify, T5ClassifyConfig: _t5_classify,
+        }  # fmt: skip
+        return kinds[type(task)](task)
+    text: Any = made.prepared(config, folder, what, num_workers=num_workers)
+    if config.data.path is None:
+        sentinels = MAX_SENTINELS if isinstance(config, T5Config) else 0
+        made.write_text(folder, config.model.vocab_size - sentinels)
+    return _t5(text) if isinstance(config, T5Config) else _masked_lm(text)
+
+
+def _resnet(config: ResNetTrainConfig) -> Script:
+    import torch
+
+    from shoal.models.resnet import new_resnet
+    from shoal.recipes import resnet50
+
+    size = config.augment.size
+    return Script(
+        main=resnet50.main,
+        config=config,
+        sequence_length=1,
+        make_model=lambda: new_resnet(config.model, config.model.num_classes or made.NUM_CLASSES),
+        batch=lambda: {"images": torch.empty(2, 3, size, size)},
+        loss=lambda model, inputs: model(**inputs).sum(),
+    )
+
+
+def _mask_rcnn(config: MaskRCNNTrainConfig) -> Script:
     import torch
 
     from shoal.data.coco.synthetic import NUM_CATEGORIES
-    from shoal.data.loader import held_out_batches
     from shoal.models.detection.mask_rcnn import MaskRCNN, largest_step
-    from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, BertPretraining
-    from shoal.models.resnet import new_resnet
+    from shoal.recipes import mask_rcnn
+
+    return Script(
+        main=mask_rcnn.main,
+        config=config,
+        sequence_length=1,
+        make_model=lambda: MaskRCNN(config.model, NUM_CATEGORIES),
+        batch=lambda: {"images": torch.empty(2, 3, *config.augment.largest_batch)},
+        loss=lambda model, inputs: largest_step(model, inputs["images"]),
+    )
+
+
+def _t5(config: T5Config) -> Script:
     from shoal.models.t5 import MODEL_INPUTS, new_t5
-    from shoal.recipes import albert, bert, mask_rcnn, masked_lm, resnet50, t5
+    from shoal.recipes import t5
 
-    if isinstance(config, ResNetTrainConfig):
-        images = prepared_images(config, folder, what, num_workers=num_workers)
-        size = images.augment.size
-        return Script(
-            main=resnet50.main,
-            config=images,
-            sequence_length=1,
-            make_model=lambda: new_resnet(images.model, images.model.num_classes or _NUM_CLASSES),
-            batch=lambda: {"images": torch.empty(2, 3, size, size)},
-            loss=lambda model, inputs: model(**inputs).sum(),
-        )
-    if isinstance(config, MaskRCNNTrainConfig):
-        scenes = prepared_detection(config, folder, what, num_workers=num_workers)
-        return Script(
-            main=mask_rcnn.main,
-            config=scenes,
-            sequence_length=1,
-            make_model=lambda: MaskRCNN(scenes.model, NUM_CATEGORIES),
-            batch=lambda: {"images": torch.empty(2, 3, *scenes.augment.largest_batch)},
-            loss=lambda model, inputs: largest_step(model, inputs["images"]),
-        )
-    text: Any = prepared(config, folder, what, num_workers=num_workers)
+    return Script(
+        main=t5.main,
+        config=config,
+        sequence_length=config.data.input_length,
+        make_model=lambda: new_t5(config.model, pad_id=0, end_id=3),
+        batch=lambda: _first_batch(t5.open_text(config, verify=False)[0], MODEL_INPUTS, config),
+        loss=lambda model, inputs: model(**inputs).loss,
+    )
 
-    def batch_of(reader: Any, names: tuple[str, ...]) -> dict[str, Any]:
-        batch = next(held_out_batches(reader, micro_batch_size=_sizes(text)[1].micro_batch_size))
-        return {name: batch[name] for name in names}
 
-    if isinstance(config, T5Config):
-        write_text(folder, config.model.vocab_size - MAX_SENTINELS)
-        return Script(
-            main=t5.main,
-            config=text,
-            sequence_length=config.data.input_length,
-            make_model=lambda: new_t5(config.model, pad_id=0, end_id=3),
-            batch=lambda: batch_of(t5.open_text(text, verify=False)[0], MODEL_INPUTS),
-            loss=lambda model, inputs: model(**inputs).loss,
-        )
-    write_text(folder, config.model.vocab_size)
+def _masked_lm(config: Any) -> Script:
+    from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, BertPretraining
+    from shoal.recipes import albert, bert, masked_lm
+
     two = isinstance(config, BertConfig)
-    sizes = text.phase1 if two else text.data
-    reader = partial(masked_lm.open_text, text, sizes, pairs="next" if two else "order", verify=False)
+    sizes = config.phase1 if two else config.data
+    reader = partial(masked_lm.open_text, config, sizes, pairs="next" if two else "order", verify=False)
     make: Any = BertPretraining if two else AlbertPretraining
     return Script(
         main=bert.main if two else albert.main,
-        config=text,
+        config=config,
         sequence_length=sizes.max_seq_length,
         make_model=lambda: make(config.model),
-        batch=lambda: batch_of(reader()[0], PRETRAINING_INPUTS),
+        batch=lambda: _first_batch(reader()[0], PRETRAINING_INPUTS, config),
         loss=lambda model, inputs: (lambda sums: sums[0] + sums[2])(model(**inputs)),
     )
+
+
+def _first_batch(reader: Any, names: tuple[str, ...], config: Any) -> dict[str, Any]:
+    from shoal.data.loader import held_out_batches
+
+    batch = next(held_out_batches(reader, micro_batch_size=made.sizes_of(config)[1].micro_batch_size))
+    return {name: batch[name] for name in names}
+
+
+def _source(config: FinetuneConfig) -> Path:
+    """Return the transformers directory of a finetuning, which its run has exported where it is a run's."""
+    return finetuning.prepare_source(required(config.model.path), required(config.run.dir))
+
+
+def _first_examples(examples: Sequences, config: FinetuneConfig) -> dict[str, Any]:
+    """Return the first examples of a finetuning as one micro-batch."""
+    import numpy as np
+
+    from shoal.data.loader import as_tensors
+
+    chosen = np.arange(min(known_size(config.train.micro_batch_size) or 1, len(examples)))
+    return dict(as_tensors(examples.batch(chosen), pin_memory=False))
+
+
+def _squad(config: SquadConfig) -> Script:
+    from shoal.data.squad.features import make_features
+    from shoal.models.directory import load_task_model
+    from shoal.models.encoder import packed_inputs
+    from shoal.models.tasks import QuestionAnswering, span_loss
+    from shoal.recipes import squad
+
+    def batch() -> dict[str, Any]:
+        tokenizer = finetuning.read_source_tokenizer(_source(config))
+        return _first_examples(
+            make_features(squad.read_files(config.data)[0], tokenizer, config.window), config
+        )
+
+    def loss(model: Any, inputs: dict[str, Any]) -> Any:
+        start, end = model(**packed_inputs(inputs))
+        return span_loss(start, end, inputs, inputs["start"], inputs["end"])
+
+    return Script(
+        main=squad.main,
+        config=config,
+        sequence_length=config.window.max_seq_length,
+        make_model=lambda: load_task_model(QuestionAnswering, _source(config), **_new(config)),
+        batch=batch,
+        loss=loss,
+    )
+
+
+def _classify(config: ClassifyConfig) -> Script:
+    from shoal.data.text.classify import make_pairs
+    from shoal.models.directory import load_task_model
+    from shoal.models.encoder import packed_inputs
+    from shoal.models.tasks import SequenceClassification, label_loss
+    from shoal.recipes import classify
+
+    length = config.data.max_seq_length
+
+    def make_model() -> Any:
+        labels = classify.read_files(config.data)[0].labels
+        return load_task_model(SequenceClassification, _source(config), labels=labels, **_new(config))
+
+    def batch() -> dict[str, Any]:
+        tokenizer = finetuning.read_source_tokenizer(_source(config))
+        pairs = make_pairs(classify.read_files(config.data)[0], tokenizer, max_seq_length=length)
+        return _first_examples(pairs, config)
+
+    return Script(
+        main=classify.main,
+        config=config,
+        sequence_length=length,
+        make_model=make_model,
+        batch=batch,
+        loss=lambda model, inputs: label_loss(model(**packed_inputs(inputs)), inputs["labels"]),
+    )
+
+
+def _t5_classify(config: T5ClassifyConfig) -> Script:
+    from shoal.data.text.text_to_text import make_text_to_text
+    from shoal.models.t5 import read_t5
+    from shoal.recipes import classify, t5_classify
+
+    length = config.data.max_seq_length
+
+    def batch() -> dict[str, Any]:
+        source, data = _source(config), classify.read_files(config.data)[0]
+        sizes = finetuning.read_model_config(source)
+        examples = make_text_to_text(
+            data,
+            finetuning.read_source_tokenizer(source),
+            template=t5_classify.wording(config.data, data),
+            max_seq_length=length,
+            end_id=sizes["eos_token_id"],
+            pad_id=sizes["pad_token_id"],
+        )
+        return _first_examples(examples, config)
+
+    return Script(
+        main=t5_classify.main,
+        config=config,
+        sequence_length=length,
+        make_model=lambda: read_t5(_source(config), **_new(config)),
+        batch=batch,
+        # without the mask, whose values meta tensors do not have; the shapes are the same
+        loss=lambda model, inputs: model(inputs["input_ids"], inputs["labels"]).loss,
+    )
+
+
+def _new(config: FinetuneConfig) -> dict[str, Any]:
+    return config.model.options | {"from_scratch": True}
 
 
 def read_result(script: Script, what: TrainBench, name: str) -> TrainResult:
@@ -263,6 +279,8 @@ def read_result(script: Script, what: TrainBench, name: str) -> TrainResult:
     start = next(row for row in rows if isinstance(row, Start))
     timed = [row for row in rows if isinstance(row, Step)][what.warm_up :]
     device = torch.device("cpu" if start.device.startswith("CPU") else "cuda")
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    parallel = getattr(script.config, "parallel", None)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[start.precision]
     return TrainResult(
         recipe=name,
@@ -279,6 +297,9 @@ def read_result(script: Script, what: TrainBench, name: str) -> TrainResult:
         peak_memory_bytes=timed[-1].peak_memory_bytes,
         flops_per_sample=count_flops(script),
         matmul_flops_per_s=matmul_flops_per_s(device, dtype),
+        peak_flops_per_s=peak_flops_per_s(start.device, start.precision),
+        device_memory_bytes=memory,
+        num_stages=parallel.pipeline if parallel else 1,
     )
 
 
@@ -290,7 +311,7 @@ def count_flops(script: Script) -> float:
     from shoal.models.profile import profile_step
 
     inputs = to_device(script.batch(), torch.device("meta"))
-    num_samples = len(inputs["labels"] if "labels" in inputs else inputs["images"])
+    num_samples = len(next(inputs[name] for name in ("labels", "images", "start") if name in inputs))
     with torch.device("meta"):
         model = script.make_model()
     profile = profile_step(model.train(), lambda: script.loss(model, inputs), num_samples=num_samples)

@@ -13,7 +13,9 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from cyclopts import App, Group, Parameter
 
+from shoal.cli.fill_memory import with_known_batches
 from shoal.cli.settings import settings_from, this_command
+from shoal.env import worker_env
 from shoal.recipes import RECIPES, load
 from shoal.recipes.start import Launch, start
 from shoal.train.config import REQUIRED
@@ -138,9 +140,12 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
     default = RECIPES[name].run_name.format(name=name, preset=preset, config=config)
     run_name = run.name or (run.dir.name if run.dir else default)
     config = replace(config, run=replace(run, name=run_name, dir=run.dir or Path("runs") / run_name))
+    command = this_command()
+    if worker_env() is None:
+        config, command = with_known_batches(name, config, launch, preset, command)
     return start(
         launch,
-        command=this_command(),
+        command=command,
         run_dir=config.run.dir,
         describe=lambda num_workers: module.check(config, num_workers, launch.dry_run),
         work=lambda worker: module.main(config, worker),

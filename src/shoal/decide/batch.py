@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from shoal.errors import UsageError
 
 LARGEST_DEFAULT_MICRO_BATCH = 64
+
+MicroBatch = int | Literal["auto"]
+"""Samples of a forward pass; ``auto``: as many as fit into memory, which the launcher finds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ class BatchSizes(Protocol):
     def global_batch_size(self) -> int: ...
 
     @property
-    def micro_batch_size(self) -> int | None: ...
+    def micro_batch_size(self) -> MicroBatch | None: ...
 
 
 def plan_batch(
@@ -64,9 +67,11 @@ def plan_batch(
         unit: name of the samples.
 
     Raises:
-        UsageError: the sizes do not divide; the message names the nearest sizes that do.
+        UsageError: the sizes do not divide (the message names the nearest sizes that do), or the micro-batch
+            is ``auto`` and nobody has found it.
     """
-    global_batch_size, micro_batch_size = sizes.global_batch_size, sizes.micro_batch_size
+    global_batch_size = sizes.global_batch_size
+    micro_batch_size = known_size(sizes.micro_batch_size, section=section)
     if global_batch_size % num_workers:
         raise UsageError(
             f"{section}.global_batch_size {global_batch_size} does not divide over {num_workers} workers; "
@@ -88,6 +93,33 @@ def plan_batch(
         accumulation_steps=share // micro_batch_size,
         unit=unit,
     )
+
+
+def known_size(size: MicroBatch | None, *, section: str = "train") -> int | None:
+    """Return the size of a micro-batch that is known.
+
+    Raises:
+        UsageError: it is ``auto``.
+    """
+    if size == "auto":
+        raise UsageError(
+            f"{section}.micro_batch_size auto is found by the command that starts the workers of one host: "
+            "under torchrun or on several hosts give the number that `shoal bench train RECIPE "
+            "--fill-memory` finds on one of them"
+        )
+    return size
+
+
+def largest_divisor(share: int, most: int, *, even: bool = False) -> int:
+    """Return the largest divisor of a worker's ``share`` up to ``most``; an even one, if there is one.
+
+    Example:
+        >>> largest_divisor(96, 29), largest_divisor(45, 20, even=True), largest_divisor(30, 16, even=True)
+        (24, 15, 10)
+    """
+    found = [size for size in range(1, min(share, most) + 1) if share % size == 0]
+    wanted = [size for size in found if size % 2 == 0] if even else []
+    return (wanted or found)[-1]
 
 
 def _nearest(value: int, divisor: int) -> str:

@@ -44,6 +44,8 @@ class MeasuredTrain:
     samples_per_s: float
     unit: str
     """Name of a sample, such as sequences."""
+    num_stages: int
+    """Devices that hold a part of the model each."""
 
     def achieved_flops(self, recipe: str, workload: Workload, instance: Instance) -> float:
         """Return the FLOP/s of an accelerator of ``instance`` at which the planner predicts this throughput.
@@ -65,7 +67,7 @@ class MeasuredTrain:
                 f"{recipe} has {workload.num_parameters:,}: measure it with the preset's own sizes"
             )
         host = Machines(count=1, instance=replace(instance, num_accelerators=self.num_devices))
-        layout = Layout(global_batch=self.global_batch, micro_batch=self.micro_batch)
+        layout = Layout(global_batch=self.global_batch, micro_batch=self.micro_batch, stages=self.num_stages)
         try:
             return achieved_flops_of(workload, host, layout, self.samples_per_s)
         except UsageError as error:
@@ -147,7 +149,8 @@ def read_measured(path: Path) -> MeasuredTrain | MeasuredComm:
 def _train(path: Path, read: dict[str, Any]) -> MeasuredTrain:
     types = {field.name: field.type for field in fields(MeasuredTrain) if field.name != "path"}
     casts: dict[Any, Callable[[Any], Any]] = {"int": int, "float": float, "str": str}
-    found = {name: casts[kind](read[name]) for name, kind in types.items()}
+    whole = {"num_stages": 1, **read}  # files of before have none
+    found = {name: casts[kind](whole[name]) for name, kind in types.items()}
     for name, value in found.items():
         if types[name] != "str" and not value > 0:
             raise ValueError(f"{name} {value} is not positive")

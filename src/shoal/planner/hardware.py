@@ -122,6 +122,24 @@ def require_accelerators(machines: Machines) -> Accelerator:
     return machines.instance.accelerator
 
 
+def peak_flops_per_s(device: str, dtype: str) -> float | None:
+    """Return the FLOP/s of a device by its data sheet; ``None`` if the catalog does not have it.
+
+    Args:
+        device: its name as the driver says it, such as ``NVIDIA H200``.
+        dtype: ``fp32``, ``bf16`` or another that the catalog has.
+
+    Example:
+        >>> peak_flops_per_s("NVIDIA H100 80GB HBM3", "bf16")
+        989000000000000.0
+        >>> peak_flops_per_s("CPU, 2 threads per worker", "fp32")
+    """
+    words = re.split(r"[\s-]+", device)
+    found = (each for each in Catalog().accelerators.values() if each.name.split("-")[0] in words)
+    accelerator = next(found, None)
+    return accelerator.flops.get(dtype) if accelerator else None
+
+
 class Catalog:
     """All entries by name: those of shoal, then those of the user's files, which may replace them.
 

@@ -14,6 +14,7 @@ run that continues from it begins the second phase as a run that was never inter
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from shoal.decide.batch import MicroBatch
 from shoal.env import WorkerEnv
 from shoal.errors import EXIT_STOPPED, UsageError, require_positive
 from shoal.models.text_config import BertModelConfig
@@ -50,8 +51,9 @@ class PhaseConfig(Rates):
     """Masked tokens in an example at most."""
     global_batch_size: int = 65_536
     """Sequences in one optimizer step, over all workers."""
-    micro_batch_size: int | None = None
-    """Sequences per worker and forward pass; default: the largest divisor of its share up to 64."""
+    micro_batch_size: MicroBatch | None = None
+    """Sequences per worker and forward pass; default: the largest divisor of its share up to 64; auto: up to
+    as many as fit into memory."""
     learning_rate: float = 6e-3
     """Learning rate at the end of the warm-up."""
     warmup_steps: int = 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from shoal.decide.batch import MicroBatch
 from shoal.errors import UsageError, require_positive
 from shoal.json_text import parse_json
 from shoal.train.config import (
@@ -80,8 +81,9 @@ class FinetuneTrainConfig(LoopConfig):
     """Optimizer steps of the whole run; default: as train.epochs says."""
     global_batch_size: int = 32
     """Sequences in one optimizer step, over all workers."""
-    micro_batch_size: int | None = None
-    """Sequences a worker computes at once; default: the largest divisor of its share up to 64."""
+    micro_batch_size: MicroBatch | None = None
+    """Sequences a worker computes at once; default: the largest divisor of its share up to 64; auto: up to as
+    many as fit into memory."""
     compile: bool | None = None
     """torch.compile the model; default: no, since lengths vary from batch to batch and runs are short."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.data.coco.augment import DetectionAugmentConfig
-from shoal.decide.batch import BatchPlan, MemoryEstimate, plan_batch
+from shoal.decide.batch import BatchPlan, MemoryEstimate, MicroBatch, known_size, plan_batch
 from shoal.decide.bucketing import GroupedOrder, aspect_groups
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError, require_positive
@@ -65,9 +65,9 @@ class TrainConfig(LoopConfig):
     """Optimizer steps of the whole run."""
     global_batch_size: int = 16
     """Images in one optimizer step, over all workers."""
-    micro_batch_size: int = 2
+    micro_batch_size: MicroBatch = 2
     """Images a worker computes at once; they are all wide or all tall, and norms that learn average over
-    them."""
+    them; auto: as many as fit into memory."""
     compile: bool | None = None
     """torch.compile the backbone; default: no, since most batches have another size."""
     channels_last: bool = True
@@ -325,7 +325,9 @@ def open_data(config: MaskRCNNTrainConfig, world: "World") -> "tuple[ReaderSourc
     source = ReaderSource(
         reader=make_reader(train, DetectionTransform(config.augment)),
         order=GroupedOrder(
-            aspect_groups(train.sizes), run_size=config.train.micro_batch_size, seed=config.train.seed
+            aspect_groups(train.sizes),
+            run_size=required(known_size(config.train.micro_batch_size)),
+            seed=config.train.seed,
         ),
         processes=config.data.loader_processes,
     )
@@ -437,7 +439,7 @@ def estimate(config: MaskRCNNTrainConfig, num_categories: int) -> tuple[int, Mem
     from shoal.models.detection.mask_rcnn import MaskRCNN, largest_step
     from shoal.models.profile import profile_step
 
-    num_images = config.train.micro_batch_size
+    num_images = required(known_size(config.train.micro_batch_size))
     with torch.device("meta"):
         model = MaskRCNN(config.model, num_categories)
         inputs = torch.empty(num_images, 3, *config.augment.largest_batch)

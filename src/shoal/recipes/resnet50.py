@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal
 
 from shoal.data.images.augment import AugmentConfig
 from shoal.data.manifest import MANIFEST
-from shoal.decide.batch import BatchPlan, plan_batch
+from shoal.decide.batch import BatchPlan, MicroBatch, plan_batch
 from shoal.decide.epochs import Epochs
 from shoal.decide.order import BlockShuffle, ShuffledOrder
 from shoal.env import WorkerEnv
@@ -80,9 +80,9 @@ class TrainConfig(LoopConfig):
     """Optimizer steps of the whole run, instead of its epochs; the warm-up shrinks in proportion."""
     global_batch_size: int = 16_384
     """Images in one optimizer step, over all workers."""
-    micro_batch_size: int | None = None
+    micro_batch_size: MicroBatch | None = None
     """Images a worker computes at once, over which its norms average; default: the largest divisor of its
-    share up to 64."""
+    share up to 64; auto: up to as many as fit into memory."""
     channels_last: bool = True
     """Keep the channels of a pixel together in memory, as matrix units want them."""
     label_smoothing: float = 0.0

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from shoal.data.text.span_config import MAX_SENTINELS, SpanConfig
-from shoal.decide.batch import BatchPlan, plan_batch
+from shoal.decide.batch import BatchPlan, known_size, plan_batch
 from shoal.env import WorkerEnv, worker_env
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import T5ModelConfig
@@ -279,7 +279,7 @@ def plan(config: T5Config, num_workers: int) -> BatchPlan:
     """
     train, replicas = config.train, config.parallel.replicas(num_workers)
     share = train.global_batch_size // replicas
-    size = config.parallel.micro_batch_size(share, train.micro_batch_size)
+    size = config.parallel.micro_batch_size(share, known_size(train.micro_batch_size))
     return replace(plan_batch(replace(train, micro_batch_size=size), replicas), replicas=True)
 
 
@@ -330,7 +330,8 @@ def find_layouts(config: T5Config, num_devices: int) -> "list[Layout]":
     device = DEVICES[parallel.device]
     if parallel.memory is None:
         raise UsageError("parallel.layout auto needs the memory of a device, such as --memory 40GB")
-    sizes = (train.micro_batch_size,) if train.micro_batch_size else MICRO_BATCH_SIZES
+    given = known_size(train.micro_batch_size)
+    sizes = (given,) if given else MICRO_BATCH_SIZES
     base = sizes[len(sizes) // 2]  # costs per launch depend on the size
     lengths = {"input_ids": spans.input_length, "labels": spans.target_length}
     with torch.device("meta"):

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from cyclopts import Group
 
+from shoal.decide.batch import MicroBatch
 from shoal.errors import UsageError, require_positive
 from shoal.optim.lr_schedules import Schedule
 
@@ -52,8 +53,9 @@ class TrainConfig(LoopConfig):
     """Optimizer steps of the whole run."""
     global_batch_size: int = 4_096
     """Sequences in one optimizer step, over all workers."""
-    micro_batch_size: int | None = None
-    """Sequences per forward pass of a worker; default: the largest divisor of its share up to 64."""
+    micro_batch_size: MicroBatch | None = None
+    """Sequences per forward pass of a worker; default: the largest divisor of its share up to 64; auto: up to
+    as many as fit into memory."""
 
 
 OPTIMIZER_OPTIONS: Mapping[str, Mapping[str, Any]] = {

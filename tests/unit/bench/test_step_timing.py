@@ -8,11 +8,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shoal.bench.step_timing import KIND, TrainBench, TrainResult
+from shoal.cli.bench_train_work import count_flops
 from shoal.errors import UsageError
+from shoal.train.parallel_config import ParallelConfig
 
 MADE = TrainResult(
     recipe="albert-base",
@@ -36,12 +39,17 @@ def test_rates_are_of_the_median_step_and_one_device() -> None:
     assert MADE.samples_per_s == 512
     assert MADE.flops_per_s == 128e12
     assert MADE.utilisation == 0.5
+    assert MADE.mfu is None and replace(MADE, peak_flops_per_s=512e12).mfu == 0.25
 
 
 def test_lines_and_file_say_the_same(tmp_path: Path) -> None:
     text = "\n".join(MADE.lines())
     for part in ("32 sequences × 2 × 4 devices = 256", "2 steps/s", "512 sequences/s", "1 GiB", "50.0 %"):
         assert part in text, part
+    assert "MFU" not in text
+    on_gpus = "\n".join(replace(MADE, peak_flops_per_s=512e12, num_stages=2, global_batch=128).lines())
+    assert "MFU           12.5 %, of the data sheet's 512 TFLOP/s" in on_gpus
+    assert "32 sequences × 2 × 2 × a pipeline of 2 = 128" in on_gpus
     assert "forward 33 %, backward 67 %" in text and "other" not in text
     MADE.write(tmp_path / "run.json")
     read = json.loads((tmp_path / "run.json").read_text())
@@ -56,7 +64,7 @@ def test_senseless_numbers_are_refused(field: str, value: int) -> None:
 
 def test_phases_and_batches(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from shoal.cli.bench_train_work import prepared
+    from shoal.cli.bench_train_settings import prepared
     from shoal.recipes.bert import BertConfig
     from shoal.recipes.t5 import T5Config
 
@@ -67,6 +75,61 @@ def test_phases_and_batches(tmp_path: Path) -> None:
     t5 = prepared(T5Config(), tmp_path, TrainBench(), num_workers=2)
     assert isinstance(t5, T5Config)
     assert (t5.train.micro_batch_size, t5.train.global_batch_size) == (64, 128)
+    # two pipelines of two stages, with 4 micro-batches a stage
+    piped = replace(T5Config(), parallel=ParallelConfig(pipeline=2))
+    t5 = prepared(piped, tmp_path, TrainBench(batch=3), num_workers=4)
+    assert (t5.train.micro_batch_size, t5.train.global_batch_size) == (3, 3 * 8 * 2)
+    t5 = prepared(piped, tmp_path, TrainBench(batch=3, accumulate=2), num_workers=4)
+    assert t5.train.global_batch_size == 3 * 2 * 2
+    # text that is named is read as it is
+    named = replace(BertConfig(), data=replace(BertConfig().data, path=tmp_path / "mine"))
+    assert prepared(named, tmp_path / "made", TrainBench(), num_workers=1).data == named.data
+
+
+@pytest.mark.parametrize("name", ["squad-bert-tiny", "classify-albert-tiny", "t5_classify-t5-tiny"])
+def test_made_examples_fill_their_sequences(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("transformers")
+    from shoal.cli.bench_train_settings import model_sizes, prepared_finetuning
+    from shoal.cli.bench_train_work import make_script
+    from shoal.recipes.classify import ClassifyConfig
+    from shoal.recipes.squad import SquadConfig
+    from shoal.recipes.t5_classify import T5ClassifyConfig
+
+    recipe, model_name = name.split("-", 1)
+    config: Any = {"squad": SquadConfig, "classify": ClassifyConfig, "t5_classify": T5ClassifyConfig}[
+        recipe
+    ]()
+    config = replace(config, train=replace(config.train, precision="fp32"))
+    if recipe == "squad":
+        config = replace(config, window=replace(config.window, max_seq_length=64, doc_stride=16))
+    else:
+        config = replace(config, data=replace(config.data, max_seq_length=64))
+    script = make_script(config, tmp_path, TrainBench(batch=3), num_workers=2, name=name)
+    assert (script.sequence_length, script.config.train.global_batch_size) == (64, 6)
+    batch = script.batch()
+    if recipe == "t5_classify":
+        assert batch["input_ids"].shape == (3, 64) and bool(batch["attention_mask"].all())
+    else:
+        assert batch["cu_seqlens"].tolist() == [0, 64, 128, 192]
+    sizes = model_sizes(model_name)
+    assert 1000 < int(batch["input_ids"].max()) < sizes.vocab_size
+    assert count_flops(script) > 0
+    # files that are named are read
+    data = replace(config.data, path=tmp_path / "mine", eval=(tmp_path / "other",))
+    named: Any = prepared_finetuning(
+        replace(config, data=data), tmp_path, TrainBench(), num_workers=1, model_name=model_name
+    )
+    assert (named.data.path, named.data.eval) == (data.path, data.eval)
+
+
+def test_sizes_of_made_models() -> None:
+    from shoal.cli.bench_train_settings import model_sizes
+
+    assert model_sizes("bert-large").hidden_size == 1024
+    with pytest.raises(
+        UsageError, match="--size huge is no preset of albert: choose one of base, large, tiny"
+    ):
+        model_sizes("albert-huge")
 
 
 def _bench(folder: Path, *options: str) -> dict[str, object]:
@@ -108,6 +171,31 @@ def test_other_recipes_are_measured(tmp_path: Path, recipe: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("squad", ("--window.max-seq-length", "64", "--window.doc-stride", "16")),
+        ("classify", ("--data.max-seq-length", "64")),
+        ("t5_classify", ()),
+    ],
+)
+def test_finetuning_is_measured(tmp_path: Path, recipe: str, options: tuple[str, ...]) -> None:
+    pytest.importorskip("transformers")
+    read = _bench(tmp_path, recipe, "--preset", "tiny", "--batch", "2", "--steps", "2", *options)
+    model = "t5" if recipe == "t5_classify" else "bert"
+    assert read["recipe"] == f"{recipe}-{model}-tiny" and read["sequence_length"] == 64
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_measured(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pipeline = ("--workers", "2", "--parallel.pipeline", "2")
+    read = _bench(tmp_path, "t5", "--preset", "tiny", "--batch", "2", "--steps", "2", *pipeline)
+    assert (read["num_devices"], read["num_stages"]) == (2, 2)
+    assert (read["micro_batch"], read["global_batch"]) == (2, 16)
+
+
+@pytest.mark.slow
 def test_detection_is_measured_on_scenes_of_one_size(tmp_path: Path) -> None:
     pytest.importorskip("torchvision")
     sizes = ("--augment.shorter", "96", "--augment.longer", "128", "--train.precision", "fp32")
@@ -119,7 +207,7 @@ def test_detection_is_measured_on_scenes_of_one_size(tmp_path: Path) -> None:
 
 
 def test_images_are_made_for_the_steps_that_are_timed(tmp_path: Path) -> None:
-    from shoal.cli.bench_train_work import prepared_images
+    from shoal.cli.bench_train_settings import prepared_images
     from shoal.recipes.resnet50 import ResNetTrainConfig, make_plan
 
     config = prepared_images(

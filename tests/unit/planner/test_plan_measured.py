@@ -52,6 +52,14 @@ def test_the_planner_gives_the_measured_throughput_back(tmp_path: Path) -> None:
     layout = Layout(global_batch=256, micro_batch=32)
     step_s = step_time(made, hosts(1, per_host=4), layout, achieved_flops=flops).total_s
     assert step_s == pytest.approx(0.5, rel=1e-4)
+    # a pipeline of all devices, in 8 micro-batches: a bubble of 3 in 11, so a faster device for the same time
+    piped = trained(tmp_path, num_stages=4)
+    assert piped.achieved_flops("made", made, hosts(1).instance) > 1.2 * flops
+    tree = json.loads((tmp_path / "train.json").read_text())
+    del tree["num_stages"]  # a file of before
+    (tmp_path / "train.json").write_text(json.dumps(tree))
+    old = read_measured(tmp_path / "train.json")
+    assert isinstance(old, MeasuredTrain) and old.num_stages == 1
     # 64 samples a device of 30 GFLOP in about half a second.
     assert flops == pytest.approx(64 * 3e10 / 0.5, rel=0.1)
 

@@ -1,0 +1,214 @@
+"""Finds the largest micro-batch that fits into memory, by running ``shoal bench train`` with several.
+
+For ``shoal bench train RECIPE --fill-memory``, and for recipes with ``--train.micro-batch-size auto``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from shoal import formatting
+from shoal.bench.step_timing import TrainBench
+from shoal.decide.batch import largest_divisor
+from shoal.decide.largest import MOST, largest_that_fits
+from shoal.env import MEMORY, worker_memory
+from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
+from shoal.recipes.start import Launch, num_gpus
+from shoal.train.config import as_tree, load_toml, to_toml
+from shoal.train.parallel_config import parse_bytes
+from shoal.train.run_dir import CONFIG_FILE
+
+SPARE = 0.1
+"""Part of the memory that stays free: for fragments, and for longer samples than the trial's."""
+_OUT_OF_MEMORY = "out of memory"
+"""In the message of a run that lacked memory (:func:`shoal.train.stopping.out_of_memory`)."""
+_OPTIONS = ("--json", "--memory", "--steps", "--warm-up")
+_LAST_LINES = 8
+
+
+def find_largest(command: Sequence[str], what: TrainBench, *, unit: str) -> list[str]:
+    """Return ``command`` with the largest micro-batch in place of ``--fill-memory``.
+
+    Args:
+        command: of this process, with its options ``what``.
+        unit: plural name of the samples.
+
+    Raises:
+        UsageError: no memory is named, and there is no GPU.
+        ShoalError: a trial failed for another reason, or not even one sample fits.
+    """
+    timed = without(command, "--memory", "--batch", flag="--fill-memory")
+    memory, name = (what.memory, "--memory") if what.memory else (worker_memory(), MEMORY)
+    given = None if memory is None else parse_bytes(memory, name)
+    trials = _Trials(without(timed, *_OPTIONS), given, unit)
+    limit_bytes = trials.limit_bytes()
+    found = largest_that_fits(trials.peak_bytes, limit_bytes, most=what.batch or MOST)
+    if not found:
+        raise ShoalError(
+            f"not one of the {unit} fits into {formatting.size(limit_bytes)}, {1 - SPARE:.0%} of the memory: "
+            "name more --memory, or make the model or its samples smaller"
+        )
+    print(f"largest micro-batch: {found} {unit}", flush=True)
+    return [*timed, "--batch", str(found)]
+
+
+def without(command: Sequence[str], *options: str, flag: str = "") -> list[str]:
+    """Return a command without options that have a value each, and without ``flag``.
+
+    Example:
+        >>> without(["bench", "--json", "x", "--memory=4GB", "--go"], "--json", "--memory", flag="--go")
+        ['bench']
+    """
+    kept: list[str] = []
+    words = iter(command)
+    for word in words:
+        if word in options:
+            next(words, None)
+        elif word != flag and word.split("=", 1)[0] not in options:
+            kept.append(word)
+    return kept
+
+
+class _Trials:
+    """Runs two steps of a command with a micro-batch, in processes that end with it."""
+
+    def __init__(self, command: list[str], memory_bytes: int | None, unit: str) -> None:
+        self._command, self._memory_bytes, self._unit = command, memory_bytes, unit
+        self._results: dict[int, dict[str, Any] | None] = {}
+
+    def limit_bytes(self) -> float:
+        """Return the memory that a run may use."""
+        if self._memory_bytes is None:
+            first = self._run(1)
+            if first is None:
+                raise ShoalError(
+                    f"out of memory with one of the {self._unit}: make the model or them smaller"
+                )
+            if first["device_memory_bytes"] is None:
+                raise UsageError(
+                    f"--fill-memory without a GPU needs the memory of a worker: --memory 8GB, or {MEMORY}=8GB"
+                )
+            self._memory_bytes = int(first["device_memory_bytes"])
+        return (1 - SPARE) * self._memory_bytes
+
+    def peak_bytes(self, samples: int) -> int | None:
+        """Return the memory of a run with micro-batches of ``samples``; ``None`` if it was too little."""
+        result = self._run(samples)
+        peak = None if result is None else int(result["peak_memory_bytes"])
+        said = _OUT_OF_MEMORY if peak is None else formatting.size(peak)
+        print(f"micro-batch of {samples}: {said}", flush=True)
+        return peak
+
+    def _run(self, samples: int) -> dict[str, Any] | None:
+        if samples in self._results:
+            return self._results[samples]
+        with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+            out = Path(folder) / "result.json"
+            options = ("--batch", str(samples), "--steps", "1", "--warm-up", "1", "--json", str(out))
+            done = subprocess.run(
+                [*self._command, *options],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+            if done.returncode and _OUT_OF_MEMORY not in done.stdout:
+                last = "\n".join(done.stdout.strip().splitlines()[-_LAST_LINES:])
+                raise ShoalError(f"a trial with a micro-batch of {samples} failed:\n{last}")
+            self._results[samples] = None if done.returncode else parse_json(out.read_bytes(), str(out))
+        return self._results[samples]
+
+
+# ---- recipes ---------------------------------------------------------------------------------------------
+
+AUTO = "auto"
+
+
+def with_known_batches(
+    recipe: str, config: Any, launch: Launch, preset: str, command: list[str]
+) -> tuple[Any, list[str]]:
+    """Return settings and command of a recipe with numbers in place of each micro-batch size ``auto``.
+
+    A run that continues keeps its size. A dry run measures nothing and takes the default.
+
+    Raises:
+        UsageError: several hosts, which would find different sizes, or no GPU.
+        ShoalError: a trial failed, or not even one sample fits.
+    """
+    sections = [
+        field.name
+        for field in fields(config)
+        if getattr(getattr(config, field.name), "micro_batch_size", None) == AUTO
+    ]
+    if not sections:
+        return config, command
+    if launch.nnodes > 1 or launch.on != "local":
+        raise UsageError(
+            f"{sections[0]}.micro_batch_size auto is for one host: on several give the number that "
+            f"`shoal bench train {recipe} --fill-memory` finds on one of them"
+        )
+    given = {name: replace(getattr(config, name), micro_batch_size=None) for name in sections}
+    if launch.dry_run:
+        print(f"{', '.join(sections)}: the micro-batch is found when the run starts; below is the default")
+        return replace(config, **given), command
+    for section in sections:
+        size = _size_before(config.run.dir, section) or _found(
+            recipe, replace(config, **given), launch, preset, section
+        )
+        given[section] = replace(given[section], micro_batch_size=size)
+        option = f"--{section}.micro-batch-size"
+        command = [*without(command, option), option, str(size)]
+    return replace(config, **given), command
+
+
+def _size_before(run_dir: Path, section: str) -> int | None:
+    """Return the micro-batch of the run that is there, if one is."""
+    path = run_dir / CONFIG_FILE
+    size = load_toml(path).get(section, {}).get("micro_batch_size") if path.is_file() else None
+    return size if isinstance(size, int) else None
+
+
+def _found(recipe: str, config: Any, launch: Launch, preset: str, section: str) -> int:
+    """Return the largest divisor of a worker's share that fits into memory."""
+    num_workers = launch.workers or num_gpus() or 1
+    parallel = getattr(config, "parallel", None)
+    replicas = parallel.replicas(num_workers) if parallel else num_workers
+    share = getattr(config, section).global_batch_size // replicas
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+        settings, out = Path(folder) / "settings.toml", Path(folder) / "result.json"
+        settings.write_text(to_toml(as_tree(config)), encoding="utf-8")
+        options = ["--preset", preset, "--config", str(settings), "--json", str(out), "--steps", "1"]
+        options += [
+            "--workers",
+            str(num_workers),
+            "--accumulate",
+            "2",
+            "--fill-memory",
+            "--batch",
+            str(share),
+        ]
+        if section.startswith("phase"):
+            options += ["--phase", section.removeprefix("phase")]
+        print(f"{section}.micro_batch_size auto: trying sizes", flush=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "shoal", "bench", "train", recipe, *options], check=False
+        )
+        if done.returncode:
+            raise ShoalError(
+                f"{section}.micro_batch_size auto could not be found, see above: give a number instead"
+            )
+        most = int(parse_json(out.read_bytes(), str(out))["micro_batch"])
+    even = bool(getattr(getattr(config, section), "mixup", 0.0))  # which pairs neighbours
+    size = largest_divisor(share, most, even=even)
+    print(
+        f"{section}.micro_batch_size {size}: the largest divisor of a worker's {share} up to {most}",
+        flush=True,
+    )
+    return size

@@ -1,0 +1,130 @@
+"""The largest micro-batch: of ``shoal bench train --fill-memory``, and of a recipe with ``auto``.
+
+A small program stands for ``shoal bench train``, whose trials take seconds each; one test runs the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.bench.step_timing import TrainBench
+from shoal.cli.fill_memory import find_largest, with_known_batches
+from shoal.decide.batch import plan_batch
+from shoal.errors import ShoalError, UsageError
+from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
+from shoal.recipes.resnet50 import ResNetTrainConfig
+from shoal.recipes.start import Launch
+
+TRIAL = """
+import json, sys
+words = sys.argv[1:]
+value = lambda name: words[words.index(name) + 1]
+assert "--fill-memory" not in words and "--memory" not in words and "--workers" in words, words
+batch = int(value("--batch"))
+memory = 100 + 7 * batch
+if batch > 60:
+    sys.exit("shoal: out of memory with a micro-batch of 61 images: use less")
+if "broken" in words:
+    sys.exit("the reason")
+assert (value("--steps"), value("--warm-up")) == ("1", "1"), words
+result = {"peak_memory_bytes": memory * 10**6, "device_memory_bytes": DEVICE and DEVICE * 10**6}
+json.dump(result, open(value("--json"), "w"))
+"""
+
+
+def command(folder: Path, *words: str, device_mb: int | None = None) -> list[str]:
+    program = folder / "trial.py"
+    program.write_text(TRIAL.replace("DEVICE", repr(device_mb)))
+    options = ("--workers", "1", "--steps", "9", "--json", "mine.json", "--fill-memory", *words)
+    return [sys.executable, str(program), *options]
+
+
+@pytest.mark.parametrize(("memory", "found"), [("500MB", 50), ("120MB", 1), ("9GB", 60)])
+def test_a_tenth_of_the_memory_stays_free(tmp_path: Path, memory: str, found: int) -> None:
+    what = TrainBench(fill_memory=True, memory=memory)
+    timed = find_largest(command(tmp_path, "--memory", memory), what, unit="images")
+    limited = find_largest(command(tmp_path, "--batch", "12"), replace(what, batch=12), unit="images")
+    assert limited[-2:] == ["--batch", str(min(found, 12))] and limited.count("--batch") == 1
+    assert timed[2:] == ["--workers", "1", "--steps", "9", "--json", "mine.json", "--batch", str(found)]
+
+
+def test_memory_is_that_of_the_gpu_or_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    what = TrainBench(fill_memory=True)
+    assert find_largest(command(tmp_path, device_mb=500), what, unit="images")[-1] == "50"
+    with pytest.raises(UsageError, match="without a GPU needs the memory of a worker"):
+        find_largest(command(tmp_path), what, unit="images")
+    monkeypatch.setenv("SHOAL_MEMORY", "400MB")
+    assert find_largest(command(tmp_path, device_mb=500), what, unit="images")[-1] == "37"
+
+
+def test_errors_of_a_trial_and_too_little_memory_are_told(tmp_path: Path) -> None:
+    what = TrainBench(fill_memory=True, memory="1GB")
+    with pytest.raises(ShoalError, match="a trial with a micro-batch of 1 failed:\nthe reason"):
+        find_largest(command(tmp_path, "broken"), what, unit="images")
+    with pytest.raises(ShoalError, match=r"not one of the images fits into 85[.]8 MiB, 90% of the memory"):
+        find_largest(command(tmp_path), replace(what, memory="100MB"), unit="images")
+
+
+def test_options_that_do_not_go_together() -> None:
+    with pytest.raises(UsageError, match="--memory 1GB is the limit of --fill-memory"):
+        TrainBench(memory="1GB")
+
+
+def resnet(folder: Path, **train: object) -> ResNetTrainConfig:
+    config = ResNetTrainConfig()
+    return replace(
+        config,
+        train=replace(config.train, micro_batch_size="auto", **train),  # type: ignore[arg-type]
+        run=replace(config.run, dir=folder),
+    )
+
+
+def test_sizes_that_need_no_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["shoal", "train", "resnet50", "--train.micro-batch-size", "auto"]
+    config = resnet(tmp_path)
+    known = replace(config, train=replace(config.train, micro_batch_size=8))
+    assert with_known_batches("resnet50", known, Launch(), "tiny", words) == (known, words)
+    dry, same = with_known_batches("resnet50", config, Launch(dry_run=True), "tiny", words)
+    assert dry.train.micro_batch_size is None and same == words
+    assert "found when the run starts" in capsys.readouterr().out
+    with pytest.raises(
+        UsageError, match="auto is for one host: on several give the number that `shoal bench"
+    ):
+        with_known_batches("resnet50", config, Launch(nnodes=2, rdzv="a:1"), "tiny", words)
+    # a run that continues has its size
+    (tmp_path / "config.toml").write_text("[train]\nmicro_batch_size = 24\n")
+    again, changed = with_known_batches("resnet50", config, Launch(), "tiny", words)
+    assert again.train.micro_batch_size == 24
+    assert changed == ["shoal", "train", "resnet50", "--train.micro-batch-size", "24"]
+
+
+def test_without_the_command_auto_is_refused() -> None:
+    train = replace(MaskRCNNTrainConfig().train, micro_batch_size="auto")
+    with pytest.raises(UsageError, match="auto is found by the command that starts the workers"):
+        plan_batch(train, 1)
+
+
+@pytest.mark.slow
+def test_a_recipe_fills_a_small_memory(tmp_path: Path) -> None:
+    """64 images are a worker's share, and fit or not: the run gets the largest divisor that fits."""
+    run, sizes = tmp_path / "run", ("--data.made-images", "400", "--train.global-batch-size", "64")
+    words = ("--preset", "tiny", "--run.dir", str(run), *sizes, "--train.micro-batch-size", "auto")
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", "train", "resnet50", *words, "--train.total-epochs", "1"],
+        capture_output=True, text=True, check=False, timeout=280,
+        env=os.environ | {"SHOAL_MEMORY": "2000MB", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "largest micro-batch: " in done.stdout
+    start = json.loads((run / "record.jsonl").read_text().splitlines()[0])
+    most = int(done.stdout.split("largest micro-batch: ")[1].split()[0])
+    assert start["micro_batch_size"] == max(size for size in (1, 2, 4, 8, 16, 32, 64) if size <= most)
