@@ -219,6 +219,22 @@ def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     )
 
 
+def mpi_place(environ: Mapping[str, str] | None = None) -> WorkerPlace | None:
+    """Return the place of this process among those that mpirun has started, or ``None``.
+
+    Raises:
+        UsageError: a variable is not a number.
+    """
+    environ = os.environ if environ is None else environ
+    for names in _MPI_NAMES.values():
+        if all(name in environ for name in names):
+            rank, size, local_rank, local_size = (_number(environ, name) for name in names)
+            return WorkerPlace(
+                rank=rank, num_workers=size, local_rank=local_rank, num_local_workers=local_size
+            )
+    return None
+
+
 def slurm_step(environ: Mapping[str, str] | None = None) -> SlurmStep | None:
     """Return the place of this process in an ``srun`` of Slurm, else ``None``.
 

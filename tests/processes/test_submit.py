@@ -65,6 +65,13 @@ def test_a_manifest_for_kubernetes_and_how_its_secret_is_made(tmp_path: Path) ->
     assert (manifest["kind"], manifest["metadata"]["name"]) == ("JobSet", "albert")
 
 
+def test_commands_for_other_hosts_are_shown(tmp_path: Path) -> None:
+    hosts = ("--hosts", "n1", "--hosts", "n2", "--helper-hosts", "h1", "--dry-run")
+    done = shoal("submit", "ssh", *hosts, "--", "python", "train.py", cwd=tmp_path)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 4
+    assert "--node-rank=1 -- python train.py" in done.stdout.splitlines()[3]
+
+
 def test_there_is_no_job_to_list_or_stop(tmp_path: Path) -> None:
     assert shoal("runs", cwd=tmp_path).stdout == "jobs has no submitted job\n"
     done = shoal("stop", "bert", cwd=tmp_path)

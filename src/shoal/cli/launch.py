@@ -26,6 +26,7 @@ def launch(
     interface: str | None = None,
     log_dir: Path | None = None,
     helper_port: int | None = None,
+    leash: bool = False,
 ) -> int:
     """Do this host's part in a job: `srun shoal launch -- python train.py`, once per host.
 
@@ -66,6 +67,8 @@ def launch(
     helper_port
         Port of a helper's server that the workers' SHOAL_HELPERS names. It needs no --job, and ends with the
         launcher of the first worker host.
+    leash
+        Read the job's secret from stdin, and save and leave when that closes; `shoal submit ssh` gives it.
     """
     from shoal.launch import sagemaker_host
     from shoal.launch.in_job import InJob, in_job
@@ -95,5 +98,6 @@ def launch(
         interface=interface,
         log_dir=log_dir,
         helper_port=helper_port,
+        leash=leash,
     )
     return sagemaker_host.run(command, how) if sagemaker_host.is_here() else in_job(command, how)

@@ -2,6 +2,7 @@
 
 # Annotations are objects here, not texts: cyclopts reads those of the settings.
 
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -14,10 +15,11 @@ from cyclopts import App, Parameter
 from shoal.cli.settings import settings_from
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch import kubernetes as pods
-from shoal.launch import kubernetes_manifest
+from shoal.launch import kubernetes_manifest, remote
 from shoal.launch import sagemaker as training
 from shoal.launch import slurm as queue
 from shoal.launch.kubernetes import KubernetesJob
+from shoal.launch.remote import RemoteJob, Start
 from shoal.launch.sagemaker import SageMakerJob
 from shoal.launch.slurm import SlurmJob
 from shoal.launch.source import ARCHIVE, pack
@@ -181,6 +183,74 @@ def sagemaker(
         return EXIT_OK
     training.submit(filled, request)
     print(f"training job {name} is submitted")
+    return EXIT_OK
+
+
+@submit.command
+def ssh(
+    *command: Annotated[str, _WORD],
+    job: Annotated[RemoteJob, Parameter(name="*")],
+    dry_run: bool = False,
+    config: Path | None = None,
+) -> int:
+    """Run a command on hosts by ssh: `shoal submit ssh --hosts n1 --hosts n2 -- python train.py`.
+
+    It stays until the command has ended; Ctrl-C, or its end, lets the workers save and leave. All hosts need
+    the same shoal and the same files, best on a shared file system.
+
+    Parameters
+    ----------
+    command
+        The command of a worker and its arguments, after `--`.
+    dry_run
+        Print the commands; start nothing.
+    config
+        TOML file with options of this command, such as hosts = ["n1", "n2"].
+    """
+    _require_command(command)
+    starts = remote.ssh_starts(job, command)
+    if dry_run:
+        return _show(starts)
+    from shoal.doctor import version_text
+
+    remote.check_versions(job, version_text())
+    return remote.run(starts)
+
+
+@submit.command
+def mpi(
+    *command: Annotated[str, _WORD],
+    job: Annotated[RemoteJob, Parameter(name="*")],
+    dry_run: bool = False,
+    config: Path | None = None,
+) -> int:
+    """Run a command on hosts by mpirun: `shoal submit mpi --hosts n1 --hosts n2 -- python train.py`.
+
+    It starts one launcher per host, with one mpirun for the workers and one for the helpers, and stays until
+    the command has ended. Open MPI, MPICH and Intel MPI are known.
+
+    Parameters
+    ----------
+    command
+        The command of a worker and its arguments, after `--`.
+    dry_run
+        Print the commands; start nothing.
+    config
+        TOML file with options of this command, such as hosts = ["n1", "n2"].
+    """
+    _require_command(command)
+    try:
+        version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
+    except FileNotFoundError:
+        raise UsageError("mpirun was not found: load MPI's module, or use shoal submit ssh") from None
+    starts = remote.mpi_starts(job, command, version)
+    return _show(starts) if dry_run else remote.run(starts)
+
+
+def _show(starts: Sequence[Start]) -> int:
+    print("# the first line of stdin is the job's secret; the hosts leave when it closes")
+    for start in starts:
+        print(shlex.join(start.command))
     return EXIT_OK
 
 

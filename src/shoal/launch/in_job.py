@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,6 +29,7 @@ from shoal.env import (
     SlurmStep,
     child_environment,
     helpers,
+    mpi_place,
     rendezvous,
     secret,
     set_variables,
@@ -37,7 +38,7 @@ from shoal.env import (
 )
 from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED, ShoalError, UsageError
 from shoal.launch.emulated import HELPER_COMMAND
-from shoal.launch.leash import PORT_OFFSET, Leash, await_release
+from shoal.launch.leash import PORT_OFFSET, Leash, await_release, take_secret
 from shoal.launch.local import launch
 from shoal.launch.meeting import Meeting, usable_hosts
 from shoal.launch.supervision import worker_variables
@@ -81,6 +82,8 @@ class InJob:
     """Folder for the output of all workers but the first; ``None``: logs in the job's folder, or logs."""
     helper_port: int | None = None
     """Port of a helper that meets nobody in a folder, and ends with the first worker host's launcher."""
+    leash: bool = False
+    """Read the secret from stdin, and save and leave when that closes."""
     failure_file: Path | None = None
     """File for the text of a failure; ``None``: it is only shown."""
 
@@ -93,9 +96,12 @@ def in_job(command: Sequence[str], how: InJob) -> int:
         ShoalError: the other hosts, the helpers or the shared folder did not come.
     """
     step = slurm_step()
-    _check(command, how, step)
+    how = _placed_by_mpi(how) if step is None else how
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, _leave)
+    if how.leash:
+        set_variables({SECRET_FILE: str(take_secret(sys.stdin))})
+    _check(command, how, step)
     if how.interface:
         set_variables(dict.fromkeys(_LISTENS_ON, how.interface))
     job = how.job or (Path("jobs") / str(step.job) if step else None)
@@ -105,6 +111,25 @@ def in_job(command: Sequence[str], how: InJob) -> int:
     if step is not None and step.place.num_workers != step.num_nodes:
         return _become_worker(command, how, step, _required(meeting))
     return _launch_host(command, how, step, meeting)
+
+
+def _placed_by_mpi(how: InJob) -> InJob:
+    """Return the options with this host's number from mpirun, if that has started one launcher per host.
+
+    Raises:
+        UsageError: it has started several.
+    """
+    place = mpi_place()
+    if place is None or how.node_rank is not None:
+        return how
+    if place.num_local_workers > 1:
+        raise UsageError(
+            f"mpirun has started {place.num_local_workers} shoal launch on this host; it starts the workers "
+            "itself: start one per host (mpirun --map-by ppr:1:node), or the command without shoal launch"
+        )
+    return replace(
+        how, node_rank=place.rank, nnodes=how.nnodes or (None if how.helper else place.num_workers)
+    )
 
 
 def _check(command: Sequence[str], how: InJob, step: SlurmStep | None) -> None:

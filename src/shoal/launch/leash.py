@@ -3,19 +3,26 @@
 The first worker host's launcher listens, and says nothing but its exit code at its end. The launcher of each
 helper keeps a connection to it, and stops its server when that closes: because the launcher has ended, or
 because its host is gone.
+
+A launcher that ssh or mpirun has started holds on to its stdin in the same way.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
-from typing import Self
+from pathlib import Path
+from typing import IO, Self
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UsageError
 
 PORT_OFFSET = 1
 """The leash's port, above that of the launchers' rendezvous."""
@@ -74,6 +81,33 @@ class Leash:
                     self._held.append(connection)
                 else:
                     connection.close()
+
+
+def take_secret(stdin: IO[str]) -> Path:
+    """Return a file with the first line of ``stdin``; when that closes, this process gets SIGTERM.
+
+    Raises:
+        UsageError: it is empty.
+    """
+    secret = stdin.readline().strip()
+    if not secret:
+        raise UsageError(
+            "--leash reads the job's secret from stdin, which is empty; shoal submit ssh starts it"
+        )
+    folder = Path(tempfile.mkdtemp(prefix="shoal-leash-"))  # 0700
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / "secret"
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        file.write(secret)
+
+    def wait() -> None:
+        with suppress(OSError, ValueError):
+            while stdin.readline():
+                pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="stdin", daemon=True).start()
+    return path
 
 
 def await_release(host: str, port: int, *, deadline_s: float) -> int | None:

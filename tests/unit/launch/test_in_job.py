@@ -24,6 +24,11 @@ def slurm(tasks: str) -> dict[str, str]:
     }
 
 
+def mpi(*, size: int, local_size: int) -> dict[str, str]:
+    values = {"RANK": 2, "SIZE": size, "LOCAL_RANK": 0, "LOCAL_SIZE": local_size}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in values.items()}
+
+
 @pytest.mark.parametrize(
     ("variables", "command", "how", "said"),
     [
@@ -38,6 +43,9 @@ def slurm(tasks: str) -> dict[str, str]:
         ({}, ("true",), InJob(run_id="bert"), "--run-id 'bert' is not of the form JOB.START"),
         ({}, ("true",), InJob(run_id="../x.1"), "is not of the form JOB.START"),
         ({}, ("true",), InJob(nnodes=2, workers=1), "--nnodes 2 needs --rdzv HOST:PORT"),
+        ({}, (), InJob(helper=True, helper_port=7070), "--helper-port needs the job's secret"),
+        (mpi(size=4, local_size=2), ("true",), InJob(), "mpirun has started 2 shoal launch on this host"),
+        (mpi(size=4, local_size=1), ("true",), InJob(workers=1), "--nnodes 4 needs --rdzv HOST:PORT"),
     ],
 )
 def test_what_cannot_be(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from shoal.errors import ShoalError
-from shoal.launch.leash import Leash, await_release
+from shoal.errors import ShoalError, UsageError
+from shoal.launch.leash import Leash, await_release, take_secret
 
 
 def free_port() -> int:
@@ -35,6 +39,31 @@ def test_helpers_are_released_when_the_holder_ends(code: int | None) -> None:
         leash.exit_code = code
     assert released.wait(30.0)
     assert said == [code]
+
+
+def test_the_end_of_stdin_asks_to_stop_and_its_first_line_is_the_secret() -> None:
+    program = (
+        "import signal, sys, time\n"
+        "from shoal.launch.leash import take_secret\n"
+        "path = take_secret(sys.stdin)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        "print(path, oct(path.stat().st_mode & 0o777), path.read_text(), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.write("0123456789abcdef\n")
+        child.stdin.flush()
+        path, mode, secret = child.stdout.readline().split()
+        assert (mode, secret) == ("0o600", "0123456789abcdef")
+        assert child.poll() is None
+        child.stdin.close()
+        assert child.wait(30) == 75
+    assert not Path(path).exists()
+    with pytest.raises(UsageError, match="--leash reads the job's secret from stdin, which is empty"):
+        take_secret(io.StringIO(""))
 
 
 def test_a_holder_that_never_comes() -> None:

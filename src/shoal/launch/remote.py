@@ -1,0 +1,279 @@
+"""Starts ``shoal launch`` on other hosts by ssh or by MPI's mpirun, and stays until all of them have ended.
+
+The stdin of each start carries the job's secret, in its first line, and is a leash: when it closes, because
+this process stops or is killed, the launchers over there save and leave. Nothing secret is in a file or on a
+command line, and nothing is left running.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, ShoalError, UsageError
+
+HELPER_PORT, MEETING_PORT = 7070, 29_400
+_HOST = re.compile(r"([\w.-]+@)?[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?")
+_ASK_S = 60.0
+_HELPERS_LEAVE_S = 20.0
+_BY_WEIGHT = (EXIT_USAGE, EXIT_FAILURE, EXIT_LOST, EXIT_STOPPED, EXIT_OK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteJob:
+    """Hosts to start on, and how."""
+
+    hosts: tuple[str, ...]
+    """Worker hosts, by names that all of them know; the first is where they meet."""
+    helper_hosts: tuple[str, ...] = ()
+    """Helper hosts."""
+    folder: Path | None = None
+    """Folder to run in, the same on all hosts; default: this one."""
+    shoal: str = "shoal"
+    """Path of shoal on the hosts, such as /opt/venv/bin/shoal."""
+    workers_per_host: int | None = None
+    """Workers per host; default: one a GPU, or one."""
+    global_batch: int | None = None
+    """Samples a step: use the largest number of hosts over whose workers it divides."""
+    helpers_required: bool = False
+    """Fail if helpers are missing."""
+    interface: str | None = None
+    """Network interface for shoal, gloo and NCCL."""
+    port: int = MEETING_PORT
+    """Port of the first host at which the launchers meet."""
+    option: tuple[str, ...] = ()
+    """More options of ssh, as in --option=-F --option=config, or of mpirun."""
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            raise UsageError("name the worker hosts: --hosts node1 node2")
+        for host in (*self.hosts, *self.helper_hosts):
+            if not _HOST.fullmatch(host):
+                raise UsageError(f"{host!r} is no name of a host")
+        names = [name_of(host) for host in (*self.hosts, *self.helper_hosts)]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UsageError(f"the host {twice} is named twice; --workers-per-host N starts several workers")
+        for name in ("workers_per_host", "global_batch"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {value} must be at least 1")
+        if not 0 < self.port < 1 << 16:
+            raise UsageError(f"--port {self.port} must be from 1 to 65535")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A process of this machine that starts launchers on others."""
+
+    label: str
+    command: list[str]
+    is_helper: bool = False
+
+
+def name_of(host: str) -> str:
+    """Return the name of ``user@name``."""
+    return host.rpartition("@")[2]
+
+
+def ssh_starts(job: RemoteJob, command: Sequence[str]) -> list[Start]:
+    """Return the ssh commands, the helpers' first."""
+    ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", *job.option]
+    found = [
+        Start(
+            label=name_of(host),
+            command=[*ssh, host, _remote(job, launch_words(job, helper=True))],
+            is_helper=True,
+        )
+        for host in job.helper_hosts
+    ]
+    for number, host in enumerate(job.hosts):
+        words = launch_words(job, command, place=(f"--nnodes={len(job.hosts)}", f"--node-rank={number}"))
+        found.append(Start(label=name_of(host), command=[*ssh, host, _remote(job, words)]))
+    return found
+
+
+def mpi_starts(job: RemoteJob, command: Sequence[str], version: str) -> list[Start]:
+    """Return the mpirun commands, one for the helpers and one for the workers.
+
+    Two, since one would put helpers and workers into the same world.
+
+    Args:
+        job: the job.
+        command: of the workers.
+        version: what ``mpirun --version`` prints.
+
+    Raises:
+        UsageError: it is of an unknown MPI.
+    """
+    found = []
+    for hosts, is_helper in ((job.helper_hosts, True), (job.hosts, False)):
+        if not hosts:
+            continue
+        if "Open MPI" in version or "PRTE" in version:
+            first = ["mpirun", "--host", ",".join(hosts), "-np", str(len(hosts)), "--map-by", "ppr:1:node"]
+            first += ["--stdin", "all"]
+        elif "HYDRA" in version or "Intel(R) MPI" in version:
+            first = ["mpirun", "-hosts", ",".join(hosts), "-n", str(len(hosts)), "-ppn", "1", "-s", "all"]
+        else:
+            raise UsageError(f"mpirun is of neither Open MPI nor Hydra: {version.strip()[:100]!r}")
+        words = launch_words(job, () if is_helper else command, helper=is_helper)
+        folder = ["-wdir", str(job.folder)] if job.folder else []
+        start = [*first, *folder, *job.option, *words]
+        found.append(Start(label="helpers" if is_helper else "workers", command=start, is_helper=is_helper))
+    return found
+
+
+def launch_words(
+    job: RemoteJob, command: Sequence[str] = (), *, helper: bool = False, place: Sequence[str] = ()
+) -> list[str]:
+    """Return the words of ``shoal launch`` for a host."""
+    rdzv = f"--rdzv={name_of(job.hosts[0])}:{job.port}"
+    common = ["--leash", rdzv, *([f"--interface={job.interface}"] if job.interface else [])]
+    if helper:
+        return [job.shoal, "launch", *common, "--role=helper", f"--helper-port={HELPER_PORT}"]
+    options = {"workers": job.workers_per_host, "global-batch": job.global_batch}
+    given = [f"--{option}={value}" for option, value in options.items() if value is not None]
+    given += ["--helpers-required"] if job.helpers_required else []
+    servers = ",".join(f"{name_of(host)}:{HELPER_PORT}" for host in job.helper_hosts)
+    named = ["env", f"SHOAL_HELPERS={servers}"] if servers else []
+    return [*named, job.shoal, "launch", *common, *place, *given, "--", *command]
+
+
+def _remote(job: RemoteJob, words: Sequence[str]) -> str:
+    """Return a line for the shell that sshd starts."""
+    return f"cd {shlex.quote(str(job.folder or Path.cwd()))} && exec {shlex.join(words)}"
+
+
+def check_versions(job: RemoteJob, version: str) -> None:
+    """Ask all hosts by ssh for their shoal.
+
+    Raises:
+        ShoalError: a host is not reached, has none or another version; with its name.
+    """
+    asked = {
+        host: subprocess.Popen(
+            [
+                *("ssh", "-T", "-o", "BatchMode=yes"),
+                *job.option,
+                host,
+                _remote(job, [job.shoal, "--version"]),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in (*job.hosts, *job.helper_hosts)
+    }
+    wrong = []
+    for host, process in asked.items():
+        try:
+            said, complaint = process.communicate(timeout=_ASK_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            wrong.append(f"{host} did not answer in {_ASK_S:g} s")
+            continue
+        if process.returncode != 0:
+            wrong.append(f"{host}: {complaint.strip() or f'exit code {process.returncode}'}")
+        elif said.strip() != version:
+            wrong.append(f"{host} has {said.strip()!r:.100}")
+    if wrong:
+        raise ShoalError(
+            f"not all hosts have {version} as {job.shoal} in {job.folder or Path.cwd()}: {'; '.join(wrong)} "
+            "(--shoal PATH, --folder DIR)"
+        )
+
+
+def run(starts: Sequence[Start]) -> int:
+    """Run all starts to their end and return the exit code of the job.
+
+    Their lines go to this process's stdout and stderr with the host's name in front. A signal that asks to
+    stop, or the end of a start of workers, closes the stdin of all.
+    """
+    secret = secrets.token_hex(32)
+    running: list[tuple[Start, subprocess.Popen[str]]] = []
+
+    def close(*signal_and_frame: Any) -> None:
+        for _, process in running:
+            assert process.stdin is not None
+            with suppress(OSError):
+                process.stdin.close()
+
+    handlers = {
+        number: signal.signal(number, close)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    }
+    readers = []
+    try:
+        for start in starts:
+            process = _started(start, secret)
+            running.append((start, process))
+            for source, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                reader = threading.Thread(target=_copy, args=(start.label, source, out), daemon=True)
+                reader.start()
+                readers.append(reader)
+        codes = [process.wait() for each, process in running if not each.is_helper]
+        close()
+        for each, process in running:
+            if each.is_helper:
+                _end_helper(process)
+    finally:
+        close()
+        for _, process in running:
+            if process.poll() is None:
+                process.terminate()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for reader in readers:
+        reader.join(_HELPERS_LEAVE_S)
+    # ssh itself ends with 255, and a signal is negative: the host is gone
+    known = [
+        code if code in _BY_WEIGHT else EXIT_LOST if code in (255, *range(-64, 0)) else EXIT_FAILURE
+        for code in codes
+    ]
+    return next(code for code in _BY_WEIGHT if code in known)
+
+
+def _started(start: Start, secret: str) -> subprocess.Popen[str]:
+    try:
+        process = subprocess.Popen(
+            start.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is for this process, which closes the leash
+        )
+    except FileNotFoundError:
+        raise ShoalError(f"{start.command[0]} was not found on this machine; install it") from None
+    assert process.stdin is not None
+    with suppress(OSError):
+        process.stdin.write(secret + "\n")
+        process.stdin.flush()
+    return process
+
+
+def _copy(label: str, source: Any, out: Any) -> None:
+    with source:
+        for line in source:
+            out.write(f"{label}: {line}")
+            out.flush()
+
+
+def _end_helper(process: subprocess.Popen[str]) -> None:
+    try:
+        process.wait(_HELPERS_LEAVE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,125 @@
+"""Starting launchers by ssh and mpirun: the commands, the check of versions, the exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import ShoalError, UsageError
+from shoal.launch.remote import RemoteJob, Start, check_versions, mpi_starts, run, ssh_starts
+
+COMMAND = ("python", "train.py", "a b", "$HOME")
+OPEN_MPI = "mpirun (Open MPI) 4.1.4\n"
+
+
+def test_ssh_runs_the_very_words_on_each_host() -> None:
+    job = RemoteJob(
+        hosts=("a@n1", "n2"), helper_hosts=("h1",), folder=Path("/fsx/my job"), workers_per_host=8,
+        global_batch=512, option=("-F", "config"), interface="eth0",
+    )  # fmt: skip
+    helper, first, second = ssh_starts(job, COMMAND)
+    assert (helper.label, first.label, second.label) == ("h1", "n1", "n2")
+    assert helper.is_helper and not first.is_helper
+    assert first.command[:-1] == [
+        "ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-F", "config", "a@n1",
+    ]  # fmt: skip
+    assert first.command[-1] == (
+        "cd '/fsx/my job' && exec env SHOAL_HELPERS=h1:7070 shoal launch --leash --rdzv=n1:29400 "
+        "--interface=eth0 --nnodes=2 --node-rank=0 --workers=8 --global-batch=512 -- "
+        "python train.py 'a b' '$HOME'"
+    )
+    assert "--node-rank=1" in second.command[-1]
+    assert helper.command[-1].endswith(
+        "exec shoal launch --leash --rdzv=n1:29400 --interface=eth0 --role=helper --helper-port=7070"
+    )
+
+
+def test_helpers_have_an_mpirun_of_their_own() -> None:
+    job = RemoteJob(hosts=("n1", "n2"), helper_hosts=("h1",), folder=Path("/fsx"))
+    helpers, workers = mpi_starts(job, COMMAND, OPEN_MPI)
+    assert helpers.command[:8] == ["mpirun", "--host", "h1", "-np", "1", "--map-by", "ppr:1:node", "--stdin"]
+    assert workers.command == [
+        "mpirun", "--host", "n1,n2", "-np", "2", "--map-by", "ppr:1:node", "--stdin", "all", "-wdir", "/fsx",
+        "env", "SHOAL_HELPERS=h1:7070", "shoal", "launch", "--leash", "--rdzv=n1:29400", "--", *COMMAND,
+    ]  # fmt: skip
+    (hydra,) = mpi_starts(RemoteJob(hosts=("n1",)), COMMAND, "HYDRA build details:\n")
+    assert hydra.command[:9] == ["mpirun", "-hosts", "n1", "-n", "1", "-ppn", "1", "-s", "all"]
+    with pytest.raises(UsageError, match="neither Open MPI nor Hydra: 'mpirun 1'"):
+        mpi_starts(job, COMMAND, "mpirun 1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"hosts": ()}, "name the worker hosts"),
+        ({"hosts": ("-oProxyCommand=x",)}, "is no name of a host"),
+        ({"hosts": ("n1", "n1")}, "the host n1 is named twice"),
+        ({"helper_hosts": ("a@n1",)}, "the host n1 is named twice"),
+        ({"hosts": ("n1;rm",)}, "is no name of a host"),
+        ({"workers_per_host": 0}, "--workers-per-host 0 must be at least 1"),
+        ({"port": 70_000}, "--port 70000 must be from 1 to 65535"),
+    ],
+)
+def test_mistakes(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        RemoteJob(**{"hosts": ("n1", "n2"), **settings})
+
+
+def shell(text: str, *, label: str = "n1", is_helper: bool = False) -> Start:
+    return Start(label=label, command=["sh", "-c", text], is_helper=is_helper)
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ((0, 0), 0),
+        ((75, 75), 75),
+        ((75, 76), 76),
+        ((76, 1), 1),
+        ((1, 2), 2),
+        ((0, 255), 76),  # ssh lost the host
+        ((0, 139), 1),
+    ],
+)
+def test_the_exit_code_is_that_of_the_worst_worker_host(codes: tuple[int, int], expected: int) -> None:
+    helper = shell("cat > /dev/null; exit 1", is_helper=True)
+    assert run([helper, *(shell(f"exit {code}") for code in codes)]) == expected
+
+
+def test_lines_have_the_hosts_name_and_the_secret_is_the_first_of_stdin(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    read = f'read -r secret; printf %s "$secret" > {tmp_path}/$0; echo read; echo wrong >&2'
+    starts = [Start(label=name, command=["sh", "-c", read, name]) for name in ("n1", "n2")]
+    assert run(starts) == 0
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["n1: read", "n2: read"]
+    assert sorted(err.splitlines()) == ["n1: wrong", "n2: wrong"]
+    one, other = ((tmp_path / name).read_text() for name in ("n1", "n2"))
+    assert one == other and len(one) == 64
+
+
+def test_a_host_without_shoal_or_with_another_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "ssh"
+    program.write_text(
+        '#!/bin/sh\nfor host; do [ "$found" ] && break; case $host in n?) found=$host;; esac; done\n'
+        'case $found in n1) echo "shoal 1";; n2) echo "shoal 2";;\n'
+        '    n3) echo "sh: shoal: not found" >&2; exit 127;; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    check_versions(RemoteJob(hosts=("n1",), folder=tmp_path), "shoal 1")
+    with pytest.raises(ShoalError) as raised:
+        check_versions(RemoteJob(hosts=("n1", "n2"), helper_hosts=("n3",), folder=tmp_path), "shoal 1")
+    said = str(raised.value)
+    assert "not all hosts have shoal 1" in said and "n1" not in said.partition(":")[2]
+    assert "n2 has 'shoal 2'; n3: sh: shoal: not found" in said
+
+
+def test_a_program_that_is_missing() -> None:
+    with pytest.raises(ShoalError, match="no-such-program was not found on this machine"):
+        run([Start(label="n1", command=["no-such-program"])])
