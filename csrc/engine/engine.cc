@@ -138,11 +138,18 @@ OpPtr Engine::make_op(OpSpec spec) {
   if (op->spec.kind == Kind::delegated) return op;
   const bool one_host = topology_->num_hosts() == 1;
   if (one_host && options_.size > 1 && HostStage::is_direct(op->spec, options_.size)) return op;  // it moves as a whole
-  op->chunks = topology_->cut(op->spec, one_host ? options_.shared_chunk_bytes : options_.chunk_bytes, fused_);
-  op->parts.resize(op->chunks.size());
   // where ranks share a host, the host stage emits chunks in call order
   op->ordered = op->spec.priority && op->spec.kind == Kind::all_reduce && !topology_->any_host_shared();
+  op->chunks = topology_->cut(op->spec, max_chunk_bytes(*op), fused_);
+  op->parts.resize(op->chunks.size());
   return op;
+}
+
+std::size_t Engine::max_chunk_bytes(const Op& op) const {
+  if (topology_->num_hosts() == 1) return options_.shared_chunk_bytes;
+  if (options_.chunk_bytes) return options_.chunk_bytes;
+  // an urgent operation goes before the next chunk; libfabric's buffers hold one message
+  return op.ordered || !options_.fabric.empty() ? Topology::kMessageBytes : topology_->message_bytes(op.spec);
 }
 
 void Engine::finish_delegated(std::uint64_t seq) {

@@ -98,6 +98,7 @@ class Engine : private ChannelEvents {
 
   void require_possible(const OpSpec& spec) const;
   OpPtr make_op(OpSpec spec) REQUIRES(submit_mutex_);
+  std::size_t max_chunk_bytes(const Op& op) const;
   std::string with_pending(const std::string& cause);
   HostStage* stage();
 

@@ -17,9 +17,10 @@ FlowControl::FlowControl(const EngineOptions& options, const Topology& topology,
     : options_(options),
       liveness_(liveness),
       mailbox_(mailbox),
-      min_window_(static_cast<double>(options.min_window_bytes) * (topology.num_hosts() + topology.num_helpers())) {}
+      num_servers_(topology.num_hosts() + topology.num_helpers()) {}
 
 void FlowControl::add(const OpPtr& op, std::uint64_t index) {
+  min_window_ = static_cast<double>(std::max(options_.min_window_bytes, op->bytes_of(0))) * num_servers_;
   if (op->ordered) ordered_.add(op, index);
   else outbox_.add(op, index);
 }

@@ -38,13 +38,14 @@ class FlowControl {
     std::size_t answered = 0;  // bytes answered since the last adaptation
   };
 
-  std::size_t room(const Window& window) const;
+  std::size_t room(const Window& window) const REQUIRES(network_thread);
   void set_order() REQUIRES(network_thread);
 
   const EngineOptions& options_;
   const Liveness& liveness_;
   Mailbox& mailbox_;
-  const double min_window_;
+  const int num_servers_;
+  double min_window_ GUARDED_BY(network_thread) = 0;  // a chunk to each server
   Outbox outbox_ GUARDED_BY(network_thread);
   OrderedOutbox ordered_ GUARDED_BY(network_thread);
   Window window_ GUARDED_BY(network_thread), ordered_window_ GUARDED_BY(network_thread);

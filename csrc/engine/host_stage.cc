@@ -35,7 +35,9 @@ ShmLayout stage_layout(const Topology& topology, const EngineOptions& options) {
   const bool alone = topology.num_hosts() == 1;
   ShmLayout layout;
   layout.num_ranks = static_cast<int>(topology.my_locals().size());
-  layout.slot_bytes = alone ? options.shared_chunk_bytes : options.chunk_bytes;
+  layout.slot_bytes = alone                 ? options.shared_chunk_bytes
+                      : options.chunk_bytes ? options.chunk_bytes
+                                            : Topology::kMessageBytes;
   layout.result_bytes = alone ? layout.slot_bytes : 2 * layout.slot_bytes;
   layout.num_slots = alone ? options.num_slots : kSlotsBetweenHosts * options.num_slots;
   layout.num_cells = alone ? DirectExchange::kNumCells : 0;

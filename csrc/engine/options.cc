@@ -21,7 +21,7 @@ void require_possible(const EngineOptions& options) {
     throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; it is a multiple of " +
                                 std::to_string(unit) + " from " + std::to_string(least) + " to " + std::to_string(most));
   };
-  within("chunk_bytes", options.chunk_bytes, kChunkUnitBytes, kMaxChunkBytes, kChunkUnitBytes);
+  if (options.chunk_bytes) within("chunk_bytes", options.chunk_bytes, kChunkUnitBytes, kMaxChunkBytes, kChunkUnitBytes);
   within("shared_chunk_bytes", options.shared_chunk_bytes, kChunkUnitBytes, kMaxChunkBytes, kChunkUnitBytes);
   within("num_slots", options.num_slots, 1, SharedSegment::kSignatures / kSlotsBetweenHosts, 1);
   within("connections_per_peer", static_cast<std::size_t>(options.connections_per_peer), 1, kMaxConnections, 1);

@@ -16,7 +16,7 @@ struct EngineOptions {
   std::string group;
   Bytes secret;
   std::string address = "127.0.0.1";
-  std::size_t chunk_bytes = 32 << 10;          // largest message between hosts
+  std::size_t chunk_bytes = 0;                 // largest message between hosts; 0: by operation (Topology::message_bytes)
   std::size_t shared_chunk_bytes = 128 << 10;  // largest chunk inside a host
   std::size_t num_slots = 16;
   std::size_t min_window_bytes = 32 << 10;  // flow-control window: minimum, per server;

@@ -35,6 +35,8 @@ class FusedBuffer {
 
 class Topology {
  public:
+  static constexpr std::size_t kMessageBytes = 32 << 10;  // between hosts, where nothing speaks for more
+
   // `hosts[r]` is the host of rank r; `pattern` lists the servers of successive chunks, repeated cyclically.
   Topology(int rank, std::vector<std::string> hosts, int num_helpers, std::vector<int> pattern);
 
@@ -57,6 +59,11 @@ class Topology {
   // receives the result.
   int owner(int host, const OpSpec& spec, std::uint64_t index, const Chunk& chunk) const;
   int owner(int host, Kind kind, int root, std::uint64_t index, int server) const;
+
+  // Returns the largest chunk of an operation between hosts. Larger ones take less processor time for each byte. But
+  // what all hosts send to one server at once must fit the queues on its link, the last chunk is not overlapped with
+  // anything, and where hosts are shared, chunks have slots of a fixed size.
+  std::size_t message_bytes(const OpSpec& spec) const;
 
   // Cuts an operation into chunks. Chunks that any server may reduce take positions in `fused`.
   std::vector<Chunk> cut(const OpSpec& spec, std::size_t max_chunk_bytes, FusedBuffer& fused) const;

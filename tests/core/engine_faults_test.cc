@@ -283,7 +283,8 @@ TEST(engine_options_out_of_range_are_refused_by_name) {
     change(options);
     CHECK(contains(CHECK_THROWS(std::invalid_argument, shoal::Engine(options)), name + " is "));
   };
-  for (std::size_t bytes : {std::size_t{0}, std::size_t{64}, std::size_t{1000}, std::size_t{65'000}, std::size_t{100'000},
+  refused("shared_chunk_bytes", [](shoal::EngineOptions& options) { options.shared_chunk_bytes = 0; });
+  for (std::size_t bytes : {std::size_t{64}, std::size_t{1000}, std::size_t{65'000}, std::size_t{100'000},
                             std::size_t{32} << 20, ~std::size_t{127}}) {
     refused("chunk_bytes", [&](shoal::EngineOptions& options) { options.chunk_bytes = bytes; });
     refused("shared_chunk_bytes", [&](shoal::EngineOptions& options) { options.shared_chunk_bytes = bytes; });

@@ -65,7 +65,7 @@ struct Parts {
     op->spec.output = reinterpret_cast<std::byte*>(x.data());
     op->signature = shoal::signature_of(op->spec);
     op->begun = std::chrono::steady_clock::now();
-    op->chunks = topology.cut(op->spec, options.chunk_bytes, fused);
+    op->chunks = topology.cut(op->spec, options.chunk_bytes ? options.chunk_bytes : shoal::Topology::kMessageBytes, fused);
     op->parts.resize(op->chunks.size());
     ops.add(op);
     return op;

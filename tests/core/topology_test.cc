@@ -72,6 +72,28 @@ TEST(topology_cut_covers_every_element_once) {
   }
 }
 
+// Large operations of few hosts have larger messages, of which each server still gets 64 at least.
+TEST(topology_messages_grow_with_the_bytes_of_a_server) {
+  const auto messages = [](std::size_t hosts, int helpers, Kind kind, std::size_t bytes) {
+    std::vector<std::string> names;
+    for (std::size_t k = 0; k < hosts; ++k) names.push_back("h" + std::to_string(k));
+    const Topology topology(0, names, helpers, all_servers(hosts, helpers));
+    return topology.message_bytes(spec_of(kind, shoal::Element::float32, bytes / 4, 0));
+  };
+  constexpr std::size_t kKiB = 1 << 10, kMiB = 1 << 20;
+  CHECK_EQ(messages(2, 0, Kind::all_reduce, 4 * kMiB), 32 * kKiB);
+  CHECK_EQ(messages(2, 0, Kind::all_reduce, 8 * kMiB), 64 * kKiB);
+  CHECK_EQ(messages(2, 2, Kind::all_reduce, 16 * kMiB), 64 * kKiB);
+  CHECK_EQ(messages(2, 0, Kind::all_reduce, 1024 * kMiB), 256 * kKiB);
+  CHECK_EQ(messages(4, 0, Kind::all_reduce, 1024 * kMiB), 128 * kKiB);
+  CHECK_EQ(messages(16, 0, Kind::all_reduce, 1024 * kMiB), 32 * kKiB);
+  CHECK_EQ(messages(200, 0, Kind::all_reduce, 1024 * kMiB), 32 * kKiB);
+  CHECK_EQ(messages(2, 0, Kind::all_gather, 4 * kMiB), 64 * kKiB);  // of each rank
+  CHECK_EQ(messages(2, 0, Kind::all_reduce, 10 * kMiB + 4 * 16), 80 * kKiB);  // multiples of 128 bytes
+  CHECK_EQ(Topology(0, {"a", "a", "b"}, 0, {0, 1, 2}).message_bytes(spec_of(Kind::all_reduce, shoal::Element::float32, 1 << 28, 0)),
+           32 * kKiB);  // ranks that share a host
+}
+
 // What each rank of a reduce_scatter or all_gather owns is cut at its edges and served by that rank: one hop.
 TEST(topology_fixed_parts_are_served_by_their_rank) {
   for (const auto& hosts : kHosts) {

@@ -23,7 +23,7 @@ from shoal.errors import ShoalError, UsageError
 _FABRIC = "ofi:"
 _MAX_BYTES = 1 << 40
 _RANGES: dict[str, tuple[float, float, int]] = {
-    "chunk_bytes": (128, 8 << 20, 128),
+    "chunk_bytes": (0, 8 << 20, 128),
     "shared_chunk_bytes": (128, 8 << 20, 128),
     "num_slots": (1, 64, 1),
     "min_window_bytes": (1, _MAX_BYTES, 1),
@@ -101,7 +101,8 @@ class EngineOptions:
         65536
 
     Attributes:
-        chunk_bytes: largest message between hosts; a multiple of 128, at most 8 MiB.
+        chunk_bytes: largest message between hosts; a multiple of 128, at most 8 MiB. 0: 32 KiB, and over TCP
+            up to 256 KiB for large operations of at most 15 hosts with one rank each.
         shared_chunk_bytes: largest chunk inside a host; small enough for the caches.
         num_slots: chunks of each rank in flight in shared memory, 1 to 64.
         min_window_bytes: minimum of the flow-control window (bytes in flight), per server.
@@ -125,7 +126,7 @@ class EngineOptions:
             callbacks that issue collectives while the program does too, as PowerSGD's with several buckets.
     """
 
-    chunk_bytes: int = 32 << 10
+    chunk_bytes: int = 0
     shared_chunk_bytes: int = 128 << 10
     num_slots: int = 16
     min_window_bytes: int = 32 << 10
