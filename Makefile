@@ -33,8 +33,7 @@ help:  ## show this list
 setup: $(STAMP)  ## make the virtual environment, build the C++ core, install shoal into it
 
 $(BIN)/uv:
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
-	  f"shoal needs Python 3.11 or newer, and $(PYTHON) is {v.major}.{v.minor}: make PYTHON=python3.12 …")'
+	@$(PYTHON) .ci/prerequisites
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet uv
 
