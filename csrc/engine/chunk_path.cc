@@ -15,7 +15,8 @@ ChunkPath::ChunkPath(Parts parts)
           with_.pool,
           SumServer::Members{with_.topology.num_hosts(), [this](int rank) { return with_.topology.host_of(rank); }},
           [this](int peer, const FrameHeader& header, const Payload& payload) SHOAL_NO_ANALYSIS { answer(peer, header, payload); },
-          [this](const SumServer::Conflict& conflict) SHOAL_NO_ANALYSIS { with_.mismatch.on_conflict(conflict); }),
+          [this](const SumServer::Conflict& conflict) SHOAL_NO_ANALYSIS { with_.mismatch.on_conflict(conflict); },
+          [this](const FrameHeader& header, std::size_t bytes) SHOAL_NO_ANALYSIS { return place_for_sum(header, bytes); }),
       withheld_(static_cast<std::size_t>(with_.members.size())) {}
 
 // ---- contributions --------------------------------------------------------------------------------------
@@ -226,6 +227,31 @@ void ChunkPath::deliver(int peer, const FrameHeader& header, Payload payload) {
   pump();
 }
 
+// A helper's results are not written in place: if it is lost in the middle of one, the contribution goes to a stand-in,
+// and an operation in place has it where the result goes. A lost rank fails the group.
+std::shared_ptr<std::byte> ChunkPath::place_for(int peer, const FrameHeader& header) {
+  if (header.type != FrameType::result || with_.members.is_helper(peer) || with_.mismatch.diverged()) return nullptr;
+  const OpPtr op = with_.ops.find(header.seq);
+  if (!op || header.chunk >= op->parts.size() || op->parts[header.chunk].server != peer) return nullptr;
+  return header.payload_bytes == op->bytes_of(header.chunk) ? place_of(op, header) : nullptr;
+}
+
+// The sum of a chunk that this rank serves is written in place too, and sent to the others from there. Not into a slot
+// of the shared memory, which is used again before it has been sent.
+std::shared_ptr<std::byte> ChunkPath::place_for_sum(const FrameHeader& header, std::size_t bytes) {
+  if (with_.topology.any_host_shared()) return nullptr;
+  const OpPtr op = with_.ops.find(header.seq);
+  if (!op || header.chunk >= op->parts.size() || op->parts[header.chunk].server != me_) return nullptr;
+  return bytes == op->bytes_of(header.chunk) ? place_of(op, header) : nullptr;
+}
+
+// Returns where a chunk's result goes if this rank waits for it, and holds the operation meanwhile.
+std::shared_ptr<std::byte> ChunkPath::place_of(const OpPtr& op, const FrameHeader& header) {
+  const Op::Part& part = op->parts[header.chunk];
+  if (part.step != Op::Step::waiting || !part.destination || op->signature != header.signature) return nullptr;
+  return {with_.ops.held(op), part.destination};
+}
+
 void ChunkPath::check_result(int peer, const FrameHeader& header, const Op& op, std::size_t bytes) {
   const Op::Part& part = op.parts[header.chunk];
   const std::string chunk = "chunk " + std::to_string(header.chunk) + " of " + numbered(header.seq);
@@ -241,7 +267,9 @@ void ChunkPath::check_result(int peer, const FrameHeader& header, const Op& op, 
 
 void ChunkPath::finish(const OpPtr& op, std::uint64_t index, Payload payload) {
   Op::Part& part = op->parts[index];
-  if (part.destination && payload.size) std::memcpy(part.destination, payload.data, payload.size);
+  if (part.destination && payload.data != part.destination && payload.size) {
+    std::memcpy(part.destination, payload.data, payload.size);
+  }
   with_.journal.traced("pull", now_ns(), op->seq, index);
   part.step = Op::Step::done;
   if (part.contributed) {

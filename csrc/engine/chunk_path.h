@@ -52,6 +52,8 @@ class ChunkPath {
   void on_push(int peer, const FrameHeader& header, Payload payload) REQUIRES(network_thread);
   void on_supply(int peer, const FrameHeader& header, Payload payload) REQUIRES(network_thread);
   void deliver(int peer, const FrameHeader& header, Payload payload) REQUIRES(network_thread);
+  // Returns where a result that begins to arrive goes, or null if it has to pass through a buffer.
+  std::shared_ptr<std::byte> place_for(int peer, const FrameHeader& header) REQUIRES(network_thread);
   void on_order(int peer, const FrameHeader& header) REQUIRES(network_thread);
 
   // The rank has begun further operations: sends it the results that were withheld.
@@ -86,6 +88,8 @@ class ChunkPath {
   void replay_early(std::uint64_t seq) REQUIRES(network_thread);
   void check_result(int peer, const FrameHeader& header, const Op& op, std::size_t bytes) REQUIRES(network_thread);
   void finish(const OpPtr& op, std::uint64_t index, Payload payload) REQUIRES(network_thread);
+  std::shared_ptr<std::byte> place_for_sum(const FrameHeader& header, std::size_t bytes) REQUIRES(network_thread);
+  std::shared_ptr<std::byte> place_of(const OpPtr& op, const FrameHeader& header) REQUIRES(network_thread);
   void reroute(int server, const OpPtr& op) REQUIRES(network_thread);
 
   Parts with_;

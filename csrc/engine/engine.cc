@@ -246,6 +246,11 @@ void Engine::post(std::function<void()> step) {
   });
 }
 
+std::shared_ptr<std::byte> Engine::place_for(int peer, const FrameHeader& header) {
+  loop_.assert_here();
+  return failed_ ? nullptr : protocol_->path.place_for(peer, header);
+}
+
 void Engine::on_frame(int peer, const FrameHeader& header, Payload payload) {
   loop_.assert_here();
   guarded([&]() SHOAL_NO_ANALYSIS { dispatch(peer, header, std::move(payload)); });

@@ -77,6 +77,7 @@ class Engine : private ChannelEvents {
 
   // ChannelEvents
   std::string on_join(int peer, const Identity& who) override;
+  std::shared_ptr<std::byte> place_for(int peer, const FrameHeader& header) override;
   void on_frame(int peer, const FrameHeader& header, Payload payload) override;
   void on_down(int peer, const std::string& why) override;
   void on_tick() override;

@@ -91,11 +91,16 @@ void SumServer::combine(const FrameHeader& header, State& state) {
   if (state.contributions.size() == 1) {
     state.result = state.contributions[0].payload;
   } else {
-    const auto buffer = pool_.take(count * size_of(result));
+    const std::size_t bytes = count * size_of(result);
+    std::shared_ptr<std::byte> to = place_for_ && !state.kept ? place_for_(header, bytes) : nullptr;
+    if (!to) {
+      const auto buffer = pool_.take(bytes);
+      to = {buffer, buffer.get()};
+    }
     std::vector<const void*> inputs;
     for (const Contribution& each : state.contributions) inputs.push_back(each.payload.data);
-    combine_in_order(buffer.get(), inputs, count, {static_cast<Combine>(header.combine), result, input, header.divisor});
-    state.result = {buffer.get(), count * size_of(result), buffer, 0, false};
+    combine_in_order(to.get(), inputs, count, {static_cast<Combine>(header.combine), result, input, header.divisor});
+    state.result = {to.get(), bytes, to, 0, false};
   }
   ++num_summed_;
   state.summed = true;

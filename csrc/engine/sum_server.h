@@ -36,9 +36,15 @@ class SumServer {
     Sender first, second;
   };
   using OnConflict = std::function<void(const Conflict&)>;
+  // Returns where to write a result of so many bytes, which may be a contribution's place, or null: into a buffer.
+  using PlaceFor = std::function<std::shared_ptr<std::byte>(const FrameHeader&, std::size_t)>;
 
-  SumServer(BufferPool& pool, Members members, Answer answer, OnConflict on_conflict)
-      : pool_(pool), members_(std::move(members)), answer_(std::move(answer)), on_conflict_(std::move(on_conflict)) {}
+  SumServer(BufferPool& pool, Members members, Answer answer, OnConflict on_conflict, PlaceFor place_for = {})
+      : pool_(pool),
+        members_(std::move(members)),
+        answer_(std::move(answer)),
+        on_conflict_(std::move(on_conflict)),
+        place_for_(std::move(place_for)) {}
 
   // Return an empty string, or why the frame is malformed.
   std::string contribute(int peer, const FrameHeader& header, Payload payload);
@@ -86,6 +92,7 @@ class SumServer {
   Members members_;
   Answer answer_;
   OnConflict on_conflict_;
+  PlaceFor place_for_;
   std::unordered_map<Key, State, Hash> chunks_;
   std::atomic<std::size_t> held_bytes_{0};
   std::uint64_t num_summed_ = 0;

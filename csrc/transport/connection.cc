@@ -9,6 +9,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <system_error>
+#include <utility>
 
 #include "base/crc32c.h"
 
@@ -26,7 +27,7 @@ Connection::Connection(int fd, int peer, bool control, BufferPool& pool)
 
 Connection::~Connection() { close(fd_); }
 
-bool Connection::read(const OnFrame& on_frame) {
+bool Connection::read(const OnFrame& on_frame, const PlaceFor& place_for) {
   std::size_t total = 0;
   while (total < kFairShare) {
     iovec pieces[2];
@@ -52,7 +53,7 @@ bool Connection::read(const OnFrame& on_frame) {
     staged_begin_ = 0;
     staged_end_ = size - direct;
     if (payload_ && payload_filled_ == header_.payload_bytes) finish_frame(on_frame);
-    while (take_staged(on_frame)) {
+    while (take_staged(on_frame, place_for)) {
     }
     if (size < wanted + staged_.size()) return true;  // the socket is empty
   }
@@ -60,7 +61,7 @@ bool Connection::read(const OnFrame& on_frame) {
 }
 
 // Consumes one header or payload of the staged bytes. Returns false if none are left.
-bool Connection::take_staged(const OnFrame& on_frame) {
+bool Connection::take_staged(const OnFrame& on_frame, const PlaceFor& place_for) {
   const std::size_t left = staged_end_ - staged_begin_;
   if (left == 0) return false;
   const std::byte* from = staged_.data() + staged_begin_;
@@ -71,7 +72,9 @@ bool Connection::take_staged(const OnFrame& on_frame) {
     header_filled_ += size;
     if (header_filled_ < sizeof header_) return true;
     if (const std::string wrong = check_header(header_); !wrong.empty()) throw std::runtime_error(wrong);
-    payload_ = pool_.take(header_.payload_bytes);
+    payload_ = place_for && header_.payload_bytes ? place_for(header_) : nullptr;
+    placed_ = payload_ != nullptr;
+    if (!placed_) payload_ = buffer_of(header_.payload_bytes);
     payload_filled_ = 0;
   } else {
     const std::size_t size = std::min(left, header_.payload_bytes - payload_filled_);
@@ -83,6 +86,11 @@ bool Connection::take_staged(const OnFrame& on_frame) {
   return true;
 }
 
+std::shared_ptr<std::byte> Connection::buffer_of(std::size_t size) {
+  const std::shared_ptr<std::byte[]> buffer = pool_.take(size);
+  return {buffer, buffer.get()};
+}
+
 void Connection::finish_frame(const OnFrame& on_frame) {
   const std::size_t size = header_.payload_bytes;
   if (size && crc32c(payload_.get(), size) != header_.payload_crc) {
@@ -90,6 +98,7 @@ void Connection::finish_frame(const OnFrame& on_frame) {
   }
   Payload payload{payload_.get(), size, payload_, header_.payload_crc, true};
   payload_.reset();
+  placed_ = false;
   header_filled_ = 0;
   on_frame(header_, std::move(payload));
 }
@@ -129,7 +138,15 @@ bool Connection::write() {
   return true;
 }
 
+void Connection::leave_place() {
+  if (!std::exchange(placed_, false)) return;
+  std::shared_ptr<std::byte> buffer = buffer_of(header_.payload_bytes);
+  std::memcpy(buffer.get(), payload_.get(), payload_filled_);
+  payload_ = std::move(buffer);
+}
+
 void Connection::drop_data(std::uint32_t group) {
+  if (header_.group == group) leave_place();
   std::deque<Outgoing> kept;
   for (Outgoing& frame : out_) {
     if (frame.header.group == group && carries_data(frame.header.type)) {

@@ -16,6 +16,7 @@ namespace shoal {
 class Connection {
  public:
   using OnFrame = std::function<void(const FrameHeader&, Payload)>;
+  using PlaceFor = std::function<std::shared_ptr<std::byte>(const FrameHeader&)>;  // as Sink::place_for
 
   Connection(int fd, int peer, bool control, BufferPool& pool);
   ~Connection();
@@ -28,7 +29,7 @@ class Connection {
 
   // Reads available bytes, up to a fair share, and passes on each complete frame. Returns false at the end of the
   // stream. Throws std::system_error for a failed socket and std::runtime_error for a malformed frame.
-  bool read(const OnFrame& on_frame);
+  bool read(const OnFrame& on_frame, const PlaceFor& place_for = {});
 
   void enqueue(const FrameHeader& header, Payload payload);  // with its checksums
   // Writes until the socket would block. Returns true when the queue is empty. Throws std::system_error.
@@ -36,6 +37,8 @@ class Connection {
 
   // Releases the memory of a group's callers: drops its whole frames with data, and copies one that is partly sent.
   void drop_data(std::uint32_t group);
+  // Receives the rest of a frame that is under way into a buffer instead of its place.
+  void leave_place();
 
   std::size_t queued_bytes() const { return queued_bytes_; }
   std::uint64_t bytes_in = 0, bytes_out = 0;
@@ -48,7 +51,8 @@ class Connection {
     std::size_t sent = 0;  // bytes of header and payload
   };
 
-  bool take_staged(const OnFrame& on_frame);
+  bool take_staged(const OnFrame& on_frame, const PlaceFor& place_for);
+  std::shared_ptr<std::byte> buffer_of(std::size_t size);
   void finish_frame(const OnFrame& on_frame);
   void account(std::size_t sent);
 
@@ -61,7 +65,8 @@ class Connection {
   std::size_t staged_begin_ = 0, staged_end_ = 0;
   FrameHeader header_;
   std::size_t header_filled_ = 0;
-  std::shared_ptr<std::byte[]> payload_;
+  std::shared_ptr<std::byte> payload_;
+  bool placed_ = false;  // payload_ is its place, not a buffer of the pool
   std::size_t payload_filled_ = 0;
 
   std::deque<Outgoing> out_;

@@ -158,6 +158,12 @@ void Connections::on_connected(int peer) {
   for (Channel* channel : channels()) channel->connected(peer);
 }
 
+std::shared_ptr<std::byte> Connections::place_for(int peer, const FrameHeader& header) {
+  assert_here();
+  const auto channel = channels_.find(header.group);
+  return channel == channels_.end() ? nullptr : channel->second->place_for(peer, header);
+}
+
 void Connections::on_frame(int peer, const FrameHeader& header, Payload payload) {
   assert_here();
   if (!processes_.count(peer)) return;  // the rest of what a dropped peer has sent
@@ -359,6 +365,12 @@ void Channel::send(int member, FrameHeader header, Payload payload) {
   ++frames_sent_;
   bytes_sent_ += sizeof header + payload.size;
   connections_.transport().send(to.peer, header, std::move(payload));
+}
+
+std::shared_ptr<std::byte> Channel::place_for(int peer, const FrameHeader& header) {
+  const auto found = member_of_.find(peer);
+  if (found == member_of_.end() || at(found->second).dropped) return nullptr;
+  return events_->place_for(found->second, header);
 }
 
 void Channel::receive(int peer, const FrameHeader& header, Payload payload) {

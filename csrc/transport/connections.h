@@ -32,6 +32,7 @@ class ChannelEvents {
 
   // Returns why the member cannot be what it claims to be, or an empty string.
   virtual std::string on_join(int member, const Identity& who) = 0;
+  virtual std::shared_ptr<std::byte> place_for(int, const FrameHeader&) { return nullptr; }  // as in Sink
   virtual void on_frame(int member, const FrameHeader& header, Payload payload) = 0;
   // The member is lost, has left, or has refused this process. Frames that it sent before may still come.
   virtual void on_down(int member, const std::string& why) = 0;
@@ -95,6 +96,7 @@ class Connections final : private Sink {
   // Sink: calls of the network thread
   int on_introduction(const Introduction& who, std::string& why_not) override;
   void on_connected(int peer) override;
+  std::shared_ptr<std::byte> place_for(int peer, const FrameHeader& header) override;
   void on_frame(int peer, const FrameHeader& header, Payload payload) override;
   void on_down(int peer, const std::string& why) override;
   void on_tick() override;
@@ -158,6 +160,7 @@ class Channel final : public Sender, public std::enable_shared_from_this<Channel
   std::uint32_t number() const { return number_; }
   void connected(int peer) REQUIRES(network_thread);
   void admit(int peer, const Identity& who) REQUIRES(network_thread);
+  std::shared_ptr<std::byte> place_for(int peer, const FrameHeader& header) REQUIRES(network_thread);
   void receive(int peer, const FrameHeader& header, Payload payload) REQUIRES(network_thread);
   void lost(int peer, const std::string& why) REQUIRES(network_thread);
   void left(int peer, const std::string& why) REQUIRES(network_thread);

@@ -73,6 +73,9 @@ class OfiTransport : public Transport, private Sink, private PollSource {
     return sink_.on_introduction(who, why_not);
   }
   void on_connected(int peer) override;
+  std::shared_ptr<std::byte> place_for(int peer, const FrameHeader& header) override {
+    return sink_.place_for(peer, header);
+  }
   void on_frame(int peer, const FrameHeader& header, Payload payload) override;
   void on_down(int peer, const std::string& why) override;
   void on_tick() override;

@@ -289,11 +289,13 @@ void TcpTransport::serve(const std::shared_ptr<Connection>& connection, std::uin
   if (!(events & (EPOLLIN | EPOLLHUP | EPOLLERR))) return;
   const std::uint64_t before = connection->bytes_in;
   try {
-    const bool open = connection->read([&](const FrameHeader& header, Payload payload) {
+    const auto on_frame = [&](const FrameHeader& header, Payload payload) {
       ++frames_received_;
       peer_at(connection->peer()).silent_s = 0;
       sink_.on_frame(connection->peer(), header, std::move(payload));
-    });
+    };
+    const auto place_for = [&](const FrameHeader& header) { return sink_.place_for(connection->peer(), header); };
+    const bool open = connection->read(on_frame, place_for);
     bytes_received_ += connection->bytes_in - before;
     if (!open) end_connection(connection, "it closed the connection");
   } catch (const std::system_error& error) {
@@ -304,8 +306,9 @@ void TcpTransport::serve(const std::shared_ptr<Connection>& connection, std::uin
 }
 
 // Takes a connection out of the loop. Its socket closes with the last reference.
-void TcpTransport::forget(const Connection& connection) {
+void TcpTransport::forget(Connection& connection) {
   if (!connections_.erase(connection.fd())) return;
+  connection.leave_place();
   --num_connections_;
   epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, connection.fd(), nullptr);
 }

@@ -115,7 +115,7 @@ class TcpTransport : public Transport {
   void forget_newcomer(int fd, const std::string& why);
   void adopt(int fd, int peer, bool control);
   void serve(const std::shared_ptr<Connection>& connection, std::uint32_t events);
-  void forget(const Connection& connection);
+  void forget(Connection& connection);
   void end_connection(const std::shared_ptr<Connection>& connection, const std::string& why);
   void flush_dirty();
   void write(const std::shared_ptr<Connection>& connection);

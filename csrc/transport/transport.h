@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,9 @@ class Sink {
   virtual int on_introduction(const Introduction& who, std::string& why_not) = 0;
   // A further connection of the peer stands; its libfabric addresses count as one.
   virtual void on_connected(int peer) = 0;
+  // Returns where to write the payload of a frame that begins to arrive: payload_bytes that stay valid while the
+  // pointer is held, and that may be written although the frame is never completed. Null: into a buffer.
+  virtual std::shared_ptr<std::byte> place_for(int, const FrameHeader&) { return nullptr; }
   virtual void on_frame(int peer, const FrameHeader& header, Payload payload) = 0;
   // The peer is lost: its connections ended or its kernel no longer responds.
   virtual void on_down(int peer, const std::string& why) = 0;

@@ -170,6 +170,47 @@ TEST(connection_frames_arrive_whole_and_in_order) {
   CHECK(!to.connection->read(see));
 }
 
+// A payload is written to its place while it arrives, and to a buffer once the group has dropped its data.
+TEST(connection_payloads_go_to_their_place_while_it_lasts) {
+  constexpr std::size_t kSize = 50'000, kFirst = 20'000;
+  std::mt19937_64 random(9);
+  for (const bool drops : {false, true}) {
+    Pair pair;
+    FrameHeader header = some_header(random);
+    const Payload payload = some_payload(kSize, random);
+    const auto stream = bytes_of(header, payload);
+    std::vector<std::byte> memory(kSize);
+    const std::shared_ptr<std::byte> place(memory.data(), [](std::byte*) {});
+    int arrived = 0;
+    const auto see = [&](const FrameHeader&, Payload got) {
+      ++arrived;
+      CHECK(text_of(got) == text_of(payload));
+      CHECK_EQ(got.data == memory.data(), !drops);
+    };
+    const auto place_for = [&](const FrameHeader& begun) {
+      CHECK_EQ(begun.seq, header.seq);
+      return place;
+    };
+    const auto receive = [&](std::size_t begin, std::size_t end) {
+      CHECK_EQ(write(pair.raw, stream.data() + begin, end - begin), static_cast<ssize_t>(end - begin));
+      CHECK(pair.connection->read(see, place_for));
+    };
+    receive(0, kFirst);
+    const std::size_t received = kFirst - sizeof header;
+    CHECK(std::memcmp(memory.data(), payload.data, received) == 0);
+    CHECK(place.use_count() > 1);
+    pair.connection->drop_data(header.group + 1);
+    CHECK(place.use_count() > 1);
+    if (drops) pair.connection->drop_data(header.group);
+    CHECK_EQ(place.use_count() > 1, !drops);
+    receive(kFirst, stream.size());
+    CHECK_EQ(arrived, 1);
+    CHECK_EQ(place.use_count(), 1);
+    const bool whole = std::memcmp(memory.data(), payload.data, kSize) == 0;
+    CHECK_EQ(whole, !drops);
+  }
+}
+
 // Mutated streams: what is handed over was sent, or the connection ends with an error.
 TEST(connection_mutated_bytes_never_pass) {
   std::mt19937_64 random(3);
