@@ -38,6 +38,7 @@ $(BIN)/uv:
 	$(BIN)/pip install --quiet uv
 
 $(STAMP): $(SOURCES) | $(BIN)/uv
+	@echo 'installing packages (6 GB the first time) and building the core: some minutes without output'
 	$(UV) '$(TORCH)' --editable '.[$(EXTRAS)]'
 	@touch $@
 
