@@ -165,7 +165,8 @@ class WorkerEnv:
         """URL of the store, for ``init_process_group``."""
         if self.store_file is not None:
             return f"file://{self.store_file}"
-        return f"tcp://{self.master_addr}:{self.master_port}"
+        host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
+        return f"tcp://{host}:{self.master_port}"
 
 
 def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
@@ -420,6 +421,7 @@ def helpers(environ: Mapping[str, str] | None = None) -> list[HelperAddress]:
     for entry in filter(None, (part.strip() for part in value.split(","))):
         where, _, factor = entry.partition("*")
         address, _, port = where.rpartition(":")
+        address = without_brackets(address)
         try:
             bandwidth = float(factor) if "*" in entry else None
         except ValueError:
@@ -432,6 +434,15 @@ def helpers(environ: Mapping[str, str] | None = None) -> list[HelperAddress]:
             )
         found.append(HelperAddress(address=address, port=int(port), bandwidth=bandwidth))
     return found
+
+
+def without_brackets(host: str) -> str:
+    """Return a name or an address, which has brackets if it is one of IPv6 before a port.
+
+    >>> without_brackets("[fd00::7]")
+    'fd00::7'
+    """
+    return host.removeprefix("[").removesuffix("]")
 
 
 def set_variables(changes: Mapping[str, str]) -> None:

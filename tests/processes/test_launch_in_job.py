@@ -171,3 +171,19 @@ def test_a_signal_while_helpers_are_awaited_loses_nothing(tmp_path: Path) -> Non
         time.sleep(0.05)
     job.signal(signal.SIGUSR1)
     assert end(job)[0][0] == 75
+
+
+def test_a_signal_while_the_hosts_meet_ends_all_of_them_as_saved(tmp_path: Path) -> None:
+    """A launcher that waited inside the store's code aborted when the leader had left."""
+    job = free_job()
+    command = ("--workers", "1", "--", "true")
+    nodes = [Started(tmp_path, slurm(job, node, "1(x3)"), *command) for node in (0, 1)]
+    secret = tmp_path / "jobs" / str(job) / "starts" / f"{job}.0" / "secret"
+    while not secret.exists():
+        time.sleep(0.05)
+    time.sleep(3.0)  # they import torch and meet; the third does not come
+    for node in nodes:
+        node.signal(signal.SIGUSR1)
+    for code, said in end(*nodes):
+        assert code == 75, said
+        assert "terminate" not in said

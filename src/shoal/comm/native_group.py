@@ -47,6 +47,10 @@ class _CannotBuildError(Exception):
     """The native group is not available; the message says why."""
 
 
+class _KilledError(_CannotBuildError):
+    """The compiler was ended by a signal."""
+
+
 @cache
 def load() -> ModuleType | None:
     """Return the compiled module, built if the cache lacks it; ``None`` if the group in Python is to be used.
@@ -153,6 +157,8 @@ def build() -> Path:
             print(f"shoal: building its process group in {folder}, once", file=sys.stderr, flush=True)
             try:
                 _compile(compiler, package, module)
+            except _KilledError:  # as when a job is preempted: says nothing about the next time
+                raise
             except _CannotBuildError as problem:
                 failed.write_text(str(problem))
                 raise
@@ -234,6 +240,8 @@ def _compile(compiler: Path, package: Path, target: Path) -> None:
             )
         except subprocess.TimeoutExpired:
             raise _CannotBuildError(f"{compiler} took more than {_BUILD_LIMIT_S} s") from None
+        if run.returncode < 0:
+            raise _KilledError(f"{compiler} was ended by signal {-run.returncode}")
         if run.returncode != 0:
             errors = [line for line in run.stderr.splitlines() if "error" in line] or run.stderr.splitlines()
             raise _CannotBuildError(f"{compiler} failed: " + "; ".join(errors[:_MOST_LINES]))

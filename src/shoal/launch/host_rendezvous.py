@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +34,7 @@ _END_DEADLINE_S = 300.0
 _OTHERS_END_S = 12.0
 """Time for the other hosts to notice a failure, end their workers and say so."""
 _POLL_S = 0.1
+_KEY_POLL_S = 0.02
 _NAME_DEADLINE_S = 60.0
 """Time for a host's name to appear: a pod's comes after the pod."""
 _MAX_TEXT = 4_000
@@ -94,7 +96,14 @@ class Membership:
 
 
 def join_hosts(
-    *, host: str, port: int, num_hosts: int, num_workers: int, secret: bytes, deadline_s: float
+    *,
+    host: str,
+    port: int,
+    num_hosts: int,
+    num_workers: int,
+    secret: bytes,
+    deadline_s: float,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Membership:
     """Meet the launchers of the other hosts in a store at ``host:port`` and return this host's rank.
 
@@ -109,25 +118,29 @@ def join_hosts(
 
     Args:
         num_workers: workers per host.
+        stopped: asked all the time; true ends the wait. Nothing waits inside the store's own code, where a
+            thread would abort the process at its end.
 
     Raises:
         ShoalError: a value in the store was not written by a launcher of this job, the launchers do not
             agree on the number of hosts or workers, ``host`` cannot be found, or the others do not come in
-            time.
+            time, or it was stopped.
     """
     until = time.monotonic() + deadline_s
     listener = listen(host, port, backlog=2 * num_hosts * (1 + num_workers), until=until)
+    if listener is None:
+        _await_listener(host, port, until=until, stopped=stopped)
     try:
         server = TCPStore(
             host,
             port,
             is_master=listener is not None,
-            timeout=timedelta(seconds=deadline_s),
+            timeout=timedelta(seconds=max(1.0, until - time.monotonic())),
             wait_for_workers=False,
             master_listen_fd=None if listener is None else listener.detach(),
         )
         store = PrefixStore("shoal/launch", server)
-        signed = _SignedStore(store, address=f"{host}:{port}", secret=secret, until=until)
+        signed = _SignedStore(store, address=f"{host}:{port}", secret=secret, until=until, stopped=stopped)
         meet = _follow if listener is None else _lead
         rank = meet(signed, num_hosts=num_hosts, num_workers=num_workers)
     except ShoalError:
@@ -140,14 +153,31 @@ def join_hosts(
     return Membership(rank=rank, num_hosts=num_hosts, store=store, signed=signed)
 
 
+def _await_listener(host: str, port: int, *, until: float, stopped: Callable[[], bool]) -> None:
+    """Return when somebody listens, or at the time ``until``: the store's own error says more then."""
+    while time.monotonic() < until:
+        with suppress(OSError):
+            socket.create_connection((host, port), timeout=1.0).close()
+            return
+        _unless(stopped)
+        time.sleep(_POLL_S)
+
+
+def _unless(stopped: Callable[[], bool]) -> None:
+    if stopped():
+        raise ShoalError("a signal asked to stop before all hosts had come")
+
+
 class _SignedStore:
     """JSON objects in a store, each with an HMAC of its key and text."""
 
-    def __init__(self, store: Store, *, address: str, secret: bytes, until: float) -> None:
+    def __init__(
+        self, store: Store, *, address: str, secret: bytes, until: float, stopped: Callable[[], bool]
+    ) -> None:
         self.store, self.address = store, address
         self.challenge = ""
         """The leader's, once it is known."""
-        self._secret, self._until = secret, until
+        self._secret, self._until, self._stopped = secret, until, stopped
 
     def put(self, key: str, value: dict[str, Any]) -> None:
         text = json.dumps(value)
@@ -159,7 +189,11 @@ class _SignedStore:
         Raises:
             ShoalError: it is not signed with the job's secret.
         """
-        self.store.wait([key], timedelta(seconds=max(0.001, self._until - time.monotonic())))
+        while not self.store.check([key]):
+            _unless(self._stopped)
+            if time.monotonic() > self._until:
+                self.store.wait([key], timedelta(milliseconds=1))  # raises
+            time.sleep(_KEY_POLL_S)
         data = self.store.get(key)
         mac, text = data[:_MAC_CHARACTERS], data[_MAC_CHARACTERS:]
         if not hmac.compare_digest(mac, self._mac(key, text).encode()):

@@ -39,6 +39,7 @@ from shoal.env import (
     rendezvous,
     secret,
     without,
+    without_brackets,
 )
 from shoal.errors import EXIT_STOPPED, UsageError
 from shoal.launch.supervision import POLL_S, Job, Outcome, worker_variables, write_secret
@@ -50,6 +51,7 @@ _LISTENS_ON = (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ELSEWHERE = "192.0.2.1"
 """An address for documentation, which no host has: the way there is the default route."""
 _SIOCGIFADDR = 0x8915
+_STOP_DEADLINE_S = 10.0
 _RESTARTS = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
 """By these, and TORCHELASTIC_RUN_ID, libraries recognise a worker that has been started for them."""
 
@@ -124,6 +126,7 @@ def launch(
                     num_workers=num_workers,
                     secret=job_secret,
                     deadline_s=rendezvous_deadline_s,
+                    stopped=lambda: job.stop_requested,
                 )
                 membership = _unless_stopped(job, join)
             if job.stop_requested:
@@ -176,10 +179,14 @@ def _unless_stopped(job: Job, join: Callable[[], Membership]) -> Membership | No
             found.set_exception(error)
 
     # in a thread: the store's calls do not return for a signal's handler
-    threading.Thread(target=run, name="rendezvous", daemon=True).start()
+    thread = threading.Thread(target=run, name="rendezvous", daemon=True)
+    thread.start()
     while not found.done() and not job.stop_requested:
         time.sleep(POLL_S)
-    return found.result() if found.done() else None
+    if job.stop_requested:
+        thread.join(_STOP_DEADLINE_S)
+        return None
+    return found.result()
 
 
 def _parse_rendezvous(rdzv: str) -> tuple[str, int]:
@@ -188,7 +195,8 @@ def _parse_rendezvous(rdzv: str) -> tuple[str, int]:
         raise UsageError(
             f"--rdzv {rdzv!r} must be HOST:PORT with a port from 1 to 65535, such as node1:29400"
         )
-    return host.lower(), int(port)  # as torch's URL has it, which it compares with MASTER_ADDR
+    # small letters: as torch's URL has it, which it compares with MASTER_ADDR
+    return without_brackets(host).lower(), int(port)
 
 
 def _worker_env(folder: Path, num_workers: int) -> dict[str, str]:
