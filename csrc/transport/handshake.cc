@@ -1,8 +1,6 @@
 #include "transport/handshake.h"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -16,6 +14,7 @@
 #include <stdexcept>
 
 #include "base/sha256.h"
+#include "transport/address.h"
 
 namespace shoal {
 
@@ -91,11 +90,11 @@ Bytes receive(int fd, std::size_t count, Clock::time_point deadline) {
   return bytes;
 }
 
-int connect_once(const sockaddr_in& to, Clock::time_point deadline) {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+int connect_once(const SocketAddress& to, Clock::time_point deadline) {
+  const int fd = socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (fd < 0) throw std::runtime_error(std::strerror(errno));
   try {
-    if (connect(fd, reinterpret_cast<const sockaddr*>(&to), sizeof to) < 0) {
+    if (connect(fd, to.get(), to.size) < 0) {
       if (errno != EINPROGRESS) throw std::runtime_error(std::strerror(errno));
       wait_for(fd, POLLOUT, deadline);
       int error = 0;
@@ -118,7 +117,7 @@ void introduce(int fd, const Bytes& secret, const Introduction& intro, Clock::ti
   if (receive(fd, 1, deadline)[0] != 1) throw std::runtime_error("it refused us");
 }
 
-int try_once(const sockaddr_in& to, const Bytes& secret, const Introduction& intro, Clock::time_point connect_by,
+int try_once(const SocketAddress& to, const Bytes& secret, const Introduction& intro, Clock::time_point connect_by,
              Clock::time_point deadline) {
   int fd = -1;
   try {
@@ -201,12 +200,7 @@ Introduction read_identity(const Bytes& secret, const Bytes& caller, const Bytes
 }
 
 int call(const std::string& address, int port, const Bytes& secret, const Introduction& intro, double timeout_s) {
-  sockaddr_in to{};
-  to.sin_family = AF_INET;
-  to.sin_port = htons(static_cast<std::uint16_t>(port));
-  if (inet_pton(AF_INET, address.c_str(), &to.sin_addr) != 1) {
-    throw std::runtime_error("'" + address + "' is not an IPv4 address");
-  }
+  const SocketAddress to(address, port);
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
   std::string why;
   while (Clock::now() < deadline) {

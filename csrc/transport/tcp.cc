@@ -1,7 +1,5 @@
 #include "transport/tcp.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
 #include <linux/sockios.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
@@ -19,6 +17,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "transport/address.h"
 
 namespace shoal {
 
@@ -27,17 +26,12 @@ namespace {
 constexpr std::size_t kSmallBytes = 8 << 10;
 
 int listen_at(const std::string& address, int port) {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  sockaddr_in at{};
-  at.sin_family = AF_INET;
-  at.sin_port = htons(static_cast<std::uint16_t>(port));
-  std::string why;
-  if (inet_pton(AF_INET, address.c_str(), &at.sin_addr) != 1) why = "it is not an IPv4 address";
+  const SocketAddress at(address, port);
+  const int fd = socket(at.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   const int yes = 1;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-  if (why.empty() && bind(fd, reinterpret_cast<sockaddr*>(&at), sizeof at) < 0) why = std::strerror(errno);
-  if (why.empty() && listen(fd, 1024) < 0) why = std::strerror(errno);
-  if (!why.empty()) {
+  if (bind(fd, at.get(), at.size) < 0 || listen(fd, 1024) < 0) {
+    const std::string why = std::strerror(errno);
     close(fd);
     throw std::runtime_error("cannot listen at " + address + ":" + std::to_string(port) + ": " + why);
   }
@@ -48,10 +42,7 @@ int listen_at(const std::string& address, int port) {
 
 TcpTransport::TcpTransport(TcpOptions options, Sink& sink) : options_(std::move(options)), sink_(sink) {
   listen_fd_ = listen_at(options_.address, options_.port);
-  sockaddr_in at{};
-  socklen_t size = sizeof at;
-  getsockname(listen_fd_, reinterpret_cast<sockaddr*>(&at), &size);
-  port_ = ntohs(at.sin_port);
+  port_ = local_port(listen_fd_);
   epoll_fd_ = epoll_create1(EPOLL_CLOEXEC);
   wake_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   for (int fd : {listen_fd_, wake_fd_}) {

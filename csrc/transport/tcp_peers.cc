@@ -13,6 +13,7 @@
 #include <stdexcept>
 
 #include "base/clock.h"
+#include "transport/address.h"
 #include "transport/tcp.h"
 
 namespace shoal {
@@ -83,16 +84,11 @@ void TcpTransport::hear_newcomer(int fd) {
 // Drops a connection that did not authenticate; the job continues. A probe that sends nothing is not logged.
 void TcpTransport::forget_newcomer(int fd, const std::string& why) {
   newcomers_.erase(fd);
-  sockaddr_in from{};
-  socklen_t size = sizeof from;
-  char text[INET_ADDRSTRLEN] = "?";
-  if (getpeername(fd, reinterpret_cast<sockaddr*>(&from), &size) == 0) {
-    inet_ntop(AF_INET, &from.sin_addr, text, sizeof text);
-  }
+  const std::string from = peer_address(fd);
   close(fd);
   if (why.empty()) return;
   ++strangers_;
-  lines_.write(std::string("shoal: dropped a connection from ") + text + ": " + why);
+  lines_.write("shoal: dropped a connection from " + from + ": " + why);
 }
 
 void TcpTransport::adopt(int fd, int index, bool control) {
@@ -182,12 +178,12 @@ bool TcpTransport::probe_answers(Peer& peer) {
     answers = info.tcpi_state == TCP_ESTABLISHED || info.tcpi_state == TCP_CLOSE_WAIT || error == ECONNREFUSED;
   }
   stop_probe(peer);
-  sockaddr_in to{};
-  to.sin_family = AF_INET;
-  to.sin_port = htons(static_cast<std::uint16_t>(peer.port));
-  inet_pton(AF_INET, peer.address.c_str(), &to.sin_addr);
-  peer.probe_fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  connect(peer.probe_fd, reinterpret_cast<sockaddr*>(&to), sizeof to);
+  try {
+    const SocketAddress to(peer.address, peer.port);
+    peer.probe_fd = socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    connect(peer.probe_fd, to.get(), to.size);
+  } catch (const std::runtime_error&) {  // a peer that called us and gave no address: it cannot be asked
+  }
   return answers;
 }
 

@@ -110,7 +110,7 @@ TEST(handshake_long_names_are_refused_and_the_longest_goes_through) {
 TEST(handshake_call_names_the_address_and_the_reason) {
   const std::string nobody = CHECK_THROWS(std::runtime_error, shoal::call("127.0.0.1", 1, kSecret, some_introduction(), 0.1));
   CHECK(nobody.find("127.0.0.1:1 was not reached") == 0);
-  CHECK_EQ(CHECK_THROWS(std::runtime_error, shoal::call("nowhere", 1, kSecret, some_introduction(), 0.1)), "'nowhere' is not an IPv4 address");
+  CHECK_EQ(CHECK_THROWS(std::runtime_error, shoal::call("nowhere", 1, kSecret, some_introduction(), 0.1)), "'nowhere' is not an IPv4 or IPv6 address");
 }
 
 // A listener on this host that takes each connection, reads `read` bytes of it, says `answer` and hangs up.

@@ -29,7 +29,7 @@ def errors(group: Group, *ranks: int) -> list[str]:
 def test_an_address_of_another_machine_is_one_clear_error() -> None:
     with pytest.raises(CommError, match=r"cannot listen at 192\.0\.2\.1:0: Cannot assign requested address"):
         _engine("192.0.2.1")
-    with pytest.raises(CommError, match="not an IPv4 address"):
+    with pytest.raises(CommError, match="not an IPv4 or IPv6 address"):
         _engine("somewhere")
 
 

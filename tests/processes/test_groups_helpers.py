@@ -196,3 +196,17 @@ def check_names(rank: int, port: int) -> None:
 def test_helpers_may_have_names_and_one_without_an_address_is_left_out(tmp_path: Path) -> None:
     with HelperProcess("h0", address="127.0.0.1") as helper:
         run_group(check_names, 3, tmp_path, helper.port, hosts=HOSTS, environment={"SHOAL_SECRET": SECRET})
+
+
+def check_ipv6(rank: int, port: int) -> None:
+    os.environ.update(environment([f"[::1]:{port}"], SHOAL_INTERFACE="::1"))
+    group = dist.new_group(backend="shoal", pg_options=EngineOptions(workers_serve=False))
+    check_sum(rank, group)
+    if rank == 0:
+        assert helper_bandwidths() == (1.0,)
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this system has no IPv6")
+def test_workers_and_helpers_by_ipv6(tmp_path: Path) -> None:
+    with HelperProcess("h0", address="::1") as helper:
+        run_group(check_ipv6, 3, tmp_path, helper.port, hosts=HOSTS, environment={"SHOAL_SECRET": SECRET})

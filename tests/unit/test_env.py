@@ -55,6 +55,13 @@ def test_one_host_needs_only_rank_and_size() -> None:
     assert given.init_method == "tcp://127.0.0.1:29500"
 
 
+def test_an_address_of_ipv6_has_brackets_before_a_port() -> None:
+    given = env.worker_env({**TORCHRUN, **MEETING, "MASTER_ADDR": "fd00::7", "MASTER_PORT": "5"})
+    assert given is not None and given.init_method == "tcp://[fd00::7]:5"
+    (helper,) = env.helpers({"SHOAL_HELPERS": "[fd00::8]:7070*2.0"})
+    assert (helper.address, helper.port, helper.bandwidth) == ("fd00::8", 7070, 2.0)
+
+
 def test_workers_of_our_launcher_meet_in_a_file() -> None:
     given = env.worker_env(
         {**MEETING, "RANK": "1", "WORLD_SIZE": "3", "SHOAL_STORE_FILE": "/tmp/a b%20/store"}

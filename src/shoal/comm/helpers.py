@@ -75,14 +75,19 @@ def reachable_helpers(*, workers_serve: bool) -> list[HelperAddress]:
 
 @cache
 def _resolved(helper: HelperAddress) -> HelperAddress:
-    """Return a helper by its IPv4 address; exclude one whose name stands for none within :data:`REACH_S`."""
+    """Return a helper by its address; exclude one whose name stands for none within :data:`REACH_S`.
+
+    An IPv4 address goes before one of IPv6.
+    """
     until = time.monotonic() + REACH_S
     while True:
         try:
-            return replace(helper, address=socket.gethostbyname(helper.address))
+            found = socket.getaddrinfo(helper.address, helper.port, type=socket.SOCK_STREAM)
+            found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+            return replace(helper, address=str(found[0][4][0]))
         except OSError as problem:
             if time.monotonic() > until:
-                why = f"its name stands for no IPv4 address: {problem.strerror or problem}"
+                why = f"its name stands for no address: {problem.strerror or problem}"
                 _exclude(name_of(helper), why)
                 return helper
         time.sleep(_PAUSE_S)

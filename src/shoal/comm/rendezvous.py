@@ -231,20 +231,27 @@ def refuse_loopback(endpoints: Sequence[Endpoint]) -> None:
         UsageError: there is one.
     """
     for rank, endpoint in enumerate(endpoints):
-        if not ipaddress.IPv4Address(endpoint.address).is_loopback:
+        if not _is_loopback(endpoint.address):
             continue
         for other, elsewhere in enumerate(endpoints):
             if elsewhere.network != endpoint.network:
                 raise UsageError(
                     f"rank {rank} on host {endpoint.node} listens at {endpoint.address}, which rank {other} "
                     f"on host {elsewhere.node} cannot reach: there the host of MASTER_ADDR (or, without a "
-                    "TCP store, its own name) has a loopback address or no IPv4 address; set SHOAL_INTERFACE "
-                    f"on {endpoint.node} to the name or the IPv4 address of an interface that the hosts share"
+                    "TCP store, its own name) has a loopback address or none; set SHOAL_INTERFACE on "
+                    f"{endpoint.node} to the name or the address of an interface that the hosts share"
                 )
 
 
+def _is_loopback(address: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(address).is_loopback)
+    except ValueError:  # another rank's, which nobody will reach
+        return False
+
+
 def local_address(store: Store) -> str:
-    """Return the IPv4 address on which this process listens.
+    """Return the address on which this process listens: IPv4 where there is one, else IPv6.
 
     That is ``SHOAL_INTERFACE`` if set, else the address from which this host reaches the store's ``host``, if
     it has one, or its own name. Where such a name stands for the loopback interface (``localhost``, or
@@ -258,19 +265,18 @@ def local_address(store: Store) -> str:
         return interface_address(given)
     host = getattr(_without_prefix(store), "host", "") or socket.gethostname()
     address = _address_towards(host) or LOOPBACK
-    if ipaddress.IPv4Address(address).is_loopback and address != host and env.has_other_hosts():
+    if _is_loopback(address) and address != host and env.has_other_hosts():
         return _outgoing_address() or address
     return address
 
 
 def _address_towards(host: str) -> str | None:
     """Return the address from which this host reaches another, or ``None`` if there is no way."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             probe.connect((host, 9))  # sends nothing, only selects a route
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
+            return str(probe.getsockname()[0])
+    return None
 
 
 def _outgoing_address() -> str | None:
@@ -281,7 +287,7 @@ def _outgoing_address() -> str | None:
     for _, name in socket.if_nameindex():
         with contextlib.suppress(UsageError):
             found.append(interface_address(name))
-    others = [address for address in found if not ipaddress.IPv4Address(address).is_loopback]
+    others = [address for address in found if not _is_loopback(address)]
     return others[0] if len(others) == 1 else None
 
 
@@ -302,14 +308,13 @@ def _place_of(store: Store) -> str:
 
 
 def interface_address(given: str) -> str:
-    """Return an IPv4 address unchanged, or the address of the interface of this name.
+    """Return an address unchanged, or the IPv4 address of the interface of this name.
 
     Raises:
         UsageError: it is neither.
     """
-    with contextlib.suppress(OSError):
-        socket.inet_aton(given)
-        return given
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(given))
     request = struct.pack("256s", given.encode()[:_INTERFACE_NAME_BYTES])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

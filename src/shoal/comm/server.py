@@ -34,7 +34,7 @@ def serve(
     """Serve until SIGTERM or Ctrl-C; return the exit code. SIGUSR1 and SIGHUP change nothing.
 
     Args:
-        address: IPv4 address of the interface to listen on, and on no other.
+        address: address (IPv4 or IPv6) of the interface to listen on, and on no other.
         port: Port to listen on; 0 takes a free one.
         secret_file: File with the job's secret, which other users cannot read; default: SHOAL_SECRET_FILE or
             SHOAL_SECRET.
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line of ``python -m shoal.comm.server``."""
     parser = argparse.ArgumentParser(prog="shoal serve", description=__doc__.splitlines()[0])
     option = parser.add_argument
-    option("--address", required=True, help="IPv4 address of the interface to listen on")
+    option("--address", required=True, help="address of the interface to listen on")
     option("--port", type=int, default=DEFAULT_PORT, help="port to listen on (default %(default)s)")
     option("--secret-file", type=Path, help="file with the job's secret, which others cannot read")
     option("--report-every-s", type=float, default=0.0, help="seconds between prints of counters; 0: never")

@@ -38,7 +38,7 @@ a dict with the rule of each field, or a list with the rule of its entries.
 """
 _NAME = r"[^\x00-\x1f\x7f]{1,512}"
 _OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-_ADDRESS = rf"{_OCTET}(\.{_OCTET}){{3}}"
+_ADDRESS = rf"{_OCTET}(\.{_OCTET}){{3}}|[0-9a-f]{{0,4}}(:[0-9a-f]{{0,4}}){{2,7}}(%[\w.-]{{1,15}})?"
 _PORT = range(1, 1 << 16)
 
 LOCATION: Rule = {

@@ -34,6 +34,7 @@ from shoal.env import (
     secret,
     set_variables,
     slurm_step,
+    without_brackets,
     workers_first_node,
 )
 from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED, ShoalError, UsageError
@@ -207,7 +208,7 @@ def _leash_of(rdzv: str) -> tuple[str, int]:
     host, _, port = rdzv.rpartition(":")
     if not host or not port.isdecimal():
         raise UsageError(f"--rdzv {rdzv!r} must be HOST:PORT, such as node1:29400")
-    return host, int(port) + PORT_OFFSET
+    return without_brackets(host), int(port) + PORT_OFFSET
 
 
 def _become_worker(command: Sequence[str], how: InJob, step: SlurmStep, meeting: Meeting) -> NoReturn:
@@ -304,7 +305,9 @@ def _serve(meeting: Meeting | None, step: SlurmStep | None, how: InJob) -> int:
     """
     secret_file = meeting.await_secret() if meeting is not None and secret() is None else None
     rdzv = how.rdzv or rendezvous() or ""
-    towards = rdzv.rpartition(":")[0] or workers_first_node() or (step.first_node if step else "")
+    towards = (
+        without_brackets(rdzv.rpartition(":")[0]) or workers_first_node() or (step.first_node if step else "")
+    )
     if not towards:
         raise UsageError("a helper needs the first worker host's name: --rdzv HOST:PORT")
     arguments = ["--address", address_towards(towards), "--port", str(how.helper_port or 0)]
@@ -346,26 +349,29 @@ def _end_with_workers(server: subprocess.Popen[str], host: str, port: int, ends:
 
 
 def address_towards(host: str, *, deadline_s: float = _NAME_DEADLINE_S) -> str:
-    """Return the IPv4 address of this machine from which ``host`` is reached.
+    """Return the address of this machine from which ``host`` is reached: IPv4 where there is one, else IPv6.
 
     Names are asked for again until the deadline, with growing pauses: that of a pod or of a node that has
     just booted comes later than the node.
 
     Raises:
-        ShoalError: the name has no IPv4 address.
+        ShoalError: the name has no address.
     """
     until, pause_s = time.monotonic() + deadline_s, 0.1
     while True:
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, 9))  # sends nothing, only selects a route
-                return str(probe.getsockname()[0])
-        except OSError as problem:
-            if time.monotonic() + pause_s > until:
-                raise ShoalError(
-                    f"the host {host!r} cannot be found by {os.uname().nodename} ({problem}); see /etc/hosts "
-                    "and the name servers there"
-                ) from None
+        problems = []
+        for family in (socket.AF_INET, socket.AF_INET6):
+            try:
+                with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.connect((host, 9))  # sends nothing, only selects a route
+                    return str(probe.getsockname()[0])
+            except OSError as problem:
+                problems.append(problem)
+        if time.monotonic() + pause_s > until:
+            raise ShoalError(
+                f"the host {host!r} cannot be found by {os.uname().nodename} ({problems[0]}); see /etc/hosts "
+                "and the name servers there"
+            )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 2.0)
 

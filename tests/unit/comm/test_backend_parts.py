@@ -55,6 +55,7 @@ def test_host_identity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rendezvous.interface_address("10.1.2.3") == "10.1.2.3"
+    assert rendezvous.interface_address("fd00:0::7") == "fd00::7"
     assert rendezvous.interface_address("lo") == "127.0.0.1"
     with pytest.raises(UsageError, match=r"SHOAL_INTERFACE=nowhere0.*this host has .*lo"):
         rendezvous.interface_address("nowhere0")

@@ -42,7 +42,8 @@ def test_good_records_are_read() -> None:
     ("field", "value"),
     [
         ("port", 0), ("port", 65_536), ("port", "4000"), ("port", True), ("port", 1.5), ("pid", 0),
-        ("global_rank", -1), ("address", "10.0.0.256"), ("address", "::1"), ("address", ["10.0.0.1"]),
+        ("global_rank", -1), ("address", "10.0.0.256"), ("address", "::1::g"), ("address", ":" * 9),
+        ("address", ["10.0.0.1"]),
         ("address", "10.0.0.1\n"), ("host", ""), ("host", "x" * 513), ("node", "a\x1b[2J"), ("network", None),
         ("extra", 1),
     ],
