@@ -180,7 +180,7 @@ def submitted(region: SageMaker, name: str, *command: str) -> dict[str, Any]:
     words = (*hosts, "--image", image, *options, *network, "--source", "program", "--", "python3", *command)
     said = region.login("shoal", "submit", "sagemaker", *words)
     request: dict[str, Any] = json.loads((region.folder / "jobs" / name / "request.json").read_text())
-    assert said == f"training job {request['TrainingJobName']} is submitted\n"
+    assert said.startswith(f"training job {request['TrainingJobName']} is submitted; its output: shoal logs")
     key = f"{request['TrainingJobName']}/source.tar.gz"
     fetch = f"boto3.client('s3').download_file('bucket', {key!r}, 'source.tar.gz')"
     region.login(sys.executable, "-c", f"import boto3; {fetch}")

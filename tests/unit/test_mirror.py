@@ -28,7 +28,6 @@ RUN_BY_OTHERS = {
     "shoal.cli.prepare": ("processes/test_prepare_images.py", '"prepare"'),
     "shoal.cli.prepare_text": ("processes/test_train_command.py", '"prepare", "text"'),
     "shoal.cli.settings": ("processes/test_train_command.py", '"--train.total-steps"'),
-    "shoal.cli.runs": ("processes/test_submit.py", '"runs"'),
     "shoal.cli.submit": ("processes/test_submit.py", '"submit"'),
     "shoal.models.profile": ("unit/planner/test_plan_workloads.py", 'workload("resnet50")'),
     "shoal.planner.api": ("processes/test_example_scripts.py", '"plan_my_model"'),

@@ -1,32 +1,80 @@
-"""Defines ``shoal runs`` and ``shoal stop``: what became of submitted jobs."""
+"""Defines ``shoal runs``, ``shoal logs`` and ``shoal stop``: what became of submitted jobs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.errors import EXIT_OK
+from shoal.errors import EXIT_OK, ShoalError
 
 
 def runs(folder: Path = Path("jobs")) -> int:
-    """List the jobs that `shoal submit slurm` has submitted: state, starts, last saved step, last line.
+    """List the jobs that `shoal submit` has submitted, on all back-ends.
+
+    State of the scheduler, starts, last saved step, steps a second and time left as the run's record has them
+    (where its directory can be read here), last line of output.
 
     Parameters
     ----------
     folder
         The folder with a folder for each job.
     """
-    from shoal.launch import slurm
+    from shoal.launch import submissions
 
-    found = slurm.jobs(folder)
+    found = submissions.jobs(folder)
     if not found:
         print(f"{folder} has no submitted job")
         return EXIT_OK
-    rows = [("name", "job", "state", "starts", "saved step", "last line")]
-    rows += [(job.name, job.id, job.state, str(job.starts), job.step or "-", job.last_line) for job in found]
+    rows = [("name", "on", "job", "state", "starts", "saved step", "steps/s", "left", "last line")]
+    rows += [
+        (
+            job.name,
+            job.backend,
+            job.id,
+            job.state,
+            str(job.starts),
+            job.step or "-",
+            *pace(job.run),
+            job.last_line,
+        )
+        for job in found
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     return EXIT_OK
+
+
+def pace(run: Path | None) -> tuple[str, str]:
+    """Return steps a second and the time left of a run, as texts; ``-`` where they are not known."""
+    from shoal.formatting import duration
+    from shoal.record import Start, Step, read_record
+
+    try:
+        rows = read_record(run) if run is not None else []
+    except ShoalError:
+        rows = []
+    start = next((row for row in reversed(rows) if isinstance(row, Start)), None)
+    step = next((row for row in reversed(rows) if isinstance(row, Step)), None)
+    if start is None or step is None or step.step_s <= 0:
+        return "-", "-"
+    return f"{1 / step.step_s:.3g}", duration((start.total_steps - step.step) * step.step_s)
+
+
+def logs(name: str, /, *, follow: bool = False, folder: Path = Path("jobs")) -> int:
+    """Print the output of a submitted job: the last 100 lines, on SageMaker all of it.
+
+    Parameters
+    ----------
+    name
+        Name of the job, that of its folder.
+    follow
+        Go on with what it writes, until Ctrl-C.
+    folder
+        The folder with a folder for each job.
+    """
+    from shoal.launch import submissions
+
+    return submissions.logs(folder / name, follow=follow)
 
 
 def stop(name: str, /, *, folder: Path = Path("jobs")) -> int:
@@ -39,7 +87,7 @@ def stop(name: str, /, *, folder: Path = Path("jobs")) -> int:
     folder
         The folder with a folder for each job.
     """
-    from shoal.launch import slurm
+    from shoal.launch import submissions
 
-    print(slurm.stop(folder / name))
+    print(submissions.stop(folder / name))
     return EXIT_OK

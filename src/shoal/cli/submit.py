@@ -15,7 +15,7 @@ from cyclopts import App, Parameter
 from shoal.cli.settings import settings_from
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch import kubernetes as pods
-from shoal.launch import kubernetes_manifest, remote
+from shoal.launch import kubernetes_manifest, remote, submissions
 from shoal.launch import sagemaker as training
 from shoal.launch import slurm as queue
 from shoal.launch.kubernetes import KubernetesJob
@@ -84,6 +84,7 @@ def slurm(
         print(f"{path}\nsubmit it with: sbatch {path}")
         return EXIT_OK
     number = queue.submit(path)
+    submissions.note(folder, "slurm", number, run=_run_dir(command))
     print(f"job {number} is submitted; its output: {folder / queue.output_name(job)}")
     return EXIT_OK
 
@@ -128,8 +129,8 @@ def kubernetes(
         print(f"submit it with: kubectl create --filename {path}")
         return EXIT_OK
     pods.submit(path, name, job.namespace)
-    first = {"jobset": "workers-0", "job": "workers", "trainjob": "node-0"}[job.api]
-    print(f"job {name} is submitted; its output: kubectl logs --follow job/{name}-{first}")
+    submissions.note(folder, "kubernetes", name, api=job.api, namespace=job.namespace)
+    print(f"job {name} is submitted; its output: shoal logs --follow {name}")
     return EXIT_OK
 
 
@@ -182,7 +183,8 @@ def sagemaker(
         print(f"submit it with: aws sagemaker create-training-job --cli-input-json file://{path}")
         return EXIT_OK
     training.submit(filled, request)
-    print(f"training job {name} is submitted")
+    submissions.note(folder, "sagemaker", name, region=job.region)
+    print(f"training job {name} is submitted; its output: shoal logs --follow {base}")
     return EXIT_OK
 
 
@@ -245,6 +247,16 @@ def mpi(
         raise UsageError("mpirun was not found: load MPI's module, or use shoal submit ssh") from None
     starts = remote.mpi_starts(job, command, version)
     return _show(starts) if dry_run else remote.run(starts)
+
+
+def _run_dir(command: Sequence[str]) -> str | None:
+    """Return the run's directory, where the command names it."""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        if word == "--run.dir" and following:
+            return str(Path(following).absolute())
+        if word.startswith("--run.dir="):
+            return str(Path(word.partition("=")[2]).absolute())
+    return None
 
 
 def _show(starts: Sequence[Start]) -> int:

@@ -125,7 +125,7 @@ def submit(path: Path, name: str, namespace: str | None) -> None:
     Raises:
         ShoalError: kubectl is not here, or the cluster refuses.
     """
-    where = ["--namespace", namespace] if namespace else []
+    where = _in(namespace)
     secret = {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -137,7 +137,49 @@ def submit(path: Path, name: str, namespace: str | None) -> None:
     _kubectl(["kubectl", "create", *where, "--filename", str(path)], "")
 
 
-def _kubectl(command: list[str], text: str) -> None:
+_KINDS = {"jobset": ("jobset", "workers-0"), "job": ("job", "workers"), "trainjob": ("trainjob", "node-0")}
+"""Kind of each form of manifest, and the end of the name of the workers' Job."""
+
+
+def state_of(api: str, name: str, namespace: str | None) -> str:
+    """Return the conditions of a job that hold, such as ``Completed``, or ``RUNNING``; empty: it is gone.
+
+    Raises:
+        ShoalError: kubectl is not here, or the cluster refuses.
+    """
+    kind, workers = _KINDS[api]
+    own = f"{name}-{workers}" if api == "job" else name
+    path = '{range .status.conditions[?(@.status=="True")]}{.type} {end}'
+    try:
+        said = _kubectl(["kubectl", "get", *_in(namespace), kind, own, "--output", f"jsonpath={path}"], "")
+    except ShoalError as problem:
+        if "NotFound" in str(problem):
+            return ""
+        raise
+    return " ".join(said.split()) or "RUNNING"
+
+
+def delete(manifest: Path, name: str, namespace: str | None) -> None:
+    """Delete what a manifest has made, and the secret; pods get SIGTERM and their time to save.
+
+    Raises:
+        ShoalError: kubectl is not here, or the cluster refuses.
+    """
+    gone = ["--ignore-not-found", "--wait=false"]
+    _kubectl(["kubectl", "delete", *_in(namespace), "--filename", str(manifest), *gone], "")
+    _kubectl(["kubectl", "delete", *_in(namespace), "secret", f"{name}-secret", *gone], "")
+
+
+def logs_command(api: str, name: str, namespace: str | None) -> list[str]:
+    """Return the command that prints the output of the first worker."""
+    return ["kubectl", "logs", *_in(namespace), f"job/{name}-{_KINDS[api][1]}"]
+
+
+def _in(namespace: str | None) -> list[str]:
+    return ["--namespace", namespace] if namespace else []
+
+
+def _kubectl(command: list[str], text: str) -> str:
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_DEADLINE_S)
     except FileNotFoundError:
@@ -147,3 +189,4 @@ def _kubectl(command: list[str], text: str) -> None:
     if done.returncode != 0:
         hint = "; kubectl delete it, or choose another --name" if "AlreadyExists" in done.stderr else ""
         raise ShoalError(f"kubectl: {done.stderr.strip()}{hint}")
+    return done.stdout

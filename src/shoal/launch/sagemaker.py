@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,6 +30,7 @@ _NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,39}")
 _S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w!.*'()/-]*)?")
 _CHANNEL = re.compile(r"[\w.-]{1,64}=s3://.+")
 _WIDTH = 100
+_LOGS = "/aws/sagemaker/TrainingJobs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,6 +348,24 @@ def state_of(name: str, region: str | None) -> str:
     found = called(lambda: service.describe_training_job(TrainingJobName=name))
     states = dict.fromkeys((found["TrainingJobStatus"], found.get("SecondaryStatus", "")))
     return ": ".join(filter(None, states))
+
+
+def log_lines(name: str, region: str | None, *, since: int) -> Iterator[tuple[str, int]]:
+    """Yield lines of a job's output in CloudWatch, each after its host's name, and their times in ms.
+
+    Raises:
+        ShoalError: AWS refuses, or the job has written nothing yet.
+    """
+    service = client("logs", region)
+    asked: dict[str, Any] = {"logGroupName": _LOGS, "logStreamNamePrefix": f"{name}/", "startTime": since}
+    while True:
+        found = called(lambda: service.filter_log_events(**asked))
+        for event in found["events"]:
+            host = event["logStreamName"].partition("/")[2].rpartition("-")[0]
+            yield f"{host}: {event['message'].rstrip()}", event["timestamp"]
+        if not (token := found.get("nextToken")):
+            return
+        asked["nextToken"] = token
 
 
 def stop(name: str, region: str | None) -> None:

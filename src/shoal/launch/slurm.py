@@ -14,7 +14,6 @@ from typing import Any
 
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
-from shoal.launch.meeting import Meeting
 
 SEED = "{seed}"
 """Part of the command that stands for the number of an array's task."""
@@ -250,7 +249,9 @@ def submit(path: Path) -> str:
     for marker in (path.parent / STOP, *path.parent.glob(f"*/{STOP}")):
         marker.unlink(missing_ok=True)
     number = _slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
-    (path.parent / SUBMITTED).write_text(json.dumps({"id": number}) + "\n", encoding="utf-8")
+    (path.parent / SUBMITTED).write_text(
+        json.dumps({"backend": "slurm", "id": number}) + "\n", encoding="utf-8"
+    )
     return number
 
 
@@ -274,52 +275,6 @@ def stop(folder: Path) -> str:
         return f"job {job['id']} was {state} and is cancelled"
     _slurm("scancel", "--signal=USR1", job["id"])
     return f"job {job['id']} saves and leaves"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Submitted:
-    """A job as its folder and Slurm show it."""
-
-    name: str
-    id: str
-    state: str
-    """Slurm's, or ``ENDED``."""
-    starts: int
-    step: str
-    """Of the last checkpoint; empty: there is none, or the workers do not say."""
-    last_line: str
-
-
-def jobs(folder: Path) -> list[Submitted]:
-    """Return the jobs that were submitted from the folders in ``folder``, by name.
-
-    Raises:
-        ShoalError: a folder's files are damaged, or Slurm does not answer.
-    """
-    found = []
-    for path in sorted(folder.glob(f"*/{SUBMITTED}")):
-        job, meeting = submitted(path.parent), Meeting(path.parent, "")
-        assert job is not None
-        outputs = sorted(path.parent.glob("output*.log"), key=lambda file: file.stat().st_mtime)
-        found.append(
-            Submitted(
-                name=path.parent.name,
-                id=str(job["id"]),
-                state=state_of(job["id"]) or "ENDED",
-                starts=len(meeting.starts()),
-                step=meeting.progress(),
-                last_line=_last_line(outputs[-1]) if outputs else "",
-            )
-        )
-    return found
-
-
-def _last_line(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(path.stat().st_size - 4096, 0))
-        lines = file.read().decode(errors="replace").splitlines()
-    text = next((line for line in reversed(lines) if line.strip()), "")
-    return "".join(c for c in text if c.isprintable())[:100]
 
 
 def test_only(path: Path) -> str:

@@ -11,7 +11,6 @@ import pytest
 
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import slurm
-from shoal.launch.meeting import Meeting
 from shoal.launch.slurm import SlurmJob, job_name, render
 
 BERT = ("shoal", "train", "bert", "--preset", "large", "--data.path", "/fsx/my text", "--run.dir", "runs/b")
@@ -181,27 +180,18 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return programs
 
 
-def test_a_job_is_listed_stopped_and_submitted_again(tmp_path: Path, fake: Path) -> None:
+def test_a_job_is_stopped_and_submitted_again(tmp_path: Path, fake: Path) -> None:
     folder = tmp_path / "jobs" / "bert"
     path = slurm.write(render(SlurmJob(hosts=1), BERT, folder), folder)
     assert slurm.submit(path) == "4711"
     with pytest.raises(ShoalError, match=r"its job 4711 is RUNNING; scancel 4711 first"):
         slurm.submit(path)
-    meeting = Meeting(folder, "4711.0")
-    meeting.begin()
-    meeting.progress_file.write_text("200\n")
-    (folder / "output.log").write_text("step 1\nstep 210  loss 1.0\x1b[0m\n\n")
-    (job,) = slurm.jobs(tmp_path / "jobs")
-    assert job == slurm.Submitted(
-        name="bert", id="4711", state="RUNNING", starts=1, step="200", last_line="step 210  loss 1.0[0m"
-    )
     assert slurm.stop(folder) == "job 4711 saves and leaves"
     assert (fake / "said").read_text() == "scancel --signal=USR1 4711\n"
     assert (folder / "stop").exists()
     (fake / "squeue").write_text(
         "#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n"
     )
-    assert slurm.jobs(tmp_path / "jobs")[0].state == "ENDED"
     with pytest.raises(UsageError, match=r"bert has no job that waits or runs"):
         slurm.stop(folder)
     slurm.submit(path)

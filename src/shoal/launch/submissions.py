@@ -1,0 +1,184 @@
+"""Knows the jobs that were submitted from here, on all back-ends: state, output, and how they stop.
+
+All is read from the jobs' folders and from the schedulers' own commands; nothing runs in between.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
+from shoal.launch import kubernetes, sagemaker, slurm
+from shoal.launch.meeting import Meeting
+from shoal.launch.slurm import SUBMITTED
+
+_ENDED = "ENDED"
+_TAIL_LINES = 100
+_POLL_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """What a job's folder says of it."""
+
+    folder: Path
+    backend: str
+    id: str
+    where: dict[str, Any]
+    """Region, namespace, kind of manifest; ``run``: the run's directory, as the command names it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """A job as its folder and its scheduler show it."""
+
+    name: str
+    backend: str
+    id: str
+    state: str
+    """The scheduler's, or ``ENDED``, or why it is not known."""
+    starts: int
+    step: str
+    """Of the last checkpoint; empty: there is none, or the workers do not say."""
+    run: Path | None
+    last_line: str
+
+
+def note(folder: Path, backend: str, number: str, **where: str | None) -> None:
+    """Write down that a job of this folder was submitted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {"backend": backend, "id": number, **{key: value for key, value in where.items() if value}}
+    (folder / SUBMITTED).write_text(json.dumps(found) + "\n", encoding="utf-8")
+
+
+def read(folder: Path) -> Submission:
+    """Return what is known of the job of a folder.
+
+    Raises:
+        UsageError: no job was submitted from it.
+        ShoalError: its file is damaged.
+    """
+    path = folder / SUBMITTED
+    if not path.exists():
+        raise UsageError(f"{folder} has no job that waits or runs")
+    found = parse_json(path.read_bytes(), str(path), remedy=f"remove {path}")
+    if not isinstance(found, dict) or not isinstance(found.get("id"), str):
+        raise ShoalError(f"{path} has no job id; remove it")
+    where = {key: value for key, value in found.items() if isinstance(value, str)}
+    return Submission(folder=folder, backend=where.get("backend", "slurm"), id=found["id"], where=where)
+
+
+def jobs(folder: Path) -> list[Submitted]:
+    """Return the jobs that were submitted from the folders in ``folder``, by name.
+
+    Raises:
+        ShoalError: a folder's files are damaged.
+    """
+    found = []
+    for path in sorted(folder.glob(f"*/{SUBMITTED}")):
+        job, meeting = read(path.parent), Meeting(path.parent, "")
+        outputs = sorted(path.parent.glob("output*.log"), key=lambda file: file.stat().st_mtime)
+        found.append(
+            Submitted(
+                name=path.parent.name,
+                backend=job.backend,
+                id=job.id,
+                state=_state_or_reason(job),
+                starts=len(meeting.starts()),
+                step=meeting.progress(),
+                run=Path(job.where["run"]) if "run" in job.where else None,
+                last_line=_last_line(outputs[-1]) if outputs else "",
+            )
+        )
+    return found
+
+
+def _state_or_reason(job: Submission) -> str:
+    """Return the state; a scheduler that does not answer must not hide the jobs of the others."""
+    try:
+        return state_of(job) or _ENDED
+    except ShoalError as problem:
+        return f"? ({str(problem).partition(chr(10))[0][:60]})"
+
+
+def state_of(job: Submission) -> str:
+    """Return the scheduler's state of a job; empty: it is not known there any more."""
+    if job.backend == "kubernetes":
+        return kubernetes.state_of(job.where.get("api", "jobset"), job.id, job.where.get("namespace"))
+    if job.backend == "sagemaker":
+        return sagemaker.state_of(job.id, job.where.get("region"))
+    return slurm.state_of(job.id)
+
+
+def stop(folder: Path) -> str:
+    """Let the job of a folder save and leave for good; return what was done.
+
+    Raises:
+        UsageError: no job was submitted from this folder, or none is left.
+        ShoalError: the scheduler refuses.
+    """
+    job = read(folder)
+    if job.backend == "kubernetes":
+        kubernetes.delete(folder / kubernetes.MANIFEST, job.id, job.where.get("namespace"))
+        return f"the pods of {job.id} save and leave; submitting it again continues it"
+    if job.backend == "sagemaker":
+        sagemaker.stop(job.id, job.where.get("region"))
+        return f"training job {job.id} has two minutes to save"
+    return slurm.stop(folder)
+
+
+def logs(folder: Path, *, follow: bool) -> int:
+    """Print the output of the job of a folder, with ``follow`` until it ends or Ctrl-C; return the exit code.
+
+    Raises:
+        UsageError: no job was submitted from this folder, or it has written nothing.
+        ShoalError: the scheduler refuses.
+    """
+    job = read(folder)
+    if job.backend == "sagemaker":
+        return _cloud_logs(job, follow=follow)
+    if job.backend == "kubernetes":
+        command = kubernetes.logs_command(job.where.get("api", "jobset"), job.id, job.where.get("namespace"))
+        command += [f"--tail={_TAIL_LINES}", *(["--follow"] if follow else [])]
+    else:
+        outputs = sorted(folder.glob("output*.log"))
+        if not outputs:
+            raise UsageError(f"{folder} has no output yet: the job is {state_of(job) or _ENDED}")
+        command = [
+            "tail",
+            f"--lines={_TAIL_LINES}",
+            *(["--follow=name"] if follow else []),
+            *map(str, outputs),
+        ]
+    try:
+        return subprocess.run(command).returncode
+    except FileNotFoundError:
+        raise ShoalError(f"{command[0]} was not found: install it") from None
+
+
+def _cloud_logs(job: Submission, *, follow: bool) -> int:
+    region, since = job.where.get("region"), 0
+    while True:
+        is_running = follow and state_of(job).startswith("InProgress")
+        for line, when in sagemaker.log_lines(job.id, region, since=since):
+            print(line)
+            since = max(since, when + 1)
+        sys.stdout.flush()
+        if not is_running:
+            return 0
+        time.sleep(_POLL_S)
+
+
+def _last_line(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - 4096, 0))
+        lines = file.read().decode(errors="replace").splitlines()
+    text = next((line for line in reversed(lines) if line.strip()), "")
+    return "".join(c for c in text if c.isprintable())[:100]
