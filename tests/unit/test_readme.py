@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +116,18 @@ def test_times_of_the_published_targets_are_those_of_the_posts() -> None:
     assert len(figures) == 5
     for figure in figures:
         assert figure in published
+
+
+def test_what_setup_needs_is_checked_first_and_is_what_the_pages_say() -> None:
+    packages = "apt-get install g++ make python3-venv python3-dev"
+    assert packages in README
+    assert packages in (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+    command = [sys.executable, ROOT / ".ci" / "prerequisites"]
+    without = os.environ | {"CXX": "no-such-compiler"}
+    child = subprocess.run(command, env=without, capture_output=True, text=True, check=False)
+    assert child.returncode == 1
+    assert "\n  - a C++ compiler; there is no no-such-compiler\n" in child.stderr
+    assert packages in child.stderr
 
 
 def test_the_page_about_plans_shows_the_recorded_times_of_the_planner() -> None:
