@@ -27,7 +27,6 @@ RUN_BY_OTHERS = {
     "shoal.cli.pipeline": ("unit/report/test_pipeline_figure.py", '"pipeline"'),
     "shoal.cli.prepare": ("processes/test_prepare_images.py", '"prepare"'),
     "shoal.cli.prepare_text": ("processes/test_train_command.py", '"prepare", "text"'),
-    "shoal.cli.settings": ("processes/test_train_command.py", '"--train.total-steps"'),
     "shoal.cli.submit": ("processes/test_submit.py", '"submit"'),
     "shoal.models.profile": ("unit/planner/test_plan_workloads.py", 'workload("resnet50")'),
     "shoal.planner.api": ("processes/test_example_scripts.py", '"plan_my_model"'),

@@ -1,0 +1,126 @@
+"""The configuration for AWS ParallelCluster: what it says, and that ParallelCluster's own schema takes it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shoal.cli.cluster import parallelcluster as write
+from shoal.errors import UsageError
+from shoal.launch.parallelcluster import ParallelCluster, render
+
+COMMON: dict[str, Any] = {
+    "region": "us-east-1", "subnet": "subnet-0123456789abcdef0", "key": "key", "bucket": "my-data",
+}  # fmt: skip
+
+CLUSTER = """\
+Region: us-east-1
+Image: {Os: alinux2023}
+HeadNode:  # data is prepared here, and TensorBoard runs here: ssh -L 6006:localhost:6006
+  InstanceType: m5.2xlarge
+  Networking: {SubnetId: subnet-0123456789abcdef0}
+  Ssh: {KeyName: key}
+  LocalStorage: {RootVolume: {Size: 100, Encrypted: true}}
+  Iam: {S3Access: [{BucketName: my-data, EnableWriteAccess: true}]}
+Scheduling:
+  Scheduler: slurm
+  SlurmSettings:
+    ScaledownIdletime: 10
+    CustomSlurmSettings: [{PreemptType: preempt/partition_prio}, {PreemptMode: REQUEUE}]
+  SlurmQueues:
+  - Name: workers
+    CapacityType: ONDEMAND
+    ComputeResources:
+    - Name: workers
+      Instances: [{InstanceType: p4d.24xlarge}]
+      MinCount: 0
+      MaxCount: 8
+      Efa: {Enabled: true, GdrSupport: true}
+    Networking: {SubnetIds: [subnet-0123456789abcdef0], PlacementGroup: {Enabled: true}}
+    Iam: {S3Access: [{BucketName: my-data}]}
+  - Name: helpers
+"""
+
+
+def test_a_cluster_reads_like_this() -> None:
+    text = render(ParallelCluster(**COMMON))
+    assert text.startswith(CLUSTER)
+    assert len(text.splitlines()) <= 60
+    found = yaml.safe_load(text)
+    _, helpers = found["Scheduling"]["SlurmQueues"]
+    assert helpers["ComputeResources"][0]["Instances"] == [{"InstanceType": "c5n.18xlarge"}]
+    assert helpers["ComputeResources"][0]["Efa"] == {"Enabled": True}
+    (storage,) = found["SharedStorage"]
+    assert (storage["MountDir"], storage["FsxLustreSettings"]["DeletionPolicy"]) == ("/fsx", "Retain")
+    alone = yaml.safe_load(render(ParallelCluster(**COMMON, helpers=0, spot=True)))["Scheduling"][
+        "SlurmQueues"
+    ]
+    assert [(queue["Name"], queue["CapacityType"]) for queue in alone] == [("workers", "SPOT")]
+
+
+MISTAKES: list[tuple[tuple[str | int, ...], Any]] = [
+    (("SharedStorage", 0, "FsxLustreSettings", "DeploymentType"), "PERSISTENT_9"),
+    (("SharedStorage", 0, "FsxLustreSettings", "AutoImportPolic"), "NEW"),
+    (("SharedStorage", 0, "MountDir"), None),
+    (("Scheduling", "SlurmQueues", 0, "ComputeResources", 0, "Efa"), {"Enable": True}),
+    (("Scheduling", "SlurmQueues", 0, "CapacityType"), "SPOTT"),
+    (("Scheduling", "SlurmQueues", 1, "Networking", "PlacementGroup"), {"Enabled": "yes?"}),
+    (("HeadNode", "Networking"), {"Subnet": "x"}),
+    (("Image", "Os"), "debian"),
+]
+
+
+@pytest.mark.slow  # the gate has no such package
+@pytest.mark.parametrize("settings", [{}, {"helpers": 0, "spot": True, "fsx_gb": 4_800}])
+def test_parallelclusters_schema_takes_it_and_finds_planted_mistakes(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    reason = "pip install aws-parallelcluster, in an environment of its own: it is large"
+    schema = pytest.importorskip("pcluster.schemas.cluster_schema", reason=reason)
+    good = yaml.safe_load(render(ParallelCluster(**COMMON, **settings)))
+    schema.ClusterSchema(cluster_name="shoal").load(copy.deepcopy(good))
+    for path, value in MISTAKES:
+        bad = copy.deepcopy(good)
+        inner = bad
+        for key in path[:-1]:
+            if isinstance(key, int):
+                key = min(key, len(inner) - 1)
+            inner = inner[key]
+        inner[path[-1]] = value
+        with pytest.raises(Exception, match=str(path[-1])):
+            schema.ClusterSchema(cluster_name="shoal").load(bad)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"region": "Virginia"}, "--region 'Virginia' is not of the form"),
+        ({"subnet": "subnet-1"}, "--subnet 'subnet-1' is not"),
+        ({"bucket": "s3://b"}, "--bucket 's3://b' is not"),
+        ({"key": "a: b"}, "--key 'a: b' is not"),
+        ({"worker_instance": "p4d"}, "--worker-instance 'p4d' is not"),
+        ({"workers": 0}, "--workers 0 must be at least 1"),
+        ({"fsx_gb": 1_300}, "--fsx-gb 1300 must be 1200 or a multiple of 2400"),
+        ({"name": "my cluster"}, "--name 'my cluster' is not"),
+    ],
+)
+def test_mistakes_in_the_options(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        ParallelCluster(**{**COMMON, **settings})
+
+
+def test_the_command_says_how_to_make_and_delete_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert write(plan=ParallelCluster(**COMMON, helper_instance="x9.large"), out=tmp_path / "aws") == 0
+    said = capsys.readouterr().out
+    assert (tmp_path / "aws" / "cluster.yaml").read_text() == render(
+        ParallelCluster(**COMMON, helper_instance="x9.large")
+    )
+    assert "pcluster create-cluster --cluster-name shoal --region us-east-1 --cluster-configuration" in said
+    assert "pcluster delete-cluster" in said and "without x9.large" in said
