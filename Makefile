@@ -69,26 +69,31 @@ bench: $(STAMP)  ## the figures of docs/results.md, to benchmarks/results (an ho
 
 # On a machine with a GPU, where neither a network nor `make setup` is: GPU_PYTHON has torch, and what
 # `make gpu-wheels` and `make gpu-data` have put into build/gpu comes along with the tree.
-GPU_PYTHON ?= python3
-GPU_WHEELS := cyclopts attrs docstring-parser rich-rst docutils tensorboardX faster-coco-eval pycocotools \
-	  pytorch_optimizer expecttest
-STAGE      ?=
-BUDGET     ?= 1320
+GPU_PYTHON  ?= python3
+GPU_VERSION ?= 3.12
+GPU_FOLDER  ?= build/gpu
+GPU_WHEELS  := cyclopts attrs docstring-parser rich-rst docutils tensorboardX faster-coco-eval pycocotools \
+	  pytorch_optimizer expecttest setuptools-scm vcs-versioning
+KIT         ?=
+STAGE       ?=
+BUDGET      ?= 1320
 
-gpu:  ## what there is to measure on a machine with a GPU, to build/gpu; STAGE= picks, BUDGET= seconds
+gpu:  ## what there is to measure on a machine with a GPU, to build/gpu/results; STAGE= picks, BUDGET= seconds
 	@if [ -d build/gpu/wheels ]; then $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps \
 	  --find-links build/gpu/wheels $(GPU_WHEELS); fi
-	$(GPU_PYTHON) -m benchmarks.gpu.kit --budget $(BUDGET) $(addprefix --stage ,$(STAGE))
+	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu.kit --budget $(BUDGET) $(addprefix --stage ,$(STAGE)) $(KIT)
 
 gpu-wheels: $(STAMP)  ## download the packages that such a machine lacks, for Python 3.12
-	$(PYTHON) -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 \
-	  --dest build/gpu/wheels $(GPU_WHEELS)
+	rm -rf $(GPU_FOLDER)/wheels
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary :all: --python-version $(GPU_VERSION) \
+	  --dest $(GPU_FOLDER)/wheels $(GPU_WHEELS)
+	$(BIN)/python -m benchmarks.gpu.travel check --folder $(GPU_FOLDER)
 
 gpu-data: $(STAMP)  ## copy the test data that it reads
-	$(BIN)/python -m benchmarks.gpu.kit --data
+	$(BIN)/python -m benchmarks.gpu.travel data --folder $(GPU_FOLDER)
 
-gpu-rehearsal: $(STAMP)  ## the same on a CPU with tiny sizes (at most 4 minutes)
-	$(BIN)/python -m benchmarks.gpu.kit --rehearsal --budget 240
+gpu-rehearsal: $(STAMP)  ## the same on a CPU with tiny sizes, in a fresh environment without a network (at most 4 minutes)
+	.ci/gpu-rehearsal $(BIN)
 
 lint: $(STAMP)  ## ruff and mypy, and clang's check of locks in the C++ core
 	$(BIN)/ruff format --check .

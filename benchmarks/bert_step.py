@@ -36,7 +36,10 @@ class Case:
     """Sequences in a step: the published number a GPU, fewer where a step would take minutes."""
     max_seq_length: int
     needs: tuple[str, ...]
-    """Files of the test data, beside the vocabulary."""
+    """Files of the test data, beside the tokenizer."""
+    tokenizer: str = "tokenizers/bert-uncased-vocab.txt"
+    compiled: bool = False
+    """Both sides are compiled on a GPU."""
 
 
 VOCABULARY = "tokenizers/bert-uncased-vocab.txt"
@@ -47,6 +50,15 @@ CASES = {
         batch_size={"cpu": 8, "cuda": 64},
         max_seq_length=128,
         needs=("wikitext2/test.txt", "wikitext2/valid.txt"),
+    ),
+    "albert": Case(
+        title="ALBERT's pretraining, WikiText",
+        target=1.0,
+        batch_size={"cpu": 8, "cuda": 64},
+        max_seq_length=512,
+        needs=("wikitext2/test.txt", "wikitext2/valid.txt"),
+        tokenizer="tokenizers/albert_spiece.model",
+        compiled=True,
     ),
     "squad": Case(
         title="SQuAD",
@@ -85,7 +97,7 @@ def require_data(case: Case) -> None:
     Raises:
         SystemExit: one is not there.
     """
-    for name in (VOCABULARY, *case.needs):
+    for name in (case.tokenizer, *case.needs):
         if not (file := test_data_dir() / name).is_file():
             raise SystemExit(
                 f"{file} is not there: this benchmark reads the test data; name its folder in {TEST_DATA}"
@@ -97,7 +109,7 @@ def main() -> int:
     options.add_argument("--case", choices=tuple(CASES), action="append", help="only these")
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="fp32 on cpu, bf16 on cuda")
     options.add_argument(
-        "--size", choices=("base", "tiny"), default="base", help="tiny only shows that it runs"
+        "--size", choices=("base", "large", "tiny"), default="base", help="tiny only shows that it runs"
     )
     bench = Benchmark("bert_step", options=options)
     peer_module("accelerate")
@@ -112,9 +124,10 @@ def main() -> int:
         while foreign > MAX_FOREIGN and num_retaken < MOST_RETAKEN:
             result, foreign = measure(name, device, bench.args.size, num_steps)
             num_retaken += 1
+        model = "ALBERT" if name == "albert" else "BERT"
         batch = f"{case.batch_size[device]} × ≤{case.max_seq_length}"
         bench.add(
-            f"BERT-{bench.args.size}, {case.title}, {batch}, fill {result['fill']:.2f}",
+            f"{model}-{bench.args.size}, {case.title}, {batch}, fill {result['fill']:.2f}",
             ours=result["ours"],
             peer=result["peer"],
             peer_name="transformers.Trainer",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from benchmarks.bert_step import CASES, VOCABULARY
+from benchmarks.bert_step import CASES, VOCABULARY, Case
 from shoal.data.squad.config import WindowConfig
 from shoal.data.squad.dataset import read_squad
 from shoal.data.squad.features import make_features
@@ -27,9 +27,9 @@ from shoal.decide.order import ShuffledOrder
 from shoal.env import test_data_dir
 from shoal.models.directory import load_task_model
 from shoal.models.encoder import packed_inputs
-from shoal.models.pretraining import BertPretraining, transformers_config
+from shoal.models.pretraining import AlbertPretraining, BertPretraining, transformers_config
 from shoal.models.tasks import QuestionAnswering, SequenceClassification, label_loss, span_loss
-from shoal.models.text_config import BertModelConfig
+from shoal.models.text_config import AlbertModelConfig, BertModelConfig
 
 Arrays = dict[str, Any]
 Batch = dict[str, Any]
@@ -47,39 +47,60 @@ class Sides:
     """Mean loss of our side's batch."""
     read: Callable[[int], Arrays]
     """Our side's packed batch of a step."""
+    sentence_label: str = "next_sentence_label"
+    """The peer's name of a pair's label."""
 
 
 def pretraining(folder: Path, config: BertModelConfig, batch_size: int) -> Sides:
-    sources = tuple(str(test_data_dir() / name) for name in CASES["pretraining"].needs)
+    ours = BertPretraining(config)
+    peer = transformers.BertForPreTraining._from_config(
+        transformers_config(config), attn_implementation="sdpa"
+    )
+    ours.weights.load_state_dict(peer.state_dict())
+    read = pair_reader(folder, CASES["pretraining"], batch_size, pairs="next", max_ngram=1)
+    return Sides(ours=ours, peer=peer, loss=pretraining_loss, read=read)
+
+
+def albert(folder: Path, config: BertModelConfig, batch_size: int) -> Sides:
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    own = AlbertModelConfig(**{name: getattr(config, name) for name in sizes})
+    ours = AlbertPretraining(own)
+    peer = transformers.AlbertForPreTraining._from_config(
+        transformers_config(own), attn_implementation="sdpa"
+    )
+    ours.weights.load_state_dict(peer.state_dict())
+    read = pair_reader(folder, CASES["albert"], batch_size, pairs="order", max_ngram=3)
+    label = "sentence_order_label"
+    return Sides(ours=ours, peer=peer, loss=pretraining_loss, read=read, sentence_label=label)
+
+
+def pair_reader(
+    folder: Path, case: Case, batch_size: int, *, pairs: Literal["next", "order"], max_ngram: int
+) -> Callable[[int], Arrays]:
+    """Prepare a case's text and return what reads the pairs of segments of a step."""
+    sources = tuple(str(test_data_dir() / name) for name in case.needs)
+    tokenizer = str(test_data_dir() / case.tokenizer)
     prepare_text(
-        PrepareConfig(
-            sources=sources, out=folder / "text", tokenizer=str(test_data_dir() / VOCABULARY), validation=0
-        ),
+        PrepareConfig(sources=sources, out=folder / "text", tokenizer=tokenizer, validation=0),
         progress=False,
     )
     reader = ExampleReader(
         TextShards(folder / "text", "train"),
         ExampleConfig(
-            max_seq_length=CASES["pretraining"].max_seq_length,
-            max_ngram=1,
+            max_seq_length=case.max_seq_length,
+            max_ngram=max_ngram,
             whole_words=False,
-            pairs="next",
+            pairs=pairs,
             seed=SEED,
         ),
     )
-
     order = ShuffledOrder(num_examples=reader.num_examples, seed=SEED)
 
     def read(step: int) -> Arrays:
         names = order.examples_of(range(step * batch_size, (step + 1) * batch_size))
         return packed(reader.batch(*names))
 
-    ours = BertPretraining(config)
-    peer = transformers.BertForPreTraining._from_config(
-        transformers_config(config), attn_implementation="sdpa"
-    )
-    ours.weights.load_state_dict(peer.state_dict())
-    return Sides(ours=ours, peer=peer, loss=pretraining_loss, read=read)
+    return read
 
 
 def pretraining_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -137,4 +158,4 @@ def task_reader(data: TaskData, batch_size: int) -> Callable[[int], Arrays]:
     return lambda step: data.batch(source.micro_batches(shard, step)[0][1])
 
 
-MAKERS = {"pretraining": pretraining, "squad": squad, "mnli": mnli}
+MAKERS = {"pretraining": pretraining, "albert": albert, "squad": squad, "mnli": mnli}

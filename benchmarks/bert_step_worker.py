@@ -48,12 +48,15 @@ SIZES = {
         hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128
     ),
     "base": BertModelConfig(),
+    "large": BertModelConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    ),
 }
 FILLING = {"input_ids": 0, "token_type_ids": 0, "attention_mask": 0, "labels": -100}
 """What the Trainer's columns are padded with; 0 is [PAD] in BERT's vocabulary."""
 
 
-def peer_rows(batch: Arrays) -> list[dict[str, Tensor]]:
+def peer_rows(batch: Arrays, sentence_label: str = "next_sentence_label") -> list[dict[str, Tensor]]:
     """Return the sequences of a packed batch as the Trainer's rows."""
     bounds = batch["cu_seqlens"]
     masked = np.full(len(batch["input_ids"]), FILLING["labels"])
@@ -62,7 +65,7 @@ def peer_rows(batch: Arrays) -> list[dict[str, Tensor]]:
         masked[batch["masked_rows"]] = batch["masked_ids"]
         columns["labels"] = masked
     names = {"start": "start_positions", "end": "end_positions"}
-    names["labels"] = "next_sentence_label" if "masked_rows" in batch else "labels"
+    names["labels"] = sentence_label if "masked_rows" in batch else "labels"
     return [
         {name: torch.from_numpy(values[start:end]) for name, values in columns.items()}
         | {"attention_mask": torch.ones(end - start, dtype=torch.int64)}
@@ -174,13 +177,19 @@ def alone() -> WorkerEnv:
     return WorkerEnv(place=place, master_addr="127.0.0.1", master_port=port, launcher="benchmark")
 
 
-def run(world: World, sides: Sides, folder: Path, batch_size: int, num_steps: int) -> dict[str, Any]:
+def run(
+    world: World, sides: Sides, folder: Path, batch_size: int, num_steps: int, *, compiled: bool
+) -> dict[str, Any]:
     precision = choose_precision("bf16" if world.device.type == "cuda" else "fp32", world.device)
     ours = OurStep(sides, world, precision)
-    num_steps += WARM_UP_STEPS
+    warm_up = 4 * WARM_UP_STEPS if compiled else WARM_UP_STEPS
+    num_steps += warm_up
     batches = [sides.read(step) for step in range(num_steps)]
-    rows = [row for batch in batches for row in peer_rows(batch)]
+    rows = [row for batch in batches for row in peer_rows(batch, sides.sentence_label)]
     check_equal(ours, sides, rows[:batch_size])
+    if compiled:
+        torch._dynamo.config.optimize_ddp = False  # as a recipe's run on one worker
+        sides.ours.compile(dynamic=True)
     num_tokens = [len(batch["input_ids"]) for batch in batches]
     wait = partial(torch.cuda.synchronize, world.device) if world.device.type == "cuda" else lambda: None
     turns = ByTurns(ours, num_tokens, wait)
@@ -201,6 +210,7 @@ def run(world: World, sides: Sides, folder: Path, batch_size: int, num_steps: in
             logging_strategy="no",
             save_strategy="no",
             report_to="none",
+            torch_compile=compiled,
             disable_tqdm=True,
         ),
         train_dataset=rows,
@@ -210,7 +220,7 @@ def run(world: World, sides: Sides, folder: Path, batch_size: int, num_steps: in
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     num_places = [(len(batch["cu_seqlens"]) - 1) * batch["max_seqlen"] for batch in batches]
-    kept = {side: figures[WARM_UP_STEPS:] for side, figures in turns.samples.items()}
+    kept = {side: figures[warm_up:] for side, figures in turns.samples.items()}
     return {**kept, "fill": sum(num_tokens) / sum(num_places)}
 
 
@@ -231,7 +241,9 @@ def main() -> None:
         join_world(alone(), DistributedConfig(device=args.device)) as world,
     ):
         sides = MAKERS[args.case](Path(name), SIZES[args.size], batch_size)
-        args.out.write_text(json.dumps(run(world, sides, Path(name), batch_size, args.num_steps)))
+        compiled = CASES[args.case].compiled and args.device == "cuda"
+        found = run(world, sides, Path(name), batch_size, args.num_steps, compiled=compiled)
+        args.out.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

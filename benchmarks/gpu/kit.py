@@ -5,8 +5,9 @@
     python -m benchmarks.gpu.kit --rehearsal          # tiny sizes on a CPU
 
 Every job is a process of its own with a limit of time; one that fails is reported, and the next goes on.
-After each job the results so far are written: ``kit_DATE.json`` and ``kit_DATE.md``, beside ``kit.log`` with
-the output of all jobs. The exit status is 0 if no job failed.
+After each job the results so far are written to ``build/gpu/results``: ``kit.json`` and ``kit.md``, beside
+``kit.log`` with the output of all jobs. With ``--stage`` those of other stages stay. The exit status is 0 if
+no job failed.
 """
 
 from __future__ import annotations
@@ -15,30 +16,29 @@ import argparse
 import datetime
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from benchmarks.bert_step import CASES, VOCABULARY
 from benchmarks.gpu.stages import Job, Stage, stages
+from benchmarks.gpu.travel import DATA, FOLDER, MOST_RESULTS, RESULTS
 from shoal.env import TEST_DATA, child_environment, test_data_dir
 
-FOLDER = Path("build/gpu")
-DATA = FOLDER / "data"
-DATA_FILES = (VOCABULARY, *CASES["pretraining"].needs, *CASES["squad"].needs)
 BUDGET_S = 1_320.0
 H100_SHARE = 0.9
 """Of an H200's throughput, which the targets are for."""
 _LAST_LINES = 12
+MOST_LOG = 1 << 20
+"""Characters of a job's output that the log keeps."""
 Status = Literal["done", "failed", "out of time", "not run"]
 
 
@@ -57,32 +57,57 @@ class Outcome:
 
 
 class Kit:
-    """Runs jobs one after the other and writes what they found."""
+    """Runs jobs and writes what they found.
 
-    def __init__(self, folder: Path, budget_s: float, *, rehearsal: bool) -> None:
+    Args:
+        folder: of the results, which it makes.
+        budget_s: for all jobs together.
+        rehearsal: figures mean nothing, so two jobs run at once after the first stage, which others need.
+        kept: outcomes of stages that are not run.
+    """
+
+    def __init__(
+        self, folder: Path, budget_s: float, *, rehearsal: bool, kept: Sequence[Outcome] = ()
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._rehearsal = folder, rehearsal
         self._end_s = time.monotonic() + budget_s
         self._log = folder / "kit.log"
         self._log.write_text("", encoding="utf-8")
+        self._kept = list(kept)
         self.outcomes: list[Outcome] = []
 
     def run(self, chosen: Sequence[Stage]) -> bool:
         """Run the jobs until the budget is spent; return whether none failed."""
-        for stage in chosen:
-            stage_end_s = time.monotonic() + stage.limit_s
-            for job in stage.jobs:
-                left_s = min(self._end_s, stage_end_s) - time.monotonic()
-                if left_s <= 1:
-                    outcome = Outcome(stage=stage.name, title=job.title, status="not run")
-                else:
-                    outcome = self._run(stage, job, min(left_s, job.limit_s))
+        if self._rehearsal and len(chosen) > 1:
+            first, *others = chosen
+            self._run_stages([first], at_once=1)
+            self._run_stages(others, at_once=2)
+        else:
+            self._run_stages(chosen, at_once=1)
+        return all(outcome.status == "done" for outcome in self.outcomes)
+
+    def _run_stages(self, chosen: Sequence[Stage], *, at_once: int) -> None:
+        ends_s: dict[str, float] = {}
+
+        def run(stage: Stage, job: Job) -> Outcome:
+            end_s = ends_s.setdefault(stage.name, time.monotonic() + stage.limit_s)
+            left_s = min(self._end_s, end_s) - time.monotonic()
+            if left_s <= 1:
+                return Outcome(stage=stage.name, title=job.title, status="not run")
+            return self._run(stage, job, min(left_s, job.limit_s))
+
+        jobs = [(stage, job) for stage in chosen for job in stage.jobs]
+        with ThreadPoolExecutor(at_once) as pool:
+            for outcome in pool.map(run, *zip(*jobs, strict=True)):
                 self.outcomes.append(outcome)
-                print(f"{stage.name:<10}{job.title:<40}{outcome.status}, {outcome.seconds:.0f} s", flush=True)
+                print(
+                    f"{outcome.stage:<10}{outcome.title:<40}{outcome.status}, {outcome.seconds:.0f} s",
+                    flush=True,
+                )
                 if outcome.said:
                     print(outcome.said, flush=True)
                 self.write()
-        return all(outcome.status == "done" for outcome in self.outcomes)
 
     def _run(self, stage: Stage, job: Job, limit_s: float) -> Outcome:
         begin_s = time.monotonic()
@@ -107,8 +132,8 @@ class Kit:
     def _call(self, command: list[str], limit_s: float) -> tuple[Status, str]:
         """Run a command in a process group of its own, which ends with it."""
         environment = child_environment()
-        if DATA.is_dir() and TEST_DATA not in environment:
-            environment[TEST_DATA] = str(DATA.absolute())
+        environment.pop("PYTHONPATH", None)  # make's, by which the kit runs before shoal is installed
+        environment.setdefault(TEST_DATA, str(data_folder().absolute()))
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
             start_new_session=True, env=environment,
@@ -122,14 +147,14 @@ class Kit:
             text, _ = process.communicate()
             status = "out of time"
         with self._log.open("a", encoding="utf-8") as log:
-            log.write(f"\n$ {' '.join(command)}\n{text}")
+            log.write(f"\n$ {' '.join(command)}\n{text[-MOST_LOG:]}")
         return status, text
 
     def write(self) -> None:
         """Write the results so far."""
         cuda = torch.cuda.is_available()
         device = torch.cuda.get_device_name() if cuda else "no GPU: a rehearsal, whose figures mean nothing"
-        date = datetime.date.today().isoformat()
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         about = {
             "date": date,
             "device": device,
@@ -138,11 +163,40 @@ class Kit:
             "command": " ".join(sys.orig_argv),
         }
         share = H100_SHARE if "H100" in device else 1.0
-        tree = {**about, "jobs": [asdict(outcome) for outcome in self.outcomes]}
-        stem = self._folder / f"kit_{date}"
+        outcomes = [*self._kept, *self.outcomes]
+        tree = {**about, "jobs": [asdict(outcome) for outcome in outcomes]}
+        stem = self._folder / "kit"
         stem.with_suffix(".json").write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-        lines = table(self.outcomes, title=f"{device}, torch {torch.__version__}, {date}", target_share=share)
+        lines = table(outcomes, title=f"{device}, torch {torch.__version__}, {date}", target_share=share)
         stem.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def data_folder() -> Path:
+    """Return where the test data is: what travelled, else that of the tests."""
+    return FOLDER / DATA if (FOLDER / DATA).is_dir() else test_data_dir()
+
+
+def outcomes_of_others(results: Path, chosen: Sequence[str]) -> list[Outcome]:
+    """Return what an earlier run has found in stages that are not ``chosen``."""
+    file = results / "kit.json"
+    if not file.is_file():
+        return []
+    jobs = json.loads(file.read_text(encoding="utf-8"))["jobs"]
+    return [Outcome(**job) for job in jobs if job["stage"] not in chosen]
+
+
+def check_results(results: Path) -> None:
+    """Count the files that come back.
+
+    Raises:
+        SystemExit: they are too many.
+    """
+    found = sorted(path.name for path in results.rglob("*") if path.is_file())
+    if len(found) > MOST_RESULTS:
+        names = ", ".join(found)
+        raise SystemExit(
+            f"{results} has {len(found)} files, and at most {MOST_RESULTS} may come back: {names}"
+        )
 
 
 def figures_of(job: Job, tree: dict[str, Any]) -> list[dict[str, Any]]:
@@ -186,22 +240,6 @@ def table(outcomes: Sequence[Outcome], *, title: str, target_share: float) -> li
     return lines
 
 
-def copy_data(source: Path, target: Path) -> int:
-    """Copy the test data that the kit reads, and return its bytes.
-
-    Raises:
-        SystemExit: some of it is not there.
-    """
-    num_bytes = 0
-    for name in DATA_FILES:
-        if not (source / name).is_file():
-            raise SystemExit(f"{source / name} is not there: name the folder of the test data in {TEST_DATA}")
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, target / name)
-        num_bytes += (source / name).stat().st_size
-    return num_bytes
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -211,22 +249,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="stop after so long"
     )
     parser.add_argument("--rehearsal", action="store_true", help="tiny sizes, on a CPU")
-    parser.add_argument("--data", action="store_true", help="only copy the test data that the kit reads")
     args = parser.parse_args(argv)
-    if args.data:
-        print(f"{copy_data(test_data_dir(), DATA) / 1e6:.1f} MB in {DATA}")
-        return 0
     if not args.rehearsal and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device here; --rehearsal tries the kit itself")
-    folder = FOLDER.with_name("gpu-rehearsal") if args.rehearsal else FOLDER
-    all_stages = stages(folder, rehearsal=args.rehearsal)
+    all_stages = stages(FOLDER, data_folder(), rehearsal=args.rehearsal)
     names = [stage.name for stage in all_stages]
     if unknown := set(args.stage or ()) - set(names):
         parser.error(f"--stage {', '.join(sorted(unknown))} is none of {', '.join(names)}")
     chosen = [stage for stage in all_stages if not args.stage or stage.name in args.stage]
-    kit = Kit(folder, args.budget, rehearsal=args.rehearsal)
+    results = FOLDER / RESULTS
+    kept = outcomes_of_others(results, args.stage) if args.stage else []
+    kit = Kit(results, args.budget, rehearsal=args.rehearsal, kept=kept)
     is_well = kit.run(chosen)
-    print(f"results: {folder}")
+    check_results(results)
+    print(f"results: {results}")
     return 0 if is_well else 1
 
 

@@ -9,6 +9,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,34 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.counts import LARGE, packed_batch
-from shoal.models.pretraining import BertPretraining
+from benchmarks.gpu.stages import MODELS
+from shoal.models.encoder import packed_inputs
+from shoal.models.pretraining import AlbertPretraining, BertPretraining, transformers_config
 from shoal.models.resnet import new_resnet
 from shoal.models.resnet_config import ResNetConfig
 from shoal.models.t5 import new_t5
-from shoal.models.text_config import BertModelConfig, T5ModelConfig
+from shoal.models.tasks import QuestionAnswering, span_loss
+from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
 from shoal.train.world import choose_kernels
 
 STEPS = 3
 MOST_KERNELS = 15
-TINY = BertModelConfig(
-    hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, vocab_size=97
-)
+_TINY_SIZES: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128,
+    "vocab_size": 97,
+}  # fmt: skip
+TINY = BertModelConfig(**_TINY_SIZES)
 
 Made = tuple[nn.Module, Callable[[], Tensor]]
 
 
 def make(name: str, device: str, *, tiny: bool) -> Made:
     """Return a model and what computes its loss on one micro-batch."""
-    if name == "bert":
-        bert = BertPretraining(TINY if tiny else LARGE).to(device)
+    if name in ("bert", "albert"):
+        albert = AlbertModelConfig(**_TINY_SIZES) if tiny else AlbertModelConfig()
+        bert = (BertPretraining(TINY if tiny else LARGE) if name == "bert" else AlbertPretraining(albert)).to(
+            device
+        )
         batch = packed_batch(
             2 if tiny else 64, 32 if tiny else 512, num_masked=4 if tiny else 76, device=device
         )
@@ -46,6 +55,10 @@ def make(name: str, device: str, *, tiny: bool) -> Made:
             return total
 
         return bert, loss
+    if name == "squad":
+        return _squad(device, tiny=tiny)
+    if name == "mask_rcnn":
+        return _mask_rcnn(device, tiny=tiny)
     if name == "resnet50":
         network, size, count = ("resnet18", 32, 2) if tiny else ("resnet50", 224, 256)
         resnet = new_resnet(ResNetConfig(network=network), 1000).to(device)  # type: ignore[arg-type]
@@ -60,6 +73,50 @@ def make(name: str, device: str, *, tiny: bool) -> Made:
     return t5, lambda: t5(**ids).loss
 
 
+def _squad(device: str, *, tiny: bool) -> Made:
+    from transformers import BertForQuestionAnswering
+
+    weights = BertForQuestionAnswering(transformers_config(TINY if tiny else LARGE))
+    model = QuestionAnswering(weights).to(device)
+    count, length = (2, 32) if tiny else (32, 384)
+    batch = packed_inputs(packed_batch(count, length, num_masked=1, device=device))
+    where = torch.ones(count, dtype=torch.int64, device=device)
+    return model, lambda: span_loss(*model(**batch), batch, where, where)
+
+
+def _mask_rcnn(device: str, *, tiny: bool) -> Made:
+    """Return Mask R-CNN and its loss on made objects, eight in an image."""
+    from shoal.models.detection.config import MaskRCNNConfig
+    from shoal.models.detection.mask_rcnn import MaskRCNN
+    from shoal.recipes.mask_rcnn import mean_losses
+
+    config = MaskRCNNConfig()
+    count, height, width = 12, 800, 1088
+    if tiny:
+        count, height, width = 1, 64, 96
+        config = replace(
+            config, backbone="resnet18", anchor_sizes=(8, 16, 32, 64, 128), proposals_a_level=60,
+            proposals=50, proposal_samples=40, region_samples=32,
+        )  # fmt: skip
+    model = MaskRCNN(config, 80).to(device)
+    images = torch.randn(count, 3, height, width, device=device)
+    corners = torch.arange(8.0) * height / 16
+    boxes = torch.stack([corners, corners, corners + height / 4, corners + height / 3], dim=1)
+    side = height // 8
+    places = torch.tensor([[0, 0, 0, side, side]]).expand(count, 8, 5)
+    targets = {
+        "sizes": torch.tensor([[height, width]]).expand(count, 2),
+        "boxes": boxes.expand(count, 8, 4),
+        "labels": torch.ones(count, 8, dtype=torch.int64),
+        "num_objects": torch.full((count,), 8),
+        "masks": torch.ones(count, side * side, dtype=torch.uint8),
+        "mask_places": places,
+    }
+    targets = {name: value.contiguous().to(device) for name, value in targets.items()}
+    keys = torch.arange(count, device=device)
+    return model, lambda: mean_losses(model(images, targets, keys)).sum()
+
+
 def profile(name: str, device: str, *, tiny: bool) -> dict[str, Any]:
     """Return the time of a step and its kernels, and what the host took to queue it."""
     cuda = device == "cuda"
@@ -67,7 +124,8 @@ def profile(name: str, device: str, *, tiny: bool) -> dict[str, Any]:
         choose_kernels()
     model, loss = make(name, device, tiny=tiny)
     if cuda:
-        model.compile(dynamic=name == "bert")
+        part: Any = model.backbone if name == "mask_rcnn" else model
+        part.compile(dynamic=name in ("bert", "squad"))
 
     def step() -> float:
         model.zero_grad()
@@ -117,7 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", choices=("bert", "resnet50", "t5"))
+    parser.add_argument("model", choices=MODELS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="show that it runs")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")

@@ -12,9 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from benchmarks.bert_step import CASES
+
 Kind = Literal["exit", "train", "rows", "profile"]
 PYTHON = sys.executable
 SHOAL = (PYTHON, "-m", "shoal")
+BERT_TEXT, ALBERT_TEXT, IMAGES, QUESTION = "bert-text", "albert-text", "images", "question.json"
+"""Input that the kit makes on the machine (``inputs``)."""
+MODELS = ("bert", "albert", "squad", "resnet50", "mask_rcnn", "t5")
+"""Models that are profiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,106 +39,135 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Jobs on one subject, which share a limit of time."""
+    """Jobs on one subject, which share a limit of time; the first prepares the others."""
 
     name: str
     limit_s: float
     jobs: tuple[Job, ...]
 
 
-def stages(folder: Path, *, rehearsal: bool) -> tuple[Stage, ...]:
+def stages(folder: Path, data: Path, *, rehearsal: bool) -> tuple[Stage, ...]:
     """Return the stages in order of worth.
 
     Args:
-        folder: of what the kit writes; ``data`` in it holds the input of ``make gpu-data``.
+        folder: of what the kit makes for itself; ``results`` in it holds what it writes.
+        data: the test data that travels.
     """
-    device = "cpu" if rehearsal else "cuda"
+    tiny, made = rehearsal, folder / "made"
     return (
-        Stage(name="build", limit_s=180, jobs=tuple(_build())),
-        Stage(name="tests", limit_s=180, jobs=(_tests(rehearsal),)),
-        Stage(name="comm", limit_s=180, jobs=(_comm(folder, rehearsal),)),
-        Stage(name="bert", limit_s=360, jobs=tuple(_text(rehearsal, device))),
-        Stage(name="vision", limit_s=300, jobs=tuple(_vision(rehearsal))),
-        Stage(name="t5", limit_s=120, jobs=(_t5(rehearsal),)),
-        Stage(name="profiles", limit_s=180, jobs=tuple(_profiles(rehearsal, device))),
+        Stage(name="build", limit_s=180, jobs=tuple(_build(made, tiny))),
+        Stage(name="comm", limit_s=180, jobs=tuple(_comm(folder / "results", tiny))),
+        Stage(name="bert", limit_s=360, jobs=tuple(_text(made, data, tiny))),
+        Stage(name="vision", limit_s=300, jobs=tuple(_vision(made, tiny))),
+        Stage(name="t5", limit_s=120, jobs=(_t5(tiny),)),
+        Stage(name="profiles", limit_s=180, jobs=tuple(_profiles(tiny))),
     )
 
 
-def _build() -> Iterator[Job]:
-    """Build the core, unless one that works is there; without a network."""
-    program = (
-        "import importlib.util as u, subprocess, sys; from shoal import native; "
-        "sys.exit(0 if native.is_built() else subprocess.call([sys.executable, '-m', 'pip', 'install', '-q', "
-        "'--no-build-isolation', '--no-deps', '--editable', '.']))"
+def _module(name: str, *options: object) -> tuple[str, ...]:
+    return (PYTHON, "-m", name, *map(str, options))
+
+
+def _device(tiny: bool) -> tuple[str, str]:
+    return ("--device", "cpu" if tiny else "cuda")
+
+
+def _build(made: Path, tiny: bool) -> Iterator[Job]:
+    """Build the core and the process group, unless they are there, without a network; make the input."""
+    yield Job(title="the C++ core", command=_module("benchmarks.gpu.core"))
+    group = "from shoal.comm import native_group; native_group.build()"
+    yield Job(title="the process group in C++", command=(PYTHON, "-c", group))
+    yield Job(title="input", command=_module("benchmarks.gpu.inputs", made, *["--tiny"] * tiny), limit_s=60)
+    yield Job(title="shoal doctor", command=(*SHOAL, "doctor"), limit_s=60)
+    files = "tests/unit/benchmarks/test_gpu_kit.py" if tiny else "tests/gpu"
+    yield Job(
+        title="tests" if tiny else "tests/gpu",
+        command=_module("pytest", "-q", "-p", "no:cacheprovider", files),
     )
-    yield Job(title="the C++ core", command=(PYTHON, "-c", program))
-    yield Job(title="shoal doctor", command=(*SHOAL, "doctor"))
 
 
-def _tests(rehearsal: bool) -> Job:
-    files = "tests/gpu" if not rehearsal else "tests/unit/benchmarks/test_gpu_kit.py"
-    return Job(title="tests/gpu", command=(PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", files))
+def _comm(results: Path, tiny: bool) -> Iterator[Job]:
+    device = "memory" if tiny else "cuda"
+    options = ("--device", device, "--quick", "--trace", results / "comm-trace.json.gz", "--json", "{out}")
+    yield Job(title="backend shoal", kind="rows", command=_module("benchmarks.cuda_comm", *options))
+    pair = _module("benchmarks.gpu.pipeline_pair", *_device(tiny), "--quick", "--json", "{out}")
+    yield Job(title="pipeline of two on one device", kind="rows", command=pair)
 
 
-def _comm(folder: Path, rehearsal: bool) -> Job:
-    options = ("--device", "memory") if rehearsal else ("--trace", str(folder / "comm-trace.json"))
-    command = (PYTHON, "-m", "benchmarks.cuda_comm", "--quick", *options, "--json", "{out}")
-    return Job(title="backend shoal", kind="rows", command=command)
+def _bench(recipe: str, preset: str, batch: int, *options: object, tiny: bool = False) -> tuple[str, ...]:
+    steps = ("--warm-up", 1, "--steps", 2) if tiny else ("--warm-up", 4, "--steps", 10)
+    words = ("--preset", preset, "--workers", 1, "--batch", batch, *steps, *options, "--json", "{out}")
+    return _module("shoal", "bench", "train", recipe, *words)
 
 
-def _bench(recipe: str, preset: str, *options: object, steps: int = 10) -> tuple[str, ...]:
-    words = ("bench", "train", recipe, "--preset", preset, "--workers", 1, "--steps", steps, *options)
-    return (*SHOAL, *map(str, words), "--json", "{out}")
+def _squad(made: Path, data: Path, size: str, *, tiny: bool = False) -> tuple[str, ...]:
+    files = ("--data.path", data / CASES["squad"].needs[0], "--data.eval", made / QUESTION)
+    model = ("--model.path", made / f"bert-{size}", "--model.from-scratch")
+    if tiny:
+        short = ("--window.max-seq-length", 64, "--window.doc-stride", 16, "--window.max-question-length", 16)
+        return _bench("squad", "tiny", 2, *files, *model, *short, tiny=True)
+    window = ("--window.max-seq-length", 384, "--train.precision", "bf16")
+    return _bench("squad", "bert", 32, *files, *model, *window)
 
 
-def _text(rehearsal: bool, device: str) -> Iterator[Job]:
-    if rehearsal:
-        for recipe in ("bert", "albert"):
-            command = _bench(recipe, "tiny", "--batch", 2, "--warm-up", 1, steps=2)
-            yield Job(title=f"{recipe} tiny", kind="train", command=command)
+def _text(made: Path, data: Path, tiny: bool) -> Iterator[Job]:
+    """Time packed real text, and our steps by turns with those of peers on the same sequences."""
+    bert, albert = ("--data.path", made / BERT_TEXT), ("--data.path", made / ALBERT_TEXT)
+    if tiny:
+        words = (*bert, "--model.vocab-size", 30_522)
+        yield Job(title="bert tiny", kind="train", command=_bench("bert", "tiny", 2, *words, tiny=True))
+        yield Job(title="squad tiny", kind="train", command=_squad(made, data, "tiny", tiny=True))
+        words = (*albert, "--model.vocab-size", 30_000)
+        yield Job(title="albert tiny", kind="train", command=_bench("albert", "tiny", 2, *words, tiny=True))
     else:
         for title, phase, batch, target in (
             ("BERT-large, 512 tokens", 2, 64, 315.0),
             ("BERT-large, 128 tokens", 1, 256, 930.0),
         ):
-            command = _bench("bert", "large", "--phase", phase, "--batch", batch, "--warm-up", 4)
+            command = _bench("bert", "large", batch, "--phase", phase, *bert)
             yield Job(title=title, kind="train", command=command, target=target)
-        for preset in ("base", "large"):
-            command = _bench("albert", preset, "--batch", 64, "--warm-up", 4)
-            yield Job(title=f"ALBERT-{preset}, 512 tokens", kind="train", command=command)
-    size = "tiny" if rehearsal else "base"
-    for case in ("pretraining", "squad") if not rehearsal else ("squad",):
-        command = (PYTHON, "-m", "benchmarks.bert_step", "--case", case, "--device", device, "--size", size)
-        yield Job(
-            title=f"{case} beside Trainer", kind="rows", command=(*command, "--quick", "--json", "{out}")
-        )
-
-
-def _vision(rehearsal: bool) -> Iterator[Job]:
-    if rehearsal:
-        command = _bench("resnet50", "tiny", "--batch", 2, "--warm-up", 1, steps=2)
-    else:
-        command = _bench("resnet50", "imagenet-16k", "--batch", 256, "--warm-up", 4)
-    yield Job(
-        title="ResNet-50, made JPEGs", kind="train", command=command, target=None if rehearsal else 3_079.0
+        for size, target in (("large", 350.0), ("base", 932.0)):
+            command = _squad(made, data, size)
+            yield Job(title=f"SQuAD 384, {size}", kind="train", command=command, target=target)
+    lamb = _module(
+        "benchmarks.gpu.lamb_step", *_device(tiny), *["--tiny"] * tiny, "--quick", "--json", "{out}"
     )
-    if not rehearsal:
-        options = ("--batch", 12, "--warm-up", 4, "--train.precision", "bf16")
-        command = _bench("mask_rcnn", "coco-1x", *options)
-        yield Job(title="Mask R-CNN, batch 12, made scenes", kind="train", command=command, target=42.0)
+    yield Job(title="LAMB's step", kind="rows", command=lamb)
+    sizes = ("tiny",) if tiny else ("base", "large")
+    for case, size in [("albert", size) for size in sizes] + [("squad", size) for size in sizes]:
+        words = ("--case", case, *_device(tiny), "--size", size, "--quick")
+        command = _module("benchmarks.bert_step", *words, "--json", "{out}")
+        yield Job(title=f"{case} {size} beside Trainer", kind="rows", command=command)
 
 
-def _t5(rehearsal: bool) -> Job:
-    if rehearsal:
-        command = _bench("t5", "tiny", "--batch", 2, "--warm-up", 1, steps=2)
-        return Job(title="T5 tiny", kind="train", command=command)
-    command = _bench("t5", "base", "--batch", 64, "--warm-up", 4)
+def _vision(made: Path, tiny: bool) -> Iterator[Job]:
+    """Time ResNet on made and on real JPEGs, and Mask R-CNN on made scenes."""
+    real = ("--data.path", made / IMAGES)
+    if tiny:
+        yield Job(title="resnet tiny", kind="train", command=_bench("resnet50", "tiny", 2, *real, tiny=True))
+        small = ("--augment.shorter", 64, "--augment.longer", 96, "--train.precision", "fp32")
+        yield Job(
+            title="mask_rcnn tiny", kind="train", command=_bench("mask_rcnn", "tiny", 1, *small, tiny=True)
+        )
+        return
+    command = _bench("resnet50", "imagenet-16k", 256)
+    yield Job(title="ResNet-50, made JPEGs", kind="train", command=command, target=3_079.0)
+    command = _bench("resnet50", "imagenet-16k", 256, *real)
+    yield Job(title="ResNet-50, JPEGs of COCO over and over", kind="train", command=command)
+    command = _bench("mask_rcnn", "coco-1x", 12, "--train.precision", "bf16")
+    yield Job(title="Mask R-CNN, batch 12, made scenes", kind="train", command=command, target=42.0)
+
+
+def _t5(tiny: bool) -> Job:
+    if tiny:
+        return Job(title="T5 tiny", kind="train", command=_bench("t5", "tiny", 2, tiny=True))
+    command = _bench("t5", "base", 64)
     return Job(title="T5 1.0 base, 512/114 tokens", kind="train", command=command, target=366.0)
 
 
-def _profiles(rehearsal: bool, device: str) -> Iterator[Job]:
-    for model in ("bert", "resnet50", "t5"):
-        command = (PYTHON, "-m", "benchmarks.gpu.profile", model, "--device", device, "--json", "{out}")
-        yield Job(
-            title=f"{model}, time by kernel", kind="profile", command=(*command, *(["--tiny"] * rehearsal))
+def _profiles(tiny: bool) -> Iterator[Job]:
+    for model in MODELS:
+        command = _module(
+            "benchmarks.gpu.profile", model, *_device(tiny), "--json", "{out}", *["--tiny"] * tiny
         )
+        yield Job(title=f"{model}, time by kernel", kind="profile", command=command)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from benchmarks.gpu.kit import Kit, main, table
+from benchmarks.gpu import core, travel
+from benchmarks.gpu.kit import Kit, check_results, main, outcomes_of_others, table
 from benchmarks.gpu.stages import Job, Kind, Stage, stages
 
 from shoal.bench.step_timing import TrainResult
@@ -55,7 +57,7 @@ def test_failures_and_hangs_are_reported_and_the_rest_is_measured(tmp_path: Path
     assert kit.outcomes[-1].said == "its file cannot be read: KeyError('case')"
     assert kit.outcomes[0].said == "the reason"
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert len(written) == 3 and written[0] == "kit.log"
+    assert written == ["kit.json", "kit.log", "kit.md"]
     tree = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
     assert [one["title"] for one in tree["jobs"]] == [one.title for one in first.jobs]
     lines = table(kit.outcomes, title="a title", target_share=0.9)
@@ -76,9 +78,15 @@ def test_the_budget_ends_the_kit(tmp_path: Path) -> None:
 
 
 def test_stages_fit_the_budget_and_are_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    full, tiny = (stages(tmp_path, rehearsal=rehearsal) for rehearsal in (False, True))
+    full, tiny = (stages(tmp_path, tmp_path / "data", rehearsal=rehearsal) for rehearsal in (False, True))
     assert [stage.name for stage in full] == [stage.name for stage in tiny]
-    assert sum(stage.limit_s for stage in full[1:]) <= 22 * 60
+    limits_s = {stage.name: stage.limit_s for stage in full}
+    minutes = {"build": 3, "comm": 3, "bert": 6, "vision": 5, "t5": 2, "profiles": 3}
+    assert limits_s == {name: 60 * limit for name, limit in minutes.items()}
+    for module in {job.command[2] for stage in full for job in stage.jobs if job.command[1] == "-m"}:
+        assert any(module in job.command for stage in tiny for job in stage.jobs), (
+            f"{module} is not rehearsed"
+        )
     assert all("cuda" not in job.command for stage in tiny for job in stage.jobs)
     for words, said in (
         ([], "--rehearsal tries"),
@@ -87,3 +95,79 @@ def test_stages_fit_the_budget_and_are_rehearsed(tmp_path: Path, capsys: pytest.
         with pytest.raises(SystemExit) as ended:
             main(words)
         assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_stage_that_runs_again_leaves_the_results_of_the_others(tmp_path: Path) -> None:
+    print_it = "print('x')"
+    one, two = (Stage(name=name, limit_s=30, jobs=(job(name, print_it),)) for name in ("one", "two"))
+    assert Kit(tmp_path, 30, rehearsal=True).run([one, two])
+    broken = Stage(name="two", limit_s=30, jobs=(job("two again", "import sys; sys.exit(1)"),))
+    kept = outcomes_of_others(tmp_path, ["two"])
+    assert not Kit(tmp_path, 30, rehearsal=True, kept=kept).run([broken])
+    jobs = json.loads((tmp_path / "kit.json").read_text())["jobs"]
+    assert [(each["title"], each["status"]) for each in jobs] == [("one", "done"), ("two again", "failed")]
+    assert "| one | one | done | | |" in (tmp_path / "kit.md").read_text()
+    assert outcomes_of_others(tmp_path / "nothing", ["two"]) == []
+
+
+def test_no_more_than_eight_files_come_back(tmp_path: Path) -> None:
+    for number in range(8):
+        (tmp_path / f"file-{number}").touch()
+    check_results(tmp_path)
+    (tmp_path / "file-8").touch()
+    with pytest.raises(SystemExit, match="has 9 files, and at most 8 may come back: file-0, "):
+        check_results(tmp_path)
+
+
+def test_a_build_that_is_there_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """This environment's own, which is found without pip."""
+    assert core.main() == 0
+    assert capsys.readouterr().out == "the build that is there is kept\n"
+
+
+# ---- what travels --------------------------------------------------------------------------------------
+
+
+def made_tree(folder: Path) -> Path:
+    """Return a git repository with a file that travels and one that is ignored."""
+    root = folder / "tree"
+    (root / "build/gpu/wheels").mkdir(parents=True)
+    (root / "code.py").write_text("x" * 1000)
+    (root / ".gitignore").write_text("build/\n")
+    (root / "build/other.bin").write_text("y" * 5000)
+    (root / "build/gpu/wheels/a.whl").write_text("z" * 300)
+    subprocess.run(["git", "init", "--quiet", str(root)], check=True)
+    return root
+
+
+def test_tree_wheels_and_data_travel_within_the_limit(tmp_path: Path) -> None:
+    root, folder = made_tree(tmp_path), Path("build/gpu")
+    said = travel.check(root, folder)
+    assert said == "tree 0.0 MiB, wheels 0.0 MiB, data 0.0 MiB: 0.0 MiB of 60.0 MiB"
+    total = 1000 + len("build/\n") + 300
+    travel.check(root, folder, total)
+    with pytest.raises(SystemExit, match=r"MiB travel, and at most .* may: leave some of it out"):
+        travel.check(root, folder, total - 1)
+    travel.copy(root, folder, tmp_path / "there")
+    found = {path.relative_to(tmp_path / "there").as_posix() for path in (tmp_path / "there").rglob("*.*")}
+    assert found == {"code.py", ".gitignore", "build/gpu/wheels/a.whl"}
+
+
+def test_data_that_is_missing_or_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    for name in travel.DATA_FILES:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text("text")
+    with pytest.raises(SystemExit, match=r"train2017/\*\.jpg is not there: name the folder of the test data"):
+        travel.copy_data(source, tmp_path / "data")
+    for name in travel.JPEG_FOLDERS:
+        (source / travel.JPEGS / name).mkdir(parents=True)
+        for number in range(travel.NUM_JPEGS + 5):
+            (source / travel.JPEGS / name / f"{number:03}.jpg").write_bytes(b"12345")
+    num_bytes = 4 * len(travel.DATA_FILES) + 5 * travel.NUM_JPEGS * len(travel.JPEG_FOLDERS)
+    assert travel.copy_data(source, tmp_path / "data") == num_bytes
+    copied = [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in copied) == num_bytes
+    monkeypatch.setattr(travel, "MOST_DATA_BYTES", num_bytes - 1)
+    with pytest.raises(SystemExit, match="drop some of it"):
+        travel.copy_data(source, tmp_path / "data")
