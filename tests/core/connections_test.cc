@@ -29,8 +29,6 @@ using shoal::FrameType;
 using shoal::Identity;
 using shoal::Payload;
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 shoal::TransportOptions transport_options() {
   shoal::TransportOptions options;
   options.tcp.secret = kSecret;
@@ -73,16 +71,6 @@ class Kept : public shoal::ChannelEvents {
 };
 
 std::string text_at(const std::vector<Kept::Item>& items, std::size_t k) { return items.at(k).text; }
-
-std::uint64_t count_of(const std::map<std::string, std::uint64_t>& counters, const char* name) { return counters.at(name); }
-
-void await(const std::function<bool()>& condition, const char* what) {
-  for (int k = 0; k < 3000; ++k) {
-    if (condition()) return;
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
-  check::fail(__FILE__, __LINE__, std::string(what) + " did not come true in 30 s");
-}
 
 // Two processes, played by one: connections of their own, a channel of each group on both.
 struct Pair {

@@ -17,8 +17,6 @@ using shoal::Engine;
 using shoal::GroupError;
 using shoal::Kind;
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 // The message of the failure of an operation that one rank has begun.
 std::string why_it_fails(Engine& engine, std::uint64_t handle) {
   try {

@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -26,6 +28,20 @@ namespace shoal_test {
 inline constexpr double kDeadlineS = 30;  // every operation takes less than a second; reached only by a hang
 
 inline const shoal::Bytes kSecret = {'s', 'e', 'c', 'r', 'e', 't'};
+
+inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+inline std::uint64_t count_of(const std::map<std::string, std::uint64_t>& counters, const char* name) {
+  return counters.at(name);
+}
+
+inline void await(const std::function<bool()>& condition, const char* what) {
+  for (const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(kDeadlineS);
+       std::chrono::steady_clock::now() < until; std::this_thread::sleep_for(std::chrono::milliseconds(10))) {
+    if (condition()) return;
+  }
+  check::fail(__FILE__, __LINE__, std::string(what) + " did not come true in time");
+}
 
 // A transport for a group's chunks.
 struct Carrier {

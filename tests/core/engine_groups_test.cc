@@ -21,18 +21,6 @@ using shoal::Engine;
 using shoal::GroupError;
 using shoal::Kind;
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
-std::uint64_t count_of(const std::map<std::string, std::uint64_t>& counters, const char* name) { return counters.at(name); }
-
-void await(const std::function<bool()>& condition, const char* what) {
-  for (int k = 0; k < 3000; ++k) {
-    if (condition()) return;
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
-  check::fail(__FILE__, __LINE__, std::string(what) + " did not come true in 30 s");
-}
-
 // The engines of several groups over `n` processes, played by one: rank r of every group is on the same connections.
 struct Engines {
   using Of = std::vector<std::unique_ptr<Engine>>;

@@ -17,8 +17,6 @@ using namespace shoal_test;
 using shoal::Engine;
 using shoal::Kind;
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 void sums_are_right(Group& group, const std::vector<std::string>& hosts, std::size_t count) {
   std::vector<std::vector<float>> inputs;
   for (int rank = 0; rank < group.size(); ++rank) inputs.push_back(values<float>(count, static_cast<std::uint64_t>(rank)));
