@@ -301,7 +301,8 @@ def _num_gpus() -> int:
 def _serve(meeting: Meeting | None, step: SlurmStep | None, how: InJob) -> int:
     """Run the server of this helper host at an address that the first worker host reaches.
 
-    It ends at SIGTERM and, without a folder to meet in, with the launcher of the first worker host.
+    It ends at SIGTERM. Without a folder to meet in it ends with the launcher of the first worker host; once
+    that has been reached, SIGTERM changes nothing: the workers get it too, and need their helper to save.
     """
     secret_file = meeting.await_secret() if meeting is not None and secret() is None else None
     rdzv = how.rdzv or rendezvous() or ""
@@ -316,12 +317,13 @@ def _serve(meeting: Meeting | None, step: SlurmStep | None, how: InJob) -> int:
     server = subprocess.Popen([*HELPER_COMMAND, *arguments], stdout=subprocess.PIPE, text=True)
     for number in (signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: server.terminate())
+    held = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: None if held.is_set() else server.terminate())
+    signal.signal(signal.SIGINT, lambda *_: server.terminate())
     ends: list[int] = []
     if meeting is None:
         leash = _leash_of(rdzv)
-        threading.Thread(target=_end_with_workers, args=(server, *leash, ends), daemon=True).start()
+        threading.Thread(target=_end_with_workers, args=(server, leash, held, ends), daemon=True).start()
     assert server.stdout is not None
     for line in server.stdout:
         print(line, end="", flush=True)
@@ -331,13 +333,15 @@ def _serve(meeting: Meeting | None, step: SlurmStep | None, how: InJob) -> int:
     return ends[0] if ends and not code else code if code >= 0 else EXIT_FAILURE
 
 
-def _end_with_workers(server: subprocess.Popen[str], host: str, port: int, ends: list[int]) -> None:
+def _end_with_workers(
+    server: subprocess.Popen[str], leash: tuple[str, int], held: threading.Event, ends: list[int]
+) -> None:
     """Stop the server when the first worker host's launcher has ended, or does not come.
 
     ``ends`` gets this helper's exit code: 76 if the workers are to start again, and it with them.
     """
     try:
-        code = await_release(host, port, deadline_s=_WORKERS_DEADLINE_S)
+        code = await_release(*leash, deadline_s=_WORKERS_DEADLINE_S, held=held)
         ends.append(EXIT_LOST if code in (None, EXIT_STOPPED, EXIT_LOST) else EXIT_OK)
     except ShoalError as problem:
         print(f"shoal launch: {problem}; this helper stops", file=sys.stderr, flush=True)

@@ -103,7 +103,7 @@ parallelism: {count}
 {again}template:
 {pod}  spec:
 {subdomain}    restartPolicy: OnFailure
-    securityContext: {security}
+{grace}    securityContext: {security}
     containers:
     - name: shoal
       image: {image}
@@ -174,7 +174,8 @@ def _helper_job(job: KubernetesJob, name: str) -> str:
     address = "      - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}\n"
     probe = f"      readinessProbe: {{tcpSocket: {{port: {HELPER_PORT}}}}}\n"
     command = f'shoal, serve, --address, $(POD_IP), --port, "{HELPER_PORT}"'
-    if job.api == "job":
+    plain, grace = job.api == "job", job.save_s + _GRACE_MARGIN_S
+    if plain:
         first = f"--rdzv={_first(job, name, 'workers')}:{MEETING_PORT}"
         command = f"shoal, launch, --role=helper, --helper-port={HELPER_PORT}, {first}"
     return _HELPERS.format(
@@ -184,8 +185,11 @@ def _helper_job(job: KubernetesJob, name: str) -> str:
         command=command,
         cpus=job.helper_cpus,
         memory=job.helper_memory,
-        again="backoffLimit: 100  # it starts again with the workers\n" if job.api == "job" else "",
-        address="" if job.api == "job" else address,
+        grace=f"    terminationGracePeriodSeconds: {grace}  # as the workers, which it ends with\n"
+        if plain
+        else "",
+        again="backoffLimit: 100  # it starts again with the workers\n" if plain else "",
+        address="" if plain else address,
         probe=probe if job.helpers_required else "",
         **_common(job, name),
     )

@@ -110,8 +110,12 @@ def take_secret(stdin: IO[str]) -> Path:
     return path
 
 
-def await_release(host: str, port: int, *, deadline_s: float) -> int | None:
+def await_release(
+    host: str, port: int, *, deadline_s: float, held: threading.Event | None = None
+) -> int | None:
     """Return when the process that holds the leash on ``host`` has ended, and its exit code if it said one.
+
+    ``held`` is set once that process has been reached.
 
     Raises:
         ShoalError: nobody listens there before the deadline.
@@ -127,6 +131,8 @@ def await_release(host: str, port: int, *, deadline_s: float) -> int | None:
                     f"the first worker host {host}:{port} did not come within {deadline_s:g} s ({problem})"
                 ) from None
             time.sleep(_PAUSE_S)
+    if held is not None:
+        held.set()
     with connection:
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
