@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from cyclopts import App, Group, Parameter
 
-from shoal.cli.fill_memory import with_known_batches
 from shoal.cli.settings import settings_from, this_command
 from shoal.env import worker_env
 from shoal.recipes import RECIPES, load
@@ -142,6 +141,8 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
     config = replace(config, run=replace(run, name=run_name, dir=run.dir or Path("runs") / run_name))
     command = this_command()
     if worker_env() is None:
+        from shoal.cli.fill_memory import with_known_batches  # --help does without it
+
         config, command = with_known_batches(name, config, launch, preset, command)
     return start(
         launch,
