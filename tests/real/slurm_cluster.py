@@ -56,13 +56,16 @@ SlurmdTimeout=10
 
 
 class SlurmCluster:
-    """A controller, ``workers`` and ``helpers`` nodes; a context manager that leaves nothing behind."""
+    """A controller, ``workers`` and ``helpers`` nodes; a context manager that leaves nothing behind.
 
-    def __init__(self, folder: Path, *, workers: int, helpers: int) -> None:
+    ``nic`` is the rate of their links, such as ``"40mbit"``.
+    """
+
+    def __init__(self, folder: Path, *, workers: int, helpers: int, nic: str | None = None) -> None:
         self.folder = folder
         self.num_nodes = workers + helpers
         self._workers = workers
-        self._hosts = Cluster(hosts=self.num_nodes + 1)
+        self._hosts = Cluster(hosts=self.num_nodes + 1, nic=nic)
         self._controller = self.num_nodes
 
     def __enter__(self) -> Self:
@@ -74,7 +77,7 @@ class SlurmCluster:
             self._start_munge()
             self._start(self._controller, "slurmctld", "-D", "-c")
             for node in range(self.num_nodes):
-                self._start(node, "slurmd", "-D")
+                self.start_node(node)
             self.await_true(lambda: self.idle_nodes() == self.num_nodes)
         except BaseException:
             self._hosts.close()
@@ -114,6 +117,10 @@ class SlurmCluster:
         """Kill everything on a node at once, as when its power fails."""
         end_processes({identity(self._hosts.enter(node)[1].removeprefix("--net="))}, grace_s=0)
 
+    def start_node(self, node: int) -> None:
+        """Start a node's daemon, at first or after :meth:`kill_node`."""
+        self._start(node, "slurmd", "-D")
+
     def state(self, job: str) -> str:
         """Return a job's state; empty: it is not known any more."""
         return self.run("squeue", "-h", "-o", "%T", "-j", job).partition("\n")[0]
@@ -133,7 +140,11 @@ class SlurmCluster:
 
     def logs(self) -> str:
         """Return the ends of all logs and outputs, for a failed test's message."""
-        files = [*self.folder.glob("log/*"), *self.folder.glob("jobs/*/output*")]
+        files = [
+            *self.folder.glob("log/*"),
+            *self.folder.glob("jobs/*/output*"),
+            *self.folder.glob("jobs/*/logs/*"),
+        ]
         return "\n".join(f"== {path}\n{path.read_text()[-3000:]}" for path in files)
 
     def _configure(self) -> None:

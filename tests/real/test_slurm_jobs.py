@@ -80,6 +80,14 @@ def test_seeds_with_a_task_for_each_worker(slurm: SlurmCluster) -> None:
             ]
 
 
+def test_a_job_takes_as_many_nodes_of_its_range_as_there_are(slurm: SlurmCluster) -> None:
+    slurm.await_true(lambda: slurm.idle_nodes() == slurm.num_nodes, DEADLINE_S)
+    helper = ("--helpers", "1", "--helper-partition", "cpu", "--workers-per-host", "1")
+    submit(slurm, "--min-hosts", "1", *helper, "--", "python3", "count.py", "range", "1")
+    slurm.await_true(lambda: starts(slurm, "range-0"), DEADLINE_S)
+    assert starts(slurm, "range-0")[0][:5] == ["0", "2", "0", "1", "1"]
+
+
 def test_what_slurm_refuses_is_said_with_a_remedy(slurm: SlurmCluster) -> None:
     code, _, said = slurm.try_to(
         "shoal", "submit", "slurm", "--hosts", "2", "--partition", "no", "--", "true"

@@ -153,7 +153,7 @@ def render(job: SlurmJob, command: Sequence[str], folder: Path) -> str:
         *([f"--interface {job.interface}"] if job.interface else []),
     ]
     lines += [
-        f"{workers} \\",
+        f"{workers}{' --ntasks-per-node=1' if job.min_hosts else ''} \\",
         f'    shoal launch --job "$job"{"".join(f" {option}" for option in options)} -- \\',
         f"    {_quoted(command)}",
         "code=$?",
@@ -176,14 +176,15 @@ _ENDING = (
 def _directives(job: SlurmJob, command: Sequence[str], folder: Path) -> list[str]:
     """Return the lines for sbatch."""
     name = job_name(job, command)
-    nodes = f"{job.min_hosts}-{job.hosts}" if job.min_hosts else str(job.hosts)
     tasks = job.workers_per_host if job.task_per_worker else 1
+    # with tasks per node Slurm would take the fewest nodes of a range, enough for as many tasks
+    nodes = f"{job.min_hosts}-{job.hosts}" if job.min_hosts else f"{job.hosts} --ntasks-per-node={tasks}"
     cpus = job.cpus_per_host and job.cpus_per_host // (tasks or 1)
     common = [f"--job-name={name}", f"--time={job.time}"]
     common += [f"--{key}={value}" for key in ("account", "qos") if (value := getattr(job, key))]
     workers = [
         *([f"--partition={job.partition}"] if job.partition else []),
-        f"--nodes={nodes} --ntasks-per-node={tasks}",
+        f"--nodes={nodes}",
         *([f"--gpus-per-node={job.gpus_per_host}"] if job.gpus_per_host else []),
         f"--cpus-per-task={cpus}" if cpus else "--exclusive",
         *([f"--constraint={job.constraint}"] if job.constraint else []),

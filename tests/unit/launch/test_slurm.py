@@ -19,7 +19,7 @@ FOLDER = Path("/fsx/jobs/bert")
 HETEROGENEOUS = """\
 #!/bin/bash
 #SBATCH --job-name=bert --time=24:00:00
-#SBATCH --partition=gpu --nodes=4-8 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --partition=gpu --nodes=4-8 --gpus-per-node=8 --exclusive
 #SBATCH --requeue --open-mode=append --signal=USR1@180
 #SBATCH --output=/fsx/jobs/bert/output.log
 #SBATCH hetjob
@@ -30,7 +30,7 @@ job=/fsx/jobs/bert  # shared by all nodes
 module load cuda
 
 srun --het-group=1 --mpi=none --kill-on-bad-exit=0 shoal launch --role helper --job "$job" &
-srun --het-group=0 --mpi=none --kill-on-bad-exit=0 \\
+srun --het-group=0 --mpi=none --kill-on-bad-exit=0 --ntasks-per-node=1 \\
     shoal launch --job "$job" --workers 8 --helpers 4 --global-batch 512 -- \\
     shoal train bert --preset large --data.path '/fsx/my text' --run.dir runs/b
 code=$?

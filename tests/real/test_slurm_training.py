@@ -1,0 +1,164 @@
+"""ALBERT's tiny job on a real Slurm ends with the bits of an uninterrupted one, whatever Slurm does to it.
+
+Every start trains at least 20 s after its first step before something happens to it. Links of 40 Mbit/s make
+a step take as long on a fast machine as on a slow one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster, missing
+
+from shoal import record
+from shoal.record import read_record
+
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(900)]
+
+STEPS, EVERY = 180, 10
+TRAINED_S = 20.0
+DEADLINE_S = 300.0
+SETTINGS = {
+    "data.path": "text",
+    "train.total-steps": STEPS,
+    "run.log-frequency": 1,
+    "run.checkpoint-frequency": EVERY,
+    "run.keep-checkpoints": STEPS,
+    "run.validation-frequency": 0,
+    "run.validation-samples": 256,
+}
+SUBMIT = (
+    "shoal",
+    "submit",
+    "slurm",
+    "--partition",
+    "gpu",
+    "--helper-partition",
+    "cpu",
+    "--workers-per-host",
+    "1",
+)
+
+
+def train(run: str) -> list[str]:
+    options = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
+    return ["shoal", "train", "albert", "--preset", "tiny", "--run.dir", run, *options]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with SlurmCluster(
+        tmp_path_factory.mktemp("slurm") / "cluster", workers=2, helpers=1, nic="40mbit"
+    ) as cluster:
+        text = ("shoal", "prepare", "text", "builtin", "--out", "text", "--vocab-size", "2048")
+        cluster.run(*text, deadline_s=DEADLINE_S)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def whole(slurm: SlurmCluster) -> Path:
+    """Return the run that nothing interrupts: two workers, without Slurm."""
+    return alone(slurm, "whole", num_workers=2)
+
+
+def alone(slurm: SlurmCluster, run: str, *, num_workers: int) -> Path:
+    """Run the job on this machine to its end, and return its directory."""
+    command = [sys.executable, "-m", *train(run), "--workers", str(num_workers)]
+    done = subprocess.run(command, cwd=slurm.folder, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    return slurm.folder / run
+
+
+class Job:
+    """A submitted job and what its run's record says."""
+
+    def __init__(self, slurm: SlurmCluster, run: str, *options: str) -> None:
+        self.slurm, self.run = slurm, slurm.folder / run
+        slurm.await_true(lambda: slurm.idle_nodes() == slurm.num_nodes, DEADLINE_S)
+        said = slurm.run(*SUBMIT, "--name", run, *options, "--", *train(run), deadline_s=DEADLINE_S)
+        self.id = said.split()[1]
+        self.figures: list[str] = []
+
+    def rows(self, kind: type[record.Row]) -> list[record.Row]:
+        found = read_record(self.run) if (self.run / "record.jsonl").exists() else []
+        return [row for row in found if isinstance(row, kind)]
+
+    def train_20_s(self, start: int) -> None:
+        """Return 20 s after the first step of a start, counted from 1."""
+        self.slurm.await_true(lambda: len(self.rows(record.Start)) >= start, DEADLINE_S)
+        begun = self.rows(record.Start)[start - 1].time_s
+        first: list[record.Row] = []
+        while not first:
+            first = [row for row in self.rows(record.Step) if row.time_s > begun]
+            time.sleep(0.1)
+        self.figures.append(
+            f"start {start}: first step {first[0].time_s - self.began():.1f} s after Slurm began"
+        )
+        time.sleep(max(first[0].time_s + TRAINED_S - time.time(), 0))
+        assert not self.rows(record.End), "the job is too short for this machine"
+
+    def limit(self, minutes: int) -> None:
+        """Set the time limit of the job, of which it is told 3 minutes before."""
+        for part in range(2):
+            self.slurm.run("scontrol", "update", f"JobId={self.id}+{part}", f"TimeLimit={minutes}")
+
+    def began(self) -> float:
+        """Return when Slurm has started the job's script for the last time."""
+        text = self.slurm.run("scontrol", "show", "job", self.id)
+        return time.mktime(time.strptime(text.partition("StartTime=")[2].split()[0], "%Y-%m-%dT%H:%M:%S"))
+
+    def stops(self, why: str, cause: Callable[[], object]) -> None:
+        """Do what makes the workers save and leave, and wait until they have."""
+        before, asked = len(self.rows(record.Stop)), time.time()
+        cause()
+        self.slurm.await_true(lambda: len(self.rows(record.Stop)) > before, DEADLINE_S)
+        self.figures.append(
+            f"{why}: saved and stopped {self.rows(record.Stop)[-1].time_s - asked:.1f} s later"
+        )
+
+    def ends(self) -> None:
+        self.slurm.await_true(lambda: self.slurm.ended(self.id), DEADLINE_S)
+        print("\n".join(self.figures))
+        assert self.slurm.ended(self.id) == "0:0", self.slurm.logs()
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {row.step: row.loss for row in read_record(run) if isinstance(row, record.Step)}
+
+
+def end_of(run: Path) -> dict[str, bytes]:
+    """Return the content of the last checkpoint's tensors and of the exported model."""
+    (checkpoint,) = (run / "checkpoints").glob(f"step-{STEPS:08}")
+    files = [*checkpoint.glob("**/*.safetensors"), *(run / "transformers").glob("*.safetensors")]
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
+
+
+def test_three_slots_give_the_bits_of_one(slurm: SlurmCluster, whole: Path) -> None:
+    """Preempt the first start; the second is told of its time limit; the third may end."""
+    job = Job(slurm, "slots", "--hosts", "2", "--helpers", "1", "--time", "60")
+    job.train_20_s(1)
+    urgent = (
+        "sbatch",
+        "--parsable",
+        "-p",
+        "high",
+        "-N2",
+        "--exclusive",
+        "-o",
+        "/dev/null",
+        "--wrap",
+        "sleep 1",
+    )
+    job.stops("preempted", lambda: slurm.run(*urgent))
+    job.train_20_s(2)
+    job.stops("the time limit is near", lambda: job.limit(3))
+    job.limit(60)
+    job.ends()
+    assert len(job.rows(record.Start)) >= 3
+    assert losses(job.run) == losses(whole)
+    assert end_of(job.run) == end_of(whole)
