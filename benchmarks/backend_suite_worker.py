@@ -98,7 +98,6 @@ def _record_counters(path: Path) -> None:
         if not group.operations.is_closed:
             counted = {
                 "test": os.environ["SUITE_TEST"],
-                "inner_groups": int(group.gloo._group is not None),
                 **group.engine.counters(),
             }
             with path.open("a") as file:

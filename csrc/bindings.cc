@@ -349,6 +349,15 @@ shoal::EngineOptions options_of(const nb::dict& given) {
   return options;
 }
 
+// Reads the blocks of an Operation: an address and a number of elements per rank.
+std::vector<shoal::Block> blocks_of(const nb::object& given) {
+  std::vector<shoal::Block> blocks;
+  for (const auto& [address, count] : nb::cast<std::vector<std::pair<std::uintptr_t, std::uint64_t>>>(given)) {
+    blocks.push_back({reinterpret_cast<std::byte*>(address), count});
+  }
+  return blocks;
+}
+
 // Submits a shoal.comm.engine.Operation.
 std::uint64_t submit(shoal::Engine& engine, const nb::object& operation) {
   const auto get = [&]<class T>(const char* name, T) { return nb::cast<T>(operation.attr(name)); };
@@ -362,6 +371,12 @@ std::uint64_t submit(shoal::Engine& engine, const nb::object& operation) {
   spec.timeout_s = get("timeout_s", spec.timeout_s);
   spec.priority = get("priority", spec.priority);
   spec.shape = get("shape", spec.shape);
+  if (shoal::by_messages(spec.kind)) {
+    spec.inputs = blocks_of(operation.attr("inputs"));
+    spec.outputs = blocks_of(operation.attr("outputs"));
+    spec.tag = get("tag", spec.tag);
+    spec.source = reinterpret_cast<std::int32_t*>(get("source_rank", std::uintptr_t{}));
+  }
   const auto op = get("op", std::string());
   if (spec.kind == shoal::Kind::delegated) spec.name = op;
   else spec.combine = shoal::combine_named(op);

@@ -39,6 +39,8 @@ using shoal::Kind;
 
 // The numbers of the C interface are those of the core.
 static_assert(SHOAL_DELEGATED == static_cast<int>(Kind::delegated));
+static_assert(SHOAL_ALL_TO_ALL == static_cast<int>(Kind::all_to_all));
+static_assert(SHOAL_RECV == static_cast<int>(Kind::recv));
 static_assert(SHOAL_BARRIER == static_cast<int>(Kind::barrier));
 static_assert(SHOAL_REDUCE_SCATTER == static_cast<int>(Kind::reduce_scatter));
 static_assert(SHOAL_BFLOAT16 == static_cast<int>(shoal::Element::bfloat16));
@@ -99,9 +101,15 @@ Enum checked(std::int32_t value, Enum last, const char* what) {
   return static_cast<Enum>(value);
 }
 
-shoal::OpSpec spec_of(const shoal_operation& given) {
+std::vector<shoal::Block> blocks(const shoal_block* given, int size) {
+  std::vector<shoal::Block> found;
+  for (int rank = 0; given && rank < size; ++rank) found.push_back({static_cast<std::byte*>(given[rank].data), given[rank].count});
+  return found;
+}
+
+shoal::OpSpec spec_of(const shoal_operation& given, int size) {
   shoal::OpSpec spec;
-  spec.kind = checked(given.kind, Kind::delegated, "kind");
+  spec.kind = checked(given.kind, Kind::recv, "kind");
   spec.element = checked(given.dtype, shoal::Element::int64, "dtype");
   spec.combine = checked(given.reduction, shoal::Combine::bxor, "reduction");
   spec.count = given.count;
@@ -110,6 +118,12 @@ shoal::OpSpec spec_of(const shoal_operation& given) {
   spec.input = static_cast<const std::byte*>(given.input);
   spec.output = static_cast<std::byte*>(given.output);
   spec.timeout_s = given.timeout_s;
+  if (shoal::by_messages(spec.kind)) {
+    spec.inputs = blocks(given.inputs, size);
+    spec.outputs = blocks(given.outputs, size);
+    spec.tag = given.tag;
+    spec.source = given.source;
+  }
   if (given.num_dims && given.shape) spec.shape.assign(given.shape, given.shape + given.num_dims);
   else spec.shape = {static_cast<std::int64_t>(given.count)};
   if (spec.kind == Kind::delegated) spec.name = text(given.name, "delegated");
@@ -247,7 +261,7 @@ shoal_status shoal_submit(shoal_group* group, const shoal_operation* operations,
   return guarded([&] {
     for (std::size_t k = 0; k < num_operations; ++k) {
       const shoal_operation given = read_sized(element_of(operations, k), "shoal_operation");
-      shoal::OpSpec spec = spec_of(given);
+      shoal::OpSpec spec = spec_of(given, group->size);
       const std::uint64_t handle = group->engine ? group->engine->submit(std::move(spec)) : group->single.submit(spec);
       if (handles) handles[k] = handle;
       if (given.on_complete) group->callbacks.add(handle, given.on_complete, given.context);

@@ -35,7 +35,7 @@
 #define SHOAL_API __attribute__((visibility("default")))
 
 /* Incremented when a function or a field is added. */
-#define SHOAL_API_VERSION 1
+#define SHOAL_API_VERSION 2
 
 #ifdef __cplusplus
 extern "C" {
@@ -142,7 +142,12 @@ typedef enum shoal_kind {
   SHOAL_ALL_GATHER = 3,
   SHOAL_REDUCE_SCATTER = 4,
   SHOAL_BARRIER = 5,
-  SHOAL_DELEGATED = 6 /* moves no data: takes a number in the group's order for an operation that runs elsewhere */
+  SHOAL_DELEGATED = 6, /* moves no data: takes a number in the group's order for an operation that runs elsewhere */
+  SHOAL_ALL_TO_ALL = 7,
+  SHOAL_GATHER = 8,
+  SHOAL_SCATTER = 9,
+  SHOAL_SEND = 10, /* SHOAL_SEND and SHOAL_RECV concern two ranks only: the others do not submit them. Messages of */
+  SHOAL_RECV = 11  /* one tag from one rank to another arrive in the order in which they were submitted. */
 } shoal_kind;
 
 typedef enum shoal_dtype {
@@ -167,7 +172,7 @@ typedef enum shoal_reduction {
   SHOAL_BXOR = 7
 } shoal_reduction;
 
-/* Number of an operation in its group: 0, 1, 2, ... */
+/* Number of an operation in its group: 0, 1, 2, ...; a message has a number of its own, above 2^63. */
 typedef uint64_t shoal_handle;
 #define SHOAL_NO_HANDLE UINT64_MAX
 
@@ -176,12 +181,19 @@ typedef uint64_t shoal_handle;
  * not wait for one, and must not drop the last reference to the group. */
 typedef void (*shoal_callback)(void* context, shoal_handle handle, shoal_status status, const char* message);
 
+/* The elements that a rank exchanges with another one. */
+typedef struct shoal_block {
+  void* data;
+  uint64_t count;
+} shoal_block;
+
 typedef struct shoal_operation {
   size_t struct_size;
   int32_t kind;          /* shoal_kind */
   int32_t dtype;         /* shoal_dtype */
   int32_t reduction;     /* shoal_reduction; of all_reduce, reduce and reduce_scatter */
-  int32_t root;          /* source of a broadcast, destination of a reduce */
+  int32_t root;          /* source of a broadcast or scatter, destination of a reduce or gather; the other rank of a
+                            message, -1 to receive from any */
   uint64_t count;        /* elements of the tensor; of the input of all_gather, of the output of reduce_scatter */
   const void* input;     /* stays valid and unchanged until the operation has completed; */
   void* output;          /* so does this; it may equal input, or this rank's own part of the larger one */
@@ -192,6 +204,10 @@ typedef struct shoal_operation {
   const char* name;      /* of a delegated operation, the same on all ranks; copied */
   shoal_callback on_complete; /* NULL: none */
   void* context;         /* passed to on_complete */
+  const shoal_block* inputs;  /* one per rank, of any size; of an all_to_all, and of the root of a scatter */
+  const shoal_block* outputs; /* of an all_to_all, and of the root of a gather; both copied */
+  int32_t tag;           /* of a message: a receive takes those of its tag */
+  int32_t* source;       /* of a receive: where the rank is written that has sent; may be NULL */
 } shoal_operation;
 
 /* Begins operations and writes their handles. Never waits for other ranks. The operations of one call may be announced

@@ -18,7 +18,11 @@ class SingleRank {
     const std::lock_guard lock(mutex_);
     if (!error_.empty()) throw GroupError(error_);
     if (spec.root != 0) throw std::invalid_argument("the root is rank " + std::to_string(spec.root) + " of 1");
-    const bool moves = spec.kind != Kind::barrier && spec.kind != Kind::delegated && spec.kind != Kind::broadcast;
+    if (by_messages(spec.kind)) {
+      require_blocks(spec, 0, 1);
+      copy_own_block(spec, 0);
+    }
+    const bool moves = !by_messages(spec.kind) && spec.kind != Kind::barrier && spec.kind != Kind::delegated && spec.kind != Kind::broadcast;
     const std::size_t bytes = spec.count * size_of(spec.element);
     if (moves && bytes && spec.input != spec.output) std::memmove(spec.output, spec.input, bytes);
     Count& count = counts_[static_cast<std::size_t>(spec.kind)];
@@ -46,7 +50,7 @@ class SingleRank {
   }
 
  private:
-  static constexpr std::size_t kKinds = static_cast<std::size_t>(Kind::delegated) + 1;
+  static constexpr std::size_t kKinds = kNumKinds;
   struct Count {
     std::uint64_t num_operations = 0, num_bytes = 0;
   };

@@ -10,7 +10,6 @@ namespace shoal {
 namespace {
 
 constexpr double kSliceS = 0.25;
-constexpr double kHelperS = 30.0;  // helpers are started before workers
 
 }  // namespace
 
@@ -53,7 +52,7 @@ void Engine::join_group() {
 void Engine::call(int server, Clock::time_point until) {
   const double left_s = std::chrono::duration<double>(until - Clock::now()).count();
   try {
-    channel_->call(server, members_.is_helper(server) ? std::min(left_s, kHelperS) : left_s);
+    channel_->call(server, left_s);
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(members_.name_of(server) + ": " + error.what());
   }
@@ -107,8 +106,11 @@ void Engine::open_stage(const std::string& segment, double timeout_s) {
   hooks.trace = [this](const char* what, std::uint64_t begin, std::uint64_t seq, std::uint64_t chunk) {
     journal_.traced(what, begin, seq, chunk);
   };
-  auto stage = std::make_unique<HostStage>(*topology_, segment + "-" + std::to_string(topology_->my_host()),
-                                           options_, timeout_s, std::move(hooks));
+  const std::string on_host = segment + "-" + std::to_string(topology_->my_host());
+  auto stage = std::make_unique<HostStage>(*topology_, on_host, options_, timeout_s, std::move(hooks));
+  const auto slots = std::make_shared<SharedSegment>(on_host + "-messages", topology_->local_index(),
+                                                     message_layout(*topology_), timeout_s);
+  post([this, slots]() SHOAL_NO_ANALYSIS { protocol_->messages.use(slots); });
   const MutexLock lock(mutex_);  // the network thread already runs, and a peer may have failed
   stage_ = std::move(stage);
 }

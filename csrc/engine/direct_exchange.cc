@@ -129,7 +129,12 @@ void DirectExchange::leave(const Op& op) {
       }
       break;
     case Kind::barrier:
-    case Kind::delegated: break;
+    case Kind::delegated:
+    case Kind::all_to_all:
+    case Kind::gather:
+    case Kind::scatter:
+    case Kind::send:
+    case Kind::recv: break;
   }
   hooks_.trace("copy out", begin, op.seq, 0);
   shm_.progress(me_).num_left.store(++num_left_);

@@ -31,8 +31,9 @@ void require_apart(const OpSpec& spec, int rank, int size) {
                               "; clone one of them first");
 }
 
-// Copies this rank's input of an all_gather to the output, on the caller's thread.
+// Copies what this rank gives to itself, on the caller's thread.
 void prepare_own_part(Op& op, int rank) {
+  if (by_messages(op.spec.kind)) return copy_own_block(op.spec, rank);
   if (op.spec.kind != Kind::all_gather) return;
   const std::size_t bytes = op.spec.count * op.width();
   std::byte* to = op.spec.output + static_cast<std::size_t>(rank) * bytes;
@@ -72,6 +73,7 @@ Engine::~Engine() {
   }
   channel_->close("its engine was destroyed");
   if (stage) stage->stop();
+  if (protocol_) protocol_->messages.clear();
   if (protocol_) protocol_->path.clear();  // a queue that is released may post to the transport
 }
 
@@ -85,7 +87,9 @@ Engine::Protocol::Protocol(Engine& engine)
             [&engine](const Op& op, std::uint64_t index) {
               if (HostStage* stage = engine.stage()) stage->finish(op, index);
             },
-            [&engine](std::function<void()> step) { engine.post(std::move(step)); }}) {}
+            [&engine](std::function<void()> step) { engine.post(std::move(step)); }}),
+      messages({engine.options_, engine.members_, *engine.topology_, engine.ops_, mailbox, mismatch, engine.journal_,
+                [&engine](std::function<void()> step) { engine.post(std::move(step)); }}) {}
 
 // ---- callers --------------------------------------------------------------------------------------------
 
@@ -102,11 +106,15 @@ std::uint64_t Engine::submit(OpSpec spec) {
   const OpPtr op = make_op(std::move(spec));
   ops_.add(op);
   journal_.count(op->spec);
-  if (protocol_->mismatch.issued(*op)) {
+  if (!is_message(op->spec.kind) && protocol_->mismatch.issued(*op)) {
     post([this, op]() SHOAL_NO_ANALYSIS { protocol_->mismatch.begun(*op); });
   }
   if (op->spec.kind == Kind::delegated) return op->seq;
   prepare_own_part(*op, options_.rank);
+  if (by_messages(op->spec.kind)) {
+    post([this, op]() SHOAL_NO_ANALYSIS { protocol_->messages.begin(op); });
+    return op->seq;
+  }
   HostStage* const stage = this->stage();
   if (!stage) {
     post([this, op]() SHOAL_NO_ANALYSIS { protocol_->path.begin(op); });
@@ -120,13 +128,15 @@ std::uint64_t Engine::submit(OpSpec spec) {
 
 // Rejects what the reducing thread could not handle.
 void Engine::require_possible(const OpSpec& spec) const {
-  const bool rooted = spec.kind == Kind::broadcast || spec.kind == Kind::reduce;
+  const bool rooted = spec.kind == Kind::broadcast || spec.kind == Kind::reduce || spec.kind == Kind::gather ||
+                      spec.kind == Kind::scatter;
   if (rooted && (spec.root < 0 || spec.root >= options_.size)) {
     throw std::invalid_argument("the root of a " + std::string(name_of(spec.kind)) + " is rank " +
                                 std::to_string(spec.root) + " of " + std::to_string(options_.size));
   }
   const bool reduces = spec.kind == Kind::all_reduce || spec.kind == Kind::reduce || spec.kind == Kind::reduce_scatter;
   if (reduces) shoal::require_possible({spec.combine, spec.element, spec.element, options_.size});
+  if (by_messages(spec.kind)) return require_blocks(spec, options_.rank, options_.size);
   require_apart(spec, options_.rank, options_.size);
 }
 
@@ -135,7 +145,7 @@ OpPtr Engine::make_op(OpSpec spec) {
   op->spec = std::move(spec);
   op->signature = signature_of(op->spec);
   op->begun = Clock::now();
-  if (op->spec.kind == Kind::delegated) return op;
+  if (op->spec.kind == Kind::delegated || by_messages(op->spec.kind)) return op;
   const bool one_host = topology_->num_hosts() == 1;
   if (one_host && options_.size > 1 && HostStage::is_direct(op->spec, options_.size)) return op;  // it moves as a whole
   // where ranks share a host, the host stage emits chunks in call order
@@ -160,7 +170,7 @@ bool Engine::wait(std::uint64_t seq, double timeout_s) {
   const auto begin = Clock::now();
   HostStage* const stage = this->stage();
   if (stage && topology_->num_hosts() == 1) {
-    if (const OpPtr op = ops_.find(seq)) stage->drive(*op, timeout_s);
+    if (const OpPtr op = ops_.find(seq); op && !by_messages(op->spec.kind)) stage->drive(*op, timeout_s);
   }
   const double left_s = timeout_s - std::chrono::duration<double>(Clock::now() - begin).count();
   return ops_.wait(seq, timeout_s < 0 ? timeout_s : std::max(0.0, left_s));
@@ -273,6 +283,10 @@ void Engine::dispatch(int peer, const FrameHeader& header, Payload payload) {
     case FrameType::mismatch: return on.mismatch.on_mismatch(peer, header);
     case FrameType::fail:
       throw GroupFailure((members_.is_helper(peer) ? members_.name_of(peer) + " reports: " : "") + printable(text_of(payload)));
+    case FrameType::offer: return on.messages.on_offer(peer, header, std::move(payload));
+    case FrameType::accept: return on.messages.on_accept(peer, header);
+    case FrameType::part: return on.messages.on_part(peer, header, payload);
+    case FrameType::room: return on.messages.on_room(peer, header);
     case FrameType::goodbye:
       if (!members_.is_helper(peer)) on.liveness.left(peer);
       return;
@@ -287,6 +301,7 @@ void Engine::on_down(int peer, const std::string& why) {
   guarded([&]() SHOAL_NO_ANALYSIS {
     if (members_.is_helper(peer)) return lose_helper(peer, why, true);
     if (!protocol_->liveness.has_left(peer)) throw GroupFailure(members_.name_of(peer) + " was lost: " + why);
+    protocol_->liveness.gone(peer);
     on_tick();
   });
 }
@@ -329,6 +344,7 @@ void Engine::fail(const std::string& cause) {
   protocol_->mailbox.broadcast({FrameType::fail, 0, 0, 0, cause});
   channel_->drop_data();
   protocol_->path.clear();
+  protocol_->messages.clear();
   if (HostStage* stage = this->stage()) stage->stop();
   ops_.end_all(message);
 }

@@ -2,8 +2,8 @@
 // which share its connections.
 //
 // Three threads meet here. Callers submit and wait: OpTable numbers and ends operations. The network thread runs
-// the protocol: ChunkPath moves chunks, FlowControl decides which goes next, Router where it goes, Liveness watches
-// the peers, MismatchDetector compares what ranks issue. Where several ranks share the host, HostStage reduces inside
+// the protocol: ChunkPath moves chunks, FlowControl decides which goes next, Router where it goes, Messages moves what
+// goes from one rank to another, Liveness watches the peers, MismatchDetector compares what ranks issue. Where several ranks share the host, HostStage reduces inside
 // it, on its own thread or on that of a caller that waits.
 #pragma once
 
@@ -19,6 +19,7 @@
 #include "base/mutex.h"
 #include "engine/chunk_path.h"
 #include "engine/host_stage.h"
+#include "engine/messages.h"
 #include "transport/connections.h"
 
 namespace shoal {
@@ -73,6 +74,7 @@ class Engine : private ChannelEvents {
     Liveness liveness;
     MismatchDetector mismatch;
     ChunkPath path;
+    Messages messages;
   };
 
   // ChannelEvents

@@ -11,6 +11,7 @@ namespace {
 
 constexpr std::size_t kNamedRanks = 8;
 constexpr int kRanksATick = 64;
+constexpr std::uint64_t kGoneTicks = 2;
 
 std::string tenths(double value) {
   char text[32];
@@ -65,7 +66,7 @@ void Liveness::tick(const std::function<void(const Op&)>& announce) {
   beat();
   const std::vector<OpPtr> pending = ops_.pending();
   for (const OpPtr& op : pending) check(*op, announce);
-  if (pending.empty()) return;
+  if (pending.empty() || is_message(pending.front()->spec.kind)) return;
   Op& first = *pending.front();  // later operations wait for the same ranks
   const double age_s = age_of(first);
   if (age_s > straggler_s_ && !first.named) first.named = name_stragglers(first, age_s);
@@ -85,7 +86,25 @@ void Liveness::beat() {
   ++num_ticks_;
 }
 
+// A message waits for its peer only; one from any rank for all others.
+void Liveness::check_message(const Op& op) {
+  const int peer = op.spec.root;
+  bool somebody = false;
+  for (int rank = peer < 0 ? 0 : peer; rank < (peer < 0 ? members_.size() : peer + 1); ++rank) {
+    const State& state = at(rank);
+    const bool gone = state.gone_at != ~std::uint64_t{0} && num_ticks_ >= state.gone_at + kGoneTicks;
+    somebody = somebody || (rank != members_.rank && !gone);
+  }
+  const std::string name = peer < 0 ? "every other rank" : members_.name_of(peer);
+  if (!somebody) throw GroupFailure(name + " has left the group, and " + describe(op.spec) + " waits for it");
+  if (op.spec.timeout_s <= 0 || age_of(op) <= op.spec.timeout_s) return;
+  throw GroupFailure("the timeout of " + tenths(op.spec.timeout_s) + " s passed for " + describe(op.spec) + ": " +
+                     (peer < 0 ? "no rank" : name) + " has" + (peer < 0 ? "" : " not") +
+                     (op.spec.kind == Kind::send ? " received it" : " sent it"));
+}
+
 void Liveness::check(Op& op, const std::function<void(const Op&)>& announce) {
+  if (is_message(op.spec.kind)) return check_message(op);
   for (int rank = 0; rank < members_.size(); ++rank) {
     const State& state = at(rank);
     if (!state.left || state.completed > op.seq) continue;

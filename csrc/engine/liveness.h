@@ -22,6 +22,8 @@ class Liveness {
   bool heard(int peer, const FrameHeader& header) REQUIRES(network_thread);
   void left(int rank) REQUIRES(network_thread) { at(rank).left = true; }
   bool has_left(int rank) const REQUIRES(network_thread) { return at(rank).left; }
+  // Nothing more comes from this rank, but for what is in this host's buffers already.
+  void gone(int rank) REQUIRES(network_thread) { at(rank).gone_at = num_ticks_; }
 
   // Operations that the rank has begun, as far as is known here; those that every rank has begun, or completed.
   std::uint64_t num_begun(int rank) const REQUIRES(network_thread) { return at(rank).submitted; }
@@ -36,6 +38,7 @@ class Liveness {
   struct State {
     std::uint64_t submitted = 0, completed = 0;
     bool left = false;
+    std::uint64_t gone_at = ~std::uint64_t{0};  // tick
     std::uint64_t last_frame_ns = 0;
   };
 
@@ -43,6 +46,7 @@ class Liveness {
   const State& at(int peer) const REQUIRES(network_thread) { return states_[static_cast<std::size_t>(peer)]; }
   void beat() REQUIRES(network_thread);
   void check(Op& op, const std::function<void(const Op&)>& announce) REQUIRES(network_thread);
+  void check_message(const Op& op) REQUIRES(network_thread);
   bool name_stragglers(const Op& op, double age_s) REQUIRES(network_thread);
   std::string missing(const Op& op, bool& somebody) const REQUIRES(network_thread);
   double silent_s(int peer) const REQUIRES(network_thread);

@@ -39,7 +39,8 @@ struct Op {
   std::chrono::steady_clock::time_point begun;
   bool ordered = false;                       // sent in rank 0's order
   bool announced = false, named = false;      // to the other ranks; stragglers were logged
-  std::uint64_t ticket = 0;                   // host stage: of the first chunk, or of the direct exchange
+  bool has_messages = false;  // its receives are posted; network thread
+  std::uint64_t ticket = 0;   //                  // host stage: of the first chunk, or of the direct exchange
 
   std::size_t width() const { return size_of(spec.element); }
 

@@ -26,9 +26,10 @@ void OpTable::require_open() {
 void OpTable::add(const OpPtr& op) {
   const MutexLock lock(mutex_);
   check_open();
-  op->seq = num_submitted_;
-  ops_.emplace_hint(ops_.end(), op->seq, op);
-  num_submitted_ = op->seq + 1;
+  const bool message = is_message(op->spec.kind);
+  op->seq = message ? kFirstMessage + num_messages_++ : num_submitted_.load();
+  ops_.emplace(op->seq, op);
+  if (!message) num_submitted_ = op->seq + 1;
 }
 
 OpPtr OpTable::find(std::uint64_t seq) {
@@ -64,7 +65,8 @@ void OpTable::complete(const OpPtr& op) {
     if (found == ops_.end()) return;  // end_all() came first
     ops_.erase(found);
     end(op->seq, *op);
-    num_completed_ = ops_.empty() ? num_submitted_.load() : ops_.begin()->first;
+    const bool none = ops_.empty() || ops_.begin()->first >= kFirstMessage;
+    num_completed_ = none ? num_submitted_.load() : ops_.begin()->first;
   }
   changed_.notify_all();
 }

@@ -30,10 +30,10 @@ class OpTable {
   void open();
   // Throws GroupError if the group has failed or is not open.
   void require_open();
-  // Numbers and adds an operation. Throws GroupError too.
+  // Numbers and adds an operation. A message is numbered apart from the others. Throws GroupError too.
   void add(const OpPtr& op);
 
-  // Operations that this rank has begun; operations below the second number have completed here.
+  // Operations of the group that this rank has begun; those below the second number have completed here.
   std::uint64_t num_submitted() const { return num_submitted_; }
   std::uint64_t num_completed() const { return num_completed_; }
 
@@ -72,6 +72,7 @@ class OpTable {
   std::set<std::uint64_t> failed_ GUARDED_BY(mutex_), watched_ GUARDED_BY(mutex_);
   std::deque<std::uint64_t> watched_done_ GUARDED_BY(mutex_);
   std::string error_ GUARDED_BY(mutex_);
+  std::uint64_t num_messages_ GUARDED_BY(mutex_) = 0;
   bool open_ GUARDED_BY(mutex_) = false, closed_ GUARDED_BY(mutex_) = false;
 };
 

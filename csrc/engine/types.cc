@@ -7,8 +7,9 @@ namespace shoal {
 
 namespace {
 
-constexpr std::array<std::string_view, 7> kKinds = {
-    "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "barrier", "delegated"};
+constexpr std::array<std::string_view, kNumKinds> kKinds = {
+    "all_reduce", "reduce",     "broadcast", "all_gather", "reduce_scatter", "barrier",
+    "delegated",  "all_to_all", "gather",    "scatter",    "send",           "recv"};
 constexpr std::array<std::string_view, 8> kElements = {"float32", "float64", "float16", "bfloat16",
                                                        "int8",    "uint8",   "int32",   "int64"};
 constexpr std::array<std::string_view, 8> kCombines = {"sum", "avg",  "prod", "min",
@@ -54,7 +55,11 @@ std::string describe(const OpSpec& spec) {
   if (reduces) text += " (" + std::string(name_of(spec.combine)) + ")";
   if (spec.priority) text += " with a priority";
   if (spec.kind == Kind::broadcast) text += " from rank " + std::to_string(spec.root);
-  if (spec.kind == Kind::reduce) text += " to rank " + std::to_string(spec.root);
+  if (spec.kind == Kind::reduce || spec.kind == Kind::gather) text += " to rank " + std::to_string(spec.root);
+  if (spec.kind == Kind::scatter) text += " from rank " + std::to_string(spec.root);
+  if (spec.kind == Kind::send) text += " to rank " + std::to_string(spec.root);
+  if (spec.kind == Kind::recv) text += spec.root < 0 ? " from any rank" : " from rank " + std::to_string(spec.root);
+  if (is_message(spec.kind)) text += " of the group (tag " + std::to_string(spec.tag) + ")";
   return text;
 }
 
@@ -69,6 +74,7 @@ std::uint64_t signature_of(const OpSpec& spec) {
     for (char c : spec.name) hash = mix(hash, static_cast<unsigned char>(c));
     return hash;
   }
+  if (by_messages(spec.kind)) return hash;  // sizes differ between ranks; the receiver of each message compares them
   hash = mix(hash, spec.count);
   return mix(hash, static_cast<std::uint64_t>(spec.priority != 0));
 }

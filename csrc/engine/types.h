@@ -9,11 +9,18 @@
 
 namespace shoal {
 
-enum class Kind : std::uint8_t { all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, delegated };
-inline constexpr std::size_t kNumKinds = 7;
+enum class Kind : std::uint8_t {
+  all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, delegated, all_to_all, gather, scatter, send, recv
+};
+inline constexpr std::size_t kNumKinds = 12;
 
 // Returns whether every host contributes; the other kinds move one rank's data.
 inline bool adds_up(Kind kind) { return kind != Kind::broadcast && kind != Kind::all_gather; }
+
+// Returns whether an operation consists of messages between two ranks each (engine/messages.h).
+inline bool by_messages(Kind kind) { return kind >= Kind::all_to_all; }
+// Returns whether only two ranks take part: it has no number in the group's order.
+inline bool is_message(Kind kind) { return kind == Kind::send || kind == Kind::recv; }
 
 enum class Element : std::uint8_t { float32, float64, float16, bfloat16, int8, uint8, int32, int64 };
 
@@ -30,6 +37,12 @@ Kind kind_named(std::string_view name);
 Element element_named(std::string_view name);
 Combine combine_named(std::string_view name);
 
+// The elements that a rank exchanges with another one.
+struct Block {
+  std::byte* data = nullptr;
+  std::uint64_t count = 0;
+};
+
 // An operation as one rank submits it. `count` is the number of elements of the tensor; of the input for all_gather,
 // of the output for reduce_scatter. The memory belongs to the caller and must stay valid until the operation
 // completes.
@@ -38,20 +51,28 @@ struct OpSpec {
   Element element = Element::uint8;
   Combine combine = Combine::sum;
   std::uint64_t count = 0;
-  int root = 0;
+  int root = 0;      // of a message: the other rank; -1 to receive from any
   int priority = 0;  // of an all_reduce; 0: in call order; else among those with a priority, higher first
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   double timeout_s = 0;
   std::vector<std::int64_t> shape;
   std::string name;  // of a delegated operation
+  std::vector<Block> inputs, outputs;  // by rank: all_to_all has both, a gather's root outputs, a scatter's inputs
+  int tag = 0;                         // of a message
+  std::int32_t* source = nullptr;      // of a receive: the rank that has sent is written here
 };
 
 // Describes an operation for messages: "all_reduce of float32[1024, 30] (sum)".
 std::string describe(const OpSpec& spec);
 
-// Returns "operation #17".
-inline std::string numbered(std::uint64_t seq) { return "operation #" + std::to_string(seq); }
+// Number of this rank's first message; operations of the whole group have lower ones.
+inline constexpr std::uint64_t kFirstMessage = std::uint64_t{1} << 63;
+
+// Returns "operation #17", or "message #17".
+inline std::string numbered(std::uint64_t seq) {
+  return seq < kFirstMessage ? "operation #" + std::to_string(seq) : "message #" + std::to_string(seq - kFirstMessage);
+}
 
 // Hash that is equal for two ranks exactly if they issued the same operation (shapes of equal size may differ).
 std::uint64_t signature_of(const OpSpec& spec);

@@ -23,6 +23,10 @@ enum class FrameType : std::uint8_t {
   fabric,       // payload: libfabric addresses of this process; between transports only
   join,         // payload: identity of a process in the group
   leave,        // payload: reason for which the process is not, or no longer, in the group
+  offer,        // message number `chunk` of a pair; payload: the message, or its size (redo = 1): accept it
+  accept,       // there is memory for the pair's message `chunk`
+  part,         // part number `server` of message `chunk`; needed = 1 + the slot of shared memory that holds it, or 0
+  room,         // `chunk` bytes of small messages were taken, or the slot needed - 1 is free
 };
 
 // Little-endian on the wire, as on all supported machines. Fields that nothing sets yet are zero.
@@ -71,7 +75,8 @@ struct Payload {
 
 // Returns whether the payload holds elements; other frames are small and hold text.
 inline bool carries_data(FrameType type) {
-  return type == FrameType::push || type == FrameType::result || type == FrameType::supply;
+  return type == FrameType::push || type == FrameType::result || type == FrameType::supply || type == FrameType::offer ||
+         type == FrameType::part;
 }
 
 void set_checksums(FrameHeader& header, Payload& payload);

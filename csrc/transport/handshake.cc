@@ -13,6 +13,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "base/clock.h"
 #include "base/sha256.h"
 #include "transport/address.h"
 
@@ -118,13 +119,14 @@ void introduce(int fd, const Bytes& secret, const Introduction& intro, Clock::ti
 }
 
 int try_once(const SocketAddress& to, const Bytes& secret, const Introduction& intro, Clock::time_point connect_by,
-             Clock::time_point deadline) {
+             Clock::time_point deadline, bool& reached) {
   int fd = -1;
   try {
     fd = connect_once(to, connect_by);
   } catch (const std::runtime_error& error) {
     throw Unheard(error.what());
   }
+  reached = true;
   try {
     introduce(fd, secret, intro, deadline);
     return fd;
@@ -199,25 +201,27 @@ Introduction read_identity(const Bytes& secret, const Bytes& caller, const Bytes
   return intro;
 }
 
-int call(const std::string& address, int port, const Bytes& secret, const Introduction& intro, double timeout_s) {
+int call(const std::string& address, int port, const Bytes& secret, const Introduction& intro, double timeout_s,
+         double unreached_s) {
   const SocketAddress to(address, port);
-  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+  const auto begin = Clock::now(), deadline = begin + seconds(timeout_s);
+  const auto reached_by = std::min(deadline, begin + seconds(unreached_s));
+  bool reached = false;
   std::string why;
-  while (Clock::now() < deadline) {
+  do {
     // The kernel resends a lost SYN only after a second: several short attempts connect sooner.
-    const auto attempt = std::min(deadline, Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                                               std::chrono::duration<double>(kAttemptS)));
+    const auto attempt = std::min(deadline, Clock::now() + seconds(kAttemptS));
     try {
-      return try_once(to, secret, intro, attempt, deadline);
+      return try_once(to, secret, intro, attempt, deadline, reached);
     } catch (const Unheard& error) {
       why = error.what();
       poll(nullptr, 0, 20);
     } catch (const std::runtime_error& error) {
       throw std::runtime_error(address + ":" + std::to_string(port) + ": " + error.what());
     }
-  }
+  } while (Clock::now() < (reached ? deadline : reached_by));
   throw std::runtime_error(address + ":" + std::to_string(port) + " was not reached in " +
-                           std::to_string(std::lround(timeout_s)) + " s: " + why);
+                           std::to_string(std::lround(reached ? timeout_s : std::min(timeout_s, unreached_s))) + " s: " + why);
 }
 
 }  // namespace shoal

@@ -148,6 +148,31 @@ static void check_sums(struct rank* self) {
   CHECK(calls.num_failed == 0 && calls.handles[0] == 0 && calls.handles[1] == 1 && calls.handles[2] == 2);
 }
 
+/* Each rank gives the other one more element than itself, then they send each other a message. */
+static void check_messages(struct rank* self) {
+  const int other = 1 - self->rank;
+  int32_t given[5], taken[5] = {0}, own[2], source = -1, number = 7 + self->rank, received = 0;
+  for (int i = 0; i < 5; ++i) given[i] = 10 * self->rank + i;
+  memcpy(own, given, sizeof own);
+  shoal_block inputs[2], outputs[2];
+  inputs[self->rank] = (shoal_block){given, 2};
+  inputs[other] = (shoal_block){given + 2, 3};
+  outputs[self->rank] = (shoal_block){taken, 2};
+  outputs[other] = (shoal_block){taken + 2, 3};
+  const shoal_operation operations[3] = {
+      {.struct_size = sizeof(shoal_operation), .kind = SHOAL_ALL_TO_ALL, .dtype = SHOAL_INT32, .count = 5,
+       .timeout_s = DEADLINE_S, .inputs = inputs, .outputs = outputs},
+      {.struct_size = sizeof(shoal_operation), .kind = SHOAL_SEND, .dtype = SHOAL_INT32, .count = 1, .root = other,
+       .timeout_s = DEADLINE_S, .input = &number, .tag = 3},
+      {.struct_size = sizeof(shoal_operation), .kind = SHOAL_RECV, .dtype = SHOAL_INT32, .count = 1, .root = -1,
+       .timeout_s = DEADLINE_S, .output = &received, .tag = 3, .source = &source}};
+  shoal_handle handles[3];
+  CHECK(shoal_submit(self->group, operations, 3, handles) == SHOAL_SUCCESS);
+  for (int k = 2; k >= 0; --k) CHECK(shoal_wait(self->group, handles[k], DEADLINE_S) == SHOAL_SUCCESS);
+  CHECK(memcmp(taken, own, sizeof own) == 0 && taken[2] == 10 * other + 2 && taken[4] == 10 * other + 4);
+  CHECK(source == other && received == 7 + other);
+}
+
 static void check_failure(struct rank* self) {
   int64_t shape[2] = {5, 8 + self->rank};
   float tensor[45] = {0};
@@ -165,6 +190,7 @@ static void* run_rank(void* given) {
   struct rank* self = given;
   CHECK(shoal_group_connect(self->group, self->members, DEADLINE_S) == SHOAL_SUCCESS);
   check_sums(self);
+  check_messages(self);
   /* rank 0 waits for an operation that rank 1 begins later */
   shoal_operation barrier = {.struct_size = sizeof barrier, .kind = SHOAL_BARRIER, .timeout_s = DEADLINE_S};
   shoal_handle handle;

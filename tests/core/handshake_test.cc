@@ -156,6 +156,13 @@ TEST(handshake_call_tries_again_where_the_other_side_hangs_up_and_not_where_it_d
     crowded.stop();
     CHECK(crowded.num_calls > 1);
   }
+  // One that is there is called until the timeout, one that is not is given up before.
+  Listener slow(0, {});
+  CHECK_THROWS(std::runtime_error, shoal::call("127.0.0.1", slow.port, kSecret, some_introduction(), 0.3, 0));
+  slow.stop();
+  CHECK(slow.num_calls > 1);
+  const std::string gone = CHECK_THROWS(std::runtime_error, shoal::call("127.0.0.1", 1, kSecret, some_introduction(), 60, 0));
+  CHECK(gone.find("was not reached in 0 s") != std::string::npos);
   Listener stranger(shoal::kHelloBytes, Bytes(shoal::kChallengeBytes, 7));
   const std::string why =
       CHECK_THROWS(std::runtime_error, shoal::call("127.0.0.1", stranger.port, kSecret, some_introduction(), 5));

@@ -81,7 +81,8 @@ def num_pending() -> int:
     """Return how many operations the default group keeps for an end that nobody has waited for."""
     if (backend := native_group.native_backend(dist.group.WORLD)) is not None:
         return int(sys.modules["shoal_torch"].num_pending(backend))
-    return len(shoal_group().operations.pending)
+    operations = shoal_group().operations
+    return len(operations.pending) + len(operations.messages)
 
 
 def group_counters(group: Any = None) -> dict[str, int]:
@@ -91,7 +92,3 @@ def group_counters(group: Any = None) -> dict[str, int]:
 
 def ops(kind: str) -> int:
     return group_counters().get(f"ops_{kind}", 0)
-
-
-def has_inner_group(group: Any = None) -> bool:
-    return shoal_group(group).gloo._group is not None

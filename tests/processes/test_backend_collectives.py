@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shoal_workers import group_counters, has_inner_group, is_native, ops, run_group
+from shoal_workers import group_counters, is_native, ops, run_group
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("both_groups")
@@ -66,7 +66,6 @@ def check_reductions(rank: int) -> None:
             whole = in_rank_order(name, dtype, 3 * 50).view(3, 50)[rank]
             assert torch.equal(mine, whole), (dtype, name)
             assert torch.equal(rows, part(rank, dtype, 150)), "the input stays as it was"
-    assert not has_inner_group()
     assert not any(ops(kind) for kind in ("scatter", "gather", "all_to_all", "all_to_all_single"))
     assert min(ops("all_reduce"), ops("reduce"), ops("reduce_scatter")) == 4 * 5 + 4 * 8
 
@@ -133,7 +132,6 @@ def check_whole_averages(rank: int, size: int) -> None:
         work.get_future().wait()
     dist.all_reduce(epochs, avg)
     assert epochs.tolist() == [-3 if size == 2 else -4]
-    assert not has_inner_group()
 
 
 @pytest.mark.parametrize("hosts", ["aa", "ab", "aaa", "aab", "abc"])
@@ -169,7 +167,6 @@ def check_moves(rank: int) -> None:
     dist.broadcast_object_list(objects, 1)
     assert objects == [1, "from", 1]
     dist.barrier()
-    assert not has_inner_group()
     assert ops("broadcast") == len(every) + 2
 
 
@@ -223,7 +220,6 @@ def check_layouts(rank: int) -> None:
     mine = torch.empty(rank + 1)
     dist.reduce_scatter(mine, [torch.full((r + 1,), float(r + rank)) for r in range(SIZE)])
     assert torch.equal(mine, torch.full((rank + 1,), 3.0 * rank + 3))
-    assert not has_inner_group()
 
 
 def test_any_layout_of_memory(tmp_path: Path) -> None:
@@ -259,7 +255,6 @@ def check_fusion(rank: int) -> None:
         dist.all_reduce(second)
     manager.wait()
     assert (first.sum(), second.sum()) == (12, 6)
-    assert not has_inner_group()
 
 
 def test_coalesced_collectives_are_fused(tmp_path: Path) -> None:

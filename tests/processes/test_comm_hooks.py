@@ -161,10 +161,10 @@ def count_bytes(rank: int, count: int) -> None:
     # Each of 3 hosts sends two thirds of its gradient to the others' servers, and its own sums to two others.
     assert 4 / 3 * 4 * count < found["fp32"] < 1.05 * 4 / 3 * 4 * count, found
     assert 4 / 3 * 2 * count < found["bf16"] < 1.05 * 4 / 3 * 2 * count, found
-    # The engine carries the way back; the way out, of the same size, goes over gloo and is announced with it.
+    # The way out is an all_to_all, the way back, of the same size, an all_gather.
     row = count // 3 // BLOCK * BLOCK_BYTES
     after = group_counters()
-    name = "bytes_all_to_all_single"
+    name = "bytes_all_to_all"
     assert after[name] - counted.get(name, 0) == steps * 3 * row, "a third of which is this worker's own"
     assert 2 * row < found["int8"] < 1.08 * 2 * row, found
     assert 4 * row < 0.255 * 4 / 3 * 4 * count

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shoal_workers import group_counters, has_inner_group, ops, run_group
+from shoal_workers import group_counters, ops, run_group
 from staged_group import PYTHON_GROUP, small_pieces, staged
 from torch import Tensor
 
@@ -110,7 +110,7 @@ def check_moves(rank: int, size: int, same: BothWays) -> None:
         lambda rows: dist.all_gather_into_tensor(rows, rows[rank]),
         part(rank, torch.float32, size * 30).view(size, 30),
     )
-    # gloo's part
+    # by messages
     rows = [torch.full((3,), float(i + rank)) for i in range(size)]
     same(lambda mine, *rows: dist.scatter(mine, list(rows) if rank == 1 else None, 1), torch.zeros(3), *rows)
     same(lambda mine, *rows: dist.gather(mine, list(rows) if rank == 0 else None, 0), rows[0], *rows)
@@ -132,7 +132,6 @@ def check_moves(rank: int, size: int, same: BothWays) -> None:
 def check_all(rank: int, size: int, identity: str | None, is_hierarchical: bool) -> None:
     small_pieces()
     check_reductions(rank, size, BothWays(identity))
-    assert not has_inner_group()
     check_moves(rank, size, BothWays(identity))
     with staged(identity) as side:
         assert (side._hierarchical is not None) == is_hierarchical

@@ -34,9 +34,8 @@ first, and each sends a part (``routes``).
 ``hooks`` holds DDP communication hooks that send gradients in fewer bytes: bf16, or 8-bit blocks with error
 feedback.
 
-Operations that the engine does not implement (``scatter``, ``gather``, ``all_to_all``, ``send``, ``recv``,
-sparse tensors) run on an inner gloo group that is created on first use (``gloo_fallback``). The collectives
-among them are announced through the engine all the same.
+``all_to_all``, ``gather``, ``scatter``, ``send`` and ``recv`` (``exchange``) are messages between two ranks
+each: they do not pass through servers.
 
 This package does not import torch: a helper host runs its server without it.
 """

@@ -41,11 +41,12 @@ from shoal.comm.collectives import DEVICES, CollectiveBuilder, check_tensors, op
 from shoal.comm.device_group import DeviceGroup
 from shoal.comm.devices import BounceBuffers, Device
 from shoal.comm.engine import CollectiveEngine, CommError, EngineOptions, Operation, SingleProcessEngine
-from shoal.comm.gloo_fallback import GlooCollectives, GlooFallback, PointToPointWork
+from shoal.comm.exchange import MessageBuilder
 from shoal.comm.operations import Membership, Operations
-from shoal.comm.rendezvous import LOOPBACK, connect_engine, local_address
+from shoal.comm.rendezvous import connect_engine
+from shoal.comm.sparse import SparseParts
 from shoal.comm.store import monitored_barrier
-from shoal.comm.work import NO_TIMEOUT, BaseWork, JoinedWork, opaque_to_dynamo
+from shoal.comm.work import NO_TIMEOUT, BaseWork, JoinedWork, MessageWork, opaque_to_dynamo
 from shoal.errors import UsageError
 
 _CPU = torch.device("cpu")
@@ -105,7 +106,6 @@ class ShoalProcessGroup(ProcessGroup):
     Attributes:
         engine: of CPU tensors; it announces the collectives on others.
         operations: submits to the engine, and keeps what is in flight.
-        gloo: the inner group, for operations that the engine does not have.
         devices: makes the device of tensors that pass through the copy pipeline, by device type.
         device_groups: the collectives on each of these devices.
     """
@@ -129,17 +129,15 @@ class ShoalProcessGroup(ProcessGroup):
         options = options or EngineOptions()
         self.engine: CollectiveEngine
         if size == 1:
-            self.engine, address = SingleProcessEngine(), LOOPBACK
+            self.engine = SingleProcessEngine()
         else:
             self.engine = connect_engine(store, rank, size, name, global_ranks[rank], timeout, options)
-            address = local_address(store)
         self.member = Membership(
             store=store, rank=rank, size=size, name=name, global_rank=global_ranks[rank],
             engine=self.engine, options=options,
         )  # fmt: skip
         self._build = CollectiveBuilder(rank, size)
-        self.gloo = GlooFallback(self.member, address, timeout)
-        self.operations = Operations(self.member, self.gloo, timeout)
+        self.operations = Operations(self.member, timeout)
         self.devices: dict[str, Callable[[torch.device], Device]] = {"cuda": _open_cuda}
         self.device_groups: dict[torch.device, DeviceGroup] = {}
         self._coalescing: list[BaseWork] | None = None
@@ -201,9 +199,17 @@ class ShoalProcessGroup(ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
         (tensor,), opts = single_tensor(tensors, "all_reduce"), options_of(opts, AllreduceOptions, timeout)
         if tensor.layout == torch.sparse_coo and tensor.device.type == "cpu":
-            return self._inner.run("sparse_all_reduce", lambda g: g.allreduce([tensor], opts), opts)
+            return self._sparse_all_reduce(tensor, opts)
         check_tensors([tensor], "all_reduce")
         return self._submit(self._build.reduce([tensor], opts))
+
+    def _sparse_all_reduce(self, tensor: Tensor, opts: Any) -> Work:
+        """Sum sparse tensors. Waits until all ranks have told their numbers of elements."""
+        parts = SparseParts(tensor, opts.reduceOp)
+        self._submit(self._build.all_gather([parts.sizes(self.member.size)], [parts.size], opts)).wait()
+        return self._submit(
+            self._build.all_gather_list(parts.rows(), parts.packed, opts, parts.add_up, [tensor])
+        )
 
     def reduce(self, tensors: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
         (tensor,), opts = single_tensor(tensors, "reduce"), options_of(opts, ReduceOptions, timeout)
@@ -302,52 +308,61 @@ class ShoalProcessGroup(ProcessGroup):
             member.store, self.operations.sequence, member.rank, member.size, limit, wait_all_ranks
         )
 
-    # ---- operations of the inner gloo group ---------------------------------------------------------------
+    # ---- messages -----------------------------------------------------------------------------------------
 
     @property
-    def _inner(self) -> GlooCollectives:
-        """The inner group's operations; not kept, or this group would refer to itself."""
-        return GlooCollectives(self.gloo, self.member, self._begin, self._bounce_buffers)
+    def _message(self) -> MessageBuilder:
+        """Builds operations by messages; not kept, or this group would refer to itself."""
+        return MessageBuilder(self.member.rank, self.member.size, self._bounce_buffers)
 
     def gather(
         self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
     ) -> Work:
         opts = options_of(opts, GatherOptions, timeout)
         check_tensors([*inputs, *itertools.chain(*output_lists)], "gather")
-        return self._inner.gather(output_lists, inputs, opts)
+        return self._submit_one(self._message.gather(output_lists, inputs, opts))
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        return self._inner.gather_rows(output, input, options_of(opts, GatherOptions))
+        opts = options_of(opts, GatherOptions)
+        check_tensors([input, *([output] if opts.rootRank == self.member.rank else [])], "gather_into_tensor")
+        return self._submit_one(self._message.gather_rows(output, input, opts))
 
     def scatter(
         self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
     ) -> Work:
         opts = options_of(opts, ScatterOptions, timeout)
         check_tensors([*outputs, *itertools.chain(*input_lists)], "scatter")
-        return self._inner.scatter(outputs, input_lists, opts)
+        return self._submit_one(self._message.scatter(outputs, input_lists, opts))
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         check_tensors([*outputs, *inputs], "all_to_all")
-        return self._inner.all_to_all(list(outputs), inputs, options_of(opts, AllToAllOptions))
+        return self._submit_one(self._message.all_to_all(outputs, inputs, options_of(opts, AllToAllOptions)))
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Work:
         opts = options_of(opts, AllToAllOptions)
         check_tensors([output, input], "all_to_all_single")
-        return self._inner.all_to_all_single(output, input, output_sizes, input_sizes, opts)
+        return self._submit_one(
+            self._message.all_to_all_single(output, input, output_sizes, input_sizes, opts)
+        )
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
         check_tensors(tensors, "send")
-        return self._coalesced(self._inner.send(tensors, to, tag))
+        return self._submit_message(self._message.send(tensors, to, tag, self.operations.timeout))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
         check_tensors(tensors, "recv")
-        return self._coalesced(self._inner.recv(tensors, source, tag))
+        return self._submit_message(self._message.recv(tensors, source, tag, self.operations.timeout))
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> PointToPointWork:
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
         check_tensors(tensors, "recv")
-        return self._inner.recv_anysource(tensors, tag)
+        return self._submit_message(self._message.recv(tensors, None, tag, self.operations.timeout))
+
+    def _submit_message(self, operation: Operation) -> MessageWork:
+        work = self.operations.submit_message(operation)
+        self._coalesced(work)
+        return work
 
     def start_coalescing(self, device: torch.device | None = None) -> None:
         self._coalescing = []
@@ -429,7 +444,6 @@ class ShoalProcessGroup(ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later operations that have none of their own."""
         self.operations.timeout = timeout
-        self.gloo.set_timeout(timeout)
 
     def abort(self) -> None:
         """Fail all pending operations here and on all other ranks of the group."""

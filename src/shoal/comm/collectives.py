@@ -166,8 +166,18 @@ class CollectiveBuilder:
             )
         ]  # fmt: skip
 
-    def all_gather_list(self, outputs: list[Tensor], input: Tensor, opts: Any) -> list[Operation]:
-        """Gather rank r's tensor into output r. Sizes may differ by rank; all ranks pass the same ones."""
+    def all_gather_list(
+        self,
+        outputs: list[Tensor],
+        input: Tensor,
+        opts: Any,
+        unpack: Finish | None = None,
+        result: Any = None,
+    ) -> list[Operation]:
+        """Gather rank r's tensor into output r. Sizes may differ by rank; all ranks pass the same ones.
+
+        ``unpack`` runs after the outputs are written; ``result`` is the future's value, else ``outputs``.
+        """
         self._check_list("all_gather", "output", outputs, "input", input)
         width = max(output.numel() for output in outputs)
         source = as_contiguous(input).view(-1)
@@ -178,11 +188,13 @@ class CollectiveBuilder:
         def finish() -> None:
             for row, output in zip(rows, outputs, strict=True):
                 output.detach().copy_(row[: output.numel()].view(output.shape))
+            if unpack is not None:
+                unpack()
 
         return [
             collective(
                 "all_gather", as_movable(source), as_movable(rows), shape=input.shape,
-                timeout=opts.timeout, result=outputs, finish=finish,
+                timeout=opts.timeout, result=outputs if result is None else result, finish=finish,
             )
         ]  # fmt: skip
 

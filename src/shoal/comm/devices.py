@@ -1,6 +1,6 @@
 """Device interface of the copy pipeline: streams, events, pinned host buffers and the intra-host group.
 
-:class:`BounceBuffers` uses it for single copies, of tensors that gloo takes.
+:class:`BounceBuffers` uses it for single copies, of tensors that are sent as messages.
 
 ``cuda_device`` implements it for GPUs. ``benchmarks/memory_device.py`` implements it with threads as streams
 and CPU tensors, so that the tests run all code above this interface without a GPU.
@@ -91,7 +91,7 @@ class Device(Protocol):
 
 
 class BounceBuffers:
-    """Copies device tensors to and from host memory for gloo. The calling thread blocks for each copy."""
+    """Copies device tensors to and from host memory for messages. The calling thread blocks for each copy."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

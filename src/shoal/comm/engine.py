@@ -162,23 +162,30 @@ class EngineOptions:
 
 @dataclass(kw_only=True, slots=True)
 class Operation:
-    """A collective, as one rank submits it. The core reads the fields up to ``priority``.
+    """A collective, as one rank submits it. The core reads the fields up to ``source_rank``.
 
     Attributes:
-        kind: all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, or delegated (announced to
-            the other ranks, but moves no data).
+        kind: all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, all_to_all, gather, scatter;
+            send and recv, which concern two ranks only; or delegated (announced to the other ranks, but moves
+            no data).
         input: address of the elements, which must stay valid until the operation completes.
         output: address for the result; may equal ``input``.
         count: number of elements of the tensor; of the input for all_gather, of the output for
             reduce_scatter.
         dtype: float32, float64, float16, bfloat16, int8, uint8, int32 or int64.
         op: sum, avg, prod, min, max, band, bor or bxor; for a delegated operation, its name.
-        root: source rank of a broadcast, destination rank of a reduce.
+        root: source rank of a broadcast or scatter, destination rank of a reduce or gather; the other rank of
+            a message, -1 to receive from any.
         shape: for messages.
         timeout_s: the operation's deadline; 0 for none, or for that of the process group.
         priority: of an all_reduce. Operations with priority 0 are sent in call order, before all others. The
             others are sent by descending priority, in an order that rank 0 sets for all ranks. All ranks give
             a priority, or none does. The bits of the result do not depend on it.
+        inputs: address and number of elements for each rank, of an all_to_all and of a scatter's root.
+        outputs: the same, of an all_to_all and of a gather's root.
+        tag: of a message; a receive takes those of its tag.
+        source_rank: of a receive, address of the int32 that gets the number of the rank that has sent.
+        memory: tensors at the addresses, where ``source`` and ``target`` are not given.
         source: tensor at ``input``, flat and contiguous.
         target: tensor at ``output``, flat and contiguous.
         result: value of the work's future.
@@ -195,6 +202,11 @@ class Operation:
     shape: Sequence[int] = ()
     timeout_s: float = 0.0
     priority: int = 0
+    inputs: Sequence[tuple[int, int]] = ()
+    outputs: Sequence[tuple[int, int]] = ()
+    tag: int = 0
+    source_rank: int = 0
+    memory: Any = None
     source: Any = None
     target: Any = None
     result: Any = None
@@ -419,10 +431,13 @@ class SingleProcessEngine:
         self._error: str | None = None
 
     def submit(self, operation: Operation) -> int:
+        if operation.kind in ("send", "recv"):
+            raise ValueError(f"a message between rank 0 and rank {operation.root} of a group of 1")
         num_bytes = operation.count * _ITEM_BYTES[operation.dtype]
-        moves = operation.kind not in ("barrier", "delegated") and operation.input != operation.output
-        if num_bytes and moves:
-            ctypes.memmove(operation.output, operation.input, num_bytes)
+        source = operation.inputs[0][0] if operation.inputs else operation.input
+        target = operation.outputs[0][0] if operation.outputs else operation.output
+        if num_bytes and operation.kind not in ("barrier", "delegated") and source != target:
+            ctypes.memmove(target, source, num_bytes)
         self._counts[f"ops_{operation.name}"] += 1
         self._counts[f"bytes_{operation.name}"] += num_bytes
         self._next += 1

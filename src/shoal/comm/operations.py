@@ -9,13 +9,12 @@ import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 from torch._C._distributed_c10d import Store
 
 from shoal.comm.completer import CallbackThread, Completer
 from shoal.comm.engine import CollectiveEngine, CommError, EngineOptions, Operation
-from shoal.comm.work import EngineWork, InFlight
+from shoal.comm.work import EngineWork, InFlight, MessageWork
 from shoal.errors import UsageError
 
 _log = logging.getLogger(__name__)
@@ -35,35 +34,29 @@ class Membership:
     options: EngineOptions
 
 
-class InnerGroup(Protocol):
-    """The part of :class:`~shoal.comm.gloo_fallback.GlooFallback` that :class:`Operations` uses."""
-
-    def join_if_wanted(self) -> None: ...
-    def stop(self) -> None: ...
-
-
 class Operations:
     """The operations of one group. Works refer to it, and not to the group.
 
     Args:
         member: this rank; its engine is closed with this object.
-        inner: the group for other operations, closed with this object too.
         timeout: deadline of operations that have none of their own.
 
     Attributes:
         sequence: number of operations begun.
         pending: operations without an outcome; keeps their memory alive.
+        messages: the same of sends and receives, one of which may stay for long.
         resources: what :meth:`close` closes, the last added first. Whatever is added must not refer to this
             object, which may be garbage-collected without it; its resources are closed shortly after.
     """
 
-    def __init__(self, member: Membership, inner: InnerGroup, timeout: timedelta) -> None:
+    def __init__(self, member: Membership, timeout: timedelta) -> None:
         self.engine = member.engine
         self.timeout = timeout
         self.sequence = 0
         self.pending: dict[int, InFlight] = {}
+        self.messages: dict[int, InFlight] = {}
         self.is_closed = False
-        self._name, self._inner = member.name, inner
+        self._name = member.name
         self._is_ordered = member.options.ordered_callbacks
         self._thread = CallbackThread()
         self._completer = Completer(self.engine, self._thread)
@@ -72,8 +65,8 @@ class Operations:
         """by the program; those of callbacks are not counted"""
         self.resources = ExitStack()
         self.resources.callback(self.pending.clear)  # last: the engine reads and writes their memory
+        self.resources.callback(self.messages.clear)
         self.resources.callback(self.engine.close)
-        self.resources.callback(inner.stop)
         self.resources.callback(self._completer.stop)
         _close_when_collected(self, self.resources)
 
@@ -87,6 +80,19 @@ class Operations:
                 break
         return EngineWork(self, flight, operation)
 
+    def submit_message(self, operation: Operation) -> MessageWork:
+        """Begin a send or receive, which has no place in the order of the group's operations."""
+        self._require_open(operation)
+        for each in list(self.messages.values()):
+            self.advance(each, 0.0)
+        handle = self.engine.submit(operation)
+        flight = self.messages[handle] = InFlight(handle, operation)
+        return MessageWork(self, flight, operation)
+
+    def _require_open(self, operation: Operation) -> None:
+        if self.is_closed:
+            raise CommError(f"{operation.name}: this process group has been shut down; make a new one")
+
     def begin(self, operation: Operation) -> int:
         """Submit an operation of the program, or of a callback, to the engine, and return its handle.
 
@@ -95,8 +101,7 @@ class Operations:
                 callbacks have not returned in time.
             UsageError: a callback submits an operation after the program has submitted others.
         """
-        if self.is_closed:
-            raise CommError(f"{operation.name}: this process group has been shut down; make a new one")
+        self._require_open(operation)
         callback = self._thread.task
         if callback is None and self._is_ordered:
             self._completer.wait_until_idle(operation.name, self.timeout)
@@ -118,7 +123,7 @@ class Operations:
         """Leave the group and join its threads. Idempotent."""
         if self.is_closed:
             return
-        for flight in list(self.pending.values()):
+        for flight in [*self.pending.values(), *self.messages.values()]:
             self.advance(flight, 0.0)
         self.is_closed = True
         self.resources.close()
@@ -138,11 +143,11 @@ class Operations:
             else:
                 flight.settle(None)
         self.pending.pop(flight.handle, None)
+        self.messages.pop(flight.handle, None)
         return True
 
     def idle(self) -> None:
-        """Do what long waits must do between two short ones: answer other ranks, log the engine's events."""
-        self._inner.join_if_wanted()
+        """Log the engine's events, between two short waits of a long one."""
         for event in self.engine.take_events():
             _log.warning("group %s: %s", self._name, event)
 

@@ -216,6 +216,21 @@ class EngineWork(BaseWork):
             self._completion.set_result(None)
 
 
+@opaque_to_dynamo
+class MessageWork(EngineWork):
+    """A send or receive."""
+
+    def __init__(self, owner: WorkOwner, flight: InFlight, operation: Operation) -> None:
+        super().__init__(owner, flight, operation)
+        self._rank: torch.Tensor | None = operation.memory[0] if operation.kind == "recv" else None
+
+    def source_rank(self) -> int:
+        """Return the rank of the group that has sent what was received; -1 before that, and for a send."""
+        return -1 if self._rank is None else int(self._rank.item())
+
+    _source_rank = source_rank
+
+
 def is_fp16_bucket(result: Any) -> bool:
     """Return whether the result may be a bucket of DDP's built-in hook FP16_COMPRESS."""
     return (

@@ -15,69 +15,11 @@
 #include <vector>
 
 #include "group_state.h"
+#include "plain_tensors.h"
 #include "works.h"
 
 namespace shoal_torch {
 namespace {
-
-// ---- tensors that the engine takes ----------------------------------------------------------------------
-
-std::optional<shoal_dtype> dtype_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat: return SHOAL_FLOAT32;
-    case at::kDouble: return SHOAL_FLOAT64;
-    case at::kHalf: return SHOAL_FLOAT16;
-    case at::kBFloat16: return SHOAL_BFLOAT16;
-    case at::kChar: return SHOAL_INT8;
-    case at::kByte: return SHOAL_UINT8;
-    case at::kInt: return SHOAL_INT32;
-    case at::kLong: return SHOAL_INT64;
-    default: return std::nullopt;
-  }
-}
-
-// Returns whether the tensor's memory holds its elements in order, and the engine knows their type.
-bool is_plain(const at::Tensor& tensor) {
-  return tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() && !tensor.is_neg() &&
-         dtype_of(tensor).has_value();
-}
-
-bool is_plain(const std::vector<at::Tensor>& tensors) { return tensors.size() == 1 && is_plain(tensors[0]); }
-
-// Returns the engine's reduction of a tensor if it needs no step before or after it.
-std::optional<shoal_reduction> reduction_of(const c10d::ReduceOp& op, const at::Tensor& tensor) {
-  const bool is_float = tensor.is_floating_point();
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM: return SHOAL_SUM;
-    case c10d::ReduceOp::AVG: return is_float ? std::optional(SHOAL_AVG) : std::nullopt;
-    case c10d::ReduceOp::PRODUCT: return SHOAL_PROD;
-    case c10d::ReduceOp::MIN: return SHOAL_MIN;
-    case c10d::ReduceOp::MAX: return SHOAL_MAX;
-    case c10d::ReduceOp::BAND: return is_float ? std::nullopt : std::optional(SHOAL_BAND);
-    case c10d::ReduceOp::BOR: return is_float ? std::nullopt : std::optional(SHOAL_BOR);
-    case c10d::ReduceOp::BXOR: return is_float ? std::nullopt : std::optional(SHOAL_BXOR);
-    default: return std::nullopt;
-  }
-}
-
-bool overlap(const at::Tensor& one, const at::Tensor& other) {
-  const auto* a = static_cast<const char*>(one.const_data_ptr());
-  const auto* b = static_cast<const char*>(other.const_data_ptr());
-  return a < b + other.nbytes() && b < a + one.nbytes();
-}
-
-shoal_operation operation_of(shoal_kind kind, const at::Tensor& input, const at::Tensor& output) {
-  shoal_operation operation{};
-  operation.struct_size = sizeof operation;
-  operation.kind = kind;
-  operation.dtype = *dtype_of(input);
-  operation.input = input.const_data_ptr();
-  operation.output = output.data_ptr();
-  operation.count = static_cast<std::uint64_t>(input.numel());
-  operation.shape = input.sizes().data();
-  operation.num_dims = static_cast<std::uint32_t>(input.dim());
-  return operation;
-}
 
 // ---- the backend ----------------------------------------------------------------------------------------
 
@@ -149,6 +91,60 @@ class ShoalBackend final : public c10d::Backend {
     return submit("barrier", c10d::OpType::BARRIER, operation, opts.timeout, at::Tensor(), at::Tensor());
   }
 
+  // ---- collectives by messages: what is not plain, and what is wrong, goes to Python
+
+  WorkPtr gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                 const c10d::GatherOptions& opts) override {
+    const bool root = opts.rootRank == rank_, fits = is_plain(inputs) && outputs.size() == (root ? 1u : 0u);
+    const auto blocks = fits && root ? blocks_of(outputs[0], size_, inputs[0].scalar_type()) : std::nullopt;
+    if (!fits || blocks.has_value() != root) return delegate("gather", outputs, inputs, opts);
+    return gather(blocks, inputs[0], root ? outputs[0] : std::vector<at::Tensor>{}, opts);
+  }
+  // torch 2.11 does not have it: an override from 2.12 on.
+  WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
+    const bool root = opts.rootRank == rank_;
+    const bool fits = is_plain(input) && (!root || (is_plain(output) && has_rows(output, input)));
+    if (!fits) return delegate("gather_into_tensor", output, input, opts);
+    if (!root) return gather(std::nullopt, input, {}, opts);
+    std::vector<shoal_block> rows;
+    for (int rank = 0; rank < size_; ++rank) {
+      rows.push_back({static_cast<char*>(output.data_ptr()) + rank * input.nbytes(), static_cast<std::uint64_t>(input.numel())});
+    }
+    return gather(rows, input, {output}, opts);
+  }
+  WorkPtr scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
+                  const c10d::ScatterOptions& opts) override {
+    const bool root = opts.rootRank == rank_, fits = is_plain(outputs) && inputs.size() == (root ? 1u : 0u);
+    const auto blocks = fits && root ? blocks_of(inputs[0], size_, outputs[0].scalar_type()) : std::nullopt;
+    if (!fits || blocks.has_value() != root || (root && own(*blocks).count != static_cast<std::uint64_t>(outputs[0].numel()))) {
+      return delegate("scatter", outputs, inputs, opts);
+    }
+    shoal_operation operation = operation_of(SHOAL_SCATTER, outputs[0], outputs[0]);
+    operation.root = static_cast<std::int32_t>(opts.rootRank);
+    operation.inputs = blocks ? blocks->data() : nullptr;
+    return submit("scatter", c10d::OpType::SCATTER, operation, opts.timeout, at::Tensor(), outputs[0],
+                  root ? inputs[0] : std::vector<at::Tensor>{});
+  }
+  WorkPtr alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                   const c10d::AllToAllOptions& opts) override {
+    const auto type = inputs.empty() ? at::kFloat : inputs[0].scalar_type();
+    const auto from = blocks_of(inputs, size_, type), to = blocks_of(outputs, size_, type);
+    if (!from || !to || own(*from).count != own(*to).count) return delegate("alltoall", outputs, inputs, opts);
+    std::vector<at::Tensor> all = inputs;
+    all.insert(all.end(), outputs.begin(), outputs.end());
+    return all_to_all(c10d::OpType::ALLTOALL, *from, *to, inputs[0], outputs, std::move(all), opts);
+  }
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                        std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& opts) override {
+    const bool same = input.scalar_type() == output.scalar_type() && !overlap(input, output);
+    const auto from = same ? split_rows(input, input_sizes, size_) : std::nullopt;
+    const auto to = same ? split_rows(output, output_sizes, size_) : std::nullopt;
+    if (!from || !to || own(*from).count != own(*to).count) {
+      return delegate("alltoall_base", output, input, output_sizes, input_sizes, opts);
+    }
+    return all_to_all(c10d::OpType::ALLTOALL_BASE, *from, *to, input, {output}, {input, output}, opts);
+  }
+
   // ---- collectives that Python prepares
 
   WorkPtr allreduce_sparse(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override {
@@ -177,33 +173,19 @@ class ShoalBackend final : public c10d::Backend {
                                           const c10d::ReduceScatterOptions& opts) override {
     return delegate("reduce_scatter_tensor_coalesced", outputs, inputs, opts);
   }
-  WorkPtr gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
-                 const c10d::GatherOptions& opts) override {
-    return delegate("gather", outputs, inputs, opts);
-  }
-  // torch 2.11 does not have it: an override from 2.12 on.
-  WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
-    return delegate("gather_into_tensor", output, input, opts);
-  }
-  WorkPtr scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
-                  const c10d::ScatterOptions& opts) override {
-    return delegate("scatter", outputs, inputs, opts);
-  }
-  WorkPtr alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
-                   const c10d::AllToAllOptions& opts) override {
-    return delegate("alltoall", outputs, inputs, opts);
-  }
-  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
-                        std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& opts) override {
-    return delegate("alltoall_base", output, input, output_sizes, input_sizes, opts);
-  }
-
   // ---- messages, which have no number in the group's sequence
 
-  WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override { return ask("send", tensors, to, tag); }
-  WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override { return ask("recv", tensors, from, tag); }
+  WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override {
+    if (!is_plain(tensors)) return ask("send", tensors, to, tag);
+    return message("send", c10d::OpType::SEND, SHOAL_SEND, tensors[0], to, tag);
+  }
+  WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override {
+    if (!is_plain(tensors)) return ask("recv", tensors, from, tag);
+    return message("recv", c10d::OpType::RECV, SHOAL_RECV, tensors[0], from, tag);
+  }
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override {
-    return ask("recv_anysource", tensors, tag);
+    if (!is_plain(tensors)) return ask("recv_anysource", tensors, tag);
+    return message("recv", c10d::OpType::RECVANYSOURCE, SHOAL_RECV, tensors[0], -1, tag);
   }
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
@@ -251,13 +233,50 @@ class ShoalBackend final : public c10d::Backend {
     return large.scalar_type() == small.scalar_type() && large.numel() == size_ * small.numel();
   }
 
+  const shoal_block& own(const std::vector<shoal_block>& blocks) const { return blocks[static_cast<std::size_t>(rank_)]; }
+
   WorkPtr submit(const char* name, c10d::OpType type, shoal_operation operation, Milliseconds timeout,
-                 const at::Tensor& input, const at::Tensor& output) {
+                 const at::Tensor& input, const at::Tensor& output, std::vector<at::Tensor> others = {}) {
     operation.timeout_s = seconds(state_->limit(timeout));
-    const shoal_handle handle = state_->submit(name, operation, input, output);
+    const shoal_handle handle = state_->submit(name, operation, input, output, std::move(others));
     std::vector<at::Tensor> outputs;
     if (output.defined()) outputs.push_back(output);
     return coalesced(c10::make_intrusive<EngineWork>(state_, handle, type, name, std::move(outputs)));
+  }
+
+  // `blocks` on the root.
+  WorkPtr gather(const std::optional<std::vector<shoal_block>>& blocks, const at::Tensor& input,
+                 std::vector<at::Tensor> outputs, const c10d::GatherOptions& opts) {
+    shoal_operation operation = operation_of(SHOAL_GATHER, input, input);
+    operation.root = static_cast<std::int32_t>(opts.rootRank);
+    operation.outputs = blocks ? blocks->data() : nullptr;
+    operation.timeout_s = seconds(state_->limit(opts.timeout));
+    const shoal_handle handle = state_->submit("gather", operation, input, at::Tensor(), outputs);
+    return coalesced(c10::make_intrusive<EngineWork>(state_, handle, c10d::OpType::GATHER, "gather", std::move(outputs)));
+  }
+
+  WorkPtr all_to_all(c10d::OpType type, const std::vector<shoal_block>& from, const std::vector<shoal_block>& to,
+                     const at::Tensor& input, std::vector<at::Tensor> outputs, std::vector<at::Tensor> all,
+                     const c10d::AllToAllOptions& opts) {
+    shoal_operation operation = operation_of(SHOAL_ALL_TO_ALL, input, input);
+    operation.count = 0;
+    for (const shoal_block& each : from) operation.count += each.count;
+    operation.inputs = from.data();
+    operation.outputs = to.data();
+    operation.timeout_s = seconds(state_->limit(opts.timeout));
+    const shoal_handle handle = state_->submit("all_to_all", operation, at::Tensor(), at::Tensor(), std::move(all));
+    return coalesced(c10::make_intrusive<EngineWork>(state_, handle, type, "all_to_all", std::move(outputs)));
+  }
+
+  WorkPtr message(const char* name, c10d::OpType type, shoal_kind kind, const at::Tensor& tensor, int peer, int tag) {
+    shoal_operation operation = operation_of(kind, tensor, tensor);
+    const at::Tensor source = at::full({1}, -1, at::kInt);
+    operation.root = peer;
+    operation.tag = tag;
+    operation.source = source.data_ptr<int>();
+    operation.timeout_s = seconds(state_->timeout());
+    const shoal_handle handle = state_->submit_message(name, operation, tensor, source);
+    return coalesced(c10::make_intrusive<MessageWork>(state_, handle, type, name, std::vector<at::Tensor>{tensor}, source));
   }
 
   // Calls a method of the Python group that begins a collective.

@@ -6,9 +6,11 @@
 #include <shoal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <deque>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -34,20 +36,31 @@ using CGroup = std::unique_ptr<shoal_group, ReleaseGroup>;
 // Tensors that the engine reads and writes, kept until their operations have completed.
 class Operands {
  public:
-  void add(shoal_group* group, shoal_handle handle, at::Tensor input, at::Tensor output) {
+  void add(shoal_group* group, shoal_handle handle, at::Tensor input, at::Tensor output,
+           std::vector<at::Tensor> others = {}) {
     std::vector<Entry> done;  // destroyed after the lock is released: a tensor's Python object needs the GIL
     const std::lock_guard lock(mutex_);
+    if (handle >= kFirstMessage) {  // they end in any order, and one may stay for long
+      const auto ended = std::partition(messages_.begin(), messages_.end(), [group](const Entry& each) {
+        return !shoal_test(group, each.handle);
+      });
+      std::move(ended, messages_.end(), std::back_inserter(done));
+      messages_.erase(ended, messages_.end());
+      messages_.push_back({handle, std::move(input), std::move(output), {}});
+      return;
+    }
     while (!entries_.empty() && shoal_test(group, entries_.front().handle)) {
       done.push_back(std::move(entries_.front()));
       entries_.pop_front();
     }
-    entries_.push_back({handle, std::move(input), std::move(output)});
+    entries_.push_back({handle, std::move(input), std::move(output), std::move(others)});
   }
 
   std::size_t num_pending(shoal_group* group) {
     const std::lock_guard lock(mutex_);
     std::size_t num = 0;
     for (const Entry& each : entries_) num += shoal_test(group, each.handle) ? 0 : 1;
+    for (const Entry& each : messages_) num += shoal_test(group, each.handle) ? 0 : 1;
     return num;
   }
 
@@ -57,6 +70,8 @@ class Operands {
     {
       const std::lock_guard lock(mutex_);
       entries.swap(entries_);
+      std::move(messages_.begin(), messages_.end(), std::back_inserter(entries));
+      messages_.clear();
     }
     while (!entries.empty() && shoal_test(group.get(), entries.front().handle)) entries.pop_front();
     if (entries.empty()) return;
@@ -70,18 +85,24 @@ class Operands {
 
   void clear() {
     std::deque<Entry> entries;  // destroyed after the lock is released
+    std::vector<Entry> messages;
     const std::lock_guard lock(mutex_);
     entries.swap(entries_);
+    messages.swap(messages_);
   }
 
  private:
   struct Entry {
     shoal_handle handle;
     at::Tensor input, output;
+    std::vector<at::Tensor> others;
   };
+
+  static constexpr shoal_handle kFirstMessage = shoal_handle{1} << 63;
 
   std::mutex mutex_;
   std::deque<Entry> entries_;
+  std::vector<Entry> messages_;
 };
 
 class GroupState {
@@ -125,7 +146,7 @@ class GroupState {
   // Counts an operation and calls `submit` for it, in the order that the completer allows.
   template <class Submit>
   auto begin(const char* name, Submit submit) {
-    if (closed_) raise_comm_error(std::string(name) + ": this process group has been shut down; make a new one");
+    require_open(name);
     try {
       return completer_.begin(name, seconds(timeout()), std::move(submit));
     } catch (const OvertakenError& error) {
@@ -135,9 +156,9 @@ class GroupState {
     }
   }
 
-  // Submits an operation on the memory of two tensors, which it keeps until the operation has completed.
+  // Submits an operation on the memory of tensors, which it keeps until the operation has completed.
   shoal_handle submit(const char* name, const shoal_operation& operation, const at::Tensor& input,
-                      const at::Tensor& output) {
+                      const at::Tensor& output, std::vector<at::Tensor> others = {}) {
     shoal_handle handle = SHOAL_NO_HANDLE;
     const shoal_status status = begin(name, [&] {
       ++num_submitted_;
@@ -147,11 +168,29 @@ class GroupState {
       --num_submitted_;
       raise_status(status, shoal_last_error());
     }
-    if (!is_single_ && input.defined()) operands_.add(group(), handle, input, output);
+    if (!is_single_ && (input.defined() || !others.empty())) {
+      operands_.add(group(), handle, input, output, std::move(others));
+    }
     return handle;
   }
 
-  // Handles signals and lets the Python group answer other ranks. Called about every second of a wait; may raise.
+  // Submits a send or receive, which has no place in the order of the group's operations. `source`: where the rank is
+  // written that has sent.
+  shoal_handle submit_message(const char* name, const shoal_operation& operation, const at::Tensor& tensor,
+                              const at::Tensor& source) {
+    require_open(name);
+    shoal_handle handle = SHOAL_NO_HANDLE;
+    const shoal_status status = shoal_submit(group(), &operation, 1, &handle);
+    if (status != SHOAL_SUCCESS) raise_status(status, shoal_last_error());
+    operands_.add(group(), handle, tensor, source);
+    return handle;
+  }
+
+  void require_open(const char* name) const {
+    if (closed_) raise_comm_error(std::string(name) + ": this process group has been shut down; make a new one");
+  }
+
+  // Handles signals and logs the engine's events. Called about every second of a wait; may raise.
   void idle() {
     if (python_is_ending()) throw std::runtime_error("the interpreter ends");
     const py::gil_scoped_acquire gil;

@@ -21,7 +21,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 // An operation of the engine. Waiting needs no GIL; an error is raised as shoal's CommError.
-class EngineWork final : public c10d::Work {
+class EngineWork : public c10d::Work {
  public:
   EngineWork(std::shared_ptr<GroupState> group, shoal_handle handle, c10d::OpType type, const char* name,
              std::vector<at::Tensor> outputs)
@@ -138,6 +138,21 @@ class EngineWork final : public c10d::Work {
   shoal_status status_ = SHOAL_SUCCESS;  // set before settled_
   std::string message_;
   std::atomic<bool> settled_{false};
+};
+
+// A send or receive. It has no future, as with torch's own backends.
+class MessageWork final : public EngineWork {
+ public:
+  // `source`: a tensor of one int32, for the rank that has sent.
+  MessageWork(std::shared_ptr<GroupState> group, shoal_handle handle, c10d::OpType type, const char* name,
+              std::vector<at::Tensor> outputs, at::Tensor source)
+      : EngineWork(std::move(group), handle, type, name, std::move(outputs)), source_(std::move(source)) {}
+
+  int sourceRank() const override { return *source_.const_data_ptr<int>(); }
+  FuturePtr getFuture() override { return c10d::Work::getFuture(); }
+
+ private:
+  const at::Tensor source_;
 };
 
 // Several works as one.
