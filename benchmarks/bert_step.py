@@ -117,7 +117,7 @@ def main() -> int:
     chosen = {name: CASES[name] for name in bench.args.case or CASES}
     for case in chosen.values():
         require_data(case)
-    num_steps = NUM_STEPS[device] // (2 if bench.quick else 1)
+    num_steps = NUM_STEPS[device] // (2 if bench.quick else 1) if bench.args.size != "tiny" else 2
     for name, case in chosen.items():
         result, foreign = measure(name, device, bench.args.size, num_steps)
         num_retaken = 0

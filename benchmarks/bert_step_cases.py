@@ -80,10 +80,11 @@ def pair_reader(
     """Prepare a case's text and return what reads the pairs of segments of a step."""
     sources = tuple(str(test_data_dir() / name) for name in case.needs)
     tokenizer = str(test_data_dir() / case.tokenizer)
-    prepare_text(
-        PrepareConfig(sources=sources, out=folder / "text", tokenizer=tokenizer, validation=0),
-        progress=False,
+    # in this process: others would import torch and transformers first
+    config = PrepareConfig(
+        sources=sources, out=folder / "text", tokenizer=tokenizer, validation=0, processes=1
     )
+    prepare_text(config, progress=False)
     reader = ExampleReader(
         TextShards(folder / "text", "train"),
         ExampleConfig(

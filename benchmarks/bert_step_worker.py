@@ -40,6 +40,7 @@ from shoal.train.step import Step, Training
 from shoal.train.world import World, join_world
 
 WARM_UP_STEPS = 2
+TINY_BATCH = 2
 LEARNING_RATE = 1e-5
 TOLERANCE = 1e-3
 """How far the losses of the two sides may be apart, as a share: what the order of additions explains."""
@@ -235,7 +236,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.manual_seed(SEED)
-    batch_size = CASES[args.case].batch_size[args.device]
+    batch_size = TINY_BATCH if args.size == "tiny" else CASES[args.case].batch_size[args.device]
     with (
         tempfile.TemporaryDirectory() as name,
         join_world(alone(), DistributedConfig(device=args.device)) as world,

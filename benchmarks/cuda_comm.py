@@ -33,6 +33,7 @@ from shoal.comm.d2h_pipeline import CopyPipeline, DeviceWork, Transfer
 from shoal.comm.devices import Device
 from shoal.comm.engine import EngineOptions, SingleProcessEngine
 from shoal.comm.routes import flat_route
+from shoal.env import NATIVE_GROUP
 
 MIB = 1 << 20
 SIZES_MIB = (1, 25, 256)
@@ -149,6 +150,8 @@ def add_overlap(bench: Benchmark) -> None:
         common = os.environ | {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(HOSTS)),
         }  # fmt: skip
+        if memory:  # only the group in Python can be given a device that is none
+            common[NATIVE_GROUP] = "0"
         argv = [sys.executable, "-m", "benchmarks.cuda_comm_worker", json.dumps(spec), str(out)]
         workers = [
             subprocess.Popen(argv, env=common | {"RANK": str(rank), "SHOAL_HOST_ID": host})

@@ -138,19 +138,20 @@ def profile(name: str, device: str, *, tiny: bool) -> dict[str, Any]:
             torch.cuda.synchronize()
         return queued_s
 
-    for _ in range(2):
+    num_steps = 1 if tiny else STEPS
+    for _ in range(num_steps):
         step()
     begin_s = time.perf_counter()
-    queued_s = sum(step() for _ in range(STEPS)) / STEPS
-    step_s = (time.perf_counter() - begin_s) / STEPS
+    queued_s = sum(step() for _ in range(num_steps)) / num_steps
+    step_s = (time.perf_counter() - begin_s) / num_steps
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if cuda else []
     with torch.profiler.profile(activities=activities) as measured:
-        for _ in range(STEPS):
+        for _ in range(num_steps):
             step()
 
     def own_s(event: Any) -> float:
-        return float(event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e6 / STEPS
+        return float(event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e6 / num_steps
 
     events = sorted(measured.key_averages(), key=own_s, reverse=True)
     total_s = sum(map(own_s, events))
@@ -162,7 +163,7 @@ def profile(name: str, device: str, *, tiny: bool) -> dict[str, Any]:
         "kernels": [
             {
                 "name": event.key,
-                "calls": event.count // STEPS,
+                "calls": event.count // num_steps,
                 "s": own_s(event),
                 "share": own_s(event) / total_s,
             }

@@ -75,10 +75,10 @@ def _device(tiny: bool) -> tuple[str, str]:
 def _build(made: Path, tiny: bool) -> Iterator[Job]:
     """Build the core and the process group, unless they are there, without a network; make the input."""
     yield Job(title="the C++ core", command=_module("benchmarks.gpu.core"))
-    group = "from shoal.comm import native_group; native_group.build()"
-    yield Job(title="the process group in C++", command=(PYTHON, "-c", group))
     yield Job(title="input", command=_module("benchmarks.gpu.inputs", made, *["--tiny"] * tiny), limit_s=60)
     yield Job(title="shoal doctor", command=(*SHOAL, "doctor"), limit_s=60)
+    group = "from shoal.comm import native_group; native_group.build()"
+    yield Job(title="the process group in C++", command=(PYTHON, "-c", group))
     files = "tests/unit/benchmarks/test_gpu_kit.py" if tiny else "tests/gpu"
     yield Job(
         title="tests" if tiny else "tests/gpu",
