@@ -119,10 +119,17 @@ def test_no_more_than_eight_files_come_back(tmp_path: Path) -> None:
         check_results(tmp_path)
 
 
-def test_a_build_that_is_there_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    """This environment's own, which is found without pip."""
-    assert core.main() == 0
-    assert capsys.readouterr().out == "the build that is there is kept\n"
+def test_a_build_of_these_sources_is_kept(tmp_path: Path) -> None:
+    """This environment's own core, which is found without pip, stands for the build."""
+    (tmp_path / "csrc").mkdir()
+    source = tmp_path / "csrc/core.cc"
+    source.write_text("int x = 1;")
+    assert core.is_there(tmp_path), "somebody else has built it"
+    (tmp_path / core.DIGEST).parent.mkdir(parents=True)
+    (tmp_path / core.DIGEST).write_text(core.digest_of(tmp_path / "csrc"))
+    assert core.is_there(tmp_path)
+    source.write_text("int x = 2;")
+    assert not core.is_there(tmp_path)
 
 
 # ---- what travels --------------------------------------------------------------------------------------
