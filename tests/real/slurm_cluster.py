@@ -128,9 +128,8 @@ class SlurmCluster:
     def ended(self, job: str) -> str:
         """Return the exit code of a job that has ended, as Slurm writes it (``0:0``)."""
         text = self.run("scontrol", "show", "job", job)
-        return (
-            text.partition("ExitCode=")[2].split()[0] if "JobState=COMPLE" in text or "FAILED" in text else ""
-        )
+        has_ended = "JobState=COMPLETED" in text or "JobState=FAILED" in text
+        return text.partition("ExitCode=")[2].split()[0] if has_ended else ""
 
     def await_true(self, condition: Callable[[], object], deadline_s: float = START_DEADLINE_S) -> None:
         end = time.monotonic() + deadline_s
