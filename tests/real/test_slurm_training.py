@@ -6,6 +6,7 @@ a step take as long on a fast machine as on a slow one.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -20,8 +21,10 @@ from shoal.record import read_record
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(900)]
 
-STEPS, EVERY = 180, 10
+STEPS, EVERY = 240, 10
 TRAINED_S = 20.0
+LOST_S = 30.0
+HELPER = 2
 DEADLINE_S = 300.0
 SETTINGS = {
     "data.path": "text",
@@ -102,6 +105,13 @@ class Job:
         time.sleep(max(first[0].time_s + TRAINED_S - time.time(), 0))
         assert not self.rows(record.End), "the job is too short for this machine"
 
+    def start_after(self, start: int) -> int:
+        """Return the number of the next start, or that of the last one if the run just carries on."""
+        until = time.monotonic() + LOST_S
+        while time.monotonic() < until and len(self.rows(record.Start)) == start:
+            time.sleep(0.2)
+        return len(self.rows(record.Start))
+
     def limit(self, minutes: int) -> None:
         """Set the time limit of the job, of which it is told 3 minutes before."""
         for part in range(2):
@@ -127,8 +137,10 @@ class Job:
         assert self.slurm.ended(self.id) == "0:0", self.slurm.logs()
 
 
-def losses(run: Path) -> dict[int, float]:
-    return {row.step: row.loss for row in read_record(run) if isinstance(row, record.Step)}
+def losses(run: Path, until: int = STEPS) -> dict[int, float]:
+    return {
+        row.step: row.loss for row in read_record(run) if isinstance(row, record.Step) if row.step <= until
+    }
 
 
 def end_of(run: Path) -> dict[str, bytes]:
@@ -162,3 +174,33 @@ def test_three_slots_give_the_bits_of_one(slurm: SlurmCluster, whole: Path) -> N
     assert len(job.rows(record.Start)) >= 3
     assert losses(job.run) == losses(whole)
     assert end_of(job.run) == end_of(whole)
+
+
+def test_lost_helper_lost_worker_and_fewer_nodes(slurm: SlurmCluster, whole: Path) -> None:
+    """Kill the helper's node, then a worker's, which stays away: the rest runs on the node that is left."""
+    options = ("--hosts", "2", "--min-hosts", "1", "--helpers", "1", "--global-batch", "128")
+    job = Job(slurm, "nodes", *options)
+    job.train_20_s(1)
+    slurm.kill_node(HELPER)
+    slurm.start_node(HELPER)
+    job.train_20_s(job.start_after(1))
+    slurm.kill_node(1)
+    job.ends()
+    one_worker = next(row.time_s for row in job.rows(record.Start) if row.num_workers == 1)
+    step = next(row.step for row in job.rows(record.Resume) if row.time_s >= one_worker)
+    assert 0 < step < STEPS
+    assert losses(job.run, step) == losses(whole, step)
+    reference = until(job.run, step, slurm.folder / "reference")
+    alone(slurm, reference.name, num_workers=1)
+    assert losses(job.run) == losses(reference)
+    assert end_of(job.run) == end_of(reference)
+
+
+def until(run: Path, step: int, out: Path) -> Path:
+    """Copy a run as it was when the checkpoint of a step had been written."""
+    later = [path.name for path in (run / "checkpoints").iterdir() if int(path.name.partition("-")[2]) > step]
+    shutil.copytree(run, out, ignore=shutil.ignore_patterns(*later, "transformers", "results.json"))
+    path = out / "record.jsonl"  # what it says of later steps is void when it continues
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"kind": "end"' not in line))
+    return out
