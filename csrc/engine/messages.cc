@@ -4,6 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "base/clock.h"
 
@@ -157,7 +158,7 @@ void Messages::send(const OpPtr& op, int peer, const std::byte* data, std::uint6
     return with_.mailbox.send(peer, header, Payload{data, bytes, with_.ops.held(op), 0, false});
   }
   with_.ops.hold(*op);
-  to.going[header.chunk] = {op, data, bytes, num_parts(peer, bytes), 0, 0};
+  to.going[header.chunk] = {op, data, bytes, num_parts(peer, bytes)};
   header.redo = 1;
   with_.mailbox.send(peer, header, payload_of(std::string(reinterpret_cast<const char*>(&bytes), sizeof bytes)));
 }
@@ -280,7 +281,7 @@ void Messages::received(const Receive& receive, std::uint64_t number) {
 void Messages::on_accept(int peer, const FrameHeader& header) {
   if (with_.members.is_helper(peer)) throw ProtocolError(peer, "a helper receives no messages");
   const auto found = at(peer).going.find(header.chunk);
-  if (found == at(peer).going.end() || found->second.next_part || found->second.num_runs) {
+  if (found == at(peer).going.end() || std::exchange(found->second.accepted, true)) {
     throw ProtocolError(peer, "it accepts message " + std::to_string(header.chunk) + ", which is not offered");
   }
   if (!by_slots(peer)) return send_runs(peer, header.chunk);

@@ -87,6 +87,7 @@ class Messages {
     const std::byte* data = nullptr;
     std::size_t bytes = 0, num_parts = 0, next_part = 0;
     int num_runs = 0;  // queued in the transport
+    bool accepted = false;
   };
   struct Peer {
     std::uint64_t num_offered = 0, num_considered = 0;

@@ -19,7 +19,7 @@ HEADER_BYTES = 120
 TIMEOUT_S = 10.0
 IDENTITY_BYTES = 168
 PUSH, RESULT, SUPPLY, HEARTBEAT, ORDER, SERVER_DOWN, ANNOUNCE, TELL, FAIL, GOODBYE = range(10)
-JOIN, LEAVE = 11, 12
+JOIN, LEAVE, OFFER, ACCEPT, PART, ROOM = range(11, 17)
 
 
 def proof(secret: str, side: bytes, caller: bytes, listener: bytes, body: bytes = b"") -> bytes:

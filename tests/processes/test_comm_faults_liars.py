@@ -147,6 +147,49 @@ def test_a_result_from_a_rank_that_does_not_serve_the_chunk_is_refused() -> None
         assert not group.values(0, "sum")
 
 
+ALL_TO_ALL, RECV = 7, 11
+ABOUT_MESSAGES = {
+    "an offer of a receive": (Frame(type=stranger.OFFER, kind=RECV, payload=b""), "an offer of a recv"),
+    "an offer without a size": (
+        Frame(type=stranger.OFFER, kind=ALL_TO_ALL, redo=1, payload=b"1"),
+        "an offer without the size of the message",
+    ),
+    "too much unasked": (
+        Frame(type=stranger.OFFER, kind=ALL_TO_ALL, seq=9, payload=bytes((1 << 20) + 1)),
+        "more than 1048576 bytes of messages unasked",
+    ),
+    "nothing to accept": (
+        Frame(type=stranger.ACCEPT, chunk=3, payload=b""),
+        "it accepts message 3, which is not offered",
+    ),
+    "a part of nothing": (
+        Frame(type=stranger.PART, chunk=3, payload=b"1"),
+        "a part of message 3, which was not accepted",
+    ),
+    "room for nothing": (
+        Frame(type=stranger.ROOM, needed=0, chunk=1, payload=b""),
+        "it has taken more bytes of messages than were sent",
+    ),
+    "a slot of another": (
+        Frame(type=stranger.ROOM, needed=1, payload=b""),
+        "it gives back a slot that it does not have",
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", ABOUT_MESSAGES)
+def test_false_frames_about_messages_name_their_sender(lie: str) -> None:
+    frame, what = ABOUT_MESSAGES[lie]
+    with Group(sum_when_told, "ab") as group:
+        group.expect(0, "begun")
+        since = monotonic()
+        who = group.who(1)
+        with stranger.join(group.peers[0].address, group.peers[0].port, SECRET, who) as connection:
+            connection.sendall(who.encode(frame))
+            for text in both_errors(group, since):
+                assert f"{group.name(1)} sent a malformed frame: {what}" in text, text
+
+
 def test_a_result_of_another_size_names_the_server() -> None:
     with Group(sum_when_told, "ab", pattern=[1]) as group:
         group.expect(0, "begun")
