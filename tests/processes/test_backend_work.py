@@ -243,7 +243,7 @@ MISMATCHES = {
 
 
 def check_mismatch(rank: int, case: str) -> None:
-    tensor = torch.ones(3)
+    tensor, store = torch.ones(3), dist.distributed_c10d._get_default_store()
     with raises(CommError, "the ranks do not agree", *MISMATCHES[case]):
         if case == "shape":
             dist.all_reduce(torch.ones(3 + rank))
@@ -255,7 +255,9 @@ def check_mismatch(rank: int, case: str) -> None:
             dist.all_reduce(tensor, dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
         elif case == "messages":
             dist.all_reduce(tensor) if rank else dist.scatter(tensor, [tensor.clone(), tensor.clone()], src=0)
-            dist.barrier()  # the root's part of a scatter may be over before
+            store.wait(["rank 1 knows"])  # the root's part of a scatter may be over before
+            dist.barrier()
+    store.set(f"rank {rank} knows", "")
     with raises(CommError, "the ranks do not agree", *MISMATCHES[case]):
         dist.barrier()  # a group that has failed stays so
 
