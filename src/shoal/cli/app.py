@@ -19,7 +19,7 @@ from shoal.errors import EXIT_OK, EXIT_USAGE, ShoalError, missing_extra
 
 app = App(
     name="shoal",
-    version=lambda: import_module("shoal.doctor").version_text(),
+    version_flags=(),
     help="""Train PyTorch models on many machines in the least time.
 
 A first run, from text to a report:
@@ -88,6 +88,12 @@ def install_completion(*, shell: Literal["bash", "zsh", "fish"] | None = None) -
         Default: the shell that runs this command.
     """
     print(app.install_completion(shell=shell))
+
+
+@app.command(name="--version")
+def version() -> None:
+    """Print the version and the commit that it was built from."""
+    print(import_module("shoal.doctor").version_text())
 
 
 def main() -> None:

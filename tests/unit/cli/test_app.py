@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from shoal.doctor import version_text
 
 COMMANDS = (
     "bench",
@@ -37,6 +40,14 @@ def test_the_list_of_commands_is_complete_and_imports_nothing_slow() -> None:
     words = child.stdout.split()
     assert [command for command in COMMANDS if command not in words] == []
     assert child.stderr == "[]\n"
+
+
+def test_the_version_is_one_line_in_a_narrow_terminal() -> None:
+    """Hosts are compared by it."""
+    argv = [sys.executable, "-m", "shoal", "--version"]
+    environ = {**os.environ, "COLUMNS": "20"}
+    said = subprocess.run(argv, capture_output=True, text=True, check=True, env=environ).stdout
+    assert said == version_text() + "\n" and len(said) > 20
 
 
 WRONG_PATHS = (
