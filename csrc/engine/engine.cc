@@ -337,12 +337,14 @@ void Engine::lose_helper(int server, const std::string& why, bool tell) {
 }
 
 // Fails every operation and notifies the others; the first cause wins. Callers' memory is not accessed afterwards:
-// first everything that points into it is dropped, then the operations end.
+// first everything that points into it is dropped, then the operations end. Before that the cause is on its way: a
+// caller may end its process at once, and others must not take the closed connection for the cause.
 void Engine::fail(const std::string& cause) {
   if (std::exchange(failed_, true)) return;
   const std::string message = with_pending(cause);
   protocol_->mailbox.broadcast({FrameType::fail, 0, 0, 0, cause});
   channel_->drop_data();
+  channel_->write_queued();
   protocol_->path.clear();
   protocol_->messages.clear();
   if (HostStage* stage = this->stage()) stage->stop();

@@ -154,6 +154,7 @@ class Channel final : public Sender, public std::enable_shared_from_this<Channel
   // Has no more to do with a member.
   void drop(int member, const std::string& why) REQUIRES(network_thread);
   void drop_data() REQUIRES(network_thread) { connections_.transport().drop_data(number_); }
+  void write_queued() REQUIRES(network_thread) { connections_.transport().write_queued(); }
 
   // For Connections, on the network thread.
   const std::string& group() const { return me_.group; }

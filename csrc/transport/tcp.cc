@@ -258,6 +258,18 @@ void TcpTransport::flush_dirty() {
   }
 }
 
+void TcpTransport::write_queued() {
+  for (const auto& connection : std::vector(dirty_)) {
+    if (!connection->control() || !connections_.count(connection->fd())) continue;
+    const std::uint64_t before = connection->bytes_out;
+    try {
+      watch(*connection, !connection->write());
+    } catch (const std::system_error&) {  // the loop's write fails as well, and ends the connection
+    }
+    bytes_sent_ += connection->bytes_out - before;
+  }
+}
+
 void TcpTransport::write(const std::shared_ptr<Connection>& connection) {
   if (connection->queued_bytes() == 0 || !connections_.count(connection->fd())) return;
   const std::uint64_t before = connection->bytes_out;

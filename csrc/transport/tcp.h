@@ -72,6 +72,7 @@ class TcpTransport : public Transport {
   void send(int peer, FrameHeader header, Payload payload) override;
   void drop(int peer) override;
   void drop_data(std::uint32_t group) override;
+  void write_queued() override;
   std::map<std::string, std::uint64_t> counters() const override;
 
   // For the source, on the network thread: it no longer reaches the peer, which is down unless the peer's own

@@ -65,6 +65,9 @@ class Transport {
   virtual void drop(int peer) = 0;
   // Drops a group's queued data, whose memory is about to be released. Its other frames are still sent.
   virtual void drop_data(std::uint32_t group) = 0;
+  // Hands the kernel what it takes of the control frames queued by now, before the loop does so. A connection that
+  // fails meanwhile ends later, in the loop.
+  virtual void write_queued() = 0;
   // Any thread.
   virtual std::map<std::string, std::uint64_t> counters() const = 0;
 };

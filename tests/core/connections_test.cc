@@ -278,6 +278,28 @@ TEST(connections_drop_the_data_of_one_group_only) {
   CHECK_EQ(memory.use_count(), 1);
 }
 
+// A group's failure is on its way before its operations end: here the network thread does nothing else meanwhile.
+TEST(connections_queued_control_frames_are_written_at_once_on_demand) {
+  Pair pair;
+  std::array<Pair::Side, 2> group;
+  pair.begin(group, "g");
+  std::atomic<bool> arrived{false}, over{false};
+  group[0].channel->post([&]() SHOAL_NO_ANALYSIS {
+    FrameHeader header;
+    header.type = FrameType::fail;
+    group[0].channel->send(1, header, shoal::payload_of("the cause"));
+    group[0].channel->write_queued();
+    for (int k = 0; k < 1000 && !arrived; ++k) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      arrived = group[1].events.frames().size() == 1;
+    }
+    over = true;
+  });
+  await([&] { return over.load(); }, "the network thread goes on");
+  CHECK(arrived);
+  close(group);
+}
+
 // A flush ends with what was queued before it, however much of another group follows.
 TEST(connections_flush_waits_for_its_group_and_not_for_silence) {
   Pair pair;

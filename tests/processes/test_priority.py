@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from shoal_workers import run_group, shoal_group
+from shoal_workers import group_counters, run_group, shoal_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -24,6 +26,7 @@ from shoal.optim.lars import Lars
 
 HOSTS = ("a", "b", "c")
 CHUNK = 8 << 10
+MAX_STEPS = 10
 Factory = Callable[[nn.Module], Optimizer]
 
 OPTIMIZERS: dict[str, Factory] = {
@@ -204,42 +207,68 @@ def layers(width: int = 64) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(5)))
 
 
-def pushes(rank: int, group: Any, *, taken_over: bool) -> list[int]:
-    """Return the operations of this rank's messages in a step, one for each bucket."""
+def tell_when_all_are_under_way(group: Any, file: Path) -> None:
+    """Create ``file`` once this rank has begun the all-reduces of the five buckets of a step."""
+    wanted = group_counters(group)["ops_all_reduce"] + 5
+
+    def tell() -> None:
+        while group_counters(group)["ops_all_reduce"] < wanted:
+            time.sleep(0.001)
+        file.touch()
+
+    Thread(target=tell, daemon=True).start()
+
+
+def pushes(rank: int, group: Any, folder: Path, *, taken_over: bool) -> Iterator[list[int]]:
+    """Yield the operations of this rank's messages in steps, one for each bucket.
+
+    Rank 1 begins a step once rank 0 has begun all operations of it and waits for results.
+    """
     model = DistributedDataParallel(layers(1024), process_group=group, bucket_cap_mb=4.002)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stepper = prioritize(model, optimizer) if taken_over else optimizer
-    for _ in range(3):  # in the second, DDP makes its buckets anew
+    for step in range(MAX_STEPS):
         group.barrier().wait()
         shoal_group(group).engine.take_trace()
+        file = folder / f"step {step} {taken_over}"
+        rebuilt = step >= 2  # in the second step, DDP rebuilds its buckets
+        if rebuilt and rank == 0:
+            tell_when_all_are_under_way(group, file)
+        while rebuilt and rank == 1 and not file.exists():
+            time.sleep(0.001)
         optimizer.zero_grad()
         model(torch.ones(2, 1024) * (1 + rank)).square().mean().backward()
         stepper.step()
         if isinstance(stepper, Prioritized):
             stepper.finish()
         order = [seq for what, _, _, seq, _ in shoal_group(group).engine.take_trace() if what == "push"]
-    group.barrier().wait()
-    first = min(order)
-    return [seq - first for seq in order]
+        if rebuilt:
+            yield [seq - min(order) for seq in order]
 
 
-def messages(rank: int) -> None:
+def messages(rank: int, folder: Path) -> None:
     options = EngineOptions(chunk_bytes=CHUNK, min_window_bytes=CHUNK, window_bytes=CHUNK)
     group: Any = dist.new_group(backend="shoal", pg_options=options)
     shoal_group(group).engine.set_pattern([1])
     shoal_group(group).engine.trace(True)
-    plain, ours = (pushes(rank, group, taken_over=taken_over) for taken_over in (False, True))
-    assert Counter(ours) == Counter(plain)
+    plain = next(pushes(rank, group, folder, taken_over=False))
     assert plain == sorted(plain) and set(plain) == set(range(5))
-    # the buckets of the last layers were under way when that of the first came: from then on it goes alone
-    assert ours[0] == 0
-    last = max(place for place, bucket in enumerate(ours) if bucket == 4)
-    behind = Counter(ours[last:])
-    assert behind[1] + behind[2] + behind[3] > 2 * plain.count(1), [behind, Counter(ours[:last])]
+    seen = folder / "overtaken"
+    for ours in pushes(rank, group, folder, taken_over=True):
+        assert Counter(ours) == Counter(plain)
+        first = ours.index(4)
+        assert ours[first : first + plain.count(4)] == [4] * plain.count(4), "from then on it goes alone"
+        behind = Counter(ours[first:])
+        if rank == 0 and behind[1] + behind[2] + behind[3] > 2 * plain.count(1):
+            seen.touch()
+        group.barrier().wait()
+        if seen.exists():
+            return
+    raise AssertionError("no step sent the bucket of the first layer before most of the others")
 
 
 def test_the_first_layers_gradients_travel_first(tmp_path: Path) -> None:
-    run_group(messages, 2, tmp_path, hosts=HOSTS)
+    run_group(messages, 2, tmp_path, tmp_path, hosts=HOSTS)
 
 
 def layer_by_layer(rank: int) -> None:

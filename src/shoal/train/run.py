@@ -142,6 +142,7 @@ class Run:
         self._checkpointer: Checkpointer | None = None
         if directory is not None and settings.save:
             self._checkpointer = Checkpointer(directory, keep=settings.keep_checkpoints)
+        self._progress_file = progress_file() if world.is_main else None
         self._nonfinite_steps = 0
         self._metrics = RunningMetrics(self.sum)
         self._speed = Speed()
@@ -605,8 +606,8 @@ class Run:
             for row in self._checkpointer.poll():
                 if self.log:
                     self.log.write(row)
-                if self.world.is_main and (file := progress_file()):
-                    write_atomically(file, f"{row.step}\n".encode())
+                if self._progress_file:
+                    write_atomically(self._progress_file, f"{row.step}\n".encode())
 
     def _last_evaluations(self) -> dict[str, record.Evaluation]:
         """Return the evaluations of the last step; those of an earlier process group are in the record."""

@@ -57,13 +57,14 @@ def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN's attention makes a plan for each shape."""
     monkeypatch.setattr(world, "choose_device", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert torch.backends.cuda.cudnn_sdp_enabled()
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
     try:
         with alone_in_a_world(DistributedConfig(backend="gloo")):
             assert not torch.backends.cuda.cudnn_sdp_enabled()
             assert torch.backends.cuda.mem_efficient_sdp_enabled()
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(True)
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def test_a_dynamic_scale_halves_at_an_overflow_and_doubles_after_the_interval() -> None:
