@@ -28,7 +28,7 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is trained on what."""
+    """One comparison: a model, its precision and its batches."""
 
     title: str
     target: float

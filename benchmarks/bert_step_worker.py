@@ -43,7 +43,7 @@ WARM_UP_STEPS = 2
 TINY_BATCH = 2
 LEARNING_RATE = 1e-5
 TOLERANCE = 1e-3
-"""How far the losses of the two sides may be apart, as a share: what the order of additions explains."""
+"""Largest relative difference of the two sides' losses that the order of additions explains."""
 SIZES = {
     "tiny": BertModelConfig(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128
@@ -54,7 +54,7 @@ SIZES = {
     ),
 }
 FILLING = {"input_ids": 0, "token_type_ids": 0, "attention_mask": 0, "labels": -100}
-"""What the Trainer's columns are padded with; 0 is [PAD] in BERT's vocabulary."""
+"""Padding of the Trainer's columns; 0 is [PAD] in BERT's vocabulary."""
 
 
 def peer_rows(batch: Arrays, sentence_label: str = "next_sentence_label") -> list[dict[str, Tensor]]:

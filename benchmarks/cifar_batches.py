@@ -1,4 +1,4 @@
-"""What do large batches cost in accuracy? CIFAR-10 with batches of 256, 4,096 and 16,384, SGD and LARS.
+"""Accuracy with large batches: CIFAR-10 with batches of 256, 4,096 and 16,384, SGD and LARS.
 
 The command that a user gives, `shoal train resnet50 --preset cifar10`, with the rate in proportion to the
 batch, or LARS's own; the same epochs for all, several seeds. IMAGES is a directory of `shoal prepare images`.

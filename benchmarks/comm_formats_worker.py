@@ -61,7 +61,7 @@ def main() -> None:
     }
     samples: dict[str, list[float]] = {name: [] for name in (*FORMATS, COMPUTATION)}
     sent: dict[str, list[float]] = {name: [] for name in FORMATS}
-    training.step()  # after the first step DDP orders its buckets anew
+    training.step()  # after the first step DDP rebuilds its buckets
     for turn in range(-1, spec["repeats"]):  # the first turn only makes buffers
         for name in samples if turn % 2 == 0 else reversed(samples):
             training.group = None if name == COMPUTATION else group

@@ -1,4 +1,4 @@
-"""How far bf16 sums of 64 ranks lie from the exact ones: the engine's, and those of a ring in bf16."""
+"""Errors of bf16 sums of 64 ranks: the engine's, and those of a ring in bf16."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _MPI_PORT = MASTER_PORT + 2_000
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one run of the workers gave. ``samples`` are seconds, by case and backend."""
+    """Measurements of one run of the workers. ``samples`` are seconds, by case and backend."""
 
     samples: dict[str, dict[str, list[float]]]
     foreign: float

@@ -43,7 +43,7 @@ PROCESSOR = "processor seconds of "
 Call = Callable[[], object]
 
 
-def shoal_group(num_helpers: int, *, in_python: bool) -> dist.ProcessGroup:
+def shoal_group(num_helpers: int, *, in_python: bool = False) -> dist.ProcessGroup:
     """Make a group of all workers that uses the first ``num_helpers`` helper hosts."""
     given = os.environ.get(HELPERS, "")
     os.environ[HELPERS] = ",".join(given.split(",")[:num_helpers])

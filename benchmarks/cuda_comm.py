@@ -1,4 +1,4 @@
-"""What do gradients on a GPU cost on their way through the host's memory?
+"""Cost of a GPU's gradients on their way through the host's memory.
 
 A tensor goes to the host chunk by chunk and comes back, without a network in between; the peer is
 what one would write by hand: one copy to pinned memory, and one back. Overlap: two processes, as two hosts,

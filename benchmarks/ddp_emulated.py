@@ -1,4 +1,4 @@
-"""How many steps a second does DDP take on 8 emulated hosts, over gloo and over the two-hop backend?
+"""Steps per second of DDP on 8 emulated hosts, over gloo and over the two-hop backend.
 
 Real models and gradients, random tokens, links of 200 Mbit/s. All hosts share the cores of this machine, and
 their computation takes as long as everybody's; what it takes alone is shown. Where communication dominates,

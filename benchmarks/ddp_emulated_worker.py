@@ -80,7 +80,7 @@ def main() -> None:
 
     training = Training(build(spec["model"]), loss, groups)
     training.group = next(iter(backends.values()))
-    training.step()  # after the first step DDP orders its buckets anew
+    training.step()  # after the first step DDP rebuilds its buckets
     samples = training.samples_of(backends, spec["repeats"])
     training.check()
     memory = groups.gather_json(memory_of())

@@ -45,7 +45,7 @@ class Training:
         self.group: dist.ProcessGroup | None = groups.control
         """None: gradients stay where they are."""
         self.hook: Callable[..., Any] = default_hooks.allreduce_hook
-        """How they travel."""
+        """DDP's communication hook, which averages them."""
 
         def average(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
             assert self.group is not None

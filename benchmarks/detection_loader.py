@@ -1,4 +1,4 @@
-"""How many training images with boxes and masks become ready a second and core, against torchvision's loader?
+"""Training images with boxes and masks per second and core, against torchvision's loader.
 
 Both sides begin with the same JPEGs of COCO and the same annotations, and end with what a detector trains on:
 the image resized to a shorter side of 800 pixels (a longer one of at most 1333), mirrored at random,

@@ -1,4 +1,4 @@
-"""How fast are a detector's operations over a batch, against torchvision's functions called image by image?
+"""Speed of a detector's operations over a batch, against torchvision's functions called image by image.
 
 Sizes are Mask R-CNN's on COCO: images of 800 x 1216 pixels with 243,000 anchors and 7 objects on average;
 2,000 proposals of each of five levels; 1,000 boxes of 80 classes; 100 masks of 28 x 28. Each operation

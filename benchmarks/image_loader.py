@@ -1,4 +1,4 @@
-"""How many training images a second and core become ready, against torchvision's ImageFolder and DataLoader?
+"""Training images per second and core, against torchvision's ImageFolder and DataLoader.
 
 Both sides begin with the same JPEGs and end with float batches of 64 × 3 × 224 × 224: decoding, a random
 resized crop, mirror image, jitter of brightness, contrast, saturation (.4) and hue (.1), normalisation. Ours

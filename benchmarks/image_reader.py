@@ -1,4 +1,4 @@
-"""How much sooner are encoded images read in random order than by ``webdataset``, from the same shards?
+"""Encoded images read in random order, against ``webdataset`` on the same shards.
 
 Both sides read local tar shards of images of about 100 kB (made of random bytes: nothing is decoded), one
 epoch in one thread, from files that the operating system has in memory, and hand over the bytes and the label

@@ -1,4 +1,4 @@
-"""What a figure was measured on, and who else used the processors meanwhile. Standard library only."""
+"""The machine of a figure, and the processors' other users meanwhile. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long does a step of LAMB, LARS or NovoGrad take, against other libraries?
+"""Time of a step of LAMB, LARS or NovoGrad, against other libraries.
 
 LAMB on the shapes of ALBERT-base and BERT-base, LARS on ResNet-50's, NovoGrad on Mask R-CNN's. timm's and
 pytorch_optimizer's optimizers on the same shapes, weights and gradients, each in its faster form (``foreach``

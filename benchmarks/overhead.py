@@ -1,4 +1,4 @@
-"""What do metrics and asynchronous checkpoints add to training, one each 50 steps of ALBERT-base?
+"""Cost of metrics and asynchronous checkpoints, one each 50 steps of ALBERT-base.
 
 Blocks of steps with one line of the record (TensorBoard included) and one checkpoint alternate with blocks
 without. The checkpoint's thread works while the steps after it run, so a block is long enough for it to end.

@@ -22,7 +22,7 @@ DEVICE_BYTES = 40 * 10**9
 MICRO_BATCH, GLOBAL_BATCH = 1, 8192
 SOURCE_LENGTH, TARGET_LENGTH = 512, 114
 A100 = Rates(flops_per_s=150e12, bytes_per_s=1.3e12)
-"""What an A100 reaches in bf16."""
+"""Operations per second that an A100 reaches in bf16."""
 NVSWITCH = Link(bytes_per_s=250e9, latency_s=1e-5)
 NETWORK = Link(bytes_per_s=400e9 / 8 / 8, latency_s=3e-5)
 """A device's part of the 400 Gbit/s that eight of them share."""

@@ -64,7 +64,7 @@ class Setting:
 
     @property
     def backends(self) -> dict[str, int | None]:
-        """How many helpers each backend has; the fewer first, which no earlier group has measured."""
+        """Number of helpers of each backend; the fewer first, which no earlier group has measured."""
         half, whole = self.num_hosts // 2, self.num_hosts
         return {"gloo": None, "shoal": 0, f"{half} helpers": half, f"{whole} helpers": whole}
 

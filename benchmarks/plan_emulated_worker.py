@@ -119,7 +119,7 @@ def measure_case(
     training = Training(model, loss, groups, bucket_cap_mb=bucket_mib)
     busy = Busy()
     group_of: dict[str, dist.ProcessGroup | None] = {**backends, COMPUTATION: None}
-    for group in group_of.values():  # after the first step DDP orders its buckets anew; connections are made
+    for group in group_of.values():  # after the first step DDP rebuilds its buckets; connections are made
         training.group = group
         training.step()
     samples = training.samples_of(group_of, repeats, busy)
@@ -139,8 +139,9 @@ def main() -> None:
     }
     small = Case(collective="all_reduce", num_elements=_SMALL, num_bytes=4 * _SMALL)
     calls = {name: prepare(small, group, torch.float32, name) for name, group in backends.items()}
+    small_s, _ = samples_of(calls, groups, spec["repeats"])
     result = {
-        "small_s": samples_of(calls, groups, spec["repeats"]),
+        "small_s": small_s,
         "memory_bytes_per_s": memory_bytes_per_s(groups),
         "cases": [
             measure_case(name, bucket_mib, backends, groups, spec["repeats"])

@@ -1,4 +1,4 @@
-"""How long does the planner itself take, and how much memory, for 8 to 131,072 workers?
+"""Time and memory of the planner itself, for 8 to 131,072 workers.
 
 Each size is a process of its own, which searches all algorithms and layouts with helpers, and asks which
 assumption breaks first, for a model of 300 M parameters in 200 layers: what ``shoal plan`` does after it has

@@ -1,4 +1,4 @@
-"""What is pretraining on WikiText worth for SQuAD, with the same number of finetuning steps?
+"""Gain of pretraining on WikiText for SQuAD, with the same number of finetuning steps.
 
 The commands that a user gives: prepare, ``train bert --preset tiny``, then ``finetune squad`` twice, from the
 pretrained weights and, with ``--model.from-scratch``, from random ones. Training questions are those of the
@@ -29,7 +29,7 @@ STEPS = 300
 
 
 def shoal(*arguments: str | Path) -> None:
-    """Run a command of ours; its output is shown if it fails."""
+    """Run a shoal command; its output is shown if it fails."""
     command = [sys.executable, "-m", "shoal", *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:

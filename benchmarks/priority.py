@@ -1,4 +1,4 @@
-"""What do urgent first layers and layer-wise steps bring DDP on 8 emulated hosts?
+"""Gain of urgent first layers and layer-wise steps for DDP on 8 emulated hosts.
 
 BERT-base's weights on links of 200 Mbit/s with 8 helper hosts, plain DDP and ``shoal.comm.priority`` over
 the same backend, by turns; each turn has processes of its own, or two sets of buckets would not fit. Plain

@@ -29,11 +29,11 @@ from shoal.env import worker_env
 
 LEARNING_RATE = 1e-3
 WARM_UPS = 2
-"""After the first step DDP orders its buckets anew; the end of the second is where the clock starts."""
+"""After the first step DDP rebuilds its buckets; the clock starts at the end of the second."""
 
 
 class Compute(torch.autograd.Function):
-    """What an accelerator does for a part: time passes and the processor is free.
+    """Stand in for an accelerator's work on a part: time passes and the processor is free.
 
     The output depends on every weight, and each gradient on the output: a part that ran before the step of
     its weights would change them all.

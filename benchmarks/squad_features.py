@@ -1,4 +1,4 @@
-"""How much sooner are SQuAD's windows ready than from `datasets.map`, as transformers' `run_qa` has it?
+"""Time to SQuAD's windows, against `datasets.map` as transformers' `run_qa` calls it.
 
 The same questions, the same tokenizer, windows of 384 tokens that share 128; both sides end with token ids,
 types and the answer's first and last token. That the windows are equal is checked before anything is

@@ -1,4 +1,4 @@
-"""How much sooner are examples ready for the model than from rows of ``datasets`` and a collator?
+"""Examples ready for the model per second, against rows of ``datasets`` and a collator.
 
 Both sides read the same text in random order, in one process, and end with torch tensors of 32 sequences of
 128 tokens, ready for a masked-LM step. The peer's rows are tokenised, cut, padded to length and stored

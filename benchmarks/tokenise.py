@@ -3,7 +3,7 @@
 The same articles, the same tokenizer, the same number of processes; both sides read a text file of one
 article a line and leave token ids on the disk. Ours also splits sentences and writes their offsets and
 checksums; the peer tokenises whole articles in batches, as its documentation recommends. Processes are
-started anew on both sides, since that is part of preparing a corpus.
+started afresh on both sides, since that is part of preparing a corpus.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Is a pretraining step faster than transformers' ``Trainer`` on the same sequences and processors?
 
 Both sides train the same ALBERT in fp32 with torch's fused AdamW and clipping, in the same processes, by
-turns: after each of the Trainer's steps comes one of ours. A step is everything from one batch to the next:
+turns: after each step of the Trainer comes one of shoal's. A step is everything from one batch to the next:
 reading, forward, backward, averaging over the workers, clipping, optimizer. The Trainer's examples lie in
 memory; ours are read and masked on the way. The global batch stays the same at 1 and 2 workers.
 """

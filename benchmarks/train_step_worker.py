@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,11 +17,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.albert import AlbertForPreTraining
 
 from benchmarks.train_step import GLOBAL_BATCH, SEQUENCE
-from shoal.atomic_io import sha256_of
-from shoal.data.manifest import Manifest, TokenizerInfo
+from shoal.cli.bench_train_settings import write_text
 from shoal.data.sources import ReaderSource
 from shoal.data.text.examples import ExampleReader
-from shoal.data.text.shards import ShardWriter
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, transformers_config
 from shoal.models.text_config import AlbertModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
@@ -44,32 +41,6 @@ MODELS = {
     ),
     "base": AlbertModelConfig(),
 }
-
-
-def write_text(folder: Path, vocab_size: int) -> None:
-    """Write documents of random tokens."""
-    (folder / "tokenizer.json").write_text("{}")
-    draw = random.Random(1)
-    splits = {}
-    for split, num_documents in (("train", 200), ("validation", 5)):
-        writer = ShardWriter(folder, f"{split}-00000", vocab_size)
-        for _ in range(num_documents):
-            writer.add_document([[draw.randrange(5, vocab_size) for _ in range(20)] for _ in range(30)])
-        splits[split] = (writer.finish(),)
-    Manifest(
-        vocab_size=vocab_size,
-        cls_id=2,
-        sep_id=3,
-        mask_id=4,
-        pad_id=0,
-        unk_id=1,
-        continues_word=bytes(vocab_size),
-        tokenizer=TokenizerInfo(
-            file="tokenizer.json", sha256=sha256_of(folder / "tokenizer.json"), kind="wordpiece"
-        ),
-        source="random tokens",
-        splits=splits,
-    ).save(folder)
 
 
 def settings(preset: str, folder: Path, compiled: bool) -> AlbertConfig:
@@ -112,7 +83,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class ByTurns(TrainerCallback):
-    """Times the Trainer's step that has ended, then takes and times one of ours."""
+    """Times the Trainer's step that has ended, then takes and times one of shoal's."""
 
     def __init__(self, run: Run, steps: Iterator[int]) -> None:
         self._run, self._steps = run, steps

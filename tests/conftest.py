@@ -25,7 +25,7 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")  # an example may take any time on a busy machine
 
 MAY_BE_MISSING = [r"CUDA", r"GPU"]
-"""What a machine may lack and ``.ci/run`` cannot install; the real test data only if it is not there."""
+"""Causes of skips that ``.ci/run`` cannot remove; the real test data only if it is not there."""
 
 
 @pytest.fixture(params=["python", "native"])

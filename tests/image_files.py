@@ -39,7 +39,7 @@ def turned(orientation: int, **options: Any) -> bytes:
 
 
 def pixels(data: bytes, mode: str = "RGB") -> np.ndarray[Any, np.dtype[np.int64]]:
-    """What an image file shows, as whole numbers that can be subtracted."""
+    """Return the pixels of an image file as whole numbers that can be subtracted."""
     with Image.open(io.BytesIO(data)) as image:
         return np.asarray(image.convert(mode)).astype(np.int64)
 

@@ -1,4 +1,4 @@
-// How an engine meets its group: connections to every peer and helper, then the host's shared memory.
+// Connects an engine to its group: connections to every peer and helper, then the host's shared memory.
 #include <algorithm>
 #include <stdexcept>
 

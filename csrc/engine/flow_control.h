@@ -1,5 +1,5 @@
-// Which chunk this rank sends next, and when: queues of chunks and the windows that bound the bytes in flight. On the
-// network thread.
+// Chooses the chunk that this rank sends next, and when: queues of chunks and the windows that bound the bytes in
+// flight. On the network thread.
 //
 // Chunks are sent in the order of the pattern under one window for all servers, which keeps their load balanced at
 // any time. Each queue has its own window: with a shared one, the chunks that fill it could wait for an operation

@@ -25,7 +25,7 @@
 
 namespace shoal {
 
-// What a channel tells its group. All calls come on the network thread.
+// A channel's events for its group. All calls come on the network thread.
 class ChannelEvents {
  public:
   virtual ~ChannelEvents() = default;

@@ -12,7 +12,7 @@ namespace shoal {
 
 inline constexpr std::size_t kMaxGroupName = 128;
 
-// Where a process listens. A helper has no process id: callers know only its address.
+// The place where a process listens. A helper has no process id: callers know only its address.
 struct Place {
   std::string address;
   int port = 0;
@@ -23,7 +23,7 @@ struct Place {
   std::string name() const;
 };
 
-// What a member of a group claims to be when it joins.
+// A member's claim when it joins a group.
 struct Identity {
   std::string group;
   int rank = 0;

@@ -15,7 +15,7 @@
 
 namespace shoal {
 
-// How a process introduces itself on a connection.
+// A process's introduction on a connection.
 struct Introduction {
   std::string name;  // Place::name
   bool control = false;

@@ -218,7 +218,7 @@ _PATTERNS = (
     re.compile(r"\b(?:hf_|gh[opsur]_|github_pat_|glpat-|npm_|pypi-|sk-|xox[abprs]-)[\w-]{16,}"),
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?"),  # a JSON web token
 )
-"""What looks like a secret; a group stands for what is kept."""
+"""Pattern of a secret; its groups are kept."""
 
 
 def redact(text: str, secrets: Iterable[str] = ()) -> tuple[str, int]:

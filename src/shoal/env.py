@@ -130,7 +130,7 @@ class SlurmStep:
 
 @dataclass(frozen=True, kw_only=True)
 class SageMakerDefaults:
-    """What AWS's own examples read from the environment for a training job."""
+    """The environment variables that AWS's own examples read for a training job."""
 
     role: str | None
     fsx: str | None

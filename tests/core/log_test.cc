@@ -15,7 +15,7 @@ namespace {
 using shoal::LineLimit;
 using namespace std::chrono_literals;
 
-// What `call` writes to stderr.
+// Returns what `call` writes to stderr.
 std::string written(const std::function<void()>& call) {
   std::FILE* file = std::tmpfile();
   std::fflush(stderr);

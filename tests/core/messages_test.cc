@@ -19,7 +19,7 @@ bool contains(const std::string& text, const std::string& part) { return text.fi
 
 using Rows = std::vector<std::vector<std::int32_t>>;
 
-// What rank `from` sends to rank `to`: empty for some pairs.
+// Returns what rank `from` sends to rank `to`: empty for some pairs.
 std::vector<std::int32_t> sent(int from, int to, std::size_t scale) {
   return values<std::int32_t>(scale * static_cast<std::size_t>((3 * from + to) % 4), static_cast<std::uint64_t>(100 * from + to + 1));
 }

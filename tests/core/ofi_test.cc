@@ -1,4 +1,4 @@
-// What is particular to libfabric; every test of engines runs over it too (carriers() in engine_group.h).
+// Tests what is particular to libfabric; every test of engines runs over it too (carriers() in engine_group.h).
 #ifdef SHOAL_HAS_LIBFABRIC
 
 #include <cstdio>

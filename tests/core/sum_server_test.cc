@@ -100,7 +100,7 @@ TEST(sum_server_late_contributors_are_answered_after_a_redo) {
   f.server.forget_below(3);
   f.server.contribute(0, again, payload_of({1.0f}));
   CHECK_EQ(f.answers.size(), 4u);
-  f.server.forget_below(4);  // now it begins anew
+  f.server.forget_below(4);  // now it begins again
   f.server.contribute(0, again, payload_of({1.0f}));
   CHECK_EQ(f.answers.size(), 4u);
 }

@@ -94,7 +94,7 @@ TEST(topology_messages_grow_with_the_bytes_of_a_server) {
            32 * kKiB);  // ranks that share a host
 }
 
-// What each rank of a reduce_scatter or all_gather owns is cut at its edges and served by that rank: one hop.
+// A rank's own part of a reduce_scatter or all_gather is cut at its edges and served by that rank: one hop.
 TEST(topology_fixed_parts_are_served_by_their_rank) {
   for (const auto& hosts : kHosts) {
     const Topology topology(0, hosts, 1, all_servers(hosts.size(), 1));

@@ -1,4 +1,4 @@
-"""What differs on a GPU: run on a machine that has one (`pytest -m gpu`)."""
+"""Tests what differs on a GPU: run on a machine that has one (`pytest -m gpu`)."""
 
 from __future__ import annotations
 

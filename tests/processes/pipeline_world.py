@@ -92,7 +92,7 @@ class Oracle:
 
 
 class Worker:
-    """What a task may use in its process."""
+    """A task's rank, world and results in its process."""
 
     def __init__(self, rank: int, size: int, shared: Shared) -> None:
         self.rank, self.size, self.shared = rank, size, shared

@@ -72,7 +72,7 @@ def check_async(rank: int) -> None:
     while not work.is_completed():
         time.sleep(0.001)
     assert (strided == 3).all()
-    # whoever drops work and tensors disturbs nothing
+    # dropping work and tensors disturbs nothing
     for _ in range(20):
         dist.all_reduce(torch.full((5000,), 1.0), async_op=True)
     gc.collect()

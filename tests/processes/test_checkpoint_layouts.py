@@ -203,7 +203,7 @@ def test_another_model_is_refused_by_all_workers(tmp_path: Path) -> None:
 
 
 def one_stage_grows(rank: int, run_dir: Path) -> None:
-    """Between two saves only the second stage's optimizer gets state: both must share it out anew."""
+    """Between two saves only the second stage's optimizer gets state: both must share it out again."""
     part = ModelPart(make_parameters(SPLITS[2][rank]), aliases=ALIASES)
     optimizer = OPTIMIZERS["adamw"](parameter_groups(part.named_parameters(), 0.02))
     checkpointer = Checkpointer(run_dir)

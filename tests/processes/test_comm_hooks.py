@@ -93,7 +93,7 @@ def test_averages_and_residuals_are_numpys(tmp_path: Path, backend: str, size: i
 
 
 def many_tensors(rank: int, out: Path) -> None:
-    """With buckets of a few tensors, which DDP arranges anew after the first step."""
+    """With buckets of a few tensors, which DDP rebuilds after the first step."""
     ddp, wire = wired(SHAPES, bucket_mb=0.003)
     total = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     for step in range(6):
@@ -224,7 +224,7 @@ def test_float64_gradients_are_not_rounded(tmp_path: Path) -> None:
     run_group(other_types, 2, tmp_path, hosts=HOSTS[:2])
 
 
-# ---- saved, restored, shared out anew ---------------------------------------------------------------------
+# ---- saved, restored, shared out again --------------------------------------------------------------------
 
 
 def save_and_go_on(rank: int, out: Path) -> None:

@@ -1,4 +1,4 @@
-"""Batch norms' statistics taken anew: torch's cumulative average, and all else left as it was."""
+"""Batch norms' statistics taken again: torch's cumulative average, and all else left as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pipeline() and step() refuse: one line that names the value, the rule and the remedy, on all ranks."""
+"""Refusals of pipeline() and step(): one line that names the value, the rule and the remedy, on all ranks."""
 
 from __future__ import annotations
 

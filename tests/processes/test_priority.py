@@ -45,7 +45,7 @@ def parameter_groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 class Net(nn.Module):
-    """What makes it hard to know when a parameter is needed: ties, an uncalled child, a layout of its own."""
+    """A model that hides when a parameter is needed: ties, an uncalled child, a layout of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ def whole_run(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_alone(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run of one worker with accumulation, whose norms are taken anew before each score."""
+    """The same run of one worker with accumulation, whose norms are taken again before each score."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
     assert jobs.run(image_jobs.small_config(images, run_dir, train={"norm_images": 20}), 1) == [EXIT_OK]
     return run_dir

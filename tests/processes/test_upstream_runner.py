@@ -93,7 +93,7 @@ def test_known_differences_have_a_reason(tmp_path: Path) -> None:
 
 
 def test_a_file_over_its_time_counts_as_one(checkout: Path) -> None:
-    file = run.TestFile("c10d", checkout, "test/distributed/test_device_mesh.py")
+    file = run.SuiteFile("c10d", checkout, "test/distributed/test_device_mesh.py")
     late = run.run_file(file, "gloo", 2)
     assert (late.problem, late.tests) == ("over 2 s", {})
     passed = run.FileResult(tests={"MeshTest::test_one": "passed"})

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
+from worker_scripts import SUM
 
 from shoal.launch.emulated import Cluster
 from shoal.launch.kubernetes import KubernetesJob
@@ -29,17 +30,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 MOUNT = "/mnt"
-SCRIPT = """
+SCRIPT = (
+    SUM
+    + """
 import os, pathlib, signal, sys, time
 rank = os.environ["RANK"]
 if sys.argv[1] == "sum":
-    import torch
-    import torch.distributed as dist
-    dist.init_process_group("shoal")
-    values = torch.arange(1000.0) * (dist.get_rank() + 1)
-    dist.all_reduce(values)
-    assert torch.equal(values, torch.arange(1000.0) * 3)
-    dist.destroy_process_group()
+    sum_over_workers()
     names = os.environ["SHOAL_HELPERS"]
     pathlib.Path("done-" + rank).write_text(f"{os.getuid()} {os.getcwd()} {names}")
 else:
@@ -47,8 +44,9 @@ else:
     pathlib.Path("waits-" + rank).touch()
     time.sleep(100)
 """
+)
 # Mounts of a pod, made in a mount namespace of its own: names, the secret, the claim. Folder, uid, gid, the
-# interpreter's folder and the working directory come before the command.
+# interpreter's folder, the private folder above it and the working directory come before the command.
 ENTER = f"""
 mount --bind "$1/hosts" /etc/hosts
 mount -t tmpfs tmpfs /run
@@ -56,15 +54,15 @@ install -d -m 755 /run/shoal /run/shoal/..data
 install -m 440 -o root -g "$3" "$1/secret" /run/shoal/..data/secret
 ln -s ..data/secret /run/shoal/secret
 mount --bind "$1/claim" {MOUNT}
-python=$4; case $python in /root/*)  # which only root can enter
+python=$4; private=$5; if [ -n "$private" ]; then  # replaced by one that all can enter, with the interpreter
     mkdir /run/python
     mount --bind "$python" /run/python
-    mount -t tmpfs -o mode=755 tmpfs /root
+    mount -t tmpfs -o mode=755 tmpfs "$private"
     mkdir -p "$python"
     mount --bind /run/python "$python"
-esac
-cd "$5"
-user=$2 group=$3; shift 5
+fi
+cd "$6"
+user=$2 group=$3; shift 6
 exec setpriv --reuid "$user" --regid "$group" --groups "$group" --no-new-privs -- "$@"
 """
 
@@ -97,7 +95,8 @@ class Pods:
             words = [*container["command"], *container.get("args", ())]
             for name_, value in variables.items():
                 words = [word.replace(f"$({name_})", value) for word in words]
-            given = (str(self._folder), str(user["runAsUser"]), str(user["fsGroup"]), sys.base_prefix)
+            python = (sys.base_prefix, private_folder(Path(sys.base_prefix)))
+            given = (str(self._folder), str(user["runAsUser"]), str(user["fsGroup"]), *python)
             enter = ["unshare", "--mount", "sh", "-ec", ENTER, "sh", *given, container.get("workingDir", "/")]
             path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
             with (self._folder / f"{name}.log").open("a") as log:
@@ -126,6 +125,11 @@ class Pods:
         while not all((self._folder / "claim" / name).exists() for name in names):
             assert time.monotonic() < end, self.logs()
             time.sleep(0.1)
+
+
+def private_folder(path: Path) -> str:
+    """Return the uppermost folder above ``path`` that only its owner can enter, or the empty string."""
+    return next((str(folder) for folder in reversed(path.parents) if not folder.stat().st_mode & 0o001), "")
 
 
 def pods_of(document: dict[str, Any]) -> Iterator[tuple[str, tuple[int, Any]]]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from worker_scripts import SUM
 
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_network import identity, processes_in
@@ -31,23 +32,20 @@ def missing() -> str:
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 NAMES = ("n1", "n2", "h1", "login")
-SCRIPT = """
+SCRIPT = (
+    SUM
+    + """
 import os, pathlib, signal, sys, time
 rank = os.environ["RANK"]
 if sys.argv[1] == "sum":
-    import torch
-    import torch.distributed as dist
-    dist.init_process_group("shoal")
-    values = torch.arange(1000.0) * (dist.get_rank() + 1)
-    dist.all_reduce(values)
-    assert torch.equal(values, torch.arange(1000.0) * 3)
-    dist.destroy_process_group()
+    sum_over_workers()
     print("summed", os.environ["SHOAL_HELPERS"], os.environ["WORLD_SIZE"])
 else:
     signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(f"saved-{rank}").touch(), sys.exit(75)))
     pathlib.Path(f"waits-{rank}").touch()
     time.sleep(100)
 """
+)
 SSHD_CONFIG = """
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/key.pub

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worker_scripts import SUM
 
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_network import end_processes, identity
@@ -29,19 +30,15 @@ pytestmark = pytest.mark.skipif(
 NAMES = ("algo-1", "algo-2", "algo-3")
 GROUPS = {"helpers": ["algo-1"], "workers": ["algo-2", "algo-3"]}
 MOTO = 3
-TRAIN = """
+TRAIN = (
+    SUM
+    + """
 import os, pathlib, signal, sys, time
 import part
 from shoal import env
 what, out = sys.argv[1], pathlib.Path(sys.argv[2], os.environ["RANK"])
 if what == "sum":
-    import torch
-    import torch.distributed as dist
-    dist.init_process_group("shoal")
-    values = torch.arange(1000.0) * (dist.get_rank() + 1)
-    dist.all_reduce(values)
-    assert torch.equal(values, torch.arange(1000.0) * 3)
-    dist.destroy_process_group()
+    sum_over_workers()
     out.write_text(f"{part.WORD} {os.environ['SHOAL_HELPERS']} {os.getcwd()}")
 if what == "wait":
     signal.signal(signal.SIGTERM, lambda *_: (out.write_text("saved"), sys.exit(75)))
@@ -51,6 +48,7 @@ if what == "fail":
     if os.environ["RANK"] == "1":
         sys.exit("the disk of 1 is full")
 """
+)
 
 MAKE_BUCKET = """
 import time, boto3

@@ -1,4 +1,4 @@
-"""What both tests of wheels do: find one, look into it, run a command in its environment."""
+"""Steps of both tests of wheels: find one, look into it, run a command in its environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``shoal doctor`` finds, on this machine and on ones where something is missing or broken."""
+"""Findings of ``shoal doctor``, on this machine and on ones where something is missing or broken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process learns its place, from each launcher's variables."""
+"""A process learns its place from each launcher's variables."""
 
 from __future__ import annotations
 

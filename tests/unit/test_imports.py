@@ -24,7 +24,7 @@ NATIVE = frozenset({"native", "_core"})
 LAYERS = frozenset({"dropout"})
 BELOW_RECIPES = DECIDERS | NATIVE | LAYERS | DOERS | {"train"}
 
-# What each top-level module may import, besides the modules inside itself. "shoal" is the package's own
+# Modules that each top-level module may import, besides those inside itself. "shoal" is the package's own
 # __init__ (its version), which everybody may read.
 ALLOWED: dict[str, frozenset[str]] = {
     "shoal": frozenset(),

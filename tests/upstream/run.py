@@ -79,17 +79,17 @@ class FileResult:
 
 
 @dataclass(frozen=True)
-class TestFile:
+class SuiteFile:
     subject: str
     checkout: Path
     path: str
     """Relative to the checkout, with slashes."""
 
 
-def test_files(checkout: Path, subjects: dict[str, tuple[str, ...]], only: str) -> list[TestFile]:
+def suite_files(checkout: Path, subjects: dict[str, tuple[str, ...]], only: str) -> list[SuiteFile]:
     """Return a checkout's files of tests whose path matches ``only``."""
     found = [
-        TestFile(subject, checkout, path.relative_to(checkout).as_posix())
+        SuiteFile(subject, checkout, path.relative_to(checkout).as_posix())
         for subject, patterns in subjects.items()
         for pattern in patterns
         for path in sorted(checkout.glob(pattern))
@@ -97,7 +97,7 @@ def test_files(checkout: Path, subjects: dict[str, tuple[str, ...]], only: str) 
     return [each for each in found if fnmatchcase(each.path, only)]
 
 
-def run_file(file: TestFile, backend: str, limit_s: float) -> FileResult:
+def run_file(file: SuiteFile, backend: str, limit_s: float) -> FileResult:
     """Run a file's tests with pytest, without the checkout's configuration of it."""
     path = [str(file.checkout)] if "torchft" in file.subject else []
     path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
@@ -179,7 +179,7 @@ def reason_for(test: str, known: dict[str, str]) -> str | None:
     return next((reason for pattern, reason in known.items() if fnmatchcase(test, pattern)), None)
 
 
-def print_table(results: dict[TestFile, dict[str, FileResult]]) -> None:
+def print_table(results: dict[SuiteFile, dict[str, FileResult]]) -> None:
     print(f"\n{'passed / failed / skipped':<75} {'gloo':>18} {'shoal':>18}")
     subjects: dict[str, Counter[str]] = {}
     for file, each in results.items():
@@ -214,16 +214,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
-    files: list[TestFile] = []
+    files: list[SuiteFile] = []
     if given.pytorch:
-        files += test_files(given.pytorch.resolve(), PYTORCH, given.only)
+        files += suite_files(given.pytorch.resolve(), PYTORCH, given.only)
     if given.torchft:
-        files += test_files(given.torchft.resolve(), TORCHFT, given.only)
+        files += suite_files(given.torchft.resolve(), TORCHFT, given.only)
     if not files:
         print(f"no file of tests matches {given.only} in these checkouts", file=sys.stderr)
         return 2
 
-    results: dict[TestFile, dict[str, FileResult]] = {}
+    results: dict[SuiteFile, dict[str, FileResult]] = {}
     for file in files:
         results[file] = {}
         for backend in BACKENDS:

@@ -134,7 +134,7 @@ class LayoutSearch:
     data_link: Link | None = None
     """Between replicas. Default: the pipeline's."""
     shard: bool = False
-    """Whether the state is sharded over the replicas."""
+    """Shard the state over the replicas."""
 
     def choose(
         self, num_devices: int, pipelines: Sequence[int] | None = None, *, num_layouts: int = 5

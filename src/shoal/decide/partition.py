@@ -68,7 +68,7 @@ class DoesNotFit(UsageError):
     def __init__(self, message: str, missing_bytes: int) -> None:
         super().__init__(message)
         self.missing_bytes = missing_bytes
-        """How much more memory the best cuts would need on their fullest rank."""
+        """Bytes that the best cuts lack on their fullest rank."""
 
 
 def partition(

@@ -73,7 +73,7 @@ class InJob:
     num_helpers: int = 0
     """Helper hosts to wait for in the shared folder."""
     helpers_required: bool = False
-    """Whether missing helpers are an error."""
+    """Treat missing helpers as an error."""
     helpers_wait_s: float = 60.0
     global_batch: int | None = None
     """Samples of a step: use as many hosts as it divides over."""

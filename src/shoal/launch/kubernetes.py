@@ -34,7 +34,7 @@ class KubernetesJob:
     claim: str
     """PersistentVolumeClaim (ReadWriteMany) of the runs, which all pods mount at --mount."""
     mount: str = "/runs"
-    """Where the claim is mounted."""
+    """Folder in which the claim is mounted."""
     helpers: int = 0
     """Helper pods."""
     helpers_required: bool = False

@@ -46,7 +46,7 @@ class Start:
     progress: str
     """The file ``progress`` at its beginning; empty: there was none."""
     saved: bool = False
-    """Whether workers that write no progress left with the exit code for "saved"."""
+    """True if workers that write no progress left with the exit code for "saved"."""
 
 
 class Meeting:

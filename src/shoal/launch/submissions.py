@@ -26,7 +26,7 @@ _POLL_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What a job's folder says of it."""
+    """A submitted job, as its folder describes it."""
 
     folder: Path
     backend: str

@@ -12,7 +12,7 @@ Network = Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", 
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig:
-    """Which residual network."""
+    """Structure of a residual network."""
 
     network: Network = "resnet50"
     """resnet18 to resnet152 for images from about 96 pixels on, resnet8 for small ones (32 pixels)."""
@@ -24,7 +24,7 @@ class ResNetConfig:
     """Begin with 0 as the scale of each residual branch's last norm, so that each block is the identity
     (not in resnet8, whose scales stay 1)."""
     norm_momentum: float = 0.1
-    """What a micro-batch's statistics weigh in the running ones of the norms."""
+    """Weight of a micro-batch's statistics in the norms' running ones."""
     norm_eps: float = 1e-5
     """Added to the variance in the norms."""
     logit_scale: float = 1.0

@@ -62,7 +62,7 @@ class PhaseConfig(Rates):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
-    """What both phases share."""
+    """Settings that both phases share."""
 
     total_steps: int | None = None
     """Optimizer steps of both phases, which share them in the preset's proportion; default: the preset's."""

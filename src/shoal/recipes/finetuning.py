@@ -104,7 +104,7 @@ class FinetuneOptimConfig(OptimConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneRunConfig(RunOutputConfig):
-    """Where the run lives and what it writes when."""
+    """The run's directory, and when it writes what."""
 
     validation_frequency: int | None = None
     """Steps between evaluations; default: only at the end."""
@@ -113,7 +113,7 @@ class FinetuneRunConfig(RunOutputConfig):
     checkpoint_frequency: int = 1_000
     """Steps between checkpoints."""
     keep_checkpoints: int = 2
-    """How many checkpoints stay on disk."""
+    """Number of checkpoints that stay on disk."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,7 +99,7 @@ class Scoring:
     data: str
     """Directory that `shoal prepare images` wrote, or s3://BUCKET/PREFIX of one."""
     split: Literal["validation", "train"] = "validation"
-    """Which of its images."""
+    """The split to score."""
     batch_size: int = 256
     """Images per worker and forward pass."""
     mirror: bool | None = None

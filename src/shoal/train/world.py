@@ -46,7 +46,7 @@ class World:
 
     @cached_property
     def is_main(self) -> bool:
-        """Whether this is the worker of rank 0."""
+        """True on the worker of rank 0."""
         return self.place.is_main
 
     @cached_property

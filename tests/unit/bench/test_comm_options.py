@@ -1,4 +1,4 @@
-"""What `shoal bench comm` refuses before it starts anything."""
+"""Refusals of `shoal bench comm` before it starts anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark of large batches reads from a run."""
+"""The benchmark of large batches reads its figures from a run."""
 
 from __future__ import annotations
 

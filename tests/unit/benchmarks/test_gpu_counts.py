@@ -1,4 +1,4 @@
-"""What a step asks of a GPU: how often it is waited for, and how large its tensors are; all without one."""
+"""Demands of a step on a GPU: how often it is waited for, and how large its tensors are; all without one."""
 
 from __future__ import annotations
 

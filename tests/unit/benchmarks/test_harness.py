@@ -107,7 +107,7 @@ def _ticks(pid: int) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processor time of others is read from /proc")
 def test_foreign_cores_count_a_stranger() -> None:
-    # the middle process ends at once, so that its child is no longer a descendant of ours
+    # the middle process ends at once, so that its child is no longer our descendant
     script = (
         "import subprocess, sys; "
         f"print(subprocess.Popen([sys.executable, '-c', {SPIN!r}], stdout=subprocess.DEVNULL).pid)"

@@ -1,4 +1,4 @@
-"""What the published rows are to the planner."""
+"""The published rows as the planner takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What --help prints, and what is said of a command line that is not complete."""
+"""Output of --help, and messages about an incomplete command line."""
 
 from __future__ import annotations
 

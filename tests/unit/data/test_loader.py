@@ -1,4 +1,4 @@
-"""The loader: the same global batches whoever reads them, from any sample on."""
+"""The loader: the same global batches for any readers, from any sample on."""
 
 import os
 import signal
@@ -196,7 +196,7 @@ def test_a_global_batch_larger_than_the_data(reader):
     same = batch["index"] == batch["index"][0]
     assert same.sum() >= 2
     masks = batch["hidden"][same]
-    assert not torch.equal(masks[0], masks[1]), "each epoch masks an example anew"
+    assert not torch.equal(masks[0], masks[1]), "each epoch masks an example differently"
 
 
 @pytest.mark.parametrize("num_loader_processes", [0, 2])

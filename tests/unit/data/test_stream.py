@@ -1,4 +1,4 @@
-"""What ends the threads of a stream, and what must not wait for them."""
+"""Ends of a stream's threads, and calls that must not wait for them."""
 
 import gc
 import threading

@@ -87,7 +87,7 @@ def test_blocks_and_epochs_look_random():
 def test_each_window_is_mixed_in_its_own_way():
     order = epoch_of(4000, 1, 0, BlockShuffle(block_size=100, blocks_in_window=1)).reshape(-1, 100)
     ranks = {tuple(window.argsort().tolist()) for window in order if np.ptp(window) == 99}
-    assert len(ranks) >= 39  # one block may lie around the end, where numbers begin anew
+    assert len(ranks) >= 39  # one block may lie around the end, where numbers begin again
 
 
 def test_one_block_that_holds_all_is_a_full_shuffle():

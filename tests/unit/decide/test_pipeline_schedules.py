@@ -116,7 +116,7 @@ def test_one_stage_a_rank_makes_interleaved_1f1b_and_bfs_gpipe():
 
 
 def test_backward_first_of_equal_stages_is_1f1b():
-    """Where stages are equal the rule finds 1F1B's order by itself, and keeps no more."""
+    """With equal stages the rule finds 1F1B's order by itself, and keeps no more."""
     for num_ranks, num_micro_batches in ((2, 5), (4, 8), (3, 2)):
         sizes = {"num_ranks": num_ranks, "num_virtual": 1, "num_micro_batches": num_micro_batches}
         assert num_kept(make_schedule("backward_first", **sizes)) == num_kept(make_schedule("1f1b", **sizes))

@@ -1,4 +1,4 @@
-"""What ``shoal launch`` refuses, and the addresses that it finds."""
+"""Refusals of ``shoal launch``, and the addresses that it finds."""
 
 from __future__ import annotations
 

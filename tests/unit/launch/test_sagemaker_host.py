@@ -1,4 +1,4 @@
-"""What an instance of SageMaker reads in ``/opt/ml``, and what it leaves there when it fails."""
+"""The files of ``/opt/ml`` that an instance of SageMaker reads, and those that it leaves when it fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which failure is the cause, and what a worker reports of its own."""
+"""The failure that is the cause, and a worker's report of its own."""
 
 from __future__ import annotations
 

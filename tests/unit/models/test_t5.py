@@ -94,7 +94,7 @@ def test_generation_is_greedy_and_stops_at_the_end_token() -> None:
             if expected[row, place + 1] == END:
                 break
     assert torch.equal(written, expected[:, 1:])
-    assert GenerationConfig().max_new_tokens is None  # nothing of ours stays behind
+    assert GenerationConfig().max_new_tokens is None  # no setting of this package stays behind
 
 
 def test_a_directory_and_back(tmp_path: Path) -> None:

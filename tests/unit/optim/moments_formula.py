@@ -1,4 +1,4 @@
-"""What the tests of the optimizers share: parameters, gradients, and the moments' formula in float64."""
+"""Shared by the tests of the optimizers: parameters, gradients, and the moments' formula in float64."""
 
 from __future__ import annotations
 

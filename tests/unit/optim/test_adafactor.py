@@ -160,7 +160,7 @@ def test_torch_is_the_same_for_matrices_with_large_gradients_and_lr_below_its_bo
 
 @pytest.mark.parametrize("case", ["small gradients", "a small matrix", "a rate above 1 / sqrt(t)"])
 def test_torch_is_not_t5_elsewhere(case: str) -> None:
-    """What the module says of torch's Adafactor, and that ours follows the formula there."""
+    """Torch's Adafactor differs as the module says, and shoal's follows the formula there."""
     shape = (32, 12) if case == "a small matrix" else (140, 130)
     scale = 1e-9 if case == "small gradients" else 1.0
     lr = 0.9 if case == "a rate above 1 / sqrt(t)" else 0.01

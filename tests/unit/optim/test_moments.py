@@ -1,4 +1,4 @@
-"""What all optimizers promise alike: their state, restarts, parameters left out."""
+"""Promises of all optimizers: their state, restarts, parameters left out."""
 
 from __future__ import annotations
 

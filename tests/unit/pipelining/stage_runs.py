@@ -16,7 +16,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a forward and backward pass leaves behind."""
+    """Results of a forward and backward pass."""
 
     loss: Tensor
     gradients: dict[str, Tensor | None]

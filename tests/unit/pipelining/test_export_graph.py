@@ -1,4 +1,4 @@
-"""What cannot be exported is refused with its line; what is exported on the meta device allocates nothing."""
+"""Export refuses code with its line; on the meta device it allocates nothing."""
 
 from __future__ import annotations
 

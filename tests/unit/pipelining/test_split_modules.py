@@ -29,7 +29,7 @@ class Head(nn.Module):
 
 
 class Branches(nn.Module):
-    """What no graph can hold: control flow that depends on data."""
+    """A module that no graph can hold: control flow that depends on data."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the report says happened in a run."""
+"""Events of a run in the report."""
 
 from __future__ import annotations
 

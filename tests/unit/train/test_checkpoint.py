@@ -372,7 +372,7 @@ def test_retention_keeps_the_last(tmp_path: Path) -> None:
         ([1, 2, 3], 3, 1, [], [1, 2]),
         ([1, 2, 3, 9], 3, 1, [], [1, 2]),  # 9 is of an attempt that went further
         ([1, 2, 3], 3, 2, [2], [2]),
-        ([1, 2, 3], 3, 2, [3], [1]),  # 3 was damaged and has been written anew
+        ([1, 2, 3], 3, 2, [3], [1]),  # 3 was damaged and has been written again
     ],
 )
 def test_what_retention_lets_go(

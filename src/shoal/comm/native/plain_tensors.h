@@ -1,4 +1,4 @@
-// What the engine takes of tensors: contiguous memory of a type that it knows, as operations and blocks of shoal.h.
+// Tensors as the engine takes them: contiguous memory of a type that it knows, as operations and blocks of shoal.h.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -24,7 +24,7 @@ class MaskRCNNConfig:
     """So many of the backbone's five (the stem is the first) do not learn; default: 2 from trained weights,
     0 from random ones."""
     frozen_norms: bool | None = None
-    """Whether the backbone's norms keep their statistics and do not learn; default: from trained weights."""
+    """Freeze statistics and weights of the backbone's norms; default: with trained weights."""
     anchor_sizes: tuple[int, ...] = (32, 64, 128, 256, 512)
     """Side of the anchors on each of the five levels, in pixels."""
     proposal_samples: int = 256
@@ -63,12 +63,12 @@ class MaskRCNNConfig:
 
     @property
     def stages_frozen(self) -> int:
-        """How many of the backbone's stages do not learn."""
+        """Number of the backbone's stages that do not learn."""
         if self.frozen_stages is None:
             return 2 if self.weights else 0
         return self.frozen_stages
 
     @property
     def norms_frozen(self) -> bool:
-        """Whether the backbone's norms do not learn."""
+        """True if the backbone's norms do not learn."""
         return self.weights is not None if self.frozen_norms is None else self.frozen_norms

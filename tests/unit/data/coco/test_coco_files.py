@@ -1,4 +1,4 @@
-"""What is wrong in files of annotations and results: a clear refusal, or a counted skip."""
+"""Faults in files of annotations and results: a clear refusal, or a counted skip."""
 
 from __future__ import annotations
 

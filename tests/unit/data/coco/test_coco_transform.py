@@ -52,7 +52,7 @@ def an_image(*, as_polygons: bool) -> tuple[npt.NDArray[np.uint8], bytes]:
 
 
 def by_hand(plane: npt.NDArray[Any], factor: int, place: Placement) -> npt.NDArray[Any]:
-    """What becomes of any plane of pixels when the image grows by a whole factor."""
+    """Return a plane of pixels after the image has grown by a whole factor."""
     large = plane.repeat(factor, axis=0).repeat(factor, axis=1)
     out = np.zeros((*place.frame, *plane.shape[2:]), dtype=plane.dtype)
     part = large[place.top : place.top + place.frame[0], place.left : place.left + place.frame[1]]

@@ -1,4 +1,4 @@
-"""What is drawn for an image: pure, part by part, distributed as torchvision's, refused out of range."""
+"""Random draws for an image: pure, part by part, distributed as torchvision's, refused out of range."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Batches of images: the same global batches whoever reads them, from any sample on, in any order's form."""
+"""Batches of images: the same global batches for any readers, from any sample on, in any order's form."""
 
 import gc
 import os
@@ -45,7 +45,7 @@ def reader(directory):
 
 
 def stamps(numbers, *, blocks=None):
-    """What ``StampTransform`` makes of samples, by the definition of the order."""
+    """Return the batch that ``StampTransform`` makes, by the definition of the order."""
     epochs, indices = ShuffledOrder(num_examples=N, seed=SEED, blocks=blocks).examples_of(numbers)
     return [
         [index, IMAGES[index][-1], SEED, epoch, index]
@@ -310,7 +310,7 @@ def test_bad_images_are_replaced_the_same_way_by_everybody(with_bad, monkeypatch
     again = pickle.loads(pickle.dumps(reader)).batch(0, np.arange(N)[::-1])
     assert (again["images"][::-1] == batch["images"]).all()
     others = reader.batch(1, np.arange(N))["images"][list(BAD_NUMBERS), 0, 0, 4]
-    assert others.tolist() != used[list(BAD_NUMBERS)].tolist(), "each epoch draws anew"
+    assert others.tolist() != used[list(BAD_NUMBERS)].tolist(), "each epoch draws again"
     assert streamed(reader, num_workers=3) == streamed(again_reader(with_bad))
 
 

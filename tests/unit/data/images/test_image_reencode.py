@@ -1,4 +1,4 @@
-"""What becomes of an image: nothing, or the same picture encoded again, or an error that says why."""
+"""Reencoding of an image: nothing, or the same picture encoded again, or an error that says why."""
 
 import io
 

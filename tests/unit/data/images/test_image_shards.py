@@ -25,7 +25,7 @@ def prepared(tmp_path):
 
 
 def members(directory):
-    """What Python's tarfile finds, the oracle: (name, bytes) in order."""
+    """Return the members that Python's tarfile finds, the oracle: (name, bytes) in order."""
     found = []
     for path in sorted(directory.glob("*.tar")):
         with tarfile.open(path) as tar:

@@ -1,4 +1,4 @@
-"""What a preparation writes down of its source, and which images make which shard."""
+"""A preparation's notes of its source, and the images of each shard."""
 
 import os
 

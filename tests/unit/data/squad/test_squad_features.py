@@ -29,7 +29,7 @@ def rows(flat: np.ndarray, features: SquadFeatures) -> list[list[int]]:
 
 
 def run_qa(tokenizer: Tokenizer, data: SquadData, length: int, overlap: int) -> list[tuple[object, ...]]:
-    """What transformers' run_qa makes: (question, ids, types, start, end) of each window."""
+    """Return the windows of transformers' run_qa: (question, ids, types, start, end) of each window."""
     tokenizer.encode_special_tokens = True
     tokenizer.enable_truncation(length, stride=overlap, strategy="only_second")
     found: list[tuple[object, ...]] = []

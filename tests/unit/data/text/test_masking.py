@@ -1,4 +1,4 @@
-"""Which tokens are hidden: whole words, n-grams of the right lengths, exactly as many as may be."""
+"""Hidden tokens: whole words, n-grams of the right lengths, exactly as many as may be."""
 
 import numpy as np
 import plain_examples as plain

@@ -1,4 +1,4 @@
-"""Micro-batches of tasks: whoever shares them, together they are the plain order of the epochs."""
+"""Micro-batches of tasks: however they are shared, together they are the plain order of the epochs."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def some_text() -> list[str]:
 
 
 def without_accents(sentence: str) -> str:
-    """What tokenization.py of google-research/albert does before sentencepiece (do_lower_case)."""
+    """Preprocess as tokenization.py of google-research/albert before sentencepiece (do_lower_case)."""
     sentence = unicodedata.normalize("NFKD", sentence.replace("``", '"').replace("''", '"'))
     return "".join(c for c in sentence if not unicodedata.combining(c)).lower()
 
@@ -139,7 +139,7 @@ def test_encoder_gives_the_ids_of_the_tokenizer(name: str, monkeypatch: pytest.M
     else:
         tokenizer = read_tokenizer(given(name), lowercase=True)
     assert words_stand_alone(tokenizer)
-    monkeypatch.setattr(chunk_worker, "_MAX_WORDS", 3000)  # so that the dictionary starts anew on the way
+    monkeypatch.setattr(chunk_worker, "_MAX_WORDS", 3000)  # so that the dictionary starts afresh on the way
     encoder = SentenceEncoder(tokenizer, unknown_id=special_ids(tokenizer, name)["unk"])
     expected = [e.ids for e in tokenizer.encode_batch(sentences, add_special_tokens=False)]
     found = []
