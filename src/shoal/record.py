@@ -9,7 +9,7 @@ run that went back to a checkpoint has a ``resume`` line, which supersedes earli
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
@@ -174,6 +174,23 @@ class PipelineStep(_Line):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Target(_Line):
+    """The scores of ``step`` are those up to which the run was to train."""
+
+    kind = "target"
+    step: int
+    until: str
+    """The conditions, such as ``box_AP>=0.377,mask_AP>=0.339``."""
+    metrics: dict[str, float]
+    """The scores that they are about, by ``split/name``."""
+    seconds: float
+    """Time to target: of all process groups, from the start to these scores, without pauses between them and
+    without steps that were done again."""
+    evaluation_s: float
+    """Seconds of it in evaluations."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stop(_Line):
     """The run ended itself before its last step: a signal, or a loss that is not finite."""
 
@@ -185,7 +202,7 @@ class Stop(_Line):
 
 @dataclass(frozen=True, kw_only=True)
 class End(_Line):
-    """The run reached its last step."""
+    """The run reached its last step, or its target."""
 
     kind = "end"
     step: int
@@ -194,7 +211,7 @@ class End(_Line):
     metrics: dict[str, float]
 
 
-Row = Start | Phase | Step | Evaluation | Checkpoint | PipelineStep | Resume | Stop | End
+Row = Start | Phase | Step | Evaluation | Checkpoint | PipelineStep | Resume | Target | Stop | End
 History = Start | Resume | Stop
 """Rows about events of the run; the others are progress."""
 _ROW_OF_KIND: dict[str, type[Row]] = {row.kind: row for row in get_args(Row)}
@@ -241,6 +258,30 @@ def read_record(run_dir: Path) -> list[Row]:
             since_progress.clear()
         rows.append(row)
     return rows
+
+
+def process_groups(rows: Sequence[Row]) -> list[Sequence[Row]]:
+    """Divide the rows of a run by process group; each part begins with its ``start``."""
+    begins = [index for index, row in enumerate(rows) if isinstance(row, Start)]
+    return [rows[a:b] for a, b in zip(begins, [*begins[1:], len(rows)], strict=True)]
+
+
+def duration_s(rows: Sequence[Row]) -> float:
+    """Return the seconds of all process groups of a run, without the pauses between them."""
+    return sum(max(row.time_s for row in group) - group[0].time_s for group in process_groups(rows))
+
+
+def target_row(rows: Sequence[Row], step: int, until: str, metrics: Mapping[str, float]) -> Target:
+    """Return the row of a run whose last evaluation, after ``step``, has the scores of its target."""
+    last = max(index for index, row in enumerate(rows) if isinstance(row, Evaluation) and row.step == step)
+    rows = rows[: last + 1]
+    return Target(
+        step=step,
+        until=until,
+        metrics=dict(metrics),
+        seconds=duration_s(rows),
+        evaluation_s=sum(row.seconds for row in rows if isinstance(row, Evaluation)),
+    )
 
 
 def check_format(path: Path) -> None:

@@ -18,6 +18,7 @@ from shoal.env import worker_env
 from shoal.recipes import RECIPES, load
 from shoal.recipes.start import Launch, start
 from shoal.train.config import REQUIRED
+from shoal.train.stopping import read_target
 
 _LISTS = Parameter(consume_multiple=True)  # --finetune.at 5000 10000
 train = App(name="train", default_parameter=_LISTS)
@@ -139,6 +140,7 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
     default = RECIPES[name].run_name.format(name=name, preset=preset, config=config)
     run_name = run.name or (run.dir.name if run.dir else default)
     config = replace(config, run=replace(run, name=run_name, dir=run.dir or Path("runs") / run_name))
+    read_target(config.run.until, config.scores)  # a name that is not known is refused before workers start
     command = this_command()
     if worker_env() is None:
         from shoal.cli.fill_memory import with_known_batches  # --help does without it

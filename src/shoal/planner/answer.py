@@ -66,7 +66,7 @@ def _best(plan: Plan) -> list[str]:
     lines = [
         f"{job.recipe} on {hosts} ({plan.workers.num_accelerators:,} accelerators)",
         "",
-        f"  time to train      {duration(plan.total_s)}  ({part.convergence.source})",
+        _time_line(plan),
         f"  cost               {cost}",
         f"  throughput         {plan.samples_per_s:,.0f} {part.workload.unit}/s, "
         f"{1e3 * step.total_s:.4g} ms per step",
@@ -85,6 +85,15 @@ def _best(plan: Plan) -> list[str]:
         if (share := seconds / plan.total_s) >= 0.0005:
             lines.append(f"  {name:<12} {100 * share:>5.1f} %  {'█' * round(_BAR * share)}")
     return lines
+
+
+def _time_line(plan: Plan) -> str:
+    """Return the time of the run; where a target is published, with and without evaluation."""
+    convergence, whole = plan.job.parts[0].convergence, duration(plan.total_s)
+    if not convergence.target:
+        return f"  time to train      {whole}  ({convergence.source})"
+    pure, to = duration(plan.total_s - plan.where["evaluation"]), convergence.target
+    return f"  time to target     {whole}, {pure} without evaluation: {to}  ({convergence.source})"
 
 
 def _best_layouts(plans: Sequence[Plan]) -> list[str]:
@@ -169,6 +178,7 @@ def json_of(plans: Sequence[Plan], curve: Sequence[Plan] = ()) -> dict[str, Any]
     """Return everything for programs: the basis, all plans with the best first, and those of a sweep."""
     return {
         "recipe": plans[0].job.recipe,
+        "target": plans[0].job.parts[0].convergence.target,
         "basis": [part.basis for part in plans[0].job.parts],
         "network": plans[0].workers.instance.network.source,
         "best": _plan_json(plans[0]),

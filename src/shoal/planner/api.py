@@ -144,13 +144,15 @@ def _recipe_phases(
     require_recipe(name)
     try:
         table = convergence_of("mask-rcnn" if name == "faster-rcnn" else name)
+        if table.name != name:  # it takes the same epochs, to other scores
+            table = replace(table, target="")
     except UsageError:
         table = _fixed_length(name, train_samples)
     if len(table.phases) > 1 and sequence_length is not None:
         lengths = " and ".join(str(phase.sequence_length) for phase in table.phases)
         raise UsageError(f"{name} has phases of {lengths} tokens; leave --sequence-length out")
     if train_samples is not None:
-        table = replace(table, points=at_any_batch(train_samples / table.samples_per_epoch))
+        table = replace(table, points=at_any_batch(train_samples / table.samples_per_epoch), target="")
     if not table.phases:
         # The largest batch known to converge that every accelerator shares equally, within bounds.
         most = min(max(table.largest_batch // num_accelerators, 1), _MOST_SAMPLES)

@@ -25,6 +25,8 @@ class Convergence:
 
     name: str
     source: str
+    target: str = ""
+    """The scores to reach, in the form of ``--run.until``; empty for a training of fixed length."""
     points: tuple[tuple[int, float], ...] = ()
     """(global batch, epochs), by ascending batch; empty where ``phases`` are given."""
     samples_per_epoch: int = 1

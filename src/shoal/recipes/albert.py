@@ -13,7 +13,7 @@ leaving the step clips them and updates the weights.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from shoal.env import WorkerEnv
 from shoal.errors import EXIT_STOPPED
@@ -50,6 +50,7 @@ class AlbertConfig(MaskedLMConfig):
     """All settings of ALBERT's pretraining; presets are TOML files in ``presets/albert``."""
 
     longer: ClassVar[str] = "--train.total-steps"
+    pairs: ClassVar[Literal["sop", "nsp"]] = "sop"
 
     model: AlbertModelConfig = field(default_factory=AlbertModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -129,8 +130,9 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
             notes=[f"data: {train.num_examples:,} training examples an epoch"],
         )
         for step in steps:
-            if run.step in config.finetune.at and not load("squad").score_pretraining(config, model, run):
-                continue  # a signal came: the run stops before this step
+            if run.step in config.finetune.at and run.lacks_scores("squad"):
+                load("squad").score_pretraining(config, model, run)
+                continue  # the run ends if they are its target or a signal came; else the step comes again
             with step:
                 set_learning_rate(optimizer, learning_rate(schedule, step.number - 1))
                 for batch in step:

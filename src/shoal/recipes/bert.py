@@ -13,6 +13,7 @@ run that continues from it begins the second phase as a run that was never inter
 
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import ClassVar, Literal
 
 from shoal.decide.batch import MicroBatch
 from shoal.env import WorkerEnv
@@ -71,6 +72,8 @@ class TrainConfig(LoopConfig):
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(MaskedLMConfig):
     """All settings of BERT's pretraining; presets are TOML files in ``presets/bert``."""
+
+    pairs: ClassVar[Literal["sop", "nsp"]] = "nsp"
 
     train: TrainConfig = field(default_factory=TrainConfig)
     model: BertModelConfig = field(default_factory=BertModelConfig)
@@ -200,8 +203,9 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
 
             # ------------------------------------------------------------------------------------- loop
             for step in steps:
-                if run.step in config.finetune.at and not load("squad").score_pretraining(config, model, run):
-                    continue  # a signal came: the run stops before this step
+                if run.step in config.finetune.at and run.lacks_scores("squad"):
+                    load("squad").score_pretraining(config, model, run)
+                    continue  # the run ends if they are its target or a signal came; else it comes again
                 with step:
                     set_learning_rate(optimizer, learning_rate(schedule, step.number - begin - 1))
                     for batch in step:
@@ -215,6 +219,8 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
                     score(held_out)
             if run.lacks_scores("validation"):
                 score(held_out)
+            if run.reached:
+                break
 
         if run.step in config.finetune.at and not load("squad").score_pretraining(config, model, run):
             run.save(wait=True)

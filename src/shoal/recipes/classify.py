@@ -53,11 +53,21 @@ class ClassifyDataConfig:
     """Tokens in a sequence at most, the special ones included; the longer text of a pair is cut first."""
 
 
+def scores_of(data: ClassifyDataConfig) -> dict[str, tuple[str, ...]]:
+    """Return the names of the scores in the record, by evaluation file."""
+    return {path.stem: ("accuracy",) for path in data.eval}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClassifyConfig(FinetuneConfig):
     """All settings of finetuning on labels; presets are TOML files in ``presets/classify``."""
 
     data: ClassifyDataConfig = field(default_factory=ClassifyDataConfig)
+
+    @property
+    def scores(self) -> dict[str, tuple[str, ...]]:
+        """The names of the scores in the record, by split."""
+        return scores_of(self.data)
 
 
 IMMUTABLE = (

@@ -139,6 +139,9 @@ class MaskRCNNTrainConfig(images.ImageTrainConfig):
 
     longer: ClassVar[str] = "--train.total-steps"
     prepare: ClassVar[str] = "shoal prepare coco"
+    scores: ClassVar[dict[str, tuple[str, ...]]] = {
+        "validation": ("box_AP", "box_AP50", "box_AP75", "mask_AP", "mask_AP50", "mask_AP75")
+    }
 
     model: MaskRCNNConfig = field(default_factory=MaskRCNNConfig)
     augment: DetectionAugmentConfig = field(default_factory=DetectionAugmentConfig)

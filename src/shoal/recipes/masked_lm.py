@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from shoal.record import Evaluation
 
 SENTENCE_TASKS = {"sop": "sentence order", "nsp": "next sentence"}
+SQUAD_SCORES = ("exact_match", "f1")
+"""Scores of SQuAD, in percent; in 2.0 the first is called exact."""
 
 # ------------------------------------------------------------------------------------------------- config
 
@@ -78,6 +80,8 @@ class MaskedLMConfig:
 
     unit: ClassVar[str] = "sequences"
     memory_remedy: ClassVar[str] = "--model.activation-checkpointing"
+    pairs: ClassVar[Literal["sop", "nsp"]]
+    """The task about two sentences, in the names of its scores."""
 
     model: EncoderConfig
     data: TextConfig = field(default_factory=TextConfig)
@@ -86,6 +90,12 @@ class MaskedLMConfig:
     finetune: ShortFinetuneConfig = field(default_factory=ShortFinetuneConfig)
     run: RunConfig = field(default_factory=RunConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+    @property
+    def scores(self) -> dict[str, tuple[str, ...]]:
+        """The names of the scores in the record, by split."""
+        names = tuple(f"{task}_{score}" for task in ("mlm", self.pairs) for score in ("loss", "accuracy"))
+        return {"validation": names, **({"squad": SQUAD_SCORES} if self.finetune.at else {})}
 
     def check_common(self, total_steps: int, *sequence_lengths: tuple[str, int]) -> None:
         """Check the settings of both recipes; ``sequence_lengths`` are (section, tokens).

@@ -156,6 +156,7 @@ class ResNetTrainConfig(ImageTrainConfig):
     """All settings of training a residual network; presets are TOML files in ``presets/resnet50``."""
 
     prepare: ClassVar[str] = "shoal prepare images"
+    scores: ClassVar[dict[str, tuple[str, ...]]] = {"validation": ("loss", "top1_accuracy", "top5_accuracy")}
 
     model: ResNetConfig = field(default_factory=ResNetConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -171,6 +172,10 @@ class ResNetTrainConfig(ImageTrainConfig):
             raise UsageError(
                 f"optim.warmup_epochs {self.optim.warmup_epochs} must lie between 0 and train.total_epochs "
                 f"{self.train.total_epochs}"
+            )
+        if self.run.until is not None and not self.validation.every_epochs:
+            raise UsageError(
+                f"run.until {self.run.until!r} needs evaluations: set --validation.every-epochs N"
             )
         if self.train.whiten_images and self.model.network != "resnet8":
             raise UsageError(

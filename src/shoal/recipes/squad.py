@@ -64,6 +64,11 @@ class SquadConfig(FinetuneConfig):
     window: WindowConfig = field(default_factory=WindowConfig)
     answers: AnswerConfig = field(default_factory=AnswerConfig)
 
+    @property
+    def scores(self) -> dict[str, tuple[str, ...]]:
+        """The names of the scores in the record, by split."""
+        return {self.data.eval.stem: masked_lm.SQUAD_SCORES} if self.data.eval else {}
+
 
 IMMUTABLE = (*finetuning.IMMUTABLE, "data.misplaced", "window")
 

@@ -93,6 +93,7 @@ class T5Config:
     unit: ClassVar[str] = "sequences"
     memory_remedy: ClassVar[str] = "a longer --parallel.pipeline"
     longer: ClassVar[str] = "--train.total-steps"
+    scores: ClassVar[dict[str, tuple[str, ...]]] = {"validation": ("span_loss", "span_accuracy")}
 
     model: T5ModelConfig = field(default_factory=T5ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -81,6 +81,11 @@ class T5ClassifyConfig(FinetuneConfig):
     data: T5DataConfig = field(default_factory=T5DataConfig)
     optim: T5OptimConfig = field(default_factory=T5OptimConfig)
 
+    @property
+    def scores(self) -> dict[str, tuple[str, ...]]:
+        """The names of the scores in the record, by split."""
+        return classify.scores_of(self.data)
+
 
 IMMUTABLE = (*classify.IMMUTABLE, "data.task", "data.template")
 

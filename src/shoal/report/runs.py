@@ -22,6 +22,9 @@ from shoal.record import (
     Start,
     Step,
     Stop,
+    Target,
+    duration_s,
+    process_groups,
     read_record,
 )
 
@@ -45,7 +48,7 @@ class Group:
 
     @property
     def seconds(self) -> float:
-        return max(row.time_s for row in self.rows) - self.start.time_s
+        return duration_s(self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +72,7 @@ class Run:
 
     @cached_property
     def groups(self) -> list[Group]:
-        begins = [index for index, row in enumerate(self.rows) if isinstance(row, Start)]
-        return [Group(self.rows[a:b]) for a, b in zip(begins, [*begins[1:], len(self.rows)], strict=True)]
+        return [Group(rows) for rows in process_groups(self.rows)]
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -113,7 +115,12 @@ class Run:
     @property
     def seconds(self) -> float:
         """Total time of the process groups, without the pauses between them."""
-        return sum(group.seconds for group in self.groups)
+        return duration_s(self.rows)
+
+    @property
+    def target(self) -> Target | None:
+        """The row of the scores up to which the run was to train, once it has them."""
+        return next((row for row in reversed(self.rows) if isinstance(row, Target)), None)
 
     @property
     def num_skipped(self) -> int:

@@ -8,7 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from shoal import formatting
-from shoal.record import Checkpoint, End, Evaluation, Phase, PipelineStep, Resume, Row, Start, Step, Stop
+from shoal.record import (
+    Checkpoint,
+    End,
+    Evaluation,
+    Phase,
+    PipelineStep,
+    Resume,
+    Row,
+    Start,
+    Step,
+    Stop,
+    Target,
+)
 from shoal.report import plots
 from shoal.report.runs import (
     Run,
@@ -83,6 +95,7 @@ def tiles(run: Run) -> list[Tile]:
         Tile("Steps", f"{done:,}", notes, fraction=min(1.0, done / total) if total else None),
         Tile("Training time", formatting.duration(run.seconds), [time_note]),
         Tile("Throughput", _rate(run), [pace]),
+        *([_target_tile(run.target)] if run.target else []),
         *map(_score_tile, final_scores(run)),
     ]
 
@@ -107,6 +120,21 @@ def _score_tile(score: Score) -> Tile:
     return Tile(formatting.metric_title(score.metric), value, notes, tone)
 
 
+def _target_tile(row: Target) -> Tile:
+    notes = [f"{formatting.duration(row.seconds - row.evaluation_s)} without evaluation", row.until]
+    return Tile("Time to target", formatting.duration(row.seconds), notes, "good")
+
+
+def time_to_target(run: Run) -> str:
+    """Return the time to the target's scores, with and without evaluations, and the target."""
+    if run.target is None:
+        until = run.start.config.get("run", {}).get("until")
+        return f"{until}: not reached" if until else _MISSING
+    whole, pure = run.target.seconds, run.target.seconds - run.target.evaluation_s
+    times = f"{formatting.duration(whole)} ({formatting.duration(pure)} without evaluation)"
+    return f"{times}, at step {run.target.step:,}: {run.target.until}"
+
+
 def state_text(run: Run) -> str:
     """Return the state of the run, with the reason of a stop."""
     stop = run.groups[-1].stop if run.state == "stopped" else None
@@ -122,6 +150,7 @@ def facts(runs: Sequence[Run]) -> list[Line]:
         ("started (UTC)", lambda run: formatting.moment(run.groups[0].start.time_s)),
         ("last row (UTC)", lambda run: formatting.moment(run.rows[-1].time_s)),
         ("training time", lambda run: formatting.duration(run.seconds)),
+        ("time to target", time_to_target),
         ("steps", lambda run: f"{run.last_step:,} of {run.start.total_steps:,}"),
         ("samples", lambda run: f"{run.steps[-1].samples:,}" if run.steps else _MISSING),
         ("throughput", _rate),
@@ -269,6 +298,8 @@ def _event(row: Row) -> Event:
         case Resume():
             passed = f"; passed over: {'; '.join(row.damaged)}" if row.damaged else ""
             return event._replace(tone="warn", detail=f"from {row.path}{passed}")
+        case Target():
+            return event._replace(tone="good", detail=f"{row.until} after {formatting.duration(row.seconds)}")
         case Stop():
             return event._replace(tone="warn", detail=f"{row.reason} (exit code {row.exit_code})")
         case End():

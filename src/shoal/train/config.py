@@ -210,11 +210,15 @@ class RunOutputConfig:
     """Number of most recent checkpoints to keep."""
     save: bool = True
     """Write checkpoints, and the trained model at the end; otherwise the run cannot be continued."""
+    until: str | None = None
+    """End at the first evaluation with such scores: 'box_AP>=0.377,mask_AP>=0.339'."""
 
     def __post_init__(self) -> None:
         require_positive("run", self, "log_frequency", "checkpoint_frequency", "keep_checkpoints")
         require_positive("run", self, "validation_samples", "evaluation_batch_size")
         require_positive("run", self, "validation_frequency", least=0)
+        if self.until is not None and not getattr(self, "validation_frequency", 1):
+            raise UsageError(f"run.until {self.until!r} needs evaluations: set --run.validation-frequency N")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,7 @@ from shoal.record import (
     Start,
     Step,
     Stop,
+    Target,
     check_format,
 )
 from shoal.train.run_dir import flat_settings, own
@@ -320,6 +321,12 @@ def _told(row: Row) -> str:
         case Resume():
             skipped = [f"skipped a damaged checkpoint: {damaged}" for damaged in row.damaged]
             return "\n".join([*skipped, f"continuing from {row.path} (step {row.step:,})"])
+        case Target():
+            pure = duration(row.seconds - row.evaluation_s)
+            return (
+                f"step {row.step:,} has the target {row.until} ({format_metrics(row.metrics)}): "
+                f"{duration(row.seconds)} of training, {pure} without evaluation"
+            )
         case Stop():
             return f"stopped at step {row.step:,}: {row.reason}"
         case End():

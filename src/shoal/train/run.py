@@ -21,7 +21,9 @@
 4. ``with step`` is a transaction. The block computes gradients; leaving it clips them, updates the weights
    and writes what is due to the record. A block that raises leaves weights, optimizer state, loss scale,
    buffers and counters as they were; after :class:`~shoal.errors.RetryStep` the same batch comes again.
-5. A checkpoint that is due is saved when the loop asks for the next step, after any evaluation: a run that
+5. The scores of :meth:`Run.evaluation` may end the run before its last step: all workers agree on it in that
+   collective, too (``until`` of the settings).
+6. A checkpoint that is due is saved when the loop asks for the next step, after any evaluation: a run that
    was killed goes back to before the evaluation and makes it again.
 
 The loop, the loss and the update stay in the script: ``Run`` never calls back into it while it trains.
@@ -61,17 +63,25 @@ from shoal.train.reporting import (
     Speed,
     StepTimer,
     device_name,
+    format_metrics,
     peak_memory_bytes,
     versions,
 )
 from shoal.train.run_dir import open_run_dir, owned
 from shoal.train.step import Step, Training
-from shoal.train.stopping import StopRequest, is_out_of_memory, not_finite, out_of_memory
+from shoal.train.stopping import (
+    StopRequest,
+    Target,
+    is_out_of_memory,
+    not_finite,
+    out_of_memory,
+    read_target,
+)
 from shoal.train.world import World, join_world, run_on_all
 
 Batch = Any
 T = TypeVar("T")
-R = TypeVar("R", record.Evaluation, record.End)
+R = TypeVar("R", record.Evaluation, record.End, record.Target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +123,8 @@ class Run:
         stop_request: the signal that asked to stop, if any.
         stopped: whether a signal asked to stop; :meth:`steps` then yields nothing more.
         is_over: whether an earlier process group has ended the run; known once :meth:`steps` has begun.
+        reached: whether the last evaluations have the scores up to which the run trains; known once the steps
+            have ended.
         writes_line: set it in a step to have its line in the record although none is due.
         num_parameters: for the record; :meth:`keep` counts those of ``model``.
         epoch_samples: samples of an epoch, for a run that is defined in epochs.
@@ -129,6 +141,7 @@ class Run:
         distributed: DistributedConfig,
         recipe: str,
         stop: StopRequest,
+        target: Target | None = None,
     ) -> None:
         self.world, self.directory, self.seed = world, directory, loop.seed
         self.recipe, self.unit = recipe, getattr(config, "unit", "samples")
@@ -136,7 +149,9 @@ class Run:
         self.timer = StepTimer(world.device)
         self.log: RunLog | None = None
         self.step = 0
-        self.stopped = self.is_over = self.writes_line = False
+        self.stopped = self.is_over = self.reached = self.writes_line = False
+        self._target = target
+        self._scores: dict[str, Mapping[str, float]] = {}  # of the step just done, by split
         self._config, self._settings, self._loop, self._distributed = config, settings, loop, distributed
         self.stop_request, self._tree = stop, _tree(config)
         self._checkpointer: Checkpointer | None = None
@@ -177,6 +192,7 @@ class Run:
         distributed: DistributedConfig | None = None,
         recipe: str = "script",
         immutable: Sequence[str] = (),
+        scores: Mapping[str, Sequence[str]] | None = None,
         worker: WorkerEnv | None = None,
     ) -> Iterator[Run]:
         """Join the workers and open or continue the run in ``directory``.
@@ -187,22 +203,27 @@ class Run:
             config: a dataclass of dataclasses to write beside the run and into checkpoints. Its sections
                 ``run``, ``train`` and ``distributed`` are the next three arguments by default. Messages use
                 its attributes ``unit`` (what samples are called, such as ``images``), ``memory_remedy`` (an
-                option to name beside the micro-batch size when memory runs out) and ``longer`` (the option
-                that makes a finished run longer), where it has them.
+                option to name beside the micro-batch size when memory runs out), ``longer`` (the option
+                that makes a finished run longer) and ``scores``, where it has them.
             settings: how often to write lines and checkpoints.
             loop: seed, precision, loss scale.
             distributed: backend, device, timeouts, wire format.
             recipe: written into the record.
             immutable: dotted names of settings that must not differ when a run continues.
+            scores: names of the scores that :meth:`evaluation` will be given, by split: those that ``until``
+                of the settings may name.
             worker: this process's place; default: as the launcher's environment variables say.
 
         Raises:
-            UsageError: the directory cannot be written, another job uses it, or an immutable setting differs.
+            UsageError: the directory cannot be written, another job uses it, an immutable setting differs, or
+                ``until`` names a score that the run will not have.
             ShoalError: a worker was lost, or memory ran out.
         """
         settings = settings or _section(config, "run", RunOutputConfig)
         loop = loop or _section(config, "train", LoopConfig)
         distributed = distributed or _section(config, "distributed", DistributedConfig)
+        scores = getattr(config, "scores", {}) if scores is None else scores
+        target = read_target(settings.until, scores)
         directory = Path(directory or required(settings.dir))
         tree = _tree(config)
         stop = StopRequest()
@@ -215,7 +236,7 @@ class Run:
             )
             run = cls(
                 world, directory, config=config, settings=settings, loop=loop, distributed=distributed,
-                recipe=recipe, stop=stop,
+                recipe=recipe, stop=stop, target=target,
             )  # fmt: skip
             stack.enter_context(run._stack)
             try:
@@ -376,9 +397,11 @@ class Run:
             num_workers=num_replicas,
         )
         self.timer.reset()
-        while self.step < until and not self.stopped:
+        while self.step < until and not self.stopped and not self.reached:
             left = range(self.step - since, until - since)
             yield from self._attempt(source, shard, batch, left, targets, on_host)
+        if self._target is not None and self.step == until and self.sum([self._has_scores()])[0]:
+            self._reach()
 
     def _attempt(
         self,
@@ -397,12 +420,16 @@ class Run:
                 self.timer.lap("data")
                 bad = not math.isfinite(self._last_loss)
                 stops = self.stop_request.requested is not None
-                num_targets, num_bad, num_stops = map(int, self.sum([num_targets, bad, stops]))
+                sums = self.sum([num_targets, bad, stops, self._has_scores()])
+                num_targets, num_bad, num_stops, num_reached = map(int, sums)
                 self._nonfinite_steps = self._nonfinite_steps + 1 if num_bad else 0
                 if self._nonfinite_steps >= self._loop.max_nonfinite_steps:
                     section = "optim" if self._section == "train" else self._section
                     names = source.names(shard, index - 1)
                     raise not_finite(self._nonfinite_steps, self.step, names, section=section)
+                if num_reached:
+                    self._reach()
+                    return
                 if num_stops:
                     self._leave()
                     return
@@ -452,6 +479,7 @@ class Run:
         )  # fmt: skip
         if self.log:
             self.log.write(row)
+        self._scores[split] = row.metrics
         self._last_end = now
         self.timer.begin_step()
 
@@ -501,12 +529,17 @@ class Run:
         assert self.directory is not None, "an inner run has no end of its own"
         if self.is_over:
             if self.world.is_main:
+                ended, longer = "is finished", f"raise {getattr(self._config, 'longer', 'until')}"
+                if self._target is not None and self._has_scores():
+                    reached = format_metrics(self._target.found(self._scores))
+                    ended = f"has reached its target {self._target} ({reached})"
+                    longer = "raise --run.until or leave it out"
                 print(
-                    f"{self.directory} is finished: {self.step:,} of {self._total:,} steps. To train longer, "
-                    f"raise {getattr(self._config, 'longer', 'until')}; to begin again, name another "
-                    f"--run.dir or remove {self.directory}"
+                    f"{self.directory} {ended}: {self.step:,} of {self._total:,} steps. To train longer, "
+                    f"{longer}; to begin again, name another --run.dir or remove {self.directory}"
                 )
             return EXIT_OK
+        self._tell_target()
         if self._checkpointer is not None:
             self._checkpointer.finish()
         self._report_checkpoints()
@@ -550,9 +583,35 @@ class Run:
         """Return whether an earlier process group has ended the run; all workers call it."""
         if self.directory is None or self._restored is None or self.step != self._restored.step:
             return False
-        if self.step < self._total:
-            return False
-        return self.step > self._total or self._on_main(lambda: bool(self._rows(record.End)))
+
+        def ended() -> bool:
+            self._scores = {split: row.metrics for split, row in self._last_evaluations().items()}
+            return bool(self._rows(record.End)) and (self.step == self._total or self._has_scores())
+
+        return self.step > self._total or self._on_main(ended)
+
+    def _has_scores(self) -> bool:
+        """Return whether the scores of the step just done are the target's; the first worker knows."""
+        return self._target is not None and self.world.is_main and self._target.holds(self._scores)
+
+    def _reach(self) -> None:
+        """End the steps because the last evaluations reached the target."""
+        self.reached = True
+        self.save()
+        self._tell_target()
+
+    def _tell_target(self) -> None:
+        """Write once that the target is reached, or at the end that it is not, on the first worker."""
+        if self._target is None or self.log is None or self._rows(record.Target):
+            return
+        found = self._target.found(self._scores)
+        if self._has_scores():
+            rows = record.read_record(required(self.directory))
+            self.log.write(record.target_row(rows, self.step, str(self._target), found))
+        else:
+            self.note(
+                f"the target {self._target} was not reached: {format_metrics(found) or 'no such score'}"
+            )
 
     def _begin(self, batch: BatchPlan, references: Mapping[str, float], notes: Sequence[str]) -> None:
         """Begin the record on the first worker, once: the settings, the arithmetic, where it goes on from."""
@@ -626,6 +685,7 @@ class Run:
     def _commit(self, step: Step) -> None:
         """Count a step that was done, and write its line if one is due."""
         self.step += 1
+        self._scores.clear()
         self._samples += step.num_samples
         self._last_loss = step.loss
         self._metrics.add_step(step.loss, step.sums, step.counts, step.grad_norm)

@@ -1,16 +1,19 @@
-"""Handles what stops a run: signals, non-finite losses, lack of memory."""
+"""Handles what ends a run before its last step: signals, non-finite losses, lack of memory, a target.
+
+Torch is imported in functions: the launcher reads targets without it.
+"""
 
 from __future__ import annotations
 
 import atexit
+import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import FrameType
 
-import torch
-
 from shoal.decide.batch import BatchPlan
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UsageError, did_you_mean
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -74,4 +77,163 @@ def out_of_memory(
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether ``error`` was raised because the device or the host is out of memory."""
+    import torch
+
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+# ---- a target -------------------------------------------------------------------------------------------
+
+Scores = Mapping[str, Mapping[str, float]]
+"""Scores of one step: split -> name -> value."""
+
+_CONDITION = re.compile(r"([^\s<>=,]+)\s*([<>]=)\s*([-+.\deE]+)\s*(%?)")
+_ALIASES = {
+    "top1": "top1_accuracy",
+    "top5": "top5_accuracy",
+    "acc": "accuracy",
+    "mlm_acc": "mlm_accuracy",
+    "sop_acc": "sop_accuracy",
+    "nsp_acc": "nsp_accuracy",
+    "span_acc": "span_accuracy",
+    "bbox": "box_AP",
+    "segm": "mask_AP",
+    "exact": "exact_match",
+    "em": "exact_match",
+    "squad_f1": "f1",
+    "squad_exact": "exact_match",
+}
+"""Other names of scores: to what they are short for."""
+_ALSO = {"exact_match": "exact"}
+"""Names that a score has in other data: that of SQuAD 2.0."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A bound that a score must reach, such as ``box_AP>=0.377``."""
+
+    name: str
+    """Of the score."""
+    rises: bool
+    """Whether the score must be at least ``bound``, otherwise at most."""
+    bound: float
+    split: str = ""
+    """Whose score; empty: that of every split that has one."""
+
+    def __str__(self) -> str:
+        split = f"{self.split}/" if self.split else ""
+        return f"{split}{self.name}{'>=' if self.rises else '<='}{self.bound:g}"
+
+    def found(self, scores: Scores) -> dict[str, float]:
+        """Return the scores that the condition is about, by ``split/name``."""
+        return {
+            f"{split}/{name}": values[name]
+            for split, values in scores.items()
+            for name in (self.name, _ALSO.get(self.name, self.name))
+            if self.split in ("", split) and name in values
+        }
+
+    def holds(self, scores: Scores) -> bool:
+        """Return whether there is such a score and all of them reach the bound."""
+        found = self.found(scores).values()
+        return bool(found) and all(
+            value >= self.bound if self.rises else value <= self.bound for value in found
+        )
+
+
+@dataclass(frozen=True)
+class Target:
+    """The scores that end a training: all conditions must hold at the same step.
+
+    Example:
+        >>> target = read_target("top1>=75.9%", {"validation": ["loss", "top1_accuracy"]})
+        >>> str(target), target.holds({"validation": {"loss": 1.0, "top1_accuracy": 0.761}})
+        ('top1_accuracy>=0.759', True)
+    """
+
+    conditions: tuple[Condition, ...]
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.conditions))
+
+    def holds(self, scores: Scores) -> bool:
+        """Return whether the scores of a step reach the target."""
+        return all(condition.holds(scores) for condition in self.conditions)
+
+    def found(self, scores: Scores) -> dict[str, float]:
+        """Return the scores that the target is about, by ``split/name``."""
+        return {name: value for one in self.conditions for name, value in one.found(scores).items()}
+
+
+def read_target(text: str | None, known: Mapping[str, Collection[str]]) -> Target | None:
+    """Read conditions on scores that a run will have; ``None`` for no text.
+
+    Args:
+        text: conditions with commas between them, such as ``box_AP>=0.377,mask_AP>=0.339``; a bound may be in
+            percent, a score written as ``split/name`` and by a shorter name.
+        known: the names of the scores, by split.
+
+    Raises:
+        UsageError: the text has another form, names a score that is not known, or gives it a bound that it
+            cannot have or has from the beginning.
+    """
+    if text is None:
+        return None
+    conditions = []
+    for part in text.split(","):
+        match = _CONDITION.fullmatch(part.strip())
+        if match is None:
+            raise UsageError(
+                f"run.until {text!r}: {part.strip()!r} is not a condition; write NAME>=NUMBER or "
+                "NAME<=NUMBER, and commas between several, such as 'box_AP>=0.377,mask_AP>=0.339'"
+            )
+        word, sign, number, percent = match.groups()
+        split, _, name = word.rpartition("/")
+        try:
+            condition = Condition(_known_name(split, name, known), sign == ">=", float(number), split)
+            conditions.append(_sensible(condition, in_percent=bool(percent)))
+        except ValueError as error:  # a UsageError is one
+            raise UsageError(f"run.until {text!r}: {error}") from None
+    return Target(tuple(conditions))
+
+
+def _known_name(split: str, name: str, known: Mapping[str, Collection[str]]) -> str:
+    """Return the own name of a score that the user names in some way.
+
+    Raises:
+        UsageError: there is none.
+    """
+    names = {own for key, values in known.items() if split in ("", key) for own in values}
+    by_lower = {own.lower(): own for own in names}
+    found = name if name in names else by_lower.get(name.lower()) or _ALIASES.get(name.lower())
+    if found in names:
+        return found
+    shorter = {short: own for short, own in _ALIASES.items() if own in names}
+    listed = "; ".join(f"{key}: {', '.join(values)}" for key, values in known.items()) or "none"
+    also = ", ".join(f"{short} for {own}" for short, own in shorter.items())
+    guess = did_you_mean(name, [*names, *shorter])
+    raise UsageError(
+        f"this run has no score {f'{split}/{name}' if split else name}.{guess} Its scores by split are "
+        f"{listed}{f' ({also})' if also else ''}"
+    )
+
+
+def _sensible(condition: Condition, *, in_percent: bool) -> Condition:
+    """Return a condition with its bound in the unit of the score, of which the name tells.
+
+    Raises:
+        UsageError: the bound is outside of the score's range, or the sign the wrong way.
+    """
+    name, bound = condition.name, condition.bound
+    falls, fraction = name.endswith("loss"), name.endswith("accuracy") or "_AP" in name
+    percentage = name in ("f1", "exact_match")
+    if falls == condition.rises and (falls or fraction or percentage):
+        raise UsageError(f"{name} is to {'fall: write <=' if falls else 'rise: write >='}")
+    if in_percent and not (fraction or percentage):
+        raise UsageError(f"{name} is not a fraction: write its bound without %")
+    bound = bound / 100 if in_percent and fraction else bound
+    if fraction and not 0 <= bound <= 1:
+        raise UsageError(f"{name} lies between 0 and 1: write {name}>={bound / 100:g} or {bound:g}%")
+    if percentage and (not 0 <= bound <= 100 or (0 < bound < 1 and not in_percent)):
+        raise UsageError(f"{name} is a percentage, between 0 and 100: write 0.5% for less than 1")
+    return replace(condition, bound=bound)

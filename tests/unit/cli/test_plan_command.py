@@ -12,6 +12,12 @@ import pytest
 from shoal.bench.step_timing import TrainResult
 from shoal.cli.app import main
 from shoal.errors import EXIT_OK, EXIT_USAGE
+from shoal.formatting import duration
+from shoal.planner.convergence import convergence_of
+from shoal.recipes.bert import BertConfig
+from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
+from shoal.recipes.resnet50 import ResNetTrainConfig
+from shoal.train.stopping import read_target
 
 CLUSTER = ("--cluster", "8xp3dn.24xlarge")
 SMALL = ("--model", "test_plan_command:small_model", "--global-batch", "512")
@@ -85,6 +91,24 @@ def test_the_answer_and_its_files(
     assert "<svg" in files["page"].read_text() and "polyline" in files["page"].read_text()
     events = json.loads(files["trace"].read_text())["traceEvents"]
     assert {"forward", "backward", "optimizer"} <= {event["name"] for event in events}
+
+
+def test_time_to_target_where_one_is_published(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "plan.json"
+    assert typed(monkeypatch, "resnet50", *CLUSTER, "--json", str(file)) == EXIT_OK
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "time to target" in line]
+    plan = json.loads(file.read_text())
+    whole, evaluation = plan["best"]["total_s"], plan["best"]["where_s"]["evaluation"]
+    assert evaluation > 0 and plan["target"] == "top1>=0.759"
+    assert f"{duration(whole)}, {duration(whole - evaluation)} without evaluation: top1>=0.759" in line
+
+
+def test_published_targets_are_what_the_recipes_take() -> None:
+    for name, recipe in (("resnet50", ResNetTrainConfig), ("mask-rcnn", MaskRCNNTrainConfig)):
+        assert read_target(convergence_of(name).target, recipe.scores)
+    assert read_target(convergence_of("bert-large-mlperf").target, BertConfig().scores)
 
 
 @pytest.mark.parametrize(

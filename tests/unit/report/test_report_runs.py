@@ -9,7 +9,7 @@ import pytest
 import report_records as records
 
 from shoal.errors import ShoalError
-from shoal.record import PARTS, End, Evaluation, Resume, Row, Stop
+from shoal.record import PARTS, End, Evaluation, Resume, Row, Stop, target_row
 from shoal.report import runs, tables, timeline
 from shoal.report.runs import Run, load_runs
 
@@ -94,6 +94,34 @@ def test_tiles_compare_with_the_reference_in_the_right_direction(tmp_path: Path)
         made = tables.tiles(load(tmp_path / str(index), [records.start(), *steps(1, 2), last]))
         assert [tile.notes[-1] for tile in made[-2:]] == [loss, accuracy]
         assert [tile.tone for tile in made[-2:]] == [tone, tone]
+
+
+def test_time_to_target_without_pauses_with_and_without_evaluation(tmp_path: Path) -> None:
+    """100 s, a pause of 500 s, then 60 s up to the scores; evaluations of 12 s and 8 s, one too late."""
+    begin = records.BEGIN_S
+    resume = Resume(step=1, path="c", time_s=begin + 600)
+
+    def scored(step: int, seconds: float, time_s: float) -> Evaluation:
+        metrics = {"top1_accuracy": 0.1 * step}
+        return Evaluation(
+            step=step, split="v", num_samples=1, metrics=metrics, seconds=seconds, time_s=time_s
+        )
+
+    first = [records.start(), *steps(1), scored(1, 12.0, begin + 100)]
+    second = [records.start(time_s=begin + 600), resume, scored(2, 8.0, begin + 660)]
+    late = scored(3, 5.0, begin + 700)
+    row = target_row([*first, *second, late], 2, "top1_accuracy>=0.2", {"v/top1_accuracy": 0.2})
+    assert (row.seconds, row.evaluation_s) == (pytest.approx(160.0), 20.0)
+    run = load(tmp_path / "run", [*first, *second, row])
+    tile = next(tile for tile in tables.tiles(run) if tile.label == "Time to target")
+    assert (tile.value, tile.notes[0]) == ("2 min 40 s", "2 min 20 s without evaluation")
+    (line,) = [line for line in tables.facts([run]) if line.name == "time to target"]
+    assert line.cells == ["2 min 40 s (2 min 20 s without evaluation), at step 2: top1_accuracy>=0.2"]
+    assert tables.events(run)[-1].detail == "top1_accuracy>=0.2 after 2 min 40 s"
+
+    missed = load(tmp_path / "missed", [records.start(config={"run": {"until": "top1>=0.7"}}), *steps(1)])
+    (line,) = [line for line in tables.facts([missed]) if line.name == "time to target"]
+    assert line.cells == ["top1>=0.7: not reached"]
 
 
 def test_batch_arithmetic() -> None:
