@@ -26,6 +26,7 @@ OLDEST_PYTHON = (3, 11)
 EXTRAS = {
     "torch": "for the backend, the optimizers, pipelines and training",
     "text": "to train ALBERT and to prepare text",
+    "corpora": "to prepare text from Parquet, .zst and MediaWiki's dumps",
     "report": "to write reports",
     "vision": "to train on images",
     "aws": "to start runs on AWS",

@@ -24,6 +24,7 @@ EXIT_LOST = 76
 MODULES_OF_EXTRAS = {
     "torch": ("torch", "safetensors", "tensorboardX"),
     "text": ("transformers", "tokenizers", "sentencepiece", "google"),
+    "corpora": ("pyarrow", "zstandard", "mwparserfromhell"),
     "vision": ("torchvision", "PIL", "faster_coco_eval"),
     "aws": ("boto3",),
     "report": ("matplotlib", "jinja2"),

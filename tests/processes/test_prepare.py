@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import resource
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prepare_jobs import DEADLINE_S, DRIVER, SMALL_SAMPLE, command, contents, prepare, write_corpus
 from tokenizers import Tokenizer
 
 from shoal.data.manifest import Manifest
@@ -25,43 +25,6 @@ from shoal.data.text.corpus import find_files
 from shoal.data.text.sentences import split_sentences
 from shoal.data.text.shards import Shard
 from shoal.env import test_data_dir as data_dir
-
-# what a command line does with the errors of the package
-DRIVER = """
-import json, sys
-from pathlib import Path
-from shoal.data.text.prepare import PrepareConfig, prepare_text
-from shoal.errors import ShoalError
-if __name__ == "__main__":
-    options = json.loads(sys.argv[1])
-    options |= {"out": Path(options["out"]), "sources": tuple(options["sources"])}
-    try:
-        prepare_text(PrepareConfig(**options))
-    except ShoalError as error:
-        print("error:", error, file=sys.stderr)
-        sys.exit(error.exit_code)
-"""
-# the sample is bounded at 10 million characters; with less, small sources show the same
-SMALL_SAMPLE = "import shoal.data.text.prepare\nshoal.data.text.prepare._SAMPLE_CHARACTERS = 200_000\n"
-DEADLINE_S = 240
-BASE = {"vocab_size": 300, "shard_bytes": 1 << 16, "processes": 2}
-
-
-def command(source: Path | str, out: Path, driver: str = DRIVER, **options: Any) -> list[str]:
-    values = {"sources": [str(source)], "out": str(out), **BASE, **options}
-    return [sys.executable, "-c", driver, json.dumps(values)]
-
-
-def prepare(
-    source: Path | str, out: Path, limit: Callable[[], None] | None = None, **options: Any
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(source, out, **options), capture_output=True, text=True, timeout=DEADLINE_S, preexec_fn=limit
-    )
-
-
-def contents(out: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(out.iterdir())}
 
 
 def identities(out: Path) -> dict[str, tuple[int, int]]:
@@ -77,19 +40,6 @@ def identities(out: Path) -> dict[str, tuple[int, int]]:
         for file in out.glob("*-*.*")
         if file.suffix != ".partial" and file.stem.rpartition("-")[2] in numbers
     }
-
-
-def write_corpus(path: Path, num_bytes: int, seed: int = 0) -> Path:
-    """One article a line, of 20 to 60 sentences of made-up words; now and then with accents."""
-    rng = random.Random(seed)
-    words = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(1, 8))) for _ in range(2000)] + ["été", "Über"]
-    with path.open("w", encoding="utf-8") as file:
-        while file.tell() < num_bytes:
-            sentences = (
-                " ".join(rng.choices(words, k=rng.randint(5, 20))) for _ in range(rng.randint(20, 60))
-            )
-            file.write(" ".join(s.capitalize() + "." for s in sentences) + "\n")
-    return path
 
 
 @pytest.fixture(scope="module")

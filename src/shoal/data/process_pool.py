@@ -98,8 +98,8 @@ def run_unfinished(
     what: str,
     num_bytes: Callable[[Task], float],
     processes: int,
-    initializer: Callable[..., None],
-    initargs: tuple[Any, ...],
+    initializer: Callable[..., None] | None = None,
+    initargs: tuple[Any, ...] = (),
 ) -> list[Result]:
     """Run the tasks for which ``finished`` returns ``None``; return the results of all, in order.
 

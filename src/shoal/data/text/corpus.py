@@ -1,36 +1,53 @@
 """Finds the files of a source, cuts them into chunks, and reads the articles of a chunk.
 
-There are three formats. ``lines``: one article per line, as the Wikipedia dump tools write them. ``files``:
-one article per file, paragraphs separated by empty lines. ``wikitext``: raw files of WikiText, where a line
-`` = Title = `` begins an article and every other line is a paragraph.
+There are three formats of text. ``lines``: one article per line, as the Wikipedia dump tools write them.
+``files``: one article per file, paragraphs separated by empty lines. ``wikitext``: raw files of WikiText,
+where a line `` = Title = `` begins an article and every other line is a paragraph. Two formats have rows,
+each with an article in one of its fields, paragraphs separated by empty lines: ``jsonl`` and ``parquet``
+(``rows``).
 
-A *chunk* is a bounded part of the source, cut by file sizes alone, so that planning reads nothing. A byte
-range of a file stands for the articles that *begin* in it.
+A *chunk* is a bounded part of the source, cut by file sizes alone, so that planning reads nothing but the
+beginning of each file and the footers of Parquet. A byte range of a file stands for the articles that *begin*
+in it. Compressed files are listed as they are, and cut after they were unpacked (``unpack``).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import glob, has_magic
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from shoal.data.text.packed import PACKINGS, peek, split_packing
+from shoal.data.text.rows import TEXT, column_bytes, column_texts, json_line_text
 from shoal.data.text.sentences import normalise
 from shoal.errors import ShoalError, UsageError
 
-Format = Literal["lines", "files", "wikitext"]
+Format = Literal["lines", "files", "wikitext", "jsonl", "parquet"]
 FORMATS: Mapping[Format, str] = {
     "lines": "one article per line",
     "files": "one article per file",
     "wikitext": "an article per title",
+    "jsonl": "an article per JSON object",
+    "parquet": "an article per row",
 }
 """The formats in words."""
+TEXT_FORMATS: tuple[Format, ...] = ("lines", "files", "wikitext")
+"""Formats that a file of text may have; which one it is meant to have is a guess."""
+ROW_FORMATS: tuple[Format, ...] = ("jsonl", "parquet")
+"""Formats with fields."""
 Errors = Literal["strict", "replace"]
 
-SUFFIXES = (".txt", ".raw", ".tokens")
-"""Suffixes of the files that are read in a directory; a file or glob may have any."""
+SUFFIXES = (".txt", ".raw", ".tokens", ".jsonl", ".ndjson", ".parquet")
+"""Suffixes of the files that are read in a directory, compressed too; a file or glob may have any."""
+_ROWS_OF: Mapping[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+}
 
 MAX_ARTICLE_BYTES = 64 << 20
 """Limit of an article: bounds memory, and a file without line ends is most likely a mistake."""
@@ -40,24 +57,39 @@ _TITLE = re.compile(rb"^ ?= [^=\s](?:[^\n]*[^=\s])? = ?\r?$", re.MULTILINE)
 _HEADING = re.compile(r"^\s*(?P<bars>=(?: ?=)*) (?P<title>.*?) (?P=bars)\s*$")
 _WIKITEXT_JOINTS = re.compile(r" @([-,.])@ ")
 _PARAGRAPH_END = re.compile(r"\n\s*\n")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """One file of a source, with its size in bytes and mtime in nanoseconds."""
+    """One file of a source, with its size in bytes and mtime in nanoseconds.
+
+    Attributes:
+        num_bytes: of the file if it is compressed, else of its content: :func:`content_bytes`.
+        field: of the article in a row.
+        packing: suffix of its compression; empty for none.
+        source: what it was unpacked from.
+    """
 
     path: Path
     format: Format
     num_bytes: int
     changed_ns: int
+    field: str = TEXT
+    packing: str = ""
+    source: str = ""
+
+    @property
+    def name(self) -> str:
+        """The file that the user gave, for messages."""
+        return self.source or str(self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """The articles of a file that begin in the bytes ``[start, end)``."""
+    """The articles of a file that begin in the bytes ``[start, end)`` of its content."""
 
-    path: Path
-    format: Format
+    file: SourceFile
     start: int
     end: int
 
@@ -68,8 +100,9 @@ Chunk = tuple[Span, ...]
 def find_files(sources: Sequence[str], form: Format | Literal["auto"]) -> list[SourceFile]:
     """Return the files of ``sources`` (files, directories or globs) in reading order, empty ones left out.
 
-    ``auto`` reads a file with a WikiText title in its first 64 KiB as ``wikitext``, another that is named as
-    such as ``lines``, and those of a directory or glob as ``files``.
+    A source of rows may end in ``:FIELD``. ``auto`` goes by suffixes for ``jsonl`` and ``parquet``, reads a
+    file with a WikiText title in its first 64 KiB as ``wikitext``, another that is named as such as
+    ``lines``, and those of a directory or glob as ``files``.
 
     Raises:
         UsageError: a source does not exist, cannot be read, or all of them hold nothing.
@@ -78,29 +111,64 @@ def find_files(sources: Sequence[str], form: Format | Literal["auto"]) -> list[S
         raise UsageError("no source is given; name files, directories, globs, or `builtin`")
     files = []
     for source in sources:
-        paths, alone = _paths_of(source)
-        for path in paths:
-            try:
-                with path.open("rb") as file:
-                    head = file.read(_PEEK_BYTES)
-                status = path.stat()
-            except OSError as error:
-                raise _unreadable(path, error) from error
-            guess: Format = "wikitext" if _TITLE.search(head) else "lines" if alone else "files"
-            if head:
-                files.append(
-                    SourceFile(
-                        path=path,
-                        format=guess if form == "auto" else form,
-                        num_bytes=status.st_size,
-                        changed_ns=status.st_mtime_ns,
-                    )
-                )
-    if not files:
+        place, field = _split_field(source)
+        paths, alone = _paths_of(place)
+        files += [_examine(path, form, field, alone) for path in paths]
+    if not (found := [file for file in files if file.num_bytes]):
         raise UsageError(
             f"{', '.join(sources)}: every file of the source is empty; there is no article in it"
         )
-    return files
+    return found
+
+
+def content_bytes(file: SourceFile) -> int:
+    """Return the bytes by which a file that is not compressed is cut: its size, or the column's of Parquet.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        num_bytes = file.path.stat().st_size
+    except OSError as error:
+        raise _unreadable(file.path, error) from error
+    return (
+        column_bytes(file.path, file.field, file.name)
+        if num_bytes and file.format == "parquet"
+        else num_bytes
+    )
+
+
+def _examine(path: Path, form: Format | Literal["auto"], field: str, alone: bool) -> SourceFile:
+    """Return a file with its format and size; without bytes if its content is empty."""
+    plain, packing = split_packing(path.name)
+    try:
+        head = peek(path, packing, _PEEK_BYTES)
+        status = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    guess: Format = "wikitext" if _TITLE.search(head) else "lines" if alone else "files"
+    file = SourceFile(
+        path=path,
+        format=_ROWS_OF.get(Path(plain).suffix, guess) if form == "auto" else form,
+        num_bytes=status.st_size if head else 0,
+        changed_ns=status.st_mtime_ns,
+        field=field or TEXT,
+        packing=packing,
+    )
+    if field and file.format not in ROW_FORMATS:
+        raise UsageError(
+            f"{path}:{field}: a file that is read as {file.format} has no fields; --format jsonl and parquet "
+            "do"
+        )
+    return file if packing or not head else replace(file, num_bytes=content_bytes(file))
+
+
+def _split_field(source: str) -> tuple[str, str]:
+    """Return a source without its ``:FIELD``, and the field; empty if there is none."""
+    place, _, field = source.rpartition(":")
+    if Path(source).exists() or not (Path(place).exists() or has_magic(place)) or "/" in field:
+        return source, ""
+    return place, field
 
 
 def cut_chunks(files: Sequence[SourceFile], chunk_bytes: int) -> list[Chunk]:
@@ -115,7 +183,7 @@ def cut_chunks(files: Sequence[SourceFile], chunk_bytes: int) -> list[Chunk]:
             if end - start > room and open_spans:
                 chunks.append(tuple(open_spans))
                 open_spans, room = [], chunk_bytes
-            open_spans.append(Span(path=file.path, format=file.format, start=start, end=end))
+            open_spans.append(Span(file=file, start=start, end=end))
             room -= end - start
     if open_spans:
         chunks.append(tuple(open_spans))
@@ -128,19 +196,29 @@ def read_articles(chunk: Chunk, errors: Errors) -> Iterator[str]:
     Paragraphs of an article are separated by a line end, and white space inside them is one blank.
 
     Raises:
-        UsageError: bytes that are not UTF-8 (unless ``errors`` is "replace", which puts U+FFFD for them), or
-            an article longer than ``MAX_ARTICLE_BYTES``.
+        UsageError: bytes that are not UTF-8 (unless ``errors`` is "replace", which puts U+FFFD for them), an
+            article longer than ``MAX_ARTICLE_BYTES``, or a row without text.
         ShoalError: a file can no longer be read.
     """
     for span in chunk:
         try:
-            with span.path.open("rb") as file:
-                for offset, data in _read_span(file, span):
-                    article = _article(_decode(data, offset, span.path, errors), span.format)
-                    if article:
-                        yield article
+            yield from filter(None, _articles(span, errors))
         except OSError as error:
-            raise _unreadable(span.path, error) from error
+            raise _unreadable(span.file.path, error) from error
+
+
+def _articles(span: Span, errors: Errors) -> Iterator[str]:
+    file = span.file
+    if file.format == "parquet":
+        for text in column_texts(file.path, file.field, file.name, span.start, span.end):
+            yield _article(text, file.format)
+        return
+    with file.path.open("rb") as stream:
+        for offset, data in _read_span(stream, span):
+            text = _decode(data, offset, file, errors)
+            if file.format == "jsonl":
+                text = _row_text(text, offset, file)
+            yield _article(text, file.format)
 
 
 def _paths_of(source: str) -> tuple[list[Path], bool]:
@@ -150,10 +228,15 @@ def _paths_of(source: str) -> tuple[list[Path], bool]:
         found = sorted(
             file
             for file in path.rglob("*")
-            if file.suffix in SUFFIXES and not file.is_dir() and not file.name.startswith(".")
+            if split_packing(file.name)[0].endswith(SUFFIXES)
+            and not file.is_dir()
+            and not file.name.startswith(".")
         )
         if not found:
-            raise UsageError(f"{source}: no file in this directory ends in {', '.join(SUFFIXES)}")
+            raise UsageError(
+                f"{source}: no file in this directory ends in {', '.join(SUFFIXES)}, or in one of these and "
+                f"{', '.join(PACKINGS)}"
+            )
         return found, False
     if path.exists() and not path.is_file():
         raise UsageError(f"{source}: is neither a file nor a directory; write the text to a file first")
@@ -173,15 +256,16 @@ def _paths_of(source: str) -> tuple[list[Path], bool]:
 def _read_span(file: BinaryIO, span: Span) -> Iterator[tuple[int, bytes]]:
     """Yield (offset in the file, bytes) of each article whose first line is in the span.
 
-    The file's first line begins an article, and so does every line of ``lines``, and every title of
-    ``wikitext``.
+    The file's first line begins an article, and so does every line of ``lines`` and ``jsonl``, and every
+    title of ``wikitext``.
     """
     offset = _seek_line(file, span)
     begin, lines, num_bytes = offset, list[bytes](), 0
     inside = span.start == 0
+    form = span.file.format
     while True:
         line = file.readline(MAX_ARTICLE_BYTES + 1)
-        if not line or span.format == "lines" or (span.format == "wikitext" and _TITLE.match(line)):
+        if not line or form in ("lines", "jsonl") or (form == "wikitext" and _TITLE.match(line)):
             if inside and lines:
                 yield begin, b"".join(lines)
             if not line or offset >= span.end:
@@ -193,8 +277,8 @@ def _read_span(file: BinaryIO, span: Span) -> Iterator[tuple[int, bytes]]:
             num_bytes += len(line)
             if num_bytes > MAX_ARTICLE_BYTES:
                 raise UsageError(
-                    f"{span.path}: an article is longer than {MAX_ARTICLE_BYTES >> 20} MiB, so it is hardly "
-                    f"one; it was read as --format {span.format}, choose another of lines, files and wikitext"
+                    f"{span.file.name}: an article is longer than {MAX_ARTICLE_BYTES >> 20} MiB, so it is "
+                    f"hardly one; it was read as --format {form}, choose another of {', '.join(FORMATS)}"
                 )
         elif offset >= span.end:
             return
@@ -216,7 +300,7 @@ def _seek_line(file: BinaryIO, span: Span) -> int:
 def _article(text: str, form: Format) -> str:
     if form == "lines":
         paragraphs = [text]
-    elif form == "files":
+    elif form != "wikitext":
         paragraphs = _PARAGRAPH_END.split(text)
     else:
         paragraphs = [
@@ -226,22 +310,38 @@ def _article(text: str, form: Format) -> str:
     return "\n".join(filter(None, map(normalise, paragraphs)))
 
 
-def _decode(data: bytes, offset: int, path: Path, errors: Errors) -> str:
+def _row_text(line: str, offset: int, file: SourceFile) -> str:
+    """Return the text of a line of ``jsonl``; U+FFFD for surrogates, which JSON writes and UTF-8 does not."""
+    try:
+        text = json_line_text(line, file.field, file.name)
+    except UsageError:  # the number of the line takes a look at all before it
+        json_line_text(line, file.field, f"{file.name}, line {_line_at(file.path, offset)[0]}")
+        raise
+    return _SURROGATE.sub("\ufffd", text)
+
+
+def _decode(data: bytes, offset: int, file: SourceFile, errors: Errors) -> str:
     try:
         return data.decode("utf-8" if offset else "utf-8-sig", errors)
     except UnicodeDecodeError as error:
         place = offset + error.start
-        with path.open("rb") as file:
-            line, start = 1, 0
-            for text in file:
-                if start + len(text) > place:
-                    break
-                line, start = line + 1, start + len(text)
+        line, start = _line_at(file.path, place)
         raise UsageError(
-            f"{path}, line {line}, byte {place - start + 1} (byte {place + 1} of the file): "
+            f"{file.name}, line {line}, byte {place - start + 1} (byte {place + 1} of the file): "
             f"{data[error.start]:#04x} is not UTF-8; convert the file, or pass --errors replace to put "
             "U+FFFD for such bytes"
         ) from None
+
+
+def _line_at(path: Path, place: int) -> tuple[int, int]:
+    """Return the number of the line with the byte ``place``, from 1, and the offset of this line."""
+    line, start = 1, 0
+    with path.open("rb") as file:
+        for text in file:
+            if start + len(text) > place:
+                break
+            line, start = line + 1, start + len(text)
+    return line, start
 
 
 def _unreadable(path: Path, error: OSError) -> ShoalError:

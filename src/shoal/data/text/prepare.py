@@ -1,6 +1,7 @@
 """Prepares text as token shards with a manifest: ``shoal prepare text``.
 
-1. Lists the files of the source and cuts them into chunks by size alone (``corpus``).
+1. Lists the files of the source (``corpus``), unpacks compressed ones (``unpack``), and cuts all of them into
+   chunks by size alone.
 2. Reads a bounded sample, which trains the tokenizer and decides where the validation split begins.
 3. Writes the shards of each chunk in a pool of processes, in any order (``chunk_worker``), and records each.
 4. Writes the manifest.
@@ -29,9 +30,20 @@ from shoal.data.process_pool import run_unfinished
 from shoal.data.progress import Progress
 from shoal.data.text import chunk_worker, tokenizer
 from shoal.data.text.chunk_worker import article_rank
-from shoal.data.text.corpus import FORMATS, Chunk, Errors, SourceFile, cut_chunks, find_files, read_articles
+from shoal.data.text.corpus import (
+    FORMATS,
+    TEXT_FORMATS,
+    Chunk,
+    Errors,
+    Format,
+    SourceFile,
+    cut_chunks,
+    find_files,
+    read_articles,
+)
 from shoal.data.text.python_docs_corpus import write_snapshot
 from shoal.data.text.sentences import split_sentences
+from shoal.data.text.unpack import unpack_files
 from shoal.env import num_cores
 from shoal.errors import UsageError, did_you_mean
 
@@ -64,8 +76,9 @@ _NOT_IN_PLAN = ("out", "processes", "overwrite", "errors")
 class PrepareOptions:
     """Tokenizer, held-out part and shards of a preparation of text."""
 
-    format: Literal["auto", "lines", "files", "wikitext"] = "auto"
-    """One article per line, one per file, or WikiText's headings; auto looks at each file."""
+    format: Format | Literal["auto"] = "auto"
+    """One article per line, one per file, WikiText's headings, a JSON object per line, or rows of Parquet;
+    auto looks at each file."""
     tokenizer: str = "unigram"
     """``unigram`` or ``wordpiece`` to train one on the corpus; else the path of a sentencepiece .model, a
     BERT vocab.txt or a tokenizer.json."""
@@ -115,7 +128,9 @@ class PrepareConfig(PrepareOptions):
     """Sources and output of a preparation of text, and its options."""
 
     sources: tuple[str, ...]
-    """Files, directories or globs of text; ``builtin`` is the English of this Python installation."""
+    """Files, directories or globs of text, JSON lines or Parquet, also compressed (.gz, .bz2, .zst); rows are
+    read from the field ``text``, or from that of ``FILE:FIELD``. ``builtin`` is the English of this Python
+    installation."""
     out: Path
     """Directory for tokenizer, shards and manifest; created if it does not exist."""
 
@@ -148,6 +163,7 @@ def prepare_text(config: PrepareConfig, *, progress: bool = True) -> Manifest:
             if not snapshot.is_file():
                 write_snapshot(snapshot, processes=processes, progress=shown)
             files = find_files([str(snapshot)], "lines") + files
+        files = unpack_files(files, config.out / RECORDS, shown, processes=processes)
         chunk_bytes = max(sum(file.num_bytes for file in files) // _NUM_CHUNKS, _MIN_CHUNK_BYTES)
         chunks = cut_chunks(files, min(chunk_bytes, config.shard_bytes))
         job = _make_job(config, files, chunks, shown)
@@ -173,7 +189,8 @@ def _plan(config: PrepareConfig, files: Sequence[SourceFile]) -> dict[str, Any]:
     fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_IN_PLAN}
     digest = hashlib.sha256()
     for file in files:
-        digest.update(f"{file.path}\0{file.format}\0{file.num_bytes}\0{file.changed_ns}\n".encode())
+        facts = (file.path, file.format, file.field, file.num_bytes, file.changed_ns)
+        digest.update(("\0".join(map(str, facts)) + "\n").encode())
     given = {} if config.trains_tokenizer else {"tokenizer_sha256": sha256_of(Path(config.tokenizer))}
     state = {"source_files": len(files), "source_state": digest.hexdigest()}
     return {"kind": "text", "version": VERSION, **fields, **state, **given}
@@ -261,8 +278,9 @@ def described(files: Sequence[SourceFile]) -> list[str]:
         found = [file.path for file in files if file.format == form]
         if found:
             names = str(found[0]) if len(found) == 1 else f"{len(found):,} files, {found[0]} and others"
-            others = " or ".join(other for other in FORMATS if other != form)
-            lines.append(f"read as {form}, {words}: {names} (another: --format {others})")
+            others = " or ".join(other for other in TEXT_FORMATS if other != form)
+            hint = f" (another: --format {others})" if form in TEXT_FORMATS else ""
+            lines.append(f"read as {form}, {words}: {names}{hint}")
     return lines
 
 
@@ -302,7 +320,8 @@ def read_sample(chunks: Sequence[Chunk], errors: Errors) -> tuple[list[str], boo
             room -= len(article)
     if not articles:
         raise UsageError(
-            f"{chunks[0][0].path}: there is no article in the source, only white space; is it the one meant?"
+            f"{chunks[0][0].file.name}: there is no article in the source, only white space; is it the one "
+            "meant?"
         )
     return articles, is_whole
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import json
 import os
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+import zstandard
+from pyarrow import parquet
 
 from shoal.data.text import corpus
 from shoal.data.text.corpus import cut_chunks, find_files, read_articles
@@ -76,6 +82,75 @@ def test_small_files_share_a_piece_and_large_ones_are_cut(tmp_path: Path) -> Non
         (400, 800),
         (800, 1000),
     ]
+
+
+JSON_LINES = "".join(
+    json.dumps({"id": number, "body": f"Row {number}.\n\nIts other\nparagraph."}) + "\n" + "\n" * (number % 3)
+    for number in range(9)
+)
+
+
+def test_json_lines_in_pieces_of_any_size(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "\ufeff" + JSON_LINES.rstrip("\n"))
+    (file,) = find_files([f"{path}:body"], "auto")
+    assert (file.format, file.field) == ("jsonl", "body")
+    expected = [f"Row {number}.\nIts other paragraph." for number in range(9)]
+    for chunk_bytes in range(1, 2 * len(JSON_LINES), 7):
+        assert articles_of(cut_chunks([file], chunk_bytes)) == expected, chunk_bytes
+
+
+def test_json_of_broken_surrogates_becomes_utf8(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", r'{"text": "Half \ud83d of \ud83d\ude00."}')
+    assert articles_of(cut_chunks(find_files([str(path)], "auto"), 1 << 20)) == ["Half \ufffd of 😀."]
+
+
+def test_wrong_row_is_named_with_file_and_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", JSON_LINES + '{"bdy": "x"}\n')
+    line = JSON_LINES.count("\n") + 1
+    for field, words in (
+        ("body", f"a.jsonl, line {line}: .*'body'; its texts are bdy"),
+        ("text", "a.jsonl, line 1:"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            articles_of(cut_chunks(find_files([f"{path}:{field}"], "auto"), 200))
+
+
+def test_parquet_is_cut_and_empty_rows_are_no_articles(tmp_path: Path) -> None:
+    texts = [f"Row {number}." for number in range(50)] + [None, ""]
+    parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=20)
+    files = find_files([str(tmp_path)], "auto")
+    assert [file.format for file in files] == ["parquet"]
+    for chunk_bytes in (1, 30, 100, 1 << 20):
+        chunks = cut_chunks(files, chunk_bytes)
+        assert articles_of(chunks) == texts[:50]
+    assert len(chunks) == 1 and len(cut_chunks(files, 30)) > 10
+
+
+def test_a_directory_holds_rows_and_compressed_files(tmp_path: Path) -> None:
+    write(tmp_path / "1.jsonl", '{"text": "One."}')
+    write(tmp_path / "2.txt.gz", gzip.compress(b"Two."))
+    write(tmp_path / "3.txt.bz2", bz2.compress(b""))
+    write(tmp_path / "4.jsonl.zst", zstandard.compress(b'{"text": "Four."}'))
+    write(tmp_path / "5.raw.bz2", bz2.compress(WIKITEXT.encode()))
+    write(tmp_path / "6.json", "{}")
+    found = [(file.path.name, file.format, file.packing) for file in find_files([str(tmp_path)], "auto")]
+    assert found == [
+        ("1.jsonl", "jsonl", ""),
+        ("2.txt.gz", "files", ".gz"),
+        ("4.jsonl.zst", "jsonl", ".zst"),
+        ("5.raw.bz2", "wikitext", ".bz2"),
+    ]
+
+
+def test_a_field_needs_rows_and_a_colon_may_be_in_a_name(tmp_path: Path) -> None:
+    text = write(tmp_path / "a.txt", "One.")
+    with pytest.raises(UsageError, match=r"a\.txt:body: a file that is read as lines has no fields"):
+        find_files([f"{text}:body"], "auto")
+    assert find_files([f"{text}:body"], "jsonl")[0].field == "body"
+    other = write(tmp_path / "a:b.jsonl", '{"text": "One."}')
+    assert articles_of(cut_chunks(find_files([str(other)], "auto"), 1 << 20)) == ["One."]
+    with pytest.raises(UsageError, match=r"none\.jsonl:body: there is no such file"):
+        find_files([str(tmp_path / "none.jsonl:body")], "auto")
 
 
 def test_real_wikitext_has_its_articles(tmp_path: Path) -> None:

@@ -1,0 +1,130 @@
+"""Takes the text of rows: of JSON lines, and of Parquet files.
+
+A Parquet file is cut by *virtual bytes*, which are those of the text's column, uncompressed, as the file's
+footer counts them. Row *i* of a row group with *n* rows and *b* bytes begins at virtual byte ``i b // n`` of
+the group. So a part of a large row group is one piece of work, and planning reads footers alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import UsageError, did_you_mean, import_extra
+from shoal.json_text import parse_json
+
+TEXT = "text"
+"""The field that is read if none is named."""
+
+_BATCH_BYTES = 1 << 20
+"""Text that is decoded together, about."""
+_READ_BYTES = 1 << 20
+
+
+def json_line_text(line: str, field: str, where: str) -> str:
+    """Return the string ``field`` of a line with a JSON object; empty for ``null`` and an empty line.
+
+    Raises:
+        UsageError: it is not JSON, not an object, or has no such string; ``where`` names the line.
+    """
+    if not line or line.isspace():
+        return ""
+    row = parse_json(
+        line,
+        where,
+        error=UsageError,
+        remedy="there must be a JSON object on each line, as `jq -c .[]` makes of an array",
+    )
+    if not isinstance(row, dict):
+        raise UsageError(f"{where}: holds {type(row).__name__}, and not an object with the text as a field")
+    if field not in row:
+        raise _no_field(where, field, [key for key, value in row.items() if isinstance(value, str)])
+    text = row[field]
+    if not isinstance(text, str | None):
+        raise UsageError(f"{where}: field {field!r} is {text!r:.60}, which is no text")
+    return text or ""
+
+
+def column_bytes(path: Path, field: str, name: str) -> int:
+    """Return the virtual bytes of a Parquet file: those of the column ``field``; 0 if there is no row.
+
+    Raises:
+        UsageError: it is no Parquet file, or has no such column of strings; ``name`` names it.
+    """
+    with _opened(path, name) as file:
+        _check_column(file, field, name)
+        return sum(size for size, _ in _groups(file.metadata, field))
+
+
+def column_texts(path: Path, field: str, name: str, start: int, end: int) -> Iterator[str]:
+    """Yield the texts of the rows that begin in the virtual bytes ``[start, end)``; empty ones for nulls.
+
+    Raises:
+        UsageError: as :func:`column_bytes`, or the file is damaged.
+    """
+    with _opened(path, name) as file:
+        _check_column(file, field, name)
+        base = 0
+        for group, (size, rows) in enumerate(_groups(file.metadata, field)):
+            if base < end and start < base + size:
+                first, last = (-(-(edge - base) * rows // size) for edge in (max(start, base), end))
+                yield from _rows(file, group, field, first, min(last, rows), max(size // rows, 1))
+            base += size
+
+
+def _groups(metadata: Any, field: str) -> Iterator[tuple[int, int]]:
+    """Yield the virtual bytes and the number of rows of each row group."""
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = (group.column(index) for index in range(group.num_columns))
+        size = next(one.total_uncompressed_size for one in columns if one.path_in_schema == field)
+        yield (max(size, 1) if group.num_rows else 0), group.num_rows
+
+
+def _rows(file: Any, group: int, field: str, first: int, last: int, row_bytes: int) -> Iterator[str]:
+    """Yield the texts of the rows ``[first, last)`` of a row group."""
+    batch_size = min(max(_BATCH_BYTES // row_bytes, 1), 4096)
+    begin = 0
+    for batch in file.iter_batches(batch_size, row_groups=[group], columns=[field], use_threads=False):
+        end = begin + batch.num_rows
+        if end > first:
+            some = batch.column(0).slice(max(first - begin, 0), min(last, end) - max(first, begin))
+            yield from (text or "" for text in some.to_pylist())
+        if end >= last:
+            return
+        begin = end
+
+
+@contextlib.contextmanager
+def _opened(path: Path, name: str) -> Iterator[Any]:
+    parquet = import_extra("pyarrow.parquet", "corpora", "Parquet files need pyarrow")
+    try:
+        # buffered and not fetched ahead: a row group may be larger than memory
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=_READ_BYTES) as file:
+            yield file
+    except UsageError:
+        raise
+    except (OSError, ValueError) as error:  # pyarrow's own errors are among these
+        raise UsageError(f"{name}: cannot be read as Parquet: {error}; get it again") from None
+
+
+def _check_column(file: Any, field: str, name: str) -> None:
+    import pyarrow as pa
+
+    def is_text(kind: Any) -> bool:
+        plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+        return bool(pa.types.is_string(plain) or pa.types.is_large_string(plain))
+
+    texts = [column.name for column in file.schema_arrow if is_text(column.type)]
+    if field not in texts:
+        raise _no_field(name, field, texts)
+
+
+def _no_field(where: str, field: str, texts: list[str]) -> UsageError:
+    listed = f"its texts are {', '.join(texts[:8])}" if texts else "it has no texts"
+    return UsageError(
+        f"{where}: there is no text in a field {field!r}; {listed}. Name one as FILE:FIELD."
+        + did_you_mean(field, texts)
+    )

@@ -1,0 +1,80 @@
+"""Compressed files of every kind give their bytes, and damaged ones one error."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from shoal.data.text import packed
+from shoal.data.text.packed import PACKINGS, peek, split_packing, unpacked_blocks
+from shoal.errors import UsageError
+
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": lambda data: gzip.compress(data, mtime=0),
+    ".bz2": bz2.compress,
+    ".zst": zstandard.compress,
+}
+
+
+def some_bytes(count: int) -> bytes:
+    return random.Random(count).randbytes(count // 2) + b"to be or not to be\n" * (count // 38)
+
+
+def test_every_packing_is_tested() -> None:
+    assert set(PACK) == set(PACKINGS)
+    assert split_packing("a.b.txt.gz") == ("a.b.txt", ".gz")
+    assert split_packing("zst") == ("zst", "")
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("num_members", [1, 2, 5])
+def test_all_members_are_read_and_every_byte_is_reported(
+    tmp_path: Path, packing: str, num_members: int
+) -> None:
+    parts = [some_bytes(70_000 * number) for number in range(num_members)]
+    path = tmp_path / f"a{packing}"
+    path.write_bytes(b"".join(map(PACK[packing], parts)))
+    seen: list[int] = []
+    assert b"".join(unpacked_blocks(path, packing, seen.append)) == b"".join(parts)
+    assert sum(seen) == path.stat().st_size
+    assert peek(path, packing, 1000) == b"".join(parts)[:1000]
+    assert peek(path, "", 7) == path.read_bytes()[:7]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_member_that_ends_with_a_block(
+    tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = PACK[packing](b"first " * 9), PACK[packing](b"second")
+    path = tmp_path / f"a{packing}"
+    path.write_bytes(first + second)
+    monkeypatch.setattr(packed, "_BLOCK_BYTES", len(first))
+    assert b"".join(unpacked_blocks(path, packing)) == b"first " * 9 + b"second"
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_damage_is_one_error_that_names_the_file(tmp_path: Path, packing: str) -> None:
+    data = PACK[packing](some_bytes(300_000))
+    path = tmp_path / f"a{packing}"
+    for wrong, words in [(data[:-20], "cut short"), (b"plain text, no more", "not compressed as")]:
+        path.write_bytes(wrong)
+        with pytest.raises(UsageError, match=words) as caught:
+            list(unpacked_blocks(path, packing))
+        assert str(path) in str(caught.value)
+    path.write_bytes(b"")
+    assert list(unpacked_blocks(path, packing)) == []
+
+
+def test_blocks_stay_small(tmp_path: Path) -> None:
+    """Text is never in memory as a whole."""
+    text = some_bytes(4 << 20)
+    for packing, pack in PACK.items():
+        path = tmp_path / f"a{packing}"
+        path.write_bytes(pack(text))
+        assert max(map(len, unpacked_blocks(path, packing))) < 3 << 20

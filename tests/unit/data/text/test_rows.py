@@ -1,0 +1,90 @@
+"""Rows of JSON lines and Parquet: every row once for any cuts, and an error for what is no text."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from shoal.data.text.rows import column_bytes, column_texts, json_line_text
+from shoal.errors import UsageError
+
+
+def write_rows(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    parquet.write_table(pa.table(columns), path, **options)
+    return path
+
+
+TEXTS = ["One.", None, "", "Two two.", "Ü" * 50, *(f"Text {number}. " * number for number in range(40))]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+@pytest.mark.parametrize("rows_per_group", [1, 7, 1000])
+def test_every_row_once_for_any_cuts(tmp_path: Path, kind: pa.DataType, rows_per_group: int) -> None:
+    columns = {"id": list(range(len(TEXTS))), "body": pa.array(TEXTS, pa.string()).cast(kind)}
+    path = write_rows(tmp_path / "a.parquet", columns, row_group_size=rows_per_group)
+    num_bytes = column_bytes(path, "body", "a")
+    assert num_bytes > 1000 or rows_per_group > 1
+    expected = [text or "" for text in TEXTS]
+    for step in (num_bytes // 60, num_bytes // 7, num_bytes // 2 + 1, num_bytes):
+        found = [
+            list(column_texts(path, "body", "a", start, min(start + step, num_bytes)))
+            for start in range(0, num_bytes, step)
+        ]
+        assert list(chain.from_iterable(found)) == expected
+    assert rows_per_group < 1000 or sum(map(bool, found)) == 1
+
+
+def test_a_large_row_group_is_cut(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.parquet", {"text": [f"Row {number}." for number in range(10_000)]})
+    middle = column_bytes(path, "text", "a") // 2
+    assert parquet.ParquetFile(path).num_row_groups == 1
+    halves = [
+        len(list(column_texts(path, "text", "a", *edges))) for edges in ((0, middle), (middle, 2 * middle))
+    ]
+    assert halves == [5000, 5000]
+
+
+def test_no_rows(tmp_path: Path) -> None:
+    assert (
+        column_bytes(write_rows(tmp_path / "a.parquet", {"text": pa.array([], pa.string())}), "text", "a")
+        == 0
+    )
+
+
+def test_wrong_parquet_is_named(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.parquet", {"content": ["x"], "title": ["y"], "id": [1]})
+    with pytest.raises(
+        UsageError, match=r"corpus: .*'contents'; its texts are content, title.*Did you mean 'con"
+    ):
+        column_bytes(path, "contents", "corpus")
+    with pytest.raises(UsageError, match="'id'"):
+        column_bytes(path, "id", "corpus")
+    for wrong in (b"PAR1 and more", path.read_bytes()[:-9]):
+        (tmp_path / "b.parquet").write_bytes(wrong)
+        with pytest.raises(UsageError, match="corpus: cannot be read as Parquet"):
+            column_bytes(tmp_path / "b.parquet", "text", "corpus")
+
+
+def test_json_lines() -> None:
+    assert json_line_text('{"id": 1, "text": "One.\\n\\nTwo."}\n', "text", "a") == "One.\n\nTwo."
+    assert json_line_text('{"text": null}', "text", "a") == json_line_text(" \n", "text", "a") == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"text": "x"', "a, line 3: is not JSON.*jq -c"),
+        ('[{"text": "x"}]', "holds list"),
+        ('{"body": "x", "id": 1}', "'text'; its texts are body. Name one as FILE:FIELD"),
+        ('{"text": 1}', "'text' is 1, which is no text"),
+        ('{"id": 1}', "it has no texts"),
+    ],
+)
+def test_wrong_lines_are_named(line: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        json_line_text(line, "text", "a, line 3")
