@@ -28,6 +28,7 @@ def work(folder: Path, orders: str, backend: str) -> int:
     mine = todo.get(str(rank), todo.get("all", ""))
     if mine == "die-early":
         time.sleep(30)  # to be met by a signal before StopRequest is made
+    assert backend or "torch" not in sys.modules, "without a backend a worker starts without torch"
     stop = StopRequest()
     agree = agree_over(backend) if backend else agree_by_file(folder)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
