@@ -112,6 +112,8 @@ class Evaluation(_Line):
     num_samples: int
     metrics: dict[str, float]
     seconds: float
+    samples: int = 0
+    """Samples that training had consumed since the start of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,8 @@ class Resume(_Line):
     path: str
     damaged: list[str] = field(default_factory=list)
     """Newer checkpoints that were skipped, with the reason."""
+    samples: int = 0
+    """Samples consumed since the start of the run."""
 
 
 class PipelineBox(NamedTuple):

@@ -31,7 +31,9 @@ questions = test_pretrain_finetune.questions
 
 def script(directory: Path, until: str | None, worker: WorkerEnv, die_at: int = 0) -> int:
     """Train 8 steps; the score, which the first worker alone has, is a tenth of the step."""
-    settings = RunConfig(log_frequency=1, checkpoint_frequency=3, until=until)
+    settings = RunConfig(
+        log_frequency=1, checkpoint_frequency=3, until=until, mlperf_log=directory / "mlperf.log"
+    )
     scores = {"validation": ["accuracy"], "other": ["f1"]}
     loop = LoopConfig(seed=5)
     with Run.open(directory, settings=settings, loop=loop, scores=scores, worker=worker) as run:
@@ -98,12 +100,26 @@ def test_all_workers_end_at_the_first_evaluation_that_reaches_it(whole: Path, tm
     assert (end.step, end.metrics) == (4, {"accuracy": 0.4}) and not rows_of(whole, Target)
     assert "step 4 has the target accuracy>=0.35 (validation/accuracy 0.4):" in said(run)
 
+    block, evaluation = ["block_start", "block_stop"], ["eval_start", "eval_accuracy", "eval_stop"]
+    assert [key for key, _ in mlperf_lines(run) if key.endswith(("start", "stop", "accuracy"))] == [
+        *("init_start", "init_stop", "run_start"),
+        *(block + evaluation) * 2,
+        "run_stop",
+    ]
+    assert [score for key, score in mlperf_lines(run) if key == "eval_accuracy"] == [0.2, 0.4]
+
     assert train(run, "accuracy>=35%") == [EXIT_OK, EXIT_OK]  # again: it says so and trains nothing
     assert "has reached its target accuracy>=0.35 (validation/accuracy 0.4): 4 of 8 steps" in said(run)
     assert len(rows_of(run, End)) == 1
 
     assert train(run, None) == [EXIT_OK, EXIT_OK]  # on from there, with the bits of a run without a target
     assert same(run, whole)
+
+
+def mlperf_lines(directory: Path) -> list[tuple[str, Any]]:
+    """Return key and value of each log line of MLPerf."""
+    found = [json.loads(line[8:]) for line in (directory / "mlperf.log").read_text().splitlines()]
+    return [(line["key"], line["value"]) for line in found]
 
 
 def said(directory: Path) -> str:

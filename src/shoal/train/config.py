@@ -212,6 +212,8 @@ class RunOutputConfig:
     """Write checkpoints, and the trained model at the end; otherwise the run cannot be continued."""
     until: str | None = None
     """End at the first evaluation with such scores: 'box_AP>=0.377,mask_AP>=0.339'."""
+    mlperf_log: Path | None = None
+    """File to append log lines of MLPerf training to (:::MLLOG)."""
 
     def __post_init__(self) -> None:
         require_positive("run", self, "log_frequency", "checkpoint_frequency", "keep_checkpoints")

@@ -18,7 +18,7 @@ from io import RawIOBase
 from itertools import pairwise
 from os import SEEK_END
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -197,6 +197,13 @@ def _seconds_between(before: float | torch.cuda.Event, after: float | torch.cuda
 # ---- writing ---------------------------------------------------------------------------------------------
 
 
+class RowWriter(Protocol):
+    """Writes the rows of a run somewhere."""
+
+    def write(self, row: Row) -> None:
+        """Write a row."""
+
+
 class RecordWriter:
     """Appends rows to the record of a run, unbuffered.
 
@@ -244,13 +251,15 @@ class RunLog(AbstractContextManager["RunLog"]):
     Args:
         run_dir: an existing run directory; this process becomes its owner.
         progress: the progress bar, closed with the log.
+        mlperf: gets each row, too; its owner closes it.
     """
 
-    def __init__(self, run_dir: Path, progress: Progress) -> None:
+    def __init__(self, run_dir: Path, progress: Progress, mlperf: RowWriter | None = None) -> None:
         self._owner = own(run_dir)
         self._record = RecordWriter(run_dir)
         self._events = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10)
         self._settings: dict[str, Any] = {}
+        self._mlperf = mlperf
         self.progress = progress
 
     def __exit__(self, *error: object) -> None:
@@ -267,6 +276,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         if self._owner.is_lost.is_set():
             self._owner.require()
         self._record.write(row)
+        if self._mlperf is not None:
+            self._mlperf.write(row)
         if isinstance(row, Start):
             self._settings = flat_settings(row.config)
         elif isinstance(row, Step | Evaluation):

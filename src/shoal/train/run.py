@@ -37,6 +37,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -58,6 +59,7 @@ from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, a
 from shoal.train.gradients import DataParallel, LocalUpdate, LossScale, Update, choose_precision, wrap_model
 from shoal.train.reporting import (
     Progress,
+    RowWriter,
     RunLog,
     RunningMetrics,
     Speed,
@@ -161,6 +163,7 @@ class Run:
         self._nonfinite_steps = 0
         self._metrics = RunningMetrics(self.sum)
         self._speed = Speed()
+        self._mlperf_log: RowWriter | None = None
         self._training = Training(
             world=world,
             timer=self.timer,
@@ -239,6 +242,8 @@ class Run:
                 recipe=recipe, stop=stop, target=target,
             )  # fmt: skip
             stack.enter_context(run._stack)
+            if (path := settings.mlperf_log) is not None:
+                run_on_all(world.control, lambda: run._log_for_mlperf(path))
             try:
                 yield run
             except (RuntimeError, MemoryError) as error:
@@ -475,7 +480,7 @@ class Run:
         now = time.monotonic()
         row = record.Evaluation(
             step=self.step, split=split, num_samples=num_samples, metrics=dict(metrics),
-            seconds=now - self._last_end,
+            seconds=now - self._last_end, samples=self._samples,
         )  # fmt: skip
         if self.log:
             self.log.write(row)
@@ -568,6 +573,15 @@ class Run:
     def _fresh_scale(self) -> LossScale:
         return LossScale(enabled=self.precision.name == "fp16", static=self._loop.loss_scale)
 
+    def _log_for_mlperf(self, path: Path) -> None:
+        """Begin the log lines of MLPerf on the first worker."""
+        if self.world.is_main:
+            conditions = self._target.conditions if self._target is not None else ()
+            module = import_module("shoal.train.mlperf_log")  # rarely wanted, and of a package of its own
+            log = module.MLPerfLog(path, frozenset(one.name for one in conditions))
+            self._stack.callback(log.close)
+            self._mlperf_log = log
+
     def _state(self) -> dict[str, Any]:
         """Return what a checkpoint holds; the state of the data is the one integer ``samples``."""
         wires = [ddp.wire for ddp in self._training.models if ddp.wire is not None]
@@ -620,7 +634,7 @@ class Run:
         if self.log is None:  # the first phase
             assert self.directory is not None
             progress = Progress(self._total, self.step, unit=self.unit)
-            self.log = self._stack.enter_context(RunLog(self.directory, progress))
+            self.log = self._stack.enter_context(RunLog(self.directory, progress, self._mlperf_log))
             self.log.write(
                 record.Start(
                     run=self._settings.name or self.directory.name,
@@ -647,7 +661,12 @@ class Run:
             self.log.progress.say(note)
         if (restored := self._restored) and self.step == restored.step:
             self.log.write(
-                record.Resume(step=restored.step, path=str(restored.path), damaged=restored.damaged)
+                record.Resume(
+                    step=restored.step,
+                    path=str(restored.path),
+                    damaged=restored.damaged,
+                    samples=self._samples,
+                )
             )
 
     def _leave(self) -> None:
