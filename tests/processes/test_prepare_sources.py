@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
 import pyarrow as pa
 import pytest
@@ -47,6 +49,29 @@ def write_parquet(path: Path, articles: list[str], **options: Any) -> None:
     )
 
 
+def as_dump(articles: list[str]) -> bytes:
+    """A dump whose pages have the text of the articles, with markup in and between the paragraphs."""
+    pages = []
+    for number, text in enumerate(articles):
+        title, *paragraphs = text.split("\n")
+        body = "{{Infobox|a=[[b]]}}\n"
+        for paragraph in paragraphs:
+            words = [_SPECIAL.sub(lambda found: f"&#{ord(found[0])};", word) for word in paragraph.split(" ")]
+            words[0] = f"[[{words[0]}]]"
+            words[-1] = f"[[Target|'''{words[-1]}''']]<ref name=a>A {{{{note}}}}</ref>"
+            body += " ".join(words) + "\n\n[[File:A.jpg|thumb|A caption.]]\n{| class=x\n| cell\n|}\n\n"
+        fields = f"<title>{escape(title)}</title>\n<ns>0</ns>\n<id>{number}</id>"
+        body = escape(body + "[[Category:B]]")
+        pages.append(f"<page>\n{fields}\n<revision>\n<text>{body}</text>\n</revision>\n</page>\n")
+        pages.append(
+            "<page>\n<title>Talk</title>\n<ns>1</ns>\n<revision><text>No.</text></revision>\n</page>\n"
+        )
+    return f"<mediawiki>\n<siteinfo />\n{''.join(pages)}</mediawiki>\n".encode()
+
+
+_SPECIAL = re.compile(r"[^\w ,.]", re.ASCII)
+
+
 @pytest.fixture(scope="module")
 def articles(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A megabyte of articles: real ones where there are, each with paragraphs."""
@@ -71,7 +96,16 @@ def sources(articles: list[str], tmp_path_factory: pytest.TempPathFactory) -> li
     (folder / "5.txt.bz2").write_bytes(bz2.compress(lines))
     write_parquet(folder / "6.parquet", articles)
     (folder / "6.parquet.gz").write_bytes(gzip.compress((folder / "6.parquet").read_bytes()))
-    names = ["1.jsonl:body", "2.jsonl.gz:body", "3.parquet:text", "4.txt.zst", "5.txt.bz2", "6.parquet.gz"]
+    (folder / "7-pages-articles.xml.bz2").write_bytes(bz2.compress(as_dump(articles)))
+    names = [
+        "1.jsonl:body",
+        "2.jsonl.gz:body",
+        "3.parquet:text",
+        "4.txt.zst",
+        "5.txt.bz2",
+        "6.parquet.gz",
+        "7-pages-articles.xml.bz2",
+    ]
     return [str(folder / name) for name in names]
 
 
@@ -96,7 +130,7 @@ def test_every_source_gives_its_articles_in_order(
         return [e.ids for e in tokenizer.encode_batch(sentences, add_special_tokens=False)]
 
     flat = [text.replace("\n", " ") for text in articles]
-    given = [articles, articles, articles, flat, flat, articles]
+    given = [articles, articles, articles, flat, flat, articles, articles]
     assert len(given) == len(sources)
     rank = held_out_rank([text for some in given for text in some], True, 0.05, 0)
     for split in ("train", "validation"):
@@ -137,7 +171,7 @@ def test_killed_while_it_unpacks_it_ends_with_the_same_bytes(
         assert kept.items() <= now.items(), "a file was unpacked again"
         kept = now
     done = prepare("", out, sources=sources, processes=3)
-    assert done.returncode == 0 and "of 4 unpacked files were finished before" in done.stderr
+    assert done.returncode == 0 and "of 5 unpacked files were finished before" in done.stderr
     assert contents(out) == contents(whole)
     assert not (out / "records").exists()
 

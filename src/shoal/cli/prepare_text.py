@@ -20,9 +20,9 @@ def prepare(
     Parameters
     ----------
     sources
-        Files, directories or globs of text, JSON lines or Parquet, also compressed (.gz, .bz2, .zst). Rows
-        are read from the field `text`, or from that of `FILE:FIELD`. `builtin` is the English of this Python
-        installation.
+        Files, directories or globs of text, JSON lines, Parquet or MediaWiki's dumps, also compressed (.gz,
+        .bz2, .zst). Rows are read from the field `text`, or from that of `FILE:FIELD`. `builtin` is the
+        English of this Python installation.
     out
         Directory for tokenizer, shards and manifest.
     """

@@ -4,7 +4,7 @@ There are three formats of text. ``lines``: one article per line, as the Wikiped
 ``files``: one article per file, paragraphs separated by empty lines. ``wikitext``: raw files of WikiText,
 where a line `` = Title = `` begins an article and every other line is a paragraph. Two formats have rows,
 each with an article in one of its fields, paragraphs separated by empty lines: ``jsonl`` and ``parquet``
-(``rows``).
+(``rows``). ``mediawiki`` is a dump of a wiki (``mediawiki``).
 
 A *chunk* is a bounded part of the source, cut by file sizes alone, so that planning reads nothing but the
 beginning of each file and the footers of Parquet. A byte range of a file stands for the articles that *begin*
@@ -14,24 +14,27 @@ in it. Compressed files are listed as they are, and cut after they were unpacked
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from shoal.data.text.mediawiki import PAGE, hidden_namespaces, is_dump, page_text
 from shoal.data.text.packed import PACKINGS, peek, split_packing
 from shoal.data.text.rows import TEXT, column_bytes, column_texts, json_line_text
 from shoal.data.text.sentences import normalise
 from shoal.errors import ShoalError, UsageError
 
-Format = Literal["lines", "files", "wikitext", "jsonl", "parquet"]
+Format = Literal["lines", "files", "wikitext", "jsonl", "parquet", "mediawiki"]
 FORMATS: Mapping[Format, str] = {
     "lines": "one article per line",
     "files": "one article per file",
     "wikitext": "an article per title",
     "jsonl": "an article per JSON object",
     "parquet": "an article per row",
+    "mediawiki": "an article per page",
 }
 """The formats in words."""
 TEXT_FORMATS: tuple[Format, ...] = ("lines", "files", "wikitext")
@@ -42,6 +45,9 @@ Errors = Literal["strict", "replace"]
 
 SUFFIXES = (".txt", ".raw", ".tokens", ".jsonl", ".ndjson", ".parquet")
 """Suffixes of the files that are read in a directory, compressed too; a file or glob may have any."""
+_DUMP_NAME = re.compile(r"pages-articles[^/]*\.xml(-p\d+p\d+)?$")
+"""Names of the dumps that are read in a directory: ``enwiki-…-pages-articles1.xml-p1p41242``."""
+_DUMP_INDEX = "-multistream-index.txt"
 _ROWS_OF: Mapping[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -100,9 +106,9 @@ Chunk = tuple[Span, ...]
 def find_files(sources: Sequence[str], form: Format | Literal["auto"]) -> list[SourceFile]:
     """Return the files of ``sources`` (files, directories or globs) in reading order, empty ones left out.
 
-    A source of rows may end in ``:FIELD``. ``auto`` goes by suffixes for ``jsonl`` and ``parquet``, reads a
-    file with a WikiText title in its first 64 KiB as ``wikitext``, another that is named as such as
-    ``lines``, and those of a directory or glob as ``files``.
+    A source of rows may end in ``:FIELD``. ``auto`` goes by suffixes for ``jsonl`` and ``parquet``, and knows
+    ``mediawiki`` by its first element. It reads a file with a WikiText title in its first 64 KiB as
+    ``wikitext``, another that is named as such as ``lines``, and those of a directory or glob as ``files``.
 
     Raises:
         UsageError: a source does not exist, cannot be read, or all of them hold nothing.
@@ -147,6 +153,8 @@ def _examine(path: Path, form: Format | Literal["auto"], field: str, alone: bool
     except OSError as error:
         raise _unreadable(path, error) from error
     guess: Format = "wikitext" if _TITLE.search(head) else "lines" if alone else "files"
+    if is_dump(head):
+        guess = "mediawiki"
     file = SourceFile(
         path=path,
         format=_ROWS_OF.get(Path(plain).suffix, guess) if form == "auto" else form,
@@ -197,7 +205,7 @@ def read_articles(chunk: Chunk, errors: Errors) -> Iterator[str]:
 
     Raises:
         UsageError: bytes that are not UTF-8 (unless ``errors`` is "replace", which puts U+FFFD for them), an
-            article longer than ``MAX_ARTICLE_BYTES``, or a row without text.
+            article longer than ``MAX_ARTICLE_BYTES``, a row without text, or a damaged page.
         ShoalError: a file can no longer be read.
     """
     for span in chunk:
@@ -213,12 +221,15 @@ def _articles(span: Span, errors: Errors) -> Iterator[str]:
         for text in column_texts(file.path, file.field, file.name, span.start, span.end):
             yield _article(text, file.format)
         return
+    take: Callable[..., str] | None = None
+    if file.format == "jsonl":
+        take = partial(json_line_text, field=file.field)
+    elif file.format == "mediawiki":
+        take = partial(page_text, hidden=hidden_namespaces(peek(file.path, "", _PEEK_BYTES)))
     with file.path.open("rb") as stream:
         for offset, data in _read_span(stream, span):
             text = _decode(data, offset, file, errors)
-            if file.format == "jsonl":
-                text = _row_text(text, offset, file)
-            yield _article(text, file.format)
+            yield _article(_taken(take, text, offset, file) if take else text, file.format)
 
 
 def _paths_of(source: str) -> tuple[list[Path], bool]:
@@ -228,7 +239,7 @@ def _paths_of(source: str) -> tuple[list[Path], bool]:
         found = sorted(
             file
             for file in path.rglob("*")
-            if split_packing(file.name)[0].endswith(SUFFIXES)
+            if _is_named_as_text(split_packing(file.name)[0])
             and not file.is_dir()
             and not file.name.startswith(".")
         )
@@ -253,19 +264,24 @@ def _paths_of(source: str) -> tuple[list[Path], bool]:
     )
 
 
+def _is_named_as_text(name: str) -> bool:
+    return bool(_DUMP_NAME.search(name)) or (name.endswith(SUFFIXES) and not name.endswith(_DUMP_INDEX))
+
+
 def _read_span(file: BinaryIO, span: Span) -> Iterator[tuple[int, bytes]]:
     """Yield (offset in the file, bytes) of each article whose first line is in the span.
 
-    The file's first line begins an article, and so does every line of ``lines`` and ``jsonl``, and every
-    title of ``wikitext``.
+    The file's first line begins an article, and so does every line of ``lines`` and ``jsonl``, every title of
+    ``wikitext``, and every page of ``mediawiki``.
     """
     offset = _seek_line(file, span)
     begin, lines, num_bytes = offset, list[bytes](), 0
     inside = span.start == 0
     form = span.file.format
+    begins = {"wikitext": _TITLE, "mediawiki": PAGE}.get(form)
     while True:
         line = file.readline(MAX_ARTICLE_BYTES + 1)
-        if not line or form in ("lines", "jsonl") or (form == "wikitext" and _TITLE.match(line)):
+        if not line or form in ("lines", "jsonl") or (begins and begins.match(line)):
             if inside and lines:
                 yield begin, b"".join(lines)
             if not line or offset >= span.end:
@@ -310,12 +326,12 @@ def _article(text: str, form: Format) -> str:
     return "\n".join(filter(None, map(normalise, paragraphs)))
 
 
-def _row_text(line: str, offset: int, file: SourceFile) -> str:
-    """Return the text of a line of ``jsonl``; U+FFFD for surrogates, which JSON writes and UTF-8 does not."""
+def _taken(take: Callable[..., str], lines: str, offset: int, file: SourceFile) -> str:
+    """Return the text that ``take`` finds in lines, with U+FFFD for surrogates, which have no UTF-8."""
     try:
-        text = json_line_text(line, file.field, file.name)
+        text = take(lines, where=file.name)
     except UsageError:  # the number of the line takes a look at all before it
-        json_line_text(line, file.field, f"{file.name}, line {_line_at(file.path, offset)[0]}")
+        take(lines, where=f"{file.name}, line {_line_at(file.path, offset)[0]}")
         raise
     return _SURROGATE.sub("\ufffd", text)
 

@@ -77,8 +77,8 @@ class PrepareOptions:
     """Tokenizer, held-out part and shards of a preparation of text."""
 
     format: Format | Literal["auto"] = "auto"
-    """One article per line, one per file, WikiText's headings, a JSON object per line, or rows of Parquet;
-    auto looks at each file."""
+    """One article per line, one per file, WikiText's headings, a JSON object per line, rows of Parquet, or a
+    dump of MediaWiki; auto looks at each file."""
     tokenizer: str = "unigram"
     """``unigram`` or ``wordpiece`` to train one on the corpus; else the path of a sentencepiece .model, a
     BERT vocab.txt or a tokenizer.json."""
@@ -128,9 +128,9 @@ class PrepareConfig(PrepareOptions):
     """Sources and output of a preparation of text, and its options."""
 
     sources: tuple[str, ...]
-    """Files, directories or globs of text, JSON lines or Parquet, also compressed (.gz, .bz2, .zst); rows are
-    read from the field ``text``, or from that of ``FILE:FIELD``. ``builtin`` is the English of this Python
-    installation."""
+    """Files, directories or globs of text, JSON lines, Parquet or MediaWiki's dumps, also compressed (.gz,
+    .bz2, .zst); rows are read from the field ``text``, or from that of ``FILE:FIELD``. ``builtin`` is the
+    English of this Python installation."""
     out: Path
     """Directory for tokenizer, shards and manifest; created if it does not exist."""
 
