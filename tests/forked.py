@@ -79,13 +79,14 @@ def shoal(
     """Run the command ``shoal ARGUMENTS`` and return its exit code and what it wrote, as on no terminal."""
     with tempfile.TemporaryDirectory() as name:
         files = [Path(name, "out"), Path(name, "err")]
-        (code,) = wait_for([fork_process(_command, arguments, files, cwd)], deadline_s)
+        (code,) = wait_for([fork_process(command, arguments, files, cwd)], deadline_s)
         if code is None:
             raise TimeoutError(f"shoal {' '.join(arguments)} has no end: {files[1].read_text()}")
         return subprocess.CompletedProcess(arguments, code, *(file.read_text() for file in files))
 
 
-def _command(arguments: tuple[str, ...], files: list[Path], cwd: Path | None) -> None:
+def command(arguments: tuple[str, ...], files: list[Path], cwd: Path | None) -> None:
+    """Run the command in this process, its output in two files."""
     for descriptor, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
     if cwd is not None:

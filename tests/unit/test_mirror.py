@@ -25,12 +25,15 @@ RUN_BY_OTHERS = {
     "shoal.cli.evaluate": ("unit/data/coco/test_coco_score.py", '"evaluate"'),
     "shoal.cli.launch": ("processes/test_launch_in_job.py", '"launch"'),
     "shoal.cli.pipeline": ("unit/report/test_pipeline_figure.py", '"pipeline"'),
+    "shoal.cli.predict": ("processes/test_predict.py", '"predict"'),
     "shoal.cli.prepare": ("processes/test_prepare_images.py", '"prepare"'),
     "shoal.cli.prepare_text": ("processes/test_train_command.py", '"prepare", "text"'),
     "shoal.cli.submit": ("processes/test_submit.py", '"submit"'),
     "shoal.models.profile": ("unit/planner/test_plan_workloads.py", 'workload("resnet50")'),
     "shoal.planner.api": ("processes/test_example_scripts.py", '"plan_my_model"'),
     "shoal.train.device_rates": ("unit/recipes/test_t5_settings.py", '{"layout": "auto"'),
+    "shoal.recipes.classify_use": ("processes/test_predict.py", 'predicted("classify"'),
+    "shoal.recipes.squad_use": ("processes/test_predict.py", 'predicted("squad"'),
     "shoal.cli.train": ("processes/test_train_command.py", '"train"'),
 }
 

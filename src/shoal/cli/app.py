@@ -12,7 +12,7 @@ from typing import Literal
 import cyclopts
 from cyclopts import App, Parameter
 
-from shoal.cli.commands import emulate, export, predict, report
+from shoal.cli.commands import emulate, export, report
 from shoal.cli.help_text import HelpText, explained
 from shoal.cli.plan import plan
 from shoal.errors import EXIT_OK, EXIT_USAGE, ShoalError, missing_extra
@@ -51,6 +51,7 @@ tokenizer: BERT, ALBERT, RoBERTa or DistilBERT, or T5, which writes its answers.
 
     shoal finetune t5 --task mnli --model t5/ --data train.tsv --eval dev_matched.tsv dev_mismatched.tsv
     """,
+    "cli.predict:predict": "Use a trained model on your files.",
     "cli.evaluate:evaluate": "Score predictions or a trained network.",
     "cli.pipeline:pipeline": "Look at pipelines: models that are split over several devices.",
     "cli.launch:launch": "Do this host's part in a cluster's job: `srun shoal launch -- python train.py`.",
@@ -74,7 +75,7 @@ With --bundle it also writes what a bug report needs, without secrets:
 }
 for place, text in _LAZY.items():
     app.command(f"shoal.{place}", name=place.partition(":")[2], help=text)
-for command in (predict, plan, emulate, export, report):
+for command in (plan, emulate, export, report):
     app.command(command)
 
 

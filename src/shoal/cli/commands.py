@@ -1,54 +1,13 @@
-"""Defines ``shoal predict``, ``export``, ``report`` and ``emulate``."""
+"""Defines ``shoal export``, ``report`` and ``emulate``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
-from shoal.errors import EXIT_OK, UsageError
-
-predict = App(name="predict", help="Use a trained network on your files.")
-
-
-@predict.command(name="mask_rcnn")
-def predict_mask_rcnn(
-    *images: Path,
-    model: Annotated[Path, Parameter(name=("--model", "--checkpoint"))],
-    out: Path = Path("predictions"),
-    min_score: float = 0.5,
-    classes: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
-) -> None:
-    """Detect objects in images; draw their boxes, masks, names and scores, and list them in JSON.
-
-    For each image NAME.objects.png and NAME.objects.json are written. As in training, EXIF orientation is
-    ignored.
-
-    Parameters
-    ----------
-    images
-        JPEG, PNG, GIF or WebP files.
-    model
-        A run of `shoal train mask_rcnn`, one of its checkpoints, or a directory that `shoal export` wrote.
-    out
-        Output folder.
-    min_score
-        Minimum score of an object.
-    classes
-        Categories to detect; default: all.
-    """
-    from shoal.recipes.images import find_export
-    from shoal.train.run_dir import run_dir_of
-
-    if find_export(model) is None:
-        run_dir_of(model)  # a wrong path is said at once, before torch is imported
-    for image in images:
-        if not image.is_file():
-            raise UsageError(f"{image}: is no file; name images: JPEG, PNG, GIF or WebP files")
-    from shoal.recipes.mask_rcnn_predict import Prediction, run
-
-    run(Prediction(images=images, model=model, out=out, min_score=min_score, classes=classes))
+from shoal.errors import EXIT_OK
 
 
 def export(source: Path, *, out: Path | None = None) -> None:

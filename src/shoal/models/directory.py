@@ -26,9 +26,7 @@ from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.models.layers import MODEL_TYPES
 from shoal.models.tasks import QuestionAnswering, SequenceClassification
-
-HUB = "hub:"
-"""Prefix of sources that are downloaded from the model hub."""
+from shoal.models.text_config import HUB
 
 _CLASSES: dict[type, Any] = {
     QuestionAnswering: AutoModelForQuestionAnswering,

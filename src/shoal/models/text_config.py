@@ -1,4 +1,4 @@
-"""Defines the model sections of the text recipes: sizes of ALBERT, BERT and T5.
+"""Defines the model sections of the text recipes: sizes of ALBERT, BERT and T5, and the name of the hub.
 
 Standard library only, so that ``--help`` does not wait for torch.
 """
@@ -10,6 +10,8 @@ from pathlib import Path
 
 from shoal.errors import UsageError, require_positive
 
+HUB = "hub:"
+"""Prefix of models that are downloaded from the model hub."""
 NUM_BUCKETS = 32
 """Rows of each T5 stack's table of relative positions, as in all published T5."""
 

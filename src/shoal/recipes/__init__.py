@@ -120,8 +120,41 @@ RECIPES = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """Registers a use of trained models; its module has ``Predict``, ``check_prediction`` and ``predict``."""
+
+    module: str
+    help: str
+    """One sentence for ``shoal predict --help``."""
+    example: str
+    """A whole command, for ``shoal predict NAME --help``."""
+    details: str
+
+
+_TEXTS = """Files are .tsv (column names first) or .jsonl, without labels; --text gives one input instead.
+A line of the output: {"id": 1, "label": "entailment", "probabilities": {"contradiction": 0.1, …}}."""
+
+USES = {
+    "squad": Use(
+        module="squad_use",
+        help="Answer questions about paragraphs.",
+        example="shoal predict squad questions.jsonl --model runs/squad --out answers.jsonl --workers 2",
+        details="""Files are .jsonl ({"question": …, "context": …} and, if you like, an id) or .json in the
+official format, with or without answers; --question and --context give one input instead. A line of the
+output: {"id": …, "question": …, "answer": …, "probability": …}, in 2.0 with the odds of no answer.""",
+    ),
+    "classify": Use(
+        module="classify_use",
+        help="Label texts or pairs of texts.",
+        example="shoal predict classify pairs.tsv --model runs/mnli --out labels.jsonl --workers 2",
+        details=_TEXTS,
+    ),
+}
+
+
 def load(name: str) -> Any:
-    """Import and return the module of recipe ``name``."""
+    """Import and return the module ``name`` of this package: a recipe, or a use of models."""
     return import_module(f"{__name__}.{name}")
 
 

@@ -24,7 +24,9 @@ from shoal.train.config import required
 if TYPE_CHECKING:
     from shoal.data.text.classify import ClassifyData, PairFeatures
     from shoal.models.tasks import SequenceClassification
+    from shoal.train.gradients import Precision
     from shoal.train.run import Run
+    from shoal.train.world import Float32Array, World
 
 # ------------------------------------------------------------------------------------------------- config
 
@@ -32,8 +34,20 @@ PRESETS = finetuning.PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassifyDataConfig:
-    """The files of examples and the names of their columns; the defaults are MNLI's."""
+class TextColumnsConfig:
+    """Columns of texts, and their length; the defaults are MNLI's."""
+
+    first: str = "sentence1"
+    """Column of the text, or of the first of a pair."""
+    second: str = "sentence2"
+    """Column of the second text of a pair; empty (--data.second "") for single texts."""
+    max_seq_length: int = 128
+    """Tokens in a sequence at most, the special ones included; the longer text of a pair is cut first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyDataConfig(TextColumnsConfig):
+    """The files of examples and the names of their columns."""
 
     path: Path | None = None
     """Training examples, .tsv (column names first) or .jsonl."""
@@ -41,16 +55,10 @@ class ClassifyDataConfig:
     """Files to evaluate on, each by itself, such as MNLI's matched and mismatched."""
     labels: tuple[str, ...] = ()
     """The set of labels, in the order of the model's outputs; default: those of the training file, sorted."""
-    first: str = "sentence1"
-    """Column of the text, or of the first of a pair."""
-    second: str = "sentence2"
-    """Column of the second text of a pair; empty (--data.second "") for single texts."""
     label: tuple[str, ...] = ("gold_label", "label")
     """Column of the label: the first of these that a file has."""
     unlabelled: str = "-"
     """Label of examples on which people did not agree; they are left out."""
-    max_seq_length: int = 128
-    """Tokens in a sequence at most, the special ones included; the longer text of a pair is cut first."""
 
 
 def scores_of(data: ClassifyDataConfig) -> dict[str, tuple[str, ...]]:
@@ -175,18 +183,28 @@ def evaluate(
     model: "SequenceClassification", files: "list[PairFeatures]", config: ClassifyConfig, run: "Run"
 ) -> None:
     """Predict the labels of each file with all workers and record the scores."""
-    from shoal.models.encoder import packed_inputs
-
     for file in files:
-        logits = finetuning.outputs_of(
-            model,
-            file,
-            lambda batch: model(**packed_inputs(batch)),
-            run,
-            batch_size=config.run.evaluation_batch_size,
+        logits = label_logits(
+            model, file, run.world, run.precision, batch_size=config.run.evaluation_batch_size
         )
         predicted = None if logits is None else [int(label) for label in logits.argmax(axis=1)]
         record_scores(run, file.data, file.data.labels, predicted)
+
+
+def label_logits(
+    model: "SequenceClassification",
+    file: "PairFeatures",
+    world: "World",
+    precision: "Precision",
+    *,
+    batch_size: int,
+) -> "Float32Array | None":
+    """Return the logits ``[num_examples, num_labels]``; ``None`` beside the first worker."""
+    from shoal.models.encoder import packed_inputs
+
+    return finetuning.outputs_of(
+        model, file, lambda batch: model(**packed_inputs(batch)), world, precision, batch_size=batch_size
+    )
 
 
 def record_scores(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from shoal.decide.batch import MicroBatch
 from shoal.errors import UsageError, require_positive
 from shoal.json_text import parse_json
+from shoal.models.text_config import HUB
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
     from shoal.models.t5 import T5
     from shoal.models.tasks import TaskModel
     from shoal.optim.lr_schedules import Schedule
+    from shoal.train.gradients import Precision
     from shoal.train.run import Run
-    from shoal.train.world import Float32Array
+    from shoal.train.world import Float32Array, World
 
 START = "start"
 """Folder of the run directory with the weights of a pretraining run, exported once."""
@@ -214,7 +216,6 @@ def kind_of_source(path: Path) -> str:
     Raises:
         UsageError: none of these.
     """
-    from shoal.models.directory import HUB
     from shoal.train.run_dir import CONFIG_FILE
 
     if str(path).startswith(HUB):
@@ -344,7 +345,8 @@ def outputs_of(
     model: "nn.Module",
     data: "Sequences",
     compute: "Callable[[Batch], Tensor]",
-    run: "Run",
+    world: "World",
+    precision: "Precision",
     *,
     batch_size: int,
     per_token: bool = False,
@@ -374,15 +376,15 @@ def outputs_of(
             return sequences
         return ranges(data.bounds[sequences], data.lengths[sequences])
 
-    rank, num_workers = run.world.place.rank, run.world.num_workers
+    rank, num_workers = world.place.rank, world.num_workers
     own: list[Tensor] = []
     model.eval()
-    with torch.inference_mode(), run.precision.autocast():
+    with torch.inference_mode(), precision.autocast():
         for _, batch in evaluation_batches(data, batch_size=batch_size, rank=rank, num_workers=num_workers):
-            own.append(compute(to_device(batch, run.world.device)).float().cpu())
+            own.append(compute(to_device(batch, world.device)).float().cpu())
     model.train()
     rows = [rows_of(worker) for worker in range(num_workers)]
-    return gather_rows(run.world, torch.cat(own) if own else torch.empty(0, 1), rows)
+    return gather_rows(world, torch.cat(own) if own else torch.empty(0, 1), rows)
 
 
 # ------------------------------------------------------------------------------------------------- the end

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from shoal.data.squad.score import Scores
     from shoal.models.pretraining import Pretraining
     from shoal.models.tasks import QuestionAnswering
+    from shoal.train.gradients import Precision
     from shoal.train.run import Run
-    from shoal.train.world import Float32Array
+    from shoal.train.world import Float32Array, World
 
 PREDICTIONS, NBEST, NULL_ODDS, SCORES = "predictions.json", "nbest.json", "null_odds.json", "scores.json"
 """Files of the run directory with the answers of the last evaluation, and their scores."""
@@ -176,34 +177,56 @@ def evaluate(
 
     The first worker writes the files of the run directory, if there is one.
     """
-    import torch
-
-    from shoal.atomic_io import write_json
-    from shoal.models.encoder import packed_inputs
     from shoal.train.world import all_gather_json
 
-    logits = finetuning.outputs_of(
-        model,
-        features,
-        lambda batch: torch.stack(model(**packed_inputs(batch)), dim=1),
-        run,
-        batch_size=config.run.evaluation_batch_size,
-        per_token=True,
+    logits = span_logits(
+        model, features, run.world, run.precision, batch_size=config.run.evaluation_batch_size
     )
     metrics: dict[str, float] = {}
     if logits is not None:
         answers, found = answer(features, logits, config.answers)
         if (out := run.directory) is not None:
-            write_json(out / PREDICTIONS, answers.predictions)
-            write_json(out / NBEST, answers.nbest)
-            if answers.null_odds:
-                write_json(out / NULL_ODDS, answers.null_odds)
-            write_json(out / SCORES, found.official)
+            write_answers(out, answers, found)
         metrics = {k: float(v) for k, v in found.official.items() if not k.endswith("total")}
     metrics = all_gather_json(run.world.control, metrics)[0]
     data = features.data
     run.evaluation(data.path.stem, metrics, num_samples=len(data.questions))
     return metrics
+
+
+def span_logits(
+    model: "QuestionAnswering",
+    features: "SquadFeatures",
+    world: "World",
+    precision: "Precision",
+    *,
+    batch_size: int,
+) -> "Float32Array | None":
+    """Return the logits ``[T, 2]`` of the answer's first and last token; ``None`` beside the first worker."""
+    import torch
+
+    from shoal.models.encoder import packed_inputs
+
+    return finetuning.outputs_of(
+        model,
+        features,
+        lambda batch: torch.stack(model(**packed_inputs(batch)), dim=1),
+        world,
+        precision,
+        batch_size=batch_size,
+        per_token=True,
+    )
+
+
+def write_answers(out: Path, answers: "Answers", scores: "Scores") -> None:
+    """Write predictions, n-best lists, null odds and scores in the official formats."""
+    from shoal.atomic_io import write_json
+
+    write_json(out / PREDICTIONS, answers.predictions)
+    write_json(out / NBEST, answers.nbest)
+    if answers.null_odds:
+        write_json(out / NULL_ODDS, answers.null_odds)
+    write_json(out / SCORES, scores.official)
 
 
 def answer(

@@ -180,7 +180,8 @@ def evaluate(model: "T5", files: "list[TextToText]", config: T5ClassifyConfig, r
             model,
             file,
             partial(_generated, model, file.longest_word),
-            run,
+            run.world,
+            run.precision,
             batch_size=config.run.evaluation_batch_size,
         )
         predicted = None if tokens is None else [file.label_of(row) for row in tokens.astype("int64")]

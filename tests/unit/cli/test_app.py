@@ -64,6 +64,8 @@ WRONG_PATHS = (
     "export wrong",
     "report wrong",
     "predict mask_rcnn wrong.jpg --model wrong",
+    "predict squad wrong.json --model wrong",
+    "predict classify wrong.tsv --model wrong",
     "prepare text wrong --out out",
     "prepare images wrong --out out",
     "prepare coco --images wrong --annotations wrong --out out",

@@ -18,7 +18,7 @@ from shoal.atomic_io import read_text
 from shoal.errors import UsageError, did_you_mean
 from shoal.json_text import parse_json
 
-Misplaced = Literal["keep", "skip", "refuse"]
+Misplaced = Literal["keep", "skip", "refuse", "ignore"]
 Version = Literal["1.1", "2.0"]
 
 _SHOWN = 3
@@ -53,7 +53,7 @@ class SquadData:
 
     path: Path
     version: Version
-    """2.0 if any question is marked ``is_impossible`` (true or false) or has no answer."""
+    """2.0 if any question is marked ``is_impossible`` (true or false), or has no answer where others have."""
     paragraphs: tuple[str, ...]
     questions: tuple[Question, ...]
     misplaced: tuple[str, ...]
@@ -67,7 +67,8 @@ def read_squad(path: Path, *, misplaced: Misplaced) -> SquadData:
 
     Args:
         misplaced: ``keep`` answers whose text is not at ``answer_start``, as the official scorers do, which
-            compare texts only; ``skip`` them, and questions without another answer; or ``refuse`` the file.
+            compare texts only; ``skip`` them, and questions without another answer; ``refuse`` the file; or
+            ``ignore`` answers, which the file may lack altogether.
 
     Raises:
         UsageError: the file cannot be read, is not SQuAD, holds an id twice or no question; or holds a
@@ -75,7 +76,7 @@ def read_squad(path: Path, *, misplaced: Misplaced) -> SquadData:
     """
     tree = _load(path)
     # the official scorers do not need answer_start, so a file that is only scored may lack it
-    optional = ("is_impossible", "answer_start") if misplaced == "keep" else ("is_impossible",)
+    optional = ["is_impossible", *_OPTIONAL.get(misplaced, ())]
     _check_shape(path, tree, _FILE, "", optional)
     listed = [
         (f"data[{a}].paragraphs[{p}]", paragraph)
@@ -95,9 +96,10 @@ def read_squad(path: Path, *, misplaced: Misplaced) -> SquadData:
                 )
             place_of[name] = here
             is_marked |= "is_impossible" in entry
-            answers, wrong = _read_answers(path, entry["answers"], paragraph["context"], here, misplaced)
+            listed_answers = entry.get("answers", [])
+            answers, wrong = _read_answers(path, listed_answers, paragraph["context"], here, misplaced)
             misplaced_at += wrong
-            if entry["answers"] and not answers:
+            if listed_answers and not answers:
                 num_dropped += 1
                 continue
             is_impossible = entry.get("is_impossible", False)
@@ -105,9 +107,11 @@ def read_squad(path: Path, *, misplaced: Misplaced) -> SquadData:
     if not questions:
         dropped = f" ({num_dropped} were left out: misplaced answers)" if num_dropped else ""
         raise UsageError(f"{path}: holds no question{dropped}")
+    has_answers = misplaced != "ignore" or any(question.answers for question in questions)
+    lacks_some = has_answers and not all(question.answers for question in questions)
     return SquadData(
         path=path,
-        version="2.0" if is_marked or not all(q.answers for q in questions) else "1.1",
+        version="2.0" if is_marked or lacks_some else "1.1",
         paragraphs=tuple(paragraph["context"] for _, paragraph in listed),
         questions=tuple(questions),
         misplaced=tuple(misplaced_at),
@@ -160,6 +164,8 @@ def shorten(names: tuple[str, ...] | list[str]) -> str:
 
 _ANSWER = {"text": str, "answer_start": int}
 _QUESTION = {"id": str, "question": str, "answers": [_ANSWER], "is_impossible": bool}
+_OPTIONAL = {"keep": ("answer_start",), "ignore": ("answer_start", "answers")}
+"""Keys that a file may lack, by what is done with misplaced answers."""
 _FILE = {"data": [{"paragraphs": [{"context": str, "qas": [_QUESTION]}]}]}
 
 

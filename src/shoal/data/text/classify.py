@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Columns:
     second: str | None = "sentence2"
     """The other text of a pair; ``None`` for single texts."""
     label: tuple[str, ...] = ("gold_label", "label")
-    """The first of these names that the file has is used."""
+    """The first of these names that the file has is used; empty: the file has no labels."""
     unlabelled: str = "-"
     """The label of examples without a consensus; they are skipped, as MNLI's authors ask."""
 
@@ -72,10 +72,7 @@ def read_classify(path: Path, columns: Columns, *, labels: Sequence[str] | None)
         UsageError: the file cannot be read, a column is not there, a line is damaged, a label is not in the
             set (with its line), or there is no example.
     """
-    if path.suffix not in (".tsv", ".jsonl"):
-        raise UsageError(
-            f"{path}: is known by the end of its name: .tsv (tab-separated, column names first) or .jsonl"
-        )
+    _check_name(path)
     found = list(_rows(path, columns))
     labelled = [row for row in found if row[3] != columns.unlabelled]
     if not labelled:
@@ -99,6 +96,32 @@ def read_classify(path: Path, columns: Columns, *, labels: Sequence[str] | None)
         examples=tuple(Example(first, second, index[label]) for _, first, second, label in labelled),
         num_unlabelled=len(found) - len(labelled),
     )
+
+
+def read_texts(path: Path, columns: Columns, *, labels: Sequence[str]) -> ClassifyData:
+    """Read the texts of a file as :func:`read_classify` does, without labels: all examples get the first.
+
+    Args:
+        columns: ``label`` and ``unlabelled`` are not read.
+        labels: those of the model.
+
+    Raises:
+        UsageError: the file cannot be read, a column is not there, a line is damaged, or there is no text.
+    """
+    _check_name(path)
+    examples = tuple(
+        Example(first, second, 0) for _, first, second, _ in _rows(path, replace(columns, label=()))
+    )
+    if not examples:
+        raise UsageError(f"{path}: holds no text")
+    return ClassifyData(path=path, labels=tuple(labels), examples=examples, num_unlabelled=0)
+
+
+def _check_name(path: Path) -> None:
+    if path.suffix not in (".tsv", ".jsonl"):
+        raise UsageError(
+            f"{path}: is known by the end of its name: .tsv (tab-separated, column names first) or .jsonl"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,16 +166,17 @@ def _rows(path: Path, columns: Columns) -> Iterator[tuple[int, str, str | None, 
     for number, line in lines:
         where = f"{path}, line {number}"
         if header:
-            cells = line.split("\t")
-            if len(cells) != len(header):
-                raise UsageError(f"{where}: has {len(cells)} columns, but the first line names {len(header)}")
-            entry: Any = dict(zip(header, cells, strict=True))
+            parts = line.split("\t")
+            if len(parts) != len(header):
+                raise UsageError(f"{where}: has {len(parts)} columns, but the first line names {len(header)}")
+            entry: Any = dict(zip(header, parts, strict=True))
         else:
             entry = parse_json(line, where, error=UsageError)
             if not isinstance(entry, dict):
                 raise UsageError(f"{where}: must be a JSON object with a key for each column")
             names = _chosen(where, columns, entry)
-        *texts, label = (entry[name] for name in names)
+        cells = [entry[name] for name in names]
+        texts, label = (cells[:-1], cells[-1]) if columns.label else (cells, "")
         is_label = isinstance(label, str | int) and not isinstance(label, bool)
         if not is_label or not all(isinstance(text, str) for text in texts):
             raise UsageError(f"{where}: texts must be strings, labels strings or whole numbers")
@@ -160,8 +184,8 @@ def _rows(path: Path, columns: Columns) -> Iterator[tuple[int, str, str | None, 
 
 
 def _chosen(where: str, columns: Columns, present: Collection[str]) -> list[str]:
-    """Return the column names of the texts and of the label, after checking that they exist."""
-    label = next((name for name in columns.label if name in present), columns.label[0])
+    """Return the column names of the texts and of the label, if any, after checking that they exist."""
+    label = next((name for name in columns.label if name in present), next(iter(columns.label), None))
     names = [name for name in (columns.first, columns.second, label) if name is not None]
     for name in names:
         if name not in present:

@@ -1,0 +1,132 @@
+"""Defines ``shoal predict``: a command for each use of trained models, and that of detectors."""
+
+# Annotations are objects here, not texts: cyclopts reads those of the generated commands.
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import cyclopts
+from cyclopts import App, Group, Parameter
+
+from shoal.cli.settings import this_command
+from shoal.errors import UsageError
+from shoal.recipes import USES, load, using
+from shoal.recipes.start import Launch
+from shoal.train.config import load_toml
+from shoal.train.run_dir import CONFIG_FILE
+
+predict = App(name="predict", default_parameter=Parameter(consume_multiple=True))
+
+_LAUNCH = Parameter(name="*", group=Group("Workers", sort_key=100))
+_HELP = """Use the model.
+
+Parameters
+----------
+inputs
+    Files of inputs.
+"""
+
+
+def __getattr__(name: str) -> Callable[..., int]:
+    """Return the command of a use; cyclopts asks for it when it is used."""
+    if name not in USES:
+        raise AttributeError(name)
+    return command_for(name)
+
+
+def command_for(name: str) -> Callable[..., int]:
+    """Return the command of a use as a function with the settings of its module as options."""
+    module = load(USES[name].module)
+
+    def command(
+        *inputs: Path,
+        what: Annotated[Any, Parameter(name="*")],
+        launch: Annotated[Launch, _LAUNCH] = Launch(),  # noqa: B008
+    ) -> int:
+        def work(world: Any, precision: Any) -> None:
+            rows = list(module.predict(what, inputs, world, precision))
+            if world.is_main:
+                using.write_rows(rows, what.out)
+
+        return using.run(
+            what,
+            launch,
+            command=this_command(),
+            check=lambda: module.check_prediction(what, inputs),
+            work=work,
+        )
+
+    kind = Annotated[module.Predict, Parameter(name="*")]  # type: ignore[name-defined]
+    signature = inspect.signature(command)
+    parameters = dict(signature.parameters)
+    parameters["what"] = parameters["what"].replace(annotation=kind)
+    command.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
+    command.__annotations__["what"] = kind
+    command.__doc__ = _HELP
+    return command
+
+
+def settings_of_the_run(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
+    """Fill in the settings that the command line left open from those of the model's run, if it is of one."""
+    given = {argument.name: argument.tokens[0].value for argument in arguments if argument.tokens}
+    run_dir = using.run_of(Path(given["--model"])) if "--model" in given else None
+    if run_dir is None:
+        return
+    known = {argument.name for argument in arguments}
+    tree: dict[str, Any] = {}
+    for section, values in load_toml(run_dir / CONFIG_FILE).items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            name = using.SETTINGS.get(f"{section}.{key}", f"{section}.{key}")
+            if f"--{name.replace('_', '-')}" in known:
+                *sections, key = name.split(".")
+                (tree.setdefault(sections[0], {}) if sections else tree)[key] = value
+    for command in reversed(commands):
+        tree = {command: tree}
+    cyclopts.config.Dict(tree, source=str(run_dir / CONFIG_FILE))(app, commands, arguments)
+
+
+predict.config = (settings_of_the_run,)
+for _name, _use in USES.items():
+    _texts = (_use.help, _use.details, f"Example: `{_use.example}`")
+    predict.command(f"{__name__}:{_name}", name=_name, help="\n\n".join(_texts))
+
+
+@predict.command(name="mask_rcnn")
+def predict_mask_rcnn(
+    *images: Path,
+    model: Annotated[Path, Parameter(name=("--model", "--checkpoint"))],
+    out: Path = Path("predictions"),
+    min_score: float = 0.5,
+    classes: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
+) -> None:
+    """Detect objects in images; draw their boxes, masks, names and scores, and list them in JSON.
+
+    For each image NAME.objects.png and NAME.objects.json are written. As in training, EXIF orientation is
+    ignored.
+
+    Parameters
+    ----------
+    images
+        JPEG, PNG, GIF or WebP files.
+    model
+        A run of `shoal train mask_rcnn`, one of its checkpoints, or a directory that `shoal export` wrote.
+    out
+        Output folder.
+    min_score
+        Minimum score of an object.
+    classes
+        Categories to detect; default: all.
+    """
+    from shoal.recipes.images import find_export
+    from shoal.train.run_dir import run_dir_of
+
+    if find_export(model) is None:
+        run_dir_of(model)  # a wrong path is said at once, before torch is imported
+    for image in images:
+        if not image.is_file():
+            raise UsageError(f"{image}: is no file; name images: JPEG, PNG, GIF or WebP files")
+    from shoal.recipes.mask_rcnn_predict import Prediction, run
+
+    run(Prediction(images=images, model=model, out=out, min_score=min_score, classes=classes))

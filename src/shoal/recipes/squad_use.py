@@ -1,0 +1,104 @@
+"""Answers questions with a finetuned model: ``shoal predict squad``."""
+
+# Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from shoal.data.squad.config import AnswerConfig, WindowConfig
+from shoal.errors import UsageError
+from shoal.recipes import squad, using
+from shoal.recipes.using import PredictConfig, Row
+
+if TYPE_CHECKING:
+    from shoal.data.squad.answers import Answers
+    from shoal.data.squad.dataset import SquadData
+    from shoal.train.gradients import Precision
+    from shoal.train.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predict(PredictConfig):
+    """Questions, and how they are answered."""
+
+    question: str | None = None
+    """One question, instead of files."""
+    context: str | None = None
+    """The paragraph that holds its answer."""
+    rules: Literal["auto", "1.1", "2.0"] = "auto"
+    """2.0: a question may have no answer; auto: as the file's answers, or else the run's scores say."""
+    top: int = 1
+    """Answers to list for each question."""
+    window: WindowConfig = field(default_factory=WindowConfig)
+    answers: AnswerConfig = field(default_factory=AnswerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.top <= self.answers.n_best:
+            raise UsageError(f"--top {self.top} must be from 1 to --answers.n-best {self.answers.n_best}")
+        if (self.question is None) != (self.context is None):
+            raise UsageError("--question and --context go together: give both, or files")
+
+
+def check_prediction(what: Predict, inputs: tuple[Path, ...]) -> list[str]:
+    """Check what can be checked without torch; return the lines of a dry run.
+
+    Raises:
+        UsageError: no model, no question, or a file that cannot be read.
+    """
+    using.check_inputs(what, inputs, single=what.question is not None, option="--question and --context")
+    return [f"{data.path}: {len(data.questions):,} questions" for data in _read(what, inputs)]
+
+
+def predict(what: Predict, inputs: tuple[Path, ...], world: "World", precision: "Precision") -> Iterator[Row]:
+    """Yield a row for each question, on the first worker; all workers call it.
+
+    Raises:
+        UsageError: the model is for another task, or too small for the windows.
+        ShoalError: its files are damaged, or its logits are not finite.
+    """
+    from shoal.data.squad.answers import choose_answers
+    from shoal.data.squad.features import make_features
+    from shoal.models.tasks import QuestionAnswering
+
+    model, directory = using.read_task_model(QuestionAnswering, what.model)
+    tokenizer = using.read_tokenizer(directory, "window.max_seq_length", what.window.max_seq_length)
+    model.to(world.device)
+    for data in _read(what, inputs):
+        features = make_features(data, tokenizer, what.window)
+        logits = squad.span_logits(model, features, world, precision, batch_size=what.batch_size)
+        if logits is not None:
+            yield from _rows(
+                data, choose_answers(features, logits[:, 0], logits[:, 1], what.answers), what.top
+            )
+
+
+def _read(what: Predict, inputs: tuple[Path, ...]) -> "list[SquadData]":
+    from shoal.data.squad.questions import questions_of, read_questions
+
+    if what.question is not None and what.context is not None:
+        files = [questions_of(Path("--question"), [("1", what.question, what.context)])]
+    else:
+        files = [read_questions(path) for path in inputs]
+    return [replace(data, version=_version(what, data)) for data in files]
+
+
+def _version(what: Predict, data: "SquadData") -> Literal["1.1", "2.0"]:
+    if what.rules != "auto":
+        return what.rules
+    run_dir, has_answers = using.run_of(what.model), any(question.answers for question in data.questions)
+    scored_with_null = run_dir is not None and (run_dir / squad.NULL_ODDS).is_file()
+    return "2.0" if scored_with_null and not has_answers else data.version
+
+
+def _rows(data: "SquadData", answers: "Answers", top: int) -> Iterator[Row]:
+    for question in data.questions:
+        text, nbest = answers.predictions[question.id], answers.nbest[question.id]
+        chosen = next((entry for entry in nbest if entry["text"] == text), {"probability": 0.0})
+        row: dict[str, Any] = {"id": question.id, "question": question.text, "answer": text}
+        row |= {"probability": chosen["probability"]}
+        if question.id in answers.null_odds:
+            row |= {"null_odds": answers.null_odds[question.id]}
+        yield row | ({"nbest": nbest[:top]} if top > 1 else {})

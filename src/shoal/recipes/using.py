@@ -1,0 +1,217 @@
+"""Uses trained models on inputs, on any number of workers: what ``shoal predict`` and ``evaluate`` share.
+
+Inputs are cut into the same micro-batches however many workers share them, by the functions with which
+training evaluates. So outputs are the same bits on any number of workers, and those of training's own scores.
+"""
+
+# Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from cyclopts import Parameter
+
+from shoal.env import WorkerEnv
+from shoal.errors import EXIT_OK, UsageError, require_positive
+from shoal.recipes import finetuning
+from shoal.recipes.finetuning import EXPORT, MODEL_CONFIG
+from shoal.recipes.start import Launch, start
+from shoal.train.config import REQUIRED, DistributedConfig
+from shoal.train.run_dir import CONFIG_FILE, run_dir_of
+
+if TYPE_CHECKING:
+    from shoal.models.tasks import QuestionAnswering, SequenceClassification
+    from shoal.train.gradients import Precision
+    from shoal.train.world import World
+
+    Task = TypeVar("Task", QuestionAnswering, SequenceClassification)
+else:
+    Task = TypeVar("Task")
+
+Row = Mapping[str, Any]
+"""A line of the output: a JSON object."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UseConfig:
+    """The model, and how it computes; of a run, the default of each setting is the run's own."""
+
+    model: Annotated[Path, Parameter(group=REQUIRED)]
+    """Run directory of shoal, one of its checkpoints, a transformers directory with its tokenizer, or
+    hub:NAME."""
+    batch_size: int = 32
+    """Inputs a worker computes at once. It does not follow the number of workers, so outputs do not."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Autocast type; auto: bf16 if the device supports it natively, else fp32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device; auto: one GPU per worker if there are enough, else the CPU."""
+
+    def __post_init__(self) -> None:
+        require_positive("", self, "batch_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictConfig(UseConfig):
+    """The model, how it computes, and where its outputs go."""
+
+    out: Path | None = None
+    """File for the output, one JSON object per line, in the order of the inputs; default: standard output."""
+
+
+SETTINGS = {"run.evaluation_batch_size": "batch_size", "train.precision": "precision"}
+"""Settings of a run, and the options here that mean the same; all others have the same name."""
+
+
+# ------------------------------------------------------------------------------------------------- models
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A finetuned language model on disk."""
+
+    directory: Path
+    """Transformers directory with its sizes, labels and tokenizer, and its weights."""
+    checkpoint: Path | None = None
+    """A checkpoint of the same run, if its weights are asked for instead."""
+
+
+def run_of(source: Path) -> Path | None:
+    """Return the directory of the run that ``source`` is, or is the export or a checkpoint of."""
+    export = source.resolve().parent if source.resolve().name == EXPORT else source
+    return next((path for path in (export, _two_up(source)) if (path / CONFIG_FILE).is_file()), None)
+
+
+def _two_up(source: Path) -> Path:
+    return source.resolve().parent.parent
+
+
+def find_trained(source: Path) -> Trained:
+    """Return the finetuned model of ``source``; a run stands for its last weights.
+
+    Raises:
+        UsageError: it is none, or a run that has not ended.
+    """
+    kind = finetuning.kind_of_source(source)
+    if kind in ("directory", "hub"):
+        return Trained(directory=source)
+    run_dir = run_dir_of(source)
+    if not (run_dir / EXPORT / MODEL_CONFIG).is_file():
+        raise UsageError(
+            f"--model {source}: the run {run_dir} has no folder {EXPORT}, which a finetuning writes when it "
+            "ends: continue it to its end, or finetune the pretrained model with `shoal finetune`"
+        )
+    checkpoint = None if kind == "finetuned" else source
+    return Trained(directory=run_dir / EXPORT, checkpoint=checkpoint)
+
+
+def read_task_model(kind: "type[Task]", source: Path) -> "tuple[Task, Path]":
+    """Return the model for a task, and the directory of its tokenizer; on each worker.
+
+    Raises:
+        UsageError: no such model is there, or it was not trained for this task.
+        ShoalError: its files are damaged.
+    """
+    from shoal.models.directory import load_task_model, resolve
+    from shoal.train.checkpoint import load_model
+
+    trained = find_trained(source)
+    directory = resolve(trained.directory)
+    model = load_task_model(kind, directory)
+    if model.new_parts:
+        raise UsageError(
+            f"--model {source} was not trained for this task (it has no {model.new_parts[0]}): finetune it "
+            "first"
+        )
+    if trained.checkpoint is not None:
+        load_model(trained.checkpoint, model)
+    return model, directory
+
+
+# ------------------------------------------------------------------------------------------------- jobs
+
+
+def run(
+    what: UseConfig,
+    how: Launch,
+    *,
+    command: list[str],
+    check: Callable[[], list[str]],
+    work: "Callable[[World, Precision], None]",
+) -> int:
+    """Join the workers if this process is one, else check and start them; return the exit code.
+
+    Args:
+        command: what a worker is started with.
+        check: checks the settings before a worker starts; returns the lines of a dry run.
+        work: what each worker does.
+
+    Raises:
+        UsageError: the model or an input cannot be used.
+        ShoalError: a worker failed.
+    """
+
+    def join(place: WorkerEnv) -> int:
+        from shoal.train.gradients import choose_precision
+        from shoal.train.world import join_world
+
+        with join_world(place, DistributedConfig(device=what.device)) as world:
+            work(world, choose_precision(what.precision, world.device))
+        return EXIT_OK
+
+    def describe(num_workers: int) -> list[str]:
+        return [f"workers      {num_workers}", *check()]
+
+    with tempfile.TemporaryDirectory(prefix="shoal-use-") as folder:
+        return start(how, command=command, run_dir=Path(folder), describe=describe, work=join)
+
+
+def write_rows(rows: Iterable[Row], out: Path | None) -> None:
+    """Write one JSON object per line to a file, whole or not at all, or to standard output.
+
+    Raises:
+        ShoalError: the file cannot be written.
+    """
+    from shoal.atomic_io import write_atomically
+
+    text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+    if out is not None:
+        write_atomically(out, text.encode())
+    else:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def check_inputs(what: PredictConfig, inputs: tuple[Path, ...], *, single: bool, option: str) -> None:
+    """Check, without torch, that the model is there and inputs are named, and each is there.
+
+    Args:
+        single: whether one input is given on the command line.
+        option: by which.
+
+    Raises:
+        UsageError: one is not, or both kinds of input are given.
+    """
+    find_trained(what.model)
+    if single == bool(inputs):
+        both = "both are given" if single else "neither is"
+        raise UsageError(f"name files, or give one input with {option}: {both}")
+    for path in inputs:
+        if not path.is_file():
+            raise UsageError(f"{path} {'is a folder' if path.is_dir() else 'does not exist'}: name files")
+    if what.out is not None and not what.out.resolve().parent.is_dir():
+        raise UsageError(f"--out {what.out}: there is no folder {what.out.resolve().parent}; make it first")
+
+
+def read_tokenizer(directory: Path, setting: str, max_seq_length: int) -> Any:
+    """Return the tokenizer of a transformers directory whose model has positions for so many tokens.
+
+    Raises:
+        UsageError: it has none of its own, or too few positions.
+    """
+    finetuning.check_length(directory, setting, max_seq_length)
+    return finetuning.read_source_tokenizer(directory)

@@ -1,0 +1,200 @@
+"""``shoal predict``: the bits of training's own evaluation, on any number of workers; and bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import finetune_jobs as jobs
+import numpy as np
+import pytest
+import use_jobs
+
+import finetune_made as made
+from forked import shoal
+from shoal.data.squad.questions import read_questions
+from shoal.data.text.classify import Columns, make_pairs, read_texts
+from shoal.errors import EXIT_OK, UsageError
+from shoal.models.tasks import QuestionAnswering
+from shoal.recipes import using
+from shoal.recipes.finetuning import read_source_tokenizer
+from shoal.train.checkpoint_files import list_checkpoints
+
+Predicted = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def squad_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("squad")
+    questions = made.write_questions(folder / "made.json")
+    config = made.squad_config(made.write_model(folder / "bert"), questions, folder / "run")
+    assert jobs.run(config) == [EXIT_OK], (folder / "run" / "worker-0.log").read_text()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def classify_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("classify")
+    train = made.write_pairs(folder / "train.tsv", 60, seed=1)
+    config = made.classify_config(made.write_model(folder / "bert"), train, (train,), folder / "run")
+    assert jobs.run(config) == [EXIT_OK], (folder / "run" / "worker-0.log").read_text()
+    return folder / "run"
+
+
+@pytest.fixture
+def predicted(tmp_path: Path) -> Predicted:
+    """Return the lines that ``shoal predict`` prints on workers."""
+    return partial(use_jobs.lines, tmp_path, "predict")
+
+
+refused = partial(use_jobs.refused, "predict")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_answers_are_the_bits_of_the_run_on_any_number_of_workers(
+    squad_run: Path, tmp_path: Path, predicted: Predicted, workers: int
+) -> None:
+    out = tmp_path / "answers.jsonl"
+    arguments = ("squad", squad_run.parent / "made.json", "--model", squad_run, "--top", 20, "--out", out)
+    assert predicted(*arguments, workers=workers) == []
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    predictions, nbest, odds = (
+        json.loads((squad_run / f"{name}.json").read_text()) for name in ("predictions", "nbest", "null_odds")
+    )
+    assert {row["id"]: row["answer"] for row in rows} == predictions
+    assert {row["id"]: row["nbest"] for row in rows} == {name: best[:20] for name, best in nbest.items()}
+    assert {row["id"]: row["null_odds"] for row in rows} == odds
+
+
+def test_answers_of_a_checkpoint_and_of_an_export_elsewhere(
+    squad_run: Path, tmp_path: Path, predicted: Predicted
+) -> None:
+    questions, wanted = squad_run.parent / "made.json", (squad_run / "predictions.json").read_text()
+    checkpoint = list_checkpoints(squad_run)[-1]
+    found = predicted("squad", questions, "--model", checkpoint)
+    assert {row["id"]: row["answer"] for row in found} == json.loads(wanted)
+    export = shutil.copytree(squad_run / "transformers", tmp_path / "moved")
+    window = ("--window.max-seq-length", 48, "--window.doc-stride", 16, "--window.max-question-length", 8)
+    found = predicted("squad", questions, "--model", export, *window, "--batch-size", 8)
+    assert {row["id"]: row["answer"] for row in found} == json.loads(wanted)
+
+
+def test_questions_without_answers_and_one_question(
+    squad_run: Path, tmp_path: Path, predicted: Predicted
+) -> None:
+    tree = json.loads((squad_run.parent / "made.json").read_text())
+    lines = []
+    for paragraph in tree["data"][0]["paragraphs"]:
+        for asked in paragraph["qas"]:
+            del asked["answers"], asked["is_impossible"]
+            lines.append({"id": asked["id"], "question": asked["question"], "context": paragraph["context"]})
+    (tmp_path / "bare.json").write_text(json.dumps(tree))
+    (tmp_path / "bare.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    wanted = predicted("squad", squad_run.parent / "made.json", "--model", squad_run)
+    for name in ("bare.json", "bare.jsonl"):
+        assert predicted("squad", tmp_path / name, "--model", squad_run) == wanted
+    one = ("--question", lines[0]["question"], "--context", lines[0]["context"])
+    (row,) = predicted("squad", *one, "--model", squad_run, "--rules", "1.1")
+    assert row["answer"] in lines[0]["context"] and row["answer"] and row["id"] == "1"
+
+
+def logits_of(run_dir: Path, file: Path) -> np.ndarray:
+    """Return transformers' probabilities of a file's pairs."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    directory = run_dir / "transformers"
+    model = AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    data = read_texts(file, Columns(), labels=("other", "same"))
+    pairs = make_pairs(data, read_source_tokenizer(directory), max_seq_length=32)
+    found = []
+    with torch.no_grad():
+        for number in range(len(pairs)):
+            part = slice(pairs.bounds[number], pairs.bounds[number + 1])
+            ids, types = (
+                torch.from_numpy(x[part].astype(np.int64))[None] for x in (pairs.tokens, pairs.types)
+            )
+            found.append(model(input_ids=ids, token_type_ids=types).logits.softmax(1)[0].numpy())
+    return np.array(found)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_labels_are_the_bits_of_the_run_on_any_number_of_workers(
+    classify_run: Path, predicted: Predicted, workers: int
+) -> None:
+    file = classify_run.parent / "train.tsv"
+    rows = predicted("classify", file, "--model", classify_run, workers=workers)
+    assert [row["id"] for row in rows] == list(range(1, 61))
+    assert [row["label"] for row in rows] == (classify_run / "predictions-train.txt").read_text().split()
+    assert rows == predicted("classify", file, "--model", list_checkpoints(classify_run)[-1])
+    chances = np.array([[row["probabilities"][name] for name in ("other", "same")] for row in rows])
+    np.testing.assert_allclose(chances, logits_of(classify_run, file), atol=1e-5)
+
+
+def test_texts_need_no_labels_and_one_pair_needs_no_file(
+    classify_run: Path, tmp_path: Path, predicted: Predicted
+) -> None:
+    lines = (classify_run.parent / "train.tsv").read_text().splitlines()
+    bare = tmp_path / "bare.tsv"
+    bare.write_text("".join("\t".join(line.split("\t")[:2]) + "\n" for line in lines))
+    wanted = predicted("classify", classify_run.parent / "train.tsv", "--model", classify_run)
+    assert predicted("classify", bare, "--model", classify_run) == wanted
+    first, second, label = lines[1].split("\t")
+    (row,) = predicted("classify", "--text", first, "--second-text", second, "--model", classify_run)
+    assert row["label"] == wanted[0]["label"] == label
+
+
+def test_bad_input_is_named_before_a_worker_starts(classify_run: Path, tmp_path: Path) -> None:
+    model = ("--model", classify_run)
+    assert "neither is" in refused("classify", *model)
+    assert "both are given" in refused("classify", *model, tmp_path / "x.tsv", "--text", "sun")
+    assert "no.tsv does not exist" in refused("classify", *model, tmp_path / "no.tsv")
+    (tmp_path / "odd.tsv").write_text("sentence1\tsentense2\nsun\tmoon\n")
+    assert "no column 'sentence2'" in refused("classify", *model, tmp_path / "odd.tsv")
+    text = ("--text", "sun", "--second-text", "moon")
+    assert "there is no folder" in refused("classify", *model, *text, "--out", tmp_path / "no" / "out.jsonl")
+    with pytest.raises(UsageError, match="not trained for this task"):
+        using.read_task_model(QuestionAnswering, classify_run)
+    (tmp_path / "q.jsonl").write_text('{"question": "a"}\n')
+    assert 'q.jsonl, line 1: must be a JSON object with the strings "question"' in refused(
+        "squad", *model, tmp_path / "q.jsonl"
+    )
+    (tmp_path / "q.jsonl").write_text('{"question": "a", "context": "b", "id": 7}\n' * 2)
+    with pytest.raises(UsageError, match="the id '7' is there twice"):
+        read_questions(tmp_path / "q.jsonl")
+
+
+def test_the_command_starts_its_workers(classify_run: Path, predicted: Predicted, tmp_path: Path) -> None:
+    arguments = ("predict", "classify", classify_run.parent / "train.tsv", "--model", classify_run)
+    result = shoal(*map(str, arguments), "--workers", "2")
+    assert result.returncode == EXIT_OK, result.stderr
+    assert [json.loads(line) for line in result.stdout.splitlines()] == predicted(*arguments[1:])
+    result = shoal(*map(str, arguments), "--workers", "2", "--dry-run")
+    assert result.stdout.splitlines()[0] == "workers      2" and "60 texts" in result.stdout
+
+
+def test_the_commands_of_the_page(squad_run: Path, classify_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    for name, run in (("squad", squad_run), ("pairs", classify_run)):
+        (tmp_path / "runs" / name).symlink_to(run)
+    asked = {"question": "sun moon", "context": "river stone bird"}
+    (tmp_path / "questions.jsonl").write_text(json.dumps(asked))
+    shutil.copy(classify_run.parent / "train.tsv", tmp_path / "pairs.tsv")
+    commands = use_jobs.commands_of_page("use.md")
+    assert len(commands) >= 4
+    for words in commands:
+        found = use_jobs.lines(tmp_path, *words)
+        assert len(found) == (0 if "--out" in words else 1), words
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 1
+    assert len((tmp_path / "labels.jsonl").read_text().splitlines()) == 60
+
+
+def test_a_run_that_has_not_ended_is_refused(classify_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(classify_run, tmp_path / "run", ignore=shutil.ignore_patterns("transformers"))
+    assert using.run_of(classify_run / "transformers") == classify_run.resolve()
+    with pytest.raises(UsageError, match="continue it to its end"):
+        using.find_trained(tmp_path / "run")
