@@ -34,6 +34,20 @@ from shoal.data.text.shards import Shard
 from shoal.env import test_data_dir as data_dir
 
 
+def documents(out: Path) -> dict[str, list[list[list[int]]]]:
+    """Return the ids of each sentence of each document by split."""
+    manifest = Manifest.load(out)
+    found: dict[str, list[list[list[int]]]] = {split: [] for split in manifest.splits}
+    for split, infos in manifest.splits.items():
+        for info in infos:
+            shard = Shard(out, info, manifest.vocab_size)
+            for document in range(info.num_documents):
+                begin, end = shard.document_offsets[document : document + 2]
+                edges = shard.sentence_offsets[begin : end + 1]
+                found[split].append([shard.tokens[a:b].tolist() for a, b in pairwise(edges)])
+    return found
+
+
 def as_rows(articles: list[str], field: str) -> bytes:
     rows = ({"id": number, field: text.replace("\n", "\n\n")} for number, text in enumerate(articles))
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
@@ -140,13 +154,7 @@ def test_every_source_gives_its_articles_in_order(
             for text in some
             if (article_rank(text, 0) <= rank) == (split != "train")
         ]
-        found = []
-        for info in manifest.shards(split):
-            shard = Shard(whole, info, manifest.vocab_size)
-            for document in range(info.num_documents):
-                begin, end = shard.document_offsets[document : document + 2]
-                edges = shard.sentence_offsets[begin : end + 1]
-                found.append([shard.tokens[a:b].tolist() for a, b in pairwise(edges)])
+        found = documents(whole)[split]
         assert found == [[ids for ids in document if ids] for document in expected]
         assert len(found) > 5
 
@@ -208,6 +216,19 @@ def test_memory_does_not_grow_with_the_source(articles: list[str], tmp_path: Pat
         assert num_characters == sum(map(len, some))
         peaks.append(peak / 1024)
     assert peaks[1] < peaks[0] + 20, peaks  # MiB; the text grew by 50
+
+
+def test_a_data_set_is_prepared_as_its_rows_are(articles: list[str], whole: Path, tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="no datasets found: pip install 'shoal[bench]' to run this")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_bytes(as_rows(articles, "body"))
+    sources = [f"hf:{tmp_path / 'set'}:::body", f"{tmp_path / 'set' / 'train.jsonl'}:body"]
+    outs = [tmp_path / "rows", tmp_path / "file"]
+    for source, out in zip(sources, outs, strict=True):
+        done = prepare(source, out, tokenizer=str(whole / "tokenizer.json"))
+        assert done.returncode == 0, done.stderr
+    rows, file = map(documents, outs)
+    assert rows == file and len(rows["train"]) > 50
 
 
 @pytest.mark.parametrize(

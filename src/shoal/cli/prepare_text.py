@@ -21,8 +21,9 @@ def prepare(
     ----------
     sources
         Files, directories or globs of text, JSON lines, Parquet or MediaWiki's dumps, also compressed (.gz,
-        .bz2, .zst). Rows are read from the field `text`, or from that of `FILE:FIELD`. `builtin` is the
-        English of this Python installation.
+        .bz2, .zst). Rows are read from the field `text`, or from that of `FILE:FIELD`;
+        `hf:NAME[:CONFIG][:SPLIT][:FIELD]` through the package datasets. `builtin` is the English of this
+        Python installation.
     out
         Directory for tokenizer, shards and manifest.
     """

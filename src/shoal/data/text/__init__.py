@@ -1,8 +1,8 @@
 """Prepares text and makes training examples from it.
 
 1. ``corpus`` reads articles from files: one per line, one per file, WikiText, rows (``rows``) or a wiki's
-   dump (``mediawiki``), compressed ones after ``unpack`` (``packed``). ``python_docs_corpus`` takes English
-   from this Python installation.
+   dump (``mediawiki``), compressed ones and data sets after ``unpack`` (``packed``, ``hub``).
+   ``python_docs_corpus`` takes English from this Python installation.
 2. ``sentences`` splits paragraphs into sentences; ``tokenizer`` trains a tokenizer or reads a given one.
 3. ``prepare`` cuts the source into chunks; processes run ``chunk_worker``, which encodes them and writes
    ``shards``; the manifest is written last.

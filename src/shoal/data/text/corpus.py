@@ -21,6 +21,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from shoal.data.text.hub import PREFIX, parse_hub
 from shoal.data.text.mediawiki import PAGE, hidden_namespaces, is_dump, page_text
 from shoal.data.text.packed import PACKINGS, peek, split_packing
 from shoal.data.text.rows import TEXT, column_bytes, column_texts, json_line_text
@@ -73,7 +74,7 @@ class SourceFile:
     Attributes:
         num_bytes: of the file if it is compressed, else of its content: :func:`content_bytes`.
         field: of the article in a row.
-        packing: suffix of its compression; empty for none.
+        packing: suffix of its compression; empty for none, ``hf:`` for a data set, which has no bytes yet.
         source: what it was unpacked from.
     """
 
@@ -106,9 +107,10 @@ Chunk = tuple[Span, ...]
 def find_files(sources: Sequence[str], form: Format | Literal["auto"]) -> list[SourceFile]:
     """Return the files of ``sources`` (files, directories or globs) in reading order, empty ones left out.
 
-    A source of rows may end in ``:FIELD``. ``auto`` goes by suffixes for ``jsonl`` and ``parquet``, and knows
-    ``mediawiki`` by its first element. It reads a file with a WikiText title in its first 64 KiB as
-    ``wikitext``, another that is named as such as ``lines``, and those of a directory or glob as ``files``.
+    A source of rows may end in ``:FIELD``, and ``hf:NAME`` is a data set (``hub``), read when it is unpacked.
+    ``auto`` goes by suffixes for ``jsonl`` and ``parquet``, and knows ``mediawiki`` by its first element. It
+    reads a file with a WikiText title in its first 64 KiB as ``wikitext``, another that is named as such as
+    ``lines``, and those of a directory or glob as ``files``.
 
     Raises:
         UsageError: a source does not exist, cannot be read, or all of them hold nothing.
@@ -117,14 +119,30 @@ def find_files(sources: Sequence[str], form: Format | Literal["auto"]) -> list[S
         raise UsageError("no source is given; name files, directories, globs, or `builtin`")
     files = []
     for source in sources:
+        if source.startswith(PREFIX):
+            files.append(_data_set(source))
+            continue
         place, field = _split_field(source)
         paths, alone = _paths_of(place)
         files += [_examine(path, form, field, alone) for path in paths]
-    if not (found := [file for file in files if file.num_bytes]):
+    if not (found := [file for file in files if file.num_bytes or file.packing == PREFIX]):
         raise UsageError(
             f"{', '.join(sources)}: every file of the source is empty; there is no article in it"
         )
     return found
+
+
+def _data_set(source: str) -> SourceFile:
+    field = parse_hub(source).field
+    return SourceFile(
+        path=Path(source),
+        format="jsonl",
+        num_bytes=0,
+        changed_ns=0,
+        field=field,
+        packing=PREFIX,
+        source=source,
+    )
 
 
 def content_bytes(file: SourceFile) -> int:

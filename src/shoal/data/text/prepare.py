@@ -129,8 +129,9 @@ class PrepareConfig(PrepareOptions):
 
     sources: tuple[str, ...]
     """Files, directories or globs of text, JSON lines, Parquet or MediaWiki's dumps, also compressed (.gz,
-    .bz2, .zst); rows are read from the field ``text``, or from that of ``FILE:FIELD``. ``builtin`` is the
-    English of this Python installation."""
+    .bz2, .zst); rows are read from the field ``text``, or from that of ``FILE:FIELD``;
+    ``hf:NAME[:CONFIG][:SPLIT][:FIELD]`` through ``datasets``. ``builtin`` is the English of this Python
+    installation."""
     out: Path
     """Directory for tokenizer, shards and manifest; created if it does not exist."""
 

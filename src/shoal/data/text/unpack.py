@@ -1,8 +1,9 @@
 """Unpacks compressed sources beside the shards, so that processes can begin at any place in them.
 
 A compressed stream can only be read from its beginning. Each file is unpacked once, by one process, to
-``records/unpacked``; the directory is removed with the other records when the preparation is complete. A file
-that is there is whole, so an interrupted preparation continues with the others.
+``records/unpacked``, and the rows of a data set (``hub``) are written there as JSON lines. The directory is
+removed with the other records when the preparation is complete. A file that is there is whole, so an
+interrupted preparation continues with the others.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from shoal.atomic_io import AtomicFile
 from shoal.data.process_pool import advance, run_unfinished
 from shoal.data.progress import Progress
 from shoal.data.text.corpus import SourceFile, content_bytes
+from shoal.data.text.hub import PREFIX, json_lines
 from shoal.data.text.packed import unpacked_blocks
 from shoal.errors import UsageError
 
@@ -34,7 +36,7 @@ def unpack_files(
     """Unpack the compressed ones of ``files``; return all in their order, as files that are not compressed.
 
     Raises:
-        UsageError: a file is damaged, or not compressed as its name says.
+        UsageError: a file is damaged, or not compressed as its name says; a data set cannot be loaded.
         ShoalError: the disk is full, a worker process was killed.
     """
     tasks = [
@@ -57,14 +59,20 @@ def unpack_files(
 
 
 def _unpack(task: _Task) -> Path:
+    file = task.file
+    if file.packing == PREFIX:
+        blocks = json_lines(file.name)
+    else:
+        blocks = unpacked_blocks(file.path, file.packing, advance)
     try:
         with AtomicFile(task.target) as out:
-            for block in unpacked_blocks(task.file.path, task.file.packing, advance):
+            for block in blocks:
                 out.write(block)
+                advance(0)  # ends early if the parent shuts down
             out.close()
             out.publish()
     except OSError as error:
-        raise UsageError(f"{task.file.path}: cannot be read: {error.strerror or error}") from None
+        raise UsageError(f"{file.path}: cannot be read: {error.strerror or error}") from None
     return task.target
 
 
