@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,52 @@ def test_masks_are_computed_beforehand(tmp_path: Path) -> None:
         assert len(masks) == len(found["runs"][image])
         for mask, other in zip(masks, found["runs"][image], strict=True):
             np.testing.assert_array_equal(mask, other)
+
+
+def packed(folder: Path) -> dict[str, Path]:
+    """COCO's zips as they are downloaded: images are stored, annotations compressed."""
+    paths = {name: folder / f"{name}2017.zip" for name in ("train", "val", "annotations_trainval")}
+    for name in ("train", "val"):
+        with zipfile.ZipFile(paths[name], "w") as file:
+            for image in sorted((TINY / f"{name}2017").iterdir()):
+                file.write(image, f"{name}2017/{image.name}")
+    with zipfile.ZipFile(paths["annotations_trainval"], "w", zipfile.ZIP_DEFLATED) as file:
+        for name in ("train", "val"):
+            file.write(files(name)[1], f"annotations/instances_{name}2017.json")
+    return paths
+
+
+def test_zips_give_the_shards_of_the_folders(tmp_path: Path) -> None:
+    zips = packed(tmp_path)
+    annotations = zips["annotations_trainval"]
+    for out, sources in (
+        ("folders", [*files("train"), *files("val")]),
+        ("zips", [zips["train"], annotations, zips["val"], annotations]),
+    ):
+        options = ["--validation-images", str(sources[2]), "--validation-annotations", str(sources[3])]
+        prepare(tmp_path / out, sources[0], sources[1], *options, "--shard-bytes", "4000000")
+    names = sorted(path.name for path in (tmp_path / "folders").glob("*-0*"))
+    assert len(names) >= 4 and names == sorted(path.name for path in (tmp_path / "zips").glob("*-0*"))
+    for name in (*names, "categories.json"):
+        assert (tmp_path / "folders" / name).read_bytes() == (tmp_path / "zips" / name).read_bytes()
+
+
+def test_what_a_zip_lacks_is_named(tmp_path: Path) -> None:
+    zips = packed(tmp_path)
+    images, annotations = zips["val"], zips["annotations_trainval"]
+    with pytest.raises(UsageError, match=r"val2017: there is no such folder; give .*val2017.zip"):
+        prepare(tmp_path / "out", images.with_suffix(""), annotations)
+    with pytest.raises(
+        UsageError, match=r"has no instances_test2017.json.*it has annotations/instances_train"
+    ):
+        prepare(tmp_path / "out", images.rename(tmp_path / "test2017.zip"), annotations)
+    with pytest.raises(UsageError, match=r"an image whose file is missing: .*train2017.zip: 0"):
+        prepare(tmp_path / "out", zips["train"], files("val")[1])
+    damaged = bytearray(annotations.read_bytes())
+    damaged[5000:5100] = bytes(100)
+    annotations.write_bytes(damaged)
+    with pytest.raises(UsageError, match=r"instances_train2017.json: the zip is damaged"):
+        prepare(tmp_path / "out", zips["train"], annotations)
 
 
 def changed(path: Path, tmp_path: Path, values: dict[str, Any]) -> Path:

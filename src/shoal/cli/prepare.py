@@ -82,15 +82,15 @@ def prepare_coco(
     Parameters
     ----------
     images
-        Folder of the images to train on, like train2017.
+        Images to train on: a folder, like train2017, or its zip, which is read in place.
     annotations
-        Their annotations, like instances_train2017.json.
+        Their annotations, like instances_train2017.json, or annotations_trainval2017.zip.
     out
         Directory for shards, manifest and categories.
     validation_images
-        Folder of the images to score on, like val2017.
+        Images to score on, like val2017 or val2017.zip.
     validation_annotations
-        Their annotations, like instances_val2017.json.
+        Their annotations, like instances_val2017.json, or annotations_trainval2017.zip.
     keep_empty
         Also train on images without objects.
     masks

@@ -8,6 +8,7 @@ https://cocodataset.org/#format-data. The arrays may come in any order; other ke
 from __future__ import annotations
 
 import math
+import zipfile
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,13 +68,16 @@ class CocoAnnotations:
     """Counts of what was skipped."""
 
 
-def read_annotations(path: Path, *, on_bad: OnBad = "refuse", boxes: Boxes = "check") -> CocoAnnotations:
+def read_annotations(
+    path: Path | zipfile.Path, *, on_bad: OnBad = "refuse", boxes: Boxes = "check"
+) -> CocoAnnotations:
     """Read ``instances_*.json`` or any file of that form.
 
     An entry is bad if its id is a duplicate, its image or category does not exist, or a value is invalid. The
     objects of a bad image are bad too, and counted separately.
 
     Args:
+        path: the file, which may be in a zip.
         on_bad: refuse the file at the first bad entry, or skip and count such entries.
         boxes: ``check`` treats an object as bad if its box has no area inside the image (training cannot use
             it); ``keep`` accepts it, as the official scorer does.
@@ -85,9 +89,9 @@ def read_annotations(path: Path, *, on_bad: OnBad = "refuse", boxes: Boxes = "ch
 
 
 class _Reader:
-    def __init__(self, path: Path, on_bad: OnBad, boxes: Boxes) -> None:
-        self._path = path
-        self._bad = BadEntries(path, on_bad)
+    def __init__(self, path: Path | zipfile.Path, on_bad: OnBad, boxes: Boxes) -> None:
+        self._file, self._path = path, Path(str(path))
+        self._bad = BadEntries(self._path, on_bad)
         self._boxes = boxes
         self._images: dict[int, CocoImage] = {}
         self._categories: dict[int, str] = {}
@@ -101,7 +105,7 @@ class _Reader:
 
     def read(self) -> CocoAnnotations:
         keys: set[str] = set()
-        for key, index, entry in top_level_entries(self._path):
+        for key, index, entry in top_level_entries(self._file):
             keys.add(key)
             if index is None and key in self._takers and entry != []:
                 raise UsageError(f"{self._path}: {key!r} is no array; is it a file of COCO annotations?")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,7 +21,7 @@ _VISIBLE = re.compile(r"[^ \t\r\n]")
 _NUMBER_GOES_ON = ("", ".", "e", "E")
 
 
-def top_level_entries(path: Path) -> Iterator[tuple[str, int | None, Any]]:
+def top_level_entries(path: Path | zipfile.Path) -> Iterator[tuple[str, int | None, Any]]:
     """Yield (key, index, value) of a file that holds an object or an array.
 
     Each element of an array in the object is yielded with its index. Another value, or an empty array, is
@@ -30,10 +32,12 @@ def top_level_entries(path: Path) -> Iterator[tuple[str, int | None, Any]]:
             has a key of the object twice.
     """
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            yield from _Window(path, file).entries()
+        with path.open("r", encoding="utf-8-sig") as file:
+            yield from _Window(Path(str(path)), file).entries()
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise UsageError(f"{path}: the zip is damaged or was cut short ({error}); get it again") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: is not UTF-8 ({error.reason}); it must be a JSON file in UTF-8") from None
 

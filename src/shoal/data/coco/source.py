@@ -8,11 +8,12 @@ categories are in ``categories.json`` beside the manifest; labels are their posi
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.atomic_io import write_json
 from shoal.data.coco.annotations import (
@@ -31,6 +32,7 @@ from shoal.data.images.prepare import ImagePrepareConfig, prepare_images
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
 from shoal.data.images.storage import open_storage
+from shoal.data.images.zips import SUFFIX, ZipImages, open_zip
 from shoal.data.manifest import check_version, prepare_command
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
@@ -43,10 +45,34 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class CocoSplit:
-    """A folder of images and the file of their annotations."""
+    """Images and their annotations, unpacked or in the zips in which they are downloaded.
+
+    Attributes:
+        images: a folder, or a zip of it (``train2017.zip``).
+        annotations: the file, or a zip with ``instances_NAME.json``, where ``NAME`` is that of ``images``.
+    """
 
     images: Path
     annotations: Path
+
+    def truth_file(self) -> Path | zipfile.Path:
+        """Return the file of annotations, which may be in a zip.
+
+        Raises:
+            UsageError: the zip has no such file, or is none.
+            ShoalError: it cannot be read.
+        """
+        if self.annotations.suffix != SUFFIX:
+            return self.annotations
+        packed, wanted = open_zip(self.annotations), f"instances_{self.images.stem}.json"
+        names = packed.namelist()
+        for name in names:
+            if PurePosixPath(name).name == wanted:
+                return zipfile.Path(packed, name)
+        raise UsageError(
+            f"{self.annotations} has no {wanted}, the annotations of {self.images}; it has "
+            f"{', '.join(names[:8]) or 'nothing'}. Unpack it and give the file"
+        )
 
 
 class CocoSource:
@@ -81,11 +107,12 @@ class CocoSource:
         self._run_lengths = run_lengths
         splits = {TRAIN: train} | ({VALIDATION: validation} if validation else {})
         self._truth: dict[str, CocoAnnotations] = {}
-        self._files: dict[str, list[tuple[CocoImage, Path, int]]] = {}
+        self._files: dict[str, list[tuple[CocoImage, _Place]]] = {}
         self.remarks: tuple[str, ...] = ()
         digest = blake2b(digest_size=16)
         for name, split in splits.items():
-            truth = self._truth[name] = read_annotations(split.annotations, on_bad=on_bad)
+            truth = self._truth[name] = read_annotations(split.truth_file(), on_bad=on_bad)
+            images = _Images(split.images)
             if truth.categories != self.categories:
                 raise UsageError(
                     f"{split.annotations} has other categories than {train.annotations}; "
@@ -98,12 +125,11 @@ class CocoSource:
                     num_empty += 1
                     continue
                 try:
-                    path = _path_of(image, split.images)
-                    size, state = _state_of(path)
+                    place, state = images.place_of(image)
                 except BadEntry as error:
                     truth.bad.add(error, f"images[{index}] (id {image.id})")
                 else:
-                    files.append((image, path, size))
+                    files.append((image, place))
                     digest.update(f"{name}\0".encode() + state)
             digest.update(_state_of(split.annotations)[1])
             self.remarks += tuple(truth.bad.lines())
@@ -124,10 +150,11 @@ class CocoSource:
 
     def images(self, split: str) -> Iterator[SourceImage]:
         truth, files = self._truth[split], self._files[split]
-        keys = unique_keys([image.file_name for image, _, _ in files])
-        for key, (image, path, size) in zip(keys, files, strict=True):
+        keys = unique_keys([image.file_name for image, _ in files])
+        for key, (image, place) in zip(keys, files, strict=True):
             text = as_json(image, truth.objects[image.id], run_lengths=self._run_lengths)
-            yield SourceImage(key, path, 0, size, annotations=text)
+            path, offset, size, member = place
+            yield SourceImage(key, path, offset, size, member=member, annotations=text)
 
 
 def prepare_coco(source: CocoSource, out: Path, *, config: ImagePrepareConfig) -> ImageManifest:
@@ -206,11 +233,44 @@ def _stored(shape: Segmentation | None, image: CocoImage, run_lengths: bool) -> 
     return [polygon.tolist() for polygon in shape] if isinstance(shape, tuple) else shape
 
 
-def _path_of(image: CocoImage, folder: Path) -> Path:
-    name = PurePosixPath(image.file_name)
-    if name.is_absolute() or ".." in name.parts or not name.name:
-        raise BadEntry("an image whose file_name leads out of the folder", repr(image.file_name))
-    return folder / name
+class _Place(NamedTuple):
+    """Bytes of an image; ``member`` is its name in a zip, empty for a file of its own."""
+
+    path: Path
+    offset: int
+    size: int
+    member: str = ""
+
+
+class _Images:
+    """The images of a split, in a folder or a zip."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._zip = ZipImages(path) if path.suffix == SUFFIX else None
+        self._state = _state_of(path)[1] if self._zip else b""
+        packed = path.with_name(path.name + SUFFIX)
+        if not path.exists() and packed.is_file():
+            raise UsageError(f"{path}: there is no such folder; give {packed}, which is read as it is")
+
+    def place_of(self, image: CocoImage) -> tuple[_Place, bytes]:
+        """Return the place of an image, and bytes that change with it.
+
+        Raises:
+            BadEntry: there is no such file in the folder or zip.
+            UsageError: it is compressed in the zip.
+            ShoalError: it cannot be read.
+        """
+        name = PurePosixPath(image.file_name)
+        if name.is_absolute() or ".." in name.parts or not name.name:
+            raise BadEntry("an image whose file_name leads out of the folder", repr(image.file_name))
+        if self._zip is None:
+            size, state = _state_of(self._path / name)
+            return _Place(self._path / name, 0, size), state
+        if image.file_name not in self._zip:
+            raise BadEntry("an image whose file is missing", f"{self._path}: {image.file_name}")
+        place = _Place(self._path, *self._zip.place(image.file_name), image.file_name)
+        return place, repr(place).encode("utf-8", "surrogateescape") + self._state
 
 
 def _state_of(path: Path) -> tuple[int, bytes]:

@@ -328,3 +328,30 @@ def test_numbers_of_every_kind_end(tmp_path):
             for member in members(path):
                 assert member.size >= 0 and end + 512 <= member.offset <= len(whole) - member.size
                 end = member.offset + member.size
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "train2017.zip",
+            "shoal prepare coco --images .*train2017.zip --annotations annotations_trainval2017.zip",
+        ),
+        ("tiny-imagenet-200.zip", "Unpack tiny-imagenet-200.zip first: unzip -q "),
+        ("train_images_0.tar.gz", "Unpack train_images_0.tar.gz first: tar -xzf "),
+        ("ILSVRC2012_img_test.tar", "first: tar -xf "),
+    ],
+)
+def test_other_archives_name_their_remedy(tmp_path, name, words):
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(UsageError, match=words):
+        detect_source(tmp_path / name)
+    if name == "train2017.zip":
+        with pytest.raises(UsageError, match=words):
+            detect_source(tmp_path)
+
+
+def test_tars_of_classes_belong_into_their_tar(tmp_path):
+    (tmp_path / "n01440764.tar").write_bytes(b"x")
+    with pytest.raises(UsageError, match=f"give the folder of {TRAIN_TAR}"):
+        detect_source(tmp_path)
