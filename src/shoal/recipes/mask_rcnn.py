@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 PRESETS = (
     "coco-1x",
+    "coco-sgd-192",
     "coco-novograd-32",
     "coco-novograd-64",
     "coco-novograd-256",

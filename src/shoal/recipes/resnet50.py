@@ -44,7 +44,14 @@ from shoal.train.config import (
 
 # ------------------------------------------------------------------------------------------------- config
 
-PRESETS = ("imagenet-16k", "imagenet-lars-32k", "imagenet-fast", "cifar10", "tiny")
+PRESETS = (
+    "imagenet-16k",
+    "imagenet-16k-scripts",
+    "imagenet-lars-32k",
+    "imagenet-fast",
+    "cifar10",
+    "tiny",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

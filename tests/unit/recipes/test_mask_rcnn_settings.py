@@ -78,6 +78,20 @@ def test_detectron2s_schedule() -> None:
     assert "90,000 = 12.28 epochs of 117,266 images" in "\n".join(found.lines)
 
 
+def test_the_record_of_2019() -> None:
+    """24 hosts of 8, 192 images a step: rate 0.24 after 1,250 steps, 16 epochs."""
+    config = preset("coco-sgd-192")
+    found = plan(config, num_workers=24 * 8)
+    assert (found.batch.micro_batch_size, found.batch.accumulation_steps) == (1, 1)
+    assert config.train.total_steps * 192 / COCO == pytest.approx(16, abs=1e-3)
+    rates = [rate_at(found, step) for step in (1, 1_251, 6_000, 6_001, 8_001, 9_772)]
+    assert rates == pytest.approx([0.24 * 0.24 / 1_250, 0.24, 0.24, 0.024, 0.0024, 0.0024])
+    assert config.optim.options() == {"momentum": 0.9, "nesterov": False}
+    assert config.run.validation_frequency == round(COCO / 192)
+    for batch, first, last in ((96, 12_000, 16_000), (128, 9_000, 12_000)):  # MLPerf's sets
+        assert tuple(step * 192 for step in config.optim.milestones) == (first * batch, last * batch)
+
+
 @pytest.mark.parametrize(
     ("batch", "rate", "decay", "beta2", "warmup", "steps"),
     [

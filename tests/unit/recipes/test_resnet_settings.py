@@ -76,6 +76,15 @@ def test_the_post_of_16k() -> None:
     )
 
 
+def test_colours_of_the_post_and_of_its_script() -> None:
+    """The post names saturation, hue, brightness and PCA noise; its script has contrast and no hue."""
+    post, script = preset("imagenet-16k"), preset("imagenet-16k-scripts")
+    assert replace(script, augment=post.augment) == post
+    ranges = [(a.brightness, a.contrast, a.saturation, a.hue) for a in (post.augment, script.augment)]
+    assert ranges == [(0.4, 0.0, 0.4, 0.1), (0.4, 0.4, 0.4, 0.0)]
+    assert post.augment.lighting == script.augment.lighting == 0.1
+
+
 def test_the_reference_point_of_32k() -> None:
     config = preset("imagenet-lars-32k")
     found = plan(config)

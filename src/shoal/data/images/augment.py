@@ -1,9 +1,9 @@
 """Draws the augmentation of a training image, a pure function of (seed, epoch, index of the image).
 
 ``draws`` turns a key into the crop, the flip, the factors of the colour jitter and their order, the lighting
-noise and the erased box; ``transform`` applies them. All numbers of an image come from one call of the
-counter-based generator (``shoal.decide.rng``), each from a counter of its own, so that every worker, thread
-or process makes the same image, and disabling one part changes no other.
+noise, the blur and the erased box; ``transform`` applies them. All numbers of an image come from one call of
+the counter-based generator (``shoal.decide.rng``), each from a counter of its own, so that every worker,
+thread or process makes the same image, and disabling one part changes no other.
 
 Sources: crops by area and aspect ratio, Szegedy et al., "Going deeper with convolutions", 2015, section 6;
 lighting noise, Krizhevsky et al., "ImageNet classification with deep convolutional neural networks", 2012,
@@ -38,9 +38,11 @@ _SIZE_STEP = 32  # a ResNet halves the side five times
 _TRIES = 10
 # counters of an image's draws; each try of a crop or a box takes two
 _CROP, _PLACE, _FLIP, _ORDER, _FACTORS, _LIGHT, _ERASE, _BOX, _BOX_PLACE = 0, 20, 22, 23, 24, 28, 32, 33, 53
-_COUNTERS = np.arange(55)
+_BLUR = 55
+_COUNTERS = np.arange(57)
 _ORDERS = tuple(permutations(range(len(JITTERS))))
 _ERASED_AREA, _ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
+_SIGMAS = (0.1, 2.0)  # Chen et al., "A simple framework for contrastive learning", 2020, appendix A
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,8 @@ class AugmentConfig:
     """Range of the shift: ± this fraction of the colour circle; at most 0.5."""
     lighting: float = 0.0
     """Standard deviation of the noise along the principal components of ImageNet's colours (AlexNet: 0.1)."""
+    blur: float = 0.0
+    """Probability of a Gaussian blur with a deviation from 0.1 to 2 pixels, before the jitter of colours."""
     erase: float = 0.0
     """Probability that a random box is overwritten with the mean colour."""
     mean: tuple[float, float, float] = IMAGENET_MEAN
@@ -83,7 +87,7 @@ class AugmentConfig:
         require_positive("", self, "size", "first_size")
         if self.first_size is not None and self.crop == "padded":
             raise UsageError("first_size needs crop 'resized': a padded crop has one size; leave it out")
-        for name, high in {"flip": 1, "hue": 0.5, "erase": 1}.items():
+        for name, high in {"flip": 1, "hue": 0.5, "blur": 1, "erase": 1}.items():
             if not 0 <= getattr(self, name) <= high:
                 raise UsageError(f"{name} {getattr(self, name)} must be from 0 to {high}")
         for name in ("padding", "brightness", "contrast", "saturation", "lighting"):
@@ -141,6 +145,7 @@ class Draws:
         flip: whether it is mirrored.
         jitter: adjustments of the colours in their order, with torchvision's factors (hue: shift).
         light: added to red, green, blue, for values from 0 to 1.
+        blur: deviation of the blur in pixels of the crop; 0: none.
         erased: box of the finished image that gets the mean colour.
     """
 
@@ -148,6 +153,7 @@ class Draws:
     flip: bool
     jitter: tuple[tuple[Jitter, float], ...]
     light: tuple[float, float, float]
+    blur: float
     erased: Box | None
 
 
@@ -173,6 +179,7 @@ def draws(config: AugmentConfig, key: Key, height: int, width: int, size: int) -
         flip=u[_FLIP] < config.flip,
         jitter=_jitter(u, config),
         light=_light(u, config.lighting),
+        blur=_between(u[_BLUR + 1], *_SIGMAS) if u[_BLUR] < config.blur else 0.0,
         erased=_erased(u, size) if u[_ERASE] < config.erase else None,
     )
 

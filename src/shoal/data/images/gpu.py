@@ -80,9 +80,10 @@ class GpuTransform:
         """Augment as ``config`` describes.
 
         Raises:
-            UsageError: ``config`` jitters colours or pads crops, or torchvision was built without nvJPEG.
+            UsageError: ``config`` jitters colours, blurs or pads crops, or torchvision was built without
+                nvJPEG.
         """
-        refused = [f"{name} {getattr(config, name)}" for name in JITTERS if getattr(config, name)]
+        refused = [f"{name} {getattr(config, name)}" for name in (*JITTERS, "blur") if getattr(config, name)]
         if config.crop == "padded":
             refused.append(f"crop {config.crop!r}")
         if refused:

@@ -12,6 +12,7 @@ into entropy decoding, which has no shortcut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -72,6 +73,8 @@ class TrainTransform:
             pixels = _mirrored_crop(pixels, drawn.crop)
         else:
             pixels = resized(pixels, drawn.crop, size, size)
+        if drawn.blur:
+            pixels = blurred(pixels, drawn.blur)
         scale, shift = IDENTITY if out.dtype == np.uint8 else (self._scale, self._shift)
         red, green, blue = (s + 255.0 * k * x for s, k, x in zip(shift, scale, drawn.light, strict=True))
         finish(pixels, out, scale=scale, shift=(red, green, blue), flip=drawn.flip, jitter=drawn.jitter)
@@ -214,6 +217,16 @@ def resized(pixels: Pixels, box: Box | None, height: int, width: int) -> Pixels:
     small: torch.Tensor = _torchvision().resize_image(dense, [height, width], antialias=True)
     smaller: Pixels = small.permute(1, 2, 0).numpy()
     return smaller
+
+
+def blurred(pixels: Pixels, deviation: float) -> Pixels:
+    """Blur an image, uint8 ``[H, W, 3]``, with a Gaussian of ``deviation`` pixels; borders are mirrored."""
+    radius = min(math.ceil(3 * deviation), *(side - 1 for side in pixels.shape[:2]))
+    planes = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
+    width = 2 * radius + 1
+    smooth: torch.Tensor = _torchvision().gaussian_blur_image(planes, [width, width], [deviation, deviation])
+    smoother: Pixels = smooth.permute(1, 2, 0).numpy()
+    return smoother
 
 
 def _half(pixels: int) -> int:

@@ -12,7 +12,7 @@ from torchvision.transforms import v2
 from shoal.data.images.augment import _LIGHT_SCALES, _LIGHT_VECTORS, AugmentConfig, Box, draws
 from shoal.errors import UsageError
 
-ALL = AugmentConfig(brightness=0.4, contrast=0.3, saturation=0.2, hue=0.1, lighting=0.1, erase=0.5)
+ALL = AugmentConfig(brightness=0.4, contrast=0.3, saturation=0.2, hue=0.1, lighting=0.1, erase=0.5, blur=0.5)
 SEED, NUM = 3, 4000
 
 
@@ -45,6 +45,7 @@ def test_draws_are_a_function_of_the_key_alone():
         ({"flip": 0.0}, {"flip"}),
         ({"lighting": 0.0}, {"light"}),
         ({"erase": 0.0}, {"erased"}),
+        ({"blur": 0.0}, {"blur"}),
         ({"hue": 0.0}, {"jitter"}),
         ({"crop": "padded", "padding": 200}, {"crop"}),
     ],
@@ -148,6 +149,14 @@ def test_flips_and_boxes_have_their_probabilities():
     assert abs(sum(d.erased is not None for d in sample) / NUM - 0.2) < 0.03
 
 
+def test_blurs_have_their_probability_and_a_uniform_deviation():
+    blurs = np.array([d.blur for d in drawn(dataclasses.replace(ALL, blur=0.25))])
+    assert abs((blurs > 0).mean() - 0.25) < 4 * math.sqrt(0.25 * 0.75 / NUM)
+    uniform = np.linspace(0.1, 2.0, NUM)
+    assert distance(blurs[blurs > 0], uniform) < 2.23 / math.sqrt((blurs > 0).sum())
+    assert not any(d.blur for d in drawn(AugmentConfig(), 50))
+
+
 def test_boxes_are_distributed_as_torchvisions():
     ours = [d.erased for d in drawn(AugmentConfig(erase=1.0), size=64)]
     torch.manual_seed(0)
@@ -204,6 +213,7 @@ def test_the_side_grows_by_multiples_of_32():
         ({"hue": 0.6}, "hue 0.6 must be from 0 to 0.5"),
         ({"lighting": -1.0}, "lighting -1.0"),
         ({"erase": 2.0}, "erase 2.0"),
+        ({"blur": 1.5}, "blur 1.5 must be from 0 to 1"),
         ({"growth": (3.0, 1.0)}, "growth 3.0 1.0"),
         ({"mean": (0.0, 0.0, math.nan)}, "mean"),
         ({"std": (0.0, 1.0, 1.0)}, "std"),

@@ -1,8 +1,10 @@
 """From bytes to the model's input, against the same steps by torchvision; what cannot be decoded."""
 
 import io
+import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -73,6 +75,40 @@ def test_a_training_image_is_torchvisions_step_by_step():
         num_flipped += d.flip
         num_erased += d.erased is not None
     assert 0 < num_flipped < 24 and 0 < num_erased < 24
+
+
+def gaussian(pixels, deviation):
+    """The formula in float64: a sum of neighbours along rows, then columns, of an image that is mirrored."""
+    radius = math.ceil(3 * deviation)
+    weights = np.exp(-0.5 * (np.arange(-radius, radius + 1) / deviation) ** 2)
+    weights /= weights.sum()
+    padded = np.pad(pixels.astype(np.float64), ((radius,) * 2, (radius,) * 2, (0, 0)), mode="reflect")
+    for axis in (0, 1):
+        padded = np.apply_along_axis(np.convolve, axis, padded, weights, "valid")
+    return padded
+
+
+@pytest.mark.parametrize("deviation", [0.1, 0.7, 2.0])
+def test_a_blur_is_gauss_s_to_the_nearest_step(deviation):
+    pixels = np.array(picture(40, 50))
+    found = transform.blurred(pixels, deviation)
+    assert found.dtype == np.uint8 and found.shape == pixels.shape
+    assert np.abs(found - gaussian(pixels, deviation)).max() < 0.5 + 1e-3
+    assert transform.blurred(pixels[:2, :3], 2.0).shape == (2, 3, 3)  # smaller than the Gaussian
+
+
+def test_blurred_images_are_those_whose_draw_says_so():
+    config = AugmentConfig(size=64, blur=0.5)
+    sharp, blurry = TrainTransform(replace(config, blur=0.0)), TrainTransform(config)
+    data, num_blurred = encoded(picture(100, 120)), 0
+    for index in range(16):
+        d = draws(config, (0, 0, index), 100, 120, 64)
+        pixels = made(sharp, data, (0, 0, index), dtype=np.uint8)
+        if d.blur:
+            pixels = transform.blurred(pixels.transpose(1, 2, 0), d.blur).transpose(2, 0, 1)
+        assert (made(blurry, data, (0, 0, index), dtype=np.uint8) == pixels).all()
+        num_blurred += d.blur > 0
+    assert 0 < num_blurred < 16
 
 
 @pytest.mark.parametrize(
