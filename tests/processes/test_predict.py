@@ -1,4 +1,4 @@
-"""``shoal predict``: the bits of training's own evaluation, on any number of workers; and bad input."""
+"""``shoal predict`` and ``evaluate``: the bits of the run's own evaluation on any workers; bad input."""
 
 from __future__ import annotations
 
@@ -10,19 +10,56 @@ from pathlib import Path
 from typing import Any
 
 import finetune_jobs as jobs
+import image_jobs
 import numpy as np
+import pretrain_jobs
 import pytest
 import use_jobs
 
 import finetune_made as made
 from forked import shoal
+from shoal.data.images.files import FileReader
+from shoal.data.images.shards import ImageShards
+from shoal.data.images.transform import CentreTransform
 from shoal.data.squad.questions import read_questions
 from shoal.data.text.classify import Columns, make_pairs, read_texts
 from shoal.errors import EXIT_OK, UsageError
+from shoal.models.t5 import read_t5
 from shoal.models.tasks import QuestionAnswering
-from shoal.recipes import using
+from shoal.recipes import t5_use, using
 from shoal.recipes.finetuning import read_source_tokenizer
+from shoal.record import Evaluation, read_record
 from shoal.train.checkpoint_files import list_checkpoints
+
+
+@pytest.fixture(scope="module")
+def t5_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("t5")
+    train = made.write_pairs(folder / "train.tsv", 24, seed=1)
+    config = made.t5_config(
+        made.write_t5(folder / "t5"), train, (train,), folder / "run", train={"total_steps": 30}
+    )
+    assert jobs.run(config) == [EXIT_OK], (folder / "run" / "worker-0.log").read_text()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def resnet_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resnet")
+    config = image_jobs.small_config(image_jobs.prepare_small(folder), folder / "run")
+    assert pretrain_jobs.run(config, 1) == [EXIT_OK], (folder / "run" / "worker-0.log").read_text()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def photos(resnet_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The images on which the run evaluates, as files in their order."""
+    shards = ImageShards(resnet_run.parent / "images", "validation")
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(len(shards)):
+        (folder / f"{number:03}.jpg").write_bytes(shards.read(number))
+    return folder
+
 
 Predicted = Callable[..., list[dict[str, Any]]]
 
@@ -54,7 +91,7 @@ def predicted(tmp_path: Path) -> Predicted:
 refused = partial(use_jobs.refused, "predict")
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_answers_are_the_bits_of_the_run_on_any_number_of_workers(
     squad_run: Path, tmp_path: Path, predicted: Predicted, workers: int
 ) -> None:
@@ -122,7 +159,7 @@ def logits_of(run_dir: Path, file: Path) -> np.ndarray:
     return np.array(found)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_labels_are_the_bits_of_the_run_on_any_number_of_workers(
     classify_run: Path, predicted: Predicted, workers: int
 ) -> None:
@@ -146,6 +183,105 @@ def test_texts_need_no_labels_and_one_pair_needs_no_file(
     first, second, label = lines[1].split("\t")
     (row,) = predicted("classify", "--text", first, "--second-text", second, "--model", classify_run)
     assert row["label"] == wanted[0]["label"] == label
+
+
+@pytest.mark.parametrize("workers", [2])
+def test_what_t5_writes_is_the_bits_of_the_run(
+    t5_run: Path, predicted: Predicted, tmp_path: Path, workers: int
+) -> None:
+    file, wanted = t5_run.parent / "train.tsv", (t5_run / "predictions-train.txt").read_text().splitlines()
+    export = shutil.copytree(t5_run / "transformers", tmp_path / "moved")  # its wording is in config.json
+    for model in (t5_run, list_checkpoints(t5_run)[-1], export):
+        rows = predicted("t5", file, "--model", model, workers=workers)
+        assert [row["label"] or "(no label)" for row in rows] == wanted
+    assert len(set(wanted)) > 1
+
+
+def test_a_t5_without_labels_writes_text(tmp_path: Path, predicted: Predicted) -> None:
+    import torch
+    from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+
+    directory = made.write_t5(tmp_path / "t5")
+    torch.manual_seed(3)
+    model = T5ForConditionalGeneration(T5Config.from_pretrained(directory)).eval()
+    model.save_pretrained(directory)
+    (row,) = predicted("t5", "--text", "sun moon river", "--model", directory, "--max-new-tokens", 5)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
+    ids = [*tokenizer("sun moon river", add_special_tokens=False).input_ids, model.config.eos_token_id]
+    written = model.generate(torch.tensor([ids]), max_new_tokens=5, do_sample=False)[0, 1:]
+    assert row == {"id": 1, "text": tokenizer.decode(written.tolist(), skip_special_tokens=True)}
+    with pytest.raises(UsageError, match="was not finetuned on labels"):
+        t5_use.require_labels(tmp_path, read_t5(directory))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_classes_of_images_are_those_of_the_evaluation(
+    resnet_run: Path, photos: Path, predicted: Predicted, workers: int
+) -> None:
+    rows = predicted("resnet50", photos, "--model", resnet_run, "--top", 4, workers=workers)
+    assert [Path(row["image"]).stem for row in rows] == [f"{number:03}" for number in range(23)]
+    shards = ImageShards(resnet_run.parent / "images", "validation")
+    labels = [shards.manifest.classes[label] for label in shards.labels]
+    (last,) = [row for row in read_record(resnet_run) if isinstance(row, Evaluation) and row.step == 9]
+    right = [row["label"] == label for row, label in zip(rows, labels, strict=True)]
+    assert sum(right) / 23 == last.metrics["top1_accuracy"]
+    chances = [{one["label"]: one["probability"] for one in row["top"]} for row in rows]
+    losses = [-np.log(chance[label]) for chance, label in zip(chances, labels, strict=True)]
+    assert np.mean(losses) == pytest.approx(last.metrics["loss"], rel=1e-5)
+    assert rows == predicted("resnet50", photos, "--model", resnet_run / "model", "--top", 4)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_scores_of_images_are_the_bits_of_the_run(resnet_run: Path, tmp_path: Path, workers: int) -> None:
+    out = tmp_path / "scores.json"
+    options = ("--batch-size", 5, "--precision", "fp32", "--json", out)
+    data = ("--data", resnet_run.parent / "images")
+    use_jobs.said(tmp_path, "evaluate", "imagenet", resnet_run, *data, *options, workers=workers)
+    (last,) = [row for row in read_record(resnet_run) if isinstance(row, Evaluation) and row.step == 9]
+    found = json.loads(out.read_text())
+    assert {name: found[name] for name in last.metrics} == last.metrics
+
+
+def test_bad_images_are_named(resnet_run: Path, tmp_path: Path) -> None:
+    refused = partial(use_jobs.refused, "predict", "resnet50", "--model", resnet_run)
+    assert "no image is named" in refused()
+    assert "no.jpg does not exist" in refused(tmp_path / "no.jpg")
+    (tmp_path / "empty").mkdir()
+    assert "no file in this folder has the suffix of an image" in refused(tmp_path / "empty")
+    (tmp_path / "bad.jpg").write_text("no image")
+    reader = FileReader([tmp_path / "bad.jpg"], CentreTransform(8, 8), threads=1)
+    with pytest.raises(UsageError, match=r"bad\.jpg"):
+        reader.batch(0, [0])
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_scores_are_the_bytes_of_the_run_on_any_number_of_workers(
+    squad_run: Path, classify_run: Path, t5_run: Path, tmp_path: Path, workers: int
+) -> None:
+    said, out = partial(use_jobs.said, tmp_path, "evaluate", workers=workers), tmp_path / "out"
+    asked = ("--data", squad_run.parent / "made.json", "--out", out, "--json", out / "again.json")
+    text = said("squad", "--model", squad_run, *asked)
+    scores = (squad_run / "scores.json").read_bytes()
+    assert json.loads(text) == json.loads(scores) and (out / "again.json").read_bytes() == scores
+    for name in ("predictions.json", "nbest.json", "null_odds.json", "scores.json"):
+        assert (out / name).read_bytes() == (squad_run / name).read_bytes()
+    for task, run in (("classify", classify_run), ("t5", t5_run)):
+        text = said(task, run.parent / "train.tsv", "--model", run, "--out", out)
+        tree = json.loads((run / "scores-train.json").read_text())
+        assert f"accuracy {tree['accuracy']:.2f} %" in text and "recall %" in text
+        for name in ("predictions-train.txt", "scores-train.json"):
+            assert (out / name).read_bytes() == (run / name).read_bytes()
+
+
+def test_bad_evaluations_are_named(classify_run: Path, squad_run: Path, tmp_path: Path) -> None:
+    evaluate, model = partial(use_jobs.refused, "evaluate"), ("--model", classify_run)
+    assert "none is named" in evaluate("classify", *model)
+    file = classify_run.parent / "train.tsv"
+    assert "each of another name (train, train)" in evaluate("classify", file, file, *model)
+    questions = squad_run.parent / "made.json"
+    assert "give one of the two" in evaluate("squad", "--data", questions)
+    both = ("--predictions", squad_run / "predictions.json", "--model", squad_run)
+    assert "give one of the two" in evaluate("squad", "--data", questions, *both)
 
 
 def test_bad_input_is_named_before_a_worker_starts(classify_run: Path, tmp_path: Path) -> None:
@@ -177,20 +313,32 @@ def test_the_command_starts_its_workers(classify_run: Path, predicted: Predicted
     assert result.stdout.splitlines()[0] == "workers      2" and "60 texts" in result.stdout
 
 
-def test_the_commands_of_the_page(squad_run: Path, classify_run: Path, tmp_path: Path) -> None:
+def test_the_commands_of_the_page(
+    squad_run: Path, classify_run: Path, t5_run: Path, resnet_run: Path, photos: Path, tmp_path: Path
+) -> None:
     (tmp_path / "runs").mkdir()
-    for name, run in (("squad", squad_run), ("pairs", classify_run)):
+    (tmp_path / "photos").symlink_to(photos)
+    for name, run in (
+        ("squad", squad_run),
+        ("pairs", classify_run),
+        ("t5", t5_run),
+        ("resnet50", resnet_run),
+    ):
         (tmp_path / "runs" / name).symlink_to(run)
     asked = {"question": "sun moon", "context": "river stone bird"}
     (tmp_path / "questions.jsonl").write_text(json.dumps(asked))
     shutil.copy(classify_run.parent / "train.tsv", tmp_path / "pairs.tsv")
+    shutil.copy(squad_run.parent / "made.json", tmp_path / "dev-v2.0.json")
     commands = use_jobs.commands_of_page("use.md")
     assert len(commands) >= 4
     for words in commands:
-        found = use_jobs.lines(tmp_path, *words)
-        assert len(found) == (0 if "--out" in words else 1), words
+        found = use_jobs.said(tmp_path, *words)
+        if words[0] == "predict":
+            assert len(found.splitlines()) == (0 if "--out" in words else 1), words
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 1
     assert len((tmp_path / "labels.jsonl").read_text().splitlines()) == 60
+    wanted = (squad_run / "predictions.json").read_bytes()
+    assert (tmp_path / "scored" / "predictions.json").read_bytes() == wanted
 
 
 def test_a_run_that_has_not_ended_is_refused(classify_run: Path, tmp_path: Path) -> None:

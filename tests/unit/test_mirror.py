@@ -32,7 +32,8 @@ RUN_BY_OTHERS = {
     "shoal.models.profile": ("unit/planner/test_plan_workloads.py", 'workload("resnet50")'),
     "shoal.planner.api": ("processes/test_example_scripts.py", '"plan_my_model"'),
     "shoal.train.device_rates": ("unit/recipes/test_t5_settings.py", '{"layout": "auto"'),
-    "shoal.recipes.classify_use": ("processes/test_predict.py", 'predicted("classify"'),
+    "shoal.cli.use": ("processes/test_predict.py", '"predict"'),
+    "shoal.recipes.resnet50_use": ("processes/test_predict.py", 'predicted("resnet50"'),
     "shoal.recipes.squad_use": ("processes/test_predict.py", 'predicted("squad"'),
     "shoal.cli.train": ("processes/test_train_command.py", '"train"'),
 }

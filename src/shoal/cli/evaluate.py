@@ -1,55 +1,91 @@
-"""Defines ``shoal evaluate``."""
+"""Defines ``shoal evaluate``: files of predictions, and trained models on labelled data."""
 
-from __future__ import annotations
+# Annotations are objects here, not texts: cyclopts reads those of the generated commands.
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from shoal.cli.settings import this_command
+from shoal.cli.use import LAUNCH, settings_of_the_run, with_options
+from shoal.errors import EXIT_OK
+from shoal.recipes import USES, load, using
 from shoal.recipes.resnet50_score import Scoring, run
 from shoal.recipes.start import Launch
 
-evaluate = App(name="evaluate")
+evaluate = App(name="evaluate", default_parameter=Parameter(consume_multiple=True))
+evaluate.config = (settings_of_the_run,)
+
+_SQUAD = """Score answers to SQuAD 1.1 or 2.0, or a model that answers: as the official scripts print scores.
+
+Of a file of predictions, a question without one counts as wrong. A model answers the questions on all
+workers; its scores are bitwise those of its own finetuning, on any number of workers.
+"""
+_LABELS = """Compute the accuracy of a finetuned model on labelled texts, each file by itself.
+
+Predictions and scores are bitwise those of its own finetuning, on any number of workers.
+
+Parameters
+----------
+inputs
+    Files of texts and labels, .tsv (column names first) or .jsonl.
+"""
 
 
-@evaluate.command(name="squad")
-def evaluate_squad(
-    *,
-    data: Path,
-    predictions: Path,
-    null_odds: Path | None = None,
-    null_threshold: float = 1.0,
-    rules: Literal["auto", "1.1", "2.0"] = "auto",
-    json: Path | None = None,
-) -> None:
-    """Score answers to SQuAD 1.1 or 2.0: exact match and F1, as the official scripts print them.
+def __getattr__(name: str) -> Callable[..., int]:
+    """Return the command of a use; cyclopts asks for it when it is used."""
+    if name not in ("squad", "classify", "t5"):
+        raise AttributeError(name)
+    return _squad() if name == "squad" else _labels(name)
 
-    A question without a prediction counts as wrong.
 
-    Parameters
-    ----------
-    data
-        The official JSON file of questions and answers.
-    predictions
-        JSON object: question id to answer, empty for "no answer".
-    null_odds
-        2.0 only. JSON object: question id to the odds that there is no answer; gives the best thresholds.
-    null_threshold
-        Odds above which a question counts as not answered.
-    rules
-        Rules of 1.1 or 2.0; auto: 2.0 if questions are marked as impossible or have no answer.
-    json
-        File for the scores.
-    """
-    from shoal.data.squad import score as squad
+def _squad() -> Callable[..., int]:
+    module = load(USES["squad"].module)
 
-    version = None if rules == "auto" else rules
-    lines = squad.evaluate(
-        data, predictions, null_odds=null_odds, null_threshold=null_threshold, version=version, out=json
+    def command(
+        *,
+        what: Any,
+        launch: LAUNCH = Launch(),  # noqa: B008
+    ) -> int:
+        if what.model is None:
+            print(module.score_file(what))
+            return EXIT_OK
+        return _run(module, what, (), launch)
+
+    return with_options(command, module.Evaluate, _SQUAD)
+
+
+def _labels(name: str) -> Callable[..., int]:
+    module = load(USES[name].module)
+
+    def command(
+        *inputs: Path,
+        what: Any,
+        launch: LAUNCH = Launch(),  # noqa: B008
+    ) -> int:
+        return _run(module, what, inputs, launch)
+
+    return with_options(command, module.Evaluate, _LABELS)
+
+
+def _run(module: Any, what: Any, inputs: tuple[Path, ...], launch: Launch) -> int:
+    def work(world: Any, precision: Any) -> None:
+        for text in module.evaluate(what, inputs, world, precision):
+            print(text)
+
+    return using.run(
+        what,
+        launch,
+        command=this_command(),
+        check=lambda: module.check_evaluation(what, inputs),
+        work=work,
     )
-    print(lines)
+
+
+for _name, _text in (("squad", _SQUAD), ("classify", _LABELS), ("t5", _LABELS)):
+    evaluate.command(f"{__name__}:{_name}", name=_name, help=_text.partition("\nParameters")[0])
 
 
 @evaluate.command(name="coco")

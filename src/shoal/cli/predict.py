@@ -2,24 +2,20 @@
 
 # Annotations are objects here, not texts: cyclopts reads those of the generated commands.
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import cyclopts
-from cyclopts import App, Group, Parameter
+from cyclopts import App, Parameter
 
 from shoal.cli.settings import this_command
+from shoal.cli.use import LAUNCH, settings_of_the_run, with_options
 from shoal.errors import UsageError
 from shoal.recipes import USES, load, using
 from shoal.recipes.start import Launch
-from shoal.train.config import load_toml
-from shoal.train.run_dir import CONFIG_FILE
 
 predict = App(name="predict", default_parameter=Parameter(consume_multiple=True))
 
-_LAUNCH = Parameter(name="*", group=Group("Workers", sort_key=100))
 _HELP = """Use the model.
 
 Parameters
@@ -42,8 +38,8 @@ def command_for(name: str) -> Callable[..., int]:
 
     def command(
         *inputs: Path,
-        what: Annotated[Any, Parameter(name="*")],
-        launch: Annotated[Launch, _LAUNCH] = Launch(),  # noqa: B008
+        what: Any,
+        launch: LAUNCH = Launch(),  # noqa: B008
     ) -> int:
         def work(world: Any, precision: Any) -> None:
             rows = list(module.predict(what, inputs, world, precision))
@@ -58,33 +54,7 @@ def command_for(name: str) -> Callable[..., int]:
             work=work,
         )
 
-    kind = Annotated[module.Predict, Parameter(name="*")]  # type: ignore[name-defined]
-    signature = inspect.signature(command)
-    parameters = dict(signature.parameters)
-    parameters["what"] = parameters["what"].replace(annotation=kind)
-    command.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
-    command.__annotations__["what"] = kind
-    command.__doc__ = _HELP
-    return command
-
-
-def settings_of_the_run(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
-    """Fill in the settings that the command line left open from those of the model's run, if it is of one."""
-    given = {argument.name: argument.tokens[0].value for argument in arguments if argument.tokens}
-    run_dir = using.run_of(Path(given["--model"])) if "--model" in given else None
-    if run_dir is None:
-        return
-    known = {argument.name for argument in arguments}
-    tree: dict[str, Any] = {}
-    for section, values in load_toml(run_dir / CONFIG_FILE).items():
-        for key, value in values.items() if isinstance(values, dict) else ():
-            name = using.SETTINGS.get(f"{section}.{key}", f"{section}.{key}")
-            if f"--{name.replace('_', '-')}" in known:
-                *sections, key = name.split(".")
-                (tree.setdefault(sections[0], {}) if sections else tree)[key] = value
-    for command in reversed(commands):
-        tree = {command: tree}
-    cyclopts.config.Dict(tree, source=str(run_dir / CONFIG_FILE))(app, commands, arguments)
+    return with_options(command, module.Predict, _HELP)
 
 
 predict.config = (settings_of_the_run,)

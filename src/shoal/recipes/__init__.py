@@ -150,6 +150,21 @@ output: {"id": …, "question": …, "answer": …, "probability": …}, in 2.0 
         example="shoal predict classify pairs.tsv --model runs/mnli --out labels.jsonl --workers 2",
         details=_TEXTS,
     ),
+    "resnet50": Use(
+        module="resnet50_use",
+        help="Classify images by a residual network.",
+        example="shoal predict resnet50 photos --model runs/resnet50 --out classes.jsonl --workers 2",
+        details="""Inputs are images, or folders whose images are all taken, also those of subfolders. A line
+of the output: {"image": "photos/1.jpg", "label": …, "probability": …, "top": [the likeliest classes]}.""",
+    ),
+    "t5": Use(
+        module="t5_use",
+        help="Label texts with a finetuned T5, or let a T5 write.",
+        example="shoal predict t5 pairs.tsv --model runs/t5-mnli --out labels.jsonl --workers 2",
+        details="""Files are .tsv (column names first) or .jsonl, without labels; --text gives one input
+instead. A line of the output: {"id": 1, "label": "entailment"}, null where the model spells no label. A model
+that was not finetuned on labels reads the first text as it stands: {"id": 1, "text": …}.""",
+    ),
 }
 
 

@@ -22,7 +22,7 @@ from shoal.recipes.finetuning import FinetuneConfig
 from shoal.train.config import required
 
 if TYPE_CHECKING:
-    from shoal.data.text.classify import ClassifyData, PairFeatures
+    from shoal.data.text.classify import ClassifyData, ClassifyScores, Columns, PairFeatures
     from shoal.models.tasks import SequenceClassification
     from shoal.train.gradients import Precision
     from shoal.train.run import Run
@@ -46,7 +46,25 @@ class TextColumnsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassifyDataConfig(TextColumnsConfig):
+class LabelledColumnsConfig(TextColumnsConfig):
+    """Columns of texts and labels."""
+
+    label: tuple[str, ...] = ("gold_label", "label")
+    """Column of the label: the first of these that a file has."""
+    unlabelled: str = "-"
+    """Label of examples on which people did not agree; they are left out."""
+
+    def columns(self) -> "Columns":
+        """Return the names as the readers take them."""
+        from shoal.data.text.classify import Columns
+
+        return Columns(
+            first=self.first, second=self.second or None, label=self.label, unlabelled=self.unlabelled
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyDataConfig(LabelledColumnsConfig):
     """The files of examples and the names of their columns."""
 
     path: Path | None = None
@@ -55,10 +73,6 @@ class ClassifyDataConfig(TextColumnsConfig):
     """Files to evaluate on, each by itself, such as MNLI's matched and mismatched."""
     labels: tuple[str, ...] = ()
     """The set of labels, in the order of the model's outputs; default: those of the training file, sorted."""
-    label: tuple[str, ...] = ("gold_label", "label")
-    """Column of the label: the first of these that a file has."""
-    unlabelled: str = "-"
-    """Label of examples on which people did not agree; they are left out."""
 
 
 def scores_of(data: ClassifyDataConfig) -> dict[str, tuple[str, ...]]:
@@ -156,14 +170,12 @@ def read_files(data: ClassifyDataConfig) -> "list[ClassifyData]":
         UsageError: a file is not of the form that its name says, holds a label outside the set, or two
             evaluation files have the same name, which their scores are named after.
     """
-    from shoal.data.text.classify import Columns, read_classify
+    from shoal.data.text.classify import read_classify
 
     names = [path.stem for path in data.eval]
     if len(set(names)) != len(names):
         raise UsageError(f"data.eval has two files of the same name ({', '.join(names)}); rename one")
-    columns = Columns(
-        first=data.first, second=data.second or None, label=data.label, unlabelled=data.unlabelled
-    )
+    columns = data.columns()
     train = read_classify(required(data.path), columns, labels=data.labels or None)
     return [train, *(read_classify(path, columns, labels=train.labels) for path in data.eval)]
 
@@ -210,25 +222,33 @@ def label_logits(
 def record_scores(
     run: "Run", data: "ClassifyData", labels: tuple[str, ...], predicted: list[int] | None
 ) -> None:
-    """Write predictions, the confusion table and the accuracy; only the first worker has predictions.
+    """Write predictions and scores into the run directory; only the first worker has predictions."""
+    accuracy = 0.0
+    if predicted is not None:
+        scores = write_scores(required(run.directory), data, labels, predicted)
+        run.note(f"{data.path.name}\n{scores.table()}")
+        accuracy = scores.accuracy / 100
+    run.evaluation(data.path.stem, {"accuracy": accuracy}, num_samples=len(data.examples))
 
-    Files of the run directory: ``predictions-NAME.txt`` with one label per line, in the order of the labelled
-    examples, and ``scores-NAME.json``.
+
+def write_scores(
+    out: Path | None, data: "ClassifyData", labels: tuple[str, ...], predicted: list[int]
+) -> "ClassifyScores":
+    """Return the scores of a file's predictions, and write both, if there is a folder for them.
+
+    Files: ``predictions-NAME.txt`` with one label per line, in the order of the labelled examples, and
+    ``scores-NAME.json`` with accuracy and confusion table.
     """
     from shoal.atomic_io import write_atomically, write_json
     from shoal.data.text.classify import score_classify
 
-    accuracy = 0.0
-    if predicted is not None:
-        out, name = required(run.directory), data.path.stem
-        scores = score_classify(labels, [example.label for example in data.examples], predicted)
+    scores = score_classify(labels, [example.label for example in data.examples], predicted)
+    if out is not None:
         lines = "".join(f"{labels[label]}\n" for label in predicted)
-        write_atomically(out / f"predictions-{name}.txt", lines.encode())
+        write_atomically(out / f"predictions-{data.path.stem}.txt", lines.encode())
         tree = {"accuracy": scores.accuracy, "labels": list(labels), "counts": [*map(list, scores.counts)]}
-        write_json(out / f"scores-{name}.json", tree)
-        run.note(f"{data.path.name}\n{scores.table()}")
-        accuracy = scores.accuracy / 100
-    run.evaluation(data.path.stem, {"accuracy": accuracy}, num_samples=len(data.examples))
+        write_json(out / f"scores-{data.path.stem}.json", tree)
+    return scores
 
 
 # ------------------------------------------------------------------------------------------------- dry run

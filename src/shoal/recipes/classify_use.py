@@ -1,19 +1,23 @@
-"""Labels texts and pairs with a finetuned model: ``shoal predict classify``."""
+"""Labels texts and pairs with a finetuned model: ``shoal predict classify``, ``shoal evaluate classify``."""
 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shoal.errors import UsageError
 from shoal.recipes import classify, using
-from shoal.recipes.classify import TextColumnsConfig
-from shoal.recipes.using import PredictConfig, Row
+from shoal.recipes.classify import LabelledColumnsConfig, TextColumnsConfig
+from shoal.recipes.using import PredictConfig, Row, UseConfig
+from shoal.train.run_dir import require_writable
 
 if TYPE_CHECKING:
-    from shoal.data.text.classify import ClassifyData
+    from tokenizers import Tokenizer
+
+    from shoal.data.text.classify import ClassifyData, ClassifyScores
+    from shoal.models.tasks import SequenceClassification
     from shoal.train.gradients import Precision
     from shoal.train.world import Float32Array, World
 
@@ -58,19 +62,25 @@ def predict(what: Predict, inputs: tuple[Path, ...], world: "World", precision: 
         ShoalError: its files are damaged.
     """
     from shoal.data.text.classify import make_pairs
-    from shoal.models.tasks import SequenceClassification
 
     length = what.data.max_seq_length
-    model, directory = using.read_task_model(SequenceClassification, what.model)
-    tokenizer = using.read_tokenizer(directory, "data.max_seq_length", length)
-    model.to(world.device)
-    names: dict[int, str] = model.weights.config.id2label
-    labels = tuple(names[number] for number in sorted(names))
+    model, tokenizer, labels = _read_model(what.model, length, world)
     for data in read_texts(what, what.data, inputs, labels):
         pairs = make_pairs(data, tokenizer, max_seq_length=length)
         logits = classify.label_logits(model, pairs, world, precision, batch_size=what.batch_size)
         if logits is not None:
             yield from _rows(labels, logits)
+
+
+def _read_model(
+    source: Path, length: int, world: "World"
+) -> "tuple[SequenceClassification, Tokenizer, tuple[str, ...]]":
+    from shoal.models.tasks import SequenceClassification
+
+    model, directory = using.read_task_model(SequenceClassification, source)
+    tokenizer = using.read_tokenizer(directory, "data.max_seq_length", length)
+    names: dict[int, str] = model.weights.config.id2label
+    return model.to(world.device), tokenizer, tuple(names[number] for number in sorted(names))
 
 
 def read_texts(
@@ -86,18 +96,81 @@ def read_texts(
     if what.text is not None:
         example = data.Example(what.text, what.second_text, 0)
         return [data.ClassifyData(path=Path("--text"), labels=labels, examples=(example,), num_unlabelled=0)]
-    names = data.Columns(first=columns.first, second=columns.second or None, label=())
+    names = data.Columns(first=columns.first, second=columns.second or None)
     return [data.read_texts(path, names, labels=labels) for path in inputs]
 
 
 def _rows(labels: tuple[str, ...], logits: "Float32Array") -> Iterator[Row]:
-    import numpy as np
-
-    weights = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
-    probabilities: Any = weights / weights.sum(axis=1, keepdims=True)
-    for number, (row, chances) in enumerate(zip(logits, probabilities, strict=True), start=1):
+    chances_of = using.probabilities(logits)
+    for number, (row, chances) in enumerate(zip(logits, chances_of, strict=True), start=1):
         yield {
             "id": number,
             "label": labels[int(row.argmax())],
             "probabilities": dict(zip(labels, chances.tolist(), strict=True)),
         }
+
+
+# ------------------------------------------------------------------------------------------------- scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateLabelsConfig(UseConfig):
+    """The model, and where its predictions and scores go."""
+
+    out: Path | None = None
+    """Folder for predictions-NAME.txt and scores-NAME.json of each file; default: only print the tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(EvaluateLabelsConfig):
+    """The form in which texts and labels are read."""
+
+    data: LabelledColumnsConfig = field(default_factory=LabelledColumnsConfig)
+
+
+def check_evaluation(what: EvaluateLabelsConfig, inputs: tuple[Path, ...]) -> list[str]:
+    """Check what can be checked without torch; return the lines of a dry run.
+
+    Raises:
+        UsageError: no model, no file, two files of one name, or a folder that cannot be written.
+    """
+    using.find_trained(what.model)
+    using.check_files(inputs)
+    names = [path.stem for path in inputs]
+    if not inputs or len(set(names)) != len(names):
+        raise UsageError(
+            f"name files of texts and labels, each of another name ({', '.join(names) or 'none is named'})"
+        )
+    if what.out is not None:
+        require_writable(what.out)
+    return [f"files        {', '.join(map(str, inputs))}"]
+
+
+def evaluate(
+    what: Evaluate, inputs: tuple[Path, ...], world: "World", precision: "Precision"
+) -> Iterator[str]:
+    """Yield the table of each file, on the first worker; all workers call it.
+
+    Raises:
+        UsageError: the model is for another task, or a file has a label that it does not know.
+        ShoalError: its files are damaged, or a file cannot be written.
+    """
+    from shoal.data.text.classify import make_pairs, read_classify
+
+    using.make_folder(what.out, world)
+    length = what.data.max_seq_length
+    model, tokenizer, labels = _read_model(what.model, length, world)
+    for path in inputs:
+        data = read_classify(path, what.data.columns(), labels=labels)
+        pairs = make_pairs(data, tokenizer, max_seq_length=length)
+        logits = classify.label_logits(model, pairs, world, precision, batch_size=what.batch_size)
+        if logits is not None:
+            predicted = [int(label) for label in logits.argmax(axis=1)]
+            yield told(data, classify.write_scores(what.out, data, labels, predicted))
+
+
+def told(data: "ClassifyData", scores: "ClassifyScores") -> str:
+    """Return what is printed about the predictions of a file."""
+    return (
+        f"{data.path}: accuracy {scores.accuracy:.2f} % of {len(data.examples):,} examples\n{scores.table()}"
+    )

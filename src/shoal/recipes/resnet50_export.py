@@ -19,7 +19,7 @@ from shoal.data.images.manifest import ImageManifest
 from shoal.errors import UsageError
 from shoal.models.resnet import new_resnet
 from shoal.models.resnet_config import ResNetConfig
-from shoal.recipes.images import WEIGHTS, read_tree, reading, write_directory
+from shoal.recipes.images import WEIGHTS, find_export, read_tree, reading, write_directory
 from shoal.train.checkpoint import load_model
 from shoal.train.config import load_toml
 from shoal.train.run_dir import CONFIG_FILE, description_in, run_dir_of
@@ -87,6 +87,17 @@ def _made(network: dict[str, Any], classes: tuple[str, ...], use: Mapping[str, A
         mean=tuple(use["mean"]),
         std=tuple(use["std"]),
     )
+
+
+def read_network(source: Path) -> Exported:
+    """Return the network of an export (a run's own where it has one), else of a checkpoint.
+
+    Raises:
+        UsageError: ``source`` is neither an export nor a run of this recipe nor a checkpoint in one.
+        ShoalError: it is damaged, or has no checkpoint yet.
+    """
+    found = find_export(source)
+    return read_export(found) if found else read_checkpoint(source)[0]
 
 
 def read_checkpoint(source: Path) -> tuple[Exported, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -17,7 +18,7 @@ from shoal.recipes.start import Launch, start
 from shoal.train.run_dir import run_dir_of
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from shoal.data.images.reader import ImageReader
     from shoal.data.loader import Batch
@@ -41,38 +42,50 @@ def evaluate(
 ) -> tuple[dict[str, float], int]:
     """Return mean loss and the accuracies of the likeliest class and the five likeliest; number of images.
 
-    Each image counts once, and the counts are the same on any number of workers.
+    Each image counts once, and the figures are the same bits on any number of workers.
 
     Args:
         batch_size: images that a worker computes at once.
         mirror: average the logits of an image and its mirror image.
     """
     import torch
-    import torch.distributed as dist
     import torch.nn.functional as F
+
+    from shoal.train.world import all_gather_json
 
     was_training = model.training
     model.eval()
     num_right = torch.zeros(2, dtype=torch.int64, device=world.device)
-    loss = torch.zeros(1, dtype=torch.float64, device=world.device)
+    losses: list[torch.Tensor] = []
     num_images = 0
     with torch.inference_mode():
         for batch in images.shared_batches(reader, world, batch_size):
             labels = batch["labels"].to(world.device, non_blocking=True)
-            inputs = images.like_weights(batch["images"], model)
-            with precision.autocast():  # forward is not compiled: the last batch is smaller
-                logits = model.forward(inputs).float()
-                if mirror:
-                    logits = (logits + model.forward(inputs.flip(3)).float()) / 2
-            loss += F.cross_entropy(logits, labels, reduction="sum").double()
+            logits = image_logits(model, batch["images"], precision, mirror=mirror)
+            losses.append(F.cross_entropy(logits, labels, reduction="sum"))
             likeliest = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
             num_right += torch.stack([likeliest[:, 0].sum(), likeliest.sum()])
             num_images += len(labels)
     model.train(was_training)
-    sums = torch.tensor([num_images, *num_right.tolist(), float(loss)], dtype=torch.float64)
-    dist.all_reduce(sums, group=world.control)
-    top1, top5, mean_loss = (sums[1:] / sums[0]).tolist()
-    return {LOSS: mean_loss, TOP1: top1, TOP5: top5}, int(sums[0])
+    own = {"counts": [num_images, *num_right.tolist()], "losses": [float(loss) for loss in losses]}
+    parts = all_gather_json(world.control, own)
+    count, top1, top5 = (sum(column) for column in zip(*(part["counts"] for part in parts), strict=True))
+    loss = math.fsum(loss for part in parts for loss in part["losses"])  # in any order the same
+    return {LOSS: loss / count, TOP1: top1 / count, TOP5: top5 / count}, count
+
+
+def image_logits(model: nn.Module, inputs: Tensor, precision: Precision, *, mirror: bool) -> Tensor:
+    """Return the logits ``[B, num_classes]`` of images ``[B, 3, H, W]``, in fp32.
+
+    Args:
+        mirror: average those of each image and its mirror image.
+    """
+    inputs = images.like_weights(inputs, model)
+    with precision.autocast():  # forward is not compiled: the last batch is smaller
+        logits: Tensor = model.forward(inputs).float()
+        if mirror:
+            logits = (logits + model.forward(inputs.flip(3)).float()) / 2
+    return logits
 
 
 def estimate_norms(
@@ -150,14 +163,13 @@ def score(source: Path, what: Scoring, joined: WorkerEnv) -> int:
 
     from shoal.data.images.reader import ImageReader, default_decode_threads
     from shoal.data.images.transform import CentreTransform
-    from shoal.recipes.resnet50_export import read_checkpoint, read_export
+    from shoal.recipes.resnet50_export import read_network
     from shoal.train.config import DistributedConfig
     from shoal.train.gradients import choose_precision
     from shoal.train.world import join_world
 
     with join_world(joined, DistributedConfig()) as world:
-        found = images.find_export(source)
-        network = read_export(found) if found else read_checkpoint(source)[0]
+        network = read_network(source)
         shards = ImageShards(what.data, what.split)
         check_classes(source, network.classes, what.data, shards.manifest.classes)
         centre = CentreTransform(network.size, network.resize, mean=network.mean, std=network.std)

@@ -19,7 +19,7 @@ from shoal.env import WorkerEnv
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import classify, finetuning, run_script
-from shoal.recipes.classify import ClassifyDataConfig
+from shoal.recipes.classify import ClassifyDataConfig, TextColumnsConfig
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneOptimConfig
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from shoal.data.text.classify import ClassifyData
     from shoal.data.text.text_to_text import TextToText
     from shoal.models.t5 import T5
+    from shoal.train.gradients import Precision
     from shoal.train.run import Run
+    from shoal.train.world import Float32Array, World
 
 NO_LABEL = "(no label)"
 """Stands for outputs that spell none of the labels, in tables and predictions."""
@@ -40,8 +42,8 @@ PRESETS = ("t5", "tiny")
 
 
 @dataclass(frozen=True, kw_only=True)
-class T5DataConfig(ClassifyDataConfig):
-    """The files of examples, the names of their columns and the wording of inputs."""
+class T5WordingConfig(TextColumnsConfig):
+    """Columns of texts, the wording of inputs and their length."""
 
     task: str = "mnli"
     """The task's name, with which inputs begin; mnli, qnli and qqp in T5's wording, others with sentence1 and
@@ -54,6 +56,11 @@ class T5DataConfig(ClassifyDataConfig):
     def __post_init__(self) -> None:
         if self.template is not None and self.template.count("{first}") != 1:
             raise UsageError(f'data.template {self.template!r} must have "{{first}}" in it, once')
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5DataConfig(T5WordingConfig, ClassifyDataConfig):
+    """The files of examples, the names of their columns and the wording of inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +138,8 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
             for data in classify.read_files(config.data)
         ]
         training, *held_out = files
+        sizes.id2label = dict(enumerate(training.data.labels))
+        sizes.task_specific_params = {config.data.task: {"template": wording(config.data, training.data)}}
         plan = finetuning.make_plan(config, num_sequences=len(training), num_workers=run.world.num_workers)
 
         # ----------------------------------------------------------------------------------------- loop
@@ -163,7 +172,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
 # ------------------------------------------------------------------------------------------------- data
 
 
-def wording(settings: T5DataConfig, data: "ClassifyData") -> str:
+def wording(settings: T5WordingConfig, data: "ClassifyData") -> str:
     """Return the template of a file's inputs."""
     from shoal.data.text.text_to_text import template_of
 
@@ -176,16 +185,36 @@ def wording(settings: T5DataConfig, data: "ClassifyData") -> str:
 def evaluate(model: "T5", files: "list[TextToText]", config: T5ClassifyConfig, run: "Run") -> None:
     """Generate the labels of each file with all workers and record the scores."""
     for file in files:
-        tokens = finetuning.outputs_of(  # float32 holds ids below 2^24 exactly
-            model,
-            file,
-            partial(_generated, model, file.longest_word),
-            run.world,
-            run.precision,
-            batch_size=config.run.evaluation_batch_size,
+        predicted = predicted_labels(
+            model, file, run.world, run.precision, batch_size=config.run.evaluation_batch_size
         )
-        predicted = None if tokens is None else [file.label_of(row) for row in tokens.astype("int64")]
         classify.record_scores(run, file.data, (*file.data.labels, NO_LABEL), predicted)
+
+
+def predicted_labels(
+    model: "T5", file: "TextToText", world: "World", precision: "Precision", *, batch_size: int
+) -> list[int] | None:
+    """Return the label that the model writes for each example; one more than the last: none of them.
+
+    Only the first worker has them; all workers call it.
+    """
+    tokens = written(model, file, file.longest_word, world, precision, batch_size=batch_size)
+    return None if tokens is None else [file.label_of(row) for row in tokens.astype("int64")]
+
+
+def written(
+    model: "T5",
+    file: "TextToText",
+    num_tokens: int,
+    world: "World",
+    precision: "Precision",
+    *,
+    batch_size: int,
+) -> "Float32Array | None":
+    """Return the tokens that the model writes, ``[num_examples, num_tokens]``, on the first worker."""
+    return finetuning.outputs_of(  # float32 holds ids below 2^24 exactly
+        model, file, partial(_generated, model, num_tokens), world, precision, batch_size=batch_size
+    )
 
 
 def _generated(model: "T5", num_tokens: int, batch: "Batch") -> "Tensor":

@@ -18,32 +18,35 @@ from cyclopts import Parameter
 
 from shoal.env import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError, require_positive
-from shoal.recipes import finetuning
+from shoal.recipes import finetuning, images
 from shoal.recipes.finetuning import EXPORT, MODEL_CONFIG
 from shoal.recipes.start import Launch, start
 from shoal.train.config import REQUIRED, DistributedConfig
-from shoal.train.run_dir import CONFIG_FILE, run_dir_of
+from shoal.train.run_dir import CONFIG_FILE, require_writable, run_dir_of
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import nn
+
     from shoal.models.tasks import QuestionAnswering, SequenceClassification
     from shoal.train.gradients import Precision
-    from shoal.train.world import World
+    from shoal.train.world import Float32Array, World
 
+    FloatArray = npt.NDArray[np.float64]
     Task = TypeVar("Task", QuestionAnswering, SequenceClassification)
+    Model = TypeVar("Model", bound=nn.Module)
 else:
-    Task = TypeVar("Task")
+    Task = Model = TypeVar("Task")
 
 Row = Mapping[str, Any]
 """A line of the output: a JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class UseConfig:
-    """The model, and how it computes; of a run, the default of each setting is the run's own."""
+class ComputeConfig:
+    """How a model computes; of a run, the default of each setting is the run's own."""
 
-    model: Annotated[Path, Parameter(group=REQUIRED)]
-    """Run directory of shoal, one of its checkpoints, a transformers directory with its tokenizer, or
-    hub:NAME."""
     batch_size: int = 32
     """Inputs a worker computes at once. It does not follow the number of workers, so outputs do not."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -56,6 +59,15 @@ class UseConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UseConfig(ComputeConfig):
+    """The model, and how it computes."""
+
+    model: Annotated[Path, Parameter(group=REQUIRED)]
+    """Run directory of shoal, one of its checkpoints, a transformers directory with its tokenizer, or
+    hub:NAME."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PredictConfig(UseConfig):
     """The model, how it computes, and where its outputs go."""
 
@@ -63,7 +75,12 @@ class PredictConfig(UseConfig):
     """File for the output, one JSON object per line, in the order of the inputs; default: standard output."""
 
 
-SETTINGS = {"run.evaluation_batch_size": "batch_size", "train.precision": "precision"}
+SETTINGS = {
+    "run.evaluation_batch_size": "batch_size",
+    "validation.batch_size": "batch_size",
+    "validation.mirror": "mirror",
+    "train.precision": "precision",
+}
 """Settings of a run, and the options here that mean the same; all others have the same name."""
 
 
@@ -82,7 +99,7 @@ class Trained:
 
 def run_of(source: Path) -> Path | None:
     """Return the directory of the run that ``source`` is, or is the export or a checkpoint of."""
-    export = source.resolve().parent if source.resolve().name == EXPORT else source
+    export = source.resolve().parent if source.resolve().name in (EXPORT, images.EXPORT) else source
     return next((path for path in (export, _two_up(source)) if (path / CONFIG_FILE).is_file()), None)
 
 
@@ -109,26 +126,42 @@ def find_trained(source: Path) -> Trained:
     return Trained(directory=run_dir / EXPORT, checkpoint=checkpoint)
 
 
+def read_trained(source: Path, read: "Callable[[Path], Model]") -> "tuple[Model, Path]":
+    """Return the model of ``source``, and the directory of its tokenizer; on each worker.
+
+    Args:
+        read: reads a transformers directory.
+
+    Raises:
+        UsageError: no such model is there.
+        ShoalError: its files are damaged.
+    """
+    from shoal.models.directory import resolve
+    from shoal.train.checkpoint import load_model
+
+    trained = find_trained(source)
+    directory = resolve(trained.directory)
+    model = read(directory)
+    if trained.checkpoint is not None:
+        load_model(trained.checkpoint, model)
+    return model, directory
+
+
 def read_task_model(kind: "type[Task]", source: Path) -> "tuple[Task, Path]":
-    """Return the model for a task, and the directory of its tokenizer; on each worker.
+    """Return the model of ``source`` for a task, as :func:`read_trained` does.
 
     Raises:
         UsageError: no such model is there, or it was not trained for this task.
         ShoalError: its files are damaged.
     """
-    from shoal.models.directory import load_task_model, resolve
-    from shoal.train.checkpoint import load_model
+    from shoal.models.directory import load_task_model
 
-    trained = find_trained(source)
-    directory = resolve(trained.directory)
-    model = load_task_model(kind, directory)
+    model, directory = read_trained(source, lambda path: load_task_model(kind, path))
     if model.new_parts:
         raise UsageError(
             f"--model {source} was not trained for this task (it has no {model.new_parts[0]}): finetune it "
             "first"
         )
-    if trained.checkpoint is not None:
-        load_model(trained.checkpoint, model)
     return model, directory
 
 
@@ -136,7 +169,7 @@ def read_task_model(kind: "type[Task]", source: Path) -> "tuple[Task, Path]":
 
 
 def run(
-    what: UseConfig,
+    what: ComputeConfig,
     how: Launch,
     *,
     command: list[str],
@@ -200,11 +233,40 @@ def check_inputs(what: PredictConfig, inputs: tuple[Path, ...], *, single: bool,
     if single == bool(inputs):
         both = "both are given" if single else "neither is"
         raise UsageError(f"name files, or give one input with {option}: {both}")
+    check_files(inputs)
+    check_out(what.out)
+
+
+def check_files(inputs: tuple[Path, ...]) -> None:
+    """Raise a :class:`UsageError` unless each of ``inputs`` is a file."""
     for path in inputs:
         if not path.is_file():
             raise UsageError(f"{path} {'is a folder' if path.is_dir() else 'does not exist'}: name files")
-    if what.out is not None and not what.out.resolve().parent.is_dir():
-        raise UsageError(f"--out {what.out}: there is no folder {what.out.resolve().parent}; make it first")
+
+
+def check_out(out: Path | None) -> None:
+    """Raise a :class:`UsageError` unless there is a folder for the file ``out``."""
+    if out is not None and not out.resolve().parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {out.resolve().parent}; make it first")
+
+
+def make_folder(out: Path | None, world: "World") -> None:
+    """Make a folder for results on the first worker; workers may have been started without a check.
+
+    Raises:
+        UsageError: it cannot be made or written.
+    """
+    if out is not None and world.is_main:
+        require_writable(out)
+
+
+def probabilities(logits: "Float32Array") -> "FloatArray":
+    """Return the softmax of each row, float64 ``[N, classes]``."""
+    import numpy as np
+
+    weights = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    chances: FloatArray = weights / weights.sum(axis=1, keepdims=True)
+    return chances
 
 
 def read_tokenizer(directory: Path, setting: str, max_seq_length: int) -> Any:

@@ -37,15 +37,15 @@ class TextToText(Sequences):
 
     data: ClassifyData
     words: tuple[tuple[int, ...], ...]
-    """The tokens of each label, the end token included."""
+    """The tokens of each label, the end token included; without labels there are only inputs."""
     pad_id: int
     num_cut: int
     """Inputs that were truncated."""
 
     @property
     def longest_word(self) -> int:
-        """Tokens of the longest label."""
-        return max(map(len, self.words))
+        """Tokens of the longest label; 0 without labels."""
+        return max(map(len, self.words), default=0)
 
     def batch(self, indices: Int64Array) -> dict[str, npt.NDArray[Any]]:
         """Return the sequences ``indices`` padded to their longest.
@@ -58,7 +58,7 @@ class TextToText(Sequences):
         ids = np.full(there.shape, self.pad_id, dtype=np.int64)
         ids[there] = self.tokens[ranges(self.bounds[indices], lengths)]
         labels = np.full((len(indices), self.longest_word), IGNORED, dtype=np.int64)
-        for row, index in enumerate(indices):
+        for row, index in enumerate(indices if self.words else ()):
             word = self.words[self.data.examples[index].label]
             labels[row, : len(word)] = word
         return {"input_ids": ids, "attention_mask": there.astype(np.int64), "labels": labels}
