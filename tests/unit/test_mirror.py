@@ -35,7 +35,6 @@ RUN_BY_OTHERS = {
     "shoal.cli.use": ("processes/test_predict.py", '"predict"'),
     "shoal.recipes.resnet50_use": ("processes/test_predict.py", 'predicted("resnet50"'),
     "shoal.recipes.squad_use": ("processes/test_predict.py", 'predicted("squad"'),
-    "shoal.cli.train": ("processes/test_train_command.py", '"train"'),
 }
 
 
