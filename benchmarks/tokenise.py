@@ -46,6 +46,7 @@ def write_shards(source: Path, out: Path, tokenizer_file: Path, processes: int) 
         errors="strict",
         seed=0,
         held_out=0.05,
+        tfrecord=False,
     )
     parts = cut_chunks(find_files([str(source)], "lines"), _CHUNK_BYTES)
     tasks = list(enumerate(parts))

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/cpu.h"
+#include "base/crc32c.h"
 #include "c_api/group.h"
 #include "detection/match.h"
 #include "detection/paste.h"
@@ -459,6 +460,7 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);  // a process that exits without destroy_process_group() leaks its engine
   m.def("cpu_features", &cpu_features);
   m.def("simd_levels", &simd_levels);
+  m.def("crc32c", [](const nb::bytes& data) { return shoal::crc32c(data.c_str(), data.size()); }, nb::arg("data"));
   m.def("fabric_state", &fabric_state, nb::call_guard<nb::gil_scoped_release>());
   // noconvert: the sum would be written to a converted copy of the output
   m.def("sum_in_rank_order", &sum_in_rank_order, nb::arg("out").noconvert(), nb::arg("inputs").noconvert(),

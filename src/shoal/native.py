@@ -96,6 +96,19 @@ def simd_levels() -> tuple[Level, ...]:
     return tuple(core().simd_levels())
 
 
+def crc32c(data: bytes) -> int:
+    """Return the CRC32C (Castagnoli) of ``data``.
+
+    Raises:
+        ShoalError: the native core is missing.
+
+    Example:
+        >>> hex(crc32c(b"123456789"))
+        '0xe3069283'
+    """
+    return int(core().crc32c(data))
+
+
 def sum_in_rank_order(
     out: Buffer,
     inputs: Sequence[Buffer],

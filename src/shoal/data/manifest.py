@@ -31,6 +31,9 @@ MANIFEST = "manifest.json"
 VERSION = 1
 """Version of the manifests and shards of all kinds."""
 
+TFRECORD = "tfrecord"
+"""Suffix of the documents of a shard as TFRecord."""
+
 _FILE_NAME = re.compile(r"[\w-][\w.-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMANDS = {
@@ -105,12 +108,13 @@ def map_file(path: Path, facts: Mapping[str, Any], kind: str) -> mmap.mmap | byt
 class ShardFiles:
     """Name of a shard in a manifest, and the size and SHA-256 of each of its files.
 
-    ``files`` maps the suffix to ``{"bytes": int, "sha256": str}``; the file of a suffix is ``NAME.SUFFIX``.
-    Kinds of shards add their counts, ``num_…``.
+    ``files`` maps each of ``SUFFIXES``, and any of ``OPTIONAL``, to ``{"bytes": int, "sha256": str}``; the
+    file of a suffix is ``NAME.SUFFIX``. Kinds of shards add their counts, ``num_…``.
     """
 
     KIND: ClassVar[str]
     SUFFIXES: ClassVar[tuple[str, ...]]
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
     name: str
     files: dict[str, dict[str, Any]]
 
@@ -124,7 +128,7 @@ class ShardFiles:
         counts = [value for field, value in vars(self).items() if field.startswith("num_")]
         if not all(isinstance(count, int) and count >= 0 for count in counts):
             raise ValueError(f"the counts of the shard {self.name!r} must be whole numbers of at least 0")
-        if not isinstance(self.files, dict) or set(self.files) != set(self.SUFFIXES):
+        if not isinstance(self.files, dict) or set(self.files) - set(self.OPTIONAL) != set(self.SUFFIXES):
             raise ValueError(f"the shard {self.name!r} must have the files {', '.join(self.SUFFIXES)}")
         for suffix, facts in self.files.items():
             size, digest = (facts.get("bytes"), facts.get("sha256")) if isinstance(facts, dict) else (-1, "")
@@ -258,6 +262,7 @@ class ShardInfo(ShardFiles):
 
     KIND = "text"
     SUFFIXES = ("tokens", "index")
+    OPTIONAL = (TFRECORD,)
     num_documents: int
     num_sentences: int
     num_tokens: int

@@ -162,6 +162,7 @@ class ChunkJob:
     errors: Errors
     seed: int
     held_out: float
+    tfrecord: bool
 
 
 def article_rank(article: str, seed: int) -> float:
@@ -189,7 +190,9 @@ def prepare_chunk(numbered: tuple[int, Chunk]) -> Shards:
     shards: Shards = {}
     with contextlib.ExitStack() as stack:
         writers = {
-            split: stack.enter_context(ShardWriter(_job.out, f"{split}-{number:05d}", _job.vocab_size))
+            split: stack.enter_context(
+                ShardWriter(_job.out, f"{split}-{number:05d}", _job.vocab_size, tfrecord=_job.tfrecord)
+            )
             for split in SPLITS
         }
         for batch in _batches(read_articles(chunk, _job.errors)):

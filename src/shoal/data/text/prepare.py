@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from shoal.atomic_io import sha256_of, write_atomically
-from shoal.data.manifest import VERSION, Manifest, TokenizerInfo
+from shoal.data.manifest import TFRECORD, VERSION, Manifest, TokenizerInfo
 from shoal.data.prepare_dir import RECORDS, preparing, read_record
 from shoal.data.process_pool import run_unfinished
 from shoal.data.progress import Progress
@@ -53,7 +53,7 @@ SNAPSHOT = "builtin.txt"
 TOKENIZER = "tokenizer.json"
 
 _OWN_FILE = re.compile(
-    rf"(?:{'|'.join(chunk_worker.SPLITS)})-\d{{5}}\.(?:tokens|index)|{SNAPSHOT}|{TOKENIZER}"
+    rf"(?:{'|'.join(chunk_worker.SPLITS)})-\d{{5}}\.(?:tokens|index|{TFRECORD})|{SNAPSHOT}|{TOKENIZER}"
 )
 
 _SAMPLE = "sample.json"
@@ -90,6 +90,8 @@ class PrepareOptions:
     """Fraction of articles held out, chosen by a hash of their text; 0 for none."""
     shard_bytes: int = 64 << 20
     """Most bytes of source text per shard."""
+    container: Literal["tokens", "tfrecord"] = "tokens"
+    """``tfrecord`` writes each shard also as TFRecord, for TensorFlow."""
     errors: Errors = "strict"
     """``replace`` puts U+FFFD for bytes that are not UTF-8; ``strict`` stops and names them."""
     seed: int = 0
@@ -229,6 +231,7 @@ def _make_job(
         unknown_word=unknown_word,
         errors=config.errors,
         seed=config.seed,
+        tfrecord=config.container == TFRECORD,
         held_out=read_record(records / _SAMPLE, lambda record: float(record["held_out"])),
     )
 

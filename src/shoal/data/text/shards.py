@@ -9,6 +9,8 @@ per token, counts) and three arrays of little-endian int64, each one longer than
 - ``document_token_offsets``: the first token of each document, so that opening a shard does not touch the
   large array of sentences.
 
+A third file, ``NAME.tfrecord``, is written on request (``tfrecord``); nothing here reads it.
+
 ``ShardWriter`` writes them; ``TextShards`` maps those of a split into memory.
 """
 
@@ -25,7 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.atomic_io import AtomicFile
-from shoal.data.manifest import VERSION, Manifest, ShardInfo, check_version, map_file
+from shoal.data.manifest import TFRECORD, VERSION, Manifest, ShardInfo, check_version, map_file
+from shoal.data.text.tfrecord import INPUT_IDS, SENTENCE_LENGTHS, example, record
 from shoal.errors import ShoalError
 
 Int64Array = npt.NDArray[np.int64]
@@ -182,11 +185,11 @@ class ShardWriter:
     files.
     """
 
-    def __init__(self, directory: Path, name: str, vocab_size: int) -> None:
-        """Start the shard ``name`` in ``directory``.
+    def __init__(self, directory: Path, name: str, vocab_size: int, *, tfrecord: bool = False) -> None:
+        """Start the shard ``name`` in ``directory``; with ``tfrecord``, its documents also as TFRecord.
 
         Raises:
-            ShoalError: the file cannot be created.
+            ShoalError: a file cannot be created.
         """
         self.num_tokens = 0
         self._path = directory / name
@@ -196,6 +199,7 @@ class ShardWriter:
         self._documents = array("q", [0])
         self._document_tokens = array("q", [0])
         self._tokens = AtomicFile(directory / f"{name}.tokens")
+        self._records = AtomicFile(directory / f"{name}.{TFRECORD}") if tfrecord else None
 
     def add_document(self, sentences: Sequence[Sequence[int] | npt.NDArray[Any]]) -> None:
         """Append a document, given as the token ids of its sentences.
@@ -217,6 +221,8 @@ class ShardWriter:
                 f"{self._vocab_size}; the tokenizer and its vocabulary size do not belong together"
             )
         self._tokens.write(tokens.astype(self._dtype).tobytes())
+        if self._records:
+            self._records.write(record(example({INPUT_IDS: tokens, SENTENCE_LENGTHS: np.asarray(lengths)})))
         ends = self.num_tokens + np.cumsum(lengths, dtype=np.int64)
         self._sentences.frombytes(ends.tobytes())
         self.num_tokens = int(ends[-1])
@@ -224,7 +230,7 @@ class ShardWriter:
         self._document_tokens.append(self.num_tokens)
 
     def finish(self) -> ShardInfo:
-        """Write the index, fsync both files and give them their names.
+        """Write the index, fsync all files and give them their names.
 
         Raises:
             ShoalError: the disk is full; the temporary files are gone, finished shards untouched.
@@ -235,6 +241,9 @@ class ShardWriter:
             for offsets in (self._sentences, self._documents, self._document_tokens):
                 index.write(np.asarray(offsets, dtype="<i8").tobytes())
             files = {"tokens": self._tokens.close(), "index": index.close()}
+            if self._records:
+                files[TFRECORD] = self._records.close()
+                self._records.publish()
             # The index comes last: a shard with an index is complete.
             self._tokens.publish()
             index.publish()
@@ -252,3 +261,5 @@ class ShardWriter:
 
     def __exit__(self, *exception: object) -> None:
         self._tokens.discard()
+        if self._records:
+            self._records.discard()
