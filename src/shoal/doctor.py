@@ -30,6 +30,8 @@ EXTRAS = {
     "report": "to write reports",
     "vision": "to train on images",
     "aws": "to start runs on AWS",
+    "mlperf": "to log as MLPerf asks",
+    "onnx": "to export models to ONNX",
 }
 """The optional dependencies and their use."""
 NEEDED_EXTRAS = frozenset({"torch", "text"})

@@ -29,6 +29,7 @@ MODULES_OF_EXTRAS = {
     "aws": ("boto3",),
     "report": ("matplotlib", "jinja2"),
     "mlperf": ("mlperf_logging",),
+    "onnx": ("onnx", "onnxscript"),
 }
 """Modules that each optional dependency of users adds to numpy and cyclopts."""
 

@@ -10,25 +10,35 @@ from cyclopts import Parameter
 from shoal.errors import EXIT_OK
 
 
-def export(source: Path, *, out: Path | None = None) -> None:
+def export(source: Path, *, out: Path | None = None, onnx: Path | None = None) -> None:
     """Export a run's model for other libraries.
 
     A language model and its tokenizer for transformers; an image network as safetensors with torchvision's
-    names and a config.json.
+    names and a config.json; encoders and residual networks as ONNX, too.
 
     Parameters
     ----------
     source
-        A run directory (its newest checkpoint), or one of its checkpoints.
+        A run directory (its newest checkpoint), or one of its checkpoints; for --onnx also a directory that
+        an export or a finetuning wrote.
     out
         Output directory; default: transformers-STEP or model-STEP in the run directory.
+    onnx
+        File for the model as ONNX; a run that has its export, such as a finetuned one, is not exported again.
     """
     from shoal.train.run_dir import run_dir_of
 
-    run_dir_of(source)  # a wrong path is said at once, before torch is imported
-    from shoal.recipes.export import export_any
+    if onnx is None or not (source / "config.json").is_file():
+        run_dir_of(source)  # a wrong path is said at once, before torch is imported
+    if onnx is None:
+        from shoal.recipes.export import export_any
 
-    print(export_any(source, out))
+        print(export_any(source, out))
+        return
+    from shoal.recipes.onnx_export import export_onnx
+
+    export_onnx(source, onnx, out)
+    print(onnx)
 
 
 def report(*runs: Path, out: Path | None = None) -> None:

@@ -65,6 +65,7 @@ WRONG_PATHS = (
     "evaluate classify wrong --model wrong",
     "predict t5 wrong.tsv --model wrong",
     "export wrong",
+    "export wrong --onnx out.onnx",
     "report wrong",
     "predict mask_rcnn wrong.jpg --model wrong",
     "predict squad wrong.json --model wrong",

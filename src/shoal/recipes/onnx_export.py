@@ -1,0 +1,139 @@
+"""Writes trained encoders and residual networks as ONNX: ``shoal export --onnx``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+)
+
+from shoal.atomic_io import PARTIAL, publish
+from shoal.errors import UsageError, import_extra
+from shoal.models.directory import load_weights, model_type_of
+from shoal.recipes import images, resnet50_export
+from shoal.recipes.export import export_any
+from shoal.recipes.finetuning import EXPORT, read_model_config
+
+_HEADS = {
+    "ForQuestionAnswering": AutoModelForQuestionAnswering,
+    "ForSequenceClassification": AutoModelForSequenceClassification,
+    "ForMaskedLM": AutoModelForMaskedLM,
+    "ForPreTraining": AutoModelForPreTraining,
+}
+_TRACED_BATCH, _TRACED_LENGTH = 2, 8
+"""Sizes of the inputs that the model is traced with; those of the file's inputs are free."""
+
+
+def export_onnx(source: Path, file: Path, out: Path | None = None) -> None:
+    """Write the model of ``source`` as ONNX, in float32, whole or not at all.
+
+    An encoder takes int64 ``input_ids``, ``attention_mask`` and, unless it is DistilBERT, ``token_type_ids``,
+    ``[batch, sequence]``, and returns the logits of its heads under transformers' names; a residual network
+    takes normalised ``images`` ``[batch, 3, side, side]`` and returns ``logits`` ``[batch, classes]``.
+
+    Args:
+        source: a directory that `shoal export` or a finetuning wrote, or a run or one of its checkpoints,
+            which is exported first.
+        file: to write.
+        out: of a run: the directory of that export, as for :func:`~shoal.recipes.export.export_any`.
+
+    Raises:
+        UsageError: the model has no form in ONNX here, or the extra ``onnx`` is not installed.
+        ShoalError: the model's files are damaged, or ``file`` cannot be written.
+    """
+    for module in ("onnx", "onnxscript"):
+        import_extra(module, "onnx", "the form ONNX needs onnx and onnxscript")
+    if not file.resolve().parent.is_dir():
+        raise UsageError(f"--onnx {file}: there is no folder {file.resolve().parent}; make it first")
+    exports = (source, source / EXPORT, source / images.EXPORT)
+    directory = next((path for path in exports if (path / images.CONFIG).is_file()), None)
+    directory = directory or export_any(source, out)
+    if (form := read_model_config(directory).get("format")) == resnet50_export.FORMAT:
+        _export_network(resnet50_export.read_export(directory), file)
+    elif form is not None:
+        raise UsageError(
+            f"{directory}: networks of the form {form} are not written as ONNX, only encoders and "
+            f"{resnet50_export.FORMAT}"
+        )
+    else:
+        _export_encoder(directory, file)
+
+
+def _export_network(found: resnet50_export.Exported, file: Path) -> None:
+    model = found.model.eval()
+    inputs = {"images": torch.zeros(_TRACED_BATCH, 3, found.size, found.size)}
+    _write(model, inputs, ["logits"], {0: Dim("batch")}, file)
+
+
+def _export_encoder(directory: Path, file: Path) -> None:
+    model_type = model_type_of(directory)
+    architecture = next(iter(read_model_config(directory).get("architectures") or ()), "")
+    head = next((kind for end, kind in _HEADS.items() if architecture.endswith(end)), None)
+    if head is None:
+        raise UsageError(
+            f"{directory}: {architecture or 'no architecture'} is not written as ONNX, only models "
+            f"{', '.join(_HEADS)}"
+        )
+    model = _Logits(load_weights(head, directory).eval())
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if model_type != "distilbert" else [])]
+    shape = (_TRACED_BATCH, _TRACED_LENGTH)
+    inputs = {name: torch.full(shape, int(name == "attention_mask")) for name in names}
+    inputs["attention_mask"][1, -1] = 0
+    with torch.no_grad():
+        outputs = model.names(inputs)
+    axes = {0: Dim("batch"), 1: Dim("sequence")}
+    _write(model.eval(), inputs, outputs, axes, file)
+
+
+class _Logits(nn.Module):
+    """Calls a model of transformers by position and returns its logits alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def names(self, inputs: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of the logits, in their order."""
+        return [name for name in self.model(**inputs) if name.endswith("logits")]
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if token_type_ids is not None:
+            inputs["token_type_ids"] = token_type_ids
+        found = self.model(**inputs)
+        return tuple(found[name] for name in found if name.endswith("logits"))
+
+
+def _write(
+    model: nn.Module, inputs: Mapping[str, Tensor], outputs: Sequence[str], axes: dict[int, Any], file: Path
+) -> None:
+    with warnings.catch_warnings():
+        # inputs share their axes, and torch says so for all but the first
+        warnings.filterwarnings(
+            "ignore", message=".*The axis name: .* will not be used", category=UserWarning
+        )
+        program = torch.onnx.export(
+            model,
+            tuple(inputs.values()),
+            input_names=list(inputs),
+            output_names=list(outputs),
+            dynamic_shapes=tuple(axes for _ in inputs),
+            dynamo=True,
+            verbose=False,
+        )
+    assert program is not None
+    partial = file.with_name(file.name + PARTIAL)
+    program.save(str(partial), external_data=False)
+    publish(partial, file)
