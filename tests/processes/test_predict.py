@@ -15,6 +15,7 @@ import numpy as np
 import pretrain_jobs
 import pytest
 import use_jobs
+from transformers import BertConfig, BertForMaskedLM
 
 import finetune_made as made
 from forked import shoal
@@ -316,6 +317,8 @@ def test_the_command_starts_its_workers(classify_run: Path, predicted: Predicted
 def test_the_commands_of_the_page(
     squad_run: Path, classify_run: Path, t5_run: Path, resnet_run: Path, photos: Path, tmp_path: Path
 ) -> None:
+    filling = made.write_model(tmp_path / "filling")
+    BertForMaskedLM(BertConfig.from_pretrained(filling)).save_pretrained(filling)
     (tmp_path / "runs").mkdir()
     (tmp_path / "photos").symlink_to(photos)
     for name, run in (
@@ -323,6 +326,7 @@ def test_the_commands_of_the_page(
         ("pairs", classify_run),
         ("t5", t5_run),
         ("resnet50", resnet_run),
+        ("first", filling),
     ):
         (tmp_path / "runs" / name).symlink_to(run)
     asked = {"question": "sun moon", "context": "river stone bird"}

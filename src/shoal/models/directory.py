@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from transformers import (
     AutoConfig,
+    AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     PretrainedConfig,
@@ -25,10 +26,11 @@ from transformers.utils import logging as their_logging
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.models.layers import MODEL_TYPES
-from shoal.models.tasks import QuestionAnswering, SequenceClassification
+from shoal.models.tasks import MaskedLM, QuestionAnswering, SequenceClassification
 from shoal.models.text_config import HUB
 
 _CLASSES: dict[type, Any] = {
+    MaskedLM: AutoModelForMaskedLM,
     QuestionAnswering: AutoModelForQuestionAnswering,
     SequenceClassification: AutoModelForSequenceClassification,
 }
@@ -44,7 +46,7 @@ _TOKENIZER_FILES = (
 )
 _HUB_FILES = ("config.json", "*.safetensors", "model.safetensors.index.json", *_TOKENIZER_FILES)
 
-Task = TypeVar("Task", QuestionAnswering, SequenceClassification)
+Task = TypeVar("Task", MaskedLM, QuestionAnswering, SequenceClassification)
 
 
 class HasWeights(Protocol):
@@ -114,7 +116,7 @@ def load_task_model(
     generator, so seed that first. ``new_parts`` of the model has the names of new parameters.
 
     Args:
-        kind: ``QuestionAnswering`` or ``SequenceClassification``.
+        kind: ``QuestionAnswering``, ``SequenceClassification`` or ``MaskedLM``.
         source: a transformers directory, or ``hub:NAME``.
         labels: names of the labels, in the order of the logits; default: those of the source.
         from_scratch: take only the sizes; all weights are new.

@@ -80,6 +80,22 @@ class SequenceClassification(TaskModel):
         return logits
 
 
+class MaskedLM(TaskModel):
+    """Scores of the vocabulary at masked tokens; ``encoder`` computes their hidden states."""
+
+    def mlm_logits(self, hidden: Tensor) -> Tensor:
+        """Return the masked-LM logits ``[M, vocab]`` of ``[M, hidden]``."""
+        weights, model_type = self.weights, self.weights.config.model_type
+        if model_type == "distilbert":
+            hidden = weights.vocab_layer_norm(weights.activation(weights.vocab_transform(hidden)))
+            logits: Tensor = weights.vocab_projector(hidden)
+        elif model_type == "roberta":
+            logits = weights.lm_head(hidden)
+        else:
+            logits = (weights.predictions if model_type == "albert" else weights.cls.predictions)(hidden)
+        return logits
+
+
 def span_loss(
     start_logits: Tensor, end_logits: Tensor, packed: Mapping[str, Any], start: Tensor, end: Tensor
 ) -> Tensor:

@@ -150,6 +150,13 @@ output: {"id": …, "question": …, "answer": …, "probability": …}, in 2.0 
         example="shoal predict classify pairs.tsv --model runs/mnli --out labels.jsonl --workers 2",
         details=_TEXTS,
     ),
+    "fill-mask": Use(
+        module="fill_mask_use",
+        help="Fill the masks of texts by a pretrained encoder.",
+        example="shoal predict fill-mask --model runs/first --text 'The [MASK] is on the table.'",
+        details="""Files are .txt with a text in each line. A line of the output: {"id": 1, "text": …,
+"masks": [{"token": …, "probability": …, "top": [the likeliest tokens]}, …]}.""",
+    ),
     "resnet50": Use(
         module="resnet50_use",
         help="Classify images by a residual network.",

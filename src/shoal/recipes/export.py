@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from shoal.data.manifest import Manifest
 from shoal.errors import UsageError
-from shoal.models.pretraining import AlbertPretraining, BertPretraining
+from shoal.models.pretraining import AlbertPretraining, BertPretraining, Pretraining
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
 from shoal.recipes import masked_lm, t5
 from shoal.record import Start, read_record
@@ -59,22 +58,40 @@ def export_run(source: Path, out: Path | None = None) -> Path:
         ShoalError: there is no checkpoint, or it is damaged.
     """
     run_dir = run_dir_of(source)
+    model, step = _read_pretrained(source, run_dir)
+    out = out or run_dir / f"transformers-{step}"
+    write = masked_lm.write_export if isinstance(model, Pretraining) else t5.write_export
+    write(model, description_in(run_dir), out)
+    return out
+
+
+def read_encoder(source: Path) -> tuple[AlbertPretraining | BertPretraining, Path]:
+    """Return the model of a pretraining run of ALBERT or BERT, and the folder with its tokenizer.
+
+    Raises:
+        UsageError: ``source`` is no such run nor a checkpoint in one.
+        ShoalError: there is no checkpoint, or it is damaged.
+    """
+    run_dir = run_dir_of(source)
+    model, _ = _read_pretrained(source, run_dir)
+    if not isinstance(model, AlbertPretraining | BertPretraining):
+        raise UsageError(f"{run_dir} is a run of t5, which has no masks to fill: name one of albert or bert")
+    return model, description_in(run_dir)
+
+
+def _read_pretrained(source: Path, run_dir: Path) -> tuple[Any, int]:
+    """Return the model of a checkpoint and its step."""
     tree, recipe = load_toml(run_dir / CONFIG_FILE), recipe_of(run_dir)
     if recipe not in (*_ENCODERS, "t5"):
         known = ", ".join((*_ENCODERS, "t5"))
         raise UsageError(f"{run_dir} is a run of {recipe}; pretraining runs ({known}) can be exported")
-    data = description_in(run_dir)
     sizes = {name: value for name, value in tree["model"].items() if name != "checkpoint_path"}
     if recipe == "t5":
-        model: Any = t5.make_model(T5ModelConfig(**sizes), Manifest.load(data))
-        write: Callable[[Any, Path, Path], None] = t5.write_export
+        model: Any = t5.make_model(T5ModelConfig(**sizes), Manifest.load(description_in(run_dir)))
     else:
         config, make = _ENCODERS[recipe]
-        model, write = make(config(**sizes)), masked_lm.write_export
-    step = load_model(source, model)
-    out = out or run_dir / f"transformers-{step}"
-    write(model, data, out)
-    return out
+        model = make(config(**sizes))
+    return model, load_model(source, model)
 
 
 def recipe_of(run_dir: Path) -> str:

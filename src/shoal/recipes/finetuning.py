@@ -295,12 +295,18 @@ def _read_object(path: Path) -> dict[str, Any]:
     return tree
 
 
-def check_length(directory: Path, setting: str, max_seq_length: int) -> None:
-    """Raise a :class:`UsageError` where sequences are longer than the model has positions for."""
+def longest_sequence(directory: Path) -> int:
+    """Return the positions of a model; of one without a limit (T5), more than any text has tokens."""
     config = read_model_config(directory)
-    positions = int(config.get("max_position_embeddings", max_seq_length))
+    positions = int(config.get("max_position_embeddings", 1 << 31))
     if config.get("model_type") == "roberta":  # its first positions are behind the padding's
         positions -= int(config.get("pad_token_id") or 1) + 1
+    return positions
+
+
+def check_length(directory: Path, setting: str, max_seq_length: int) -> None:
+    """Raise a :class:`UsageError` where sequences are longer than the model has positions for."""
+    positions = longest_sequence(directory)
     if max_seq_length > positions:
         raise UsageError(
             f"{setting} {max_seq_length} is more than the {positions} positions of the model in {directory}; "
