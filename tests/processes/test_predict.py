@@ -11,6 +11,7 @@ from typing import Any
 
 import finetune_jobs as jobs
 import image_jobs
+import mask_rcnn_jobs
 import numpy as np
 import pretrain_jobs
 import pytest
@@ -60,6 +61,14 @@ def photos(resnet_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(len(shards)):
         (folder / f"{number:03}.jpg").write_bytes(shards.read(number))
     return folder
+
+
+@pytest.fixture(scope="module")
+def detector_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("detector")
+    scenes = mask_rcnn_jobs.prepare_small(folder)
+    assert pretrain_jobs.run(mask_rcnn_jobs.small_config(scenes, folder / "run"), 1) == [EXIT_OK]
+    return folder / "run"
 
 
 Predicted = Callable[..., list[dict[str, Any]]]
@@ -274,6 +283,18 @@ def test_scores_are_the_bytes_of_the_run_on_any_number_of_workers(
             assert (out / name).read_bytes() == (run / name).read_bytes()
 
 
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_scores_of_detectors_are_the_bytes_of_the_run(
+    detector_run: Path, tmp_path: Path, workers: int
+) -> None:
+    scenes = detector_run.parent / "scenes"
+    options = ("--model", detector_run, "--data", scenes, "--out", "out")
+    said = use_jobs.said(tmp_path, "evaluate", "mask_rcnn", *options, workers=workers)
+    assert said.startswith("box\n") and "\nmask\n" in said and "Average Precision" in said
+    for name in ("results.json", "scores.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (detector_run / name).read_bytes()
+
+
 def test_bad_evaluations_are_named(classify_run: Path, squad_run: Path, tmp_path: Path) -> None:
     evaluate, model = partial(use_jobs.refused, "evaluate"), ("--model", classify_run)
     assert "none is named" in evaluate("classify", *model)
@@ -315,7 +336,13 @@ def test_the_command_starts_its_workers(classify_run: Path, predicted: Predicted
 
 
 def test_the_commands_of_the_page(
-    squad_run: Path, classify_run: Path, t5_run: Path, resnet_run: Path, photos: Path, tmp_path: Path
+    squad_run: Path,
+    classify_run: Path,
+    t5_run: Path,
+    resnet_run: Path,
+    detector_run: Path,
+    photos: Path,
+    tmp_path: Path,
 ) -> None:
     filling = made.write_model(tmp_path / "filling")
     BertForMaskedLM(BertConfig.from_pretrained(filling)).save_pretrained(filling)
@@ -327,6 +354,8 @@ def test_the_commands_of_the_page(
         ("t5", t5_run),
         ("resnet50", resnet_run),
         ("first", filling),
+        ("detector", detector_run),
+        ("coco", detector_run.parent / "scenes"),
     ):
         (tmp_path / "runs" / name).symlink_to(run)
     asked = {"question": "sun moon", "context": "river stone bird"}

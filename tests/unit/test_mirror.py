@@ -33,6 +33,7 @@ RUN_BY_OTHERS = {
     "shoal.planner.api": ("processes/test_example_scripts.py", '"plan_my_model"'),
     "shoal.train.device_rates": ("unit/recipes/test_t5_settings.py", '{"layout": "auto"'),
     "shoal.cli.use": ("processes/test_predict.py", '"predict"'),
+    "shoal.recipes.mask_rcnn_use": ("processes/test_predict.py", '"mask_rcnn"'),
     "shoal.recipes.resnet50_use": ("processes/test_predict.py", 'predicted("resnet50"'),
     "shoal.recipes.squad_use": ("processes/test_predict.py", 'predicted("squad"'),
 }

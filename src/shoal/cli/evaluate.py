@@ -23,6 +23,10 @@ _SQUAD = """Score answers to SQuAD 1.1 or 2.0, or a model that answers: as the o
 Of a file of predictions, a question without one counts as wrong. A model answers the questions on all
 workers; its scores are bitwise those of its own finetuning, on any number of workers.
 """
+_DETECTOR = """Find objects in labelled images with a trained detector and compute COCO's metrics.
+
+Objects and scores are bitwise those of its own training's end, on any number of workers.
+"""
 _LABELS = """Compute the accuracy of a finetuned model on labelled texts, each file by itself.
 
 Predictions and scores are bitwise those of its own finetuning, on any number of workers.
@@ -36,6 +40,8 @@ inputs
 
 def __getattr__(name: str) -> Callable[..., int]:
     """Return the command of a use; cyclopts asks for it when it is used."""
+    if name == "mask_rcnn":
+        return _detector()
     if name not in ("squad", "classify", "t5"):
         raise AttributeError(name)
     return _squad() if name == "squad" else _labels(name)
@@ -70,6 +76,19 @@ def _labels(name: str) -> Callable[..., int]:
     return with_options(command, module.Evaluate, _LABELS)
 
 
+def _detector() -> Callable[..., int]:
+    module = load("mask_rcnn_use")
+
+    def command(
+        *,
+        what: Any,
+        launch: LAUNCH = Launch(),  # noqa: B008
+    ) -> int:
+        return _run(module, what, (), launch)
+
+    return with_options(command, module.Evaluate, _DETECTOR)
+
+
 def _run(module: Any, what: Any, inputs: tuple[Path, ...], launch: Launch) -> int:
     def work(world: Any, precision: Any) -> None:
         for text in module.evaluate(what, inputs, world, precision):
@@ -84,7 +103,12 @@ def _run(module: Any, what: Any, inputs: tuple[Path, ...], launch: Launch) -> in
     )
 
 
-for _name, _text in (("squad", _SQUAD), ("classify", _LABELS), ("t5", _LABELS)):
+for _name, _text in (
+    ("squad", _SQUAD),
+    ("classify", _LABELS),
+    ("t5", _LABELS),
+    ("mask_rcnn", _DETECTOR),
+):
     evaluate.command(f"{__name__}:{_name}", name=_name, help=_text.partition("\nParameters")[0])
 
 

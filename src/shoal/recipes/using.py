@@ -79,6 +79,7 @@ SETTINGS = {
     "run.evaluation_batch_size": "batch_size",
     "validation.batch_size": "batch_size",
     "validation.mirror": "mirror",
+    "train.channels_last": "channels_last",
     "train.precision": "precision",
 }
 """Settings of a run, and the options here that mean the same; all others have the same name."""

@@ -63,6 +63,7 @@ WRONG_PATHS = (
     "evaluate squad --data wrong --predictions wrong",
     "evaluate squad --data wrong --model wrong",
     "evaluate classify wrong --model wrong",
+    "evaluate mask_rcnn --data wrong --model wrong",
     "predict t5 wrong.tsv --model wrong",
     "export wrong",
     "export wrong --onnx out.onnx",
