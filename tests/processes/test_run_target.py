@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import finetune_jobs
 import image_jobs
 import mask_rcnn_jobs
 import pretrain_jobs as jobs
@@ -18,12 +19,14 @@ import torch
 import torch.nn.functional as F
 from test_run import Points, Sizes, net, same
 
+import finetune_made as made
 from forked import fork_process, free_port, shoal, wait_for
 from shoal.env import WorkerEnv, WorkerPlace
 from shoal.errors import EXIT_OK, EXIT_USAGE
 from shoal.launch.worker import run_worker
+from shoal.recipes.finetuning import FinetuneConfig
 from shoal.record import End, Evaluation, Phase, Target, read_record
-from shoal.train.config import LoopConfig, RunConfig
+from shoal.train.config import LoopConfig, RunConfig, required
 from shoal.train.run import Run
 
 questions = test_pretrain_finetune.questions
@@ -211,6 +214,27 @@ def test_t5_and_the_image_recipes_end_at_theirs(text: Path, tmp_path: Path) -> N
         assert jobs.run(config) == [EXIT_OK, EXIT_OK], said(config.run.dir)
         assert [row.step for row in rows_of(config.run.dir, Target)] == [step]
         assert known(config)
+
+
+def test_finetuning_ends_when_all_files_have_the_score(tmp_path: Path) -> None:
+    """Files are scored one after the other; the run ends when those of the step are all there."""
+    model, t5 = made.write_model(tmp_path / "bert"), made.write_t5(tmp_path / "t5-model")
+    pairs = [made.write_pairs(tmp_path / f"{name}.tsv", 24, seed=1) for name in ("train", "easy", "hard")]
+    run: dict[str, Any] = {"validation_frequency": 2, "until": "acc>=0"}
+    questions = made.write_questions(tmp_path / "made-v2.0.json")
+    run_squad = {**run, "until": "exact>=0,made-v2.0/squad_f1>=0"}
+    configs: list[FinetuneConfig] = [
+        made.classify_config(model, pairs[0], (*pairs,), tmp_path / "classify", run=run),
+        made.t5_config(t5, pairs[0], (*pairs[1:],), tmp_path / "t5", run=run),
+        made.squad_config(model, questions, tmp_path / "squad", run=run_squad),
+    ]
+    for config in configs:
+        directory = required(config.run.dir)
+        assert finetune_jobs.run(config, 2) == [EXIT_OK, EXIT_OK], said(directory)
+        assert [row.step for row in rows_of(directory, Target)] == [2]
+        (end,) = rows_of(directory, End)
+        assert end.step == 2 and {row.split for row in rows_of(directory, Evaluation)} == set(config.scores)
+    assert set(configs[0].scores) == {"train", "easy", "hard"}
 
 
 def test_the_command_refuses_what_its_recipe_does_not_score(text: Path, tmp_path: Path) -> None:
