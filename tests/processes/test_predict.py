@@ -295,6 +295,23 @@ def test_scores_of_detectors_are_the_bytes_of_the_run(
         assert (tmp_path / "out" / name).read_bytes() == (detector_run / name).read_bytes()
 
 
+def test_objects_are_the_same_bytes_on_two_workers(detector_run: Path, photos: Path, tmp_path: Path) -> None:
+    arguments = ("predict", "mask_rcnn", photos, "--model", detector_run, "--min-score", 0.0)
+    alone, both = (
+        use_jobs.said(tmp_path, *arguments, "--out", f"{workers}", workers=workers) for workers in (1, 2)
+    )
+    assert both == alone.replace("(1/", "(2/") and len(alone.splitlines()) == 23
+    names = sorted(path.name for path in (tmp_path / "1").iterdir())
+    assert len(names) == 2 * 23
+    for name in names:
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+
+
+def test_bad_pictures_are_named_before_a_worker_starts(detector_run: Path, tmp_path: Path) -> None:
+    assert "no image is named" in refused("mask_rcnn", "--model", detector_run)
+    assert "no.jpg does not exist" in refused("mask_rcnn", tmp_path / "no.jpg", "--model", detector_run)
+
+
 def test_bad_evaluations_are_named(classify_run: Path, squad_run: Path, tmp_path: Path) -> None:
     evaluate, model = partial(use_jobs.refused, "evaluate"), ("--model", classify_run)
     assert "none is named" in evaluate("classify", *model)

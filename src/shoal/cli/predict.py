@@ -70,7 +70,8 @@ def predict_mask_rcnn(
     out: Path = Path("predictions"),
     min_score: float = 0.5,
     classes: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
-) -> None:
+    launch: LAUNCH = Launch(),  # noqa: B008
+) -> int:
     """Detect objects in images; draw their boxes, masks, names and scores, and list them in JSON.
 
     For each image NAME.objects.png and NAME.objects.json are written. As in training, EXIF orientation is
@@ -79,7 +80,7 @@ def predict_mask_rcnn(
     Parameters
     ----------
     images
-        JPEG, PNG, GIF or WebP files.
+        JPEG, PNG, GIF or WebP files, or folders of them.
     model
         A run of `shoal train mask_rcnn`, one of its checkpoints, or a directory that `shoal export` wrote.
     out
@@ -89,14 +90,21 @@ def predict_mask_rcnn(
     classes
         Categories to detect; default: all.
     """
+    from shoal.data.images.files import image_files
     from shoal.recipes.images import find_export
     from shoal.train.run_dir import run_dir_of
 
-    if find_export(model) is None:
-        run_dir_of(model)  # a wrong path is said at once, before torch is imported
-    for image in images:
-        if not image.is_file():
-            raise UsageError(f"{image}: is no file; name images: JPEG, PNG, GIF or WebP files")
-    from shoal.recipes.mask_rcnn_predict import Prediction, run
+    def check() -> list[str]:
+        if find_export(model) is None:
+            run_dir_of(model)  # a wrong path is said at once, before torch is imported
+        if not images:
+            raise UsageError("no image is named: give image files, or folders of them")
+        return [f"images       {len(image_files(images)):,}"]
 
-    run(Prediction(images=images, model=model, out=out, min_score=min_score, classes=classes))
+    def work(world: Any, precision: Any) -> None:
+        from shoal.recipes.mask_rcnn_predict import Prediction, run
+
+        files = tuple(image_files(images))
+        run(Prediction(images=files, model=model, out=out, min_score=min_score, classes=classes), world)
+
+    return using.run(using.ComputeConfig(), launch, command=this_command(), check=check, work=work)

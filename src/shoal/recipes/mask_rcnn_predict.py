@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from shoal.recipes.mask_rcnn_export import Exported, read_checkpoint, read_expor
 from shoal.recipes.mask_rcnn_score import Found, add_found, results_of
 from shoal.train.config import DistributedConfig
 from shoal.train.run_dir import require_writable
-from shoal.train.world import choose_device
+from shoal.train.world import World, all_gather_json, choose_device
 
 _ENDING = ".objects"
 """Between the name of a picture and that of what is written about it."""
@@ -73,8 +74,11 @@ class Prediction:
                 )
 
 
-def run(what: Prediction) -> None:
+def run(what: Prediction, world: World | None = None) -> None:
     """Find objects in each picture, write ``NAME.objects.json`` and ``NAME.objects.png``, say what was found.
+
+    Args:
+        world: of the workers that share the pictures, of which the first says it; default: there is one.
 
     Raises:
         UsageError: there is no model, it does not know a class, or a file is no image.
@@ -83,9 +87,11 @@ def run(what: Prediction) -> None:
     detector = read_detector(what.model)
     wanted = _known_classes(what, list(detector.categories.values()))
     require_writable(what.out)
-    device = choose_device(DistributedConfig(), 0, 1)
+    device = world.device if world else choose_device(DistributedConfig(), 0, 1)
+    rank, num_workers = (world.place.rank, world.num_workers) if world else (0, 1)
     detector.model.to(device).eval()
-    for path in dict.fromkeys(what.images):
+    lines: list[str] = []
+    for path in list(dict.fromkeys(what.images))[rank::num_workers]:
         pixels = _pixels_of(path)
         objects = [
             one
@@ -99,7 +105,10 @@ def run(what: Prediction) -> None:
         write_atomically(target.with_name(f"{target.name}.json"), f"{text}\n".encode())
         picture = target.with_name(f"{target.name}.png")
         write_atomically(picture, png(drawn(pixels, _drawn_objects(objects, detector, height, width))))
-        print(f"{path}: {_told(objects)} ({picture})")
+        lines.append(f"{path}: {_told(objects)} ({picture})")
+    parts = all_gather_json(world.control if world else None, lines)
+    if rank == 0:
+        print("\n".join(line for row in zip_longest(*parts) for line in row if line is not None))
 
 
 def read_detector(source: Path) -> Exported:

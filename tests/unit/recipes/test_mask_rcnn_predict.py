@@ -13,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-from shoal.cli.app import app
 from shoal.data.coco.augment import DetectionAugmentConfig
 from shoal.data.coco.masks import bitmaps
 from shoal.data.coco.reader import DetectionReader
@@ -117,7 +116,7 @@ def test_objects_are_those_of_the_network_on_the_readers_batch(
         assert np.array_equal(found, masks.numpy()) and found.any()
 
 
-def test_the_command_writes_what_was_found_and_draws_it(
+def test_what_was_found_is_written_and_drawn(
     detector: Exported,
     exported: Path,
     pictures: list[Path],
@@ -125,8 +124,7 @@ def test_the_command_writes_what_was_found_and_draws_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
-    words = ["predict", "mask_rcnn", *map(str, pictures), "--checkpoint", str(exported), "--out", str(out)]
-    app([*words, "--min-score", "0"], result_action="return_value", exit_on_error=False)
+    run(asked(pictures, exported, out))
     assert sorted(path.name for path in out.iterdir()) == sorted(
         f"{picture.stem}.objects.{kind}" for picture in pictures for kind in ("json", "png")
     )
