@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import bz2
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from shoal.data.text.python_docs_corpus import write_snapshot
 from shoal.data.text.tokenizer import tokenizer_json, train_tokenizer
 from shoal.env import num_cores
 
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that XML cannot hold, so no dump has them."""
 _VOCAB_SIZE = 8192
 _PART = 4
 _MORE_MIB = 48.0
@@ -43,7 +46,9 @@ def as_dump(articles: list[str]) -> bytes:
     """A dump with a template, a link and a reference in each article."""
     pages = []
     for number, text in enumerate(articles):
-        body = escape(f"{{{{Infobox|a=b}}}}\n'''Text''' [[of|from]] a<ref>Book</ref> page.\n\n{text}")
+        body = escape(
+            f"{{{{Infobox|a=b}}}}\n'''Text''' [[of|from]] a<ref>Book</ref> page.\n\n{_NOT_XML.sub('', text)}"
+        )
         pages.append(
             f"<page>\n<title>{number}</title>\n<ns>0</ns>\n<revision>\n<text>{body}</text>\n</revision>\n</page>\n"
         )
