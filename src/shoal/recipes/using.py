@@ -45,7 +45,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
-    """How a model computes; of a run, the default of each setting is the run's own."""
+    """Settings of a model's computation; of a run, the default of each is the run's own."""
 
     batch_size: int = 32
     """Inputs a worker computes at once. It does not follow the number of workers, so outputs do not."""

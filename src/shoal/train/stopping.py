@@ -115,7 +115,7 @@ class Condition:
     name: str
     """Of the score."""
     rises: bool
-    """Whether the score must be at least ``bound``, otherwise at most."""
+    """True if the score must be at least ``bound``, otherwise at most."""
     bound: float
     split: str = ""
     """Whose score; empty: that of every split that has one."""

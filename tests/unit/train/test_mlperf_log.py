@@ -25,7 +25,7 @@ OF_SUBMISSIONS = {
     "submission_benchmark": "resnet",
     "cache_clear": True,
 }
-"""What a submission adds to the lines of its run."""
+"""Lines that a submission adds to those of its run."""
 
 
 def start(**changes: Any) -> Start:

@@ -192,7 +192,8 @@ def _examine(path: Path, form: Format | Literal["auto"], field: str, alone: bool
 def _split_field(source: str) -> tuple[str, str]:
     """Return a source without its ``:FIELD``, and the field; empty if there is none."""
     place, _, field = source.rpartition(":")
-    if Path(source).exists() or not (Path(place).exists() or has_magic(place)) or "/" in field:
+    known = bool(place) and (Path(place).exists() or has_magic(place))
+    if Path(source).exists() or not known or "/" in field:
         return source, ""
     return place, field
 
