@@ -27,6 +27,7 @@ from shoal.data.process_pool import advance
 from shoal.data.text.corpus import Chunk, Errors, read_articles
 from shoal.data.text.sentences import split_sentences
 from shoal.data.text.shards import ShardWriter
+from shoal.data.text.tfrecord import document_record
 from shoal.json_text import parse_json
 
 _LOCAL_NORMALIZERS = frozenset(
@@ -191,7 +192,12 @@ def prepare_chunk(numbered: tuple[int, Chunk]) -> Shards:
     with contextlib.ExitStack() as stack:
         writers = {
             split: stack.enter_context(
-                ShardWriter(_job.out, f"{split}-{number:05d}", _job.vocab_size, tfrecord=_job.tfrecord)
+                ShardWriter(
+                    _job.out,
+                    f"{split}-{number:05d}",
+                    _job.vocab_size,
+                    as_record=document_record if _job.tfrecord else None,
+                )
             )
             for split in SPLITS
         }

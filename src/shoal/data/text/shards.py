@@ -9,7 +9,7 @@ per token, counts) and three arrays of little-endian int64, each one longer than
 - ``document_token_offsets``: the first token of each document, so that opening a shard does not touch the
   large array of sentences.
 
-A third file, ``NAME.tfrecord``, is written on request (``tfrecord``); nothing here reads it.
+A third file, ``NAME.tfrecord``, is written on request; nothing here reads it.
 
 ``ShardWriter`` writes them; ``TextShards`` maps those of a split into memory.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -28,7 +28,6 @@ import numpy.typing as npt
 
 from shoal.atomic_io import AtomicFile
 from shoal.data.manifest import TFRECORD, VERSION, Manifest, ShardInfo, check_version, map_file
-from shoal.data.text.tfrecord import INPUT_IDS, SENTENCE_LENGTHS, example, record
 from shoal.errors import ShoalError
 
 Int64Array = npt.NDArray[np.int64]
@@ -178,6 +177,10 @@ class TextShards:
         return [shard.tokens[a:b] for a, b in pairwise(bounds)]
 
 
+RecordOf = Callable[[npt.NDArray[Any], npt.NDArray[Any]], bytes]
+"""Returns the record of a document, given its token ids and the lengths of its sentences."""
+
+
 class ShardWriter:
     """Writes one shard. Tokens are streamed to the file; only offsets (16 bytes per sentence) stay in memory.
 
@@ -185,8 +188,13 @@ class ShardWriter:
     files.
     """
 
-    def __init__(self, directory: Path, name: str, vocab_size: int, *, tfrecord: bool = False) -> None:
-        """Start the shard ``name`` in ``directory``; with ``tfrecord``, its documents also as TFRecord.
+    def __init__(
+        self, directory: Path, name: str, vocab_size: int, *, as_record: RecordOf | None = None
+    ) -> None:
+        """Start the shard ``name`` in ``directory``.
+
+        Args:
+            as_record: makes the TFRecord of a document, for a further file.
 
         Raises:
             ShoalError: a file cannot be created.
@@ -199,7 +207,8 @@ class ShardWriter:
         self._documents = array("q", [0])
         self._document_tokens = array("q", [0])
         self._tokens = AtomicFile(directory / f"{name}.tokens")
-        self._records = AtomicFile(directory / f"{name}.{TFRECORD}") if tfrecord else None
+        self._records = AtomicFile(directory / f"{name}.{TFRECORD}") if as_record else None
+        self._as_record = as_record
 
     def add_document(self, sentences: Sequence[Sequence[int] | npt.NDArray[Any]]) -> None:
         """Append a document, given as the token ids of its sentences.
@@ -221,8 +230,8 @@ class ShardWriter:
                 f"{self._vocab_size}; the tokenizer and its vocabulary size do not belong together"
             )
         self._tokens.write(tokens.astype(self._dtype).tobytes())
-        if self._records:
-            self._records.write(record(example({INPUT_IDS: tokens, SENTENCE_LENGTHS: np.asarray(lengths)})))
+        if self._records and self._as_record:
+            self._records.write(self._as_record(tokens, np.asarray(lengths)))
         ends = self.num_tokens + np.cumsum(lengths, dtype=np.int64)
         self._sentences.frombytes(ends.tobytes())
         self.num_tokens = int(ends[-1])

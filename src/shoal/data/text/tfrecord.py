@@ -16,14 +16,17 @@ import numpy.typing as npt
 
 from shoal.native import crc32c
 
-INPUT_IDS, SENTENCE_LENGTHS = "input_ids", "sentence_lengths"
-
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
 _MASK_DELTA = 0xA282EAD8
 _VARINT_BYTES = 5
 """Bytes of the longest varint of 32 bits: seven bits in each."""
 _FIRST, _SECOND, _THIRD = 0x0A, 0x12, 0x1A
 """Tags of length-delimited fields 1, 2 and 3."""
+
+
+def document_record(tokens: npt.NDArray[Any], sentence_lengths: npt.NDArray[Any]) -> bytes:
+    """Return the record of a document, given its token ids and the lengths of its sentences."""
+    return record(example({"input_ids": tokens, "sentence_lengths": sentence_lengths}))
 
 
 def record(data: bytes) -> bytes:
