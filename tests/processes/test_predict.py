@@ -72,6 +72,12 @@ def detector_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Predicted = Callable[..., list[dict[str, Any]]]
+ONE_TO_THREE = [
+    pytest.param(1, marks=pytest.mark.slow),
+    pytest.param(2, marks=pytest.mark.slow),
+    3,
+]
+"""Numbers of workers; other tests here run the commands on one worker and on two."""
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +107,7 @@ def predicted(tmp_path: Path) -> Predicted:
 refused = partial(use_jobs.refused, "predict")
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", ONE_TO_THREE)
 def test_answers_are_the_bits_of_the_run_on_any_number_of_workers(
     squad_run: Path, tmp_path: Path, predicted: Predicted, workers: int
 ) -> None:
@@ -169,7 +175,7 @@ def logits_of(run_dir: Path, file: Path) -> np.ndarray:
     return np.array(found)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", ONE_TO_THREE)
 def test_labels_are_the_bits_of_the_run_on_any_number_of_workers(
     classify_run: Path, predicted: Predicted, workers: int
 ) -> None:
@@ -224,7 +230,7 @@ def test_a_t5_without_labels_writes_text(tmp_path: Path, predicted: Predicted) -
         t5_use.require_labels(tmp_path, read_t5(directory))
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", ONE_TO_THREE)
 def test_classes_of_images_are_those_of_the_evaluation(
     resnet_run: Path, photos: Path, predicted: Predicted, workers: int
 ) -> None:
@@ -241,7 +247,7 @@ def test_classes_of_images_are_those_of_the_evaluation(
     assert rows == predicted("resnet50", photos, "--model", resnet_run / "model", "--top", 4)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", ONE_TO_THREE)
 def test_scores_of_images_are_the_bits_of_the_run(resnet_run: Path, tmp_path: Path, workers: int) -> None:
     out = tmp_path / "scores.json"
     options = ("--batch-size", 5, "--precision", "fp32", "--json", out)
@@ -264,7 +270,7 @@ def test_bad_images_are_named(resnet_run: Path, tmp_path: Path) -> None:
         reader.batch(0, [0])
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", ONE_TO_THREE)
 def test_scores_are_the_bytes_of_the_run_on_any_number_of_workers(
     squad_run: Path, classify_run: Path, t5_run: Path, tmp_path: Path, workers: int
 ) -> None:
@@ -283,7 +289,7 @@ def test_scores_are_the_bytes_of_the_run_on_any_number_of_workers(
             assert (out / name).read_bytes() == (run / name).read_bytes()
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", ONE_TO_THREE)
 def test_scores_of_detectors_are_the_bytes_of_the_run(
     detector_run: Path, tmp_path: Path, workers: int
 ) -> None:
