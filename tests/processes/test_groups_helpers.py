@@ -206,6 +206,17 @@ def check_ipv6(rank: int, port: int) -> None:
         assert helper_bandwidths() == (1.0,)
 
 
+def test_a_helper_that_is_signalled_many_times_at_once_ends() -> None:
+    """A scheduler and a launcher both end a helper; a signal may come while the one before is handled."""
+    with ExitStack() as stack:
+        helpers = [stack.enter_context(HelperProcess(f"h{index}")) for index in range(16)]
+        for helper in helpers:
+            for _ in range(30):
+                helper.process.send_signal(signal.SIGTERM)
+        for helper in helpers:
+            assert helper.process.wait(timeout=3 * BOUND_S) == 0
+
+
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this system has no IPv6")
 def test_workers_and_helpers_by_ipv6(tmp_path: Path) -> None:
     with HelperProcess("h0", address="::1") as helper:

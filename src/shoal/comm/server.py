@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +19,7 @@ from shoal.comm.engine import fabric_providers
 from shoal.errors import EXIT_OK, ShoalError, UsageError
 
 DEFAULT_PORT = 7070
+_WAIT_S = 0.1
 
 
 def serve(
@@ -60,9 +60,9 @@ def serve(
         server = core.HelperServer(address, port, secret, 128 << 10, fabric)
     except RuntimeError as error:
         raise ShoalError(f"shoal serve: {error}; choose another --port, --address or --transport") from None
-    stop = threading.Event()
+    stops: list[int] = []  # no Event: a second signal within its set() would wait for the first for ever
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda number, _: stops.append(number))
     for number in (signal.SIGUSR1, signal.SIGHUP):  # schedulers warn all of a job's processes by them
         signal.signal(number, signal.SIG_IGN)
     with ExitStack() as stack:
@@ -77,7 +77,8 @@ def serve(
             print(f"shoal serve: metrics at {pages.url}", flush=True)
         # Short waits: signal handlers run between two of them, whichever thread received the signal.
         next_report = time.monotonic() + report_every_s
-        while not stop.wait(0.5):
+        while not stops:
+            time.sleep(_WAIT_S)
             if report_every_s and time.monotonic() >= next_report:
                 next_report += report_every_s
                 print(f"shoal serve: {_report(server.counters())}", flush=True)
