@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -25,6 +26,10 @@ fields do not change it, since readers skip unknown ones."""
 PARTS = ("data", "forward", "backward", "gradient_wait", "optimizer", "other")
 """Parts of a step's time: reading examples, forward, backward, gradient averaging not overlapped with
 backward, optimizer, and the rest (metrics, checkpoint staging)."""
+
+
+_MOST_SHARES = 8
+"""Shares that are listed; of more, the least and the largest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +105,25 @@ class Step(_Line):
     num_skipped: int = 0
     """Steps skipped since the last line because of overflow."""
     peak_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares(_Line):
+    """Workers have other parts of the global batch, from ``step`` on."""
+
+    kind = "shares"
+    step: int
+    samples: list[int]
+    """Samples of each worker, by rank."""
+    seconds: list[float] = field(default_factory=list)
+    """Median time of each worker's part before, by rank, without waiting; empty for repeated shares."""
+
+    def __str__(self) -> str:
+        """Return ``69 × 2, 68 × 5, 34``, or ``61 to 72`` if there are too many to list."""
+        parts = [(share, len(list(equal))) for share, equal in groupby(self.samples)]
+        if len(parts) > _MOST_SHARES:
+            return f"{min(self.samples):,} to {max(self.samples):,}"
+        return ", ".join(f"{share:,} × {count}" if count > 1 else f"{share:,}" for share, count in parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +239,7 @@ class End(_Line):
     metrics: dict[str, float]
 
 
-Row = Start | Phase | Step | Evaluation | Checkpoint | PipelineStep | Resume | Target | Stop | End
+Row = Start | Phase | Step | Shares | Evaluation | Checkpoint | PipelineStep | Resume | Target | Stop | End
 History = Start | Resume | Stop
 """Rows about events of the run; the others are progress."""
 _ROW_OF_KIND: dict[str, type[Row]] = {row.kind: row for row in get_args(Row)}

@@ -30,7 +30,6 @@ RUN_BY_OTHERS = {
     "shoal.cli.prepare_text": ("processes/test_train_command.py", '"prepare", "text"'),
     "shoal.cli.submit": ("processes/test_submit.py", '"submit"'),
     "shoal.models.profile": ("unit/planner/test_plan_workloads.py", 'workload("resnet50")'),
-    "shoal.planner.api": ("processes/test_example_scripts.py", '"plan_my_model"'),
     "shoal.train.device_rates": ("unit/recipes/test_t5_settings.py", '{"layout": "auto"'),
     "shoal.cli.use": ("processes/test_predict.py", '"predict"'),
     "shoal.recipes.mask_rcnn_use": ("processes/test_predict.py", '"mask_rcnn"'),

@@ -45,6 +45,10 @@ class Request:
     """Add a table of all algorithms."""
     sweep: str | None = None
     """Numbers of hosts for the scaling curve, like nodes=1..256."""
+    slow_hosts: tuple[str, ...] = ()
+    """Hosts that are slower than the others, like 1x0.5: one at half their speed."""
+    jitter: float = 0.0
+    """Spread of a host's time from step to step: σ of its logarithm, 0.3 for a third more or less."""
     page: Path | None = None
     """Write the plan, and the curve of --sweep, as an HTML page."""
     trace: Path | None = None
@@ -72,7 +76,7 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
     if request.model and ":" not in request.model:
         raise UsageError(f"--model {request.model!r} is not of the form module:function")
     counts = _sweep_counts(request.sweep) if request.sweep else []
-    from shoal.planner import answer, api
+    from shoal.planner import answer, api, unequal_hosts
     from shoal.planner.search import search
 
     algorithms = [request.algorithm] if request.algorithm else None
@@ -99,11 +103,15 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
         helping = helpers and replace(helpers, count=max(1, round(helpers.count * count / workers.count)))
         best = search(job, fewer, helping, goal=request.goal, algorithms=algorithms, wire_bytes=wire_bytes)
         curve += best[:1]
-    print(answer.text_of(plans, curve, compare=request.compare))
+    unequal = []
+    if request.slow_hosts or request.jitter:
+        speeds = unequal_hosts.host_speeds(workers.count, request.slow_hosts)
+        unequal = unequal_hosts.divisions(plans[0], speeds, jitter=request.jitter)
+    print(answer.text_of(plans, curve, compare=request.compare, unequal=unequal))
     if request.json:
-        _write(request.json, json.dumps(answer.json_of(plans, curve), indent=1) + "\n")
+        _write(request.json, json.dumps(answer.json_of(plans, curve, unequal), indent=1) + "\n")
     if request.page:
-        _write(request.page, answer.page_of(plans, curve, compare=request.compare))
+        _write(request.page, answer.page_of(plans, curve, compare=request.compare, unequal=unequal))
     if request.trace:
         _write(request.trace, json.dumps(answer.trace_of(plans[0])) + "\n")
     return 0

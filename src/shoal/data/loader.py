@@ -161,7 +161,7 @@ def streamed_steps(
     """
     assert isinstance(steps.reader, SizedReader)
     pool = _Pool(steps, config, num_threads=_NUM_STREAMED)
-    places = product(range(num_steps), range(steps.num_micro_batches))
+    places = product(range(num_steps), range(steps.share.num_micro_batches))
     batch_bytes = steps.share.micro_batch_size * steps.reader.example_bytes
     batches = in_order(
         lambda place: pool.submit(StepReader.read_one, lambda made: as_tensors(made, pin_memory), *place),
@@ -171,7 +171,7 @@ def streamed_steps(
 
     def in_steps() -> Iterator[Iterator[Batch]]:
         for _ in range(num_steps):
-            step = islice(batches, steps.num_micro_batches)
+            step = islice(batches, steps.share.num_micro_batches)
             yield step
             deque(step, maxlen=0)
 
@@ -238,7 +238,7 @@ class StepDataset(IterableDataset[Batch]):
         order: Order | None = None,
     ) -> None:
         self._steps = StepReader(reader=reader, share=share, samples_consumed=samples_consumed, order=order)
-        self._end = None if num_steps is None else num_steps * self._steps.num_micro_batches
+        self._end = None if num_steps is None else num_steps * self._steps.share.num_micro_batches
         self._next = 0  # the next micro-batch, counted over steps
         self._is_of_worker = False  # of this process of a DataLoader alone, not of all of them
 
@@ -250,13 +250,13 @@ class StepDataset(IterableDataset[Batch]):
 
     def _micro_batches(self, stride: int) -> Iterator[Batch]:
         while self._end is None or self._next < self._end:
-            place = divmod(self._next, self._steps.num_micro_batches)
+            place = divmod(self._next, self._steps.share.num_micro_batches)
             self._next += stride
             yield as_tensors(self._steps.read_one(*place), pin_memory=False)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position after the last micro-batch that this process yielded."""
-        step, micro_batch = divmod(self._next, self._steps.num_micro_batches)
+        step, micro_batch = divmod(self._next, self._steps.share.num_micro_batches)
         samples = self._steps.samples_consumed + step * self._steps.share.global_batch_size
         return {"samples_consumed": samples, "micro_batch": micro_batch}
 
@@ -268,7 +268,7 @@ class StepDataset(IterableDataset[Batch]):
         """
         samples = state["samples_consumed"] - self._steps.samples_consumed
         step, rest = divmod(samples, self._steps.share.global_batch_size)
-        per_step = self._steps.num_micro_batches
+        per_step = self._steps.share.num_micro_batches
         if step < 0 or rest or not 0 <= state["micro_batch"] < per_step:
             raise UsageError(
                 f"state {dict(state)} is not a position of a stream of global batches of "

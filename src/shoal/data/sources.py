@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from shoal.data.loader import LoaderConfig, Stream, in_thread, streamed_steps, training_steps
 from shoal.data.steps import DataShard, Reader, SizedReader, StepReader
-from shoal.decide.order import Order, ShuffledOrder, micro_batches, worker_part
+from shoal.decide.order import Order, ShuffledOrder, micro_batches
 from shoal.errors import UsageError
 
 
@@ -69,8 +69,7 @@ class DatasetSource:
 
     def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
         def make(step: int) -> list[Any]:
-            part = worker_part(shard.global_batch_size, shard.rank, shard.num_workers)
-            cuts = micro_batches(part, shard.micro_batch_size)
+            cuts = micro_batches(shard.part, shard.micro_batch_size)
             return [self._batch(step * shard.global_batch_size + np.asarray(cut)) for cut in cuts]
 
         return in_thread(make, steps)
@@ -100,7 +99,7 @@ class IterableSource:
     batches: Iterable[Any]
 
     def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
-        per_step = shard.global_batch_size // (shard.micro_batch_size * shard.num_workers)
+        per_step = shard.num_micro_batches
         endless = self._epochs()
         for _ in islice(endless, steps.start * per_step):
             pass

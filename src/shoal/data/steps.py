@@ -123,6 +123,18 @@ class DataShard:
     micro_batch_size: int
     rank: int = 0
     num_workers: int = 1
+    shares: tuple[int, ...] = ()
+    """Samples of each worker, by rank; default: equal shares."""
+
+    @property
+    def part(self) -> range:
+        """The worker's samples within a global batch."""
+        return worker_part(self.global_batch_size, self.rank, self.num_workers, self.shares)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The worker's micro-batches per step."""
+        return -(-len(self.part) // self.micro_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,19 +152,14 @@ class StepReader:
     @property
     def steps_at_once(self) -> int:
         """The number of steps per call of ``read`` that fills a block."""
-        return max(1, _BLOCK_TOKENS // (max(len(self._part), 1) * self.reader.example_tokens))
-
-    @property
-    def num_micro_batches(self) -> int:
-        """The worker's micro-batches per step."""
-        return -(-len(self._part) // self.share.micro_batch_size)
+        return max(1, _BLOCK_TOKENS // (max(len(self.share.part), 1) * self.reader.example_tokens))
 
     def read(self, steps: range) -> list[list[Arrays]]:
         """Return the micro-batches of each of consecutive steps, in order.
 
         Examples are made in blocks of several micro-batches, which does not change them.
         """
-        share, part = self.share, self._part
+        share, part = self.share, self.share.part
         per_step = micro_batches(range(len(part)), share.micro_batch_size)
         firsts = self.samples_consumed + np.asarray(steps, dtype=np.int64) * share.global_batch_size
         epochs, indices = self._examples((firsts[:, None] + np.asarray(part, dtype=np.int64)).ravel())
@@ -177,17 +184,13 @@ class StepReader:
 
     def read_one(self, step: int, number: int) -> Arrays:
         """Return micro-batch ``number`` of a step alone, the same that ``read`` returns."""
-        cut = micro_batches(self._part, self.share.micro_batch_size)[number]
+        cut = micro_batches(self.share.part, self.share.micro_batch_size)[number]
         first = self.samples_consumed + step * self.share.global_batch_size
         epochs, indices = self._examples(first + np.asarray(cut, dtype=np.int64))
         return self.reader.micro_batch(self.reader.batch(epochs, indices))
 
     def _examples(self, numbers: Int64Array) -> tuple[Int64Array, Int64Array]:
         return (self.order or self.reader.full_shuffle).examples_of(numbers)
-
-    @property
-    def _part(self) -> range:
-        return worker_part(self.share.global_batch_size, self.share.rank, self.share.num_workers)
 
 
 def loader_processes(steps: StepReader, num_processes: int) -> ProcessPoolExecutor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -132,6 +133,23 @@ def _nearest_divisors(value: int, wanted: int) -> str:
     below = [d for d in divisors if d < wanted][-1:]
     above = [d for d in divisors if d > wanted][:1]
     return " and ".join(str(d) for d in below + above)
+
+
+class Shares(Protocol):
+    """Samples of each worker, which may change between two steps; the same on all workers."""
+
+    current: tuple[int, ...]
+    """Samples of each worker, by rank."""
+    seconds: list[float]
+    """Median time of each worker's part, by rank, from which the last change was computed; or empty."""
+
+    def observe(self, step: int, seconds: Sequence[float]) -> bool:
+        """Take the time that each worker computed, by rank; return whether the shares of ``step`` are others.
+
+        Args:
+            step: the step that comes next, counted over the whole run from 1.
+            seconds: of a step before it, without waiting for other workers.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ the size of a micro-batch changes which examples one optimizer step sees.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -152,8 +153,18 @@ class ShuffledOrder:
         return epochs, block_shuffled(positions, self.num_examples, self.seed, epochs, self.blocks)
 
 
-def worker_part(size: int, rank: int, num_workers: int) -> range:
-    """Return the contiguous part of ``range(size)`` that is worker ``rank``'s; parts differ by at most 1."""
+def worker_part(size: int, rank: int, num_workers: int, shares: Sequence[int] = ()) -> range:
+    """Return the contiguous part of ``range(size)`` that is worker ``rank``'s.
+
+    Args:
+        size: samples of the global batch.
+        rank: of the worker.
+        num_workers: that share the batch.
+        shares: samples of each worker, by rank; default: parts that differ by at most 1.
+    """
+    if shares:
+        begin = sum(shares[:rank])
+        return range(begin, begin + shares[rank])
     return range(size * rank // num_workers, size * (rank + 1) // num_workers)
 
 

@@ -13,6 +13,7 @@ from shoal.planner.hardware import require_accelerators
 from shoal.planner.prediction import Plan
 from shoal.planner.scaling_limits import breaks_first, strains
 from shoal.planner.step_time import Layout
+from shoal.planner.unequal_hosts import Division
 
 _BAR = 46
 
@@ -20,13 +21,20 @@ _BAR = 46
 # ---- text -------------------------------------------------------------------------------------------------
 
 
-def text_of(plans: Sequence[Plan], curve: Sequence[Plan] = (), *, compare: bool = False) -> str:
+def text_of(
+    plans: Sequence[Plan],
+    curve: Sequence[Plan] = (),
+    *,
+    compare: bool = False,
+    unequal: Sequence[Division] = (),
+) -> str:
     """Describe plans: the best, its time by cause, the next best, helpers, limits, the scaling curve.
 
     Args:
         plans: as :func:`shoal.planner.search.search` returns them, the best first.
         curve: the best plan on each number of hosts of a sweep.
         compare: whether to add a table of the algorithms.
+        unequal: how the best plan fares on hosts of unequal speed, the recommended division first.
     """
     lines = [*_best(plans[0]), *_best_layouts(plans)]
     with_helpers = next((plan for plan in plans if plan.helpers), None)
@@ -42,6 +50,7 @@ def text_of(plans: Sequence[Plan], curve: Sequence[Plan] = (), *, compare: bool 
                 f"  {name:<18} {1e3 * step.total_s:>12.4g} {100 * step.exposed_s / step.total_s:>7.1f} % "
                 f"{100 * plan.efficiency:>6.1f} % {duration(plan.total_s):>12}"
             )
+    lines += _unequal_lines(unequal)
     lines += ["", _limits_line(plans[0])]
     if curve:
         lines.append("")
@@ -85,6 +94,32 @@ def _best(plan: Plan) -> list[str]:
         if (share := seconds / plan.total_s) >= 0.0005:
             lines.append(f"  {name:<12} {100 * share:>5.1f} %  {'█' * round(_BAR * share)}")
     return lines
+
+
+def _unequal_lines(divisions: Sequence[Division]) -> list[str]:
+    if not divisions:
+        return []
+    best, other = divisions[0], divisions[-1]
+    saved_s = other.total_s - best.total_s
+    if len(divisions) == 1:
+        advice = "the parts of a pipeline cannot follow the speed of its hosts"
+    elif best.name == "equal":
+        advice = "keep equal shares: dividing by speed would save next to nothing"
+        if best.of_possible < 0.95:
+            advice += ", since every host is late now and then, and none is slow"
+    else:
+        advice = f"train with --distributed.shares by-speed: it saves {duration(saved_s)}"
+    return [
+        "",
+        "on hosts of unequal speed",
+        f"  {'shares':<18} {'ms per step':>12} {'of possible':>12} {'time':>12}",
+        *(
+            f"  {each.name:<18} {1e3 * each.step_s:>12.4g} {100 * each.of_possible:>10.1f} % "
+            f"{duration(each.total_s):>12}"
+            for each in divisions
+        ),
+        f"  {advice}",
+    ]
 
 
 def _time_line(plan: Plan) -> str:
@@ -174,7 +209,9 @@ def _dollars(plan: Plan) -> str:
 # ---- files ------------------------------------------------------------------------------------------------
 
 
-def json_of(plans: Sequence[Plan], curve: Sequence[Plan] = ()) -> dict[str, Any]:
+def json_of(
+    plans: Sequence[Plan], curve: Sequence[Plan] = (), unequal: Sequence[Division] = ()
+) -> dict[str, Any]:
     """Return everything for programs: the basis, all plans with the best first, and those of a sweep."""
     return {
         "recipe": plans[0].job.recipe,
@@ -184,6 +221,7 @@ def json_of(plans: Sequence[Plan], curve: Sequence[Plan] = ()) -> dict[str, Any]
         "best": _plan_json(plans[0]),
         "plans": [_plan_json(plan) for plan in plans],
         "sweep": [_plan_json(plan) for plan in curve],
+        "unequal_hosts": [asdict(division) for division in unequal],
     }
 
 
@@ -220,14 +258,21 @@ def trace_of(plan: Plan) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def page_of(plans: Sequence[Plan], curve: Sequence[Plan] = (), *, compare: bool = False) -> str:
+def page_of(
+    plans: Sequence[Plan],
+    curve: Sequence[Plan] = (),
+    *,
+    compare: bool = False,
+    unequal: Sequence[Division] = (),
+) -> str:
     """Return an HTML page with the text and, for a sweep, the scaling curve as SVG; it loads nothing."""
     title = html.escape(f"{plans[0].job.recipe} on {plans[0].workers}")
     picture = f"<h2>Scaling: samples/s over hosts</h2>{_curve_svg(curve)}" if len(curve) > 1 else ""
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
         "<style>body{font:15px/1.5 system-ui;margin:2rem}pre{font-size:13px}</style>"
-        f"<h1>{title}</h1><pre>{html.escape(text_of(plans, curve, compare=compare))}</pre>{picture}</html>\n"
+        f"<h1>{title}</h1><pre>{html.escape(text_of(plans, curve, compare=compare, unequal=unequal))}</pre>"
+        f"{picture}</html>\n"
     )
 
 

@@ -112,6 +112,11 @@ class T5Config:
                 f"distributed.wire {self.distributed.wire}: the stages of T5 average their gradients in "
                 "fp32; leave it out"
             )
+        if self.distributed.shares != "equal":
+            raise UsageError(
+                f"distributed.shares {self.distributed.shares}: the stages of T5 are built for parts of one "
+                "size; leave it out"
+            )
         if self.train.compile:
             raise UsageError("train.compile does not go with the stages of T5: leave it out")
         self.spans()

@@ -19,6 +19,7 @@ from shoal.record import (
     PipelineStep,
     Resume,
     Row,
+    Shares,
     Start,
     Step,
     Stop,
@@ -103,7 +104,12 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        return max((row.step for row in self.rows if not isinstance(row, Start | Phase)), default=0)
+        return max((row.step for row in self.rows if not isinstance(row, Start | Phase | Shares)), default=0)
+
+    @cached_property
+    def shares(self) -> list[Shares]:
+        """Empty for a run with equal shares."""
+        return [row for row in self.rows if isinstance(row, Shares)]
 
     @property
     def state(self) -> str:

@@ -16,6 +16,7 @@ from shoal.record import (
     PipelineStep,
     Resume,
     Row,
+    Shares,
     Start,
     Step,
     Stop,
@@ -157,6 +158,7 @@ def facts(runs: Sequence[Run]) -> list[Line]:
         ("step time", lambda run: formatting.milliseconds(mean_step_s(run)) if run.steps else _MISSING),
         *([("scaling efficiency", lambda run: efficiency(runs, run))] if several_worlds else []),
         ("global batch", global_batches),
+        *([("shares of the workers", shares)] if any(run.shares for run in runs) else []),
         ("world", lambda run: world(run.start)),
         ("backend", lambda run: run.start.backend),
         ("device, precision", lambda run: f"{run.start.device}, {run.start.precision}"),
@@ -214,6 +216,14 @@ def batch_arithmetic(row: Start | Phase, num_workers: int = 0) -> str:
         f"{row.global_batch_size:,} {sign} {row.micro_batch_size:,} × "
         f"{formatting.plural(workers, 'worker')} × {row.accumulation_steps:,} accumulation"
     )
+
+
+def shares(run: Run) -> str:
+    """``69 × 2, 68 × 5, 34 samples since step 11 (1 change)``."""
+    if not run.shares:
+        return "equal"
+    last = run.shares[-1]
+    return f"{last} samples since step {last.step:,} ({formatting.plural(len(run.shares), 'change')})"
 
 
 def world(start: Start) -> str:
@@ -288,6 +298,8 @@ def _event(row: Row) -> Event:
                 detail=f"{row.name}: to step {row.last_step:,}, {row.global_batch_size:,} sequences per step "
                 f"of {row.sequence_length:,} tokens"
             )
+        case Shares():
+            return event._replace(detail=f"{row} samples for the workers, by rank")
         case Checkpoint():
             return event._replace(
                 detail=row.path,

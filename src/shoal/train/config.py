@@ -246,6 +246,9 @@ class DistributedConfig:
     wire: Literal["fp32", "bf16", "int8"] = "fp32"
     """Format in which fp32 gradients are sent: bf16 halves the bytes, int8 (blocks with error feedback, CPU
     only) takes a quarter."""
+    shares: str = "equal"
+    """Division of the global batch among workers: equal; by-speed: in proportion to the measured speed of
+    each; or the directory of a run, whose shares are repeated."""
     bucket_mb: float | None = None
     """Size of DistributedDataParallel's buckets in MiB; default: 25, more from about 100 workers on."""
 

@@ -39,6 +39,7 @@ from shoal.record import (
     Phase,
     Resume,
     Row,
+    Shares,
     Start,
     Step,
     Stop,
@@ -48,6 +49,9 @@ from shoal.record import (
 from shoal.train.run_dir import flat_settings, own
 
 # ---- measuring a step ----------------------------------------------------------------------------------
+
+_BUSY = ("data", "forward", "backward")
+"""Parts of a step in which a worker does not wait for others."""
 
 
 class StepTimer:
@@ -60,9 +64,13 @@ class StepTimer:
 
     Args:
         device: of the model.
+
+    Attributes:
+        busy_s: seconds of the newest step whose laps were read in which this worker did not wait for others.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.busy_s = 0.0
         self._on_gpu = device.type == "cuda"
         self._laps: list[tuple[str, float | torch.cuda.Event]] = []
         self._unread: list[list[tuple[str, float | torch.cuda.Event]]] = []
@@ -111,8 +119,11 @@ class StepTimer:
         """Add up the laps of the ended steps, without the ``all_but`` newest."""
         while len(self._unread) > all_but:
             laps = self._unread.pop(0)
+            self.busy_s = 0.0
             for (_, before), (part, after) in pairwise(laps):
-                self._seconds[part] += _seconds_between(before, after)
+                seconds = _seconds_between(before, after)
+                self._seconds[part] += seconds
+                self.busy_s += seconds if part in _BUSY else 0.0
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._on_gpu:
@@ -326,6 +337,8 @@ def _told(row: Row) -> str:
                 f"step {row.step:,} checkpoint: {row.path} ({row.num_bytes / 2**20:.1f} MiB, "
                 f"training was blocked for {1_000 * row.blocked_s:.0f} ms)"
             )
+        case Shares():
+            return f"step {row.step:,}: the workers' shares of a batch are now {row} samples"
         case Phase():
             steps = f"steps {row.step:,} to {row.last_step:,}"
             return f"{row.name}: {steps}, {row.sequence_length:,} tokens per sequence"

@@ -36,7 +36,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,7 +50,7 @@ from shoal import record
 from shoal.atomic_io import write_atomically
 from shoal.data.sources import StepSource, as_source
 from shoal.data.steps import DataShard
-from shoal.decide.batch import BatchPlan, BatchSizes, plan_batch
+from shoal.decide.batch import BatchPlan, BatchSizes, Shares, plan_batch
 from shoal.decide.rng import Stream, random_keys
 from shoal.env import WorkerEnv, alone, compiler_problem, progress_file, worker_env
 from shoal.errors import EXIT_OK, EXIT_STOPPED
@@ -80,6 +80,9 @@ from shoal.train.stopping import (
     read_target,
 )
 from shoal.train.world import World, join_world, run_on_all
+
+_FEW_MICRO_BATCHES = 4
+"""Micro-batches of a worker's step, of which one more is much."""
 
 Batch = Any
 T = TypeVar("T")
@@ -176,6 +179,7 @@ class Run:
         self._restored: Restored | None = None
         self._samples, self._until, self._total = 0, 0, 0
         self._batch: BatchPlan | None = None
+        self._shares: Shares | None = None
         self._section = "train"
         self.num_parameters, self.epoch_samples = 0, 0
         self._last_loss = 0.0
@@ -380,6 +384,8 @@ class Run:
         self.is_over = self._has_ended()
         if self.is_over:
             return
+        source = as_source(data, seed=self.seed)
+        self._shares = self._open_shares(source, replace(batch, replicas=replica is not None))
         if self.directory is not None and not self.stopped:
             self._begin(batch, references or {}, [f"batch: {batch}", *self._notes, *notes])
         if phase is not None and self.log and self.step == since:
@@ -394,17 +400,17 @@ class Run:
                     accumulation_steps=batch.accumulation_steps,
                 )
             )
-        source = as_source(data, seed=self.seed)
-        shard = DataShard(
-            global_batch_size=batch.global_batch_size,
-            micro_batch_size=batch.micro_batch_size,
-            rank=index,
-            num_workers=num_replicas,
-        )
         self.timer.reset()
         while self.step < until and not self.stopped and not self.reached:
             left = range(self.step - since, until - since)
-            yield from self._attempt(source, shard, batch, left, targets, on_host)
+            shard = DataShard(
+                global_batch_size=batch.global_batch_size,
+                micro_batch_size=batch.micro_batch_size,
+                rank=index,
+                num_workers=num_replicas,
+                shares=self._shares.current if self._shares else (),
+            )
+            yield from self._attempt(source, shard, left, targets, on_host)
         if self._target is not None and self.step == until and self.sum([self._has_scores()])[0]:
             self._reach()
 
@@ -412,12 +418,11 @@ class Run:
         self,
         source: StepSource,
         shard: DataShard,
-        batch: BatchPlan,
         steps: range,
         targets: Callable[[Batch], int] | None,
         on_host: bool,
     ) -> Iterator[Step]:
-        """Yield steps until all are done, a stop is asked for, or one has to be repeated."""
+        """Yield steps until all are done, a stop is asked for, one has to be repeated, or shares change."""
         pin_memory = self.world.device.type == "cuda"
         with closing(source.open(shard, steps, pin_memory=pin_memory)) as batches:
             for index, micro_batches in zip(steps, batches, strict=False):
@@ -425,8 +430,9 @@ class Run:
                 self.timer.lap("data")
                 bad = not math.isfinite(self._last_loss)
                 stops = self.stop_request.requested is not None
-                sums = self.sum([num_targets, bad, stops, self._has_scores()])
-                num_targets, num_bad, num_stops, num_reached = map(int, sums)
+                sums = self.sum([num_targets, bad, stops, self._has_scores(), *self._busy_s()])
+                self.timer.lap("other")
+                num_targets, num_bad, num_stops, num_reached = map(int, sums[:4])
                 self._nonfinite_steps = self._nonfinite_steps + 1 if num_bad else 0
                 if self._nonfinite_steps >= self._loop.max_nonfinite_steps:
                     section = "optim" if self._section == "train" else self._section
@@ -438,11 +444,14 @@ class Run:
                 if num_stops:
                     self._leave()
                     return
+                if self._shares is not None and self._shares.observe(self.step + 1, sums[4:]):
+                    self._tell_shares(self._shares)
+                    return
                 step = self._current = Step(
                     self._training,
                     self.step + 1,
                     micro_batches,
-                    batch,
+                    shard,
                     num_targets=max(num_targets, 1),
                     commit=self._commit,
                     on_host=on_host,
@@ -668,6 +677,37 @@ class Run:
                     samples=self._samples,
                 )
             )
+
+    def _open_shares(self, source: StepSource, batch: BatchPlan) -> Shares | None:
+        """Return how the global batch is divided, unless equally; all workers call it."""
+        setting = self._distributed.shares
+        if setting == "equal" or self.world.num_workers == 1 or self.directory is None:
+            return None
+        if batch.accumulation_steps < _FEW_MICRO_BATCHES:
+            self._notes.append(
+                f"shares {setting}: a part that grows takes one more micro-batch, and a step has "
+                f"{batch.accumulation_steps}: with --{self._section}.micro-batch-size of at most "
+                f"{max(1, batch.worker_batch_size // _FEW_MICRO_BATCHES)} it costs less"
+            )
+        shares: Shares = import_module("shoal.train.shares").open_shares(  # rarely wanted
+            setting, directory=self.directory, world=self.world, step=self.step, batch=batch, source=source,
+            models=self._training.models,
+        )  # fmt: skip
+        return shares
+
+    def _busy_s(self) -> list[float]:
+        """Return the times of the workers, by rank, as far as this one knows: its own, if shares need it."""
+        if self._shares is None:
+            return []
+        times = [0.0] * self.world.num_workers
+        times[self.world.place.rank] = self.timer.busy_s
+        return times
+
+    def _tell_shares(self, shares: Shares) -> None:
+        """Write that the workers have other parts of the batch from the next step on, on the first worker."""
+        if self.log:
+            row = record.Shares(step=self.step + 1, samples=list(shares.current), seconds=shares.seconds)
+            self.log.write(row)
 
     def _leave(self) -> None:
         """Save because a signal asked some worker to stop."""

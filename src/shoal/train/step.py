@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.data.loader import to_device
-from shoal.decide.batch import BatchPlan
+from shoal.data.steps import DataShard
 from shoal.errors import RetryStep, UsageError
 from shoal.train.gradients import DataParallel, LossScale, Update
 from shoal.train.reporting import StepTimer
@@ -51,16 +51,16 @@ class Step:
         training: Training,
         number: int,
         micro_batches: Any,
-        batch: BatchPlan,
+        shard: DataShard,
         *,
         num_targets: int,
         commit: Callable[[Step], None],
         on_host: bool = False,
     ) -> None:
         self._training, self._micro_batches, self._commit = training, micro_batches, commit
-        self._count, self._on_host = batch.accumulation_steps, on_host
+        self._count, self._on_host = shard.num_micro_batches, on_host
         self.number = number
-        self.num_samples = batch.global_batch_size
+        self.num_samples = shard.global_batch_size
         self.num_targets = num_targets
         self.is_done = False
         self.sums: dict[str, Tensor] = {}

@@ -80,14 +80,22 @@ def test_the_answer_and_its_files(
 ) -> None:
     files = {kind: tmp_path / f"plan.{kind}" for kind in ("json", "page", "trace")}
     options = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
-    more = ("--helpers", "4xc5n.18xlarge", "--compare", "--sweep", "nodes=1..8")
+    more = ("--helpers", "4xc5n.18xlarge", "--compare", "--sweep", "nodes=1..8", "--slow-hosts", "1x0.5")
     assert typed(monkeypatch, *SMALL, *CLUSTER, *more, *options) == EXIT_OK
     said = capsys.readouterr().out
-    for words in ("time to train", "where the time goes", "the best layouts", "4 c5n.18xlarge helpers"):
+    for words in (
+        "time to train",
+        "where the time goes",
+        "the best layouts",
+        "4 c5n.18xlarge helpers",
+        "by-speed",
+    ):
         assert words in said
     plan = json.loads(files["json"].read_text())
     assert [p["cluster"] for p in plan["sweep"]] == [f"{n}xp3dn.24xlarge" for n in (1, 2, 4, 8)]
     assert sum(plan["best"]["where_s"].values()) == pytest.approx(plan["best"]["total_s"])
+    assert {each["name"] for each in plan["unequal_hosts"]} == {"by-speed", "equal"}
+    assert "by-speed" in files["page"].read_text()
     assert "<svg" in files["page"].read_text() and "polyline" in files["page"].read_text()
     events = json.loads(files["trace"].read_text())["traceEvents"]
     assert {"forward", "backward", "optimizer"} <= {event["name"] for event in events}
@@ -126,6 +134,9 @@ def test_published_targets_are_what_the_recipes_take() -> None:
         (("--model", "f", *SMALL[2:], *CLUSTER), "not of the form module:function"),
         ((*SMALL, *CLUSTER, "--sweep", "1..8"), "not of the form nodes=1..256"),
         ((*SMALL, *CLUSTER, "--sweep", "nodes=8..1"), "the smaller number first"),
+        ((*SMALL, *CLUSTER, "--slow-hosts", "half"), "'half' is not of the form 1x0.5"),
+        ((*SMALL, *CLUSTER, "--slow-hosts", "9x0.5"), "9 slow hosts of 8"),
+        ((*SMALL, *CLUSTER, "--jitter", "-1"), "--jitter -1 must lie between 0 and 2"),
         ((*SMALL, *CLUSTER, "--throughput", "-1"), "the throughput is -1.0; it must be a positive number"),
         ((*SMALL, *CLUSTER, "--algorithm", "rings"), "Did you mean 'ring'?"),
         ((*SMALL, *CLUSTER, "--algorithm", "two-hop-helpers"), "two-hop-helpers needs --helpers"),

@@ -22,7 +22,7 @@ from shoal.recipes.t5 import (
     plan,
     with_layout,
 )
-from shoal.train.config import RunConfig, TrainConfig
+from shoal.train.config import DistributedConfig, RunConfig, TrainConfig
 from shoal.train.parallel_config import ParallelConfig, parse_bytes
 from synthetic_text import prepare, random_documents
 
@@ -37,6 +37,7 @@ def preset(name: str, **sections: dict[str, Any]) -> T5Config:
         "optim": T5OptimConfig,
         "parallel": ParallelConfig,
         "run": RunConfig,
+        "distributed": DistributedConfig,
     }
     return T5Config(**{s: kind(**{**tree.get(s, {}), **sections.get(s, {})}) for s, kind in kinds.items()})
 
@@ -87,6 +88,10 @@ def test_layouts_that_cannot_be(sections: dict[str, Any], num_workers: int, mess
     ("sections", "message"),
     [
         ({"train": {"precision": "fp16"}}, "fp16: T5's activations overflow"),
+        (
+            {"distributed": {"shares": "by-speed"}},
+            "by-speed: the stages of T5 are built for parts of one size",
+        ),
         ({"train": {"compile": True}}, "train.compile does not go with"),
         ({"data": {"noise_density": 0.0}}, "noise_density 0.0 must lie between"),
         ({"parallel": {"pipeline": 0}}, "parallel.pipeline 0 must be at least 1"),

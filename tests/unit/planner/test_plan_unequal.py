@@ -1,0 +1,99 @@
+"""Tests the prediction for hosts of unequal speed against a step-time model of its own."""
+
+from __future__ import annotations
+
+import random
+from statistics import fmean
+
+import pytest
+
+from shoal.errors import UsageError
+from shoal.planner import api
+from shoal.planner.answer import json_of, text_of
+from shoal.planner.prediction import Plan
+from shoal.planner.unequal_hosts import divisions, host_speeds
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return api.plan("bert-large", "8xp3dn.24xlarge", global_batch=512 * 8, algorithms=["hierarchical-ring"])[
+        0
+    ]
+
+
+def possible(speeds: list[float], jitter: float) -> float:
+    """Return the part of the possible samples/s with equal shares, by drawing steps one by one."""
+    draw = random.Random(1)
+    factors = [[draw.lognormvariate(0, jitter) for _ in speeds] for _ in range(20_000)]
+    slowest = fmean(max(f / v for f, v in zip(step, speeds, strict=True)) for step in factors)
+    mean = fmean(f for step in factors for f in step)
+    return mean * len(speeds) / sum(speeds) / slowest
+
+
+@pytest.mark.parametrize(
+    ("slow", "jitter", "published"),
+    [(["1x0.5"], 0.0, 0.533), ([], 0.1, 0.87), ([], 0.3, 0.67), (["2x0.8"], 0.2, None)],
+)
+def test_equal_shares_wait_for_the_slowest(
+    plan: Plan, slow: list[str], jitter: float, published: float | None
+) -> None:
+    speeds = host_speeds(8, slow)
+    found = {division.name: division for division in divisions(plan, speeds, jitter=jitter)}
+    assert found["equal"].of_possible == pytest.approx(possible(speeds, jitter), abs=0.01)
+    if published is not None:
+        assert found["equal"].of_possible == pytest.approx(published, abs=0.01)
+
+
+def test_one_host_at_half_speed_is_worth_dividing_by_speed(plan: Plan) -> None:
+    best, equal = divisions(plan, host_speeds(8, ["1x0.5"]), jitter=0.0)
+    assert (best.name, equal.name) == ("by-speed", "equal")
+    assert best.of_possible > 0.99
+    step = plan.steps[0]
+    computed_s = step.total_s - step.exposed_s - step.optimizer_s
+    assert equal.step_s == pytest.approx(step.total_s + computed_s)
+    assert best.step_s == pytest.approx(step.total_s + computed_s * (8 / 7.5 - 1), rel=0.01)
+    where = plan.where
+    computed_s = sum(where[name] for name in ("compute", "bubble", "stragglers"))
+    assert equal.total_s == pytest.approx(plan.total_s + computed_s)
+    text = text_of([plan], unequal=[best, equal])
+    assert "train with --distributed.shares by-speed: it saves" in text
+    assert [row["name"] for row in json_of([plan], unequal=[best, equal])["unequal_hosts"]] == [
+        "by-speed",
+        "equal",
+    ]
+
+
+def test_jitter_alone_is_not(plan: Plan) -> None:
+    found = divisions(plan, host_speeds(8, []), jitter=0.3)
+    assert [division.name for division in found] == ["equal", "by-speed"]
+    assert "every host is late now and then" in text_of([plan], unequal=found)
+
+
+def test_equal_hosts_change_nothing(plan: Plan) -> None:
+    for division in divisions(plan, host_speeds(8, []), jitter=0.0):
+        assert division.total_s == pytest.approx(plan.total_s)
+        assert division.of_possible == pytest.approx(1.0)
+
+
+def test_pipelines_are_not_divided() -> None:
+    plan = api.plan("t5-3b", "8xp4d.24xlarge")[0]
+    found = divisions(plan, host_speeds(8, ["1x0.5"]), jitter=0.0)
+    assert [division.name for division in found] == ["equal"]
+    assert "cannot follow the speed" in text_of([plan], unequal=found)
+
+
+@pytest.mark.parametrize("text", ["1xx5", "0.5", "1x0", "1x1.5", "-1x0.5", "1x0.5 "])
+def test_what_is_no_number_of_slow_hosts_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"is not of the form 1x0\.5"):
+        host_speeds(8, [text])
+
+
+def test_more_slow_hosts_than_hosts_are_refused() -> None:
+    with pytest.raises(UsageError, match="9 slow hosts of 8"):
+        host_speeds(8, ["9x0.5"])
+
+
+@pytest.mark.parametrize("jitter", [-0.1, 2.5])
+def test_jitter_out_of_range_is_refused(plan: Plan, jitter: float) -> None:
+    with pytest.raises(UsageError, match="must lie between 0 and 2"):
+        divisions(plan, host_speeds(8, []), jitter=jitter)
