@@ -101,8 +101,9 @@ lint: $(STAMP)  ## ruff and mypy, and clang's check of locks in the C++ core
 	$(BIN)/mypy
 	.ci/thread-safety
 
+# Not --quiet, which hides warnings from --strict too.
 docs: $(STAMP)  ## the documentation site in build/site; any warning or broken link fails
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheels: $(STAMP)  ## the wheel for this Python and the sdist in dist/; auditwheel finds which Linux it needs
 	rm -rf build/untagged dist
