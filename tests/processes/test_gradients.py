@@ -16,8 +16,8 @@ from forked_workers import run_workers
 from torch import Tensor
 
 from shoal.data.loader import Batch, as_tensors
+from shoal.data.steps import DataShard
 from shoal.data.text.examples import packed
-from shoal.decide.batch import plan_batch
 from shoal.decide.rng import dropout_keys
 from shoal.env import WorkerPlace
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
@@ -25,7 +25,6 @@ from shoal.models.text_config import AlbertModelConfig
 from shoal.train.config import DistributedConfig
 from shoal.train.gradients import LocalUpdate, LossScale, choose_precision, wrap_model
 from shoal.train.reporting import StepTimer
-from shoal.train.run import Sizes
 from shoal.train.step import Step, Training
 from shoal.train.world import World, all_gather_json
 
@@ -105,8 +104,10 @@ def compute(
         seed_key=1,
         models=[ddp],
     )
-    plan = plan_batch(Sizes(global_batch_size=GLOBAL_BATCH, micro_batch_size=len(rows[0])), num_workers)
-    step = Step(training, 1, batches, plan, num_targets=num_masked, commit=lambda step: None)
+    shard = DataShard(
+        global_batch_size=GLOBAL_BATCH, micro_batch_size=len(rows[0]), rank=rank, num_workers=num_workers
+    )
+    step = Step(training, 1, batches, shard, num_targets=num_masked, commit=lambda step: None)
     with step:
         for batch in step:
             mlm_loss, _, sop_loss, _ = ddp(**batch)
