@@ -28,6 +28,7 @@
 #include "engine/helper.h"
 #include "engine/reduce.h"
 #include "image/finish.h"
+#include "optim/elementwise.h"
 #include "optim/lamb.h"
 #include "optim/momentum.h"
 
@@ -119,6 +120,31 @@ using Counts = std::vector<std::size_t>;
 
 float* floats_at(std::uintptr_t address) { return reinterpret_cast<float*>(address); }
 
+std::vector<shoal::MomentsTensor> moments_tensors(const Addresses& weights, const Addresses& grads,
+                                                  const Addresses& exp_avgs, const Addresses& exp_avg_sqs,
+                                                  const Counts& counts, const std::vector<double>& steps) {
+  std::vector<shoal::MomentsTensor> tensors;
+  for (std::size_t k = 0; k < counts.size(); ++k) {
+    tensors.push_back({floats_at(weights.at(k)), floats_at(grads.at(k)), floats_at(exp_avgs.at(k)),
+                       floats_at(exp_avg_sqs.at(k)), counts[k], steps.at(k)});
+  }
+  return tensors;
+}
+
+std::pair<double, double> adamw_step(const Addresses& weights, const Addresses& grads,
+                                     const Addresses& exp_avgs, const Addresses& exp_avg_sqs,
+                                     const Counts& counts, const std::vector<double>& steps,
+                                     double learning_rate, double beta1, double beta2, double eps,
+                                     double weight_decay, double grad_scale, int num_threads,
+                                     const std::optional<std::string>& level_name) {
+  const auto tensors = moments_tensors(weights, grads, exp_avgs, exp_avg_sqs, counts, steps);
+  const shoal::AdamWOptions options{learning_rate, beta1, beta2, eps, weight_decay, grad_scale};
+  const shoal::Level level = level_of(level_name);
+  nb::gil_scoped_release release;
+  const shoal::Norms norms = shoal::adamw_step(tensors, options, num_threads, level);
+  return {norms.grad_sq, norms.weight_sq};
+}
+
 std::pair<double, double> lamb_step(const Addresses& weights, const Addresses& grads,
                                     const Addresses& exp_avgs, const Addresses& exp_avg_sqs,
                                     const Counts& counts, const std::vector<double>& steps,
@@ -126,11 +152,7 @@ std::pair<double, double> lamb_step(const Addresses& weights, const Addresses& g
                                     double weight_decay, double grad_scale, bool bias_correction,
                                     bool trust_ratio, int num_threads,
                                     const std::optional<std::string>& level_name) {
-  std::vector<shoal::LambTensor> tensors;
-  for (std::size_t k = 0; k < counts.size(); ++k) {
-    tensors.push_back({floats_at(weights.at(k)), floats_at(grads.at(k)), floats_at(exp_avgs.at(k)),
-                       floats_at(exp_avg_sqs.at(k)), counts[k], steps.at(k)});
-  }
+  const auto tensors = moments_tensors(weights, grads, exp_avgs, exp_avg_sqs, counts, steps);
   const shoal::LambOptions options{learning_rate, beta1,      beta2,           eps,
                                    weight_decay,  grad_scale, bias_correction, trust_ratio};
   const shoal::Level level = level_of(level_name);
@@ -147,6 +169,18 @@ std::vector<shoal::MomentumTensor> momentum_tensors(const Addresses& weights, co
         {floats_at(weights.at(k)), floats_at(grads.at(k)), floats_at(momenta.at(k)), counts[k]});
   }
   return tensors;
+}
+
+std::pair<double, double> sgd_step(const Addresses& weights, const Addresses& grads, const Addresses& momenta,
+                                   const Counts& counts, double learning_rate, double momentum,
+                                   double weight_decay, double grad_scale, bool nesterov, int num_threads,
+                                   const std::optional<std::string>& level_name) {
+  const auto tensors = momentum_tensors(weights, grads, momenta, counts);
+  const shoal::SgdOptions options{learning_rate, momentum, weight_decay, grad_scale, nesterov};
+  const shoal::Level level = level_of(level_name);
+  nb::gil_scoped_release release;
+  const shoal::Norms norms = shoal::sgd_step(tensors, options, num_threads, level);
+  return {norms.grad_sq, norms.weight_sq};
 }
 
 std::pair<double, double> lars_step(const Addresses& weights, const Addresses& grads,
@@ -465,6 +499,13 @@ NB_MODULE(_core, m) {
   // noconvert: the sum would be written to a converted copy of the output
   m.def("sum_in_rank_order", &sum_in_rank_order, nb::arg("out").noconvert(), nb::arg("inputs").noconvert(),
         nb::arg("dtype").none(), nb::arg("num_threads"), nb::arg("level").none());
+  m.def("adamw_step", &adamw_step, nb::arg("weights"), nb::arg("grads"), nb::arg("exp_avgs"),
+        nb::arg("exp_avg_sqs"), nb::arg("counts"), nb::arg("steps"), nb::kw_only(), nb::arg("learning_rate"),
+        nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"), nb::arg("weight_decay"), nb::arg("grad_scale"),
+        nb::arg("num_threads"), nb::arg("level").none());
+  m.def("sgd_step", &sgd_step, nb::arg("weights"), nb::arg("grads"), nb::arg("momenta"), nb::arg("counts"),
+        nb::kw_only(), nb::arg("learning_rate"), nb::arg("momentum"), nb::arg("weight_decay"),
+        nb::arg("grad_scale"), nb::arg("nesterov"), nb::arg("num_threads"), nb::arg("level").none());
   m.def("lamb_step", &lamb_step, nb::arg("weights"), nb::arg("grads"), nb::arg("exp_avgs"),
         nb::arg("exp_avg_sqs"), nb::arg("counts"), nb::arg("steps"), nb::kw_only(), nb::arg("learning_rate"),
         nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"), nb::arg("weight_decay"), nb::arg("grad_scale"),

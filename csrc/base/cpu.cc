@@ -10,6 +10,7 @@ std::vector<std::pair<std::string_view, bool>> cpu_features() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   return {{"avx2", __builtin_cpu_supports("avx2") != 0},
+          {"fma", __builtin_cpu_supports("fma") != 0},
           {"f16c", __builtin_cpu_supports("f16c") != 0},
           {"avx512f", __builtin_cpu_supports("avx512f") != 0},
           {"avx512_bf16", __builtin_cpu_supports("avx512bf16") != 0}};
@@ -22,7 +23,7 @@ std::vector<Level> supported_levels() {
   std::vector<Level> levels{Level::portable};
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
     levels.push_back(Level::avx2);
     if (__builtin_cpu_supports("avx512f")) levels.push_back(Level::avx512);
   }

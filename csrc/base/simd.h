@@ -111,6 +111,13 @@ SHOAL_OP F mul(const F& x, const F& y) {
 SHOAL_OP F div(const F& x, const F& y) {
   return each([&](int i) { return x.part[i] / y.part[i]; });
 }
+SHOAL_OP F fused(const F& x, const F& y, const F& z) {  // x y + z, rounded once
+  return each([&](int i) {
+    const Float4 p = x.part[i], q = y.part[i], r = z.part[i];
+    return Float4{std::fma(p[0], q[0], r[0]), std::fma(p[1], q[1], r[1]), std::fma(p[2], q[2], r[2]),
+                  std::fma(p[3], q[3], r[3])};
+  });
+}
 SHOAL_OP F root(const F& x) {
   return each([&](int i) {
     const Float4 p = x.part[i];
@@ -153,7 +160,7 @@ SHOAL_OP void stream(T* at, const F& x) {
 
 namespace avx2 {
 
-#define SHOAL_OP [[gnu::always_inline, gnu::target("avx2,f16c")]] inline
+#define SHOAL_OP [[gnu::always_inline, gnu::target("avx2,fma,f16c")]] inline
 
 struct F {
   __m256 low, high;
@@ -164,6 +171,9 @@ SHOAL_OP F add(F x, F y) { return {_mm256_add_ps(x.low, y.low), _mm256_add_ps(x.
 SHOAL_OP F sub(F x, F y) { return {_mm256_sub_ps(x.low, y.low), _mm256_sub_ps(x.high, y.high)}; }
 SHOAL_OP F mul(F x, F y) { return {_mm256_mul_ps(x.low, y.low), _mm256_mul_ps(x.high, y.high)}; }
 SHOAL_OP F div(F x, F y) { return {_mm256_div_ps(x.low, y.low), _mm256_div_ps(x.high, y.high)}; }
+SHOAL_OP F fused(F x, F y, F z) {
+  return {_mm256_fmadd_ps(x.low, y.low, z.low), _mm256_fmadd_ps(x.high, y.high, z.high)};
+}
 SHOAL_OP F root(F x) { return {_mm256_sqrt_ps(x.low), _mm256_sqrt_ps(x.high)}; }
 SHOAL_OP F load(const float* at) { return {_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)}; }
 SHOAL_OP __m256 widen(const Bf16* at) {
@@ -227,6 +237,7 @@ SHOAL_OP F add(F x, F y) { return _mm512_add_ps(x, y); }
 SHOAL_OP F sub(F x, F y) { return _mm512_sub_ps(x, y); }
 SHOAL_OP F mul(F x, F y) { return _mm512_mul_ps(x, y); }
 SHOAL_OP F div(F x, F y) { return _mm512_div_ps(x, y); }
+SHOAL_OP F fused(F x, F y, F z) { return _mm512_fmadd_ps(x, y, z); }
 SHOAL_OP F root(F x) { return _mm512_sqrt_ps(x); }
 SHOAL_OP F load(const float* at) { return _mm512_loadu_ps(at); }
 SHOAL_OP F load(const Bf16* at) {

@@ -60,9 +60,9 @@ class LambRule {
  public:
   using Sums = BlockSums;
 
-  LambRule(std::span<const LambTensor> tensors, const LambOptions& options, const Kernels& kernels)
+  LambRule(std::span<const MomentsTensor> tensors, const LambOptions& options, const Kernels& kernels)
       : tensors_(tensors), options_(options), kernels_(kernels), step_size_(tensors.size()) {
-    for (const LambTensor& tensor : tensors) block_options_.push_back(block_options(options, tensor.step));
+    for (const MomentsTensor& tensor : tensors) block_options_.push_back(block_options(options, tensor.step));
   }
 
   Sums measure(const Piece& piece) const {
@@ -86,11 +86,11 @@ class LambRule {
 
  private:
   Block block_of(const Piece& piece) const {
-    const LambTensor& t = tensors_[piece.tensor];
+    const MomentsTensor& t = tensors_[piece.tensor];
     return {t.weight + piece.begin, t.grad + piece.begin, t.exp_avg + piece.begin, t.exp_avg_sq + piece.begin};
   }
 
-  std::span<const LambTensor> tensors_;
+  std::span<const MomentsTensor> tensors_;
   const LambOptions& options_;
   Kernels kernels_;
   std::vector<BlockOptions> block_options_;
@@ -99,7 +99,7 @@ class LambRule {
 
 }  // namespace
 
-Norms lamb_step(std::span<const LambTensor> tensors, const LambOptions& options, int num_threads, Level level) {
+Norms lamb_step(std::span<const MomentsTensor> tensors, const LambOptions& options, int num_threads, Level level) {
   LambRule rule(tensors, options, kernels_of(level));
   return TwoPasses(tensors, rule).run(num_threads);
 }

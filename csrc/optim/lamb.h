@@ -11,7 +11,7 @@
 namespace shoal {
 
 // One fp32 tensor and its state; `step` counts from 1 and includes this update.
-struct LambTensor {
+struct MomentsTensor {
   float* weight;
   const float* grad;
   float* exp_avg;
@@ -35,7 +35,7 @@ struct LambOptions {
 // w = w - learning_rate ratio u, ratio = |w| / |u| if both are above 0, else 1.
 // All in fp32. Squares are summed in blocks whose order does not depend on the number of threads, so the bits of the
 // result do not either.
-Norms lamb_step(std::span<const LambTensor> tensors, const LambOptions& options, int num_threads,
+Norms lamb_step(std::span<const MomentsTensor> tensors, const LambOptions& options, int num_threads,
                 Level level = best_level());
 
 // Returns the sum of squares over all tensors, in the same fixed order.

@@ -146,6 +146,34 @@ def sum_in_rank_order(
         ) from None
 
 
+def adamw_step(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[float],
+    **options: Any,
+) -> tuple[float, float]:
+    """Update weights and moments in place by AdamW (:mod:`shoal.optim.adamw` has the formula).
+
+    Arguments, returned norms, errors and reproducibility are as in :func:`lamb_step`.
+    """
+    addresses = [_addresses(tensors, weights) for tensors in (weights, grads, exp_avgs, exp_avg_sqs)]
+    return _updated("adamw_step", *addresses, _counts(weights), list(steps), **options)
+
+
+def sgd_step(
+    weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], **options: Any
+) -> tuple[float, float]:
+    """Update weights and momenta in place by SGD (:mod:`shoal.optim.sgd` has the formula).
+
+    Arguments, returned norms, errors and reproducibility are as in :func:`lamb_step`; with ``momentum`` 0
+    ``momenta`` are not read, and may be the weights.
+    """
+    addresses = [_addresses(tensors, weights) for tensors in (weights, grads, momenta)]
+    return _updated("sgd_step", *addresses, _counts(weights), **options)
+
+
 def lamb_step(
     weights: Sequence[Tensor],
     grads: Sequence[Tensor],

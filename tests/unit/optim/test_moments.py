@@ -16,11 +16,13 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from shoal.errors import UsageError
 from shoal.optim.adafactor import Adafactor
+from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb, parameter_groups
 from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
 from shoal.optim.moments import MomentsOptimizer
 from shoal.optim.novograd import Novograd
+from shoal.optim.sgd import SGD
 
 Groups = list[dict[str, Any]]
 
@@ -31,6 +33,10 @@ def lans(groups: Groups, lr: float) -> Lans:
 
 
 MAKERS: dict[str, Callable[..., MomentsOptimizer]] = {
+    "AdamW": AdamW,
+    "AdamW foreach": partial(AdamW, implementation="foreach"),
+    "SGD": partial(SGD, momentum=0.9, nesterov=True),
+    "SGD foreach": partial(SGD, momentum=0.9, implementation="foreach"),
     "LAMB": Lamb,
     "LAMB native": partial(Lamb, implementation="native"),
     "LAMB foreach": partial(Lamb, implementation="foreach"),
@@ -43,6 +49,8 @@ MAKERS: dict[str, Callable[..., MomentsOptimizer]] = {
 }
 MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
 STATES = {
+    "SGD": {"momentum_buffer"},
+    "SGD foreach": {"momentum_buffer"},
     "LARS": {"momentum_buffer"},
     "LARC": {"momentum_buffer"},
     "Adafactor": {"step", "variance"},
