@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 
 import hypothesis
@@ -40,6 +42,19 @@ def both_groups_or_native(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     monkeypatch.setenv(NATIVE_GROUP, "1" if request.param == "native" else "0")
 
 
+_LEFT_GROUP = "left its process group"
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Destroy a process group that a test left, so that the next test does not fail for it; name the test."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+        request.node.user_properties.append((_LEFT_GROUP, True))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the group in C++ before a test starts, whose time limit would include it."""
     if any("processes" in item.path.parts for item in session.items):
@@ -68,17 +83,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"skipped: {len(reasons)}")
     for reason in sorted(set(reasons)):
         terminalreporter.write_line(f"  {reasons.count(reason)} × {reason}")
+    for report in _test_reports(terminalreporter):
+        if report.when == "teardown" and (_LEFT_GROUP, True) in report.user_properties:
+            terminalreporter.write_line(f"{report.nodeid} {_LEFT_GROUP}")
     _list_slowest(terminalreporter)
     if os.environ.get("CI") and (promised := _not_allowed(reasons)):
         terminalreporter.write_line(f"FAILED: {len(promised)} skips for what the gate should have provided")
 
 
+def _test_reports(terminalreporter: pytest.TerminalReporter) -> Iterator[pytest.TestReport]:
+    """Yield the reports of all phases of all tests; the statistics hold warnings and left-out tests too."""
+    for reports in terminalreporter.stats.values():
+        yield from (report for report in reports if isinstance(report, pytest.TestReport))
+
+
 def _list_slowest(terminalreporter: pytest.TerminalReporter, num_modules: int = 25) -> None:
     seconds: Counter[str] = Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                seconds[report.nodeid.partition("::")[0]] += report.duration
+    for report in _test_reports(terminalreporter):
+        seconds[report.nodeid.partition("::")[0]] += report.duration
     if (total := sum(seconds.values())) > 60:
         terminalreporter.write_line(f"{total:.0f} s in {len(seconds)} modules, most of them in")
         for module, spent in seconds.most_common(num_modules):

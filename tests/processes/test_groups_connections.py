@@ -85,6 +85,7 @@ def share(rank: int) -> None:
         dist.destroy_process_group(pair)
     dist.barrier()
     assert count() == NUM_CONNECTIONS
+    dist.barrier()  # nobody leaves before all have counted
 
 
 def test_groups_of_three_processes_share_one_set_of_connections(tmp_path: Path) -> None:
