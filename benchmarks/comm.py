@@ -1,102 +1,95 @@
 """Is the two-hop backend as fast as its formulas promise, and faster than gloo and OpenMPI?
 
 Hosts are emulated: network namespaces whose links are shaped. All backends run in the same processes, by
-turns. Nobody tells the engine a rate: it measures its helpers' links, and the wire limit M/B takes B from a
-plain TCP transfer between two of the hosts in this run. Needs root and iproute2, and OpenMPI for one row.
+turns. Nobody tells the engine a rate: it measures its helpers' links, and the formulas take the rate of a
+plain TCP transfer between two of the hosts in this run. Needs root and iproute2; OpenMPI for its rows.
+``--only`` chooses parts; each takes at most 4 minutes on 2 cores (``--only growth-1mb-32`` about that).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import shutil
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from statistics import median
+from functools import partial
 
 from benchmarks.comm_buckets import bucket_samples
+from benchmarks.comm_links import capped_rows, fabric_rows, unshaped_rows
+from benchmarks.comm_one_host import four_large, four_others, four_small, native_rows, two_small
+from benchmarks.comm_rooflines import roofline_rows
 from benchmarks.comm_rounding import cancelling_inputs, engine_sum, errors_over_bound, ring_sum
 from benchmarks.comm_runs import (
-    Measured,
+    ALL_REDUCE,
+    KIB,
+    MIB,
+    Backends,
+    add_row,
     by_mpirun,
+    missing_for_openmpi,
     on_cluster,
-    on_this_host,
+    repeats_of,
+    retakes_of,
     spec_of,
     watched,
     wire_bytes_per_s,
 )
-from benchmarks.comm_worker import IN_PYTHON, MANY, NUM_MANY, PROCESSOR, SMALL_LAYERS
+from benchmarks.comm_worker import MANY, NUM_MANY
 from benchmarks.harness import Benchmark
-from shoal.decide.server_assignment import DDP_BUCKET_BYTES, gain_over_ring, recommended_bucket_bytes
+from shoal.decide.server_assignment import (
+    DDP_BUCKET_BYTES,
+    gain_over_ring,
+    recommended_bucket_bytes,
+    two_hop_seconds,
+)
 from shoal.launch.emulated import Cluster
 
-KIB, MIB = 1 << 10, 1 << 20
 NUM_HOSTS = 8
 NIC = "200mbit"
 FAST_NIC = "400mbit"
 SLOW_NIC = "50mbit"
-ALL_REDUCE = "all_reduce"
-
-
-def add_row(
-    bench: Benchmark, measured: Measured, case: str, key: tuple[str, int], ours: str, *, peer: str = "gloo",
-    target: float | None = None, unit: str = "ms",
-) -> None:  # fmt: skip
-    """Add a row; ``key`` is the collective and its bytes, ``unit`` ms or us."""
-    samples = measured.samples[f"{key[0]} {key[1]}"]
-    per_s = {"ms": 1e3, "us": 1e6}[unit]
-    bench.add(
-        case,
-        ours=[per_s * seconds for seconds in samples[ours]],
-        peer=[per_s * seconds for seconds in samples[peer]],
-        peer_name=peer,
-        unit=unit,
-        target=target,
-        foreign_cores=[measured.foreign],
-        num_retaken=measured.num_retaken,
-    )
-
-
-def repeats_of(bench: Benchmark) -> int:
-    return 3 if bench.quick else 7
-
-
-def retakes_of(bench: Benchmark) -> int:
-    return 0 if bench.quick else 1
+BURSTS = {"32kb": 32_000, "1mb": 1_000_000}
 
 
 def helpers_rows(bench: Benchmark) -> None:
-    """8 workers, with 8, 4 and no helper hosts, links of 200 Mbit/s each."""
-    big, medium, small = ((ALL_REDUCE, size) for size in (16 * MIB, 64 * KIB, KIB))
-    many = (MANY, NUM_MANY * KIB)
-    retakes = retakes_of(bench)
-    # The 4 before the 8: a group measures helpers that no earlier group has measured.
-    backends: dict[str, int | None] = {"gloo": None, "colocated": 0, "4 helpers": 4, "8 helpers": 8}
+    """8 workers, with 8, 4, 2 and no helper hosts, links of 200 Mbit/s each, against the formula and gloo."""
+    big, num_bytes = (ALL_REDUCE, 16 * MIB), 16 * MIB
+    targets = {2: (0.97, None), 4: (0.97, 1.25), 8: (0.98, 1.55), 0: (0.98, 0.95)}
+    # Fewer before more: a group measures helpers that no earlier group has measured.
+    backends: Backends = {"gloo": None, **{f"{helpers} helpers": helpers for helpers in targets}}
     with Cluster(hosts=NUM_HOSTS, helpers=8, nic=NIC, announce_rates=False) as cluster:
         rates = wire_bytes_per_s(cluster, repeats=2)
-        one = on_cluster(cluster, spec_of(backends, [big, many], repeats_of(bench)), most_retaken=retakes)
+        spec = spec_of(backends, [big], repeats_of(bench))
+        measured = on_cluster(cluster, spec, most_retaken=retakes_of(bench))
         rates += wire_bytes_per_s(cluster, repeats=1)
-        few: dict[str, int | None] = {"gloo": None, "colocated": 0}
-        short = on_cluster(
-            cluster, spec_of(few, [medium, small], 3 * repeats_of(bench)), most_retaken=retakes
+    samples = measured.samples[f"{ALL_REDUCE} {num_bytes}"]
+    for helpers, (of_formula, of_gloo) in sorted(targets.items(), reverse=True):
+        name = f"{helpers} helpers"
+        case = f"{NUM_HOSTS} workers + {name}, 16 MiB"
+        bench.add(
+            f"{case}, formula",
+            ours=[1e3 * seconds for seconds in samples[name]],
+            peer=[1e3 * two_hop_seconds(num_bytes, [rate] * NUM_HOSTS, [rate] * helpers) for rate in rates],
+            peer_name=f"formula at a plain TCP transfer's {sorted(rates)[1] * 8e-6:.1f} Mbit/s",
+            unit="ms",
+            target=of_formula,
+            foreign_cores=[measured.foreign],
         )
-    workers = f"{NUM_HOSTS} workers"
-    add_row(bench, one, f"{workers} + 8 helpers, 16 MiB", big, "8 helpers", target=1.55)
-    bench.add(
-        f"{workers} + 8 helpers, 16 MiB, wire",
-        ours=[1e3 * seconds for seconds in one.samples[f"{ALL_REDUCE} {16 * MIB}"]["8 helpers"]],
-        peer=[1e3 * 16 * MIB / rate for rate in rates],
-        peer_name=f"limit M/B, B of a plain TCP transfer ({sorted(rates)[1] * 8e-6:.1f} Mbit/s)",
-        unit="ms",
-        target=0.85,
-        foreign_cores=[one.foreign],
-    )
-    add_row(bench, one, f"{workers} + 4 helpers, 16 MiB", big, "4 helpers", target=1.25)
-    add_row(bench, one, f"{workers}, colocated, 16 MiB", big, "colocated", target=0.95)
-    add_row(bench, short, f"{workers}, colocated, 64 KiB", medium, "colocated", target=3.0)
-    add_row(bench, short, f"{workers}, colocated, 1 KiB", small, "colocated", target=3.0)
-    add_row(bench, one, f"{workers}, colocated, {NUM_MANY} × 1 KiB in a row", many, "colocated")
+        add_row(bench, measured, case, big, name, target=of_gloo)
+
+
+def short_rows(bench: Benchmark) -> None:
+    """Short sums of 8 hosts without helpers."""
+    medium, small, many = (ALL_REDUCE, 64 * KIB), (ALL_REDUCE, KIB), (MANY, NUM_MANY * KIB)
+    few: Backends = {"gloo": None, "colocated": 0}
+    with Cluster(hosts=NUM_HOSTS, nic=NIC) as cluster:
+        short = on_cluster(
+            cluster, spec_of(few, [medium, small], 3 * repeats_of(bench)), most_retaken=retakes_of(bench)
+        )
+        row = on_cluster(cluster, spec_of(few, [many], 3), most_retaken=0)
+    workers = f"{NUM_HOSTS} workers, colocated"
+    add_row(bench, short, f"{workers}, 64 KiB", medium, "colocated", target=3.0)
+    add_row(bench, short, f"{workers}, 1 KiB", small, "colocated", target=3.0)
+    add_row(bench, row, f"{workers}, {NUM_MANY} × 1 KiB in a row", many, "colocated")
 
 
 def fast_helpers_rows(bench: Benchmark) -> None:
@@ -116,118 +109,32 @@ def fast_helpers_rows(bench: Benchmark) -> None:
     )  # fmt: skip
 
 
-def growth_rows(bench: Benchmark) -> None:
-    """As many helpers as workers: time must not grow with their number, whatever a link lets through at once.
-
-    With ``--quick`` 4 and 16 hosts instead of 32: 64 processes take two minutes to start on two cores.
-    """
-    big, most = (ALL_REDUCE, 16 * MIB), 16 if bench.quick else 32
-    for burst_bytes in (32_000, 1_000_000):
-        took: dict[int, Measured] = {}
-        for hosts in (4, most) if bench.quick else (4, 16, most):
-            with Cluster(
-                hosts=hosts, helpers=hosts, nic=SLOW_NIC, burst_bytes=burst_bytes, announce_rates=False
-            ) as cluster:
-                spec = spec_of({"helpers": hosts}, [big], 3)
-                took[hosts] = on_cluster(cluster, spec, most_retaken=0)
-        for hosts, measured in took.items():
-            if hosts == 4:
-                continue
-            bench.add(
-                f"{hosts} + {hosts} hosts, {SLOW_NIC}, bursts of {burst_bytes // 1000} KB, 16 MiB",
-                ours=[1e3 * seconds for seconds in measured.samples[f"{ALL_REDUCE} {16 * MIB}"]["helpers"]],
-                peer=[1e3 * seconds for seconds in took[4].samples[f"{ALL_REDUCE} {16 * MIB}"]["helpers"]],
-                peer_name="4 + 4 hosts, rates measured in both",
-                unit="ms",
-                target=1 / 1.05,
-                foreign_cores=[measured.foreign],
-            )
-
-
-def size_of(num_bytes: int) -> str:
-    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes // unit} {name}"
-    return f"{num_bytes} B"
-
-
-def one_host_rows(bench: Benchmark) -> None:
-    """2 and 4 processes of one host: shared memory against gloo on loopback.
-
-    Small operations have an upper limit in microseconds too, which stands in the row.
-    """
-    limits_us = {
-        (2, 64): 15, (2, 4 * KIB): 18, (2, 64 * KIB): 40,
-        (4, 64): 60, (4, 64 * KIB): 120, (4, MIB): 900,
-    }  # fmt: skip
-    ratios: dict[int, dict[tuple[str, int], float | None]] = {
-        2: {(ALL_REDUCE, 64): None, (ALL_REDUCE, 4 * KIB): None, (ALL_REDUCE, 64 * KIB): None},
-        4: {
-            (ALL_REDUCE, 64): None,
-            (ALL_REDUCE, 64 * KIB): 15.0,
-            (ALL_REDUCE, MIB): 5.0,
-            (ALL_REDUCE, 25 * MIB): 3.0,
-            (ALL_REDUCE, 100 * MIB): 2.0,
-            ("reduce_scatter", 25 * MIB): 3.0,
-            ("all_gather", 25 * MIB): 3.0,
-            ("broadcast", 25 * MIB): 3.0,
-        },
-    }
-    for num_processes, targets in ratios.items():
-        spec = spec_of({"gloo": None, "shoal": 0}, list(targets), 7 if bench.quick else 21)
-        measured = on_this_host(num_processes, spec, most_retaken=retakes_of(bench))
-        for (collective, num_bytes), target in targets.items():
-            case = f"{num_processes} processes of one host, {size_of(num_bytes)} {collective}"
-            limit = limits_us.get((num_processes, num_bytes))
-            add_row(
-                bench, measured, case + (f" (at most {limit} us)" if limit else ""),
-                (collective, num_bytes), "shoal", target=target, unit="us" if limit else "ms",
-            )  # fmt: skip
-
-
-def unshaped_rows(bench: Benchmark) -> None:
-    """2 and 4 hosts whose links are not shaped: what the processors can do, and what each GB costs them."""
-    big = (ALL_REDUCE, 25 * MIB)
-    key = f"{big[0]} {big[1]}"
-    for hosts in (2, 4):
-        with Cluster(hosts=hosts) as cluster:
-            spec = spec_of({"gloo": None, "shoal": 0}, [big], 3 * repeats_of(bench))
-            measured = on_cluster(cluster, spec, most_retaken=retakes_of(bench))
-        sent_gb = (
-            2 * (hosts - 1) / hosts * big[1] / 1e9
-        )  # by each rank, in a ring as with servers on the workers
-        case = f"{hosts} hosts, links not shaped, 25 MiB"
-        add_row(bench, measured, case, big, "shoal", target=1.2)
-        used = measured.samples[PROCESSOR + key]
-        bench.add(
-            f"{case}, processor time for each GB that a rank sends",
-            ours=[seconds / sent_gb for seconds in used["shoal"]],
-            peer=[seconds / sent_gb for seconds in used["gloo"]],
-            peer_name="gloo",
-            unit="s",
-            target=1 / 0.7,
-            foreign_cores=[measured.foreign],
-            num_retaken=measured.num_retaken,
-        )
-        for name in ("shoal", "gloo"):
-            took, cores = median(measured.samples[key][name]), median(used[name])
-            gbit = 8 * sent_gb
-            print(
-                f"{case}: {name} sends {gbit / took:.1f} Gbit/s a rank, {gbit / cores:.1f} for each core "
-                f"in use; 25 GbE takes {25 * cores / gbit:.1f} cores"
-            )
-
-
-def native_rows(bench: Benchmark) -> None:
-    """Compare the process groups in C++ and in Python on one host, and a DDP step with gloo's too."""
-    small, layers = (ALL_REDUCE, 64), (SMALL_LAYERS, MIB)
-    for num_processes in (2, 4):
-        spec = spec_of({"gloo": None, "shoal": 0, IN_PYTHON: 0}, [small, layers], repeats_of(bench) * 3)
-        measured = on_this_host(num_processes, spec, most_retaken=retakes_of(bench))
-        where = f"{num_processes} processes of one host"
-        add_row(bench, measured, f"{where}, 64 B all_reduce", small, "shoal", peer=IN_PYTHON, unit="us")
-        add_row(bench, measured, f"{where}, {SMALL_LAYERS}", layers, "shoal", peer=IN_PYTHON)
-        add_row(bench, measured, f"{where}, {SMALL_LAYERS}, gloo", layers, "shoal", target=1.3)
+def growth_rows(bench: Benchmark, burst: str, most: int) -> None:
+    """As many helpers as workers: time must not grow with their number, whatever a link lets through."""
+    big, burst_bytes = (ALL_REDUCE, 16 * MIB), BURSTS[burst]
+    key = f"{ALL_REDUCE} {16 * MIB}"
+    took: dict[int, list[float]] = {}
+    rates: list[float] = []
+    foreign: list[float] = []
+    for hosts in (4, most):
+        with Cluster(
+            hosts=hosts, helpers=hosts, nic=SLOW_NIC, burst_bytes=burst_bytes, announce_rates=False
+        ) as cluster:
+            if not rates:
+                rates = wire_bytes_per_s(cluster, repeats=1)
+            measured = on_cluster(cluster, spec_of({"helpers": hosts}, [big], 3), most_retaken=0)
+        took[hosts] = [1e3 * seconds for seconds in measured.samples[key]["helpers"]]
+        foreign.append(measured.foreign)
+    case = f"{most} + {most} hosts, {SLOW_NIC}, bursts of {burst_bytes // 1000} KB, 16 MiB"
+    bench.add(
+        case, ours=took[most], peer=took[4], peer_name="4 + 4 hosts, rates measured in both", unit="ms",
+        target=1 / 1.05, foreign_cores=foreign,
+    )  # fmt: skip
+    wire = [1e3 * 16 * MIB / rate for rate in rates]
+    bench.add(
+        f"{case}, wire", ours=took[most], peer=wire, peer_name="M/B at the rate of a plain TCP transfer",
+        unit="ms", foreign_cores=foreign,
+    )  # fmt: skip
 
 
 def bucket_rows(bench: Benchmark) -> None:
@@ -270,9 +177,7 @@ def rounding_rows(bench: Benchmark) -> None:
 
 def mpi_rows(bench: Benchmark) -> None:
     """OpenMPI on the same emulated hosts, in the same processes as ours."""
-    missing = [name for name in ("mpi4py",) if importlib.util.find_spec(name) is None]
-    if not Path(sys.executable).with_name("mpirun").exists():
-        missing.append("openmpi")
+    missing = missing_for_openmpi()
     case = f"{NUM_HOSTS} workers"
     if missing:
         print(
@@ -285,7 +190,7 @@ def mpi_rows(bench: Benchmark) -> None:
         )  # fmt: skip
         return
     big, medium = (ALL_REDUCE, 16 * MIB), (ALL_REDUCE, 64 * KIB)
-    backends: dict[str, int | None] = {"openmpi": None, "colocated": 0, "8 helpers": 8}
+    backends: Backends = {"openmpi": None, "colocated": 0, "8 helpers": 8}
     with Cluster(hosts=NUM_HOSTS, helpers=8, nic=NIC, announce_rates=False) as cluster:
         spec = spec_of(backends, [big, medium], repeats_of(bench))
         measured = by_mpirun(cluster, spec, most_retaken=retakes_of(bench))
@@ -296,12 +201,24 @@ def mpi_rows(bench: Benchmark) -> None:
 
 
 PARTS: dict[str, Callable[[Benchmark], None]] = {
+    "one-host-2": two_small,
+    "one-host-4-small": four_small,
+    "one-host-4-large": four_large,
+    "one-host-4-others": four_others,
+    "native-group-2": partial(native_rows, num_processes=2),
+    "native-group-4": partial(native_rows, num_processes=4),
+    "unshaped-2": partial(unshaped_rows, hosts=2),
+    "unshaped-4": partial(unshaped_rows, hosts=4),
     "helpers": helpers_rows,
+    "short": short_rows,
     "fast-helpers": fast_helpers_rows,
-    "growth": growth_rows,
-    "one-host": one_host_rows,
-    "native-group": native_rows,
-    "unshaped": unshaped_rows,
+    "capped-flows": capped_rows,
+    "fabric": fabric_rows,
+    "growth-32kb-16": partial(growth_rows, burst="32kb", most=16),
+    "growth-1mb-16": partial(growth_rows, burst="1mb", most=16),
+    "growth-32kb-32": partial(growth_rows, burst="32kb", most=32),
+    "growth-1mb-32": partial(growth_rows, burst="1mb", most=32),
+    "rooflines": roofline_rows,
     "buckets": bucket_rows,
     "rounding": rounding_rows,
     "openmpi": mpi_rows,

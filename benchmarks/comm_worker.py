@@ -3,7 +3,8 @@
     python -m benchmarks.comm_worker SPEC OUT
 
 SPEC is JSON: ``{"backends": {"gloo": null, "shoal": 8, "openmpi": null}, "cases": [["all_reduce", 16777216]],
-"repeats": 7}``. A number says how many of the helper hosts a shoal group uses. ``openmpi`` needs mpirun.
+"repeats": 7}``. A number says how many of the helper hosts a shoal group uses; an object holds settings of
+its ``EngineOptions``. ``openmpi`` needs mpirun. ``copy`` copies the case's bytes on each rank.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.bench.collectives import Case, Groups, prepare
 from shoal.comm import native_group
-from shoal.env import HELPERS, NATIVE_GROUP, worker_env
+from shoal.comm.engine import EngineOptions
+from shoal.env import HELPERS, HOST_ID, NATIVE_GROUP, worker_env
 
 WARM_UPS = 2
 MIN_SAMPLE_S = 0.02
@@ -37,21 +39,31 @@ SMALL_LAYERS, WIDTH = "DDP step of small layers", 64
 
 IN_PYTHON = "shoal's group in Python"
 
+ALL_TO_ALL = "all_to_all"
+
+NUM_HELPERS, OTHER_HOST = "helpers", "host_id"
+"""Settings of a group beside those of ``EngineOptions``: helper hosts; ranks count as hosts of their own."""
+
 PROCESSOR = "processor seconds of "
 """Prefix of a case's samples of processor time: that of the rank that used most."""
 
 Call = Callable[[], object]
 
 
-def shoal_group(num_helpers: int, *, in_python: bool = False) -> dist.ProcessGroup:
-    """Make a group of all workers that uses the first ``num_helpers`` helper hosts."""
-    given = os.environ.get(HELPERS, "")
-    os.environ[HELPERS] = ",".join(given.split(",")[:num_helpers])
+def shoal_group(given: int | dict[str, Any], *, in_python: bool = False) -> dist.ProcessGroup:
+    """Make a group of all workers that uses the first ``given`` helper hosts, or these options."""
+    settings = dict(given) if isinstance(given, dict) else {NUM_HELPERS: given}
+    num_helpers = settings.pop(NUM_HELPERS, 0)
+    helpers = os.environ.get(HELPERS, "")
+    os.environ[HELPERS] = ",".join(helpers.split(",")[:num_helpers])
+    if settings.pop(OTHER_HOST, False):
+        os.environ[HOST_ID] = f"host of rank {dist.get_rank()}"
     if in_python:
         os.environ[NATIVE_GROUP] = "0"
         native_group.load.cache_clear()
-    group = dist.new_group(backend="shoal")
-    os.environ[HELPERS] = given
+    group = dist.new_group(backend="shoal", pg_options=EngineOptions(**settings))
+    os.environ[HELPERS] = helpers
+    os.environ.pop(HOST_ID, None)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -92,6 +104,29 @@ def step_call(num_bytes: int, group: dist.ProcessGroup) -> Call:
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
     return call
+
+
+def all_to_all_call(case: Case, group: dist.ProcessGroup) -> Call:
+    """Return an all_to_all of equal parts whose result has been looked at."""
+    size, rank = group.size(), group.rank()
+    part = case.num_elements // size
+    given = torch.arange(size, dtype=torch.float32).repeat_interleave(part) + size * rank
+    taken = torch.empty_like(given)
+
+    def call() -> None:
+        dist.all_to_all_single(taken, given, group=group)
+
+    call()
+    if not torch.equal(taken, (size * torch.arange(size) + rank).float().repeat_interleave(part)):
+        raise SystemExit("all_to_all gave a wrong result")
+    return call
+
+
+def copy_call(case: Case) -> Call:
+    """Return a copy of the case's bytes: what memory allows for taking a tensor in and giving one out."""
+    source = torch.ones(case.num_elements)
+    target = torch.zeros_like(source)
+    return lambda: target.copy_(source)
 
 
 def mpi_call(case: Case) -> Call:
@@ -142,6 +177,21 @@ def cases_of(spec: dict[str, Any], num_ranks: int) -> Iterator[Case]:
         yield Case(collective=collective, num_elements=num_elements, num_bytes=num_elements * 4)
 
 
+def call_of(name: str, group: dist.ProcessGroup | None, case: Case) -> Call | None:
+    """Return the call of a case on a backend, or ``None`` for all but all_reduce where there is no group."""
+    if group is None:
+        if case.collective != "all_reduce":
+            return None
+        return {"openmpi": mpi_call, "copy": copy_call}[name](case)
+    if case.collective == MANY:
+        return many_calls(case.num_bytes, group)
+    if case.collective == SMALL_LAYERS:
+        return step_call(case.num_bytes, group)
+    if case.collective == ALL_TO_ALL:
+        return all_to_all_call(case, group)
+    return prepare(case, group, torch.float32, name)
+
+
 def main() -> None:
     spec, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
@@ -149,21 +199,15 @@ def main() -> None:
     assert place is not None
     groups = Groups(place, ("gloo",))
     backends = dict(groups.of_backend)
-    for name, num_helpers in spec["backends"].items():
-        if num_helpers is not None:
-            backends[name] = shoal_group(num_helpers, in_python=name == IN_PYTHON)
+    for name, given in spec["backends"].items():
+        if given is not None:
+            backends[name] = shoal_group(given, in_python=name == IN_PYTHON)
     result: dict[str, Samples] = {}
     for case, (collective, num_bytes) in zip(cases_of(spec, groups.size), spec["cases"], strict=True):
-        calls: dict[str, Call] = {}
+        calls = {}
         for name in spec["backends"]:
-            if name == "openmpi":
-                calls[name] = mpi_call(case)
-            elif collective == MANY:
-                calls[name] = many_calls(num_bytes, backends[name])
-            elif collective == SMALL_LAYERS:
-                calls[name] = step_call(num_bytes, backends[name])
-            else:
-                calls[name] = prepare(case, backends[name], torch.float32, name)
+            if (call := call_of(name, backends.get(name), case)) is not None:
+                calls[name] = call
         key = f"{collective} {num_bytes}"
         result[key], result[PROCESSOR + key] = samples_of(calls, groups, spec["repeats"])
     groups.barrier()
