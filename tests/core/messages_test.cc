@@ -147,7 +147,7 @@ TEST_OVER_EACH(messages_with_little_room) {
   }
 }
 
-// Messages of one tag arrive in order, whatever their sizes, from whomever they are taken.
+// Messages of one tag arrive in order, of any size, whether a receiver names their source or not.
 TEST_OVER_EACH(messages_keep_their_order_and_tell_their_source) {
   Group group({"", {"a", "b", "b"}}, [](shoal::EngineOptions& options) {
     options.chunk_bytes = 4 << 10;

@@ -323,7 +323,7 @@ def test_a_link_is_no_folder(prepared):
 
 
 def test_a_folder_exchanged_later_is_not_used(prepared):
-    """Who may write to the folder above can rename ours and put his own there."""
+    """Another user with write access to the parent folder may put a folder in the place of the cache."""
     shards = opened(prepared, num_shards=4)
     folder = prepared.parent / "cache" / OWN_FOLDER
     assert bytes(shards.read(0)) == IMAGES[0]
