@@ -28,6 +28,7 @@ EXTRAS = {
     "text": "to train ALBERT and to prepare text",
     "corpora": "to prepare text from Parquet, .zst and MediaWiki's dumps",
     "report": "to write reports",
+    "watch": "to watch runs with TensorBoard",
     "vision": "to train on images",
     "aws": "to start runs on AWS",
     "mlperf": "to log as MLPerf asks",

@@ -28,6 +28,7 @@ MODULES_OF_EXTRAS = {
     "vision": ("torchvision", "PIL", "faster_coco_eval"),
     "aws": ("boto3",),
     "report": ("matplotlib", "jinja2"),
+    "watch": ("tensorboard",),
     "mlperf": ("mlperf_logging",),
     "onnx": ("onnx", "onnxscript"),
 }

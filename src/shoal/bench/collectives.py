@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shoal import formatting
 from shoal.bench import comm_results
 from shoal.bench.chrome_trace import Span, rank_events, write_trace
-from shoal.bench.comm_options import CommBench, parse_sizes, split_list
+from shoal.bench.comm_options import COLOCATED, CommBench, parse_sizes, split_list
 from shoal.bench.comm_results import Network, Row, formula_seconds, limit_seconds
 from shoal.comm.helpers import helper_bandwidths
 from shoal.comm.native_group import python_group
@@ -24,9 +24,6 @@ from shoal.comm.rendezvous import host_identity
 from shoal.env import HELPERS, WorkerEnv, helpers, without
 from shoal.errors import EXIT_OK, ShoalError, UsageError
 from shoal.json_text import parse_json
-
-COLOCATED = "shoal-colocated"
-"""The backend shoal without its helper hosts."""
 
 _WARM_UPS = 2
 _MIN_SAMPLE_S = 0.02
@@ -40,7 +37,7 @@ class Groups:
     """A process group per backend, and ``control``, a gloo group for the benchmark's own messages.
 
     Args:
-        backends: names of torch backends, or :data:`COLOCATED`; empty: gloo and shoal, and shoal without
+        backends: names of torch backends, or ``shoal-colocated``; empty: gloo and shoal, and shoal without
             helpers if there are helpers.
     """
 

@@ -15,6 +15,8 @@ from shoal.errors import UsageError, did_you_mean
 from shoal.launch.emulated_job import Hosts
 from shoal.launch.emulated_network import parse_rate
 
+COLOCATED = "shoal-colocated"
+"""The backend shoal without its helper hosts."""
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "barrier")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 

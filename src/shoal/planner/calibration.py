@@ -1,4 +1,4 @@
-"""Calibrates predictions with measurements: files of ``shoal bench train`` and ``shoal bench comm``.
+"""Calibrates predictions with measurements: files of ``shoal bench train``, ``scaling`` and ``comm``.
 
 A training gives the FLOP/s that the accelerators achieve: the rate at which the model of a step reproduces
 the measured throughput. Collectives give a host's NIC rate and the latency of a hop: an all-reduce of M
@@ -23,6 +23,7 @@ from shoal.planner.step_time import Layout, achieved_flops_of
 from shoal.planner.workload import Workload
 
 TRAIN_KIND = "shoal bench train"
+SCALING_KIND = "shoal bench scaling"
 _SAME_MODEL = 0.02
 """Two counts of a model's parameters differ by less: heads and position tables are counted differently."""
 _ABOVE_THE_NIC = 1.25
@@ -124,7 +125,9 @@ class MeasuredComm:
 
 
 def read_measured(path: Path) -> MeasuredTrain | MeasuredComm:
-    """Read a file of ``shoal bench train --json`` or ``shoal bench comm --json``.
+    """Read a file that ``shoal bench train``, ``scaling`` or ``comm`` wrote with ``--json``.
+
+    Of a file of ``shoal bench scaling`` the throughput of one host is taken.
 
     Raises:
         UsageError: it cannot be read, is neither, or lacks what is needed.
@@ -137,12 +140,17 @@ def read_measured(path: Path) -> MeasuredTrain | MeasuredComm:
     try:
         if isinstance(read, dict) and read.get("kind") == TRAIN_KIND:
             return _train(path, read)
+        if isinstance(read, dict) and read.get("kind") == SCALING_KIND:
+            if read["one_host"] is None:
+                raise UsageError(f"--measured {path} has no host alone: measure with --hosts 1,...")
+            return _train(path, read["one_host"])
         if isinstance(read, dict) and {"network", "rows"} <= read.keys():
             return _comm(path, read)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"--measured {path} is damaged or of another version: {error!r}") from error
     raise UsageError(
-        f"--measured {path} is neither of `shoal bench train --json` nor of `shoal bench comm --json`"
+        f"--measured {path} is neither of `shoal bench train --json`, nor of `shoal bench scaling --json` or "
+        "`shoal bench comm --json`"
     )
 
 
