@@ -250,7 +250,8 @@ class Scaling:
         for accumulate, points in ideal.items():
             xs, ys = zip(*sorted(points.items()), strict=True)
             rates.plot(xs, ys, "--", color="#888888", linewidth=0.8)
-            rates.annotate(f"no network, accumulation {accumulate}", (xs[-1], ys[-1]), fontsize=7, ha="right")
+            name = "by themselves" if self.emulated else "ideal"
+            rates.annotate(f"{name}, accumulation {accumulate}", (xs[-1], ys[-1]), fontsize=7, ha="right")
         rates.set(title="throughput", ylabel=f"{self.unit}/s", ylim=(0, None))
         efficiencies.set(title="efficiency", ylabel="%", ylim=(0, 105))
         counts = sorted({row.hosts for row in self.rows})

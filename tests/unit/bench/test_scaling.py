@@ -154,7 +154,7 @@ def test_the_command_writes_what_the_planner_takes(
     assert isinstance(read, MeasuredTrain)
     assert (read.recipe, read.samples_per_s, read.global_batch) == ("albert-tiny", 2.0, 2)
     svg = chart.read_text()
-    assert all(f"<!-- {curve}, accumulation 1 -->" in svg for curve in ("gloo", "shoal"))
+    assert all(f"<!-- {curve}, accumulation 1 -->" in svg for curve in ("gloo", "shoal", "ideal"))
     file.write_text(json.dumps(whole | {"one_host": None}))
     with pytest.raises(UsageError, match="has no host alone: measure with --hosts 1"):
         read_measured(file)
